@@ -1,0 +1,34 @@
+"""Package metadata. Tool settings live in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+PLOT = ["matplotlib>=3.7"]
+TOOLS = ["pytest>=8", "hypothesis>=6", "ruff>=0.9", "pyright[nodejs]>=1.1.390"]
+DEV = [*TOOLS, *PLOT, "scikit-learn>=1.4"]
+
+setup(
+    name="torchdistpackage",
+    version="0.1.0",
+    description="Mixed-parallelism training for Slurm users, from one YAML file",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["torchdistpackage", "torchdistpackage.*"]),
+    package_data={"torchdistpackage": ["py.typed"]},
+    python_requires=">=3.11",
+    # A range, so that a cluster's own build of torch stays where it is.
+    install_requires=[
+        "torch>=2.11",
+        "numpy>=1.26",
+        "pyyaml>=6",
+        "pydantic>=2.7",
+        "typer>=0.12",
+        "rich>=13",
+        "safetensors>=0.4.3",
+        "submitit>=1.5",
+    ],
+    extras_require={"plot": PLOT, "dev": DEV},
+    entry_points={"console_scripts": ["tdp=torchdistpackage.cli.main:main"]},
+)

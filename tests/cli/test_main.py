@@ -1,0 +1,144 @@
+"""What a shell sees: the exit code, texts instead of tracebacks, and nothing imported in vain."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchdistpackage import errors
+from torchdistpackage.cli.main import COMMANDS, main
+from torchdistpackage.train import job
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+TINY = str(ROOT / "configs" / "gpt_tiny.yaml")
+KINDS = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, errors.TorchDistError)
+]
+REFUSALS = {errors.ConfigError, errors.TopologyError, errors.LayoutError, errors.ScheduleError}
+
+WATCHED = """
+import sys
+sys.modules["torch"] = None  # importing it raises
+from torchdistpackage.cli.main import main
+code = main(sys.argv[1:])
+print(*sorted({name.partition(".")[0] for name in sys.modules}), file=sys.stderr)
+sys.exit(code)
+"""
+"""Runs a command without torch and ends with the packages it imported."""
+
+
+def tdp(*args: str) -> subprocess.CompletedProcess[str]:
+    """A real run, as `python -m torchdistpackage`."""
+    command = [sys.executable, "-m", "torchdistpackage", *args]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+def packages(*args: str) -> set[str]:
+    """What a successful command imports, torch being out of reach."""
+    command = [sys.executable, "-c", WATCHED, *args]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    return set(run.stderr.split())
+
+
+def test_the_help_lists_every_command(capsys):
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert [line.split()[0] for line in shown.partition("Commands:\n")[2].splitlines()] == list(
+        COMMANDS
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command, capsys):
+    assert main([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"Usage: tdp {command}")
+
+
+def test_a_name_that_is_nearly_a_command_is_answered_with_it(capsys):
+    assert main(["pln"]) == 2
+    assert "Did you mean 'plan'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["plan"], "CONFIG"),
+        (["plan", TINY, "--wrld", "4"], "--wrld"),
+        (["plan", TINY, "--world", "four"], "--world"),
+        (["plan", TINY, "--world", "0"], "--world"),
+        (["schedule", "1f1b", "--stages", "4"], "--microbatches"),
+        (["train", TINY, "--procs", "two"], "--procs"),
+    ],
+)
+def test_a_wrong_usage_names_the_argument(args, named, capsys):
+    assert main(args) == 2
+    said = capsys.readouterr()
+    assert named in said.err
+    assert not said.out
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_errors_of_the_package_are_texts_and_codes(kind, monkeypatch, capsys):
+    def fail(*_: object) -> int:
+        raise kind("rank 3 on host a: what and why")
+
+    monkeypatch.setattr(job, "launch", fail)
+    assert main(["train", TINY]) == (2 if kind in REFUSALS else 1)
+    assert capsys.readouterr().err == "tdp: rank 3 on host a: what and why\n"
+
+
+def test_an_interrupt_is_130(monkeypatch):
+    def interrupt(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job, "launch", interrupt)
+    assert main(["train", TINY]) == 130
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    def fail(*_: object) -> int:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(job, "launch", fail)
+    with pytest.raises(ZeroDivisionError):
+        main(["train", TINY])
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_plan_imports_no_more_than_it_needs(path):
+    """This is what keeps `tdp plan` under half a second."""
+    slow = {"numpy", "rich", "safetensors", "submitit", "matplotlib", "multiprocessing", "asyncio"}
+    loaded = packages("plan", str(path))
+    assert "pydantic" in loaded
+    assert not loaded & slow
+
+
+def test_schedule_and_schema_import_less():
+    schedule = packages("schedule", "1f1b", "--stages", "2", "--microbatches", "2")
+    assert not schedule & {"numpy", "rich", "yaml"}
+    assert not packages("schema") & {"numpy", "rich"}
+
+
+def test_a_refusal_of_the_module_is_a_text_without_traceback():
+    run = tdp("plan", TINY, "optim.lrr=1")
+    assert run.returncode == 2
+    assert run.stdout == ""
+    assert run.stderr.startswith(f"tdp: 1 problem in {TINY}:\n")
+    assert "Traceback" not in run.stderr
+
+
+def test_a_reader_that_leaves_early_is_no_error_message():
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "torchdistpackage", "plan", TINY]
+    run = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    os.close(writing)
+    assert run.returncode == 1
+    assert run.stderr == ""

@@ -1,0 +1,210 @@
+"""The printed plan says what the values behind it say, and a wrong file says all that is wrong."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from torchdistpackage.cli.main import main
+from torchdistpackage.topology.mesh import Mesh
+from torchdistpackage.topology.views import topology
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+TINY = str(CONFIGS / "gpt_tiny.yaml")
+ORDERS = [("data", "pipe", "context", "tensor"), ("tensor", "context", "data", "pipe")]
+
+
+@pytest.fixture
+def plan(capsys):
+    """The text that `tdp plan` prints for a right file."""
+
+    def run(*args: str) -> str:
+        assert main(["plan", *args]) == 0
+        said = capsys.readouterr()
+        assert not said.err
+        return said.out
+
+    return run
+
+
+@pytest.fixture
+def refusal(capsys):
+    """The text that a command prints for a wrong file."""
+
+    def run(*args: str) -> str:
+        assert main([*args]) == 2
+        said = capsys.readouterr()
+        assert not said.out
+        assert said.err.startswith("tdp: ")
+        assert "Traceback" not in said.err
+        return said.err
+
+    return run
+
+
+def coordinates(text: str) -> dict[int, dict[str, int]]:
+    lines = text.split("\n\n")[1].splitlines()
+    names = lines[0].split()[1:]
+    rows = [list(map(int, line.split())) for line in lines[1:] if not line.startswith("...")]
+    return {rank: dict(zip(names, row, strict=True)) for rank, *row in rows}
+
+
+def groups(text: str, kind: str) -> list[list[int]]:
+    body = re.split(r"\n  (?=\w)", text.split("\n\n")[2])
+    line = next(line for line in body if line.split()[0] == kind)
+    return [
+        [int(rank) for rank in re.findall(r"\d+", one)] for one in re.findall(r"\[[^]]*\]", line)
+    ]
+
+
+def stages(text: str) -> list[tuple[int, int]]:
+    """(parameters, bytes) of each stage."""
+    rows = re.findall(r"^ +\d+ .* ([\d,]+) +([\d,]+) +[\d.]+%$", text, re.MULTILINE)
+    return [(int(p.replace(",", "")), int(b.replace(",", ""))) for p, b in rows]
+
+
+def eight(order: tuple[str, ...]) -> list[str]:
+    degrees = ["parallel.data=2", "parallel.pipe=2", "parallel.tensor=2"]
+    return [TINY, "--world", "8", f"parallel.order=[{', '.join(order)}]", *degrees]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+def test_coordinates_are_those_of_the_mesh(plan, order):
+    sizes = {"data": 2, "pipe": 2, "tensor": 2}
+    mesh = Mesh(tuple((axis, sizes.get(axis, 1)) for axis in order))
+    shown = coordinates(plan(*eight(order)))
+    assert shown == {rank: mesh.coord(rank) | {"expert": 0} for rank in range(8)}
+
+
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+def test_groups_of_each_kind_are_those_of_the_topology(plan, order):
+    text = plan(*eight(order))
+    sizes = {"data": 2, "pipe": 2, "tensor": 2}
+    world = topology([(axis, sizes.get(axis, 1)) for axis in order], 8)
+    for kind in ("data", "pipe", "tensor", "model", "expert_data"):
+        mesh, axes = world.named(kind)
+        assert groups(text, kind) == [list(ranks) for ranks in mesh.groups(axes)]
+    assert groups(text, "context") == groups(text, "expert") == []
+
+
+def test_stages_hold_the_whole_model_at_sixteen_bytes_a_parameter(plan):
+    text = plan(TINY, "model.tied=false", "parallel.data=1", "parallel.pipe=4", "--world", "4")
+    total = int(re.search(r"^([\d,]+) parameters;", text, re.MULTILINE)[1].replace(",", ""))
+    held = stages(text)
+    assert len(held) == 4
+    assert sum(count for count, _ in held) == total
+    assert all(num_bytes == 16 * count for count, num_bytes in held)
+
+
+def test_the_tied_weight_is_held_at_both_ends(plan):
+    text = plan(TINY)
+    total = int(re.search(r"^([\d,]+) parameters;", text, re.MULTILINE)[1].replace(",", ""))
+    assert sum(count for count, _ in stages(text)) == total + 256 * 128
+
+
+def test_the_schedule_is_described(plan):
+    text = plan(TINY)
+    assert "1f1b, 4 x 4 samples" in text  # 32 samples over data 2 and 4 microbatches
+    assert "predicted bubble   20.0%" in text  # (p-1)/(m+p-1) = 1/5
+    assert "live microbatches  2 1 " in text
+
+
+def test_the_world_is_that_of_the_command_line_or_of_the_file_or_of_the_degrees(plan):
+    def world(*args: str) -> int:
+        return len(coordinates(plan(*args)))
+
+    assert world(TINY) == 4
+    assert world(TINY, "--world", "8", "parallel.data=4") == 8
+    assert world(TINY, "launch.local.procs=null", "parallel.data=8") == 16
+    assert world(TINY, "launch.local.procs=null", "parallel.data=auto") == 2
+    assert world(str(CONFIGS / "gpt_data4.yaml"), "--world", "2") == 2
+    assert world(str(CONFIGS / "gpt_data4.yaml"), "--world", "2", "launch.local.procs=4") == 2
+
+
+def test_long_lists_are_cut_unless_all_is_asked_for(plan):
+    args = [str(CONFIGS / "gpt_data4.yaml"), "parallel.tensor=2", "--world", "256"]
+    args.append("data.global_batch=256")
+    text = plan(*args)
+    assert list(coordinates(text)) == list(range(64))
+    assert "... 192 more ranks (--all lists them)" in text
+    assert len(groups(text, "tensor")) == 32
+    assert groups(text, "data") == [list(range(0, 128, 2))]
+    whole = plan(*args, "--all")
+    assert list(coordinates(whole)) == list(range(256))
+    assert sum(map(len, groups(whole, "tensor"))) == sum(map(len, groups(whole, "data"))) == 256
+    assert "..." not in whole
+
+
+def test_groups_that_cross_nodes_are_warned_of(plan):
+    args = [TINY, "parallel.data=1", "parallel.tensor=4", "parallel.pipe=2", "--world", "8"]
+    crossed = plan(*args, "--ranks-per-node", "2")
+    assert "warning: 2 of 2 tensor groups of 4 ranks cross a node of 2 ranks" in crossed
+    assert "stay inside nodes of 4 ranks" in plan(*args, "--ranks-per-node", "4")
+    assert "warning" not in plan(*args)
+
+
+def test_a_model_of_the_user_has_stages_only_once_built(plan, tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text("parallel: {pipe: 2, data: 2}\nmodel: {target: 'my.net:build'}\n")
+    text = plan(str(path))
+    assert "known once my.net:build has built them" in text
+    assert len(coordinates(text)) == 4
+
+
+def test_every_broken_rule_is_listed_at_once(refusal):
+    said = refusal("plan", TINY, "--world", "6", "model.heads=3", "model.vocab=100", "optim.lr=no")
+    assert said.startswith(f"tdp: 4 problems in {TINY}:\n")
+    for part in ("must use all 6 ranks but uses 4", "model.heads=3", "model.vocab=100", "optim.lr"):
+        assert part in said
+
+
+WRONG = {
+    "unknown": ("train:\n  stepz: 3\n", [":2: train.stepz: unknown key; did you mean"]),
+    "duplicate": ("log:\n  every: 3\n  every: 4\n", [":3: log.every: duplicate key"]),
+    "misplaced": ("train:\n  lr: 3\n", [":2: train.lr: misplaced key; did you mean optim.lr?"]),
+    "wrong type": ("train:\n  steps: many\n", [":2: train.steps: wants a whole number, 1 or more"]),
+    "wrong value": (
+        "pipeline: {schedule: 1f2b}\n",
+        [":1: pipeline.schedule: wants gpipe or 1f1b", "did you mean 1f1b?"],
+    ),
+    "not yaml": ("train: {steps: 3\nlog: [\n", ["not valid YAML"]),
+    "no mapping": ("- 3\n", [":1: wants a mapping of sections"]),
+    "rule": ("parallel:\n  tensor: 3\n", [":2: parallel.tensor: model.heads=4 cannot be shared"]),
+    "procs": (
+        "parallel: {data: 3}\nlaunch: {local: {procs: 4}}\n",
+        [":2: launch.local.procs: launch.local.procs=4 does not fit"],
+    ),
+    "several": (
+        "log: {evry: 3}\nmodel:\n  dim: 129\n  tied: 3\n",
+        [":1: log.evry: unknown", ":3: model.dim: model.dim=129 is", ":4: model.tied: wants true"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_a_wrong_file_is_answered_with_its_lines_and_starts_nothing(
+    refusal, tmp_path, monkeypatch, command, kind
+):
+    text, expected = WRONG[kind]
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text(text)
+    said = refusal(command, "r.yaml")
+    assert all(
+        re.search(rf"^  r\.yaml.*{re.escape(part)}", said, re.MULTILINE) for part in expected
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["r.yaml"]
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_a_file_that_is_not_there_is_answered_with_the_nearest(refusal, command):
+    said = refusal(command, TINY.replace("tiny", "tny"))
+    assert f"no such file; did you mean {TINY}?" in said
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_overrides_pass_the_same_checks(refusal, command):
+    said = refusal(command, TINY, "train.stepz=3", "optim.lr", "model.dim=wide")
+    assert "command line: train.stepz=3: unknown key" in said
+    assert "an override is section.key=value" in said
+    assert "wants a whole number" in said

@@ -1,0 +1,54 @@
+"""The job gets what was written, and how it ends is what the shell gets."""
+
+from pathlib import Path
+
+import pytest
+
+from torchdistpackage.cli.main import main
+from torchdistpackage.train import job
+
+TINY = str(Path(__file__).parents[2] / "configs" / "gpt_tiny.yaml")
+
+
+@pytest.fixture
+def called(monkeypatch) -> list[tuple]:
+    """What the job was called with; its exit code is 7."""
+    calls: list[tuple] = []
+
+    def launch(*args: object) -> int:
+        calls.append(args)
+        return 7
+
+    monkeypatch.setattr(job, "launch", launch)
+    return calls
+
+
+def test_the_job_gets_file_changes_and_resume_and_gives_the_exit_code(called):
+    assert main(["train", TINY]) == 7
+    assert main(["train", TINY, "optim.lr=1", "--resume", "runs/a", "train.steps=3"]) == 7
+    assert called == [(TINY, [], "auto"), (TINY, ["optim.lr=1", "train.steps=3"], "runs/a")]
+
+
+def test_procs_is_an_override_like_any_other(called, monkeypatch, capsys):
+    assert main(["train", TINY, "--procs", "2", "train.steps=3"]) == 7
+    assert called == [(TINY, ["train.steps=3", "launch.local.procs=2"], "auto")]
+    monkeypatch.undo()
+    assert main(["train", TINY, "--procs", "3"]) == 2
+    assert "launch.local.procs=3 does not fit" in capsys.readouterr().err
+    assert main(["train", TINY, "--procs", "4", "launch.local.procs=2"]) == 2
+    assert "another override of launch.local.procs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [EOFError, BrokenPipeError, FileNotFoundError])
+def test_a_failure_of_the_run_is_not_taken_for_a_closed_terminal(kind, monkeypatch, capsys):
+    """A command-line library ends such errors without a word; a rank needs its traceback."""
+
+    def fail(*_: object) -> int:
+        raise kind(32, "the peer is gone")
+
+    monkeypatch.setattr(job, "launch", fail)
+    assert main(["train", TINY]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("tdp: Traceback")
+    assert "in fail" in said
+    assert "the peer is gone" in said

@@ -1,0 +1,267 @@
+"""Each rule across sections: it speaks when broken, offers what works, reads what it declares."""
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchdistpackage.config.check import broken, violations
+from torchdistpackage.config.names import KEYS
+from torchdistpackage.config.rules import RULES, Rule
+from torchdistpackage.config.schema import RunConfig, Section
+
+
+def run(**values: Any) -> RunConfig:
+    """A run from dotted names with `__` for the dot, not checked across sections."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        section, _, key = name.partition("__")
+        tree.setdefault(section, {})[key] = value
+    return RunConfig.model_validate(tree)
+
+
+@pytest.mark.parametrize(
+    ("values", "world_size", "path", "text"),
+    [
+        (
+            {"parallel__order": ("data",), "parallel__pipe": 2, "parallel__tensor": 2},
+            None,
+            "parallel.order",
+            "parallel.order=[data] leaves out pipe=2, tensor=2",
+        ),
+        (
+            {"parallel__data": 2, "parallel__pipe": 2},
+            6,
+            "parallel.data",
+            "data=2 x pipe=2 x context=1 x tensor=1 must use all 6 ranks but uses 4; 2 ranks hold",
+        ),
+        (
+            {"parallel__data": 2, "launch__local": {"procs": 3}},
+            None,
+            "launch.local.procs",
+            "launch.local.procs=3 does not fit parallel: data=2 x pipe=1 x context=1 x tensor=1 "
+            "must use all 3 ranks but uses 2",
+        ),
+        (
+            {"parallel__context": 2},
+            None,
+            "parallel.context",
+            "parallel.context=2 is not available yet; set it to 1",
+        ),
+        (
+            {"parallel__expert": 2},
+            None,
+            "parallel.expert",
+            "parallel.expert=2 is not available yet",
+        ),
+        ({"parallel__zero": 1}, None, "parallel.zero", "=1 is not available yet; set it to 0"),
+        (
+            {"model__heads": 4, "parallel__tensor": 8},
+            None,
+            "model.heads",
+            "model.heads=4 cannot be shared evenly by parallel.tensor=8 ranks; set tensor to 4, "
+            "or heads to 8",
+        ),
+        (
+            {"model__dim": 130},
+            None,
+            "model.dim",
+            "model.dim=130 is not a multiple of model.heads=4; set dim to 128 or 136, or heads to "
+            "1 or 5",
+        ),
+        (
+            {"model__dim": 12},
+            None,
+            "model.dim",
+            "model.dim=12 / model.heads=4 gives heads of 3, an odd width, but "
+            "model.position=rotary turns pairs; set dim to 8 or 16, or heads to 3 or 6",
+        ),
+        (
+            {"model__mlp_ratio": 1.25, "model__dim": 24, "parallel__tensor": 4},
+            None,
+            "model.mlp_ratio",
+            "model.dim=24 x model.mlp_ratio=1.25 = 30 wide, which parallel.tensor=4 ranks cannot "
+            "share evenly; set mlp_ratio to 1.33333, which gives 32",
+        ),
+        (
+            {"data__seq_len": 102, "parallel__tensor": 4, "parallel__sequence_parallel": True},
+            None,
+            "data.seq_len",
+            "data.seq_len=102 cannot be split over parallel.tensor=4 ranks, as "
+            "parallel.sequence_parallel asks; set seq_len to 100 or 104",
+        ),
+        (
+            {"model__vocab": 100},
+            None,
+            "model.vocab",
+            "model.vocab=100 is too small for data.name=python_stdlib",
+        ),
+        (
+            {"parallel__pipe": 7, "model__layers": 4},
+            None,
+            "parallel.pipe",
+            "parallel.pipe=7 stages for model.layers=4, which with embedding and head makes 6 "
+            "pieces; set pipe to 6 or less, or layers to 5 or more",
+        ),
+        (
+            {"data__global_batch": 30, "parallel__data": 2, "train__accumulate": 2},
+            None,
+            "data.global_batch",
+            "data.global_batch=30 is not a multiple of parallel.data=2 x train.accumulate=2 = 4; "
+            "set global_batch to 28 or 32",
+        ),
+        (
+            {"pipeline__microbatches": 3, "parallel__data": 2, "train__accumulate": 2},
+            None,
+            "pipeline.microbatches",
+            "pipeline.microbatches=3 cannot cut 8 samples into equal pieces, which is what a data "
+            "rank has in one round (data.global_batch=32 / (parallel.data=2 x "
+            "train.accumulate=2)); set microbatches to 2 or 4, or global_batch to 24 or 36",
+        ),
+        (
+            {"pipeline__microbatches": 16, "parallel__data": "auto"},
+            4,
+            "pipeline.microbatches",
+            "cannot cut 8 samples into equal pieces",
+        ),
+        (
+            {"optim__warmup_steps": 20, "train__steps": 10},
+            None,
+            "optim.warmup_steps",
+            "optim.warmup_steps=20 is more than train.steps=10; set it to 10 or less",
+        ),
+        (
+            {"model__name": "gpt", "model__target": "a:b"},
+            None,
+            "model.name",
+            "model.name=gpt and model.target=a:b exclude each other",
+        ),
+        ({"data__name": None}, None, "data.name", "neither data.name nor data.target is given"),
+        (
+            {"model__args": {"depth": 3}},
+            None,
+            "model.name",
+            "model.args (depth) would not be read, only model.target takes them",
+        ),
+        (
+            {"model__target": "a:b", "model__layers": 9, "model__tied": False},
+            None,
+            "model.layers",
+            "model.layers, model.tied would not be read, because model.target=a:b builds",
+        ),
+        ({"data__name": "text"}, None, "data.name", "needs data.path, the file or folder to read"),
+        ({"data__name": "tokens"}, None, "data.name", "needs data.path, the file to read"),
+        ({"data__path": "x"}, None, "data.name", "data.path=x would not be read with data.name=py"),
+        ({"data__dtype": "uint8"}, None, "data.name", "data.dtype=uint8 would not be read"),
+    ],
+)
+def test_each_rule_names_values_and_what_to_change(
+    values: dict[str, Any], world_size: int | None, path: str, text: str
+) -> None:
+    (problem,) = violations(run(**values), world_size)
+    assert problem.path == path
+    assert text in problem.text
+    assert str(problem).startswith(f"{path}: ")
+
+
+def test_the_table_above_breaks_every_rule() -> None:
+    """A rule without a row would never have been seen to speak."""
+    (marker,) = test_each_rule_names_values_and_what_to_change.pytestmark
+    spoken = {
+        rule for values, world, *_ in marker.args[1] for rule, _ in broken(run(**values), world)
+    }
+    assert spoken == set(RULES)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"parallel__sequence_parallel": True},
+        {"parallel__tensor": 4, "model__vocab": 257},
+        {"parallel__pipe": 6},
+        {"parallel__order": (), "parallel__data": 1},
+        {"model__dim": 12, "model__position": "learned"},
+        {"model__vocab": 7, "data__name": "tokens", "data__path": "ids", "data__dtype": "uint8"},
+        {"model__vocab": 7, "model__target": "a:b"},
+        {"model__target": "a:b", "parallel__tensor": 3, "parallel__pipe": 9},
+        {"data__target": "a:b", "data__args": {"x": 1}},
+        {"model__loss": "a:b"},
+    ],
+)
+def test_what_is_harmless_is_allowed(values: dict[str, Any]) -> None:
+    assert violations(run(**values)) == ()
+
+
+class Recorder:
+    """Stands for a section and notes which keys are read, through properties and methods too."""
+
+    def __init__(self, inner: Section, path: str, seen: set[str]) -> None:
+        self.inner, self.path, self.seen = inner, path, seen
+
+    def __getattr__(self, name: str) -> Any:
+        dotted = f"{self.path}.{name}".removeprefix(".")
+        if name == "model_copy":  # writes; what it is given has been read by then
+            return lambda update: self
+        member = getattr(type(self.inner), name, None)
+        if isinstance(member, property):
+            return member.fget(self)
+        if name not in type(self.inner).model_fields:
+            return member.__get__(self)
+        value = getattr(self.inner, name)
+        if isinstance(value, Section):
+            return Recorder(value, dotted, self.seen)
+        self.seen.add(dotted)
+        return value
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.says.__name__)
+@pytest.mark.parametrize("world_size", [None, 1, 3])
+def test_rules_read_only_the_keys_they_declare(rule: Rule, world_size: int | None) -> None:
+    assert set(rule.fields) <= set(KEYS)
+    read: set[str] = set()
+    for values in (
+        {"parallel__sequence_parallel": True, "launch__local": {"procs": 5}},
+        {"parallel__data": 1, "parallel__tensor": 3, "data__global_batch": 31, "model__dim": 12},
+        {"model__target": "a:b", "model__layers": 9, "data__target": "c:d", "data__path": "x"},
+        {"data__name": "text", "model__args": {"x": 1}},
+    ):
+        config = run(**values)
+        rule.says(Recorder(config, "", read), world_size)
+    assert read <= set(rule.fields)
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "parallel__data": st.integers(1, 6),
+            "parallel__tensor": st.integers(1, 9),
+            "parallel__pipe": st.integers(1, 9),
+            "parallel__sequence_parallel": st.booleans(),
+            "pipeline__microbatches": st.integers(1, 20),
+            "model__heads": st.integers(1, 12),
+            "model__dim": st.integers(1, 200),
+            "model__mlp_ratio": st.floats(0.1, 8),
+            "model__layers": st.integers(1, 8),
+            "data__global_batch": st.integers(1, 200),
+            "data__seq_len": st.integers(1, 50),
+            "train__accumulate": st.integers(1, 4),
+            "train__steps": st.integers(1, 30),
+        }
+    )
+)
+@settings(deadline=None, max_examples=300)
+def test_every_offered_value_mends_its_rule(values: dict[str, Any]) -> None:
+    """ "set heads to 3 or 6" is a promise: with either, the same rule is content."""
+    for rule, text in broken(run(**values)):
+        offers = re.findall(r"(?:set|,|or) (\w+) to ([\d.]+)(?: or ([\d.]+))?", text)
+        assert offers, text
+        for key, *numbers in offers:
+            if key == "it":
+                key = rule.fields[0].rpartition(".")[2]
+            (field,) = [f for f in rule.fields if f.rpartition(".")[2] == key]
+            for number in filter(None, numbers):
+                value = float(number) if "." in number else int(number)
+                mended = run(**{**values, field.replace(".", "__"): value})
+                assert rule.says(mended, None) is None, (text, key, number)

@@ -1,0 +1,32 @@
+"""Groups that cross nodes are counted, and the busy ones warned about."""
+
+from torchdistpackage.topology.mesh import Mesh
+from torchdistpackage.topology.placement import advice, best_order, crossings
+
+
+def test_crossings_count_groups_with_ranks_on_two_nodes():
+    mesh = Mesh((("data", 2), ("pipe", 2), ("tensor", 4)))
+    found = {c.axis: (c.num_crossing, c.num_groups) for c in crossings(mesh, 8)}
+    assert found == {"data": (8, 8), "pipe": (0, 8), "tensor": (0, 4)}
+    assert advice(mesh, 8) == ()
+
+
+def test_tensor_outermost_is_told_to_go_last():
+    mesh = Mesh((("tensor", 4), ("data", 4)))
+    (text,) = advice(mesh, 4)
+    assert "4 of 4 tensor groups of 4 ranks cross a node of 4 ranks" in text
+    assert "parallel.order ['data', 'tensor']" in text
+
+
+def test_tensor_wider_than_a_node_is_told_to_shrink():
+    (text,) = advice(Mesh((("tensor", 16),)), 8)
+    assert text.endswith("use tensor 8 or less")
+
+
+def test_best_order_keeps_the_quiet_axes():
+    assert best_order(("tensor", "pipe", "context", "data")) == (
+        "pipe",
+        "data",
+        "context",
+        "tensor",
+    )

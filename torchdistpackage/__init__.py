@@ -1,0 +1,72 @@
+"""Mixed-parallelism training for Slurm users, from one YAML file.
+
+One rule: a name is loaded on first use, so that importing this package, or anything in it that
+only computes (topologies, layouts, schedules, configurations, launching), imports no torch.
+"""
+
+import importlib
+
+from torchdistpackage.compat import paths
+
+__version__ = "0.1.0"
+
+NAMES: dict[str, str] = {
+    # who is where, and how the ranks come together
+    "setup_distributed": "comm.runtime:setup_distributed",
+    "setup_distributed_slurm": "comm.runtime:setup_distributed_slurm",
+    "find_free_port": "comm.runtime:find_free_port",
+    "setup_node_groups": "comm.nodes:setup_node_groups",
+    "tpc": "comm.tpc:tpc",
+    "is_using_pp": "comm.tpc:is_using_pp",
+    "test_comm": "harness.smoke:test_comm",
+    "fix_rand": "comm.random:fix_rand",
+    "gen_inner_ranks": "topology.ranks:gen_inner_ranks",
+    "gen_groups": "topology.ranks:gen_groups",
+    "run_local": "launch.local:run_local",
+    # values: planned, checked and compared without processes
+    "Mesh": "topology.mesh:Mesh",
+    "Topology": "topology.views:Topology",
+    "make_topology": "topology.views:topology",
+    "Layout": "layout.layout:Layout",
+    "Schedule": "schedule.actions:Schedule",
+    "Timeline": "schedule.simulate:Timeline",
+    "build_schedule": "schedule.generate:build",
+    "simulate": "schedule.simulate:simulate",
+    "RunConfig": "config.schema:RunConfig",
+    "load_config": "config.load:load",
+    # a training step
+    "NaiveDDP": "ddp.naive_ddp:NaiveDDP",
+    "forward_backward": "parallel.pipeline.forward_backward:forward_backward",
+    "forward_eval": "parallel.pipeline.forward_backward:forward_eval",
+    "partition_uniform": "parallel.pipeline.flatten:partition_uniform",
+    "partition_balanced": "parallel.pipeline.flatten:partition_balanced",
+    "flatten_model": "parallel.pipeline.flatten:flatten_model",
+    "clip_grad_norm_": "optim.clip:clip_grad_norm_",
+    # what may be raised
+    "TorchDistError": "errors:TorchDistError",
+    "ConfigError": "errors:ConfigError",
+    "TopologyError": "errors:TopologyError",
+    "LayoutError": "errors:LayoutError",
+    "ScheduleError": "errors:ScheduleError",
+    "LaunchError": "errors:LaunchError",
+    "RankError": "errors:RankError",
+    "CommError": "errors:CommError",
+    "DataError": "errors:DataError",
+    "CheckpointError": "errors:CheckpointError",
+}
+"""Public name -> "module:attribute" inside this package."""
+
+__all__ = list(NAMES)
+
+paths.install()
+
+
+def __getattr__(name: str) -> object:
+    if name not in NAMES:
+        return paths.lookup(__name__, name)
+    module, _, attribute = NAMES[name].partition(":")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,64 @@
+"""`tdp`: finds the command, runs it, and says in the exit code how it went.
+
+One rule: only the module of the command that was asked for is imported, so a plan does not
+wait for what training needs. A mistake of the user ends in its text and code 2, a run that
+failed in its report and code 1; a traceback of this process is a bug in this package.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import typer
+
+from torchdistpackage.errors import (
+    ConfigError,
+    LayoutError,
+    ScheduleError,
+    TopologyError,
+    TorchDistError,
+)
+
+COMMANDS = ("train", "plan", "schedule", "schema")
+"""Each a function in the module of its name, in the order of the help."""
+
+_REFUSALS = (ConfigError, TopologyError, LayoutError, ScheduleError)
+_REFUSED, _FAILED, _INTERRUPTED = 2, 1, 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `tdp` with the arguments after its name; returns the exit code."""
+    args = sys.argv[1:] if argv is None else argv
+    asked = args[0] if args else ""
+    app = _app([asked] if asked in COMMANDS else COMMANDS)
+    try:
+        typer.main.get_command(app)(args, prog_name="tdp")
+    except SystemExit as end:  # how typer ends, always with a number
+        if isinstance(end.code, int):
+            return end.code
+        raise
+    except TorchDistError as error:
+        print(f"tdp: {error}", file=sys.stderr)
+        return _REFUSED if isinstance(error, _REFUSALS) else _FAILED
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    return 0
+
+
+def _app(names: Sequence[str]) -> typer.Typer:
+    # Plain help and plain tracebacks: rich takes longer to import than a plan to make.
+    app = typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        no_args_is_help=True,
+    )
+
+    @app.callback()
+    def tdp() -> None:
+        """Mixed-parallelism training from one YAML file."""
+
+    for name in names:
+        module = import_module(f"torchdistpackage.cli.{name}")
+        app.command(name)(getattr(module, name))
+    return app

@@ -1,0 +1,164 @@
+"""`tdp plan`: what a run is on so many ranks, in plain text, before anything is queued or started.
+
+One rule: it prints the value that training builds from, and works nothing out anew.
+"""
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Annotated
+
+import typer
+
+from torchdistpackage.cli.arguments import PROCS, Config, Overrides
+from torchdistpackage.config.load import load
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.topology.mesh import Mesh, Ranks, describe
+from torchdistpackage.train.plan import (
+    Plan,
+    make_plan,
+    num_parameters,
+    placement_advice,
+    stage_loads,
+)
+
+AXES = ("pipe", "data", "context", "expert", "tensor")
+"""Columns of the coordinates."""
+GROUPS = ("data", "pipe", "context", "tensor", "model", "expert", "expert_data")
+"""Kinds of groups, by the names that Topology knows."""
+LIMIT = 64
+"""Ranks listed in each part, without --all."""
+_WIDTH = 100
+
+
+def plan(
+    config: Config,
+    overrides: Overrides = None,
+    world: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help=f"Ranks; else {PROCS}, else as the degrees ask."),
+    ] = None,
+    ranks_per_node: Annotated[
+        int | None,
+        typer.Option(metavar="K", min=1, help="Warn about groups that cross nodes of K ranks."),
+    ] = None,
+    show_all: Annotated[
+        bool, typer.Option("--all", help=f"List every rank, not the first {LIMIT}.")
+    ] = False,
+) -> None:
+    """Show which rank is where and holds what.
+
+    Needs no device. A run that cannot be is answered with every rule that it breaks.
+    """
+    changes = list(overrides or [])
+    if world is not None and not any(c.partition("=")[0].strip() == PROCS for c in changes):
+        # As `train --procs` would: the world is checked along with all else that is wrong.
+        changes.append(f"{PROCS}={world}")
+    run = load(config, changes)
+    planned = make_plan(run, world or _num_ranks(run), config)
+    limit = planned.world_size if show_all else LIMIT
+    parts = [
+        _head(planned),
+        _coordinates(planned, limit),
+        _groups(planned, limit),
+        _stages(planned),
+        _schedule(planned),
+    ]
+    if ranks_per_node is not None:
+        parts.append(_placement(planned, ranks_per_node))
+    typer.echo("\n\n".join(parts))
+
+
+def _num_ranks(run: RunConfig) -> int:
+    data = run.parallel.data
+    return run.launch.local.procs or run.parallel.model_size * (1 if data == "auto" else data)
+
+
+def _head(plan: Plan) -> str:
+    mesh = describe(plan.topology.dense.axes)
+    return f"{plan.config.run.name} on {plan.world_size} ranks: {mesh}, outermost first"
+
+
+def _coordinates(plan: Plan, limit: int) -> str:
+    shown = range(min(limit, plan.world_size))
+    rows: list[Sequence[object]] = [("rank", *AXES)]
+    for rank in shown:
+        coord = plan.topology.expert.coord(rank) | plan.topology.dense.coord(rank)
+        rows.append((rank, *(coord[axis] for axis in AXES)))
+    return _table(rows) + _more(plan.world_size - len(shown), "ranks")
+
+
+def _groups(plan: Plan, limit: int) -> str:
+    lines = ["groups"]
+    for name in GROUPS:
+        mesh, axes = plan.topology.named(name)
+        lines.append(
+            textwrap.fill(
+                f"{name:<12} {_kind(mesh, axes, limit)}",
+                _WIDTH,
+                initial_indent="  ",
+                subsequent_indent=" " * 15,
+                break_long_words=False,
+            )
+        )
+    return "\n".join(lines)
+
+
+def _kind(mesh: Mesh, axes: tuple[str, ...], limit: int) -> str:
+    """All groups along `axes`: how many, and the ranks of as many as make up `limit` ranks."""
+    size = mesh.axis_size(*axes)
+    if size == 1:
+        return "each rank alone"
+    number = mesh.size // size
+    shown = [_ranks(ranks, limit) for ranks in islice(mesh.groups(axes), max(limit // size, 1))]
+    return f"{number} of {size}: {' '.join(shown)}" + _more(number - len(shown), "groups", " ")
+
+
+def _ranks(ranks: Ranks, limit: int) -> str:
+    more = ", ..." if len(ranks) > limit else ""
+    return f"[{', '.join(map(str, ranks[:limit]))}{more}]"
+
+
+def _more(number: int, what: str, before: str = "\n") -> str:
+    return f"{before}... {number} more {what} (--all lists them)" if number else ""
+
+
+def _stages(plan: Plan) -> str:
+    if plan.shape is None:
+        return f"stages: their parameters are known once {plan.config.model.target} has built them"
+    rows: list[Sequence[object]] = [("stage", "pieces", "parameters", "bytes", "compute")]
+    for held in stage_loads(plan):
+        pieces = " to ".join(dict.fromkeys((*held.pieces[:1], *held.pieces[-1:]))) or "none"
+        count, num_bytes = f"{held.num_parameters:,}", f"{held.state_bytes:,}"
+        rows.append((held.index, pieces, count, num_bytes, f"{held.share:.1%}"))
+    return (
+        f"{num_parameters(plan):,} parameters; on each rank of a stage, with bytes of weights, "
+        f"gradients and optimizer state\n{_table(rows)}"
+    )
+
+
+def _schedule(plan: Plan) -> str:
+    number, samples = plan.schedule.num_microbatches, plan.samples_per_microbatch
+    live = " ".join(map(str, plan.timeline.peak_live))
+    return (
+        f"schedule           {plan.schedule.name}, {number} x {samples} samples on a data rank\n"
+        f"predicted bubble   {plan.timeline.bubble:.1%}\n"
+        f"live microbatches  {live}   (at most, by stage)"
+    )
+
+
+def _placement(plan: Plan, ranks_per_node: int) -> str:
+    warnings = placement_advice(plan, ranks_per_node)
+    if not warnings:
+        return f"placement: tensor and context groups stay inside nodes of {ranks_per_node} ranks"
+    return "\n".join(f"warning: {text}" for text in warnings)
+
+
+def _table(rows: Iterable[Sequence[object]]) -> str:
+    """Columns aligned to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in cells
+    )

@@ -1,0 +1,40 @@
+"""`tdp train`: hands the file and the changes to it over to the job.
+
+One rule: the job starts nothing before it knows the file to be right, so a mistake costs no
+time and leaves nothing behind.
+"""
+
+import traceback
+from typing import Annotated
+
+import typer
+
+from torchdistpackage.cli.arguments import PROCS, Config, Overrides
+from torchdistpackage.errors import RankError
+from torchdistpackage.train import job
+
+
+def train(
+    config: Config,
+    overrides: Overrides = None,
+    procs: Annotated[
+        int | None, typer.Option(metavar="N", help=f"Processes to start, as {PROCS}=N.")
+    ] = None,
+    resume: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|never|PATH", help="Go on from the newest checkpoint, none, or this one."
+        ),
+    ] = "auto",
+) -> None:
+    """Train on local processes, or join as one rank.
+
+    Under torchrun or srun this process becomes a rank; else it starts the processes.
+    """
+    changes = [*(overrides or []), *([f"{PROCS}={procs}"] if procs is not None else [])]
+    try:
+        code = job.launch(config, changes, resume)
+    except (EOFError, OSError) as error:
+        # typer takes these for a closed terminal, and would end without a word.
+        raise RankError(traceback.format_exc().rstrip()) from error
+    raise typer.Exit(code)

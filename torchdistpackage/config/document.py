@@ -1,0 +1,219 @@
+"""YAML text to plain values and the place of every key, and back.
+
+One rule: a scalar means what YAML 1.2 says, read or written: `1e-4` is a float, `yes` and
+`2024-01-01` are strings, `010` is ten. Reading goes over composed nodes, which still know
+their lines, and builds only null, bool, int, float, str, list and dict.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import yaml
+
+from torchdistpackage.config.problem import Place, Problem
+
+Keys = tuple[str | int, ...]
+"""Keys and list indices from the top of the file."""
+
+_TAG = "tag:yaml.org,2002:"
+_SCALARS = {
+    "null": (r"(?:~|null|Null|NULL|)\Z", ["~", "n", "N", ""]),
+    "bool": (r"(?:true|True|TRUE|false|False|FALSE)\Z", list("tTfF")),
+    "int": (
+        r"(?:[-+]?[0-9]+(?:_[0-9]+)*|0o[0-7]+|0x[0-9a-fA-F]+)\Z",
+        list("-+0123456789"),
+    ),
+    "float": (
+        r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z",
+        list("-+.0123456789"),
+    ),
+    "merge": (r"<<\Z", ["<"]),
+}
+"""Plain scalars that are no text, by kind: what they look like, and their first characters."""
+
+_Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
+
+
+def _resolvers() -> _Resolvers:
+    """The table in the shape PyYAML wants: first character -> (tag, pattern) in order."""
+    out: _Resolvers = {}
+    for kind, (pattern, first) in _SCALARS.items():
+        for character in first:
+            out.setdefault(character, []).append((_TAG + kind, re.compile(pattern)))
+    return out
+
+
+_RESOLVERS = _resolvers()
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = _RESOLVERS
+
+
+class _Dumper(yaml.SafeDumper):
+    # The same table: the dumper quotes a text that the loader would take for something else.
+    yaml_implicit_resolvers = _RESOLVERS
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _flow_list(dumper: _Dumper, data: Any) -> yaml.Node:
+    return dumper.represent_sequence(_TAG + "seq", data, flow_style=True)
+
+
+def _text(dumper: _Dumper, data: str) -> yaml.Node:
+    # In plain and single-quoted texts YAML folds more line breaks than it writes, e.g. U+0085.
+    return yaml.ScalarNode(_TAG + "str", data, style=None if data.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _text)
+_Dumper.add_representer(list, _flow_list)
+_Dumper.add_representer(tuple, _flow_list)
+
+
+def write(value: dict[str, Any]) -> str:
+    """YAML of plain values: one key a line, lists in one line, keys in the given order."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """What a text says: its value, where each key stands, and what is wrong with it."""
+
+    value: Any = None
+    places: dict[Keys, Place] = field(default_factory=dict[Keys, Place])
+    problems: tuple[Problem, ...] = ()
+    bad: frozenset[str] = frozenset()
+    """Dotted paths whose values cannot be trusted, e.g. keys given twice."""
+
+
+def dotted(path: Keys) -> str:
+    """("optim", "betas", 0) is optim.betas[0]."""
+    return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).removeprefix(".")
+
+
+def read(text: str, file: str, root: Keys = (), given: Place | None = None) -> Document:
+    """Read one YAML document; never raises, what is wrong is in `problems`.
+
+    Args:
+        root: path of the value, when it is an override.
+        given: place of an override; its own lines mean nothing.
+    """
+    reader = _Reader(file, given)
+    value = None
+    try:
+        node = _Loader(text).get_single_node()
+        value = None if node is None else reader.convert(node, root)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        why = ", ".join(part for part in (error.problem, error.context) if part)
+        reader.report(None if mark is None else mark.line + 1, root, f"not valid YAML: {why}")
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        reader.report(line, root, f"not valid YAML: character {error.character:#x} is not allowed")
+    except (ValueError, OverflowError) as error:  # an escape such as "\U00110000"
+        reader.report(1, root, f"not valid YAML: {error}")
+    except RecursionError:
+        reader.report(1, root, "not usable YAML: values are nested too deeply")
+    return Document(value, reader.places, tuple(reader.problems), frozenset(reader.bad))
+
+
+class _Reader:
+    """Walks composed nodes; collects places and problems."""
+
+    def __init__(self, file: str, given: Place | None) -> None:
+        self.file, self.given = file, given
+        self.places: dict[Keys, Place] = {}
+        self.problems: list[Problem] = []
+        self.bad: set[str] = set()
+        self._open: list[int] = []  # ids of the nodes around this one: an alias may close a circle
+
+    def place(self, line: int | None) -> Place:
+        return self.given or Place(self.file, line)
+
+    def report(self, line: int | None, path: Keys, text: str) -> None:
+        self.problems.append(Problem(*self.place(line), dotted(path), text))
+        self.bad.add(dotted(path))
+
+    def convert(self, node: yaml.Node, path: Keys) -> Any:
+        line = node.start_mark.line + 1
+        if id(node) in self._open:
+            self.report(line, path, f"the alias stands for a value that holds itself (line {line})")
+            return None
+        self._open.append(id(node))
+        try:
+            if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
+                return self._mapping(node, path)
+            if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
+                return self._list(node, path)
+            if isinstance(node, yaml.ScalarNode):
+                return self._scalar(node, path)
+            self.report(line, path, f"the tag {node.tag} is not allowed; write a plain value")
+            return None
+        finally:
+            self._open.pop()
+
+    def _list(self, node: yaml.SequenceNode, path: Keys) -> list[Any]:
+        items: list[Any] = []
+        for index, item in enumerate(node.value):
+            here = (*path, index)
+            self.places[here] = self.place(item.start_mark.line + 1)
+            items.append(self.convert(item, here))
+        return items
+
+    def _mapping(self, node: yaml.MappingNode, path: Keys) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        lines: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if key_node.tag == _TAG + "merge":
+                why = "merge keys are not read; write the keys out"
+                self.report(line, (*path, "<<"), why)
+                continue
+            if key_node.tag != _TAG + "str":
+                shown = key_node.value if isinstance(key_node, yaml.ScalarNode) else "?"
+                self.report(line, (*path, shown), "a key must be a text; put it in quotes")
+                continue
+            key: str = key_node.value
+            here = (*path, key)
+            if key in out:
+                self.report(line, here, f"duplicate key, first given on line {lines[key]}")
+                self._look_into(value_node, here, out[key])
+                continue
+            lines[key], self.places[here] = line, self.place(line)
+            out[key] = self.convert(value_node, here)
+        return out
+
+    def _look_into(self, node: yaml.Node, path: Keys, first: Any) -> None:
+        """Add what a section given twice says the second time, so that it is checked as well."""
+        before = dict(self.places)
+        second = self.convert(node, path)
+        self.places |= before
+        if isinstance(first, dict) and isinstance(second, dict):
+            merged = cast(dict[str, Any], first)
+            merged |= {**cast(dict[str, Any], second), **merged}
+
+    def _scalar(self, node: yaml.ScalarNode, path: Keys) -> Any:
+        text: str = node.value
+        try:
+            match node.tag.removeprefix(_TAG):
+                case "str":
+                    return text
+                case "null":
+                    return None
+                case "bool":
+                    return {"true": True, "false": False}[text.lower()]
+                case "int":
+                    return int(text, 0 if text[:2] in ("0x", "0o") else 10)
+                case "float":
+                    # Python writes inf and nan without the dot of YAML.
+                    return float(re.sub(r"\.(?=[iInN])", "", text))
+                case _:
+                    why = f"the tag {node.tag} is not allowed; write a plain value"
+        except (ValueError, KeyError):
+            why = f"{text[:40]!r} is no {node.tag.removeprefix(_TAG)}"
+        self.report(node.start_mark.line + 1, path, why)
+        return None

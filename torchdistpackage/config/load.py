@@ -1,0 +1,216 @@
+"""A YAML file and `section.key=value` overrides become a RunConfig, or one list of problems.
+
+One rule: nothing stops at the first problem. Text, names, types and the rules across sections
+are all looked at, each rule on the values that are in order, and one error names every problem
+with file:line (or command line) and dotted path.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import ValidationError
+
+from torchdistpackage.config.check import broken
+from torchdistpackage.config.document import Document, Keys, dotted, read
+from torchdistpackage.config.kinds import Wants
+from torchdistpackage.config.names import KEYS, SECTIONS, nearest, unknown_key
+from torchdistpackage.config.problem import ConfigProblems, Place, Problem
+from torchdistpackage.config.rules import Rule
+from torchdistpackage.config.schema import RunConfig
+
+_OVERRIDE = "command line: "
+
+
+def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run from a YAML file; `overrides` such as "optim.lr=1e-4" win over the file.
+
+    An empty file is a run of defaults. No process, group or device is touched.
+
+    Raises:
+        ConfigProblems: lists all that is wrong, each with its place; also `.problems`.
+    """
+    source, line = os.fspath(path), None
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        folder = Path(path).parent
+        files = [file.name for file in folder.iterdir()] if folder.is_dir() else []
+        close = nearest(Path(path).name, files)
+        why = "no such file" + (f"; did you mean {folder / close}?" if close else "")
+    except OSError as error:
+        why = f"cannot be read: {error.strerror}"
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        why = f"byte {error.object[error.start]:#04x} is not UTF-8; save the file as UTF-8"
+    else:
+        return loads(text, source, overrides)
+    raise ConfigProblems(source, [Problem(source, line, "", why)])
+
+
+def loads(text: str, source: str = "<string>", overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run from YAML text; `source` names it in errors.
+
+    Raises:
+        ConfigProblems: lists all that is wrong, each with its place; also `.problems`.
+    """
+    draft = _Draft(source, read(text, source))
+    for override in overrides:
+        draft.override(override)
+    config = draft.validate()
+    draft.check(config)
+    if draft.problems:
+        in_order = sorted(draft.problems, key=lambda p: (p.file.startswith(_OVERRIDE), p.line or 0))
+        raise ConfigProblems(source, in_order)
+    return config
+
+
+class _Draft:
+    """Values with their places on the way to a RunConfig, and the problems met so far."""
+
+    def __init__(self, source: str, document: Document) -> None:
+        self.source = source
+        self.problems = list(document.problems)
+        self.places = dict(document.places)
+        self.bad = set(document.bad)
+        self.values: dict[str, Any] = {}
+        self._overridden: list[str] = []
+        value = document.value
+        if isinstance(value, dict):
+            self.values = cast(dict[str, Any], value)
+        elif value is not None:  # the bad path "" stands for all: no rule has anything to say
+            self._report(Place(source, 1), "", _unfit_section("", value))
+
+    def _report(self, place: Place, path: str, text: str) -> None:
+        self.problems.append(Problem(*place, path, text))
+        self.bad.add(path)
+
+    def _place(self, path: Keys) -> Place:
+        """Where `path` was written, or the nearest thing around it."""
+        around = (path[:end] for end in range(len(path), 0, -1))
+        return next((self.places[p] for p in around if p in self.places), Place(self.source))
+
+    def override(self, text: str) -> None:
+        """Set one value over those of the file."""
+        place = Place(_OVERRIDE + text)
+        name, equals, value = (part.strip() for part in text.partition("="))
+        path = tuple(name.split("."))
+        if not equals or not all(path):
+            why = "an override is section.key=value, e.g. train.steps=100"
+            self.problems.append(Problem(*place, "", why))
+            return
+        if undone := [old for old in self._overridden if f"{old}.".startswith(f"{name}.")]:
+            why = f"would undo another override of {undone[0]}; give one of them"
+            self._report(place, name, why)
+            return
+        self._overridden.append(name)
+        document = read(value, place.file, path, place)
+        self.problems += document.problems
+        self.bad |= document.bad
+        if not document.problems:
+            self._set(path, document, place)
+
+    def _set(self, path: tuple[str, ...], document: Document, place: Place) -> None:
+        parent = self.values
+        for end in range(1, len(path)):
+            inside = parent.get(path[end - 1])
+            if not isinstance(inside, dict):
+                if inside is not None and ".".join(path[:end]) in SECTIONS:
+                    return  # the file has no mapping here, which is a problem of the file
+                inside = parent[path[end - 1]] = dict[str, Any]()
+                self.places[path[:end]] = place
+            parent = cast(dict[str, Any], inside)
+        parent[path[-1]] = document.value
+        stale = [p for p in self.places if p[: len(path)] == path]
+        for old in stale:
+            del self.places[old]
+        self.places |= {path: place, **document.places}
+
+    def validate(self) -> RunConfig:
+        """The run; what pydantic refuses is reported in our words and replaced by its default."""
+        while True:
+            try:
+                return RunConfig.model_validate(self.values)
+            except ValidationError as error:
+                found = error.errors(include_url=False, include_context=False, include_input=False)
+            seen: set[Keys] = set()
+            for item in found:
+                loc, unknown = item["loc"], item["type"] == "extra_forbidden"
+                path = loc if unknown else _key_of(loc)
+                if path in seen:  # both branches of a union, two items of a list
+                    continue
+                seen.add(path)
+                value = self._take(cast(tuple[str, ...], path))
+                if unknown:
+                    text, meant = unknown_key(dotted(path[:-1]), str(path[-1]))
+                    self.bad |= meant
+                elif self._is_void(dotted(path)):
+                    continue
+                elif dotted(path) in SECTIONS:
+                    text = _unfit_section(dotted(path), value)
+                else:
+                    text = _unfit_value(dotted(path), value)
+                self._report(self._place(loc), dotted(path), text)
+
+    def _is_void(self, path: str) -> bool:
+        """Whether the value, or a part of it, could not be read, which has been said."""
+        return any(b == path or b.startswith((f"{path}.", f"{path}[")) for b in self.bad)
+
+    def _take(self, path: tuple[str, ...]) -> Any:
+        """Remove a value, so that the rest can be looked at."""
+        inside = self.values
+        for key in path[:-1]:
+            inside = inside[key]
+        return inside.pop(path[-1])
+
+    def check(self, config: RunConfig) -> None:
+        """Report the rules across sections that the run breaks."""
+        for rule, text in broken(config, bad=frozenset(self.bad)):
+            path = self._culprit(rule)
+            self.problems.append(Problem(*self._place(tuple(path.split("."))), path, text))
+
+    def _culprit(self, rule: Rule) -> str:
+        """The key to point at: one given as an override, or in the file, or the rule's first."""
+        places = {field: self.places.get(tuple(field.split("."))) for field in rule.fields}
+        written = {field: place for field, place in places.items() if place}
+        late = [field for field, place in written.items() if place.file.startswith(_OVERRIDE)]
+        return [*late, *written, rule.fields[0]][0]
+
+
+def _key_of(loc: Keys) -> Keys:
+    """The key or section a pydantic location lies in, without list indices and union branches."""
+    ends = (loc[:end] for end in range(len(loc), 0, -1))
+    return next((p for p in ends if dotted(p) in KEYS or dotted(p) in SECTIONS), loc)
+
+
+def _unfit_section(path: str, value: object) -> str:
+    what = "a mapping of keys" if path else "a mapping of sections"
+    return f"wants {what} ({', '.join(SECTIONS[path].model_fields)}), got {_shown(value)}"
+
+
+def _unfit_value(path: str, value: object) -> str:
+    wants = next(m for m in reversed(KEYS[path].metadata) if isinstance(m, Wants))
+    text = f"wants {wants.text}, got {_shown(value)}"
+    items = cast(list[object], value) if isinstance(value, list) else [value]
+    wrong = (item for item in items if isinstance(item, str) and item not in wants.choices)
+    close = next((c for c in (nearest(name, wants.choices) for name in wrong) if c), None)
+    return f"{text}; did you mean {close}?" if close else text
+
+
+def _shown(value: object) -> str:
+    """A value as the user wrote it, with its kind: quotes tell "4" from 4."""
+    match value:
+        case None:
+            return "nothing (null)"
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return f"the number {value}"
+        case str():
+            return f'the text "{value}"' if len(value) <= 60 else f'the text "{value[:57]}..."'
+        case list():
+            items = cast(list[object], value)
+            return f"a list of {len(items)}" if len(str(items)) > 60 else f"the list {items}"
+        case _:
+            return "a mapping"

@@ -1,0 +1,49 @@
+"""What is wrong with a configuration: problems as values, and the one error that lists them.
+
+One rule: a problem says where (file:line or command line), what (dotted path) and why, and
+nobody raises for the first one; problems are collected and raised together.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torchdistpackage.errors import ConfigError
+
+
+class Place(NamedTuple):
+    """Where a key was written; an override has no line, its file is `command line: a.b=c`."""
+
+    file: str
+    line: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong, e.g. run.yaml:7: parallel.tensr: unknown key; ..."""
+
+    file: str
+    line: int | None
+    path: str
+    text: str
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}" if self.line else self.file
+        said = f"{self.path}=" in self.file  # the override repeats its own path
+        line = ": ".join(part for part in (place, "" if said else self.path, self.text) if part)
+        # One line that every terminal can show, whatever the file holds.
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+
+
+class ConfigProblems(ConfigError):
+    """All that is wrong with one configuration; `problems` holds them in file order."""
+
+    def __init__(self, source: str, problems: Iterable[Problem]) -> None:
+        self.source = source
+        self.problems: tuple[Problem, ...] = tuple(problems)
+        many = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__("\n".join([f"{many} in {source}:", *(f"  {p}" for p in self.problems)]))
+
+    def __reduce__(self) -> tuple[type["ConfigProblems"], tuple[str, tuple[Problem, ...]]]:
+        # Exceptions rebuild themselves from their text, which is not what __init__ takes.
+        return type(self), (self.source, self.problems)

@@ -1,0 +1,269 @@
+"""The rules that join keys of several sections, each a pure function of the whole run.
+
+One rule about rules: each declares the keys it reads, so that it can be left out when one of
+them is already wrong. What it says gives names, values and the nearest values that would do.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torchdistpackage.config.schema import Data, Model, RunConfig
+from torchdistpackage.errors import ConfigError
+
+DEGREES = ("parallel.data", "parallel.pipe", "parallel.context", "parallel.tensor")
+_NUM_BYTES = 256
+_OWN_PIECES = 2  # the embedding and the head are pieces of the pipeline beside the layers
+_GPT_KEYS = ("layers", "dim", "heads", "mlp_ratio", "dropout", "tied", "position", "norm_eps")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`fields`: the keys it reads; `says`: what is wrong, given the run and the world size."""
+
+    fields: tuple[str, ...]
+    says: Callable[[RunConfig, int | None], str | None]
+
+
+def _reads(*fields: str) -> Callable[[Callable[[RunConfig, int | None], str | None]], Rule]:
+    return lambda says: Rule(fields, says)
+
+
+def _divisors(number: int, near: int) -> str:
+    """The divisors of `number` at or around `near`, e.g. "2 or 4"."""
+    near = min(near, number)
+    below = next(d for d in range(near, 0, -1) if number % d == 0)
+    above = next((d for d in range(near + 1, min(number, 64 * near) + 1) if number % d == 0), below)
+    return f"{below}" if above == below else f"{below} or {above}"
+
+
+def _multiples(number: int, near: int) -> str:
+    """The multiples of `number` around `near`, e.g. "96 or 104"."""
+    below = near // number * number
+    return f"{below} or {below + number}" if below else f"{number}"
+
+
+@_reads("parallel.order", *DEGREES)
+def _order_names_axes(c: RunConfig, world_size: int | None) -> str | None:
+    p = c.parallel
+    degrees = {"data": p.data, "pipe": p.pipe, "context": p.context, "tensor": p.tensor}
+    left_out = [f"{a}={n}" for a, n in degrees.items() if a not in p.order and n not in (1, "auto")]
+    if not left_out:
+        return None
+    return (
+        f"parallel.order=[{', '.join(p.order)}] leaves out {', '.join(left_out)}; an axis left out "
+        f"has size 1: name it in the order or set it to 1"
+    )
+
+
+@_reads(*DEGREES, "parallel.order")
+def _degrees_fill_world(c: RunConfig, world_size: int | None) -> str | None:
+    if world_size is None:
+        return None
+    try:
+        c.parallel.resolve(world_size)
+    except ConfigError as error:
+        return str(error).removeprefix("parallel: ")
+    return None
+
+
+@_reads("launch.local.procs", *DEGREES, "parallel.order")
+def _degrees_fill_procs(c: RunConfig, world_size: int | None) -> str | None:
+    procs = c.launch.local.procs
+    if procs is None or world_size is not None:
+        return None
+    try:
+        c.parallel.resolve(procs)
+    except ConfigError as error:
+        return f"launch.local.procs={procs} does not fit {error}; null starts as many as needed"
+    return None
+
+
+@_reads("model.heads", "parallel.tensor", "model.name")
+def _heads_over_tensor(c: RunConfig, world_size: int | None) -> str | None:
+    heads, tensor = c.model.heads, c.parallel.tensor
+    if c.model.name is None or heads % tensor == 0:
+        return None
+    return (
+        f"model.heads={heads} cannot be shared evenly by parallel.tensor={tensor} ranks; set "
+        f"tensor to {_divisors(heads, tensor)}, or heads to {_multiples(tensor, heads)}"
+    )
+
+
+@_reads("model.dim", "model.heads", "model.position", "model.name")
+def _dim_over_heads(c: RunConfig, world_size: int | None) -> str | None:
+    dim, heads = c.model.dim, c.model.heads
+    unit = 2 if c.model.position == "rotary" else 1
+    if c.model.name is None or dim % (heads * unit) == 0:
+        return None
+    why = f"model.dim={dim} is not a multiple of model.heads={heads}"
+    if dim % heads == 0:
+        why = f"model.dim={dim} / model.heads={heads} gives heads of {dim // heads}, an odd width, "
+        why += "but model.position=rotary turns pairs"
+    offers = f"set dim to {_multiples(heads * unit, dim)}"
+    if dim % unit == 0:
+        offers += f", or heads to {_divisors(dim // unit, heads)}"
+    return f"{why}; {offers}"
+
+
+@_reads("model.mlp_ratio", "model.dim", "parallel.tensor", "model.name")
+def _hidden_over_tensor(c: RunConfig, world_size: int | None) -> str | None:
+    hidden, tensor = c.model.hidden, c.parallel.tensor
+    if c.model.name is None or hidden % tensor == 0:
+        return None
+    good = max(round(hidden / tensor), 1) * tensor
+    return (
+        f"the MLP is model.dim={c.model.dim} x model.mlp_ratio={c.model.mlp_ratio:g} = {hidden} "
+        f"wide, which parallel.tensor={tensor} ranks cannot share evenly; set mlp_ratio to "
+        f"{good / c.model.dim:.6g}, which gives {good}, or change dim"
+    )
+
+
+@_reads("data.seq_len", "parallel.tensor", "parallel.sequence_parallel")
+def _sequence_over_tensor(c: RunConfig, world_size: int | None) -> str | None:
+    seq_len, tensor = c.data.seq_len, c.parallel.tensor
+    if not c.parallel.sequence_parallel or seq_len % tensor == 0:
+        return None
+    return (
+        f"data.seq_len={seq_len} cannot be split over parallel.tensor={tensor} ranks, as "
+        f"parallel.sequence_parallel asks; set seq_len to {_multiples(tensor, seq_len)}, or "
+        f"sequence_parallel to false"
+    )
+
+
+@_reads("model.vocab", "data.name", "model.name")
+def _vocab_holds_bytes(c: RunConfig, world_size: int | None) -> str | None:
+    if c.model.name is None or c.data.name not in ("python_stdlib", "text"):
+        return None
+    if c.model.vocab >= _NUM_BYTES:
+        return None
+    return (
+        f"model.vocab={c.model.vocab} is too small for data.name={c.data.name}, whose tokens are "
+        f"bytes; set vocab to {_NUM_BYTES} or more"
+    )
+
+
+@_reads("parallel.pipe", "model.layers", "model.name")
+def _pipe_has_pieces(c: RunConfig, world_size: int | None) -> str | None:
+    pipe, layers = c.parallel.pipe, c.model.layers
+    if c.model.name is None or pipe <= layers + _OWN_PIECES:
+        return None
+    return (
+        f"parallel.pipe={pipe} stages for model.layers={layers}, which with embedding and head "
+        f"makes {layers + _OWN_PIECES} pieces; set pipe to {layers + _OWN_PIECES} or less, or "
+        f"layers to {pipe - _OWN_PIECES} or more"
+    )
+
+
+@_reads("data.global_batch", "parallel.data", "train.accumulate")
+def _batch_over_data(c: RunConfig, world_size: int | None) -> str | None:
+    batch, data, rounds = c.data.global_batch, c.parallel.data, c.train.accumulate
+    if data == "auto" or batch % (data * rounds) == 0:
+        return None
+    return (
+        f"data.global_batch={batch} is not a multiple of parallel.data={data} x "
+        f"train.accumulate={rounds} = {data * rounds}; set global_batch to "
+        f"{_multiples(data * rounds, batch)}"
+    )
+
+
+@_reads("pipeline.microbatches", "data.global_batch", "parallel.data", "train.accumulate")
+def _microbatches_are_equal(c: RunConfig, world_size: int | None) -> str | None:
+    batch, data, rounds = c.data.global_batch, c.parallel.data, c.train.accumulate
+    pieces = c.pipeline.microbatches
+    if data == "auto" or batch % (data * rounds):
+        return None
+    samples = batch // (data * rounds)
+    if samples % pieces == 0:
+        return None
+    return (
+        f"pipeline.microbatches={pieces} cannot cut {samples} samples into equal pieces, which is "
+        f"what a data rank has in one round (data.global_batch={batch} / (parallel.data={data} x "
+        f"train.accumulate={rounds})); set microbatches to {_divisors(samples, pieces)}, or "
+        f"global_batch to {_multiples(data * rounds * pieces, batch)}"
+    )
+
+
+@_reads("optim.warmup_steps", "train.steps")
+def _warmup_fits(c: RunConfig, world_size: int | None) -> str | None:
+    warmup, steps = c.optim.warmup_steps, c.train.steps
+    if warmup <= steps:
+        return None
+    return (
+        f"optim.warmup_steps={warmup} is more than train.steps={steps}; set it to {steps} or less"
+    )
+
+
+@_reads("model.name", "model.target", "model.args")
+def _model_is_named_once(c: RunConfig, world_size: int | None) -> str | None:
+    return _named_once(c.model, "model")
+
+
+@_reads(*(f"model.{key}" for key in _GPT_KEYS), "model.name", "model.target")
+def _model_keys_are_read(c: RunConfig, world_size: int | None) -> str | None:
+    default = Model()
+    unread = [f"model.{k}" for k in _GPT_KEYS if getattr(c.model, k) != getattr(default, k)]
+    if c.model.name is not None or c.model.target is None or not unread:
+        return None
+    return (
+        f"{', '.join(unread)} would not be read, because model.target={c.model.target} builds the "
+        f"model; move to model.args what it takes"
+    )
+
+
+@_reads("data.name", "data.target", "data.args", "data.path", "data.dtype")
+def _data_is_named_once(c: RunConfig, world_size: int | None) -> str | None:
+    if text := _named_once(c.data, "data"):
+        return text
+    source = f"data.name={c.data.name}" if c.data.name else f"data.target={c.data.target}"
+    reads_path = c.data.name in ("text", "tokens")
+    if reads_path and c.data.path is None:
+        return f"{source} needs data.path, the file{' or folder' * (c.data.name == 'text')} to read"
+    if not reads_path and c.data.path is not None:
+        return f"data.path={c.data.path} would not be read with {source}; remove it"
+    if c.data.name != "tokens" and c.data.dtype != Data().dtype:
+        return f"data.dtype={c.data.dtype} would not be read with {source}; remove it"
+    return None
+
+
+def _named_once(section: Model | Data, where: str) -> str | None:
+    name, target = section.name, section.target
+    if name is not None and target is not None:
+        return f"{where}.name={name} and {where}.target={target} exclude each other; remove one"
+    if name is None and target is None:
+        return f"neither {where}.name nor {where}.target is given; set one of them"
+    if section.args and target is None:
+        keys = ", ".join(section.args)
+        return f"{where}.args ({keys}) would not be read, only {where}.target takes them; remove it"
+    return None
+
+
+def _not_yet(key: str, only: int) -> Rule:
+    def says(c: RunConfig, world_size: int | None) -> str | None:
+        value = getattr(c.parallel, key)
+        if value == only:
+            return None
+        return f"parallel.{key}={value} is not available yet; set it to {only}"
+
+    return Rule((f"parallel.{key}",), says)
+
+
+RULES: tuple[Rule, ...] = (
+    _order_names_axes,
+    _degrees_fill_world,
+    _degrees_fill_procs,
+    _not_yet("context", 1),
+    _not_yet("expert", 1),
+    _not_yet("zero", 0),
+    _heads_over_tensor,
+    _dim_over_heads,
+    _hidden_over_tensor,
+    _sequence_over_tensor,
+    _pipe_has_pieces,
+    _model_is_named_once,
+    _model_keys_are_read,
+    _data_is_named_once,
+    _vocab_holds_bytes,
+    _batch_over_data,
+    _microbatches_are_equal,
+    _warmup_fits,
+)

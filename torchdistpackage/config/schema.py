@@ -1,0 +1,273 @@
+"""The run as a value: sections and keys of the YAML file, in its order, each with its default.
+
+One rule: a key is one line here (kind, default, description); help, JSON schema, error texts
+and the resolved file follow from it. Sections know nothing of each other: rules that join
+keys stand in check.py.
+"""
+
+from typing import Any, Self, TypeVar, cast
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from torchdistpackage.config import kinds as k
+from torchdistpackage.config.document import write
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.topology.views import DEFAULT_ORDER
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, unknown keys refused, types strict."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_means_defaults(cls, value: object) -> object:
+        """`log:` with nothing under it, because all its keys are commented out."""
+        return {} if value is None else value
+
+    def __hash__(self) -> int:
+        return hash(tuple(v for v in self.__dict__.values() if not isinstance(v, dict)))
+
+
+_SectionT = TypeVar("_SectionT", bound=Section)
+
+
+def _default(section: type[_SectionT]) -> _SectionT:
+    """A section as a key: left out it holds its defaults; its docstring describes it."""
+    return Field(default_factory=section, description=section.__doc__)
+
+
+class Named(Section):
+    """A section that takes one of our names, or the user's own code by import path."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _target_needs_no_name(cls, value: Any) -> Any:
+        """The default name steps back for a target; a name that was written does not."""
+        if not isinstance(value, dict):
+            return value
+        keys = cast(dict[str, Any], value)
+        return keys if "name" in keys or keys.get("target") is None else {**keys, "name": None}
+
+
+class Run(Section):
+    """Who this run is and where its outputs go."""
+
+    name: k.FolderName = Field(default="run", description="Name of the run and of its folder.")
+    dir: k.Text = Field(default="runs", description="Folder that holds the run folders.")
+    seed: k.Seed = Field(default=1234, description="Seed of weights, data order and dropout.")
+
+
+class Parallel(Section):
+    """Degrees: how many ranks lie along each axis of the mesh."""
+
+    order: k.Order = Field(
+        default=DEFAULT_ORDER, description="Axes, outermost first; those left out have size 1."
+    )
+    data: k.Degree = Field(default="auto", description="Model replicas; auto: as many as fit.")
+    pipe: k.Count = Field(default=1, description="Pipeline stages the model is cut into.")
+    context: k.Count = Field(default=1, description="Ranks that share one sequence.")
+    tensor: k.Count = Field(default=1, description="Ranks that share each weight matrix.")
+    expert: k.Count = Field(default=1, description="Ranks that share the experts.")
+    sequence_parallel: k.Flag = Field(
+        default=False, description="Split norms and residuals along the sequence."
+    )
+    zero: k.ZeroStage = Field(default=0, description="ZeRO stage; 1 splits optimizer state.")
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that hold one replica of the model."""
+        return self.pipe * self.context * self.tensor
+
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """(name, size) of all four axes, outermost first.
+
+        Raises:
+            ConfigError: data is still auto.
+        """
+        if self.data == "auto":
+            raise ConfigError("parallel: data is auto; call resolve(world_size) before axes()")
+        names = (*self.order, *(axis for axis in DEFAULT_ORDER if axis not in self.order))
+        return tuple((name, getattr(self, name)) for name in names)
+
+    def resolve(self, world_size: int) -> Self:
+        """Fill in data from the number of ranks, or say why it cannot be done.
+
+        Raises:
+            ConfigError: the degrees do not use exactly `world_size` ranks.
+        """
+        model, data = self.model_size, self.data
+        if data == "auto":
+            data = max(world_size // model, 1) if "data" in self.order else 1
+        if data * model == world_size:
+            return self.model_copy(update={"data": data})
+        if self.data == "auto" and "data" in self.order:
+            advice = f"ask for a multiple of {model}"
+        else:
+            advice = f"ask for {data * model} ranks"
+            if world_size % model == 0:
+                advice += f" or set data to {world_size // model}"
+        raise ConfigError(
+            f"parallel: data={self.data} x pipe={self.pipe} x context={self.context} x "
+            f"tensor={self.tensor} must use all {world_size} ranks but uses {data * model}; "
+            f"{model} {'rank holds' if model == 1 else 'ranks hold'} one model replica, so {advice}"
+        )
+
+
+class Pipeline(Section):
+    """Order of work on the pipeline stages."""
+
+    schedule: k.ScheduleName = Field(default="1f1b", description="Order of forwards and backwards.")
+    microbatches: k.Count = Field(
+        default=4, description="Equal pieces of a data rank's samples in one round."
+    )
+
+
+class Model(Named):
+    """What is trained: one of our models, or your own by import path."""
+
+    name: k.ModelName = Field(default="gpt", description="Our model; not with target.")
+    layers: k.Count = Field(default=4, description="Transformer blocks.")
+    dim: k.Count = Field(default=128, description="Width of the residual stream.")
+    heads: k.Count = Field(default=4, description="Attention heads; each is dim / heads wide.")
+    mlp_ratio: k.Positive = Field(default=4.0, description="Width of the MLP over dim.")
+    vocab: k.Count = Field(default=256, description="Number of token ids.")
+    dropout: k.BelowOne = Field(default=0.0, description="Part of activations dropped.")
+    tied: k.Flag = Field(default=True, description="Embedding and output head share one weight.")
+    position: k.Position = Field(default="rotary", description="How blocks know positions.")
+    norm_eps: k.Positive = Field(default=1e-5, description="Added to the variance in every norm.")
+    target: k.ImportPath = Field(
+        default=None, description="Your model, pkg.module:build; not with name."
+    )
+    args: k.FreeForm = Field(default_factory=dict, description="Keyword arguments of target.")
+    loss: k.ImportPath = Field(
+        default=None, description="Your loss, pkg.module:fn; null: token cross entropy."
+    )
+
+    @property
+    def hidden(self) -> int:
+        """Width of the MLP: dim * mlp_ratio, to the nearest whole number."""
+        return max(round(self.dim * self.mlp_ratio), 1)
+
+
+class Data(Named):
+    """What it is trained on: one of our sources, or your own by import path."""
+
+    name: k.DataName = Field(default="python_stdlib", description="Our source; not with target.")
+    path: k.TextOrNull = Field(
+        default=None, description="File or folder of text, or file of token ids."
+    )
+    dtype: k.TokenDtype = Field(default="uint16", description="Type of the ids of tokens.")
+    target: k.ImportPath = Field(
+        default=None, description="Your data, pkg.module:build; not with name."
+    )
+    args: k.FreeForm = Field(default_factory=dict, description="Keyword arguments of target.")
+    seq_len: k.Count = Field(default=128, description="Tokens in one sample.")
+    global_batch: k.Count = Field(default=32, description="Samples in a step, over all ranks.")
+    val_fraction: k.UpToHalf = Field(default=0.05, description="Part kept for validation.")
+
+
+class Optim(Section):
+    """How weights follow gradients, and the learning rate over time."""
+
+    name: k.OptimizerName = Field(default="adamw", description="Optimizer.")
+    lr: k.Positive = Field(default=1e-3, description="Learning rate after warm-up.")
+    weight_decay: k.NotNegative = Field(default=0.1, description="Decoupled weight decay.")
+    betas: k.Betas = Field(default=(0.9, 0.95), description="Decay of the two running means.")
+    eps: k.Positive = Field(default=1e-8, description="Added to the denominator of the update.")
+    clip: k.NotNegative = Field(default=1.0, description="Largest global gradient norm; 0 is off.")
+    warmup_steps: k.CountOrZero = Field(default=20, description="Steps of linear warm-up from 0.")
+    min_lr_ratio: k.Fraction = Field(default=0.1, description="Learning rate at the end, over lr.")
+
+
+class Precision(Section):
+    """Number formats."""
+
+    dtype: k.Dtype = Field(default="float32", description="Type of activations; bf16 keeps weights in float32.")
+
+
+class Train(Section):
+    """Length of the run and what happens on the way."""
+
+    steps: k.Count = Field(default=400, description="Optimizer steps.")
+    accumulate: k.Count = Field(default=1, description="Rounds of gradients summed in a step.")
+    eval_every: k.CountOrZero = Field(
+        default=100, description="Steps between validations; 0: only at the end."
+    )
+    eval_batches: k.Count = Field(default=8, description="Batches in one validation.")
+    step_timeout_s: k.Positive = Field(
+        default=120.0, description="Seconds after which a step counts as hung."
+    )
+    generate_tokens: k.CountOrZero = Field(
+        default=200, description="Tokens written at the end; 0 is off."
+    )
+
+
+class Checkpoint(Section):
+    """When the state is saved and how much of it is kept."""
+
+    save_every: k.CountOrZero = Field(default=200, description="Steps between saves; 0 is off.")
+    save_every_min: k.PositiveOrNull = Field(
+        default=None, description="Minutes between saves; null is off."
+    )
+    keep_last: k.Count = Field(default=2, description="Checkpoints kept; older ones are removed.")
+
+
+class Local(Section):
+    """Processes on this machine."""
+
+    procs: k.CountOrNull = Field(
+        default=None, description="Processes to start; null: as the degrees ask."
+    )
+
+
+class Launch(Section):
+    """How the processes come to be."""
+
+    local: Local = _default(Local)
+    slurm: k.FreeForm = Field(default_factory=dict, description="Options of the Slurm job.")
+    init_timeout_s: k.Positive = Field(
+        default=60.0, description="Seconds to wait for all ranks at the start."
+    )
+
+
+class Log(Section):
+    """What is reported."""
+
+    every: k.Count = Field(default=10, description="Steps between lines of the log.")
+    plot: k.Flag = Field(default=True, description="Draw the loss curve.")
+
+
+class RunConfig(Section):
+    """One training run, everything the YAML file says."""
+
+    run: Run = _default(Run)
+    parallel: Parallel = _default(Parallel)
+    pipeline: Pipeline = _default(Pipeline)
+    model: Model = _default(Model)
+    data: Data = _default(Data)
+    optim: Optim = _default(Optim)
+    precision: Precision = _default(Precision)
+    train: Train = _default(Train)
+    checkpoint: Checkpoint = _default(Checkpoint)
+    launch: Launch = _default(Launch)
+    log: Log = _default(Log)
+
+    def resolve(self, world_size: int) -> Self:
+        """The same run with `parallel.data` filled in for `world_size` ranks.
+
+        Raises:
+            ConfigError: the degrees do not use exactly `world_size` ranks.
+        """
+        return self.model_copy(update={"parallel": self.parallel.resolve(world_size)})
+
+    def to_yaml(self) -> str:
+        """Every key with its value, sections in order; loads back to an equal object."""
+        return write(self.model_dump(mode="python"))
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """JSON schema of the YAML file, with descriptions, so that editors complete it."""
+        dialect = "https://json-schema.org/draft/2020-12/schema"
+        return {"$schema": dialect, **cls.model_json_schema()}

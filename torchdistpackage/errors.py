@@ -1,0 +1,56 @@
+"""Every exception this package raises on purpose.
+
+TorchDistError
+  ConfigError        values in the YAML file or on the command line are wrong
+  TopologyError      the requested axes do not tile the ranks
+  LayoutError        a tensor does not divide over the axes it is split on
+  ScheduleError      a pipeline program is incomplete, out of order or stuck
+  LaunchError        the environment does not say who this process is, or ranks are missing
+  RankError          a rank that this process started failed, hung or was killed
+  CommError          a message or a group is not what the peers agreed on
+  DataError          the data does not give what the run asks of it
+  CheckpointError    a checkpoint is missing, damaged or of another run
+
+Each message gives, in this order: what was wrong and where, the numbers that show
+it, and what to change. An `assert` means a bug in this package, never in its input.
+"""
+
+
+class TorchDistError(Exception):
+    """Base class: catch this to catch everything above."""
+
+
+class ConfigError(TorchDistError, ValueError):
+    """Values in the YAML file or on the command line are wrong; the text lists them all."""
+
+
+class TopologyError(TorchDistError, ValueError):
+    """The requested axes do not tile the ranks."""
+
+
+class LayoutError(TorchDistError, ValueError):
+    """A tensor does not divide over the axes it is split on."""
+
+
+class ScheduleError(TorchDistError, ValueError):
+    """A pipeline program is incomplete, out of order or stuck."""
+
+
+class LaunchError(TorchDistError, RuntimeError):
+    """The environment does not say who this process is, or ranks never came."""
+
+
+class RankError(TorchDistError, RuntimeError):
+    """A rank that this process started failed, hung or was killed; names the first culprit."""
+
+
+class CommError(TorchDistError, RuntimeError):
+    """A message or a group is not what the peers agreed on."""
+
+
+class DataError(TorchDistError, ValueError):
+    """The data does not give what the run asks of it."""
+
+
+class CheckpointError(TorchDistError, RuntimeError):
+    """A checkpoint is missing, damaged or belongs to another run."""

@@ -1,0 +1,134 @@
+"""What went wrong in which rank, and which rank went wrong first.
+
+One rule: when a rank fails, its peers fail too, by a closed connection or a time limit, and often
+they are the first to say so. The culprit is the failure that no other one explains.
+"""
+
+from __future__ import annotations
+
+import signal
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """How a rank ended, as far as its supervisor can tell."""
+
+    SIGNAL = "signal"  # killed from outside, or by the processor (SIGSEGV)
+    STOPPED = "stopped"  # still there, but it does not run
+    ERROR = "error"  # a Python exception, with its traceback
+    EXIT = "exit"  # an exit code without an exception
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One rank's end: `error` in one line, `detail` to be read (traceback or last output)."""
+
+    rank: int
+    host: str
+    pid: int
+    time_s: float  # time.time() on that host
+    kind: Kind
+    exit_code: int | None = None  # minus the signal, None while the process is still there
+    error: str = ""
+    detail: str = ""
+
+
+# Texts by which gloo, NCCL, the stores and the kernel say that the other side is gone or silent.
+_CONSEQUENCES = (
+    "connection closed",
+    "connection reset",
+    "connection refused",
+    "connection was closed",
+    "broken pipe",
+    "socket closed",
+    "remote process exited",
+    "peer closed",
+    "timed out",
+    "timeout",
+    "time limit",
+)
+
+
+# Modules whose frames stand before the user's in every traceback and tell nothing.
+_CALLERS = ("torchdistpackage.launch.rank", "torchdistpackage.harness.pool_rank")
+
+
+def from_exception(rank: int, host: str, pid: int, time_s: float, error: BaseException) -> Failure:
+    """The record of an exception that left the rank's function.
+
+    SystemExit with another code than 0 counts as an exit, and needs no traceback.
+    """
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else 1
+        text = "" if error.code is None or isinstance(error.code, int) else str(error.code)
+        return Failure(rank, host, pid, time_s, Kind.EXIT, code & 0xFF, error=text)
+    last_line = traceback.format_exception_only(error)[-1].strip()
+    first_line = str(error).strip().partition("\n")[0]
+    error_line = f"{type(error).__name__}: {first_line}" if first_line else last_line
+    trace = error.__traceback__
+    while trace and trace.tb_next and trace.tb_frame.f_globals["__name__"] in _CALLERS:
+        trace = trace.tb_next
+    detail = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+    return Failure(rank, host, pid, time_s, Kind.ERROR, 1, error=error_line, detail=detail)
+
+
+def is_consequence(failure: Failure) -> bool:
+    """Whether this is how the peers of a failed rank fail."""
+    aborted = failure.kind is Kind.SIGNAL and failure.exit_code == -signal.SIGABRT
+    if failure.kind is not Kind.ERROR and not aborted:
+        return False
+    # An abort is how NCCL's watchdog and C++ end a rank that waited in vain; its output says so.
+    text = (failure.detail if aborted else failure.error).lower()
+    return any(phrase in text for phrase in _CONSEQUENCES)
+
+
+def culprit(failures: Sequence[Failure]) -> Failure:
+    """The failure to blame: killed, then stopped, then the earliest that is no consequence."""
+
+    def order(failure: Failure) -> tuple[int, float]:
+        if is_consequence(failure):
+            return 3, failure.time_s
+        if failure.kind is Kind.SIGNAL and failure.exit_code != -signal.SIGABRT:
+            return 0, failure.time_s
+        return (1 if failure.kind is Kind.STOPPED else 2), failure.time_s
+
+    return min(failures, key=order)
+
+
+def how(failure: Failure) -> str:
+    """One line: "killed by SIGKILL", "exit code 1: ValueError: ..."."""
+    if failure.kind is Kind.STOPPED:
+        return "stopped (process state T), so its peers waited for it in vain"
+    code = failure.exit_code
+    if failure.kind is Kind.SIGNAL and code is not None:
+        hint = " (perhaps the kernel, out of memory)" if code == -signal.SIGKILL else ""
+        return f"killed by {_signal_name(-code)}{hint}"
+    error = f": {failure.error}" if failure.error else ""
+    return f"exit code {code}{error}"
+
+
+def report(failures: Sequence[Failure], num_ranks: int) -> str:
+    """The text to end with: the culprit named, the others in a line each, the culprit in full.
+
+    The first and the last lines say the same, because logs are read from either end.
+    """
+    first = culprit(failures)
+    lines = [f"rank {first.rank} of {num_ranks} failed: {how(first)}"]
+    for failure in sorted(failures, key=lambda f: f.time_s):
+        if failure is not first:
+            then = "then" if failure.time_s >= first.time_s else "also"
+            lines.append(f"rank {failure.rank} {then} failed: {failure.error or how(failure)}")
+    lines.append(f"--- rank {first.rank} on host {first.host} (pid {first.pid}): {how(first)} ---")
+    if first.detail:
+        lines.append(first.detail)
+    return "\n".join(lines)
+
+
+def _signal_name(signum: int) -> str:
+    try:
+        return f"signal {signum} ({signal.Signals(signum).name})"
+    except ValueError:
+        return f"signal {signum}"

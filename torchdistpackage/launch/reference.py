@@ -1,0 +1,126 @@
+"""A function by name and file, so that another process can find the same one.
+
+One rule: the rank loads the file that the caller loaded, under the name that the caller knows it
+by. Only a script run as `__main__` gets another name, because its `if __name__ == "__main__":`
+part must not run again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from torchdistpackage.errors import LaunchError
+
+MAIN_ALIAS = "__tdp_main__"
+_LOADING = "__tdp_loading__"
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """`qualname` in `module`, which was loaded from `file` (None: wherever import finds it)."""
+
+    module: str
+    qualname: str
+    file: str | None = None
+    is_main: bool = False
+
+    @staticmethod
+    def of(target: str | Callable[..., object]) -> Reference:
+        """Reference to "module:function" or to a function defined at the top of a module.
+
+        Raises:
+            LaunchError: no other process could find it by name.
+        """
+        if isinstance(target, str):
+            module, colon, qualname = target.partition(":")
+            if not (module and colon and qualname):
+                raise LaunchError(f"target {target!r} is not of the form 'package.module:function'")
+            return Reference(module, qualname)
+        module = getattr(target, "__module__", None)
+        qualname = getattr(target, "__qualname__", None)
+        if not module or not qualname or "<" in qualname:
+            raise LaunchError(
+                f"{target!r} cannot be run in another process: it has no name that could be "
+                "looked up there; define it with `def` at the top level of a module"
+            )
+        loaded = sys.modules.get(module)
+        file = getattr(loaded, "__file__", None)
+        path = str(Path(file).resolve()) if file else None
+        if module != "__main__":
+            return Reference(module, qualname, path)
+        spec = getattr(loaded, "__spec__", None)
+        if spec is not None:  # python -m package.module
+            return Reference(spec.name, qualname, path, is_main=True)
+        if path is None:
+            raise LaunchError(
+                f"{qualname} was defined in an interactive session, which other processes cannot "
+                "load; put it in a file and import it from there"
+            )
+        return Reference(MAIN_ALIAS, qualname, path, is_main=True)
+
+    def __str__(self) -> str:
+        return f"{self.file if self.is_main else self.module}:{self.qualname}"
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Names the rank knows modules by -> names the caller knows them by, for its results."""
+        return {self.module: "__main__"} if self.is_main else {}
+
+    def resolve(self) -> Callable[..., object]:
+        """The function itself, its module loaded first where that is needed.
+
+        Raises:
+            LaunchError: the module has no such function.
+            Exception: whatever loading the module raises.
+        """
+        module = self._load()
+        if self.is_main:  # objects that the caller pickled say they come from __main__
+            sys.modules["__main__"] = module
+        found: object = module
+        for name in self.qualname.split("."):
+            found = getattr(found, name, None)
+        if not callable(found):
+            raise LaunchError(
+                f"{self}: no function {self.qualname!r} in {module.__name__} "
+                f"({getattr(module, '__file__', 'built in')}); check the spelling"
+            )
+        return found
+
+    def _load(self) -> ModuleType:
+        loaded = sys.modules.get(self.module)
+        if loaded is not None and self._same_file(getattr(loaded, "__file__", None)):
+            return loaded
+        if self.module != MAIN_ALIAS and self._is_found_by_import():
+            return importlib.import_module(self.module)
+        spec = importlib.util.spec_from_file_location(self.module, self.file)
+        if spec is None or spec.loader is None:
+            raise LaunchError(f"{self}: {self.file} cannot be loaded as a Python module")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[self.module] = module
+        setattr(module, _LOADING, True)
+        spec.loader.exec_module(module)
+        delattr(module, _LOADING)
+        return module
+
+    def _is_found_by_import(self) -> bool:
+        if self.file is None:
+            return True
+        try:
+            spec = importlib.util.find_spec(self.module)
+        except (ImportError, ValueError):
+            return False
+        return spec is not None and self._same_file(spec.origin)
+
+    def _same_file(self, file: str | None) -> bool:
+        return self.file is None or (file is not None and str(Path(file).resolve()) == self.file)
+
+
+def main_is_loading() -> bool:
+    """Whether this process is a rank that is still running the top level of its caller's script."""
+    return hasattr(sys.modules.get(MAIN_ALIAS), _LOADING)

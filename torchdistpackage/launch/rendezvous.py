@@ -1,0 +1,285 @@
+"""Who am I among how many, and where do we meet: read from the variables a launcher set.
+
+The one rule: one launcher answers, the first of `LAUNCHERS` that recognises its variables,
+and it answers in full or raises; numbers of two launchers are never mixed. The inner one comes
+first: torchrun inside srun beats Slurm, a step beats its job. Whatever started one process
+of many says so in its variables, so a process that nobody claims runs alone and waits for none.
+
+Pure: the environment is an argument, no process is started, nothing is looked up.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torchdistpackage.errors import LaunchError
+from torchdistpackage.launch.hostlist import expand, expand_counts, first_host
+
+Env = Mapping[str, str]
+
+NUM_PORTS = 16
+# Below the range from which Linux hands out ports (32768 and up), above the well-known ones.
+_FIRST_PORT, _LAST_PORT = 20_000, 29_999
+# Slurm numbers what is not a srun step from here: batch script, interactive shell, external.
+_FIRST_RESERVED_STEP = 0xFFFF_FFF0
+_NUMBER = re.compile(r"[0-9]{1,18}")
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """One process's place and the meeting point, equal on all ranks but for the place.
+
+    ports: TCP ports at `address` (rank 0's host) to try in this order; empty where `store`
+        serves instead or nobody else comes.
+    token: equal on the ranks of one start, different between jobs, steps and restarts.
+    source: "local", "torchrun", "environment" (variables set by hand), "slurm" or "alone".
+    store: path of a file store, if this package's own starter made the processes.
+    served: the launcher already serves a store at the port, so rank 0 too joins as a client.
+    note: one line worth printing, or "".
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: int
+    address: str
+    ports: tuple[int, ...]
+    token: str
+    source: str
+    store: str | None = None
+    served: bool = False
+    note: str = ""
+
+
+def detect(env: Env) -> Rendezvous:
+    """This process's place, from the first launcher whose variables are there.
+
+    Raises:
+        LaunchError: a launcher's variables are there in part, are no numbers, or disagree.
+    """
+    found = next(answer for launcher in LAUNCHERS if (answer := launcher(env)) is not None)
+    if found.rank < found.world_size and (
+        found.local_rank < found.local_world_size <= found.world_size
+    ):
+        return found
+    raise LaunchError(
+        f"{found.source} launcher: rank {found.rank} of {found.world_size}, local rank "
+        f"{found.local_rank} of {found.local_world_size} cannot be: ranks count from 0 and a node "
+        f"has no more of them than the world; correct these variables, or unset them all"
+    )
+
+
+def candidate_ports(token: str) -> tuple[int, ...]:
+    """16 different ports from 20000 to 29999 that all holders of `token` try in this order."""
+    ports: dict[int, None] = {}
+    draw = 0
+    while len(ports) < NUM_PORTS:
+        number = int(_digest(token, draw), 16)
+        ports[_FIRST_PORT + number % (_LAST_PORT - _FIRST_PORT + 1)] = None
+        draw += 1
+    return tuple(ports)
+
+
+def _local(env: Env) -> Rendezvous | None:
+    """Processes of this package's own starter, which meet at a file."""
+    if "TDP_STORE" not in env:
+        return None
+    rank, world_size, local_rank, local_world_size = _integers(
+        env,
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        found="TDP_STORE",
+        advice="unset TDP_STORE, which another run left behind",
+    )
+    return Rendezvous(
+        rank,
+        world_size,
+        local_rank,
+        local_world_size,
+        node=0,
+        address="127.0.0.1",
+        ports=(),
+        token=_digest("local", env["TDP_STORE"]),
+        source="local",
+        store=env["TDP_STORE"],
+    )
+
+
+def _torchrun(env: Env) -> Rendezvous | None:
+    """torchrun, or the same variables set by hand or by a cluster's operator."""
+    agent = "TORCHELASTIC_RUN_ID" in env
+    if not agent:
+        # A batch script that exports WORLD_SIZE, or all of Slurm's numbers under torch's
+        # names, means the step; Slurm then also knows the node, which the copy leaves out.
+        if "RANK" not in env and ("WORLD_SIZE" not in env or _in_step(env)):
+            return None
+        if _in_step(env) and (env["RANK"], env.get("WORLD_SIZE")) == (
+            env.get("SLURM_PROCID"),
+            env.get("SLURM_STEP_NUM_TASKS"),
+        ):
+            return None
+    same_host = env.get("MASTER_ADDR") in _LOOPBACK
+    knows_node = agent or "LOCAL_WORLD_SIZE" in env or ("LOCAL_RANK" in env and not same_host)
+    rank, world_size, port, *local = _integers(
+        env,
+        ("RANK", "WORLD_SIZE", "MASTER_PORT")
+        + (("LOCAL_RANK", "LOCAL_WORLD_SIZE") if knows_node else ()),
+        texts=("MASTER_ADDR",),
+        found=next(n for n in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE") if n in env),
+        advice="set what is missing, start with `torchrun`, or unset RANK and WORLD_SIZE to run "
+        "as one process",
+    )
+    if not local:
+        # Told nothing about the node: all ranks are here if rank 0 is, else each has its own.
+        everyone = (_integer(env, "LOCAL_RANK", default=rank), world_size)
+        local = everyone if same_host else (0, 1)
+    local_rank, local_world_size = local
+    return Rendezvous(
+        rank,
+        world_size,
+        local_rank,
+        local_world_size,
+        node=_integer(env, "GROUP_RANK", default=rank // max(local_world_size, 1)),
+        address=env["MASTER_ADDR"],
+        ports=_user_port(env),
+        # Without address and restart count: people name one host in several ways, and the
+        # agent of a node that joins late counts its restarts from zero.
+        token=_digest("torchrun", env.get("TORCHELASTIC_RUN_ID", ""), port, world_size),
+        source="torchrun" if agent else "environment",
+        served=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _slurm(env: Env) -> Rendezvous | None:
+    """A task of a Slurm step. Job-wide variables may count more tasks than the step has."""
+    if not _in_step(env):
+        return None
+    job, step, rank, local_rank, node, world_size = _integers(
+        env,
+        (
+            *("SLURM_JOB_ID", "SLURM_STEP_ID"),
+            *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS"),
+        ),
+        texts=("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"),
+        found="SLURM_STEP_ID",
+        advice="start the ranks with `srun`, or unset SLURM_STEP_ID to run as one process",
+    )
+    counts = expand_counts(env["SLURM_STEP_TASKS_PER_NODE"])
+    if sum(counts) != world_size or node >= len(counts):
+        raise LaunchError(
+            f"Slurm step {job}.{step}: SLURM_STEP_TASKS_PER_NODE="
+            f"{env['SLURM_STEP_TASKS_PER_NODE']} gives {sum(counts)} tasks on {len(counts)} nodes, "
+            f"but SLURM_STEP_NUM_TASKS={world_size} and SLURM_NODEID={node}; pass on all of "
+            f"srun's variables or none"
+        )
+    if (
+        len(counts) > 1
+        and env.get("SLURM_DISTRIBUTION") == "arbitrary"
+        and "MASTER_ADDR" not in env
+    ):
+        raise LaunchError(
+            f"Slurm step {job}.{step}: with SLURM_DISTRIBUTION=arbitrary rank 0 may be on any of "
+            f"the {len(counts)} nodes; set MASTER_ADDR to the first host of your host file"
+        )
+    token = _digest(
+        *("slurm", env.get("SLURM_CLUSTER_NAME", ""), job, step),
+        _integer(env, "SLURM_RESTART_COUNT", default=0),  # unset in the first run
+    )
+    return Rendezvous(
+        rank,
+        world_size,
+        local_rank,
+        local_world_size=counts[node],
+        node=node,
+        address=env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"]),
+        ports=_user_port(env) or candidate_ports(token),
+        token=token,
+        source="slurm",
+    )
+
+
+def _alone(env: Env) -> Rendezvous:
+    """One process, with a note where somebody might have expected more."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if (size := _integer(env, name, default=1)) > 1:
+            raise LaunchError(
+                f"{name}={size}: mpirun started {size} processes, but it does not say where they "
+                f"can meet; use `srun` or `torchrun`, or set RANK, WORLD_SIZE, MASTER_ADDR and "
+                f"MASTER_PORT for each (or unset {name} to run as one process)"
+            )
+    task = _integer(env, "SLURM_PROCID", default=0)
+    if task and "SLURM_STEP_ID" not in env:
+        raise LaunchError(
+            f"SLURM_PROCID={task} says that this is one of several tasks, but SLURM_STEP_ID is "
+            f"missing; start the ranks with `srun`, or unset SLURM_PROCID to run as one process"
+        )
+    note = ""
+    if job := env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID"):
+        what = "with the step variables of another job" if _inherited(env) else "without a step"
+        note = f"Slurm job {job} {what}: running as one process; `srun` starts one per task"
+    return Rendezvous(0, 1, 0, 1, 0, "127.0.0.1", (), _digest("alone"), "alone", note=note)
+
+
+LAUNCHERS: tuple[Callable[[Env], Rendezvous | None], ...] = (_local, _torchrun, _slurm, _alone)
+
+
+def _in_step(env: Env) -> bool:
+    """Whether srun made this process: a batch script or an interactive shell is no step."""
+    step = env.get("SLURM_STEP_ID")
+    reserved = step is not None and step.isdecimal() and int(step) >= _FIRST_RESERVED_STEP
+    return step is not None and not reserved and not _inherited(env)
+
+
+def _inherited(env: Env) -> bool:
+    """Whether the step variables come from the job that submitted this one from inside a step.
+
+    sbatch and salloc pass them on; a batch script then has them beside its own variables.
+    Two facts give that away: its list of tasks on the node is not the step's, or the step
+    has nodes that the job has not.
+    """
+    counts, node = env.get("SLURM_STEP_TASKS_PER_NODE"), env.get("SLURM_NODEID", "")
+    tasks = env.get("SLURM_GTIDS", "").split(",")
+    if counts and node.isdecimal() and tasks != [""]:
+        per_node = expand_counts(counts)
+        if int(node) < len(per_node) and len(tasks) != per_node[int(node)]:
+            return True
+    step_nodes, job_nodes = env.get("SLURM_STEP_NODELIST"), env.get("SLURM_JOB_NODELIST")
+    if not step_nodes or not job_nodes or step_nodes == job_nodes:
+        return False
+    return not set(expand(step_nodes)) <= set(expand(job_nodes))
+
+
+def _integers(
+    env: Env, names: Sequence[str], *, found: str, advice: str, texts: Sequence[str] = ()
+) -> list[int]:
+    """The values of `names`, which like `texts` must be there because `found` is."""
+    if missing := [name for name in (*names, *texts) if not env.get(name)]:
+        raise LaunchError(
+            f"the environment has {found}={env[found]} but not {', '.join(missing)}; {advice}"
+        )
+    if wrong := [name for name in names if not _NUMBER.fullmatch(env[name])]:
+        raise LaunchError(
+            f"{', '.join(f'{name}={env[name]!r}' for name in wrong)}: not a whole number from 0 "
+            f"up; {advice}"
+        )
+    return [int(env[name]) for name in names]
+
+
+def _integer(env: Env, name: str, *, default: int) -> int:
+    if not env.get(name):
+        return default
+    return _integers(env, (name,), found=name, advice="correct or unset it")[0]
+
+
+def _user_port(env: Env) -> tuple[int, ...]:
+    """The user's MASTER_PORT as the only candidate; () if there is none."""
+    port = _integer(env, "MASTER_PORT", default=0)
+    if env.get("MASTER_PORT") and not 0 < port < 65_536:
+        raise LaunchError(f"MASTER_PORT={port} is no TCP port; use 1 to 65535, or unset it")
+    return (port,) if port else ()
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]

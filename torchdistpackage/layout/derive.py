@@ -1,0 +1,152 @@
+"""What follows from a layout for one rank: slices, owner, sums, placements.
+
+A dim with extent n over axes of sizes a, b is cut into a chunks, each into b, so the
+first named axis is the outer one. All functions are arithmetic on (layout, mesh, rank).
+"""
+
+import itertools
+import math
+from collections.abc import Iterable
+
+from torchdistpackage.errors import LayoutError
+from torchdistpackage.layout.layout import Axes, Layout
+from torchdistpackage.topology.mesh import Mesh
+
+BATCH_AXES = ("data", "context", "expert_data")
+"""Axes whose ranks see different tokens, so that gradients of what they share are summed."""
+
+Block = tuple[tuple[slice, ...], tuple[slice, ...]]
+"""(slices of the global tensor, slices of the local one): the same elements."""
+
+
+def local_slices(layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[slice, ...], ...]:
+    """For each dim, the global ranges that `rank` holds, joined in this order.
+
+    One range a dim, or one a part where the dim is fused. For shape (Dout, Din) and split
+    (("tensor",), ()) on tensor=4, rank 1 gets ((Dout/4 : Dout/2,), (0 : Din,)).
+
+    Raises:
+        LayoutError: a dim or part is not a multiple of the ranks that share it, and the
+            layout is not `uneven`.
+    """
+    coord = mesh.coord(rank)
+    result: list[tuple[slice, ...]] = []
+    for dim, axes in enumerate(layout.split):
+        parts = layout.parts[dim] or (layout.shape[dim],)
+        starts = itertools.accumulate(parts, initial=0)
+        ranges: list[slice] = []
+        for start, length in zip(starts, parts, strict=False):
+            _check_even(layout, mesh, dim, length)
+            for axis in axes:
+                offset, length = chunk(length, mesh.axis_size(axis), coord.get(axis, 0))
+                start += offset
+            ranges.append(slice(start, start + length))
+        result.append(tuple(ranges))
+    return tuple(result)
+
+
+def chunk(extent: int, num_chunks: int, index: int) -> tuple[int, int]:
+    """(offset, length) of one chunk: all hold ceil(extent / num_chunks) while they last.
+
+    The rule of torch.chunk and of DTensor's Shard, so uneven shards are theirs too.
+    """
+    step = -(-extent // num_chunks)
+    offset = min(index * step, extent)
+    return offset, min(step, extent - offset)
+
+
+def local_shape(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
+    """Shape of the shard of `rank`."""
+    return tuple(sum(s.stop - s.start for s in dim) for dim in local_slices(layout, mesh, rank))
+
+
+def blocks(layout: Layout, mesh: Mesh, rank: int) -> tuple[Block, ...]:
+    """The shard of `rank` as boxes: where each lies in the global and in the local tensor."""
+    dims: list[list[tuple[slice, slice]]] = []
+    for ranges in local_slices(layout, mesh, rank):
+        starts = itertools.accumulate((r.stop - r.start for r in ranges), initial=0)
+        dims.append(
+            [
+                (r, slice(start, start + r.stop - r.start))
+                for r, start in zip(ranges, starts, strict=False)
+                if r.stop > r.start
+            ]
+        )
+    return tuple(
+        (tuple(g for g, _ in box), tuple(at for _, at in box)) for box in itertools.product(*dims)
+    )
+
+
+def replicated_axes(layout: Layout, mesh: Mesh) -> Axes:
+    """Axes along which every rank holds the same elements, in mesh order.
+
+    A parameter of some stages is not replicated along pipe; one of none is.
+    """
+    apart = {*layout.split_axes, *(("pipe",) if layout.stages else ())}
+    return tuple(name for name in mesh.names if name not in apart)
+
+
+def owns(layout: Layout, mesh: Mesh, rank: int, among: Axes | None = None) -> bool:
+    """Whether `rank` speaks for its shard: one owner an element, over all ranks and stages.
+
+    The owner is first along every replicated axis and on the first stage that holds it.
+    among: only these axes count; each group along them then has an owner of its own.
+    """
+    coord = mesh.coord(rank)
+    if layout.stages and coord.get("pipe", 0) != layout.stages[0]:
+        return False
+    axes = replicated_axes(layout, mesh)
+    return all(coord[axis] == 0 for axis in axes if among is None or axis in among)
+
+
+def gradient_axes(layout: Layout, mesh: Mesh) -> Axes:
+    """Axes to sum the gradient over: where tokens differ and where it is a partial sum."""
+    replicated = replicated_axes(layout, mesh)
+    return tuple(
+        name
+        for name in mesh.names
+        if name in layout.unreduced or (name in replicated and name in BATCH_AXES)
+    )
+
+
+def num_replicas(layout: Layout, mesh: Mesh) -> int:
+    """Over how many batches a mean gradient is taken: the ranks along its batch axes."""
+    axes = [a for a in gradient_axes(layout, mesh) if a in BATCH_AXES]
+    return mesh.axis_size(*axes)
+
+
+def placements(layout: Layout, axes: Iterable[str]) -> tuple[int | None, ...]:
+    """For each axis in mesh order the dim it shards, or None where it replicates.
+
+    This is DTensor's placement list: Shard(dim) or Replicate().
+    """
+    by_axis = {axis: dim for dim, split in enumerate(layout.split) for axis in split}
+    return tuple(by_axis.get(axis) for axis in axes)
+
+
+def num_elements(layout: Layout, mesh: Mesh, rank: int) -> int:
+    """Elements in the shard of `rank`."""
+    return math.prod(local_shape(layout, mesh, rank))
+
+
+def _check_even(layout: Layout, mesh: Mesh, dim: int, length: int) -> None:
+    sharing = mesh.axis_size(*layout.split[dim])
+    if length % sharing and not layout.uneven:
+        raise LayoutError(
+            f"{layout.name}: dim {dim} has {length} elements, which {sharing} ranks "
+            f"({' x '.join(layout.split[dim])}) cannot share evenly; use a multiple of {sharing}"
+        )
+
+
+def gradient_ranks(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
+    """Ranks whose gradients for the shard of `rank` are summed, ascending, `rank` included.
+
+    Along the gradient axes, and for a tied parameter the same ranks of every stage that holds it.
+    """
+    axes = gradient_axes(layout, mesh)
+    ranks = set(mesh.group(rank, axes))
+    if len(layout.stages) > 1:
+        coord = mesh.coord(rank)
+        for stage in layout.stages:
+            ranks.update(mesh.group(mesh.rank(coord | {"pipe": stage}), axes))
+    return tuple(sorted(ranks))

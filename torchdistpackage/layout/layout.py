@@ -1,0 +1,74 @@
+"""Which part of one parameter lives where, as data beside the model.
+
+A layout speaks of the global tensor and of mesh axes, never of ranks or groups; slices,
+owners, gradient sums and placements are derived from it (layout/derive.py). Everybody who must
+know how a tensor is cut reads this one value: initial weights, gradient reduction, norms,
+checkpoints.
+"""
+
+from dataclasses import dataclass, replace
+
+from torchdistpackage.errors import LayoutError
+from torchdistpackage.topology.views import View
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one parameter is cut.
+
+    name: global name, the same under every layout; tied parameters share one.
+    shape: of the whole tensor.
+    split: for each dim the mesh axes that cut it, outermost first.
+    unreduced: axes over which each rank's gradient is a partial sum (a norm under
+        sequence parallelism sees only its rows).
+    view: the mesh that `split` and `unreduced` speak of.
+    stages: indices along `pipe` of the ranks that hold it, ascending; several mean tied,
+        none that it does not belong to a pipeline and every rank holds it.
+    parts: for each dim the sizes of fused parts (q, k, v) that are cut one by one, or ().
+    uneven: the cut need not be even; the first ranks then hold one more (`chunk` rule).
+
+    Raises:
+        LayoutError: split or parts do not fit the shape.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    split: tuple[Axes, ...] = ()
+    unreduced: Axes = ()
+    view: View = "dense"
+    stages: tuple[int, ...] = ()
+    parts: tuple[tuple[int, ...], ...] = ()
+    uneven: bool = False
+
+    def __post_init__(self) -> None:
+        for field, empty in (("split", ()), ("parts", ())):
+            if not getattr(self, field):
+                object.__setattr__(self, field, (empty,) * len(self.shape))
+        if len(self.split) != len(self.shape) or len(self.parts) != len(self.shape):
+            raise LayoutError(
+                f"{self.name}: shape {self.shape} has {len(self.shape)} dims, but split names "
+                f"{len(self.split)} and parts {len(self.parts)}; give one entry a dim"
+            )
+        axes = [axis for dim in self.split for axis in dim]
+        if len(set(axes)) != len(axes):
+            raise LayoutError(f"{self.name}: split {self.split} uses an axis twice; use each once")
+        for dim, (extent, parts) in enumerate(zip(self.shape, self.parts, strict=True)):
+            if parts and sum(parts) != extent:
+                raise LayoutError(
+                    f"{self.name}: dim {dim} has {extent} elements, but its parts {parts} "
+                    f"sum to {sum(parts)}"
+                )
+
+    @property
+    def split_axes(self) -> Axes:
+        """Every axis that cuts some dim."""
+        return tuple(axis for dim in self.split for axis in dim)
+
+    def named(self, name: str) -> "Layout":
+        return replace(self, name=name)
+
+    def on(self, *stages: int) -> "Layout":
+        """The same cut, held by these indices along `pipe`."""
+        return replace(self, stages=tuple(sorted(set(stages))))

@@ -1,0 +1,116 @@
+"""How the parameters of each tensor-parallel layer are cut: the one place that says so.
+
+A layer's `layouts()` and a model's pure layout file both call these functions, so what a plan
+counts is what the modules hold. No torch here. Weights are (Dout, Din). Names are local to the
+layer; `prefixed` puts layers together.
+
+A gradient is partial, and its layout `unreduced`, where a rank sees only its rows of a sequence:
+under sequence parallelism that is every parameter applied outside the column..row pairs.
+"""
+
+from dataclasses import replace
+
+from torchdistpackage.errors import LayoutError
+from torchdistpackage.layout.layout import Axes, Layout
+
+Layouts = dict[str, Layout]
+"""Layouts by parameter name, local to one layer."""
+
+
+def prefixed(prefix: str, layouts: Layouts) -> Layouts:
+    """The same layouts one level further out: `weight` becomes `prefix.weight`."""
+    return {
+        join(prefix, name): layout.named(join(prefix, layout.name))
+        for name, layout in layouts.items()
+    }
+
+
+def join(prefix: str, name: str) -> str:
+    """`prefix.name`, or `name` where there is no prefix."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+def column(dout: int, din: int, bias: bool, axis: str, parts: tuple[int, ...] = ()) -> Layouts:
+    """A product whose output is cut: weight and bias along Dout.
+
+    parts: sizes of fused outputs (q, k, v), each of which is cut by itself.
+    """
+    layouts = {"weight": Layout("weight", (dout, din), ((axis,), ()), parts=(parts, ()))}
+    if bias:
+        layouts["bias"] = Layout("bias", (dout,), ((axis,),), parts=(parts,))
+    return layouts
+
+
+def row(dout: int, din: int, bias: bool, axis: str, sequence_parallel: bool = False) -> Layouts:
+    """A product whose input is cut: weight along Din; the bias is whole, added after the sum."""
+    layouts = {"weight": Layout("weight", (dout, din), ((), (axis,)))}
+    if bias:
+        layouts["bias"] = Layout("bias", (dout,), unreduced=_partial(axis, sequence_parallel))
+    return layouts
+
+
+def vocab_embedding(vocab: int, dim: int, axis: str) -> Layouts:
+    """A table (vocab, dim) cut along the vocabulary, evenly or not: embedding or output head."""
+    return {"weight": Layout("weight", (vocab, dim), ((axis,), ()), uneven=True)}
+
+
+def position(seq_len: int, dim: int, axis: str, sequence_parallel: bool) -> Layouts:
+    """A learned vector for each position, whole on every rank."""
+    partial = _partial(axis, sequence_parallel)
+    return {"position": Layout("position", (seq_len, dim), unreduced=partial)}
+
+
+def norm(dim: int, bias: bool, axis: str, sequence_parallel: bool) -> Layouts:
+    """Scale and shift of a norm over the last dim, whole on every rank."""
+    names = ("weight", "bias") if bias else ("weight",)
+    partial = _partial(axis, sequence_parallel)
+    return {name: Layout(name, (dim,), unreduced=partial) for name in names}
+
+
+def attention(dim: int, bias: bool, axis: str, sequence_parallel: bool) -> Layouts:
+    """Fused q, k, v cut by heads (`qkv`), and the product that joins the heads again (`out`)."""
+    return {
+        **prefixed("qkv", column(3 * dim, dim, bias, axis, (dim, dim, dim))),
+        **prefixed("out", row(dim, dim, bias, axis, sequence_parallel)),
+    }
+
+
+def mlp(dim: int, hidden: int, bias: bool, axis: str, sequence_parallel: bool) -> Layouts:
+    """Two products with the hidden dim cut between them (`up`, `down`)."""
+    return {
+        **prefixed("up", column(hidden, dim, bias, axis)),
+        **prefixed("down", row(dim, hidden, bias, axis, sequence_parallel)),
+    }
+
+
+def transposed(layouts: Layouts) -> Layouts:
+    """The same layer with its matrices stored the other way round, (Din, Dout)."""
+    return {
+        name: replace(
+            layout, shape=layout.shape[::-1], split=layout.split[::-1], parts=layout.parts[::-1]
+        )
+        for name, layout in layouts.items()
+    }
+
+
+def heads_per_rank(dim: int, heads: int, num_ranks: int, where: str = "attention") -> int:
+    """How many of the heads each of `num_ranks` tensor ranks works on.
+
+    Raises:
+        LayoutError: dim is not a multiple of the heads, or they cannot be shared evenly.
+    """
+    if heads < 1 or dim % heads:
+        raise LayoutError(
+            f"{where}: dim {dim} cannot be cut into {heads} heads of equal width; "
+            f"use a dim that is a multiple of {heads}"
+        )
+    if heads % num_ranks:
+        raise LayoutError(
+            f"{where}: {heads} heads, which {num_ranks} tensor ranks cannot share evenly; "
+            f"use a multiple of {num_ranks} heads, or a number of ranks that divides {heads}"
+        )
+    return heads // num_ranks
+
+
+def _partial(axis: str, sequence_parallel: bool) -> Axes:
+    return (axis,) if sequence_parallel else ()

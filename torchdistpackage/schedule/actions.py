@@ -1,0 +1,156 @@
+"""What a pipeline rank does, as tiny values that print as they are spoken.
+
+`2F0` is stage 2, forward, microbatch 0; `2SEND_F0` sends that forward's output on. A
+`Batch` is a set of messages posted together. A program is a tuple of such steps for one pipe
+index, a schedule one program for each; both print and parse back.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from torchdistpackage.errors import ScheduleError
+
+
+class Kind(StrEnum):
+    """F and B compute; the others move the output of an F on, or the gradient of a B back."""
+
+    F = "F"
+    B = "B"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+
+    @property
+    def is_message(self) -> bool:
+        return self not in (Kind.F, Kind.B)
+
+    @property
+    def is_send(self) -> bool:
+        return self in (Kind.SEND_F, Kind.SEND_B)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One thing that one stage does for one microbatch."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @property
+    def peer(self) -> int:
+        """The stage at the other end of a message."""
+        return self.stage + (1 if self.kind in (Kind.SEND_F, Kind.RECV_B) else -1)
+
+    @property
+    def match(self) -> "Action":
+        """The action of the peer that this message meets: a send's receive, and back."""
+        return Action(self.peer, _MATCH[self.kind], self.microbatch)
+
+
+_MATCH = {
+    Kind.SEND_F: Kind.RECV_F,
+    Kind.RECV_F: Kind.SEND_F,
+    Kind.SEND_B: Kind.RECV_B,
+    Kind.RECV_B: Kind.SEND_B,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Messages of one rank that are posted together, so none waits for another."""
+
+    actions: tuple[Action, ...]
+
+    def __str__(self) -> str:
+        return "+".join(map(str, self.actions))
+
+
+Step = Action | Batch
+Program = tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Who computes what when: one program for each pipe index.
+
+    placement: for each stage the pipe index that runs it.
+    """
+
+    name: str
+    num_stages: int
+    num_microbatches: int
+    placement: tuple[int, ...]
+    programs: tuple[Program, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{i}: {' '.join(map(str, program))}" for i, program in enumerate(self.programs)]
+        head = f"{self.name} stages={self.num_stages} microbatches={self.num_microbatches}"
+        return "\n".join([f"{head} placement={','.join(map(str, self.placement))}", *lines])
+
+    @property
+    def has_backward(self) -> bool:
+        return any(a.kind is Kind.B for program in self.programs for a in flatten(program))
+
+
+def flatten(program: Iterable[Step]) -> Iterable[Action]:
+    """The actions of a program in order, batches opened."""
+    for step in program:
+        yield from step.actions if isinstance(step, Batch) else (step,)
+
+
+_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B)(\d+)")
+_HEAD = re.compile(r"(\S+) stages=(\d+) microbatches=(\d+) placement=([\d,]*)")
+
+
+def parse_action(text: str) -> Action:
+    """Read what `str(action)` wrote.
+
+    Raises:
+        ScheduleError: the text is no action.
+    """
+    found = _ACTION.fullmatch(text)
+    if not found:
+        raise ScheduleError(
+            f"{text!r} is not an action; write stage, kind, microbatch, such as 2F0 or 1SEND_B3 "
+            f"(kinds: {', '.join(Kind)})"
+        )
+    return Action(int(found[1]), Kind(found[2]), int(found[3]))
+
+
+def parse(text: str) -> Schedule:
+    """Read what `str(schedule)` wrote.
+
+    Raises:
+        ScheduleError: a line does not read; the text names it.
+    """
+    head, *lines = text.strip().splitlines() or [""]
+    found = _HEAD.fullmatch(head)
+    if not found:
+        raise ScheduleError(f"{head!r} is no schedule header; it reads {_HEAD.pattern}")
+    programs: list[Program] = []
+    for line in lines:
+        steps = line.split(":", 1)[-1].split()
+        programs.append(tuple(_parse_step(step) for step in steps))
+    placement = tuple(int(i) for i in found[4].split(",") if i)
+    return Schedule(found[1], int(found[2]), int(found[3]), placement, tuple(programs))
+
+
+def to_csv(schedule: Schedule) -> str:
+    """One row a pipe index, one cell a step."""
+    return "\n".join(",".join(map(str, program)) for program in schedule.programs)
+
+
+def _parse_step(text: str) -> Step:
+    actions = tuple(parse_action(part) for part in text.split("+"))
+    return actions[0] if len(actions) == 1 else Batch(actions)
+
+
+Costs = Mapping[Kind, float]
+"""Duration of an action by kind, in any unit; kinds left out cost nothing."""

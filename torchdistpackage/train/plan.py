@@ -1,0 +1,149 @@
+"""Everything about a run that can be decided before a process starts. No torch.
+
+One rule: what is built is what was planned. `tdp plan` prints this value, `build` turns it
+into objects; neither decides anything anew.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchdistpackage.config.check import violations
+from torchdistpackage.config.problem import ConfigProblems
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.layout.derive import num_elements
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.models import gpt_layout
+from torchdistpackage.models.gpt_layout import GPTShape
+from torchdistpackage.parallel.pipeline.split import split_by_cost
+from torchdistpackage.schedule.actions import Schedule
+from torchdistpackage.schedule.generate import build
+from torchdistpackage.schedule.simulate import Timeline, simulate
+from torchdistpackage.topology.placement import advice
+from torchdistpackage.topology.views import Topology, topology
+
+WEIGHT_BYTES = {"float64": 8, "float32": 4, "bf16": 4}
+"""Bytes of a weight: under bf16 only activations are narrow."""
+COPIES = 4
+"""A weight, its gradient and AdamW's two means."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run on one world.
+
+    config: with `parallel.data` filled in.
+    shape: of a named model; None for a user's own, whose pieces only its build can tell.
+    pieces: names a pipeline may be cut between. stages: for each pipe index its pieces.
+    layouts: by global parameter name.
+    """
+
+    config: RunConfig
+    topology: Topology
+    shape: GPTShape | None
+    pieces: tuple[str, ...]
+    stages: tuple[range, ...]
+    layouts: dict[str, Layout]
+    schedule: Schedule
+    timeline: Timeline
+
+    @property
+    def world_size(self) -> int:
+        return self.topology.world_size
+
+    @property
+    def samples_per_microbatch(self) -> int:
+        """Samples of one data rank in one microbatch."""
+        c = self.config
+        assert isinstance(c.parallel.data, int)
+        rounds = c.parallel.data * c.train.accumulate * c.pipeline.microbatches
+        return c.data.global_batch // rounds
+
+
+def make_plan(config: RunConfig, world_size: int, source: str = "the configuration") -> Plan:
+    """Resolve `config`, read from `source`, for `world_size` ranks.
+
+    Raises:
+        ConfigError: lists every rule that is broken, with names and values.
+    """
+    if problems := violations(config, world_size):
+        raise ConfigProblems(f"{source} on {world_size} ranks", problems)
+    config = config.resolve(world_size)
+    parallel = config.parallel
+    shape = gpt_shape(config) if config.model.target is None else None
+    pieces, stages, layouts = (), (), {}
+    if shape is not None:
+        pieces = gpt_layout.pieces(shape)
+        stages = split_by_cost(gpt_layout.piece_costs(shape), parallel.pipe)
+        stage_of = [next(s for s, r in enumerate(stages) if i in r) for i in range(len(pieces))]
+        layouts = gpt_layout.layouts(shape, stage_of)
+    schedule = build(config.pipeline.schedule, parallel.pipe, config.pipeline.microbatches)
+    return Plan(
+        config,
+        topology(parallel.axes(), world_size, expert=parallel.expert),
+        shape,
+        pieces,
+        stages,
+        layouts,
+        schedule,
+        simulate(schedule),
+    )
+
+
+def gpt_shape(config: RunConfig) -> GPTShape:
+    """The shape that the model, data and parallel sections describe together."""
+    m = config.model
+    return GPTShape(
+        layers=m.layers,
+        dim=m.dim,
+        heads=m.heads,
+        vocab=m.vocab,
+        seq_len=config.data.seq_len,
+        mlp_ratio=m.mlp_ratio,
+        tied=m.tied,
+        position=m.position,
+        norm_eps=m.norm_eps,
+        sequence_parallel=config.parallel.sequence_parallel,
+    )
+
+
+@dataclass(frozen=True)
+class StageLoad:
+    """What one rank of a stage holds and does.
+
+    num_parameters: in its shard. state_bytes: weights, gradients and optimizer state.
+    share: of the model's computation.
+    """
+
+    index: int
+    pieces: tuple[str, ...]
+    num_parameters: int
+    state_bytes: int
+    share: float
+
+
+def stage_loads(plan: Plan) -> tuple[StageLoad, ...]:
+    """For each pipe index the load of its first rank; () for a user's own model."""
+    if plan.shape is None:
+        return ()
+    costs = gpt_layout.piece_costs(plan.shape)
+    mesh, width = plan.topology.dense, WEIGHT_BYTES[plan.config.precision.dtype]
+    loads: list[StageLoad] = []
+    for index, span in enumerate(plan.stages):
+        rank = mesh.rank({"pipe": index})
+        held = [x for x in plan.layouts.values() if not x.stages or index in x.stages]
+        count = sum(num_elements(layout, mesh, rank) for layout in held)
+        share = sum(costs[i] for i in span) / (sum(costs) or 1)
+        names = tuple(plan.pieces[i] for i in span)
+        loads.append(StageLoad(index, names, count, count * width * COPIES, share))
+    return tuple(loads)
+
+
+def num_parameters(plan: Plan) -> int:
+    """Parameters of the whole model, each counted once; 0 for a user's own."""
+    return sum(math.prod(layout.shape) for layout in plan.layouts.values())
+
+
+def placement_advice(plan: Plan, ranks_per_node: int) -> Sequence[str]:
+    """Warnings about groups that cross nodes."""
+    return advice(plan.topology.dense, ranks_per_node)
