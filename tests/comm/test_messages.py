@@ -1,0 +1,129 @@
+"""Messages arrive as they were described, whatever they hold."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchdistpackage.comm.groups import Groups
+from torchdistpackage.comm.messages import (
+    HEADER_BYTES,
+    Post,
+    decode,
+    describe,
+    encode,
+    receive_described,
+    tensors_of,
+)
+from torchdistpackage.errors import CommError
+
+CPU = torch.device("cpu")
+DTYPES = [
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
+MESSAGES = [
+    torch.arange(6.0).view(2, 3),
+    torch.arange(6.0).view(2, 3).t(),
+    torch.tensor(3.5, dtype=torch.float64),
+    torch.empty(0, 4),
+    None,
+    (),
+    {},
+    (torch.ones(2, requires_grad=True), None, torch.arange(3)),
+    {"x": torch.ones(1, requires_grad=True), "mask": torch.tensor([True, False]), "none": None},
+    tuple(torch.zeros(2, dtype=dtype) for dtype in DTYPES),
+    {f"a rather long key number {i}": torch.full((i,), float(i)) for i in range(60)},
+]
+
+
+def same(a, b) -> bool:
+    return (
+        describe(a) == describe(b)
+        and (not isinstance(a, dict) or list(a) == list(b))
+        and all(
+            (x is None and y is None) or (torch.equal(x, y) and x.dtype == y.dtype)
+            for x, y in zip(tensors_of(a), tensors_of(b), strict=True)
+        )
+    )
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=range(len(MESSAGES)))
+def test_a_description_survives_its_header(message):
+    parts = encode(describe(message), CPU)
+    assert len(parts[0]) == HEADER_BYTES
+    assert decode(parts[0], parts[1] if len(parts) > 1 else None) == describe(message)
+
+
+def round_trip() -> None:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    for message in MESSAGES:
+        if rank == 0:
+            post = Post(group, timeout_s=20)
+            for header in encode(describe(message), CPU):
+                post.send([header], 1)
+            post.send(tensors_of(message), 1)
+            post.go().wait()
+        else:
+            description = receive_described(0, group, CPU, 20)
+            room = description.empty(CPU)
+            post = Post(group, timeout_s=20)
+            post.receive(room, 0)
+            post.go().wait()
+            got = description.build(room)
+            for x, member in zip(room, description.members, strict=True):
+                if x is not None and member.wants_gradient:
+                    x.requires_grad_()
+            assert same(got, message), message
+
+
+def test_every_kind_of_message_arrives_unchanged(ranks):
+    ranks(2).run(round_trip)
+
+
+def both_ways_large() -> None:
+    """Both ranks send first in their own minds; 8 MiB does not fit any buffer."""
+    peer = 1 - dist.get_rank()
+    room, mine = torch.empty(2**20, dtype=torch.float64), torch.full((2**20,), float(peer)).double()
+    post = Post(dist.group.WORLD, timeout_s=20)
+    post.send([mine], peer)
+    post.receive([room], peer)
+    post.go().wait()
+    assert bool((room == dist.get_rank()).all())
+
+
+def test_large_messages_cross_without_waiting_for_each_other(ranks):
+    ranks(2).run(both_ways_large)
+
+
+def late_peer() -> None:
+    rank = dist.get_rank()
+    if rank < 2:  # a group of their own: a limit that ran out closes its connections
+        group = Groups(rank).of([0, 1])
+    if rank == 0:
+        post = Post(group, timeout_s=0.5)
+        post.receive([torch.empty(1)], 1)
+        with pytest.raises(CommError, match=r"a message between pipeline stages failed: .*500ms"):
+            post.go().wait()
+
+
+def test_a_peer_that_never_sends_is_reported_within_the_limit(ranks):
+    ranks(3).run(late_peer)
+
+
+def test_what_cannot_travel_is_refused_by_name():
+    with pytest.raises(CommError, match="member 1 of a message between stages is a str"):
+        describe((torch.zeros(1), "text"))
+    with pytest.raises(CommError, match="keys of a message between stages must be strings"):
+        describe({1: torch.zeros(1)})
+
+
+def test_gradients_go_back_only_for_what_wants_one():
+    sent = describe((torch.zeros(2, requires_grad=True), torch.arange(2), None, torch.zeros(1)))
+    back = sent.gradient()
+    assert [m is not None for m in back.members] == [True, False, False, False]

@@ -1,0 +1,68 @@
+"""Streams: alike along tensor, different along the rest, forks replayed by checkpointing."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from torchdistpackage.comm.random import differ, fix_rand, seed_from, seed_rank
+from torchdistpackage.topology.mesh import Mesh
+
+MESH = Mesh((("data", 2), ("pipe", 2), ("tensor", 2)))
+
+
+def draws(rank: int, fork: bool) -> tuple[float, ...]:
+    seed_rank(1, MESH, rank)
+    if fork:
+        with differ(MESH.coord(rank)["tensor"]):
+            return tuple(torch.rand(4).tolist())
+    return tuple(torch.rand(4).tolist())
+
+
+def test_replicated_draws_are_alike_along_tensor_only():
+    seen = {rank: draws(rank, fork=False) for rank in range(8)}
+    for a in range(8):
+        for b in range(8):
+            alike = MESH.coord(a) | {"tensor": 0} == MESH.coord(b) | {"tensor": 0}
+            assert (seen[a] == seen[b]) == alike, (a, b)
+
+
+def test_forked_draws_differ_on_every_rank_and_leave_the_stream_alike():
+    assert len({draws(rank, fork=True) for rank in range(8)}) == 8
+    after = []
+    for rank in (0, 1):
+        draws(rank, fork=True)
+        after.append(torch.rand(3).tolist())
+    assert after[0] == after[1]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputation_replays_shared_and_forked_draws(use_reentrant):
+    masks: list[torch.Tensor] = []
+
+    def block(x):
+        shared = F.dropout(x, 0.5)
+        with differ(1):
+            mine = F.dropout(x, 0.5)
+        masks.append(torch.stack([shared != 0, mine != 0]))
+        return (shared * mine).sum()
+
+    torch.manual_seed(0)
+    x = torch.ones(64, requires_grad=True)
+    checkpoint(block, x, use_reentrant=use_reentrant).backward()
+    assert len(masks) == 2 and torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[0][0], masks[0][1])
+
+
+def test_seeds_tell_their_parts_apart():
+    assert seed_from(1, "a") == seed_from(1, "a")
+    assert len({seed_from(1, "a"), seed_from(2, "a"), seed_from(1, "b"), seed_from("1a")}) == 4
+    assert all(0 <= seed_from(i) < 2**63 for i in range(100))
+
+
+def test_fix_rand_repeats_and_tells_ranks_apart():
+    seen = []
+    for rank in (0, 0, 1):
+        fix_rand(rank)
+        seen.append(torch.rand(2).tolist())
+    assert seen[0] == seen[1] != seen[2]

@@ -1,0 +1,157 @@
+"""tpc over real processes and, through `using`, over none."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.tpc import is_using_pp, resolve_group, tpc
+from torchdistpackage.errors import CommError, LaunchError, TopologyError
+from torchdistpackage.topology.views import topology
+
+ORDERS = list(itertools.permutations((("data", 2), ("pipe", 2), ("tensor", 2))))
+
+
+def groups_agree(config: tuple[tuple[str, float], ...]) -> None:
+    """Each handle sums over exactly the ranks that tpc says, in torch's order."""
+    tpc.setup_process_groups(list(config))
+    rank = dist.get_rank()
+    for mode in ("data", "pipe", "tensor", "model", "global"):
+        ranks = tpc.get_ranks_in_group(mode)
+        group = tpc.get_group(mode)
+        assert list(primitives.ranks_of(group)) == ranks
+        assert ranks[tpc.get_group_rank(mode)] == rank == ranks[group.rank()]
+        assert len(ranks) == tpc.get_group_size(mode) == group.size()
+        total = primitives.all_reduce(torch.tensor([1 << rank]), group)
+        assert int(total) == sum(1 << r for r in ranks)
+        assert ranks in tpc.all_ranks(mode)
+        assert tpc.is_first_group(mode) == (0 in ranks)
+        assert tpc.is_first_in_group(mode) == (rank == ranks[0])
+        assert tpc.is_last_in_group(mode) == (rank == ranks[-1])
+        at = ranks.index(rank)
+        assert tpc.get_next_global_rank(mode) == ranks[(at + 1) % len(ranks)]
+        assert tpc.get_prev_global_rank(mode) == ranks[at - 1]
+    assert tpc.get_group("model") is tpc.get_group("model")
+    assert (tpc.get_dp_size(), tpc.get_pp_size(), tpc.get_tp_size(), tpc.get_mp_size()) == (
+        2,
+        2,
+        2,
+        4,
+    )
+    mesh = tpc.mesh
+    assert mesh.mesh_dim_names == tuple(name for name, _ in config)
+    assert mesh["tensor"].get_group() is tpc.get_group("tensor")
+    before = tpc.groups
+    tpc.setup_process_groups([("data", 8.0)])
+    assert tpc.groups is not before and tpc.get_group("data") is dist.group.WORLD
+    assert not tpc.is_mode_inited("pipe") and tpc.get_pp_size() == 1 and not is_using_pp()
+
+
+@pytest.mark.parametrize("config", ORDERS, ids=lambda c: "-".join(name for name, _ in c))
+def test_groups_of_any_order_are_what_their_names_say(ranks, config):
+    ranks(8).run(groups_agree, config)
+
+
+def axes_of_size_one_share() -> None:
+    tpc.setup_process_groups([("data", 2), ("pipe", 1), ("context", 1), ("tensor", 2)])
+    assert tpc.get_group("pipe") is tpc.get_group("context")
+    assert tpc.get_group("pipe").size() == 1
+    assert tpc.get_group("model") is tpc.get_group("tensor")
+    assert tpc.get_group("global") is dist.group.WORLD
+    assert len(tpc.groups._made) == 3
+
+
+def test_identical_rank_lists_share_one_group(ranks):
+    ranks(4).run(axes_of_size_one_share)
+
+
+def made_anew() -> None:
+    """The same lists again, by ranks that are in different numbers of groups meanwhile."""
+    for _ in range(3):
+        tpc.setup_process_groups([("data", 2), ("tensor", 2)])
+        if dist.get_rank() < 2:
+            tpc.groups.of([0, 1])
+            tpc.groups.of([dist.get_rank()])
+        tpc.groups.prepare(
+            [[0, 1, 2], [1, 2, 3]]
+            if dist.get_rank() in (1, 2)
+            else [[0, 1, 2] if dist.get_rank() == 0 else [1, 2, 3]]
+        )
+        if dist.get_rank() < 3:
+            total = primitives.all_reduce(torch.ones(1), tpc.groups.of([0, 1, 2]))
+            assert int(total) == 3
+        total = primitives.all_reduce(torch.ones(1), tpc.get_group("data"))
+        assert int(total) == 2
+
+
+def test_groups_can_be_made_again_and_by_ranks_that_are_in_others(ranks):
+    ranks(4).run(made_anew)
+
+
+def moe_groups() -> None:
+    tpc.setup_process_groups([("data", 4), ("tensor", 2)])
+    with pytest.raises(TopologyError, match=r"call tpc\.build_moe_groups first"):
+        tpc.get_group("moe_ep")
+    for wrong in ({"moe_dp_size": 3}, {"moe_dp_size": 2, "moe_ep_size": 4}, {"moe_ep_size": 3}):
+        with pytest.raises(TopologyError, match="4 ranks of the data axis"):
+            tpc.build_moe_groups(**wrong)
+    with pytest.raises(TopologyError, match="give one"):
+        tpc.build_moe_groups()
+    tpc.build_moe_groups(moe_ep_size=2)
+    data = tpc.get_ranks_in_group("data")
+    mine = data.index(dist.get_rank())
+    assert tpc.get_ranks_in_group("moe_ep") == data[mine // 2 * 2 : mine // 2 * 2 + 2]
+    assert tpc.get_ranks_in_group("moe_dp") == data[mine % 2 :: 2]
+    tpc.build_moe_groups(moe_dp_size=1)
+    assert tpc.get_ranks_in_group("moe_dp") == [dist.get_rank()]
+
+
+def test_expert_groups_cut_the_data_axis(ranks):
+    ranks(8).run(moe_groups)
+
+
+def wrong_product_is_refused_before_groups() -> None:
+    with pytest.raises(TopologyError, match="is 8 ranks, but the world has 2"):
+        tpc.setup_process_groups([("data", 4), ("tensor", 2)])
+    with pytest.raises(TopologyError, match=r"size 1\.5"):
+        tpc.setup_process_groups([("data", 1.5)])
+    assert not tpc.is_set
+    assert resolve_group(None, "tensor") is dist.group.WORLD
+    tpc.setup_process_groups([("data", 2)])
+    assert resolve_group(None, "tensor").size() == 1
+    with pytest.raises(CommError, match="without itself"):
+        tpc.groups.of([1 - dist.get_rank()])
+    tpc.destroy()
+    tpc.destroy()
+
+
+def test_what_does_not_tile_the_world_is_refused_on_every_rank(ranks):
+    ranks(2).run(wrong_product_is_refused_before_groups)
+
+
+def test_without_processes_tpc_answers_for_any_rank():
+    topo = topology([("data", 4), ("pipe", 2), ("tensor", 2)], 16, expert=2)
+    with pytest.raises(LaunchError, match=r"call tpc\.setup_process_groups"):
+        tpc.get_dp_rank()
+    for rank in range(16):
+        with tpc.using(topo, rank):
+            assert (tpc.get_dp_rank(), tpc.get_pp_rank(), tpc.get_tp_rank()) == (
+                rank // 4,
+                rank // 2 % 2,
+                rank % 2,
+            )
+            assert tpc.all_dp_ranks()[0] == [0, 4, 8, 12]
+            assert tpc.get_ranks_in_group("moe_ep")[0] in (rank, rank - 4)
+            with pytest.raises(LaunchError, match="it has no groups"):
+                tpc.get_group("data")
+            with tpc.using(topo, 0):
+                assert tpc.is_first_in_data_group() and tpc.is_first_in_model_group()
+            assert tpc.is_last_in_data_group() == (rank >= 12)
+    assert not tpc.is_set
+
+
+def test_setup_needs_the_default_group():
+    with pytest.raises(LaunchError, match=r"call setup_distributed\(\) first"):
+        tpc.setup_process_groups([("data", 1)])

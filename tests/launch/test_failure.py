@@ -1,0 +1,103 @@
+"""Which rank is blamed: a table of what supervisors see, and the report made from it."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from torchdistpackage.launch.failure import (
+    Failure,
+    Kind,
+    culprit,
+    from_exception,
+    is_consequence,
+    report,
+)
+
+
+def error(rank: int, time_s: float, text: str) -> Failure:
+    return Failure(rank, "n1", 10 + rank, time_s, Kind.ERROR, 1, text, f"Traceback\n{text}")
+
+
+def killed(rank: int, time_s: float, signum: int, detail: str = "") -> Failure:
+    return Failure(rank, "n1", 10 + rank, time_s, Kind.SIGNAL, -signum, "", detail)
+
+
+def stopped(rank: int) -> Failure:
+    return Failure(rank, "n1", 10 + rank, 99.0, Kind.STOPPED)
+
+
+def left(rank: int, time_s: float, code: int) -> Failure:
+    return Failure(rank, "n1", 10 + rank, time_s, Kind.EXIT, code)
+
+
+GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3"
+WAITED = "RuntimeError: Timed out waiting 30000ms for recv operation to complete"
+STORE = "DistNetworkError: failed to recv, got 0 bytes. Broken pipe"
+NCCL = "DistBackendError: NCCL error: remote process exited or there was a network error"
+
+
+@pytest.mark.parametrize(
+    ("failures", "blamed"),
+    [
+        ([error(0, 1, "ValueError: x")], 0),
+        ([error(0, 1, "ValueError: x"), error(1, 2, "KeyError: y")], 0),
+        ([error(0, 2, "ValueError: x"), error(1, 1, "KeyError: y")], 1),
+        ([error(0, 1, GLOO), error(1, 2, "KeyError: y")], 1),
+        ([error(0, 1, STORE), error(1, 2, NCCL), error(2, 3, "OSError: disk full")], 2),
+        ([error(0, 1, GLOO), error(1, 2, WAITED)], 0),
+        ([error(0, 1, GLOO), killed(1, 2, signal.SIGKILL)], 1),
+        ([error(0, 1, "ValueError: x"), killed(1, 2, signal.SIGKILL)], 1),
+        ([error(0, 1, WAITED), stopped(1)], 1),
+        ([stopped(1), killed(2, 100.0, signal.SIGSEGV)], 2),
+        ([error(0, 1, GLOO), left(1, 2, 3)], 1),
+        ([killed(0, 1, signal.SIGABRT, f"terminate called: {WAITED}"), error(1, 2, "E: z")], 1),
+        ([killed(0, 1, signal.SIGABRT, "double free"), error(1, 2, GLOO)], 0),
+    ],
+)
+def test_the_culprit_is_what_no_other_failure_explains(
+    failures: list[Failure], blamed: int
+) -> None:
+    assert culprit(failures).rank == blamed
+    assert culprit(failures[::-1]).rank == blamed
+
+
+def test_the_report_ends_with_the_culprit_and_gives_the_others_a_line_each() -> None:
+    text = report([error(2, 1.0, GLOO), error(1, 2.0, "ValueError: bad"), left(3, 3.0, 7)], 4)
+    lines = text.splitlines()
+    assert lines[0] == "rank 1 of 4 failed: exit code 1: ValueError: bad"
+    assert lines[1] == f"rank 2 also failed: {GLOO}"
+    assert lines[2] == "rank 3 then failed: exit code 7"
+    assert lines[3] == "--- rank 1 on host n1 (pid 11): exit code 1: ValueError: bad ---"
+    assert lines[4:] == ["Traceback", "ValueError: bad"]
+
+
+def test_an_exception_keeps_its_traceback_cause_and_notes() -> None:
+    try:
+        try:
+            raise KeyError("inner")
+        except KeyError as inner:
+            inner.add_note("look here")
+            raise ValueError("outer\nsecond line") from inner
+    except ValueError as outer:
+        failure = from_exception(3, "n1", 7, 1.5, outer)
+    assert (failure.kind, failure.exit_code) == (Kind.ERROR, 1)
+    assert failure.error == "ValueError: outer"
+    assert failure.detail.endswith("ValueError: outer\nsecond line")
+    assert "KeyError: 'inner'\nlook here" in failure.detail
+    assert not is_consequence(failure)
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "text"),
+    [
+        (SystemExit(3), 3, ""),
+        (SystemExit(-1), 255, ""),
+        (SystemExit("no such file"), 1, "no such file"),
+    ],
+)
+def test_sys_exit_is_an_exit_code_and_no_traceback(end: SystemExit, code: int, text: str) -> None:
+    failure = from_exception(0, "n1", 7, 1.5, end)
+    assert (failure.kind, failure.exit_code, failure.error) == (Kind.EXIT, code, text)
+    assert failure.detail == ""

@@ -1,0 +1,234 @@
+"""Described tensors between two ranks, a batch of messages at a time.
+
+A message is one tensor, a tuple, or a flat dict of tensors and None. Its `Description` says
+structure, shapes, dtypes and which members want a gradient. A receiver must know it before
+it can post its receive; it travels ahead of the tensors as a small header when the peers have
+not agreed on it yet, and not at all afterwards. Gradients go back in the shape of what was
+sent, so they need no header ever.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchdistpackage.comm.primitives import Group, named
+from torchdistpackage.errors import CommError
+
+Message = Tensor | None | tuple[Tensor | None, ...] | dict[str, Tensor | None]
+
+HEADER_BYTES = 1024
+"""A description that does not fit says so in the first header and follows in a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One tensor of a message."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @property
+    def wants_gradient(self) -> bool:
+        return self.requires_grad and self.dtype.is_floating_point
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """Structure of a message: `tensor`, `tuple` or `dict`, with a Member or None each."""
+
+    form: str
+    keys: tuple[str, ...]
+    members: tuple[Member | None, ...]
+
+    def __str__(self) -> str:
+        shown = [str(m) for m in self.members]
+        if self.form == "dict":
+            shown = [f"{k}: {m}" for k, m in zip(self.keys, shown, strict=True)]
+        return shown[0] if self.form == "tensor" else f"{self.form}({', '.join(shown)})"
+
+    def empty(self, device: torch.device) -> list[Tensor | None]:
+        """Room for the members, contiguous."""
+        return [
+            None if m is None else torch.empty(m.shape, dtype=m.dtype, device=device)
+            for m in self.members
+        ]
+
+    def build(self, tensors: Sequence[Tensor | None]) -> Message:
+        """The message again, from its members."""
+        if self.form == "tensor":
+            return tensors[0]
+        if self.form == "dict":
+            return dict(zip(self.keys, tensors, strict=True))
+        return tuple(tensors)
+
+    def gradient(self) -> "Description":
+        """What comes back: the gradients of the members that want one, None for the others."""
+        members = tuple(
+            Member(m.shape, m.dtype, False) if m is not None and m.wants_gradient else None
+            for m in self.members
+        )
+        return Description("tuple", (), members)
+
+
+def tensors_of(message: Message) -> tuple[Tensor | None, ...]:
+    """The members in order."""
+    if isinstance(message, dict):
+        return tuple(message.values())
+    if isinstance(message, tuple | list):
+        return tuple(message)
+    return (message,)
+
+
+def describe(message: Message) -> Description:
+    """Description of a message about to be sent.
+
+    Raises:
+        CommError: a member is no tensor, or a key no string.
+    """
+    tensors = tensors_of(message)
+    for position, x in enumerate(tensors):
+        if x is not None and not isinstance(x, Tensor):
+            raise CommError(
+                f"member {position} of a message between stages is a {type(x).__name__}; a message "
+                f"is a tensor, a tuple or a flat dict of tensors and None"
+            )
+    keys = tuple(message) if isinstance(message, dict) else ()
+    if any(not isinstance(key, str) for key in keys):
+        raise CommError(f"keys of a message between stages must be strings, not {keys}")
+    form = "dict" if isinstance(message, dict) else "tensor"
+    if isinstance(message, tuple | list):
+        form = "tuple"
+    members = tuple(
+        None if x is None else Member(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors
+    )
+    return Description(form, keys, members)
+
+
+class Flight:
+    """Messages that were posted; `wait()` before reading, and before writing what was sent."""
+
+    __slots__ = ("_keep", "_timeout", "_works")
+
+    def __init__(self, works: list[dist.Work], keep: list[Tensor], timeout: timedelta | None):
+        self._works, self._keep, self._timeout = works, keep, timeout
+
+    def wait(self) -> None:
+        """On CUDA the current stream waits, not the host."""
+        for work in self._works:
+            try:
+                work.wait() if self._timeout is None else work.wait(self._timeout)
+            except RuntimeError as error:
+                raise CommError(f"a message between pipeline stages failed: {error}") from error
+        self._works, self._keep = [], []
+
+
+class Post:
+    """Messages of one rank, to be posted together: receives first.
+
+    On gloo the notice that a rank is ready to receive queues behind what it has begun to send, so
+    receives posted first use both directions of the link.
+    """
+
+    def __init__(self, group: Group, timeout_s: float | None = None):
+        self._group = group
+        # with a limit, a wait on NCCL would block the host; its watchdog has the limit already
+        limited = timeout_s is not None and dist.get_backend(group) == "gloo"
+        self._timeout = timedelta(seconds=timeout_s) if limited and timeout_s else None
+        self._receives: list[dist.P2POp] = []
+        self._sends: list[dist.P2POp] = []
+
+    def receive(self, tensors: Sequence[Tensor | None], source: int) -> None:
+        """Room to be filled by global rank `source`; empty tensors travel too, as nothing."""
+        for x in tensors:
+            if x is not None and x.numel():
+                self._receives.append(dist.P2POp(dist.irecv, x, source, self._group))
+
+    def send(self, tensors: Sequence[Tensor | None], target: int) -> None:
+        """Tensors for global rank `target`; they must stay as they are until `wait`."""
+        for x in tensors:
+            if x is not None and x.numel():
+                sent = x.detach().contiguous()
+                self._sends.append(dist.P2POp(dist.isend, sent, target, self._group))
+
+    def go(self) -> Flight:
+        operations = [*self._receives, *self._sends]
+        if not operations:
+            return Flight([], [], None)
+        with named("batched send and receive", self._group):
+            works = dist.batch_isend_irecv(operations)
+        return Flight(works, [op.tensor for op in operations], self._timeout)
+
+
+def encode(description: Description, device: torch.device) -> list[Tensor]:
+    """Header tensors (HEADER_BYTES,) uint8, and a second one for what does not fit."""
+    members = [
+        None if m is None else [list(m.shape), str(m.dtype).removeprefix("torch."), m.requires_grad]
+        for m in description.members
+    ]
+    text = json.dumps([description.form, list(description.keys), members]).encode()
+    first = bytearray(HEADER_BYTES)
+    first[:8] = len(text).to_bytes(8, "big")
+    fits = text[: HEADER_BYTES - 8]
+    first[8 : 8 + len(fits)] = fits
+    rest = text[HEADER_BYTES - 8 :]
+    parts = [first, bytearray(rest)] if rest else [first]
+    return [torch.frombuffer(part, dtype=torch.uint8).to(device) for part in parts]
+
+
+def header_room(device: torch.device) -> Tensor:
+    return torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device)
+
+
+def rest_room(header: Tensor) -> Tensor | None:
+    """Room for the second header, where the first announces one."""
+    length = int.from_bytes(bytes(header[:8].tolist()), "big")
+    more = length - (HEADER_BYTES - 8)
+    return torch.empty(more, dtype=torch.uint8, device=header.device) if more > 0 else None
+
+
+def decode(header: Tensor, rest: Tensor | None) -> Description:
+    """The description that `encode` wrote."""
+    raw = bytes(header.tolist())
+    text = raw[8 : 8 + int.from_bytes(raw[:8], "big")]
+    if rest is not None:
+        text += bytes(rest.tolist())
+    form, keys, members = json.loads(text)
+    return Description(
+        form,
+        tuple(keys),
+        tuple(None if m is None else Member(tuple(m[0]), _dtype(m[1]), m[2]) for m in members),
+    )
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CommError(f"a peer sent a tensor of dtype {name!r}, which this torch does not have")
+    return dtype
+
+
+def receive_described(
+    source: int, group: Group, device: torch.device, timeout_s: float | None = None
+) -> Description:
+    """Wait for the description of the next message of global rank `source`."""
+    header = header_room(device)
+    _receive_now(header, source, group, timeout_s)
+    rest = rest_room(header)
+    if rest is not None:
+        _receive_now(rest, source, group, timeout_s)
+    return decode(header, rest)
+
+
+def _receive_now(room: Tensor, source: int, group: Group, timeout_s: float | None) -> None:
+    post = Post(group, timeout_s)
+    post.receive([room], source)
+    post.go().wait()

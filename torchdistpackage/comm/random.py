@@ -1,0 +1,68 @@
+"""Random numbers: the same along an axis, or different, and the same again on recomputation.
+
+There is one stream, torch's default generator. It is seeded alike along the tensor axis, where
+activations are replicated, and differently along all others. Where activations are split
+(heads, columns, rows) `differ` forks it: the fork's seed is one draw of the shared
+stream mixed with the index, so whatever replays the stream, as activation checkpointing
+does, replays the fork.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from torchdistpackage.topology.mesh import Mesh
+
+SAME_AXES = ("tensor",)
+"""Axes along which replicated activations need equal draws."""
+
+
+def seed_from(*parts: object) -> int:
+    """A 63-bit seed from anything that prints: equal parts, equal seed, on every machine."""
+    digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def seed_rank(seed: int, mesh: Mesh, rank: int) -> None:
+    """Seed torch's generators, alike on ranks that differ only along the tensor axis."""
+    coord = {a: i for a, i in mesh.coord(rank).items() if a not in SAME_AXES and i}
+    torch.manual_seed(seed_from(seed, sorted(coord.items())))
+
+
+@contextmanager
+def differ(index: int, device: torch.device | str = "cpu") -> Iterator[None]:
+    """Inside, the default generators are a fork that depends on `index` (along the split axis).
+
+    Everybody who shares the stream must enter, with its own index: the stream moves on by one
+    draw. No device synchronisation.
+    """
+    draw = int(torch.randint(2**62, (), dtype=torch.int64))
+    on_cuda = torch.device(device).type == "cuda"
+    cpu_state = torch.get_rng_state()
+    cuda_state = torch.cuda.get_rng_state(device) if on_cuda else None
+    fork = seed_from(draw, index)
+    torch.default_generator.manual_seed(fork)
+    if on_cuda:
+        torch.cuda.manual_seed(fork)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu_state)
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state, device)
+
+
+def fix_rand(rank: int = 0) -> None:
+    """Seed torch, numpy and random with 2222 + rank, and make cuDNN deterministic."""
+    import random
+
+    import numpy
+
+    seed = 2222 + rank
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False

@@ -1,0 +1,300 @@
+"""`tpc`: who this process is in the grid of ranks, and the groups it talks over.
+
+The one piece of process-wide state in the package. It is set once from a declarative config,
+may be destroyed and set anew, and may be replaced for a while by `using(topology, rank)`, which
+needs no processes. Layers and executors never read it: they are given groups when they are made.
+
+Modes are group names: an axis (`data`, `pipe`, `tensor`, ...), `model` (ranks that share one
+batch), `global`, and after `build_moe_groups` also `moe_dp` and `moe_ep`.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchdistpackage.comm.groups import Groups
+from torchdistpackage.comm.primitives import Group, ranks_of
+from torchdistpackage.errors import LaunchError, TopologyError
+from torchdistpackage.topology.views import Size, Topology, topology
+
+
+@dataclass
+class _Place:
+    topology: Topology
+    rank: int
+    groups: Groups | None
+    moe: bool = False
+    mesh: DeviceMesh | None = None
+
+
+_override: ContextVar[_Place | None] = ContextVar("tpc_override", default=None)
+
+
+class ProcessTopology:
+    """The type of `tpc`. Use the instance of this module."""
+
+    def __init__(self) -> None:
+        self._own: _Place | None = None
+
+    def setup_process_groups(self, config: Sequence[tuple[str, Size]], *, expert: int = 1) -> None:
+        """Tile the world by `[(axis, size), ...]`, outermost first, and make my groups.
+
+        One size may be None or -1; whole floats pass. The product is checked against the world
+        on every rank before any group is made. A second call replaces the first.
+
+        Raises:
+            LaunchError: torch.distributed is not initialised.
+            TopologyError: the axes do not tile the world.
+        """
+        if not dist.is_initialized():
+            raise LaunchError(
+                "tpc.setup_process_groups needs the default process group; "
+                "call setup_distributed() first"
+            )
+        self.setup(topology(config, dist.get_world_size(), expert=expert), dist.get_rank())
+
+    def setup(self, topology: Topology, rank: int, *, timeout_s: float | None = None) -> None:
+        """The same from a finished Topology. Makes the groups of each axis, in mesh order."""
+        self.destroy()
+        groups = Groups(rank, timeout_s)
+        self._own = _Place(topology, rank, groups, moe=topology.expert.axis_size("expert") > 1)
+        for mode in (
+            *topology.dense.names,
+            "model",
+            *(("moe_dp", "moe_ep") if self._own.moe else ()),
+        ):
+            self.get_group(mode)
+
+    def build_moe_groups(
+        self, moe_dp_size: int | None = None, moe_ep_size: int | None = None
+    ) -> None:
+        """Cut each data group into contiguous `moe_ep` blocks, replicas strided in `moe_dp`.
+
+        A size left out is what the other leaves of the data axis.
+
+        Raises:
+            TopologyError: neither is given, or they do not tile the data axis.
+        """
+        place = self._place()
+        data = place.topology.dense.axis_size("data")
+        if moe_ep_size is None:
+            if moe_dp_size is None:
+                raise TopologyError("build_moe_groups needs moe_dp_size or moe_ep_size; give one")
+            moe_ep_size = data // moe_dp_size if moe_dp_size > 0 else 0
+        moe_dp_size = moe_dp_size if moe_dp_size is not None else data // max(moe_ep_size, 1)
+        if moe_dp_size * moe_ep_size != data:
+            raise TopologyError(
+                f"moe_dp_size={moe_dp_size} x moe_ep_size={moe_ep_size} must be the {data} ranks "
+                f"of the data axis; change one of the two"
+            )
+        place.topology = place.topology.with_expert(moe_ep_size)
+        place.moe = True
+        if place.groups is not None:
+            self.get_group("moe_dp")
+            self.get_group("moe_ep")
+
+    # -- what there is ---------------------------------------------------------------
+
+    @property
+    def is_set(self) -> bool:
+        return (_override.get() or self._own) is not None
+
+    @property
+    def topology(self) -> Topology:
+        return self._place().topology
+
+    @property
+    def rank(self) -> int:
+        return self._place().rank
+
+    @property
+    def groups(self) -> Groups:
+        """My groups, also for combinations of axes that no mode names."""
+        groups = self._place().groups
+        if groups is None:
+            raise LaunchError("tpc stands in for a rank without processes here: it has no groups")
+        return groups
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The dense axes as torch's DeviceMesh, over the groups that exist already."""
+        place = self._place()
+        if place.mesh is None:
+            dense = place.topology.dense
+            device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+            place.mesh = DeviceMesh.from_group(
+                [self.get_group(name) for name in dense.names],
+                device,
+                mesh=torch.arange(dense.size).view([size for _, size in dense.axes]),
+                mesh_dim_names=dense.names,
+            )
+        return place.mesh
+
+    def get_group(self, mode: str) -> Group:
+        """Handle of my group of this mode, for torch.distributed calls."""
+        mesh, axes = self._named(mode)
+        return self.groups.along(mesh, axes)
+
+    def get_ranks_in_group(self, mode: str) -> list[int]:
+        """Global ranks of my group, ascending: the order of torch's group ranks."""
+        mesh, axes = self._named(mode)
+        return list(mesh.group(self.rank, axes))
+
+    def all_ranks(self, mode: str) -> list[list[int]]:
+        """Global ranks of every group of this mode."""
+        mesh, axes = self._named(mode)
+        return [list(ranks) for ranks in mesh.groups(axes)]
+
+    def all_dp_ranks(self) -> list[list[int]]:
+        return self.all_ranks("data")
+
+    def get_group_rank(self, mode: str) -> int:
+        """My position in my group; 0 for an axis that the config does not list."""
+        return self.get_ranks_in_group(mode).index(self.rank) if self._has(mode) else 0
+
+    def get_group_size(self, mode: str) -> int:
+        """Number of ranks in my group; 1 for an axis that the config does not list."""
+        return len(self.get_ranks_in_group(mode)) if self._has(mode) else 1
+
+    def get_tp_rank(self) -> int:
+        return self.get_group_rank("tensor")
+
+    def get_pp_rank(self) -> int:
+        return self.get_group_rank("pipe")
+
+    def get_dp_rank(self) -> int:
+        return self.get_group_rank("data")
+
+    def get_mp_rank(self) -> int:
+        return self.get_group_rank("model")
+
+    def get_tp_size(self) -> int:
+        return self.get_group_size("tensor")
+
+    def get_pp_size(self) -> int:
+        return self.get_group_size("pipe")
+
+    def get_dp_size(self) -> int:
+        return self.get_group_size("data")
+
+    def get_mp_size(self) -> int:
+        return self.get_group_size("model")
+
+    def is_first_in_group(self, mode: str) -> bool:
+        return self.get_group_rank(mode) == 0
+
+    def is_last_in_group(self, mode: str) -> bool:
+        return self.get_group_rank(mode) == self.get_group_size(mode) - 1
+
+    def is_first_in_tensor_group(self) -> bool:
+        return self.is_first_in_group("tensor")
+
+    def is_last_in_tensor_group(self) -> bool:
+        return self.is_last_in_group("tensor")
+
+    def is_first_in_pipeline_group(self) -> bool:
+        return self.is_first_in_group("pipe")
+
+    def is_last_in_pipeline_group(self) -> bool:
+        return self.is_last_in_group("pipe")
+
+    def is_first_in_data_group(self) -> bool:
+        return self.is_first_in_group("data")
+
+    def is_last_in_data_group(self) -> bool:
+        return self.is_last_in_group("data")
+
+    def is_first_in_model_group(self) -> bool:
+        return self.is_first_in_group("model")
+
+    def is_last_in_model_group(self) -> bool:
+        return self.is_last_in_group("model")
+
+    def get_prev_global_rank(self, mode: str = "pipe") -> int:
+        """The rank before me in my group, the last one before the first."""
+        return self._beside(mode, -1)
+
+    def get_next_global_rank(self, mode: str = "pipe") -> int:
+        """The rank after me in my group, the first one after the last."""
+        return self._beside(mode, 1)
+
+    def is_mode_inited(self, mode: str) -> bool:
+        """Whether the mode is there and has more than one rank a group."""
+        return self.is_set and self._has(mode) and self.get_group_size(mode) > 1
+
+    def is_first_group(self, mode: str) -> bool:
+        """Whether mine is the first group of its kind: the one with rank 0."""
+        return 0 in self.get_ranks_in_group(mode)
+
+    # -- life ------------------------------------------------------------------------
+
+    def destroy(self) -> None:
+        """End my groups and forget the topology; the default group stays. Safe to call twice."""
+        if self._own is not None and self._own.groups is not None and dist.is_initialized():
+            self._own.groups.destroy()
+        self._own = None
+
+    @contextmanager
+    def using(self, topology: Topology, rank: int) -> Iterator["ProcessTopology"]:
+        """Be `rank` of `topology` inside the block, without processes or groups."""
+        moe = topology.expert.axis_size("expert") > 1
+        token = _override.set(_Place(topology, rank, None, moe))
+        try:
+            yield self
+        finally:
+            _override.reset(token)
+
+    def _place(self) -> _Place:
+        place = _override.get() or self._own
+        if place is None:
+            raise LaunchError("tpc is not set up; call tpc.setup_process_groups([...]) first")
+        return place
+
+    def _named(self, mode: str):
+        place = self._place()
+        if mode in ("moe_dp", "moe_ep") and not place.moe:
+            raise TopologyError(f"there is no group {mode!r} yet; call tpc.build_moe_groups first")
+        return place.topology.named(mode)
+
+    def _has(self, mode: str) -> bool:
+        """A mode that is absent on purpose counts as size 1; a misspelt one still raises."""
+        if mode in ("data", "pipe", "context", "tensor"):
+            return mode in self._place().topology.dense.names
+        return mode not in ("moe_dp", "moe_ep") or self._place().moe
+
+    def _beside(self, mode: str, step: int) -> int:
+        ranks = self.get_ranks_in_group(mode)
+        return ranks[(ranks.index(self.rank) + step) % len(ranks)]
+
+
+tpc = ProcessTopology()
+torch_parallel_context = tpc
+
+
+def is_using_pp() -> bool:
+    """Whether a pipeline of more than one stage is set up."""
+    return tpc.is_mode_inited("pipe")
+
+
+def resolve_group(group: Group | None, mode: str) -> Group:
+    """`group`, or tpc's group of `mode`, or the default group where tpc is not set up.
+
+    The one way in which a public function that a user calls by hand fills in `group=None`.
+    """
+    if group is not None:
+        return group
+    if tpc.is_set:
+        return tpc.get_group(mode) if tpc._has(mode) else tpc.groups.of([tpc.rank])
+    if not dist.is_initialized():
+        raise LaunchError(f"no {mode} group: call setup_distributed() first, or pass group=")
+    return dist.group.WORLD  # type: ignore[return-value]
+
+
+def describe_group(group: Group) -> str:
+    """`ranks 0, 2 of 4`, for messages."""
+    return f"ranks {', '.join(map(str, ranks_of(group)))} of {dist.get_world_size()}"

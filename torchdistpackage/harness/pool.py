@@ -1,0 +1,298 @@
+"""Ranks for tests: processes that start once and then run one function after another.
+
+One rule: a test sees fresh ranks without paying for them. What a function leaves behind is cleaned
+up in the ranks; where that is not possible (it raised, hung or died), the ranks are killed and the
+next run gets new ones. They meet through a file in a private folder, never through a port, so any
+number of pools run side by side. This file needs no torch: only the ranks do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+from torchdistpackage.errors import LaunchError, RankError
+from torchdistpackage.launch.failure import Failure, Kind, report
+from torchdistpackage.launch.local import NEWS_S, Child, ForkServer, tail
+from torchdistpackage.launch.rank import Returned, pack_arguments
+from torchdistpackage.launch.reference import Reference
+from torchdistpackage.launch.wire import Channel, unpack
+
+# Called in every rank after every run, where its module is loaded.
+CLEANUPS = ("torchdistpackage.comm.tpc:tpc.destroy",)
+_PRELOAD = ("torch", "torch.distributed", "numpy", "torchdistpackage.harness.pool_rank")
+_STACKS_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run, as a rank gets it. `store`: meet there first, as the old default group is gone."""
+
+    reference: Reference
+    args: bytes
+    cleanups: tuple[str, ...]
+    store: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of a job. `keeps_group`: the default group is still the one it found."""
+
+    outcome: Returned | Failure
+    keeps_group: bool
+
+
+class RankPool:
+    """Sets of 1 to `max_size` ranks, one set a size, each started when first asked for.
+
+    Every size has processes of its own: a fork is cheaper than leaving and joining a group when
+    tests take turns in their sizes, and ranks that wait cost only memory that they share.
+    `preload`: more modules to import before the ranks are forked, e.g. "pytest".
+    """
+
+    def __init__(
+        self,
+        max_size: int = 8,
+        timeout_s: float = 60.0,
+        *,
+        preload: Sequence[str] = (),
+        cleanups: Sequence[str] = CLEANUPS,
+    ) -> None:
+        self.max_size = max_size
+        self.timeout_s = timeout_s
+        self.cleanups = tuple(cleanups)
+        self.server = ForkServer((*_PRELOAD, *preload))
+        self._sets: dict[int, Ranks] = {}
+
+    def __call__(self, world_size: int) -> Ranks:
+        """The ranks of a world of `world_size`.
+
+        Raises:
+            LaunchError: `world_size` is not within 1 and the pool's size.
+        """
+        if not 1 <= world_size <= self.max_size:
+            raise LaunchError(
+                f"{world_size} ranks were asked of a pool of 1 to {self.max_size}; "
+                "make it with a larger max_size"
+            )
+        if world_size not in self._sets:
+            self._sets[world_size] = Ranks(self, world_size)
+        return self._sets[world_size]
+
+    def close(self) -> None:
+        """End all ranks. Ending the interpreter, by whatever means, does so too."""
+        self.server.close()
+        self._sets.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Ranks:
+    """The ranks of one world; get it from a `RankPool`."""
+
+    def __init__(self, pool: RankPool, world_size: int) -> None:
+        self.world_size = world_size
+        self._pool = pool
+        self._children: list[Child] = []
+        self._num_stores = 0
+        self._has_group = False
+
+    def run(
+        self, fn: Callable[..., Any], *args: Any, timeout_s: float | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Call `fn(*args, **kwargs)` on every rank; the results by rank.
+
+        Inside, the default process group (gloo) is exactly this world, the random seeds are 0,
+        torch has one thread and warnings are errors. `fn` is found by name, arguments and results
+        are pickled.
+
+        Raises:
+            RankError: a rank raised, died, or did not return within `timeout_s` (default: the
+                pool's); the text holds that rank's traceback, or the stacks of all ranks.
+        """
+        reference = Reference.of(fn)
+        packed = pack_arguments(*args, **kwargs)
+        limit_s = self._pool.timeout_s if timeout_s is None else timeout_s
+        try:
+            self._ready()
+            job = Job(reference, packed, self._pool.cleanups, self._next_store())
+            deadline_s = time.monotonic() + limit_s
+            answers = self._answers(job, deadline_s)
+            outcomes = {rank: answer.outcome for rank, answer in answers.items()}
+            failures = [o for o in outcomes.values() if isinstance(o, Failure)]
+            failures += [self._death(r) for r in self._dead() if r not in outcomes]
+            if failures:
+                raise RankError(self._failed(failures, set(outcomes)))
+            if len(outcomes) < self.world_size:
+                raise RankError(self._hung(fn, limit_s, set(outcomes)))
+        except BaseException:
+            self._kill()
+            raise
+        self._has_group = all(answer.keeps_group for answer in answers.values())
+        values = [o.value for _, o in sorted(outcomes.items()) if isinstance(o, Returned)]
+        return [unpack(value, reference.aliases) for value in values]
+
+    def _ready(self) -> None:
+        """Have all ranks running, anew if somebody ended one since the last run."""
+        if self._children:
+            self._pool.server.reap()
+            if self._dead():
+                self._kill()
+        while len(self._children) < self.world_size:
+            rank = len(self._children)
+            environment = {
+                **os.environ,
+                # A host name may lead to an address that is not up; the loopback always is.
+                "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(self.world_size),
+            }
+            self._stacks(rank).write_bytes(b"")
+            with self._output(rank).open("wb") as output:
+                child = self._pool.server.spawn(
+                    "torchdistpackage.harness.pool_rank:serve",
+                    (rank, self.world_size, str(self._stacks(rank))),
+                    env=environment,
+                    stdout=output,
+                    stderr=output,
+                    with_channel=True,
+                )
+            self._children.append(child)
+
+    def _next_store(self) -> str | None:
+        if self._has_group:
+            return None
+        self._num_stores += 1
+        return str(self._pool.server.folder / f"store{self.world_size}.{self._num_stores}")
+
+    def _answers(self, job: Job, deadline_s: float) -> dict[int, Answer]:
+        """Answers by rank, until all are in, the time is up, or no more are to be expected."""
+        answers: dict[int, Answer] = {}
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._pool.server, selectors.EVENT_READ)
+            for rank, child in enumerate(self._children):
+                assert child.channel is not None
+                selector.register(child.channel, selectors.EVENT_READ, rank)
+                limit_s = max(deadline_s - time.monotonic(), 0.1)
+                try:
+                    child.channel.send(job, timeout_s=limit_s)
+                except (BrokenPipeError, ConnectionResetError):
+                    continue  # it just died, which the server will tell
+                except TimeoutError:
+                    return answers
+            while len(answers) < self.world_size and time.monotonic() < deadline_s:
+                for key, _ in selector.select(deadline_s - time.monotonic()):
+                    if key.data is None:
+                        self._pool.server.reap()
+                        continue
+                    channel = cast(Channel, key.fileobj)
+                    messages, open_ = channel.recv_ready()
+                    answers.update((key.data, cast(Answer, m)) for m in messages)
+                    if not open_:
+                        selector.unregister(channel)
+                if self._dead() or any(isinstance(a.outcome, Failure) for a in answers.values()):
+                    # Its peers now wait for it in vain, unless they are about to fail as well.
+                    deadline_s = min(deadline_s, time.monotonic() + NEWS_S)
+                if set(self._dead()) | set(answers) == set(range(self.world_size)):
+                    break
+        return answers
+
+    def _dead(self) -> list[int]:
+        return [rank for rank, child in enumerate(self._children) if child.exit is not None]
+
+    def _death(self, rank: int) -> Failure:
+        gone = self._children[rank].exit
+        assert gone is not None
+        kind = Kind.SIGNAL if gone.exit_code < 0 else Kind.EXIT
+        text = tail(self._output(rank))
+        detail = f"its last output:\n{text}" if text else ""
+        return Failure(
+            rank, socket.gethostname(), gone.pid, gone.time_s, kind, gone.exit_code, detail=detail
+        )
+
+    def _failed(self, failures: list[Failure], answered: set[int]) -> str:
+        failed = {failure.rank for failure in failures}
+        waiting = sorted(set(range(self.world_size)) - answered - failed)
+        running = f"ranks {waiting} were still running then\n" if waiting else ""
+        return running + report(failures, self.world_size)
+
+    def _hung(self, fn: Callable[..., Any], limit_s: float, answered: set[int]) -> str:
+        """The error text of a hang: every rank's stack, asked for now."""
+        waiting = sorted(set(range(self.world_size)) - answered)
+        for rank in waiting:
+            self._children[rank].signal(signal.SIGUSR1)
+        end_s = time.monotonic() + _STACKS_S
+        sizes = None
+        while time.monotonic() < end_s:  # until all have written, and none is still writing
+            able = [rank for rank in waiting if not self._children[rank].is_stopped]
+            now = [self._stacks(rank).stat().st_size for rank in able]
+            if all(now) and now == sizes:
+                break
+            sizes = now
+            time.sleep(0.05)
+        name = getattr(fn, "__qualname__", repr(fn))
+        lines = [
+            f"{name} did not return within {limit_s:g} s on ranks {waiting} of "
+            f"{self.world_size}; their stacks, innermost call first:"
+        ]
+        for rank, child in enumerate(self._children):
+            if rank in answered:
+                lines.append(f"--- rank {rank} (pid {child.pid}): had returned ---")
+                continue
+            state = "stopped, so it shows none" if child.is_stopped else "running"
+            lines.append(f"--- rank {rank} (pid {child.pid}): {state} ---")
+            stacks = self._stacks(rank).read_text("utf-8", errors="replace").rstrip()
+            lines += [text for text in (stacks, tail(self._output(rank))) if text]
+        return "\n".join(lines)
+
+    def _kill(self) -> None:
+        for child in self._children:
+            child.signal(signal.SIGKILL)
+        with selectors.DefaultSelector() as selector, contextlib.suppress(LaunchError):
+            selector.register(self._pool.server, selectors.EVENT_READ)
+            while len(self._dead()) < len(self._children):
+                selector.select()
+                self._pool.server.reap()
+        for child in self._children:
+            if child.channel is not None:
+                child.channel.close()
+        self._children.clear()
+        self._has_group = False
+
+    def _output(self, rank: int) -> Path:
+        return self._pool.server.folder / f"size{self.world_size}.rank{rank}.output"
+
+    def _stacks(self, rank: int) -> Path:
+        return self._pool.server.folder / f"size{self.world_size}.rank{rank}.stacks"
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    *args: Any,
+    world_size: int,
+    timeout_s: float = 60.0,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call `fn(*args, **kwargs)` once on `world_size` new ranks; as `Ranks.run`."""
+    preload = [name for name in ("pytest",) if name in sys.modules]
+    with RankPool(world_size, timeout_s, preload=preload) as pool:
+        return pool(world_size).run(fn, *args, **kwargs)
