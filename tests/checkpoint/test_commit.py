@@ -1,0 +1,119 @@
+"""What counts as a checkpoint, and what is left of one that does not."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from torchdistpackage.checkpoint import commit as commits
+from torchdistpackage.checkpoint import manifest as manifests
+from torchdistpackage.checkpoint.commit import damage, latest
+from torchdistpackage.checkpoint.manifest import Manifest
+
+
+def write(folder: Path, step: int, content: bytes = b"weights", keep_last: int = 9) -> Path:
+    """A checkpoint of two files, by the steps that save() takes."""
+    temporary = commits.make_temporary(folder, step)
+    files = {}
+    for name in ("a", "b"):
+        (temporary / name).write_bytes(content)
+        files[name] = commits.settle(temporary / name)
+    final = commits.commit(temporary, Manifest(step, 0, (), {}, files))
+    commits.retain(folder, keep_last, final)
+    return final
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_newest_is_the_latest(tmp_path):
+    assert latest(tmp_path) is None
+    assert latest(tmp_path / "none") is None
+    for step in (9, 1000000, 20):
+        path = write(tmp_path, step)
+        assert path == tmp_path / f"step_{step:06d}"
+        assert damage(path, checksums=True) is None
+    assert latest(tmp_path, checksums=True) == tmp_path / "step_1000000"
+
+
+def test_it_is_private_until_it_counts_and_then_as_open_as_its_folder(tmp_path):
+    tmp_path.chmod(0o750)
+    temporary = commits.make_temporary(tmp_path, 3)
+    assert temporary.stat().st_mode & 0o777 == 0o700
+    path = write(tmp_path, 4)
+    assert path.stat().st_mode & 0o777 == 0o750
+    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o640}
+
+
+@pytest.mark.parametrize(
+    "harm,words",
+    [
+        (lambda p: (p / "b").write_bytes(b"Weights"), "b has checksum"),
+        (lambda p: (p / "b").write_bytes(b"weight"), "b has 6 bytes, the manifest says 7"),
+        (lambda p: (p / "b").unlink(), "b is missing"),
+        (lambda p: (p / manifests.NAME).unlink(), "has no manifest.json"),
+        (lambda p: (p / manifests.NAME).write_text("{"), "does not parse"),
+    ],
+)
+def test_a_damaged_one_is_named_and_the_one_before_is_taken(tmp_path, caplog, harm, words):
+    before, newest = write(tmp_path, 10), write(tmp_path, 20)
+    harm(newest)
+    with caplog.at_level(logging.WARNING):
+        assert latest(tmp_path, checksums=True) == before
+    assert len(caplog.records) == 1
+    assert str(newest) in caplog.text
+    assert words in caplog.text
+
+
+def test_shares_of_the_files_together_find_every_flipped_byte(tmp_path):
+    path = write(tmp_path, 1)
+    (path / "b").write_bytes(b"weightS")
+    found = [damage(path, checksums=True, share=(i, 2)) for i in range(2)]
+    assert [problem is None for problem in found] == [True, False]
+    assert damage(path) is None  # sizes alone agree
+
+
+def test_only_complete_ones_count_as_kept(tmp_path):
+    for step in (1, 2, 3):
+        write(tmp_path, step)
+    (tmp_path / "step_000003" / "a").unlink()
+    write(tmp_path, 4, keep_last=2)
+    assert names(tmp_path) == ["step_000002", "step_000003", "step_000004"]
+    write(tmp_path, 5, keep_last=1)
+    assert names(tmp_path) == ["step_000003", "step_000005"]
+
+
+def test_the_one_just_written_stays_beside_later_ones_of_an_earlier_attempt(tmp_path):
+    for step in (10, 20):
+        write(tmp_path, step)
+    write(tmp_path, 5, keep_last=2)
+    assert names(tmp_path) == ["step_000005", "step_000020"]
+
+
+def test_leftovers_go_and_other_files_stay(tmp_path):
+    stale = commits.make_temporary(tmp_path, 7)
+    (stale / "a").write_bytes(b"half")
+    (tmp_path / "step_000007.txt").write_text("mine")
+    assert latest(tmp_path) is None
+    write(tmp_path, 8)
+    assert names(tmp_path) == ["step_000007.txt", "step_000008"]
+
+
+def test_a_step_written_again_replaces_the_old_one(tmp_path):
+    write(tmp_path, 1, b"old")
+    path = write(tmp_path, 1, b"new")
+    assert (path / "a").read_bytes() == b"new"
+    assert names(tmp_path) == ["step_000001"]
+
+
+def test_a_replaced_one_counts_until_its_successor_is_in_place(tmp_path):
+    aside = write(tmp_path, 1, b"old").rename(tmp_path / "step_000001.old-abcd")
+    commits.remove_leftovers(tmp_path)
+    assert latest(tmp_path) == aside
+    path = write(tmp_path, 1, b"new")
+    assert latest(tmp_path) == path
+    assert names(tmp_path) == ["step_000001"]
+    aside = path.rename(aside)
+    write(tmp_path, 2, keep_last=1)
+    assert names(tmp_path) == ["step_000002"]

@@ -1,0 +1,86 @@
+"""A manifest comes back as it was written, or not at all."""
+
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchdistpackage.checkpoint import manifest as manifests
+from torchdistpackage.checkpoint.manifest import Entry, FileFacts, Manifest, Piece
+from torchdistpackage.errors import CheckpointError
+
+counts = st.integers(0, 2**40)
+boxes = st.lists(counts, max_size=3).map(tuple)
+pieces = st.builds(Piece, st.text(), st.text(), boxes, boxes)
+entries = st.builds(Entry, boxes, st.text(), st.lists(pieces, max_size=3).map(tuple))
+manifest_values = st.builds(
+    Manifest,
+    step=counts,
+    tokens=counts,
+    degrees=st.lists(st.tuples(st.text(), counts), max_size=3).map(tuple),
+    tensors=st.dictionaries(st.text(), entries, max_size=3),
+    files=st.dictionaries(st.text(), st.builds(FileFacts, counts, counts), max_size=3),
+    facts=st.dictionaries(st.text(), counts | st.text() | st.floats(allow_nan=False)),
+)
+ONE = Manifest(
+    step=400,
+    tokens=1234,
+    degrees=(("data", 2),),
+    tensors={"w": Entry((4, 2), "float32", (Piece("a", "w[0]", (0, 0), (4, 2)),))},
+    files={"a": FileFacts(96, 7)},
+    facts={"seed": 1, "lr": 1e-3},
+)
+
+
+@given(manifest_values)
+def test_a_manifest_reads_back_equal(manifest):
+    assert Manifest.from_json(manifest.to_json()) == manifest
+
+
+def test_no_changed_byte_goes_unseen():
+    text = ONE.to_json()
+    for at, old in enumerate(text):
+        for new in "0", "9", " ", "x":
+            if new != old:
+                try:
+                    assert Manifest.from_json(text[:at] + new + text[at + 1 :]) == ONE
+                except CheckpointError:
+                    continue
+
+
+def test_no_shorter_manifest_is_read():
+    text = ONE.to_json()
+    for length in range(len(text)):
+        with pytest.raises(CheckpointError):
+            Manifest.from_json(text[:length])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "3", '{"crc32": 0, "manifest": []}', "\0"])
+def test_other_json_is_refused(text):
+    with pytest.raises(CheckpointError):
+        Manifest.from_json(text)
+
+
+def test_another_format_is_named():
+    whole = json.loads(ONE.to_json())
+    whole["manifest"]["format"] = 99
+    with pytest.raises(CheckpointError, match="format 99, this version reads 1"):
+        Manifest.from_json(json.dumps(whole))
+
+
+def test_reading_names_the_file(tmp_path):
+    with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path} has no manifest.json")):
+        manifests.read(tmp_path)
+    (tmp_path / manifests.NAME).write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / manifests.NAME))):
+        manifests.read(tmp_path)
+
+
+def test_a_piece_is_found_by_its_exact_box():
+    halves = (Piece("a", "0", (0, 0), (2, 2)), Piece("b", "0", (2, 0), (2, 2)))
+    entry = Entry((4, 2), "float32", halves)
+    assert entry.find((2, 0), (2, 2)) == halves[1]
+    assert entry.find((2, 0), (1, 2)) is None
+    assert entry.find((0, 0), (4, 2)) is None

@@ -1,0 +1,219 @@
+"""A save or load that cannot be done fails on all ranks, says why, and has changed nothing."""
+
+import errno
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchdistpackage.checkpoint import save as saving
+from torchdistpackage.checkpoint.commit import latest
+from torchdistpackage.checkpoint.load import Loaded, latest_together, load
+from torchdistpackage.checkpoint.save import Params, save
+from torchdistpackage.errors import CheckpointError
+from torchdistpackage.layout.derive import blocks
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.topology.views import Topology, topology
+
+Axes = tuple[tuple[str, int], ...]
+SHAPES = {"w": (8, 6), "b": (5,)}
+
+
+def of(axes: Axes) -> Topology:
+    return topology(axes, dist.get_world_size())
+
+
+def whole(shape: tuple[int, ...]) -> Tensor:
+    return torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
+
+
+def params_of(world: Topology, shapes: dict[str, tuple[int, ...]] = SHAPES) -> Params:
+    """Counting numbers; `w` is split by rows over the tensor axis."""
+    params: Params = {}
+    for name, shape in shapes.items():
+        layout = Layout(name, shape, (("tensor",), ()) if name == "w" else ())
+        ((where, _),) = blocks(layout, world.dense, dist.get_rank())
+        params[name] = (nn.Parameter(whole(shape)[where].clone()), layout)
+    return params
+
+
+def save_simple(folder: str, axes: Axes, at: int = 1) -> None:
+    world, rank = of(axes), dist.get_rank()
+    params = params_of(world)
+    save(folder, step=at, tokens=0, params=params, topology=world, rank=rank)
+
+
+def error_of_save(folder: str, culprits: tuple[int, ...]) -> str:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    rank = dist.get_rank()
+    write, saving.save_file = saving.save_file, fail if rank in culprits else saving.save_file
+    try:
+        with pytest.raises(CheckpointError) as error:
+            save_simple(folder, (("data", 2), ("tensor", 2)), at=2)
+    finally:
+        saving.save_file = write
+    return str(error.value)
+
+
+@pytest.mark.parametrize("culprits", [(0,), (2,), (1, 3)])
+def test_a_rank_that_cannot_write_is_named_on_all_and_nothing_is_left(ranks, tmp_path, culprits):
+    ranks(4).run(save_simple, str(tmp_path), (("data", 2), ("tensor", 2)))
+    texts = ranks(4).run(error_of_save, str(tmp_path), culprits)
+    assert len(set(texts)) == 1
+    assert f"step 2 to {tmp_path} failed on rank {culprits[0]} on " in texts[0]
+    assert "No space left on device" in texts[0]
+    assert ("and 1 more failed" in texts[0]) == (len(culprits) > 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+
+
+def test_a_folder_that_cannot_be_made_fails_on_all(ranks, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    texts = ranks(2).run(error_of, "save_simple", str(tmp_path / "file"), (("tensor", 2),))
+    assert "rank 0" in texts[0]
+    assert texts[0] == texts[1]
+
+
+def load_simple(
+    folder: str,
+    axes: Axes,
+    shapes: dict[str, tuple[int, ...]] = SHAPES,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Loaded:
+    world, rank = of(axes), dist.get_rank()
+    params = params_of(world, shapes)
+    for param, _ in params.values():
+        param.data = torch.zeros_like(param, dtype=dtype)
+    path = latest(folder)
+    assert path is not None
+    try:
+        loaded = load(path, params=params, topology=world, rank=rank, **options)
+    except CheckpointError:
+        assert all(not param.any() for param, _ in params.values()), "changed before it failed"
+        raise
+    for name, (param, _) in params.items():
+        assert torch.equal(param, params_of(world)[name][0])
+    return loaded
+
+
+def error_of(function: str, *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(CheckpointError) as error:
+        globals()[function](*args, **kwargs)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("options", [{}, {"with_extras": False}], ids=str)
+def test_another_layout_is_refused_with_both_named(ranks, tmp_path, options):
+    ranks(2).run(save_simple, str(tmp_path), (("data", 1), ("tensor", 2)))
+    texts = ranks(2).run(error_of, "load_simple", str(tmp_path), (("data", 2),), **options)
+    assert texts[0] == texts[1]
+    assert "written under tensor=2 and this run is data=2" in texts[0]
+    assert "another layout is not supported yet" in texts[0]
+    if options:
+        assert "no piece w[0:8, 0:6], which rank 0 holds" in texts[0]
+
+
+def test_weights_alone_load_on_fewer_replicas(ranks, tmp_path):
+    ranks(2).run(save_simple, str(tmp_path), (("data", 2),))
+    ranks(1).run(load_simple, str(tmp_path), (("data", 1),), with_extras=False)
+    (text,) = ranks(1).run(error_of, "load_simple", str(tmp_path), (("data", 1),))
+    assert "of another layout" in text
+
+
+@pytest.mark.parametrize(
+    "shapes,dtype,words",
+    [
+        ({"b": (5,)}, torch.float32, "53 elements of parameters, this run has 5"),
+        ({**SHAPES, "more": (2,)}, torch.float32, "more is float32 of shape (2,) in this run"),
+        ({"w": (8, 6), "b": (6,)}, torch.float32, "has float32 of shape (5,)"),
+        ({"w": (8, 6), "b": (5,)}, torch.float64, "is float64 of shape (8, 6) in this run"),
+    ],
+)
+def test_another_model_or_precision_is_refused(ranks, tmp_path, shapes, dtype, words):
+    ranks(2).run(save_simple, str(tmp_path), (("data", 2),))
+    texts = ranks(2).run(error_of, "load_simple", str(tmp_path), (("data", 2),), shapes, dtype)
+    assert texts[0] == texts[1]
+    assert words in texts[0]
+
+
+def latest_for_all(folder: str) -> tuple[Path | None, list[str]]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("torchdistpackage")
+    logger.addHandler(handler)
+    try:
+        return latest_together(folder, rank=dist.get_rank()), messages
+    finally:
+        logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_flipped_byte_is_seen_by_all(ranks, tmp_path, rank):
+    for at in (1, 2):
+        ranks(2).run(save_simple, str(tmp_path), (("tensor", 2),), at)
+    file = tmp_path / "step_000002" / f"rank{rank:05d}.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    texts = ranks(2).run(error_of, "load_simple", str(tmp_path), (("tensor", 2),))
+    assert f"failed on rank {rank}" in texts[0]
+    assert "is damaged" in texts[0]
+    assert texts[0] == texts[1]
+    found = ranks(2).run(latest_for_all, str(tmp_path))
+    assert [path for path, _ in found] == [tmp_path / "step_000001"] * 2
+    warnings = [text for _, texts in found for text in texts]
+    assert len(warnings) == 1
+    assert str(tmp_path / "step_000002") in warnings[0]
+
+
+def save_conflict(folder: str, kind: str) -> None:
+    world, rank = of((("data", 2),)), dist.get_rank()
+    tensor = nn.Parameter(torch.ones(4))
+    layout = Layout("a", (4,))
+    params: Params = {"a": (tensor, layout)}
+    optimizer = torch.optim.SGD([tensor], lr=1.0)
+    if kind == "shared":
+        params["b"] = (tensor, layout.named("b"))
+    else:
+        optimizer.state[tensor]["history"] = torch.zeros(2, 4)
+    common: dict[str, Any] = {"topology": world, "rank": rank, "optimizer": optimizer}
+    save(folder, step=1, tokens=0, params=params, **common)
+
+
+@pytest.mark.parametrize(
+    "kind,words",
+    [("shared", "share memory"), ("history", "a#history has shape (2, 4)")],
+)
+def test_what_has_no_place_is_refused(ranks, tmp_path, kind, words):
+    texts = ranks(2).run(error_of, "save_conflict", str(tmp_path), kind)
+    assert words in texts[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def save_disagreeing(folder: str, kind: str) -> None:
+    world, rank = of((("tensor", 2),)), dist.get_rank()
+    layout = Layout("a", (4,), (("tensor",),))
+    if kind == "hole" and rank == 1:
+        params: Params = {}
+    elif kind == "shape" and rank == 1:
+        params = {"a": (nn.Parameter(torch.ones(4)), Layout("a", (8,), (("tensor",),)))}
+    else:
+        params = {"a": (nn.Parameter(torch.ones(2)), layout)}
+    save(folder, step=1, tokens=0, params=params, topology=world, rank=rank)
+
+
+@pytest.mark.parametrize(
+    "kind,words", [("hole", "own 2 elements of 4"), ("shape", "(8,) in rank00001.safetensors")]
+)
+def test_layouts_that_do_not_tile_a_tensor_are_refused(ranks, tmp_path, kind, words):
+    texts = ranks(2).run(error_of, "save_disagreeing", str(tmp_path), kind)
+    assert words in texts[0]
+    assert texts[0] == texts[1]
+    assert list(tmp_path.iterdir()) == []

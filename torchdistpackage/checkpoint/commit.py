@@ -1,0 +1,170 @@
+"""From files to a checkpoint that counts, in one step that cannot be half done.
+
+One rule: a checkpoint counts if its folder is called `step_000400` and its manifest agrees with
+its files. Everything is written and flushed under another name (`step_000400.tmp-<token>`), the
+manifest last, and a rename makes it count; what is taken away is renamed first too. A kill at
+any moment leaves either what was there before or the new one, and leftovers with names that
+nobody reads.
+"""
+
+import logging
+import os
+import re
+import secrets
+import shutil
+import zlib
+from pathlib import Path
+
+from torchdistpackage.checkpoint import manifest as manifests
+from torchdistpackage.checkpoint.manifest import FileFacts, Manifest
+from torchdistpackage.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+# `.old-` is a complete one on its way out, until the new one of the same step is in its place.
+_STEP = re.compile(r"step_(\d{6,})(\.old-\w+)?")
+_LEFTOVER = re.compile(r"step_\d{6,}\.(tmp|old)-\w+")
+_READ_BYTES = 1 << 22
+
+
+def folder_name(step: int) -> str:
+    """`step_000400`."""
+    return f"step_{step:06d}"
+
+
+def make_temporary(folder: Path, step: int) -> Path:
+    """A fresh private folder (mode 0700) inside `folder` to write a checkpoint of `step` into.
+
+    Leftovers of writers that were killed are removed: only one run may write to a folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder)
+    temporary = folder / f"{folder_name(step)}.tmp-{secrets.token_hex(4)}"
+    temporary.mkdir(mode=0o700)
+    return temporary
+
+
+def settle(path: Path) -> FileFacts:
+    """Flush a file that was just written, open it to whom its run's folder is open, measure it.
+
+    The run's folder is the one that the temporary folder lies in.
+    """
+    path.chmod(path.parent.parent.stat().st_mode & 0o666)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return measure(path)
+
+
+def measure(path: Path) -> FileFacts:
+    """Size and checksum of a file, by reading it."""
+    crc32 = size_bytes = 0
+    with path.open("rb") as file:
+        while data := file.read(_READ_BYTES):
+            crc32 = zlib.crc32(data, crc32)
+            size_bytes += len(data)
+    return FileFacts(size_bytes, crc32)
+
+
+def commit(temporary: Path, manifest: Manifest) -> Path:
+    """Write the manifest and give the folder its final name, which is returned.
+
+    All files must be there and flushed. A checkpoint of the same step is replaced.
+    """
+    folder = temporary.parent
+    final = folder / folder_name(manifest.step)
+    path = temporary / manifests.NAME
+    path.write_text(manifest.to_json(), encoding="utf-8")
+    settle(path)
+    _flush_folder(temporary)
+    temporary.chmod(folder.stat().st_mode & 0o777)
+    if final.exists():
+        final.rename(folder / f"{final.name}.old-{secrets.token_hex(4)}")
+    temporary.rename(final)
+    _flush_folder(folder)
+    return final
+
+
+def retain(folder: Path, keep_last: int, newest: Path) -> None:
+    """Remove leftovers and all but the last `keep_last` complete checkpoints.
+
+    Damaged ones are left alone. `newest` was just written and stays, even where later steps of an
+    earlier attempt lie beside it.
+    """
+    remove_leftovers(folder)
+    complete = [path for path in candidates(folder) if path != newest and not damage(path)]
+    for path in complete[max(keep_last - 1, 0) :]:
+        doomed = folder / f"{path.name.split('.')[0]}.tmp-{secrets.token_hex(4)}"
+        path.rename(doomed)
+        _remove(doomed)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed writers left. A replaced checkpoint goes only once its successor is in."""
+    for path in folder.iterdir():
+        if match := _LEFTOVER.fullmatch(path.name):
+            successor = folder / path.name.split(".")[0]
+            if match[1] == "tmp" or not damage(successor):
+                _remove(path)
+
+
+def latest(folder: str | Path, *, checksums: bool = False) -> Path | None:
+    """The newest complete checkpoint, or None. Damaged newer ones are named in a warning.
+
+    Sizes of all files are checked, their checksums only on demand: that reads everything.
+    """
+    for path in candidates(Path(folder)):
+        if (problem := damage(path, checksums=checksums)) is None:
+            return path
+        warn_skipped(path, problem)
+    return None
+
+
+def candidates(folder: Path) -> list[Path]:
+    """Folders that may be checkpoints, newest first, unchecked."""
+    if not folder.is_dir():
+        return []
+    found = [(match, path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]
+    # Of one step the replaced one comes second.
+    found.sort(key=lambda pair: (-int(pair[0][1]), pair[0][2] or ""))
+    return [path for _, path in found]
+
+
+def warn_skipped(path: Path, problem: str) -> None:
+    """Say that a damaged checkpoint is passed over."""
+    log.warning("checkpoint %s is damaged and skipped: %s", path, problem)
+
+
+def damage(path: Path, *, checksums: bool = False, share: tuple[int, int] = (0, 1)) -> str | None:
+    """What is wrong with a checkpoint folder, or None.
+
+    share: (i, n) reads only every n-th file, from the i-th on, so that n ranks check together.
+    """
+    try:
+        manifest = manifests.read(path)
+        for name in sorted(manifest.files)[share[0] :: share[1]]:
+            expected, file = manifest.files[name], path / name
+            size_bytes = file.stat().st_size
+            if size_bytes != expected.size_bytes:
+                return f"{name} has {size_bytes} bytes, the manifest says {expected.size_bytes}"
+            if checksums and (crc32 := measure(file).crc32) != expected.crc32:
+                return f"{name} has checksum {crc32:08x}, the manifest says {expected.crc32:08x}"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, CheckpointError) as error:
+        return str(error)
+    return None
+
+
+def _remove(path: Path) -> None:
+    """What cannot be removed (held open on a network disk, say) is left for the next save."""
+    shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        log.warning("cannot remove %s entirely; it is no longer needed", path)
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,208 @@
+"""Write a checkpoint: each rank what it owns, into one safetensors file of its own.
+
+One rule: every element of every tensor is written once, by the rank that owns it
+(layout/derive.py), with its place in the global tensor beside it. The header of a file
+says which boxes it holds, and the manifest is put together from the headers, so the ranks
+exchange nothing but how it went.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from torchdistpackage.checkpoint.agree import together
+from torchdistpackage.checkpoint.commit import commit, folder_name, make_temporary, retain, settle
+from torchdistpackage.checkpoint.manifest import Entry, Fact, FileFacts, Manifest, Piece
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.tpc import resolve_group
+from torchdistpackage.errors import CheckpointError
+from torchdistpackage.layout.derive import blocks, owns
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.topology.views import Topology
+
+Params = Mapping[str, tuple[Tensor, Layout]]
+"""Local name -> (parameter or buffer, its layout); the checkpoint knows it as `layout.name`."""
+
+Extras = Mapping[str, int | Tensor]
+"""What belongs to one rank alone: random states, positions."""
+
+EXTRA = "extra/"
+"""Before the keys of a rank's own tensors in its file."""
+
+
+def save(
+    folder: str | Path,
+    *,
+    step: int,
+    tokens: int,
+    params: Params,
+    topology: Topology,
+    rank: int,
+    optimizer: torch.optim.Optimizer | None = None,
+    extras: Extras | None = None,
+    facts: Mapping[str, Fact] | None = None,
+    keep_last: int = 2,
+    group: Group | None = None,
+) -> Path:
+    """Write `folder`/step_NNNNNN, all ranks together, and return its path.
+
+    Optimizer state is saved beside each parameter, as `name#exp_avg` with the parameter's layout
+    or, for scalars, `name#step`. Afterwards only the last `keep_last` complete checkpoints
+    stay. group: all ranks (default).
+
+    Raises:
+        CheckpointError: on all ranks if any could not write; then `folder` is as before.
+    """
+    folder, group = Path(folder), resolve_group(group, "global")
+    ranks = primitives.ranks_of(group)
+    doing = f"writing the checkpoint of step {step} to {folder}"
+    temporary = folder
+    with together(group, doing):
+        if rank == ranks[0]:
+            temporary = make_temporary(folder, step)
+    temporary = Path(str(primitives.broadcast_object(str(temporary), group)))
+    written: FileFacts | None = None
+    try:
+        with together(group, doing):
+            written = write_shard(temporary, rank, params, topology, optimizer, extras or {})
+        facts_of_files = cast(list[FileFacts], primitives.gather_objects(written, group))
+        files = dict(zip(map(file_name, ranks), facts_of_files, strict=True))
+        with together(group, doing):
+            if rank == ranks[0]:
+                tensors = collect(temporary, files)
+                degrees = degrees_of(topology)
+                manifest = Manifest(step, tokens, degrees, tensors, files, facts or {})
+                final = commit(temporary, manifest)
+                retain(folder, keep_last, final)
+    except CheckpointError:
+        if rank == ranks[0]:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return folder / folder_name(step)
+
+
+def write_shard(
+    temporary: Path,
+    rank: int,
+    params: Params,
+    topology: Topology,
+    optimizer: torch.optim.Optimizer | None,
+    extras: Extras,
+) -> FileFacts:
+    """Write and flush the file of one rank: the blocks it owns and its extras.
+
+    Raises:
+        CheckpointError: two tensors of different layouts share memory, or the optimizer has state
+            of a kind that has no place.
+    """
+    file = file_name(rank)
+    tensors: dict[str, Tensor] = {}
+    entries: dict[str, Entry] = {}
+    for layout, tensor in _named(params, optimizer):
+        mesh = topology.view(layout.view)
+        if layout.name in entries or not owns(layout, mesh, rank):
+            continue
+        pieces: list[Piece] = []
+        for where, local in blocks(layout, mesh, rank):
+            key = f"{layout.name}[{len(pieces)}]"
+            # safetensors writes contiguous memory that nobody shares
+            tensors[key] = tensor.detach()[local].cpu().contiguous()
+            pieces.append(Piece(file, key, *box_of(where)))
+        entries[layout.name] = Entry(layout.shape, dtype_name(tensor), tuple(pieces))
+    integers: dict[str, int] = {}
+    for name, value in extras.items():
+        if isinstance(value, Tensor):
+            tensors[EXTRA + name] = value.detach().cpu().contiguous()
+        else:
+            integers[name] = int(value)
+    path = temporary / file
+    header = Manifest(0, 0, (), entries, {}).to_json()
+    metadata = {"pieces": header, "integers": json.dumps(integers)}
+    save_file(tensors, path, metadata=metadata)
+    return settle(path)
+
+
+def collect(temporary: Path, files: Mapping[str, FileFacts]) -> dict[str, Entry]:
+    """All tensors of a checkpoint, from the headers of its files.
+
+    Raises:
+        CheckpointError: ranks disagree about a tensor, or its pieces do not tile it.
+    """
+    found: dict[str, Entry] = {}
+    for file in files:
+        with safe_open(temporary / file, framework="pt") as shard:
+            header = Manifest.from_json(shard.metadata()["pieces"])
+        for name, entry in header.tensors.items():
+            have = found.get(name, Entry(entry.shape, entry.dtype, ()))
+            if (have.shape, have.dtype) != (entry.shape, entry.dtype):
+                raise CheckpointError(
+                    f"{name} is {entry.dtype} of shape {entry.shape} in {file}, but {have.dtype} "
+                    f"of shape {have.shape} in {have.pieces[0].file}; give it one layout"
+                )
+            found[name] = Entry(entry.shape, entry.dtype, have.pieces + entry.pieces)
+    for name, entry in found.items():
+        covered = sum(math.prod(piece.lengths) for piece in entry.pieces)
+        if covered != math.prod(entry.shape):
+            raise CheckpointError(
+                f"{name}: the ranks own {covered} elements of {math.prod(entry.shape)} "
+                f"(shape {entry.shape}); its layouts on the ranks do not belong together"
+            )
+    return found
+
+
+def file_name(rank: int) -> str:
+    """`rank00003.safetensors`."""
+    return f"rank{rank:05d}.safetensors"
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """`float32`."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def degrees_of(topology: Topology) -> tuple[tuple[str, int], ...]:
+    """(axis, size) of every axis longer than 1, outermost first, then of the expert axis."""
+    expert = topology.expert.axis_size("expert")
+    return tuple((a, n) for a, n in (*topology.dense.axes, ("expert", expert)) if n > 1)
+
+
+def box_of(where: tuple[slice, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(offset, lengths) of a block."""
+    return tuple(s.start for s in where), tuple(s.stop - s.start for s in where)
+
+
+def scalar_layout(of: Layout, name: str) -> Layout:
+    """Layout of a number kept beside a parameter, such as its step."""
+    return Layout(name, (), view=of.view, stages=of.stages)
+
+
+def _named(
+    params: Params, optimizer: torch.optim.Optimizer | None
+) -> Iterator[tuple[Layout, Tensor]]:
+    """Every tensor to save, parameters and what the optimizer keeps for them."""
+    for param, layout in params.values():
+        yield layout, param
+        state = optimizer.state.get(param, {}) if optimizer is not None else {}
+        for key, value in state.items():
+            name = f"{layout.name}#{key}"
+            if value is None:
+                continue
+            tensor = value if isinstance(value, Tensor) else torch.tensor(value)
+            if tensor.ndim == 0:
+                yield scalar_layout(layout, name), tensor
+            elif tensor.shape == param.shape:
+                yield layout.named(name), tensor
+            else:
+                raise CheckpointError(
+                    f"optimizer state {name} has shape {tuple(tensor.shape)}, its parameter "
+                    f"{tuple(param.shape)}; only state of that shape and scalars can be saved"
+                )
