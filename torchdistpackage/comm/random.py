@@ -38,7 +38,7 @@ def differ(index: int, device: torch.device | str = "cpu") -> Iterator[None]:
     Everybody who shares the stream must enter, with its own index: the stream moves on by one
     draw. No device synchronisation.
     """
-    draw = int(torch.randint(2**62, (), dtype=torch.int64))
+    draw = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
     on_cuda = torch.device(device).type == "cuda"
     cpu_state = torch.get_rng_state()
     cuda_state = torch.cuda.get_rng_state(device) if on_cuda else None

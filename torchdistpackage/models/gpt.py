@@ -1,0 +1,219 @@
+"""A decoder-only transformer whose every stage is the same class.
+
+One rule: a GPT holds a run of consecutive pieces (embed, blocks, head), none, some or all, under
+names that do not depend on the run. What it takes and gives follows: token ids go into the
+embedding, activations pass between blocks, logits come out of the head. Activations are (S, B, D),
+and (S/n, B, D) under sequence parallelism.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.errors import DataError, LayoutError
+from torchdistpackage.models import gpt_layout
+from torchdistpackage.models.gpt_layout import EMBED, HEAD, TIED, GPTShape
+from torchdistpackage.parallel.tensor.attention import ParallelAttention
+from torchdistpackage.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from torchdistpackage.parallel.tensor.dropout import Dropout
+from torchdistpackage.parallel.tensor.embedding import VocabParallelEmbedding
+from torchdistpackage.parallel.tensor.grouped import Grouped
+from torchdistpackage.parallel.tensor.init import NORMAL, Initial, make_parameters
+from torchdistpackage.parallel.tensor.layouts import Layouts
+from torchdistpackage.parallel.tensor.linear import column_linear
+from torchdistpackage.parallel.tensor.mlp import ParallelMlp
+from torchdistpackage.parallel.tensor.norm import LayerNorm
+from torchdistpackage.parallel.tensor.rotary import Tables, rotary_tables
+
+
+class GPT(Grouped):
+    """A run of pieces of a GPT.
+
+    pieces: indices into `gpt_layout.pieces(shape)`; None is all of them, an empty range none.
+    stage_of: for each piece of the whole model the pipe index that holds it; None: no pipeline.
+    dropout: after the embedding, on attention weights, and on each branch of a block.
+    device: parameters may be made on "meta" and filled later.
+
+    A tied head shares the embedding's Parameter where this run holds both; apart from it, it
+    holds a copy of its own, which `layouts()` gives the same global name.
+
+    Raises:
+        LayoutError: a dim does not divide over the group, or `pieces` is no run of the model's.
+    """
+
+    def __init__(
+        self,
+        shape: GPTShape,
+        *,
+        pieces: range | None = None,
+        stage_of: Sequence[int] | None = None,
+        group: Group | None = None,
+        axis: str = "tensor",
+        dropout: float = 0.0,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
+        super().__init__(group, axis)
+        names = gpt_layout.pieces(shape)
+        pieces = range(len(names)) if pieces is None else pieces
+        if pieces and (pieces.step != 1 or pieces.start < 0 or pieces.stop > len(names)):
+            raise LayoutError(
+                f"gpt: {pieces} is no run of the {len(names)} pieces of {shape.layers} layers; "
+                f"use a range within 0 and {len(names)}"
+            )
+        held = [names[index] for index in pieces]
+        self.shape, self.stage_of = shape, stage_of
+        common = {"group": self.group, "axis": axis, "dtype": dtype, "device": device}
+        self.embed = Embed(shape, dropout, **common) if EMBED in held else None
+        self.blocks = nn.ModuleDict(
+            {
+                name.removeprefix("blocks."): Block(shape, dropout, **common)
+                for name in held
+                if name not in (EMBED, HEAD)
+            }
+        )
+        self.head = Head(shape, **common) if HEAD in held else None
+        if shape.tied and self.embed is not None and self.head is not None:
+            self.head.weight = self.embed.weight
+
+    def layouts(self) -> Layouts:
+        """By local name; a tied head's own copy, `head.weight`, is `embed.weight` globally."""
+        whole = gpt_layout.layouts(self.shape, self.stage_of, self.axis)
+        return {
+            name: whole[TIED if self.shape.tied and name == "head.weight" else name]
+            for name, _ in self.named_parameters()
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        """ids (B, S) int64 if the embedding is here, else activations; logits (S, B, V/n) if the
+        head is here, else activations.
+
+        Raises:
+            DataError: S is longer than shape.seq_len with learned positions.
+            LayoutError: under sequence parallelism, S is not a multiple of the group's size.
+        """
+        if self.embed is not None:
+            x = self.embed(x)
+        if self.blocks:
+            tables = self._rotary(x)
+            for block in self.blocks.values():
+                x = block(x, tables)
+        return x if self.head is None else self.head(x)
+
+    def loss(
+        self, logits: Tensor, targets: Tensor, ignore_index: int = -100
+    ) -> tuple[Tensor, Tensor]:
+        """(sum of the tokens' losses, number of tokens counted): two scalars, equal over the group.
+
+        logits (S, B, V/n) as `forward` gives them; targets (B, S) int64.
+        """
+        losses = vocab_parallel_cross_entropy(
+            logits, targets.t(), self.group, vocab=self.shape.vocab, ignore_index=ignore_index
+        )
+        return losses.sum(), (targets != ignore_index).sum()
+
+    def _rotary(self, x: Tensor) -> Tables | None:
+        if self.shape.position != "rotary":
+            return None
+        cuts = self.group.size() if self.shape.sequence_parallel else 1
+        return rotary_tables(x.shape[0] * cuts, self.shape.head_dim, dtype=x.dtype, device=x.device)
+
+
+class Embed(VocabParallelEmbedding):
+    """ids (B, S) to activations: token vectors, with learned positions added where they are."""
+
+    def __init__(self, shape: GPTShape, dropout: float, **common):
+        self.shape = shape  # first, since the parameters are made from layouts()
+        super().__init__(
+            shape.vocab, shape.dim, sequence_parallel=shape.sequence_parallel, **common
+        )
+        self.drop = Dropout(
+            dropout, split=shape.sequence_parallel, group=self.group, axis=self.axis
+        )
+
+    def layouts(self) -> Layouts:
+        return gpt_layout.piece_layouts(self.shape, EMBED, self.axis)
+
+    def initials(self) -> dict[str, Initial]:
+        return {"weight": NORMAL, "position": NORMAL}
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = super().forward(ids.t())
+        if self.position is not None:
+            x = x + self._positions(ids.shape[1]).unsqueeze(1)
+        return self.drop(x)
+
+    def _positions(self, seq_len: int) -> Tensor:
+        """The vectors of my rows of the sequence: all, or my part under sequence parallelism."""
+        if seq_len > self.shape.seq_len:
+            raise DataError(
+                f"gpt: a sequence of {seq_len} tokens, but positions are learned for "
+                f"{self.shape.seq_len}; shorten it, or use rotary positions"
+            )
+        if not self.shape.sequence_parallel:
+            return self.position[:seq_len]
+        rows = seq_len // self.group.size()
+        return self.position.narrow(0, self.group.rank() * rows, rows)
+
+
+class Block(nn.Module):
+    """Pre-norm block: x + attention(norm1(x)), then x + mlp(norm2(x))."""
+
+    def __init__(self, shape: GPTShape, dropout: float, **common):
+        super().__init__()
+        dim, sequence_parallel = shape.dim, shape.sequence_parallel
+        # each of 2L branches adds to the residual stream, whose variance should not grow with L
+        branch = Initial("normal", NORMAL.std / (2 * shape.layers) ** 0.5)
+        norm = {key: common[key] for key in ("axis", "dtype", "device")}
+        norm |= {"eps": shape.norm_eps, "sequence_parallel": sequence_parallel}
+        self.norm1 = LayerNorm(dim, **norm)
+        self.attention = ParallelAttention(
+            dim,
+            shape.heads,
+            causal=True,
+            dropout=dropout,
+            sequence_parallel=sequence_parallel,
+            out_initial=branch,
+            **common,
+        )
+        self.norm2 = LayerNorm(dim, **norm)
+        self.mlp = ParallelMlp(
+            dim, shape.hidden, sequence_parallel=sequence_parallel, down_initial=branch, **common
+        )
+        self.drop = Dropout(
+            dropout, split=sequence_parallel, group=common["group"], axis=common["axis"]
+        )
+
+    def forward(self, x: Tensor, rotary: Tables | None = None) -> Tensor:
+        x = x + self.drop(self.attention(self.norm1(x), rotary))
+        return x + self.drop(self.mlp(self.norm2(x)))
+
+
+class Head(Grouped):
+    """Activations to logits (S, B, my columns of the vocabulary)."""
+
+    def __init__(self, shape: GPTShape, *, group: Group, axis: str, dtype=None, device=None):
+        super().__init__(group, axis)
+        self.shape = shape
+        self.norm = LayerNorm(
+            shape.dim,
+            eps=shape.norm_eps,
+            sequence_parallel=shape.sequence_parallel,
+            axis=axis,
+            dtype=dtype,
+            device=device,
+        )
+        make_parameters(self, dtype, device)
+
+    def layouts(self) -> Layouts:
+        return gpt_layout.embed(self.shape, self.axis)
+
+    def initials(self) -> dict[str, Initial]:
+        return {"weight": NORMAL}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return column_linear(
+            self.norm(x), self.weight, None, self.group, self.shape.sequence_parallel
+        )

@@ -1,0 +1,159 @@
+"""Initial weights that do not depend on the layout.
+
+One rule: a parameter's full tensor is drawn from a generator of its own, seeded by its
+global name, and each rank keeps its slices. So one seed gives the same model, bit for bit,
+on any number of ranks. Draws are float32 on the CPU whatever the parameter is, so that runs
+in another precision or on another device start from the same numbers.
+"""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.random import differ, seed_from
+from torchdistpackage.errors import LayoutError
+from torchdistpackage.layout.derive import blocks, local_shape
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.topology.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Initial:
+    """What a parameter starts as.
+
+    kind: "normal" and "uniform" are centred on 0; "zeros" and "ones" are constant.
+    std: standard deviation of the draws; a uniform draw lies within std * sqrt(3).
+    """
+
+    kind: Literal["normal", "uniform", "zeros", "ones"] = "normal"
+    std: float = 0.02
+
+    @property
+    def constant(self) -> bool:
+        return self.kind in ("zeros", "ones")
+
+
+NORMAL, ZEROS, ONES = Initial(), Initial("zeros"), Initial("ones")
+
+
+@torch.no_grad()
+def fill(x: Tensor, initial: Initial, generator: torch.Generator | None = None) -> Tensor:
+    """Overwrite `x` with what `initial` says and return it."""
+    if initial.constant:
+        return x.fill_(1 if initial.kind == "ones" else 0)
+    if initial.kind == "normal":
+        return x.normal_(0, initial.std, generator=generator)
+    bound = initial.std * 3**0.5
+    return x.uniform_(-bound, bound, generator=generator)
+
+
+def parameter(
+    layout: Layout,
+    initial: Initial,
+    group: Group,
+    axis: str,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> nn.Parameter:
+    """My shard of a parameter that `axis`, whose ranks are `group`, may cut.
+
+    It is filled from torch's stream, each rank of a cut parameter with draws of its own; what
+    must not depend on the layout is overwritten by `initialize`.
+
+    Raises:
+        LayoutError: the ranks cannot share a dim evenly.
+    """
+    shape = local_shape(layout, Mesh(((axis, group.size()),)), group.rank())
+    weight = torch.empty(shape, dtype=dtype, device=device)
+    if weight.is_meta:
+        return nn.Parameter(weight)
+    own = bool(layout.split_axes) and not initial.constant
+    with differ(group.rank(), weight.device) if own else nullcontext():
+        return nn.Parameter(fill(weight, initial))
+
+
+def make_parameters(
+    layer: nn.Module, dtype: torch.dtype | None, device: torch.device | str | None
+) -> None:
+    """Register the parameters that a layer with `group` and `axis` declares by `initials()`.
+
+    One without a layout, such as a bias that is not wanted, becomes None.
+    """
+    layouts = layer.layouts()
+    for name, initial in layer.initials().items():
+        made = None
+        if name in layouts:
+            made = parameter(layouts[name], initial, layer.group, layer.axis, dtype, device)
+        layer.register_parameter(name, made)
+
+
+def collect_initials(module: nn.Module) -> dict[str, Initial]:
+    """By parameter name what the parts of `module` declare with `initials()`; outer parts win."""
+    declared: dict[str, Initial] = {}
+    for path, part in module.named_modules():
+        if callable(initials := getattr(part, "initials", None)):
+            for name, initial in initials().items():
+                declared.setdefault(f"{path}.{name}" if path else name, initial)
+    return {name: declared[name] for name, _ in module.named_parameters() if name in declared}
+
+
+@torch.no_grad()
+def initialize(
+    module: nn.Module,
+    layouts: Mapping[str, Layout],
+    mesh: Mesh,
+    rank: int,
+    seed: int,
+    initials: Mapping[str, Initial] | None = None,
+) -> None:
+    """Give every declared parameter the initial weights of `seed`, the same under every layout.
+
+    layouts: by parameter name, as `collect` gives them; the seed is mixed with `layout.name`.
+    initials: by parameter name; default `collect_initials(module)`. A parameter that is not
+        among them stays what its module made it, which is equal on all ranks only if
+        the caller seeded them alike before building it.
+
+    Raises:
+        LayoutError: a parameter is not there, has no layout, or is not the shape it tells.
+    """
+    parameters = dict(module.named_parameters())
+    for name, initial in (collect_initials(module) if initials is None else initials).items():
+        if name not in parameters or name not in layouts:
+            lacks = "layout" if name in parameters else "parameter"
+            raise LayoutError(f"initial weights of {name}: the module has no {lacks} of that name")
+        target, layout = parameters[name], layouts[name]
+        if tuple(target.shape) != (shape := local_shape(layout, mesh, rank)):
+            raise LayoutError(
+                f"{name} has shape {tuple(target.shape)} on rank {rank}, but its layout, "
+                f"{layout.shape} split {layout.split}, gives it {shape}; build the module "
+                f"with the group of the same mesh"
+            )
+        if initial.constant:
+            fill(target, initial)
+            continue
+        generator = torch.Generator().manual_seed(seed_from(seed, layout.name))
+        full = fill(
+            torch.empty(layout.shape, dtype=torch.float32, device="cpu"), initial, generator
+        )
+        copy_part(target, full, layout, mesh, rank)
+
+
+@torch.no_grad()
+def copy_part(target: Tensor, full: Tensor, layout: Layout, mesh: Mesh, rank: int) -> None:
+    """Overwrite `target`, the shard of `rank`, with its part of the whole tensor.
+
+    Raises:
+        LayoutError: `full` is not of the layout's shape.
+    """
+    if tuple(full.shape) != layout.shape:
+        raise LayoutError(
+            f"{layout.name}: the whole tensor has shape {tuple(full.shape)}, "
+            f"but the layer was made for {layout.shape}; give one of that shape"
+        )
+    for whole, local in blocks(layout, mesh, rank):
+        target[local].copy_(full[whole])
