@@ -1,0 +1,134 @@
+"""Each step once in the record, whatever kills and resumes; plain lines where no one looks."""
+
+import io
+import json
+import logging
+import os
+import pty
+import sys
+
+import pytest
+
+from torchdistpackage.errors import DataError
+from torchdistpackage.train.log import MetricsLog, Progress, plot_loss, read_metrics
+
+
+def steps(path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 11, "lo', '{"step": 11}', "\x00\x00\x00"])
+@pytest.mark.parametrize("resume", [0, 4, 6, 9, 30])
+def test_after_a_resume_every_step_is_there_once(tmp_path, torn, resume):
+    with MetricsLog(tmp_path) as metrics:
+        for step in range(1, 11):
+            metrics.write(step, loss=1.0 / step)
+    with metrics.path.open("a") as file:
+        file.write(torn)
+    whole = 11 if torn == '{"step": 11}' else 10
+    with MetricsLog(tmp_path, resume_step=resume) as metrics:
+        assert steps(metrics.path) == list(range(1, min(whole, resume) + 1))
+        for step in range(resume + 1, resume + 4):
+            metrics.write(step, loss=2.0)
+    rows = read_metrics(metrics.path)
+    assert [row["step"] for row in rows] == [
+        *range(1, min(whole, resume) + 1),
+        *range(resume + 1, resume + 4),
+    ]
+    assert [row["loss"] for row in rows if row["step"] > resume] == [2.0] * 3
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_rows_are_on_disk_as_soon_as_they_are_written(tmp_path):
+    metrics = MetricsLog(tmp_path / "new")
+    metrics.write(3, loss=1.5, note="x", lr=None)
+    assert read_metrics(metrics.path) == [{"step": 3, "loss": 1.5, "note": "x", "lr": None}]
+    metrics.close()
+
+
+def test_a_step_cannot_be_written_twice(tmp_path):
+    with MetricsLog(tmp_path) as metrics:
+        metrics.write(2, loss=1.0)
+        for step in (2, 1):
+            with pytest.raises(DataError, match=f"step 2, so step {step}"):
+                metrics.write(step, loss=1.0)
+    assert steps(metrics.path) == [2]
+
+
+def test_numbers_that_are_not_finite_stay_valid_json(tmp_path):
+    with MetricsLog(tmp_path) as metrics:
+        metrics.write(1, loss=float("nan"), grad_norm=float("inf"))
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    assert json.loads(metrics.path.read_text(), parse_constant=refuse)["loss"] is None
+
+
+def test_without_a_terminal_there_is_one_plain_line_per_interval():
+    out = io.StringIO()
+    with Progress(25, every=10, stream=out) as progress:
+        for step in range(1, 26):
+            progress.update(
+                step, loss=2.5, tokens_per_s=12345, bubble=0.271, predicted_bubble=0.2727
+            )
+        progress.say("done")
+    assert out.getvalue().splitlines() == [
+        f"step {step}/25  loss 2.5000  12.3k tokens/s  bubble 27.1% (predicted 27.3%)"
+        for step in (10, 20, 25)
+    ] + ["done"]
+    assert "\r" not in out.getvalue()
+    assert "\x1b" not in out.getvalue()
+
+
+def test_a_run_without_a_pipeline_shows_no_bubble():
+    out = io.StringIO()
+    Progress(1, every=1, stream=out).update(1, loss=2.5, tokens_per_s=99)
+    assert out.getvalue() == "step 1/1  loss 2.5000  99 tokens/s\n"
+
+
+def test_a_terminal_gets_a_bar_with_the_same_numbers(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as terminal:
+        with Progress(20, every=10, stream=terminal, done=4) as progress:
+            progress.update(7, loss=2.5, tokens_per_s=500, bubble=0.25)
+            progress.say("[validation] loss 2.4")
+        terminal.flush()
+        shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert "step 7/20" in shown
+    assert "loss 2.5000  500 tokens/s  bubble 25.0%" in shown
+    assert "[validation] loss 2.4" in shown
+    assert "\r" in shown
+
+
+def test_the_curve_is_drawn_from_the_metrics_file_alone(tmp_path):
+    pytest.importorskip("matplotlib")
+    with MetricsLog(tmp_path) as metrics:
+        for step in range(1, 50):
+            metrics.write(step, loss=5.0 / step)
+        metrics.write(50, loss=float("nan"), val_loss=0.2, unigram=3.3, bigram=2.5)
+    path = plot_loss(metrics.path)
+    assert path == tmp_path / "loss.png"
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    bare = plot_loss(metrics.path, tmp_path / "other.png")
+    assert bare is not None
+    assert bare.read_bytes() == path.read_bytes()
+
+
+def test_a_missing_matplotlib_costs_the_picture_and_one_line(tmp_path, monkeypatch, caplog):
+    with MetricsLog(tmp_path) as metrics:
+        metrics.write(1, loss=1.0)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with caplog.at_level(logging.WARNING):
+        assert plot_loss(metrics.path) is None
+    assert ["matplotlib is not installed" in record.message for record in caplog.records] == [True]
+
+
+def test_a_file_without_losses_gives_no_curve(tmp_path, caplog):
+    assert plot_loss(tmp_path / "metrics.jsonl") is None
+    assert "has no losses" in caplog.text

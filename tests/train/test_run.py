@@ -1,0 +1,134 @@
+"""Whole steps of the trainer under many cuts of the same work: losses, evaluation, dropout."""
+
+import pytest
+import torch
+
+from tests.train import parity
+from torchdistpackage.comm import primitives
+
+TINY = [
+    "model.layers=2", "model.dim=16", "model.heads=4", "data.seq_len=16", "data.global_batch=24",
+    "train.steps=4", "train.eval_batches=2", "optim.warmup_steps=1", "precision.dtype=float64",
+]  # fmt: skip
+UNEVEN = ["data.target=tests.train.sources:UnevenTokens", "data.args={seq_len: 16, vocab: 256}"]
+
+
+def gradients(extra: list[str]) -> parity.Held:
+    run = parity.trainer([*TINY, *UNEVEN, "optim.clip=0", *extra])
+    run.train_step(1)
+    return parity.held(run, "grad")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "extra"),
+    [
+        (1, ["pipeline.microbatches=1"]),
+        (1, ["pipeline.microbatches=24"]),
+        (1, ["pipeline.microbatches=2", "train.accumulate=3"]),
+        (2, ["parallel.data=2", "pipeline.microbatches=3", "train.accumulate=2"]),
+        (2, ["parallel.pipe=2", "pipeline.microbatches=4", "train.accumulate=3"]),
+        (
+            4,
+            [
+                "parallel.data=2",
+                "parallel.pipe=2",
+                "pipeline.microbatches=2",
+                "pipeline.schedule=gpipe",
+            ],
+        ),
+        (4, ["parallel.pipe=4", "pipeline.microbatches=2"]),
+        (3, ["parallel.data=3", "pipeline.microbatches=8"]),
+    ],
+    ids=str,
+)
+def test_unequal_token_counts_weigh_alike_however_the_batch_is_cut(ranks, num_ranks, extra):
+    """R11: the gradient is that of (sum of token losses / number of tokens)."""
+    truth = parity.whole(ranks(1).run(gradients, ["pipeline.microbatches=1"]))
+    mine = parity.whole(ranks(num_ranks).run(gradients, extra))
+    for name, grad in truth.items():
+        torch.testing.assert_close(mine[name], grad, rtol=0, atol=1e-9 * float(grad.abs().max()))
+
+
+def train_with(extra: list[str], evaluate: bool) -> tuple[parity.Held, list[float]]:
+    run = parity.trainer([*TINY, *extra])
+    losses = [run.evaluate()] if evaluate else []
+    for step in range(1, 4):
+        losses.append(run.train_step(step).read().loss)
+        if evaluate:
+            losses.append(run.evaluate())
+    return parity.held(run, "data"), losses
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["parallel.data=2", "parallel.pipe=2", "pipeline.microbatches=3"],
+        ["parallel.pipe=2", "parallel.tensor=2", "parallel.sequence_parallel=true"],
+    ],
+    ids=str,
+)
+def test_evaluation_is_that_of_one_process_and_leaves_training_bitwise_alone(ranks, extra):
+    extra = [*extra, "model.dropout=0.1", "pipeline.microbatches=4"]
+    plain = ranks(4).run(train_with, extra, False)
+    evaluated = ranks(4).run(train_with, extra, True)
+    for (before, _), (after, _) in zip(plain, evaluated, strict=True):
+        assert all(torch.equal(a[3], b[3]) for a, b in zip(before, after, strict=True))
+    assert len({tuple(losses) for _, losses in evaluated}) == 1, "one loss on every rank"
+    ((_, truth),) = ranks(1).run(train_with, ["pipeline.microbatches=1"], True)
+    (_, losses), *_ = ranks(4).run(train_with, [*extra, "model.dropout=0.0"], True)
+    assert losses == pytest.approx(truth, abs=1e-12)
+
+
+def tied_copies(num_steps: int) -> list[torch.Tensor]:
+    run = parity.trainer([*TINY, "parallel.pipe=2", "model.tied=true", "optim.clip=0.1",
+                          "optim.weight_decay=0.3", f"train.steps={num_steps}",
+                          "data.global_batch=4", "pipeline.microbatches=2"])  # fmt: skip
+    for step in range(1, num_steps + 1):
+        run.train_step(step)
+    names = [name for name, layout in run.layouts.items() if layout.name == "embed.weight"]
+    return [dict(run.stage.named_parameters())[name].detach() for name in names]
+
+
+def test_tied_copies_on_two_stages_stay_bitwise_equal_for_100_steps(ranks):
+    (first,), (last,) = ranks(2).run(tied_copies, 100)
+    assert torch.equal(first, last)
+
+
+def initial(extra: list[str]) -> parity.Held:
+    return parity.held(parity.trainer([*TINY, *extra]), "data")
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [{"data": 2}, {"pipe": 2}, {"tensor": 2}, {"pipe": 4}, {"tensor": 4}, {"data": 2, "tensor": 2},
+     {"pipe": 2, "tensor": 2}, {"data": 2, "pipe": 2, "tensor": 2}],
+    ids=str,
+)  # fmt: skip
+def test_initial_weights_are_bitwise_equal_under_every_layout(ranks, degrees):
+    size = 1
+    extra = []
+    for axis, degree in degrees.items():
+        size *= degree
+        extra.append(f"parallel.{axis}={degree}")
+    truth = parity.whole(ranks(1).run(initial, []))
+    mine = parity.whole(ranks(size).run(initial, extra), rtol=0, atol=0)
+    assert mine.keys() == truth.keys()
+    assert all(torch.equal(mine[name], truth[name]) for name in truth)
+
+
+def wrong_batch() -> None:
+    run = parity.trainer([*TINY, "parallel.tensor=2"])
+    by_data_index = run.data.batch
+    rank = primitives.gather_objects(run.rank).index(run.rank)
+    # a loader keyed by the global rank
+    run.data.batch = lambda split, seed, step, i, n, per, first=0: by_data_index(
+        split, seed, step + rank, i, n, per, first=first
+    )
+    with pytest.raises(
+        ValueError, match=r"model group of ranks 0, 1.*choose samples by data_index"
+    ):
+        run.train_step(1)
+
+
+def test_a_loader_keyed_by_global_rank_is_caught_on_the_first_step(ranks):
+    ranks(2).run(wrong_batch)

@@ -1,0 +1,175 @@
+"""From a plan to objects: the only translator of configuration.
+
+Everything below receives plain arguments; what they are is decided here, in the order in which
+a run needs them: groups, my stage and its layouts, initial weights, reducer, optimizer, executors.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.random import seed_rank
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.config.schema import Optim
+from torchdistpackage.ddp.reducer import Reducer, Shared
+from torchdistpackage.launch.reference import Reference
+from torchdistpackage.layout.derive import BATCH_AXES, gradient_ranks
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.models.gpt import GPT
+from torchdistpackage.parallel.pipeline.executor import Executor
+from torchdistpackage.parallel.pipeline.stage import cut
+from torchdistpackage.parallel.tensor.init import initialize
+from torchdistpackage.schedule.generate import build as build_schedule
+from torchdistpackage.train import corpus
+from torchdistpackage.train.data import DataSource, TokenDataset
+from torchdistpackage.train.loss import LossFn, from_user, token_cross_entropy
+from torchdistpackage.train.plan import Plan
+from torchdistpackage.train.step import Trainer
+
+WEIGHT_DTYPE = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.float32}
+BUCKET_BYTES = 4 * 2**20
+"""Large enough that latency does not count, small enough that the first leaves early."""
+
+
+def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None = None) -> Trainer:
+    """Everything that `rank` trains with. Needs the default process group; sets up `tpc`.
+
+    data: overrides the data section, for those who bring their own source.
+
+    Raises:
+        TorchDistError: the plan does not fit the user's own model, loss or data.
+    """
+    config = plan.config
+    slow = max(config.launch.init_timeout_s, config.train.step_timeout_s)
+    tpc.setup(plan.topology, rank, timeout_s=slow)
+    seed_rank(config.run.seed, plan.topology.dense, rank)
+    stage, layouts, loss = _stage(plan, device)
+    pipe = tpc.get_group("pipe")
+
+    def executor(schedule: str) -> Executor:
+        micro = config.pipeline.microbatches
+        checked = (
+            plan.schedule
+            if schedule == plan.schedule.name
+            else build_schedule(schedule, pipe.size(), micro)
+        )
+        return Executor(checked, pipe, device=device, timeout_s=slow)
+
+    return Trainer(
+        plan=plan,
+        rank=rank,
+        device=device,
+        stage=stage,
+        layouts=layouts,
+        loss=loss,
+        data=data if data is not None else build_data(plan),
+        reducer=_reducer(stage, layouts),
+        optimizer=_optimizer(stage, config.optim),
+        executor=executor(config.pipeline.schedule),
+        evaluator=executor("forward"),
+        autocast=torch.bfloat16 if config.precision.dtype == "bf16" else None,
+    )
+
+
+def build_data(plan: Plan) -> DataSource:
+    """The data section as a source of batches."""
+    section = plan.config.data
+    if section.target is not None:
+        source = user_object(section.target)(**section.args)
+        if not isinstance(source, DataSource):
+            raise TypeError(
+                f"data.target {section.target} returned a {type(source).__name__} without a "
+                f"batch(...) method; see train.data.DataSource"
+            )
+        return source
+    match section.name:
+        case "python_stdlib":
+            found = corpus.python_stdlib(section.val_fraction)
+        case "text":
+            found = corpus.text(section.path or "", section.val_fraction)
+        case _:
+            found = corpus.tokens(section.path or "", section.dtype, section.val_fraction)
+    return TokenDataset(
+        found.train,
+        found.val,
+        plan.config.model.vocab,
+        section.seq_len,
+        num_val=plan.config.train.eval_batches * section.global_batch,
+    )
+
+
+def user_object(path: str) -> Callable:
+    """What `pkg.module:name` names."""
+    return Reference.of(path).resolve()
+
+
+def _stage(plan: Plan, device: torch.device) -> tuple[nn.Module, dict[str, Layout], LossFn]:
+    """My stage with its initial weights, its layouts by local name, and the loss of the last."""
+    config, mesh = plan.config, plan.topology.dense
+    dtype = WEIGHT_DTYPE[config.precision.dtype]
+    index, num_stages = tpc.get_pp_rank(), config.parallel.pipe
+    loss: LossFn
+    if plan.shape is not None:
+        stage_of = [s for s, span in enumerate(plan.stages) for _ in span]
+        stage: nn.Module = GPT(
+            plan.shape,
+            pieces=plan.stages[index],
+            stage_of=stage_of,
+            group=tpc.get_group("tensor"),
+            dropout=config.model.dropout,
+            dtype=dtype,
+            device=device,
+        )
+        layouts, loss = stage.layouts(), stage.loss
+    else:
+        torch.manual_seed(config.run.seed)
+        whole = user_object(config.model.target)(**config.model.args)
+        stage, layouts = cut(whole, num_stages, index)
+        stage.to(device=device, dtype=dtype)
+        seed_rank(config.run.seed, mesh, tpc.rank)
+        loss = token_cross_entropy
+    if config.model.loss is not None:
+        loss = from_user(user_object(config.model.loss))
+    initialize(stage, layouts, mesh, tpc.rank, config.run.seed)
+    _equalise(stage)
+    return stage, layouts, loss
+
+
+def _equalise(stage: nn.Module) -> None:
+    """Whatever a user's build drew, replicas start alike; buffers too."""
+    group = tpc.groups.along(tpc.topology.dense, BATCH_AXES)
+    with torch.no_grad():
+        for x in (*stage.parameters(), *stage.buffers()):
+            primitives.broadcast(x.data, group)
+
+
+def _reducer(stage: nn.Module, layouts: dict[str, Layout]) -> Reducer:
+    """Gradients are summed, over what each layout says; the step divides by the tokens."""
+    ranks = {
+        name: gradient_ranks(layout, tpc.topology.view(layout.view), tpc.rank)
+        for name, layout in layouts.items()
+    }
+    tpc.groups.prepare(ranks.values())
+    shared = [
+        Shared(name, parameter, tpc.groups.of(ranks[name]))
+        for name, parameter in stage.named_parameters()
+        if parameter.requires_grad
+    ]
+    return Reducer(shared, cap_bytes=BUCKET_BYTES)
+
+
+def _optimizer(stage: nn.Module, section: Optim) -> torch.optim.AdamW | None:
+    """AdamW; matrices decay, vectors do not. None for a stage without parameters."""
+    trained = [p for p in stage.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": section.weight_decay},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if not groups:
+        return None
+    return torch.optim.AdamW(
+        groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True
+    )

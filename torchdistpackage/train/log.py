@@ -1,0 +1,225 @@
+"""What a run says while it runs, and what stays of it: metrics, progress, the loss curve.
+
+One rule: `metrics.jsonl` is the record. It has one object a step, each step once however often
+the run was stopped and resumed, and the picture is drawn from it alone. The progress on the
+screen is for people and may be lost.
+"""
+
+import json
+import logging
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from torchdistpackage.errors import DataError
+
+log = logging.getLogger(__name__)
+
+METRICS = "metrics.jsonl"
+PLOT = "loss.png"
+
+
+def say(line: str) -> None:
+    """One line for whoever watches the run."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+class MetricsLog:
+    """Appends to `metrics.jsonl` in `folder`; only one rank of a run has one.
+
+    resume_step: the last step that the resumed state has done. Rows after it are dropped, because
+        their steps are done again; 0, a fresh start, drops all. A row is its `step` and what the
+        caller measured: `loss`, and at validations `val_loss`, `unigram` and `bigram`, all in
+        nats a token.
+    """
+
+    def __init__(self, folder: str | Path, resume_step: int = 0):
+        self.path = Path(folder) / METRICS
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [row for row in read_metrics(self.path) if row["step"] <= resume_step]
+        self._last = kept[-1]["step"] if kept else 0
+        # Written anew, not cut: a kill now leaves the old file or the new one.
+        fresh = self.path.with_suffix(".tmp")
+        with fresh.open("w", encoding="utf-8") as file:
+            file.writelines(_line(row) for row in kept)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def write(self, step: int, **values: float | str | None) -> None:
+        """Add the row of a step and hand it to the system; not finite numbers become null.
+
+        Raises:
+            DataError: a row of this step, or of a later one, is there.
+        """
+        if step <= self._last:
+            raise DataError(
+                f"{self.path} already goes up to step {self._last}, so step {step} cannot be "
+                f"added; write once a step, or reopen it with resume_step={step - 1}"
+            )
+        self._last = step
+        self._file.write(_line({"step": step, **values}))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Rows by ascending step, of a step the last written; none if there is no file.
+
+    Lines that do not parse, as a kill leaves at the end, are left out.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+            rows[int(row["step"])] = row
+        except (ValueError, TypeError, KeyError):
+            continue
+    return [rows[step] for step in sorted(rows)]
+
+
+class Progress:
+    """How far the run is: a bar on a terminal, else one plain line every `every` steps.
+
+    Without a terminal there is no carriage return nor colour, so a log file stays a log file.
+    done: steps that an earlier start of the run has done.
+    """
+
+    def __init__(self, total: int, *, every: int, stream: TextIO, done: int = 0):
+        self._total, self._every, self._stream = total, every, stream
+        self._bar: Bar | None = None
+        if stream.isatty() and os.environ.get("TERM") != "dumb":
+            self._bar = Bar(
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+                console=Console(file=stream),
+            )
+            self._task = self._bar.add_task("", total=total, completed=done)
+            self._bar.start()
+
+    def update(
+        self,
+        step: int,
+        *,
+        loss: float,
+        tokens_per_s: float,
+        bubble: float | None = None,
+        predicted_bubble: float | None = None,
+    ) -> None:
+        """Show a step that is done. Bubbles are fractions of the step time; None without a
+        pipeline."""
+        text = f"loss {loss:.4f}  {_thousands(tokens_per_s)} tokens/s"
+        if bubble is not None:
+            text += f"  bubble {bubble:.1%}"
+        if predicted_bubble is not None:
+            text += f" (predicted {predicted_bubble:.1%})"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, description=text)
+        elif step % self._every == 0 or step == self._total:
+            self.say(f"step {step}/{self._total}  {text}")
+
+    def say(self, line: str) -> None:
+        """Print one line, above the bar if there is one."""
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False)
+        else:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def plot_loss(metrics: str | Path, out: str | Path | None = None) -> Path | None:
+    """Draw the loss over steps from a metrics file, as `loss.png` beside it; returns its path.
+
+    Training loss as a line, validation as points, the unigram and bigram entropies that
+    the file names as horizontal lines. None, with one line logged, where matplotlib is missing
+    or there is nothing to draw.
+    """
+    metrics = Path(metrics)
+    rows = read_metrics(metrics)
+    train, val = list(_points(rows, "loss")), list(_points(rows, "val_loss"))
+    if not train and not val:
+        log.warning("no loss curve: %s has no losses", metrics)
+        return None
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        log.warning("no loss curve: matplotlib is not installed (the extra `plot` brings it)")
+        return None
+    # Figure and canvas by hand: pyplot would choose a back end for the whole process.
+    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    if train:
+        axes.plot(*zip(*train, strict=True), color="tab:blue", linewidth=1.5, label="training")
+    if val:
+        axes.plot(*zip(*val, strict=True), "o", color="tab:red", label="validation")
+    for key, style in (("unigram", ":"), ("bigram", "--")):
+        if levels := [level for _, level in _points(rows, key)]:
+            label = f"{key} entropy {levels[-1]:.2f}"
+            axes.axhline(levels[-1], color="gray", linestyle=style, label=label)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path = metrics.with_name(PLOT) if out is None else Path(out)
+    canvas.print_png(path)
+    return path
+
+
+def _points(rows: list[dict[str, Any]], key: str) -> Iterator[tuple[int, float]]:
+    return ((row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float))
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    finite = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in row.items()
+    }
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def _thousands(number: float) -> str:
+    return f"{number / 1000:.1f}k" if number >= 1000 else f"{number:.0f}"

@@ -1,0 +1,42 @@
+"""Losses as (sum, count): added up over microbatches and ranks, divided once, at the end."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchdistpackage.errors import DataError
+
+LossFn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(outputs of the last stage, targets) -> (sum of losses, how many were summed)."""
+
+IGNORE = -100
+
+
+def token_cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross entropy of outputs (..., V) and targets (...) int64; targets of -100 do not count."""
+    total = F.cross_entropy(
+        outputs.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
+    return total, (targets != IGNORE).sum()
+
+
+def from_user(fn: Callable[[Tensor, Tensor], object]) -> LossFn:
+    """A user's loss(outputs, targets): either (sum, count) as it is, or a mean over dim 0."""
+
+    def loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        value = fn(outputs, targets)
+        if isinstance(value, tuple) and len(value) == 2:
+            total, count = value
+            return total, torch.as_tensor(count, device=outputs.device)
+        if isinstance(value, Tensor) and value.dim() == 0:
+            count = torch.tensor(targets.shape[0], device=outputs.device)
+            return value * count, count
+        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise DataError(
+            f"model.loss returned {shape}; return the mean over the samples as a scalar tensor, "
+            f"or (sum of losses, count)"
+        )
+
+    return loss

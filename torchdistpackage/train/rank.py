@@ -1,0 +1,47 @@
+"""One rank of a run, from its environment to its last word."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.runtime import join, leave
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.launch.rendezvous import detect
+from torchdistpackage.train.build import build
+from torchdistpackage.train.folder import RESOLVED, prepare_folder, run_folder
+from torchdistpackage.train.log import say
+from torchdistpackage.train.loop import Loop, finish
+from torchdistpackage.train.plan import make_plan
+from torchdistpackage.train.state import resume as resume_state
+
+
+def rank_main(config: RunConfig, resume: str) -> int:
+    """Join the others, train, and leave; the exit code.
+
+    Raises:
+        TorchDistError: whatever stopped this rank; whoever started it reports and ends the others.
+    """
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    # your own model, data and loss may stand beside where you called us
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    rendezvous = detect(os.environ)
+    plan = make_plan(config, rendezvous.world_size)
+    joined = join(rendezvous, init_timeout_s=config.launch.init_timeout_s)
+    folder = run_folder(plan.config)
+    if rendezvous.rank == 0:
+        for note in joined.notes:
+            say(note)
+        if rendezvous.store is None:
+            prepare_folder(config, resume)
+        (folder / RESOLVED).write_text(plan.config.to_yaml())
+    primitives.barrier()
+    trainer = build(plan, rendezvous.rank, joined.device)
+    state = resume_state(trainer, folder, resume)
+    loop = Loop(trainer, state, folder)
+    finish(loop, loop.run())
+    leave()
+    return 0

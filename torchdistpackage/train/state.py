@@ -1,0 +1,88 @@
+"""What a run must remember to go on exactly: weights, optimizer, random state, counters."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from torchdistpackage.checkpoint.load import latest_together, load
+from torchdistpackage.checkpoint.save import save
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.errors import CheckpointError
+from torchdistpackage.train.step import Trainer
+
+FOLDER = "checkpoints"
+
+
+@dataclass
+class TrainState:
+    """Where the run is: optimizer steps done and tokens seen. Data follow from the step."""
+
+    step: int = 0
+    tokens: int = 0
+
+
+def save_state(trainer: Trainer, state: TrainState, run_folder: Path) -> Path:
+    """Write a complete checkpoint, all ranks together.
+
+    Raises:
+        CheckpointError: on all ranks if any could not write.
+    """
+    config = trainer.plan.config
+    return save(
+        run_folder / FOLDER,
+        step=state.step,
+        tokens=state.tokens,
+        params=_params(trainer),
+        topology=tpc.topology,
+        rank=trainer.rank,
+        optimizer=trainer.optimizer,
+        extras=_random_state(trainer),
+        facts={"seed": config.run.seed, "name": config.run.name},
+        keep_last=config.checkpoint.keep_last,
+    )
+
+
+def resume(trainer: Trainer, run_folder: Path, how: str) -> TrainState:
+    """Load the state that `how` names into the trainer: auto, never, or a checkpoint's path.
+
+    Raises:
+        CheckpointError: the named one is missing or damaged, or another layout's.
+    """
+    if how == "never":
+        return TrainState()
+    if how == "auto":
+        path = latest_together(run_folder / FOLDER, rank=trainer.rank)
+        if path is None:
+            return TrainState()
+    else:
+        path = Path(how)
+        if not path.is_dir():
+            raise CheckpointError(f"--resume {how}: there is no such folder; name a step_NNNNNN")
+    loaded = load(
+        path,
+        params=_params(trainer),
+        topology=tpc.topology,
+        rank=trainer.rank,
+        optimizer=trainer.optimizer,
+        checksums=how != "auto",  # latest_together has read them
+    )
+    cpu = loaded.extras["rng_cpu"]
+    assert isinstance(cpu, torch.Tensor)
+    torch.set_rng_state(cpu)
+    if trainer.device.type == "cuda" and isinstance(
+        cuda := loaded.extras.get("rng_cuda"), torch.Tensor
+    ):
+        torch.cuda.set_rng_state(cuda, trainer.device)
+    return TrainState(loaded.step, loaded.tokens)
+
+
+def _params(trainer: Trainer):
+    return {n: (p, trainer.layouts[n]) for n, p in trainer.stage.named_parameters()}
+
+
+def _random_state(trainer: Trainer) -> dict[str, int | torch.Tensor]:
+    state: dict[str, int | torch.Tensor] = {"rng_cpu": torch.get_rng_state()}
+    if trainer.device.type == "cuda":
+        state["rng_cuda"] = torch.cuda.get_rng_state(trainer.device)
+    return state
