@@ -12,10 +12,10 @@ import typer
 
 from torchdistpackage.cli.arguments import PROCS, Config, Overrides
 from torchdistpackage.config.load import load
-from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.topology.mesh import Mesh, Ranks, describe
 from torchdistpackage.train.plan import (
     Plan,
+    local_procs,
     make_plan,
     num_parameters,
     placement_advice,
@@ -50,12 +50,8 @@ def plan(
 
     Needs no device. A run that cannot be is answered with every rule that it breaks.
     """
-    changes = list(overrides or [])
-    if world is not None and not any(c.partition("=")[0].strip() == PROCS for c in changes):
-        # As `train --procs` would: the world is checked along with all else that is wrong.
-        changes.append(f"{PROCS}={world}")
-    run = load(config, changes)
-    planned = make_plan(run, world or _num_ranks(run), config)
+    run = load(config, overrides or [], world)
+    planned = make_plan(run, world or local_procs(run), config)
     limit = planned.world_size if show_all else LIMIT
     parts = [
         _head(planned),
@@ -67,11 +63,6 @@ def plan(
     if ranks_per_node is not None:
         parts.append(_placement(planned, ranks_per_node))
     typer.echo("\n\n".join(parts))
-
-
-def _num_ranks(run: RunConfig) -> int:
-    data = run.parallel.data
-    return run.launch.local.procs or run.parallel.model_size * (1 if data == "auto" else data)
 
 
 def _head(plan: Plan) -> str:

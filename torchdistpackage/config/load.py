@@ -23,10 +23,13 @@ from torchdistpackage.config.schema import RunConfig
 _OVERRIDE = "command line: "
 
 
-def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
+def load(
+    path: str | os.PathLike[str], overrides: Sequence[str] = (), world_size: int | None = None
+) -> RunConfig:
     """Read a run from a YAML file; `overrides` such as "optim.lr=1e-4" win over the file.
 
-    An empty file is a run of defaults. No process, group or device is touched.
+    An empty file is a run of defaults. No process, group or device is touched. With a world_size,
+    that many ranks are there already, and launch.local.procs is not looked at.
 
     Raises:
         ConfigProblems: lists all that is wrong, each with its place; also `.problems`.
@@ -45,12 +48,17 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConf
         line = error.object.count(b"\n", 0, error.start) + 1
         why = f"byte {error.object[error.start]:#04x} is not UTF-8; save the file as UTF-8"
     else:
-        return loads(text, source, overrides)
+        return loads(text, source, overrides, world_size)
     raise ConfigProblems(source, [Problem(source, line, "", why)])
 
 
-def loads(text: str, source: str = "<string>", overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run from YAML text; `source` names it in errors.
+def loads(
+    text: str,
+    source: str = "<string>",
+    overrides: Sequence[str] = (),
+    world_size: int | None = None,
+) -> RunConfig:
+    """Read a run from YAML text; `source` names it in errors. The rest is as in `load`.
 
     Raises:
         ConfigProblems: lists all that is wrong, each with its place; also `.problems`.
@@ -59,7 +67,7 @@ def loads(text: str, source: str = "<string>", overrides: Sequence[str] = ()) ->
     for override in overrides:
         draft.override(override)
     config = draft.validate()
-    draft.check(config)
+    draft.check(config, world_size)
     if draft.problems:
         in_order = sorted(draft.problems, key=lambda p: (p.file.startswith(_OVERRIDE), p.line or 0))
         raise ConfigProblems(source, in_order)
@@ -164,9 +172,9 @@ class _Draft:
             inside = inside[key]
         return inside.pop(path[-1])
 
-    def check(self, config: RunConfig) -> None:
+    def check(self, config: RunConfig, world_size: int | None) -> None:
         """Report the rules across sections that the run breaks."""
-        for rule, text in broken(config, bad=frozenset(self.bad)):
+        for rule, text in broken(config, world_size, bad=frozenset(self.bad)):
             path = self._culprit(rule)
             self.problems.append(Problem(*self._place(tuple(path.split("."))), path, text))
 

@@ -184,7 +184,9 @@ class Optim(Section):
 class Precision(Section):
     """Number formats."""
 
-    dtype: k.Dtype = Field(default="float32", description="Type of activations; bf16 keeps weights in float32.")
+    dtype: k.Dtype = Field(
+        default="float32", description="Type of activations; bf16 keeps weights in float32."
+    )
 
 
 class Train(Section):

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group, tpc
-from torchdistpackage.ddp.reducer import Reducer, Shared
+from torchdistpackage.ddp.reducer import Reducer
+from torchdistpackage.ddp.shared import Shared
 from torchdistpackage.layout.derive import BATCH_AXES, gradient_ranks, num_replicas
 from torchdistpackage.layout.layout import Layout
 

@@ -19,27 +19,18 @@ step has no device synchronisation.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.primitives import Group, Pending
+from torchdistpackage.comm.primitives import Pending
 from torchdistpackage.ddp.buckets import Bucket, Entry, plan
+from torchdistpackage.ddp.outputs import hook_outputs
+from torchdistpackage.ddp.shared import Shared
 from torchdistpackage.errors import CommError
-
-
-@dataclass(frozen=True)
-class Shared:
-    """A parameter whose gradient is summed over `group`, then divided by `divide`."""
-
-    name: str
-    parameter: nn.Parameter
-    group: Group
-    divide: int = 1
 
 
 class Phase(Enum):
@@ -67,13 +58,13 @@ class Reducer:
         num_backwards: int = 1,
         overlap: bool = True,
         strict: bool = False,
-        on_launch: Callable[[int], None] | None = None,
+        on_launch: Callable[[int], object] = lambda b: None,
     ):
         self._shared = list(shared)
         self._num_backwards, self._overlap, self._strict = num_backwards, overlap, strict
         self.on_launch = on_launch
         entries = [
-            Entry(i, s.parameter.numel(), s.parameter.element_size(), _key(s))
+            Entry(i, s.parameter.numel(), s.parameter.element_size(), s.key)
             for i, s in enumerate(self._shared)
         ]
         self._buckets = plan(entries, cap_bytes)
@@ -82,7 +73,7 @@ class Reducer:
         self._bucket_of = [0] * len(self._shared)
         for b, (bucket, flat) in enumerate(zip(self._buckets, self._flats, strict=True)):
             for i, offset in zip(bucket.members, bucket.offsets, strict=True):
-                self._views[i] = _view(flat, offset, self._shared[i].parameter)
+                self._views[i] = self._shared[i].view(flat, offset)
                 self._bucket_of[i] = b
 
         self._held = False
@@ -143,7 +134,7 @@ class Reducer:
         if self._held or not torch.is_grad_enabled():
             return outputs
         self._open = True
-        return _map_tensors(outputs, partial(_hook, partial(self._reached, current, wait)))
+        return hook_outputs(outputs, partial(self._reached, current, wait))
 
     def finish(self) -> None:
         """Send what has not left and wait for all sums. Idempotent: a second call does nothing."""
@@ -253,8 +244,7 @@ class Reducer:
                     flat[bucket.marks + place] = 0
                 elif parameter.grad is not self._views[i]:
                     self._adopt(i)
-        if self.on_launch is not None:
-            self.on_launch(b)
+        self.on_launch(b)
         op = primitives.AVG if self._divides_itself(b) else primitives.SUM
         self._pending[b] = primitives.start_all_reduce(flat, group, op)
 
@@ -307,56 +297,4 @@ class Reducer:
         parameter.grad = self._views[i]
 
     def _flat(self, bucket: Bucket) -> Tensor:
-        like = self._shared[bucket.members[0]].parameter
-        return torch.zeros(bucket.num_elements, dtype=like.dtype, device=like.device)
-
-
-def _key(shared: Shared) -> tuple[torch.dtype, torch.device, tuple[int, ...], int]:
-    p = shared.parameter
-    return p.dtype, p.device, primitives.ranks_of(shared.group), shared.divide
-
-
-def _view(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
-    """A piece of the bucket with the parameter's own strides, where those are dense."""
-    dense = torch.empty_like(parameter, device="meta")
-    return flat.as_strided(dense.shape, dense.stride(), offset)
-
-
-def _hook(arm: Callable[[Tensor], None], output: Tensor) -> Tensor:
-    if not output.is_floating_point() and not output.is_complex():
-        return output
-    if not output.requires_grad:
-        output = _Anchor.apply(output, torch.empty(0, requires_grad=True))
-    output.register_hook(arm)
-    return output
-
-
-class _Anchor(torch.autograd.Function):
-    """Identity that puts a tensor into the graph though nothing in it wants a gradient."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, anchor: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return None, None
-
-
-def _map_tensors(value, apply: Callable[[Tensor], Tensor]):
-    """`apply` on every tensor inside tuples, lists and dicts; other values as they are."""
-    if isinstance(value, Tensor):
-        return apply(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map_tensors(v, apply) for v in value))
-    if isinstance(value, tuple | list):
-        return type(value)(_map_tensors(v, apply) for v in value)
-    if isinstance(value, dict):
-        for key, item in value.items():
-            value[key] = _map_tensors(item, apply)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            item = getattr(value, field.name)
-            if (mapped := _map_tensors(item, apply)) is not item:
-                object.__setattr__(value, field.name, mapped)
-    return value
+        return self._shared[bucket.members[0]].parameter.new_zeros(bucket.num_elements)

@@ -13,7 +13,8 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.random import seed_rank
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.config.schema import Optim
-from torchdistpackage.ddp.reducer import Reducer, Shared
+from torchdistpackage.ddp.reducer import Reducer
+from torchdistpackage.ddp.shared import Shared
 from torchdistpackage.launch.reference import Reference
 from torchdistpackage.layout.derive import BATCH_AXES, gradient_ranks
 from torchdistpackage.layout.layout import Layout

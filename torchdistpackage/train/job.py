@@ -7,11 +7,10 @@ import importlib
 import os
 
 from torchdistpackage.config.load import load
-from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.launch.local import run_local
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.train.folder import prepare_folder
-from torchdistpackage.train.plan import make_plan
+from torchdistpackage.train.plan import local_procs, make_plan
 
 RANK = "torchdistpackage.train.rank"
 # torch._dynamo: the first optimizer of a process imports it, which takes seconds
@@ -25,12 +24,12 @@ def launch(path: str, overrides: list[str], resume: str = "auto") -> int:
         ConfigError: it is wrong, for any rank; nothing has been started.
         RankError: a rank failed; names the first culprit.
     """
-    config = load(path, overrides)
     rendezvous = detect(os.environ)
     if rendezvous.source != "alone":
-        make_plan(config, rendezvous.world_size, path)
+        config = load(path, overrides, rendezvous.world_size)
         # only a rank pays for torch; the parent of local ones does without
         return importlib.import_module(RANK).rank_main(config, resume)
+    config = load(path, overrides)
     num_procs = local_procs(config)
     make_plan(config, num_procs, path)
     folder = prepare_folder(config, resume)
@@ -43,8 +42,3 @@ def launch(path: str, overrides: list[str], resume: str = "auto") -> int:
     )
     return 0
 
-
-def local_procs(config: RunConfig) -> int:
-    """Processes to start here: as launch.local.procs says, else as the degrees multiply to."""
-    data = config.parallel.data
-    return config.launch.local.procs or config.parallel.model_size * (1 if data == "auto" else data)

@@ -90,6 +90,12 @@ def make_plan(config: RunConfig, world_size: int, source: str = "the configurati
     )
 
 
+def local_procs(config: RunConfig) -> int:
+    """Processes to start on one machine: launch.local.procs, else as the degrees multiply to."""
+    data = config.parallel.data
+    return config.launch.local.procs or config.parallel.model_size * (1 if data == "auto" else data)
+
+
 def gpt_shape(config: RunConfig) -> GPTShape:
     """The shape that the model, data and parallel sections describe together."""
     m = config.model

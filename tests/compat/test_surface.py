@@ -1,0 +1,242 @@
+"""The names of the earlier TorchDistPackage: where they were, as they were, or why not.
+
+`surface.yaml` lists them all. What it says is held against the package from both sides, so neither
+can change alone.
+"""
+
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import torchdistpackage
+from torchdistpackage.compat import paths
+from torchdistpackage.launch.wire import unpack
+
+TABLES = yaml.safe_load(Path(__file__).with_name("surface.yaml").read_text(encoding="utf-8"))
+ENTRIES = [entry for table in TABLES.values() for entry in table]
+BY_NAME = {entry["name"]: entry for entry in ENTRIES}
+HERE = [entry for entry in ENTRIES if entry["status"] == "here"]
+LATER = [entry for entry in ENTRIES if entry["status"] == "later"]
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def places(entry: dict) -> list[str]:
+    """Full paths of the modules that had the name."""
+    top = ["torchdistpackage"] if entry.get("top") else []
+    return [*top, *(f"torchdistpackage.{path}" for path in entry.get("paths", ()))]
+
+
+def by_name(entries: list[dict]) -> object:
+    return pytest.mark.parametrize("entry", entries, ids=lambda entry: entry["name"])
+
+
+def import_from(module: str, name: str) -> object:
+    """What `from module import name` does."""
+    return getattr(__import__(module, fromlist=[name]), name)
+
+
+def found(entry: dict) -> object:
+    owner, _, attribute = entry["name"].partition(".")
+    thing = import_from(places(BY_NAME[owner])[0], owner)
+    return getattr(thing, attribute) if attribute else thing
+
+
+def earlier_parameters(signature: str) -> tuple[list[tuple[str, str | None]], str | None]:
+    """[(name, default as text or None)] and the name of `**rest`, from the earlier parameters."""
+    function = ast.parse(f"def f({signature}): ...").body[0]
+    assert isinstance(function, ast.FunctionDef)
+    names = [a.arg for a in function.args.args]
+    defaults = [ast.unparse(d) for d in function.args.defaults]
+    padded = [None] * (len(names) - len(defaults)) + defaults
+    rest = function.args.kwarg
+    return list(zip(names, padded, strict=True)), rest.arg if rest else None
+
+
+def as_text(default: object) -> str:
+    return default.__name__ if inspect.isclass(default) else repr(default)
+
+
+def differences(signature: str, ours: list[inspect.Parameter]) -> set[str]:
+    """Earlier parameters that do not mean the same at the same place; of ours, those in the way."""
+    wanted, rest = earlier_parameters(signature)
+    positional = [p for p in ours if p.kind in POSITIONAL]
+    differ: set[str] = set()
+    for at, (name, default) in enumerate(wanted):
+        mine = positional[at] if at < len(positional) else None
+        same_name = mine is not None and mine.name == name
+        if not same_name or default not in (None, as_text(mine.default)):
+            differ.add(name)
+    kinds = {p.kind for p in ours}
+    if rest is not None and inspect.Parameter.VAR_KEYWORD not in kinds:
+        differ.add(rest)
+    more = [*positional[len(wanted) :], *(p for p in ours if p.kind is p.KEYWORD_ONLY)]
+    return differ | {p.name for p in more if p.default is p.empty}
+
+
+def test_the_table_is_well_formed():
+    assert len(BY_NAME) == len(ENTRIES)
+    for entry in ENTRIES:
+        assert entry["status"] in ("here", "later") and entry["kind"]
+        assert (entry["status"] == "later") == bool(entry.get("reason")), entry["name"]
+        assert all(entry.get("differs", {"": "reason"}).values())
+        owner, _, attribute = entry["name"].partition(".")
+        assert (entry["kind"] == "method") == bool(attribute)
+        assert not attribute or BY_NAME[owner]["status"] == entry["status"]
+        assert attribute or places(entry), f"{entry['name']} was nowhere"
+        assert "signature" in entry or entry["kind"] in ("value", "method")
+
+
+@by_name(HERE)
+def test_a_name_is_where_it_was(entry: dict):
+    pytest.importorskip("torch")
+    thing = found(entry)
+    assert all(import_from(place, entry["name"]) is thing for place in places(entry))
+    assert entry["kind"] == "value" or callable(thing)
+
+
+@by_name([entry for entry in HERE if "signature" in entry])
+def test_a_name_takes_the_calls_that_it_took(entry: dict):
+    """Each difference is one that the table gives a reason for, and none of those is stale."""
+    pytest.importorskip("torch")
+    thing = found(entry)
+    ours = list(inspect.signature(thing).parameters.values())
+    owner = BY_NAME[entry["name"].partition(".")[0]]
+    if entry["kind"] == "method" and owner["kind"] == "class":
+        ours = ours[1:]
+    assert differences(entry["signature"], ours) == set(entry.get("differs", {}))
+
+
+@pytest.mark.parametrize(
+    ("earlier", "ours", "differ"),
+    [
+        ("a, b=1", lambda a, b=1, *, c=None: ..., set()),
+        ("a, b=1", lambda a, b=1, c=2, **d: ..., set()),
+        ("a, b=1", lambda b, a=1: ..., {"a", "b"}),
+        ("a, b=1", lambda a, b=2: ..., {"b"}),
+        ("a, b=1", lambda a, b: ..., {"b"}),
+        ("a, b", lambda a, b=1: ..., set()),
+        ("a, b=1", lambda a: ..., {"b"}),
+        ("a", lambda a, b: ..., {"b"}),
+        ("a", lambda a, *, b: ..., {"b"}),
+        ("a, **rest", lambda a: ..., {"rest"}),
+    ],
+)
+def test_differences_are_seen(earlier, ours, differ):
+    assert differences(earlier, list(inspect.signature(ours).parameters.values())) == differ
+
+
+@by_name([entry for entry in LATER if entry["kind"] != "method"])
+def test_a_name_that_is_not_there_yet_says_why(entry: dict):
+    earlier_parameters(entry["signature"])
+    for place in places(entry):
+        if place in SHARED:
+            pytest.importorskip("torch")
+        module = importlib.import_module(place)
+        text = f"{place}.{entry['name']} is not there yet: {entry['reason']}"
+        with pytest.raises(AttributeError) as asked:
+            getattr(module, entry["name"])
+        with pytest.raises(ImportError) as imported:
+            import_from(place, entry["name"])
+        assert str(asked.value) == str(imported.value) == text
+        assert not hasattr(module, entry["name"])
+        assert entry["name"] not in dir(module)
+
+
+def test_the_table_of_paths_has_no_other_names():
+    listed = {(place, e["name"]) for e in ENTRIES if e["kind"] != "method" for place in places(e)}
+    served = {(path, name) for path, names in paths.MODULES.items() for name in names}
+    assert served <= listed
+    kept = {"torchdistpackage", "torchdistpackage.ddp.naive_ddp", "torchdistpackage.parallel"}
+    assert {path for path, _ in listed - served} <= kept, "only real files have names of their own"
+
+
+def test_every_earlier_tpc_method_is_there():
+    pytest.importorskip("torch")
+    methods = [e["name"].removeprefix("tpc.") for e in ENTRIES if e["name"].startswith("tpc.")]
+    assert len(methods) == 30
+    assert [name for name in methods if not callable(getattr(torchdistpackage.tpc, name))] == []
+
+
+OLD = [path for path in paths.MODULES if path != "torchdistpackage"]
+SHARED = ("torchdistpackage.ddp.naive_ddp",)
+"""Old paths at which there is a file that needs torch."""
+
+
+@pytest.mark.parametrize("path", OLD)
+def test_an_old_path_is_a_module_in_every_way(path: str):
+    if path in SHARED:
+        pytest.importorskip("torch")
+    module = importlib.import_module(path)
+    assert sys.modules[path] is module and module.__name__ == path
+    parent, _, name = path.rpartition(".")
+    assert getattr(importlib.import_module(parent), name) is module
+    assert import_from(parent, name) is module
+    if path not in SHARED:  # whose classes would be new ones after it
+        assert importlib.reload(module) is module
+    with pytest.raises(AttributeError, match=f"module '{path}' has no attribute 'no_such_name'"):
+        module.no_such_name  # noqa: B018
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(f"{path}.no_such_module")
+
+
+def test_a_star_imports_what_is_there():
+    """A name that is not there yet is not among them: it would break the import of the others."""
+    modules = {path: importlib.import_module(path) for path in OLD if path not in SHARED}
+    stars = {path: m.__all__ for path, m in modules.items() if not hasattr(m, "__file__")}
+    assert {path: set(names) for path, names in stars.items()} == {
+        path: {n for n, place in paths.MODULES[path].items() if not isinstance(place, paths.Later)}
+        for path in stars
+    }
+    assert stars["torchdistpackage.dist.node_group"] == ["setup_node_groups"]
+
+
+def test_import_statements_work_as_written():
+    pytest.importorskip("torch")
+    import torchdistpackage.dist.process_topo as topo
+    from torchdistpackage.parallel.pipeline_sched import forward_backward
+    from torchdistpackage.utils import fix_rand
+
+    assert topo.torch_parallel_context is torchdistpackage.tpc
+    assert forward_backward is torchdistpackage.forward_backward
+    assert fix_rand is torchdistpackage.fix_rand
+    with pytest.raises(ImportError, match="ShardedEMA is not there yet: averaged weights come"):
+        from torchdistpackage import ShardedEMA  # noqa: F401
+    with pytest.raises(ImportError, match="cannot import name 'ShardedEmu'"):
+        from torchdistpackage.dist.sharded_ema import ShardedEmu  # noqa: F401
+
+
+def test_a_pickle_by_an_old_path_loads():
+    pytest.importorskip("torch")
+    old = b"ctorchdistpackage.parallel.pipeline_helper\nCallableModule\n."
+    assert unpack(old) is importlib.import_module("torchdistpackage.parallel").CallableModule
+
+
+def test_old_paths_load_nothing_until_asked():
+    """In a fresh interpreter that refuses torch: all import, and only a name needs torch."""
+    code = f"""
+import importlib, sys
+sys.modules["torch"] = None
+import torchdistpackage
+before = set(sys.modules)
+assert torchdistpackage.dist.process_topo.__name__ == "torchdistpackage.dist.process_topo"
+for path in {OLD!r}:
+    if path not in {SHARED!r}:
+        importlib.import_module(path)
+loaded = set(sys.modules) - before - set({OLD!r})
+assert not loaded, loaded
+from torchdistpackage.dist.process_topo import gen_inner_ranks
+assert gen_inner_ranks(4, 2) == [[0, 1], [2, 3]]
+try:
+    torchdistpackage.dist.process_topo.test_comm
+except ImportError as error:
+    assert "torch" in str(error), error
+else:
+    raise SystemExit("test_comm came without torch")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,356 @@
+"""The rules the package lives by: imports point left, planning needs no torch, one folder talks.
+
+Read from the syntax trees, so that nothing hides in a function or behind TYPE_CHECKING.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "torchdistpackage"
+PACKAGE = ROOT.name
+
+PURE_FOLDERS = ("errors", "topology", "layout", "schedule", "config", "launch")
+ORDER = (
+    *PURE_FOLDERS,
+    *("comm", "harness", "tools", "ddp", "optim", "parallel", "models", "checkpoint", "train"),
+    *("compat", "cli"),
+)
+INSIDE_PARALLEL = ("tensor", "context", "expert", "pipeline", "auto", "placed")
+
+TOP_FILES = ("__init__.py", "__main__.py", "testing.py")
+"""They only name what others define, and so stand to the right of everything."""
+
+PURE_FILES = (
+    "__init__.py",
+    "testing.py",
+    "compat/paths.py",
+    "harness/pool.py",
+    "ddp/buckets.py",
+    "optim/lr.py",
+    "parallel/__init__.py",
+    "parallel/pipeline/split.py",
+    "parallel/tensor/layouts.py",
+    "models/registry.py",
+    "models/flops.py",
+    "models/*_layout.py",
+    "checkpoint/manifest.py",
+    "train/plan.py",
+    "train/folder.py",
+    "train/job.py",
+    "cli/*.py",
+)
+"""Outside the pure folders: what planning, and importing the package, need."""
+
+MAX_LINES = 300
+
+ONLY_ARGUMENTS = ("ddp", "optim", "parallel", "checkpoint", "tools")
+"""Folders that take plain arguments and never see the configuration or the launcher."""
+
+COMM_MAY_LAUNCH = "comm/runtime.py"
+"""It turns what the launcher found out into a process group."""
+
+MAY_CALL_TORCH_DISTRIBUTED = {
+    "harness/pool_rank.py": "makes and ends the default groups of test ranks, under comm's feet",
+}
+
+MAY_LOAD_BY_NAME = {
+    "__init__.py": "public names, on first use",
+    "testing.py": "public names, on first use",
+    "parallel/__init__.py": "public names, on first use",
+    "compat/paths.py": "old names, on first use",
+    "launch/reference.py": "the function that a user names",
+    "launch/forkserver.py": "the preload list, which is given as names so that it needs no torch",
+    "cli/main.py": "a command loads only what it needs",
+    "train/job.py": "only a rank pays for torch; the parent of local ranks does without",
+}
+"""Loading by text escapes the rules on imports."""
+
+FORBIDDEN_CALLS = ("eval", "exec", "breakpoint", "input", "exit", "quit")
+
+
+def files() -> list[Path]:
+    return sorted(ROOT.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+every_file = pytest.mark.parametrize("path", files(), ids=name_of)
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def is_pure(path: Path) -> bool:
+    folder = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    empty = path.name == "__init__.py" and not tree(path).body
+    return folder in PURE_FOLDERS or empty or any(fnmatch(name_of(path), f) for f in PURE_FILES)
+
+
+def module_of(path: Path) -> str:
+    parts = (PACKAGE, *path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path, inside: ast.AST | None = None) -> Iterator[tuple[int, str]]:
+    """(line, module) of each import: the module itself where one is imported from its package."""
+    for node in ast.walk(inside or tree(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}:{node.lineno}: write imports in full"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield node.lineno, whole if file_of(whole) else str(node.module)
+
+
+def file_of(module: str) -> Path | None:
+    """The file of one of our modules."""
+    first, *rest = module.split(".")
+    base = ROOT.joinpath(*rest)
+    candidates = (
+        (base.with_suffix(".py"), base / "__init__.py") if rest else (base / "__init__.py",)
+    )
+    return next((p for p in candidates if first == PACKAGE and p.is_file()), None)
+
+
+def own_imports(path: Path, inside: ast.AST | None = None) -> Iterator[tuple[int, Path]]:
+    for line, module in imports(path, inside):
+        if module.split(".")[0] == PACKAGE:
+            target = file_of(module)
+            assert target is not None, f"{name_of(path)}:{line}: there is no {module}"
+            yield line, target
+
+
+def place(path: Path) -> tuple[int, int]:
+    """Position in the order of folders, and inside parallel."""
+    relative = path.relative_to(ROOT)
+    if relative.as_posix() in TOP_FILES:
+        return len(ORDER), 0
+    folder, *rest = relative.parts
+    inside = rest[0] if folder == "parallel" and len(rest) > 1 else ""
+    at = INSIDE_PARALLEL.index(inside) if inside in INSIDE_PARALLEL else -1
+    return ORDER.index(folder.removesuffix(".py")), at
+
+
+def wrong_direction(path: Path) -> list[str]:
+    own = place(path)
+    return [
+        f"line {line}: {name_of(target)} is to the right"
+        for line, target in own_imports(path)
+        if place(target) > own
+    ]
+
+
+@every_file
+def test_imports_point_left(path: Path):
+    assert wrong_direction(path) == []
+
+
+@every_file
+def test_only_the_right_half_knows_configuration_and_launcher(path: Path):
+    folder = path.relative_to(ROOT).parts[0]
+    barred = {"config", "launch"} if folder in ONLY_ARGUMENTS else set()
+    if folder == "comm":
+        barred = {"config"} if name_of(path) == COMM_MAY_LAUNCH else {"config", "launch"}
+    seen = [
+        f"line {line}: {name_of(target)}"
+        for line, target in own_imports(path)
+        if target.relative_to(ROOT).parts[0] in barred
+    ]
+    assert seen == []
+
+
+def test_files_that_promise_to_need_no_torch_are_held_to_it():
+    promised = [p for p in files() if "no torch" in (ast.get_docstring(tree(p)) or "").lower()]
+    assert len(promised) > 8
+    assert [name_of(path) for path in promised if not is_pure(path)] == []
+
+
+@pytest.mark.parametrize("path", [p for p in files() if is_pure(p)], ids=name_of)
+def test_pure_files_import_pure_files_and_no_torch(path: Path):
+    torch = [line for line, module in imports(path) if module.split(".")[0] == "torch"]
+    assert torch == []
+    unclean = [
+        f"line {line}: {name_of(target)} needs torch"
+        for line, target in own_imports(path)
+        if not is_pure(target)
+    ]
+    assert unclean == []
+
+
+def test_pure_modules_load_where_torch_is_refused():
+    """A finder that refuses torch stands before all others: nothing loads it by a detour."""
+    modules = [module_of(path) for path in files() if is_pure(path)]
+    assert len(modules) > 30
+    code = f"""
+import importlib, sys
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ImportError(f"{{name}} is refused here")
+sys.meta_path.insert(0, NoTorch())
+for module in {modules!r}:
+    importlib.import_module(module)
+assert not [name for name in sys.modules if name.partition(".")[0] == "torch"]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def torch_distributed_in(path: Path) -> list[str]:
+    """Every way by which a file gets at torch.distributed."""
+    by_import = [
+        f"line {line}: import {module}"
+        for line, module in imports(path)
+        if module.startswith("torch.distributed")
+    ]
+    by_name = [
+        f"line {node.lineno}: from torch import distributed"
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ImportFrom)
+        and node.module == "torch"
+        and any(alias.name == "distributed" for alias in node.names)
+    ]
+    by_attribute = [
+        f"line {node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node).startswith("torch.distributed")
+        and node.attr == "distributed"
+    ]
+    return by_import + by_name + by_attribute
+
+
+@every_file
+def test_only_comm_talks_to_torch_distributed(path: Path):
+    """Others name the group type by `comm.primitives.Group` and call what comm offers."""
+    if (
+        path.relative_to(ROOT).parts[0] != "comm"
+        and name_of(path) not in MAY_CALL_TORCH_DISTRIBUTED
+    ):
+        assert torch_distributed_in(path) == []
+
+
+def test_exceptions_are_still_needed():
+    assert all(torch_distributed_in(ROOT / name) for name in MAY_CALL_TORCH_DISTRIBUTED)
+    assert all(loads_by_name(ROOT / name) for name in MAY_LOAD_BY_NAME)
+    assert any("launch" in name_of(t) for _, t in own_imports(ROOT / COMM_MAY_LAUNCH))
+    for name in PURE_FILES:
+        assert list(ROOT.glob(name)), f"no file {name}"
+
+
+@every_file
+def test_own_modules_are_imported_at_the_top(path: Path):
+    """A late import hides a circle. Optional dependencies, which are not ours, may come late."""
+    late = [
+        f"line {line}: {name_of(target)} in {function.name}"
+        for function in ast.walk(tree(path))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for line, target in own_imports(path, function)
+    ]
+    assert late == []
+
+
+def loads_by_name(path: Path) -> list[str]:
+    """Calls of import_module and __import__."""
+    return [
+        f"line {node.lineno}: {ast.unparse(node.func)}"
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__")
+    ]
+
+
+@every_file
+def test_modules_are_loaded_by_text_only_where_there_is_a_reason(path: Path):
+    if name_of(path) not in MAY_LOAD_BY_NAME:
+        assert loads_by_name(path) == []
+
+
+@every_file
+def test_files_stay_short(path: Path):
+    num_lines = path.read_text(encoding="utf-8").count("\n")
+    assert num_lines <= MAX_LINES
+
+
+@every_file
+def test_modules_open_with_what_they_are(path: Path):
+    body = tree(path).body
+    assert not body or ast.get_docstring(tree(path)), "no docstring"
+    if path.name == "__init__.py" and path.parent != ROOT:
+        assigned = {ast.unparse(t) for n in body if isinstance(n, ast.Assign) for t in n.targets}
+        defined = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+        assert not body or "__getattr__" in defined, f"neither empty nor lazy: {assigned}"
+
+
+def shortcuts_in(path: Path) -> Iterator[str]:
+    """Calls and statements that have no place in a library."""
+    in_cli = path.relative_to(ROOT).parts[0] == "cli"
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            barred = FORBIDDEN_CALLS if in_cli else (*FORBIDDEN_CALLS, "print")
+            if node.func.id in barred:
+                yield f"line {node.lineno}: {node.func.id}()"
+        elif isinstance(node, ast.Assert) and node.msg is not None and user_sees(node.msg):
+            yield f"line {node.lineno}: assert with a text for a user: raise one of errors.py"
+    for line, module in imports(path):
+        if module.split(".")[0] in ("pdb", "ipdb"):
+            yield f"line {line}: {module}"
+
+
+def user_sees(message: ast.expr) -> bool:
+    """A text with values in it tells somebody what is wrong; a plain one notes an invariant."""
+    return not isinstance(message, ast.Constant)
+
+
+@every_file
+def test_no_shortcuts(path: Path):
+    assert list(shortcuts_in(path)) == []
+
+
+SAMPLES = {
+    "schedule/sample.py": (
+        wrong_direction,
+        "from torchdistpackage.comm import tpc",
+        "line 1: comm/tpc.py is to the right",
+    ),
+    "parallel/tensor/sample.py": (
+        wrong_direction,
+        "def f():\n    import torchdistpackage.parallel.pipeline.split",
+        "line 2: parallel/pipeline/split.py is to the right",
+    ),
+    "ddp/sample.py": (
+        torch_distributed_in,
+        "import torch\nx = torch.distributed.get_rank()",
+        "line 2: torch.distributed",
+    ),
+    "optim/sample.py": (
+        torch_distributed_in,
+        "from torch import distributed as dist",
+        "line 1: from torch import distributed",
+    ),
+    "models/sample.py": (
+        loads_by_name,
+        "from importlib import import_module\nimport_module('torchdistpackage.cli.main')",
+        "line 2: import_module",
+    ),
+    "train/sample.py": (shortcuts_in, "def f(x):\n    print(x)", "line 2: print()"),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_the_fence_holds(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Each kind of breach, in a file that does not exist, is seen."""
+    look, text, expected = SAMPLES[name]
+    monkeypatch.setitem(globals(), "tree", lambda path: ast.parse(text))
+    assert list(look(ROOT / name)) == [expected]

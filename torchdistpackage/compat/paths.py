@@ -1,0 +1,274 @@
+"""Where every name of the earlier TorchDistPackage lives now, by its old module path.
+
+One rule: one table, and nothing is loaded before a name is asked for. An old path imports as a
+module whose names are looked up here; a module of this package at an old path keeps its own names
+and gets the missing ones. A name that is not there yet says so and why.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import ModuleType
+
+PACKAGE = __name__.partition(".")[0]
+
+
+class Later(str):
+    """Why a name is not there yet; the text ends a sentence."""
+
+    __slots__ = ()
+
+
+_ZERO = Later("optimizer states are not sharded over the data ranks yet")
+_EMA = Later("averaged weights come with optimizer states that are sharded")
+_MOE = Later("there are no expert layers yet whose gradients it would average")
+_SCALER = Later("float16 with loss scaling is not supported yet; bf16 needs none")
+_MESSAGES = Later("stages exchange messages through the executor only, so far")
+_SUFFIX = Later("a checkpoint is one folder with a manifest and needs no suffix a rank")
+_BANDWIDTH = Later("communication is tested, by test_comm, but not measured yet")
+_TRACES = Later("profiler ranges and per-rank printing are not offered yet")
+_PROFILE = Later("modules cannot be profiled yet")
+_NAN = Later("tracing of NaN and Inf is not offered yet")
+_REPLACE = Later("modules cannot be replaced by rule yet")
+_JOBS = Later("Slurm jobs are joined, but not submitted or watched yet")
+
+Names = dict[str, tuple[str, ...]]
+"""Module of this package, or why not yet (a `Later`), -> names."""
+
+_SCHEDULER: Names = {
+    "parallel.pipeline.forward_backward": ("forward_backward", "forward_eval"),
+}
+_PARTITION: Names = {
+    "parallel.pipeline.flatten": (
+        "partition_uniform",
+        "partition_balanced",
+        "flatten_model",
+        "flatten_sequence",
+        "flat_and_partition",
+        "CallableModule",
+    ),
+}
+_CLIP: Names = {"optim.clip": ("clip_grad_norm_",), _SCALER: ("NativeScalerPP",)}
+_P2P: Names = {
+    _MESSAGES: (
+        "send_obj_meta",
+        "recv_obj_meta",
+        "recv_forward",
+        "recv_backward",
+        "send_forward",
+        "send_backward",
+        "send_forward_recv_backward",
+        "send_backward_recv_forward",
+        "send_forward_recv_forward",
+        "send_backward_recv_backward",
+        "send_forward_backward_recv_forward_backward",
+        "split_tensor_into_1d_equal_chunks",
+        "gather_split_1d_tensor",
+    ),
+}
+_ZERO_OPTIMIZER: Names = {_ZERO: ("Bf16ZeroOptimizer",)}
+_PROFILER = (
+    "register_profile_hooks",
+    "report_prof",
+    "sort_mem_time_ratio",
+    "get_model_profile",
+)
+
+OLD_PATHS: dict[str, Names] = {
+    "": {
+        _MOE: ("create_moe_dp_hooks", "moe_dp_iter_step"),
+        _ZERO: ("Bf16ZeroOptimizer",),
+        _EMA: ("ShardedEMA",),
+        _PROFILE: tuple(name for name in _PROFILER if name != "sort_mem_time_ratio"),
+        _REPLACE: ("replace_all_module", "replace_linear_by_bnb", "replace_linear_by_bminf"),
+    },
+    "dist.launch_from_slurm": {
+        "comm.runtime": ("setup_distributed", "setup_distributed_slurm", "find_free_port"),
+    },
+    "dist.process_topo": {
+        "comm.tpc": ("ProcessTopology", "torch_parallel_context", "is_using_pp"),
+        "topology.ranks": ("gen_inner_ranks", "gen_groups"),
+        "harness.smoke": ("test_comm",),
+    },
+    "dist.node_group": {"comm.nodes": ("setup_node_groups",)},
+    "dist.model_parallel_ckpt": {_SUFFIX: ("get_mp_ckpt_suffix",)},
+    "dist.sharded_ema": {_EMA: ("ShardedEMA",)},
+    "dist.py_comm_test": {_BANDWIDTH: ("test_collection", "test_all2all_balanced")},
+    "dist.utils": {
+        _TRACES: (
+            "cu_prof_start",
+            "cu_prof_stop",
+            "nvtx_decorator",
+            "NVTXContext",
+            "disable_non_master_print",
+        ),
+        _NAN: ("_has_inf_or_nan",),
+    },
+    "utils": {"comm.random": ("fix_rand",), _ZERO: ("partition_params",)},
+    "ddp.naive_ddp": {_MOE: ("create_moe_dp_hooks", "moe_dp_iter_step")},
+    "ddp.zero_optim": _ZERO_OPTIMIZER,
+    "ddp.zer_optim": _ZERO_OPTIMIZER,
+    "parallel.pipeline_sched": _SCHEDULER,
+    "parallel.pipeline_helper": _PARTITION,
+    "parallel.clip_grad_parallel": _CLIP,
+    "parallel.comm": _P2P,
+    "parallel.pipeline_parallel.pipeline_sched": _SCHEDULER,
+    "parallel.pipeline_parallel.pipeline_helper": _PARTITION,
+    "parallel.pipeline_parallel.clip_grad_parallel": _CLIP,
+    "parallel.pipeline_parallel.comm": _P2P,
+    "parallel.tensor_parallel.tp_utils": {
+        "parallel.tensor.classic": (
+            "set_tp_group",
+            "get_tp_group",
+            "get_tensor_model_parallel_world_size",
+            "TpLinear",
+            "ColParallelLinear",
+            "RowParallelLinear",
+            "gather_from_sequence_parallel_region",
+            "reduce_scatter_to_sequence_parallel_region",
+            "maybe_gather_from_sequence_parallel",
+            "maybe_split_into_sequence_parallel",
+            "set_sequence_parallel_attr",
+            "is_squence_parallel_tensor",
+        ),
+    },
+    "parallel.tensor_parallel.mlp": {"parallel.tensor.classic_block": ("Mlp", "TpMlp")},
+    "parallel.tensor_parallel.attn": {
+        "parallel.tensor.classic_block": ("Attention", "TpAttention"),
+    },
+    "parallel.tensor_parallel.transformer": {
+        "parallel.tensor.classic_block": ("Block", "ParallelBlock", "Transformer"),
+    },
+    "tools.module_profiler": {_PROFILE: _PROFILER},
+    "tools.debug_nan": {
+        _NAN: ("check_tensors", "check_model_params", "fwd_hook_wrapper", "bwd_hook_wrapper"),
+    },
+    "tools.module_replace": {_REPLACE: ("replace_all_module",)},
+    "tools.bnb_fc": {_REPLACE: ("replace_linear_by_bnb",)},
+    "tools.bminf_int8": {_REPLACE: ("replace_linear_by_bminf",)},
+    "tools.slurm_job_monitor": {
+        _JOBS: (
+            "launch_job",
+            "get_slurm_jobinfo",
+            "determine_job_is_alive",
+            "job_is_finished",
+            "scancel_slurm_job",
+            "monitor_job",
+        ),
+    },
+}
+"""Old path below the package -> where its names are; a file that is there now has its own."""
+
+
+def _flat() -> dict[str, dict[str, str]]:
+    """Full old path -> name -> module or Later; the packages on the way have no names."""
+    flat: dict[str, dict[str, str]] = {}
+    for path, names in OLD_PATHS.items():
+        full = f"{PACKAGE}.{path}" if path else PACKAGE
+        while full not in flat:
+            flat[full] = {}
+            full = full.rpartition(".")[0] or full
+        full = f"{PACKAGE}.{path}" if path else PACKAGE
+        flat[full] = {name: place for place, held in names.items() for name in held}
+    return flat
+
+
+MODULES = _flat()
+
+
+def lookup(module: str, name: str) -> object:
+    """What the old `module` called `name`, loaded now; a module below it counts as a name.
+
+    Raises:
+        AttributeError: it never had that name, or the name is not there yet.
+    """
+    if f"{module}.{name}" in MODULES:
+        return importlib.import_module(f"{module}.{name}")
+    place = MODULES[module].get(name)
+    if place is None:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    if isinstance(place, Later):
+        raise AttributeError(not_yet(module, name, place))
+    return getattr(importlib.import_module(f"{PACKAGE}.{place}"), name)
+
+
+def not_yet(module: str, name: str, why: Later) -> str:
+    return f"{module}.{name} is not there yet: {why}"
+
+
+def serve(module: ModuleType) -> None:
+    """Give `module` the names of its old path, behind those that it has."""
+    own = vars(module).get("__getattr__")
+
+    def find(name: str) -> object:
+        if own is not None:
+            try:
+                return own(name)
+            except AttributeError:
+                if f"{module.__name__}.{name}" not in MODULES:
+                    raise
+        return lookup(module.__name__, name)
+
+    vars(module)["__getattr__"] = find
+    # Of a module with a path, `from module import name` looks for a module of that name where an
+    # attribute is missing, asks the finder, and so shows the reason that an AttributeError loses.
+    vars(module).setdefault("__path__", [])
+
+
+class OldModule:
+    """Loader of an old path at which there is no file now."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        names = MODULES[module.__name__]
+        public = [name for name, place in names.items() if not isinstance(place, Later)]
+        below = [path.rpartition(".") for path in MODULES]
+        children = [name for parent, _, name in below if parent == module.__name__]
+        vars(module).update(
+            __doc__=f"The earlier path of {', '.join(public) or 'other modules'}.",
+            __all__=public,
+            __dir__=lambda: sorted({*vars(module), *public, *children}),
+        )
+        vars(module).pop("__getattr__", None)  # of before a reload
+        serve(module)
+
+
+class SharedModule(SourceFileLoader):
+    """Loader of a file of this package at an old path."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module).pop("__getattr__", None)  # of before a reload
+        super().exec_module(module)
+        serve(module)
+
+
+class OldPaths:
+    """Finds the old paths, and nothing else."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname in MODULES and fullname != PACKAGE:
+            spec = PathFinder.find_spec(fullname, path)
+            if spec is None:
+                return ModuleSpec(fullname, OldModule(), origin=__name__, is_package=True)
+            if isinstance(spec.loader, SourceFileLoader):
+                spec.loader = SharedModule(spec.loader.name, spec.loader.path)
+            return spec
+        module, _, name = fullname.rpartition(".")
+        why = MODULES.get(module, {}).get(name)
+        if isinstance(why, Later):
+            raise ImportError(not_yet(module, name, why), name=fullname)
+        return None
+
+
+FINDER = OldPaths()
+
+
+def install() -> None:
+    """Let old paths be imported from now on. Safe to call twice."""
+    if FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, FINDER)

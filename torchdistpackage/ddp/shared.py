@@ -1,0 +1,30 @@
+"""A parameter and the ranks with which it shares its gradient."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from torchdistpackage.comm.primitives import Group, ranks_of
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A parameter whose gradient is summed over `group`, then divided by `divide`."""
+
+    name: str
+    parameter: nn.Parameter
+    group: Group
+    divide: int = 1
+
+    @property
+    def key(self) -> Hashable:
+        """Gradients with equal keys may travel in one bucket."""
+        p = self.parameter
+        return p.dtype, p.device, ranks_of(self.group), self.divide
+
+    def view(self, flat: Tensor, offset: int) -> Tensor:
+        """The part of a bucket from `offset` on, with the parameter's own strides if dense."""
+        like = torch.empty_like(self.parameter, device="meta")
+        return flat.as_strided(like.shape, like.stride(), offset)
