@@ -5,11 +5,14 @@ most 8, with sequence parallelism on and off and the embedding tied and untied.
 """
 
 import itertools
+import json
 import math
+from pathlib import Path
 
 import pytest
 
 from tests.train import parity
+from torchdistpackage.config.load import load
 from torchdistpackage.topology.views import DEFAULT_ORDER
 
 BUILT = ("data", "pipe", "tensor")
@@ -96,7 +99,7 @@ def expect_same(results: list, truth: list) -> None:
         assert abs(my_norm - norm) < 1e-9 * norm
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", list(cases()))
 def test_one_step_is_that_of_one_process(ranks, case):
     degrees, sequence_parallel, tied = case
     base = overrides(degrees, tied)
@@ -104,3 +107,45 @@ def test_one_step_is_that_of_one_process(ranks, case):
     mine.append(f"parallel.sequence_parallel={str(sequence_parallel).lower()}")
     results = ranks(math.prod(degrees.values())).run(one_step, mine)
     expect_same(results, one_process(ranks, base))
+
+
+LAYOUTS = {
+    "data4": ["parallel.data=4"],
+    "pipe4": ["parallel.pipe=4"],
+    "tensor4": ["parallel.tensor=4"],
+    "data2xpipe2": ["parallel.data=2", "parallel.pipe=2"],
+    "pipe2xtensor2": ["parallel.pipe=2", "parallel.tensor=2"],
+    "data2xtensor2": ["parallel.data=2", "parallel.tensor=2"],
+}
+NARROW = ["model.dim=32", "data.seq_len=32"]
+"""gpt_tiny with less to compute, for the small set."""
+
+
+def losses(changes: list[str], num_steps: int) -> list[float]:
+    """Training losses of configs/gpt_tiny.yaml with `changes`."""
+    run = parity.trainer(changes)
+    return [run.train_step(step).read().loss for step in range(1, num_steps + 1)]
+
+
+def of_gpt_tiny(changes: list[str]) -> list[str]:
+    """gpt_tiny's own values, as overrides, on one rank but for `changes`."""
+    file = load(Path(__file__).parents[2] / "configs" / "gpt_tiny.yaml")
+    keep = ("model", "data", "optim", "train", "pipeline", "precision")
+    written = {
+        f"{section}.{key}": value
+        for section in keep
+        for key, value in getattr(file, section).model_dump().items()
+        if not isinstance(value, dict | list | tuple)
+    }
+    return [*(f"{k}={json.dumps(v)}" for k, v in written.items()), "parallel.data=1", *changes]
+
+
+@pytest.mark.parametrize(
+    "narrow", [pytest.param(NARROW, id="narrow"), pytest.param([], id="", marks=pytest.mark.full)]
+)
+def test_gpt_tiny_has_one_loss_over_50_steps_on_every_layout(ranks, narrow):
+    truth = ranks(1).run(losses, of_gpt_tiny(narrow), 50, timeout_s=300)[0]
+    assert truth[-1] < truth[0] - 1
+    for name, layout in LAYOUTS.items():
+        for mine in ranks(4).run(losses, of_gpt_tiny([*narrow, *layout]), 50, timeout_s=300):
+            assert mine == pytest.approx(truth, rel=0, abs=1e-5), name

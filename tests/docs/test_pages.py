@@ -1,0 +1,31 @@
+"""What the pages say is so: tables follow the schema, links lead somewhere, the tour runs."""
+
+import doctest
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def test_the_tables_of_the_yaml_follow_the_schema():
+    command = [sys.executable, str(ROOT / "scripts" / "docs"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_tour_prints_what_it_says():
+    failed, tried = doctest.testfile(str(ROOT / "Intro.md"), module_relative=False)
+    assert tried > 10
+    assert not failed, "the differences are in the output above"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_to_a_file_leads_to_one(page: Path):
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    lost = [x for x in links if "://" not in x and not (page.parent / x).exists()]
+    assert not lost
