@@ -199,6 +199,13 @@ def test_a_users_own_model_loss_and_data_come_by_import_path(tmp_path):
     assert (tmp_path / "own" / "checkpoints" / "step_000040").is_dir()
 
 
+def test_minutes_between_saves_are_rank_0s_and_all_save_together(tmp_path):
+    run(tmp_path, "train.steps=3", "checkpoint.save_every_min=1e-9", "parallel.tensor=2",
+        "parallel.data=1")  # fmt: skip
+    saved = sorted(p.name for p in (tmp_path / "gpt_tiny" / "checkpoints").iterdir())
+    assert saved == ["step_000002", "step_000003"], "every step is late, two are kept"
+
+
 def test_a_wrong_run_starts_nothing_and_leaves_nothing(tmp_path):
     process = start(tmp_path, "parallel.tensor=3", "train.stepz=4")
     out, _ = process.communicate(timeout=60)

@@ -1,5 +1,8 @@
 """Whole steps of the trainer under many cuts of the same work: losses, evaluation, dropout."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
@@ -132,3 +135,45 @@ def wrong_batch() -> None:
 
 def test_a_loader_keyed_by_global_rank_is_caught_on_the_first_step(ranks):
     ranks(2).run(wrong_batch)
+
+
+def half_precision(extra: list[str]) -> tuple[list[float], set[str]]:
+    run = parity.trainer([*TINY, *UNEVEN, "precision.dtype=bf16", *extra])
+    losses = [run.train_step(step).read().loss for step in (1, 2, 3)]
+    return losses, {str(p.dtype) for p in run.stage.parameters()}
+
+
+def test_bf16_keeps_weights_wide_and_stays_close_on_every_layout(ranks):
+    exact = ranks(1).run(losses_of, ["precision.dtype=float32"])[0]
+    for extra in (["parallel.pipe=2", "parallel.tensor=2"], ["parallel.data=2", "parallel.pipe=2"]):
+        for losses, dtypes in ranks(4).run(half_precision, [*extra, "pipeline.microbatches=2"]):
+            assert dtypes == {"torch.float32"}
+            assert losses == pytest.approx(exact, rel=5e-3) and losses != exact
+
+
+def losses_of(extra: list[str]) -> list[float]:
+    run = parity.trainer([*TINY, *UNEVEN, *extra])
+    return [run.train_step(step).read().loss for step in (1, 2, 3)]
+
+
+def sources(folder: str) -> None:
+    """text and tokens from the YAML give batches of what is in the files."""
+    text = Path(folder) / "a.txt"
+    text.write_text("abcdefgh" * 400)
+    np.arange(3000, dtype=np.uint16).tofile(Path(folder) / "ids.bin")
+    run = parity.trainer([*TINY, "data.name=text", f"data.path={text}"])
+    ids, targets = run.data.batch("train", 0, 1, 0, 1, 2)
+    assert bytes(ids[0, 1:].tolist()) == bytes(targets[0, :-1].tolist())
+    assert set(bytes(ids.flatten().tolist())) == set(b"abcdefgh")
+    run = parity.trainer([*TINY, "data.name=tokens", f"data.path={folder}/ids.bin",
+                          "model.vocab=3000"])  # fmt: skip
+    ids, targets = run.data.batch("val", 0, 0, 0, 1, 2)
+    assert torch.equal(ids + 1, targets) and int(ids.min()) >= 2850
+    with pytest.raises(ValueError, match="vocabulary of 300"):
+        parity.trainer(
+            [*TINY, "data.name=tokens", f"data.path={folder}/ids.bin", "model.vocab=300"]
+        )
+
+
+def test_text_and_token_files_are_read_as_the_yaml_names_them(ranks, tmp_path):
+    ranks(1).run(sources, str(tmp_path))

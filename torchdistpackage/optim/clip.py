@@ -69,6 +69,8 @@ def group_norm(
 def local_power(mine: Iterable[nn.Parameter], norm_type: float, device: torch.device) -> Tensor:
     """Sum of |g|^p over these gradients, or their largest |g| for p = inf; zero without any.
 
+    A NaN among them makes the sum NaN, the largest infinite.
+
     0-dim, float64 on the CPU and float32 elsewhere. Parameters without gradient do not count.
     """
     grads = [p.grad for p in mine if p.grad is not None and p.grad.numel()]
@@ -76,7 +78,10 @@ def local_power(mine: Iterable[nn.Parameter], norm_type: float, device: torch.de
     if not grads:
         return torch.zeros((), dtype=wide, device=device)
     norms = torch.stack([norm.to(wide) for norm in torch._foreach_norm(grads, norm_type)])
-    return norms.max() if norm_type == INF else (norms**norm_type).sum()
+    if norm_type == INF:
+        # not every backend's maximum keeps a NaN; all of them keep infinity
+        return norms.nan_to_num(nan=INF, posinf=INF).max()
+    return (norms**norm_type).sum()
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:

@@ -41,4 +41,3 @@ def launch(path: str, overrides: list[str], resume: str = "auto") -> int:
         log_dir=folder / "logs",
     )
     return 0
-

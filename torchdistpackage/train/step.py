@@ -117,8 +117,9 @@ class Trainer:
         clock = self.executor.clock
         busy = clock.computed_s() / clock.elapsed_s() if measure else 0.0
         power = local_power(self._mine, 2.0, self.device)
-        rest = torch.tensor([busy, float(save)], dtype=power.dtype).to(self.device)
-        stats = torch.cat([totals.to(power.dtype), power[None], rest])
+        # filled on the device: a copy from the host would wait for it
+        rest = [power.new_full((), value) for value in (busy, float(save))]
+        stats = torch.stack([*totals.to(power.dtype), power, *rest])
         primitives.all_reduce(stats, self._world)
         self.scale(stats[1], stats[2])
         lr = config.optim.lr * warmup_cosine(
@@ -136,8 +137,7 @@ class Trainer:
     def accumulate(self, step: int) -> Tensor:
         """Gradients of the sum of all losses of a step; (loss sum, count) of what I tell."""
         rounds = self.plan.config.train.accumulate
-        totals = torch.zeros(2, dtype=torch.float64 if self.device.type == "cpu" else torch.float32)
-        totals = totals.to(self.device)
+        totals = self._zeros()
         for index in range(rounds):
             batch = self._batch("train", step, index)
             if step == 1 and index == 0:
@@ -169,14 +169,14 @@ class Trainer:
 
     def evaluate(self) -> float:
         """Mean loss over the validation batches, equal on all ranks. Leaves training as it was."""
-        totals = torch.zeros(2, dtype=torch.float64, device="cpu")
+        totals = self._zeros()
         self.stage.eval()
         with torch.random.fork_rng(devices=_cuda_indices(self.device)):
             for index in range(self.plan.config.train.eval_batches):
-                totals += self._pass(self.evaluator, self._batch("val", index, 0), None).cpu()
+                totals += self._pass(self.evaluator, self._batch("val", index, 0), None)
         self.stage.train()
-        totals = primitives.all_reduce(totals.to(self.device), self._world).tolist()
-        return totals[0] / max(totals[1], 1)
+        total, count = primitives.all_reduce(totals, self._world).tolist()
+        return total / max(count, 1)
 
     # -- one pass over the microbatches of a round -------------------------------------
 
@@ -205,8 +205,7 @@ class Trainer:
         size = self.plan.samples_per_microbatch
         weight = next(self.stage.parameters(), None)
         inputs, targets = (self._place(x, weight).split(size) for x in batch)
-        totals = torch.zeros(2, dtype=torch.float64 if self.device.type == "cpu" else torch.float32)
-        totals = totals.to(self.device)
+        totals = self._zeros()
 
         def forward(m: int, received: Message) -> Message:
             x = inputs[m] if executor.is_first else received
@@ -221,6 +220,10 @@ class Trainer:
 
         executor.run(forward, reducer=reducer)
         return totals
+
+    def _zeros(self) -> Tensor:
+        wide = torch.float64 if self.device.type == "cpu" else torch.float32
+        return torch.zeros(2, dtype=wide, device=self.device)
 
     def _place(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """On my device; numbers that are not ids in the precision of the weights."""
