@@ -18,7 +18,8 @@ def test_the_tables_of_the_yaml_follow_the_schema():
     assert done.returncode == 0, done.stderr
 
 
-def test_the_tour_prints_what_it_says():
+def test_the_tour_prints_what_it_says(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
     failed, tried = doctest.testfile(str(ROOT / "Intro.md"), module_relative=False)
     assert tried > 10
     assert not failed, "the differences are in the output above"

@@ -70,7 +70,7 @@ def with_an_empty_stage(p: float) -> None:
         expected = torch.tensor([1.0, -2.0, 2.0]) * (rank + 1) * 0.5 / every.norm(p)
         torch.testing.assert_close(q.grad, expected, rtol=1e-4, atol=0)
         q.grad[0] = math.nan if rank == 2 else 0.0
-    with pytest.raises(RuntimeError, match="norm of the gradients of all stages is (nan|inf)"):
+    with pytest.raises(RuntimeError, match=r"norm of the gradients of all stages is (nan|inf)"):
         clip_grad_norm_(own, 0.5, p, error_if_nonfinite=True)
 
 
