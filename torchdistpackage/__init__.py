@@ -23,6 +23,7 @@ NAMES: dict[str, str] = {
     "gen_inner_ranks": "topology.ranks:gen_inner_ranks",
     "gen_groups": "topology.ranks:gen_groups",
     "run_local": "launch.local:run_local",
+    "run_here": "launch.here:run_here",
     # values: planned, checked and compared without processes
     "Mesh": "topology.mesh:Mesh",
     "Topology": "topology.views:Topology",

@@ -5,6 +5,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.derive import (
     blocks,

@@ -5,6 +5,7 @@ import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import pytest
+
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule import draw
 from torchdistpackage.schedule.actions import Action, Batch, Kind, Schedule, flatten, parse, to_csv

@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+
 from torchdistpackage.errors import TopologyError
 from torchdistpackage.topology.views import topology
 

@@ -106,11 +106,13 @@ class Progress:
     """How far the run is: a bar on a terminal, else one plain line every `every` steps.
 
     Without a terminal there is no carriage return nor colour, so a log file stays a log file.
-    done: steps that an earlier start of the run has done.
+    done: steps that an earlier start of the run has done. unit: what the loss is a mean over.
     """
 
-    def __init__(self, total: int, *, every: int, stream: TextIO, done: int = 0):
-        self._total, self._every, self._stream = total, every, stream
+    def __init__(
+        self, total: int, *, every: int, stream: TextIO, done: int = 0, unit: str = "tokens"
+    ):
+        self._total, self._every, self._stream, self._unit = total, every, stream, unit
         self._bar: Bar | None = None
         if stream.isatty() and os.environ.get("TERM") != "dumb":
             self._bar = Bar(
@@ -134,7 +136,7 @@ class Progress:
     ) -> None:
         """Show a step that is done. Bubbles are fractions of the step time; None without a
         pipeline."""
-        text = f"loss {loss:.4f}  {_thousands(tokens_per_s)} tokens/s"
+        text = f"loss {loss:.4f}  {_thousands(tokens_per_s)} {self._unit}/s"
         if bubble is not None:
             text += f"  bubble {bubble:.1%}"
         if predicted_bubble is not None:

@@ -31,6 +31,7 @@ class Loop:
         self.speaks = trainer.rank == 0
         self._saved_at = time.monotonic()
         self._pending: Issued | None = None
+        self._asked_to_save = False
         self._entropies: tuple[float, float] | None = None
 
     def run(self) -> float:
@@ -41,7 +42,9 @@ class Loop:
             return self._train(None, None)
         with (
             MetricsLog(self.folder, resume_step=done) as metrics,
-            Progress(total, every=self.config.log.every, stream=sys.stdout, done=done) as bar,
+            Progress(
+                total, every=self.config.log.every, stream=sys.stdout, done=done, unit=self.unit
+            ) as bar,
         ):
             if done:
                 left = f"{total - done} to go" if done < total else "nothing left to train"
@@ -73,7 +76,10 @@ class Loop:
                 self._saved_at, self._asked_to_save = time.monotonic(), False
         return trainer.evaluate() if final is None else final
 
-    _asked_to_save = False
+    @property
+    def unit(self) -> str:
+        """What the loss is a mean over, as far as anybody can know of a user's own."""
+        return "tokens" if self.config.model.loss is None else "samples"
 
     @property
     def _saves(self) -> bool:
@@ -144,7 +150,8 @@ def finish(loop: Loop, loss: float) -> None:
     text = sample_text(loop.trainer)
     if not loop.speaks:
         return
-    say(f"validation loss {loss:.4f} nats per token")
+    of_tokens = " nats per token" if loop.unit == "tokens" else ""
+    say(f"validation loss {loss:.4f}{of_tokens}")
     if found := loop.table_entropies():
         say(f"  unigram table {found[0]:.4f}, bigram table {found[1]:.4f} on the same split")
     if text is not None:
