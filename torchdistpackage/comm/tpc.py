@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchdistpackage.comm.groups import Groups
-from torchdistpackage.comm.primitives import Group, ranks_of
+from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import LaunchError, TopologyError
 from torchdistpackage.topology.views import Size, Topology, topology
 
@@ -293,8 +293,3 @@ def resolve_group(group: Group | None, mode: str) -> Group:
     if not dist.is_initialized():
         raise LaunchError(f"no {mode} group: call setup_distributed() first, or pass group=")
     return dist.group.WORLD  # type: ignore[return-value]
-
-
-def describe_group(group: Group) -> str:
-    """`ranks 0, 2 of 4`, for messages."""
-    return f"ranks {', '.join(map(str, ranks_of(group)))} of {dist.get_world_size()}"

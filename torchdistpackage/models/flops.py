@@ -12,8 +12,3 @@ BACKWARD_PER_FORWARD = 2.0
 def flops_per_token(shape: GPTShape) -> float:
     """Floating-point operations of forward and backward for one token of a full sequence."""
     return (1 + BACKWARD_PER_FORWARD) * sum(piece_costs(shape))
-
-
-def flops_per_step(shape: GPTShape, num_tokens: int) -> float:
-    """The same for a step over `num_tokens` tokens, all ranks together."""
-    return flops_per_token(shape) * num_tokens

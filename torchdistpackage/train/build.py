@@ -18,7 +18,6 @@ from torchdistpackage.ddp.shared import Shared
 from torchdistpackage.launch.reference import Reference
 from torchdistpackage.layout.derive import BATCH_AXES, gradient_ranks
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.models.gpt import GPT
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.stage import cut
 from torchdistpackage.parallel.tensor.init import initialize
@@ -112,9 +111,9 @@ def _stage(plan: Plan, device: torch.device) -> tuple[nn.Module, dict[str, Layou
     dtype = WEIGHT_DTYPE[config.precision.dtype]
     index, num_stages = tpc.get_pp_rank(), config.parallel.pipe
     loss: LossFn
-    if plan.shape is not None:
+    if plan.model is not None:
         stage_of = [s for s, span in enumerate(plan.stages) for _ in span]
-        stage: nn.Module = GPT(
+        stage = plan.model.load()(
             plan.shape,
             pieces=plan.stages[index],
             stage_of=stage_of,

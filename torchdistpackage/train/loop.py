@@ -32,6 +32,8 @@ class Loop:
         self._saved_at = time.monotonic()
         self._pending: Issued | None = None
         self._asked_to_save = False
+        model, shape = trainer.plan.model, trainer.plan.shape
+        self._flops_per_token = model and shape and model.flops_per_token(shape)
         self._entropies: tuple[float, float] | None = None
 
     def run(self) -> float:
@@ -106,6 +108,7 @@ class Loop:
         self._asked_to_save = result.save
         self.state.step = result.step
         self.state.tokens += result.tokens
+        speed = result.tokens / result.time_s
         if metrics is not None:
             metrics.write(
                 result.step,
@@ -114,8 +117,9 @@ class Loop:
                 lr=result.lr,
                 tokens=self.state.tokens,
                 time_s=result.time_s,
-                tokens_per_s=result.tokens / result.time_s,
+                tokens_per_s=speed,
                 bubble=result.bubble,
+                flops_per_s=self._flops_per_token and self._flops_per_token * speed,
                 **more,
             )
         if bar is not None:
@@ -123,7 +127,7 @@ class Loop:
             bar.update(
                 result.step,
                 loss=result.loss,
-                tokens_per_s=result.tokens / result.time_s,
+                tokens_per_s=speed,
                 bubble=result.bubble if pipelined else None,
                 predicted_bubble=self.trainer.plan.timeline.bubble if pipelined else None,
             )

@@ -13,8 +13,8 @@ from torchdistpackage.config.problem import ConfigProblems
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.layout.derive import num_elements
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.models import gpt_layout
 from torchdistpackage.models.gpt_layout import GPTShape
+from torchdistpackage.models.registry import Model, model
 from torchdistpackage.parallel.pipeline.split import split_by_cost
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.generate import build
@@ -33,13 +33,14 @@ class Plan:
     """One run on one world.
 
     config: with `parallel.data` filled in.
-    shape: of a named model; None for a user's own, whose pieces only its build can tell.
+    model, shape: of a named model; None for a user's own, whose pieces only its build can tell.
     pieces: names a pipeline may be cut between. stages: for each pipe index its pieces.
     layouts: by global parameter name.
     """
 
     config: RunConfig
     topology: Topology
+    model: Model | None
     shape: GPTShape | None
     pieces: tuple[str, ...]
     stages: tuple[range, ...]
@@ -70,17 +71,19 @@ def make_plan(config: RunConfig, world_size: int, source: str = "the configurati
         raise ConfigProblems(f"{source} on {world_size} ranks", problems)
     config = config.resolve(world_size)
     parallel = config.parallel
-    shape = gpt_shape(config) if config.model.target is None else None
-    pieces, stages, layouts = (), (), {}
-    if shape is not None:
-        pieces = gpt_layout.pieces(shape)
-        stages = split_by_cost(gpt_layout.piece_costs(shape), parallel.pipe)
-        stage_of = [next(s for s, r in enumerate(stages) if i in r) for i in range(len(pieces))]
-        layouts = gpt_layout.layouts(shape, stage_of)
+    kind = None if config.model.name is None else model(config.model.name)
+    shape, pieces, stages, layouts = None, (), (), {}
+    if kind is not None:
+        shape = model_shape(kind, config)
+        pieces = kind.pieces(shape)
+        stages = split_by_cost(kind.piece_costs(shape), parallel.pipe)
+        stage_of = [stage for stage, span in enumerate(stages) for _ in span]
+        layouts = kind.layouts(shape, stage_of)
     schedule = build(config.pipeline.schedule, parallel.pipe, config.pipeline.microbatches)
     return Plan(
         config,
         topology(parallel.axes(), world_size, expert=parallel.expert),
+        kind,
         shape,
         pieces,
         stages,
@@ -96,10 +99,10 @@ def local_procs(config: RunConfig) -> int:
     return config.launch.local.procs or config.parallel.model_size * (1 if data == "auto" else data)
 
 
-def gpt_shape(config: RunConfig) -> GPTShape:
+def model_shape(kind: Model, config: RunConfig) -> GPTShape:
     """The shape that the model, data and parallel sections describe together."""
     m = config.model
-    return GPTShape(
+    return kind.shape(
         layers=m.layers,
         dim=m.dim,
         heads=m.heads,
@@ -130,9 +133,9 @@ class StageLoad:
 
 def stage_loads(plan: Plan) -> tuple[StageLoad, ...]:
     """For each pipe index the load of its first rank; () for a user's own model."""
-    if plan.shape is None:
+    if plan.model is None or plan.shape is None:
         return ()
-    costs = gpt_layout.piece_costs(plan.shape)
+    costs = plan.model.piece_costs(plan.shape)
     mesh, width = plan.topology.dense, WEIGHT_BYTES[plan.config.precision.dtype]
     loads: list[StageLoad] = []
     for index, span in enumerate(plan.stages):
