@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.messages import (
     HEADER_BYTES,
+    SMALL_BYTES,
     Post,
     decode,
     describe,
@@ -99,6 +100,27 @@ def both_ways_large() -> None:
 
 def test_large_messages_cross_without_waiting_for_each_other(ranks):
     ranks(2).run(both_ways_large)
+
+
+def order_of_posting() -> None:
+    posted: list[list[str]] = []
+    real = dist.batch_isend_irecv
+    dist.batch_isend_irecv = lambda ops: posted.append([op.op.__name__ for op in ops]) or real(ops)
+    try:
+        for elements in (SMALL_BYTES // 8, SMALL_BYTES // 8 + 1):
+            post = Post(dist.group.WORLD, timeout_s=20)
+            mine, room = torch.ones(elements).double(), torch.empty(elements).double()
+            post.send([mine], 1 - dist.get_rank())
+            post.receive([room], 1 - dist.get_rank())
+            post.go().wait()
+            assert torch.equal(mine, room)
+    finally:
+        dist.batch_isend_irecv = real
+    assert posted == [["isend", "irecv"], ["irecv", "isend"]]
+
+
+def test_small_messages_are_sent_first_and_large_ones_received_first(ranks):
+    ranks(2).run(order_of_posting)
 
 
 def late_peer() -> None:

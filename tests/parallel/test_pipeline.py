@@ -250,8 +250,7 @@ def batched_exchanges_and_waits() -> None:
     assert not waited, f"{len(waited)} works never waited on"
     assert first == (m if rank < p - 1 else 0) and len(headers) == first
     if rank == 0:
-        assert ["irecv", "isend"] in posted
-    assert all(names == sorted(names) for names in posted), "receives go first"
+        assert ["isend", "irecv"] in posted, "sends of small messages go first"
 
 
 def test_steady_state_is_batched_and_every_work_is_waited_on(ranks):

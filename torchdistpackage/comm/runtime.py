@@ -7,6 +7,7 @@ a token. Start and steps have separate time limits; ranks that never came are na
 
 import os
 import socket
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -44,7 +45,8 @@ def setup_distributed(
     backend: None chooses by device: nccl where each rank has a GPU, else gloo.
     port: overrides the candidate ports; None derives them from the job.
     Returns (rank, world_size, port, address); port is None where no TCP store was needed.
-    RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR are set where they were not.
+    RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR are set where they were not, unless this process
+    is alone: it would then look like one of several.
 
     Raises:
         LaunchError: the environment is contradictory, ranks are missing, or the backend
@@ -58,8 +60,9 @@ def setup_distributed(
         "LOCAL_RANK": rendezvous.local_rank,
         "MASTER_ADDR": rendezvous.address,
     }
-    for name, value in defaults.items():
-        os.environ.setdefault(name, str(value))
+    if rendezvous.source != "alone":
+        for name, value in defaults.items():
+            os.environ.setdefault(name, str(value))
     return rendezvous.rank, rendezvous.world_size, joined.port, rendezvous.address
 
 
@@ -83,6 +86,10 @@ def join(
             f"torch.distributed is already initialised with {dist.get_world_size()} ranks; "
             f"call setup_distributed() once"
         )
+    if rendezvous.store is not None and "OMP_NUM_THREADS" in os.environ:
+        # Forked from a process that had loaded torch with one thread. Elsewhere torch has read the
+        # variable itself, and what the user set since then must stand.
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     device, notes = pick_device(rendezvous)
     chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
     if chosen == "nccl" and device.type != "cuda":
@@ -138,19 +145,28 @@ def await_all(store: dist.Store, rendezvous: Rendezvous, timeout_s: float) -> No
     Raises:
         LaunchError: some did not within `timeout_s`; names them.
     """
-    store.set(f"here/{rendezvous.rank}", socket.gethostname())
-    if store.add("arrived", 1) == rendezvous.world_size:
-        store.set("complete", "yes")
     try:
+        store.set(f"here/{rendezvous.rank}", socket.gethostname())
+        if store.add("arrived", 1) == rendezvous.world_size:
+            store.set("complete", "yes")
         store.wait(["complete"], timedelta(seconds=timeout_s))
-    except dist.DistStoreError as error:
-        missing = [r for r in range(rendezvous.world_size) if not store.check([f"here/{r}"])]
-        shown = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
+    except RuntimeError as error:  # a file store has no narrower one for a wait in vain
         raise LaunchError(
-            f"{len(missing)} of {rendezvous.world_size} ranks did not come within {timeout_s:g} s: "
-            f"ranks {shown} (I am rank {rendezvous.rank} on {socket.gethostname()}, launched by "
-            f"{rendezvous.source}); look at their logs, or allow more with launch.init_timeout_s"
+            f"{_who_is_missing(store, rendezvous)} within {timeout_s:g} s (I am rank "
+            f"{rendezvous.rank} on {socket.gethostname()}, launched by {rendezvous.source}); "
+            f"look at their logs, or allow more with launch.init_timeout_s"
         ) from error
+
+
+def _who_is_missing(store: dist.Store, rendezvous: Rendezvous) -> str:
+    world_size = rendezvous.world_size
+    try:
+        missing = [r for r in range(world_size) if not store.check([f"here/{r}"])]
+    except RuntimeError:
+        # whoever serves the store gave up a moment before us, and says who did not come
+        return f"rank 0, which keeps the list of the {world_size} ranks, left: not all had come"
+    shown = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
+    return f"{len(missing)} of {world_size} ranks did not come (ranks {shown})"
 
 
 def _open_store(
@@ -164,7 +180,7 @@ def _open_store(
         # torchrun's agent listens on the port already, so rank 0 too is a client
         at = rendezvous.ports[0]
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the agent's store outlives us
-        store = _client(rendezvous.address, at, rendezvous.world_size, timeout_s)
+        store = _client(rendezvous, at, timeout_s)
         return dist.PrefixStore(f"tdp/{rendezvous.token}/{restart}", store), at
     ports = (port,) if port is not None else rendezvous.ports
     opened = _serve if rendezvous.rank == 0 else _find
@@ -172,8 +188,40 @@ def _open_store(
     return dist.PrefixStore("tdp", store), at
 
 
-def _client(address: str, port: int, world_size: int, timeout_s: float) -> dist.TCPStore:
-    return dist.TCPStore(address, port, world_size, False, timedelta(seconds=timeout_s))
+def _client(rendezvous: Rendezvous, port: int, timeout_s: float) -> dist.TCPStore:
+    """The store at this port of rank 0's host.
+
+    In a thread: a server of another kind may accept and then stay silent, for which torch has no
+    time limit; the thread is then left to its wait.
+
+    Raises:
+        OSError, RuntimeError: nobody listens, or not a store.
+    """
+    found: list[dist.TCPStore | RuntimeError] = []
+
+    def connect() -> None:
+        try:
+            found.append(
+                dist.TCPStore(
+                    rendezvous.address,
+                    port,
+                    rendezvous.world_size,
+                    False,
+                    timedelta(seconds=timeout_s),
+                    wait_for_workers=False,  # or a visit would count as an arrival over there
+                )
+            )
+        except RuntimeError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=connect, name="store", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not found:
+        raise TimeoutError(f"port {port} accepted but said nothing for {timeout_s:g} s")
+    if isinstance(found[0], RuntimeError):
+        raise found[0]
+    return found[0]
 
 
 def _serve(
@@ -182,20 +230,21 @@ def _serve(
     """Rank 0 listens on the first candidate port that is free."""
     for port in ports:
         try:
+            # it listens on all interfaces; this address is only how rank 0 reaches itself
             store = dist.TCPStore(
-                rendezvous.address,
+                "127.0.0.1",
                 port,
                 rendezvous.world_size,
                 True,
                 timedelta(seconds=timeout_s),
                 wait_for_workers=False,
             )
-        except (dist.DistNetworkError, RuntimeError):
+        except RuntimeError:
             continue
         store.set("token", rendezvous.token)
         return store, port
     raise LaunchError(
-        f"rank 0 cannot listen on {rendezvous.address}: port{'s' * (len(ports) > 1)} "
+        f"rank 0 cannot listen on {socket.gethostname()}: port{'s' * (len(ports) > 1)} "
         f"{', '.join(map(str, ports))} {'are' if len(ports) > 1 else 'is'} taken; "
         f"set MASTER_PORT to a free port, or unset it to let the job choose"
     )
@@ -211,7 +260,7 @@ def _find(
         for port in ports:
             try:
                 socket.create_connection((rendezvous.address, port), TOKEN_WAIT_S).close()
-                store = _client(rendezvous.address, port, rendezvous.world_size, TOKEN_WAIT_S)
+                store = _client(rendezvous, port, TOKEN_WAIT_S)
                 token = store.get("token").decode()
             except (OSError, RuntimeError) as error:
                 seen = f"port {port}: {error}"

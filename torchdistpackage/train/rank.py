@@ -24,7 +24,8 @@ def rank_main(config: RunConfig, resume: str) -> int:
     Raises:
         TorchDistError: whatever stopped this rank; whoever started it reports and ends the others.
     """
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # the ranks of a node would otherwise each take all its cores
     # your own model, data and loss may stand beside where you called us
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
