@@ -1,5 +1,6 @@
 """Every generator, over every size: complete, safe without buffers, and as fast as its formula."""
 
+import functools
 import itertools
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -15,6 +16,11 @@ from torchdistpackage.schedule.passes import add_messages, fuse_messages
 from torchdistpackage.schedule.simulate import simulate
 
 SIZES = list(itertools.product(range(1, 9), range(1, 33)))
+
+
+@functools.cache
+def built(name: str, p: int, m: int) -> Schedule:
+    return build(name, p, m)
 
 
 def compute_only(name: str, p: int, m: int) -> Schedule:
@@ -34,14 +40,14 @@ def test_the_order_of_1f1b_is_the_table_everybody_draws():
 def test_the_bubble_is_the_formula(name: str):
     for p, m in SIZES:
         for costs in ({Kind.F: 1.0, Kind.B: 2.0}, {Kind.F: 3.0, Kind.B: 1.0}):
-            timeline = simulate(build(name, p, m), costs)
+            timeline = simulate(built(name, p, m), costs)
             assert timeline.bubble == pytest.approx((p - 1) / (m + p - 1), abs=1e-12), (p, m)
 
 
 def test_live_microbatches_of_1f1b_do_not_grow_with_their_number():
     for p, m in SIZES:
-        assert simulate(build("1f1b", p, m)).peak_live == tuple(min(m, p - s) for s in range(p))
-        assert simulate(build("gpipe", p, m)).peak_live == (m,) * p
+        assert simulate(built("1f1b", p, m)).peak_live == tuple(min(m, p - s) for s in range(p))
+        assert simulate(built("gpipe", p, m)).peak_live == (m,) * p
 
 
 def test_single_messages_get_1f1b_stuck_and_fusing_clears_it():

@@ -119,7 +119,7 @@ LAYOUTS = {
 }
 NARROW = ["model.dim=16", "data.seq_len=16", "data.global_batch=16", "precision.dtype=float64"]
 """gpt_tiny with less to compute, and with hardly any rounding, for the small set."""
-SMALL_SET = ("data2xpipe2", "pipe2xtensor2")
+SMALL_SET = ("data2xpipe2",)
 
 
 def losses(changes: list[str], num_steps: int) -> list[float]:

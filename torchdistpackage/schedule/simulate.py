@@ -68,11 +68,16 @@ def simulate(schedule: Schedule, costs: Costs = DEFAULT_COSTS) -> Timeline:
         clock[rank], at[rank] = done, at[rank] + 1
         return True
 
-    todo = set(range(num_ranks))
-    while todo := {r for r in todo if at[r] < len(schedule.programs[r])}:
-        if not any(advance(rank) for rank in sorted(todo)):
-            waiting = ", ".join(f"rank {r} at {schedule.programs[r][at[r]]}" for r in sorted(todo))
-            raise ScheduleError(f"{schedule.name}: nobody can move; {waiting}")
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in enumerate(schedule.programs):
+            while at[rank] < len(program) and advance(rank):
+                moved = True
+    stuck = [r for r in range(num_ranks) if at[r] < len(schedule.programs[r])]
+    if stuck:
+        waiting = ", ".join(f"rank {r} at {schedule.programs[r][at[r]]}" for r in stuck)
+        raise ScheduleError(f"{schedule.name}: nobody can move; {waiting}")
     total = max(clock)
     busy = sum(s.end - s.start for row in spans for s in row if not s.action.kind.is_message)
     bubble = 1 - busy / (num_ranks * total) if total else 0.0
