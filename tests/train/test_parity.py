@@ -37,11 +37,12 @@ def layouts() -> list[dict[str, int]]:
 
 
 def cases():
-    """All of them; the small set has every variant up to 4 ranks, above that one a layout."""
+    """All of them; the small set has every variant up to 4 ranks, and one a layout on 8."""
     for degrees in layouts():
         split = degrees["tensor"] > 1
         for sequence_parallel, tied in itertools.product((False, True)[: 1 + split], (False, True)):
-            small = math.prod(degrees.values()) <= 4 or (sequence_parallel == split and tied)
+            size = math.prod(degrees.values())
+            small = size <= 4 or (size == 8 and sequence_parallel == split and tied)
             case = (degrees, sequence_parallel, tied)
             yield pytest.param(case, id=name_of(case), marks=[] if small else [pytest.mark.full])
 
