@@ -67,7 +67,7 @@ def test_tensor_parallel_block_is_its_serial_twin(num_procs: int | None, tmp_pat
     assert here / all_of_them < 1.05 / (num_procs or 4)  # norms and row biases stay whole
 
 
-@pytest.mark.parametrize("num_procs", [pytest.param(None, marks=pytest.mark.full), 4])
+@pytest.mark.parametrize("num_procs", [None, pytest.param(4, marks=pytest.mark.full)])
 def test_topology_gives_each_model_replica_one_tensor(num_procs: int | None, tmp_path: Path):
     text = printed("topology", tmp_path, num_procs)
     found = numbers(r"(\d+) ranks hold (\d+) different tensors in (\d+) model", text)

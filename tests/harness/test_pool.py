@@ -251,7 +251,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("num_copies", [4, pytest.param(20, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_copies", [2, pytest.param(20, marks=pytest.mark.full)])
 def test_copies_run_side_by_side_and_leave_nobody(tmp_path: Path, num_copies: int) -> None:
     """Some end without closing their pool, some are killed, some use the one-shot form."""
     modes = [("end", "kill", "once")[i % 3] for i in range(num_copies)]

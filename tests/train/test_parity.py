@@ -37,12 +37,12 @@ def layouts() -> list[dict[str, int]]:
 
 
 def cases():
-    """All of them; the small set has every variant up to 4 ranks, and one a layout on 8."""
+    """All of them; the small set has every variant up to 3 ranks, one a layout on 4 and 8."""
     for degrees in layouts():
         split = degrees["tensor"] > 1
         for sequence_parallel, tied in itertools.product((False, True)[: 1 + split], (False, True)):
             size = math.prod(degrees.values())
-            small = size <= 4 or (size == 8 and sequence_parallel == split and tied)
+            small = size <= 3 or (size in (4, 8) and sequence_parallel == split and tied)
             case = (degrees, sequence_parallel, tied)
             yield pytest.param(case, id=name_of(case), marks=[] if small else [pytest.mark.full])
 

@@ -66,7 +66,10 @@ def train_with(extra: list[str], evaluate: bool) -> tuple[parity.Held, list[floa
     "extra",
     [
         ["parallel.data=2", "parallel.pipe=2", "pipeline.microbatches=3"],
-        ["parallel.pipe=2", "parallel.tensor=2", "parallel.sequence_parallel=true"],
+        pytest.param(
+            ["parallel.pipe=2", "parallel.tensor=2", "parallel.sequence_parallel=true"],
+            marks=pytest.mark.full,
+        ),
     ],
     ids=str,
 )
