@@ -45,7 +45,7 @@ def gradients(extra: list[str]) -> parity.Held:
     ids=str,
 )
 def test_unequal_token_counts_weigh_alike_however_the_batch_is_cut(ranks, num_ranks, extra):
-    """R11: the gradient is that of (sum of token losses / number of tokens)."""
+    """The gradient is that of (sum of token losses / number of tokens)."""
     truth = parity.whole(ranks(1).run(gradients, ["pipeline.microbatches=1"]))
     mine = parity.whole(ranks(num_ranks).run(gradients, extra))
     for name, grad in truth.items():
