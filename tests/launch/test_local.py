@@ -258,6 +258,8 @@ def start_script(folder: Path, mode: str, end: str = GUARD, **kwargs: object) ->
         command,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
         text=True,
+        # in the background of a shell SIGINT is ignored, which processes inherit
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **kwargs,
     )
 
