@@ -41,7 +41,7 @@ def _sequence(value: object) -> object:
 
 def _different(value: tuple[str, ...]) -> tuple[str, ...]:
     if len(set(value)) != len(value):
-        raise ValueError("an axis is named twice")
+        raise ValueError("a name is given twice")
     return value
 
 
@@ -115,6 +115,27 @@ ScheduleName = Annotated[
     Wants(" or ".join(SCHEDULES), SCHEDULES),
 ]
 
+SIGNALS = ("USR1", "USR2", "TERM", "HUP")
+"""Signals that may mean: save and end. The others have meanings of their own."""
+
+
+def _signal(value: str) -> str:
+    if value not in SIGNALS:
+        raise ValueError("no such signal")
+    return value
+
+
+Signal = Annotated[
+    str, AfterValidator(_signal), Field(json_schema_extra={"enum": list[JsonValue](SIGNALS)})
+]
+Signals = Annotated[
+    tuple[Signal, ...],
+    BeforeValidator(_sequence),
+    AfterValidator(_different),
+    Wants(f"a list of different signals out of {', '.join(SIGNALS)}", SIGNALS),
+]
+
+_RequeueMode = Literal["requeue", "chain", "never"]
 _ModelName = Literal["gpt"]
 _DataName = Literal["python_stdlib", "text", "tokens"]
 _Optimizer = Literal["adamw"]
@@ -124,6 +145,7 @@ _TokenDtype = Literal["uint8", "uint16"]
 ModelName = Annotated[_ModelName | None, _names(_ModelName)]
 DataName = Annotated[_DataName | None, _names(_DataName)]
 OptimizerName = Annotated[_Optimizer, _names(_Optimizer)]
+RequeueMode = Annotated[_RequeueMode, _names(_RequeueMode)]
 Dtype = Annotated[_Dtype, BeforeValidator(_bf16), _names(_Dtype)]
 Position = Annotated[_Position, _names(_Position)]
 TokenDtype = Annotated[_TokenDtype, _names(_TokenDtype)]

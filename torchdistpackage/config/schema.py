@@ -224,11 +224,31 @@ class Local(Section):
     )
 
 
+class Requeue(Section):
+    """How a job ends before its time is up, and comes back."""
+
+    mode: k.RequeueMode = Field(
+        default="requeue",
+        description="requeue the same job, chain a new one behind it, or never come back.",
+    )
+    max_requeues: k.CountOrZero = Field(
+        default=20, description="Times the run may come back; after that it stays down."
+    )
+    signals: k.Signals = Field(
+        default=("USR1", "USR2", "TERM", "HUP"),
+        description="Signals on which all ranks save and end.",
+    )
+    margin_s: k.NotNegative = Field(
+        default=30.0, description="Seconds to keep between the last save and the job's end."
+    )
+
+
 class Launch(Section):
     """How the processes come to be."""
 
     local: Local = _default(Local)
     slurm: k.FreeForm = Field(default_factory=dict, description="Options of the Slurm job.")
+    requeue: Requeue = _default(Requeue)
     init_timeout_s: k.Positive = Field(
         default=60.0, description="Seconds to wait for all ranks at the start."
     )
