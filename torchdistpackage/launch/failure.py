@@ -6,14 +6,16 @@ they are the first to say so. The culprit is the failure that no other one expla
 
 from __future__ import annotations
 
+import json
 import signal
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
 
 
-class Kind(Enum):
+class Kind(StrEnum):
     """How a rank ended, as far as its supervisor can tell."""
 
     SIGNAL = "signal"  # killed from outside, or by the processor (SIGSEGV)
@@ -132,3 +134,19 @@ def _signal_name(signum: int) -> str:
         return f"signal {signum} ({signal.Signals(signum).name})"
     except ValueError:
         return f"signal {signum}"
+
+
+def to_json(failure: Failure) -> str:
+    """The failure as one JSON object."""
+    return json.dumps(asdict(failure))
+
+
+def from_json(text: str) -> Failure:
+    """Back from `to_json`.
+
+    Raises:
+        ValueError, TypeError, KeyError: it is not one, or was cut short.
+    """
+    fields: dict[str, Any] = json.loads(text)
+    fields["kind"] = Kind(fields["kind"])
+    return Failure(**fields)

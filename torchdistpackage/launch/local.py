@@ -28,8 +28,7 @@ from torchdistpackage.launch.wire import unpack
 
 __all__ = ["Child", "ForkServer", "run_local", "tail"]
 
-# How long the supervisor waits after the first failure: the peers of a dead rank may be quicker to
-# report than the kernel is to tell of the death.
+# Wait after the first failure: peers of a dead rank may be quicker than the kernel to tell of it.
 NEWS_S = 0.3
 _POLL_S = 0.1
 _TAIL_BYTES = 4096
@@ -48,17 +47,18 @@ class _Rank:
 
 @dataclass(slots=True)
 class _Signals:
-    """Signals that asked the caller to end, in order of arrival."""
+    """Signals that asked the caller to end, in order; `handled`: ranks end on them by themselves."""
 
+    handled: tuple[int, ...] = ()
     received: list[int] = field(default_factory=list[int])
 
     @contextlib.contextmanager
     def caught(self) -> Generator[None]:
-        """Collect SIGINT and SIGTERM; afterwards deliver the first one as if never caught."""
+        """Collect signals; afterwards deliver the first one as if never caught, unless handled."""
         in_main = threading.current_thread() is threading.main_thread()
         before = [
             (signum, signal.signal(signum, self._note))
-            for signum in (signal.SIGINT, signal.SIGTERM)
+            for signum in dict.fromkeys((signal.SIGINT, signal.SIGTERM, *self.handled))
             if in_main and signal.getsignal(signum) not in (signal.SIG_IGN, None)
         ]
         try:
@@ -66,8 +66,8 @@ class _Signals:
         finally:
             for signum, handler in before:
                 signal.signal(signum, handler)
-        if self.received:
-            signal.raise_signal(self.received[0])
+        if fatal := [signum for signum in self.received if signum not in self.handled]:
+            signal.raise_signal(fatal[0])
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self.received.append(signum)
@@ -83,6 +83,7 @@ def run_local(
     env: Mapping[str, str] | None = None,
     grace_s: float = 2.0,
     on_line: Callable[[int, str], None] | None = None,
+    handled: Sequence[str] = (),
 ) -> list[object]:
     """Run `target(*args)` in `num_procs` processes of this machine; their results by rank.
 
@@ -90,12 +91,15 @@ def run_local(
     preload: modules to import once, before the processes are forked (torch above all).
     env: added to this process's environment; RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
         MASTER_ADDR and TDP_STORE (a fresh file to meet at) come on top.
-    log_dir: where ranks other than 0 write their output, `rank<r>.restart<n>.log` with n from
-        TDP_RESTART; None: a temporary file, shown when it matters. Rank 0 writes to the caller's.
+    log_dir: where ranks other than 0 write `rank<r>.restart<n>.log`, with n from TDP_RESTART;
+        None: a temporary file, shown when it matters. Rank 0 writes to the caller's output.
     grace_s: time from SIGTERM to SIGKILL, after a failure and when the caller is told to end.
     on_line: called in this thread with (rank, line) for each line that ranks other than 0 write.
 
-    SIGINT and SIGTERM are passed on, once, and take effect here when all ranks are gone.
+    handled: signals ("USR1", "TERM", ...) on which ranks return by themselves: passed on, without a
+        grace period; only a second SIGTERM ends the ranks.
+
+    Else SIGINT and SIGTERM are passed on, and take effect here when all ranks are gone.
 
     Raises:
         RankError: a rank failed; the text ends with its rank, host, exit code and traceback.
@@ -105,7 +109,7 @@ def run_local(
         raise LaunchError(f"num_procs is {num_procs}, but a run has at least 1 process")
     reference = Reference.of(target)
     packed = pack_arguments(*args)
-    signals = _Signals()
+    signals = _Signals(tuple(signal.Signals[f"SIG{name}"] for name in handled))
     for stream in (sys.stdout, sys.stderr):  # what was written before must also come out before
         stream.flush()
     with signals.caught(), ForkServer(preload) as server:
@@ -221,15 +225,20 @@ class _Watch:
                     failures += [self._stopped(r) for r in self._running() if r.child.is_stopped]
                     kill_s = now_s + self._grace_s
                     self._signal(signal.SIGTERM)
-                if len(self._signals.received) > num_signals:
-                    # The first is passed on; a second one means: now.
-                    kill_s = now_s + self._grace_s if not num_signals else now_s
-                    if not num_signals:
-                        self._signal(self._signals.received[0])
-                    num_signals = len(self._signals.received)
+                for signum in self._signals.received[num_signals:]:
+                    kill_s = min(kill_s, now_s + self._patience_s(signum, num_signals))
+                    self._signal(signum)
+                    num_signals += 1
                 if now_s >= kill_s:
                     self._signal(signal.SIGKILL)
         return failures
+
+    def _patience_s(self, signum: int, num_before: int) -> float:
+        """How long ranks that got `signum` may take; a second request to end means: now."""
+        if signum not in self._signals.handled:
+            return 0.0 if num_before else self._grace_s
+        again = signum == signal.SIGTERM and signum in self._signals.received[:num_before]
+        return 0.0 if again else float("inf")
 
     def _running(self) -> list[_Rank]:
         return [rank for rank in self._ranks if rank.child.exit is None]

@@ -1,43 +1,132 @@
 """A run as processes: start them on this machine, or be one of those a launcher started. No torch.
 
-Under torchrun or srun this process is a rank already. Alone, it starts the ranks and watches them.
+Under torchrun or srun this process is a rank already, and a task of srun watches over it. Alone, it
+starts the ranks and watches them.
 """
 
 import importlib
 import os
+from pathlib import Path
 
+from torchdistpackage.checkpoint.commit import latest
 from torchdistpackage.config.load import load
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.local import run_local
-from torchdistpackage.launch.rendezvous import detect
-from torchdistpackage.train.folder import prepare_folder
+from torchdistpackage.launch.rendezvous import Rendezvous, detect
+from torchdistpackage.launch.signals import Noted
+from torchdistpackage.launch.slurm.again import come_back
+from torchdistpackage.launch.slurm.files import JobFiles, start_id
+from torchdistpackage.launch.slurm.starts import Start, check, note, series_of, this_start
+from torchdistpackage.launch.supervise import Place, supervise
+from torchdistpackage.train.folder import prepare_folder, run_folder
+from torchdistpackage.train.life import STOPPED, limits_of
 from torchdistpackage.train.plan import local_procs, make_plan
 
 RANK = "torchdistpackage.train.rank"
+CHECKPOINTS = "checkpoints"
 # torch._dynamo: the first optimizer of a process imports it, which takes seconds
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "numpy", "safetensors.torch", RANK)
 
 
 def launch(path: str, overrides: list[str], resume: str = "auto") -> int:
-    """Run the configuration at `path`; the exit code.
+    """Run the configuration at `path`; the exit code, STOPPED if the run ended early and is saved.
+
+    Under a launcher an early end is 0 as well: what follows was decided and written down.
 
     Raises:
         ConfigError: it is wrong, for any rank; nothing has been started.
         RankError: a rank failed; names the first culprit.
+        LaunchError: this start may not be, or its requeue failed.
     """
     rendezvous = detect(os.environ)
-    if rendezvous.source != "alone":
-        config = load(path, overrides, rendezvous.world_size)
-        # only a rank pays for torch; the parent of local ones does without
-        return importlib.import_module(RANK).rank_main(config, resume)
+    if rendezvous.source == "alone":
+        return _start_ranks(path, overrides, resume)
+    config = load(path, overrides, rendezvous.world_size)
+    if rendezvous.source == "slurm":
+        return watched(config, rendezvous, resume)
+    return _be_rank(config, resume)
+
+
+def watched(config: RunConfig, rendezvous: Rendezvous, resume: str = "auto") -> int:
+    """Be the task of srun that watches over a rank; its exit code, 0 if the run ended early."""
+    noted = Noted()
+    noted.listen(config.launch.requeue.signals)
+    rank = rendezvous.rank
+    files = JobFiles(run_folder(config).absolute())
+    start = _this_start(files, rank)
+    if resume == "never":
+        resume = _fresh(files, start)
+    place = Place(rank, files.rank_log(rank, start.restart), files.failures(start.start))
+    place.report.unlink(missing_ok=True)
+    os.environ["TDP_RESTART"] = str(start.restart)
+
+    def body() -> int:
+        if rank == 0:
+            check(files, start, limits_of(config.launch.requeue))
+            note(files, start)
+        return _be_rank(config, resume, noted)
+
+    if rank == 0:
+        files.decision(start.start).unlink(missing_ok=True)
+    code = supervise(body, place, noted)
+    if code == 0 and rank == 0:
+        come_back(files, os.environ)
+    return code
+
+
+def _be_rank(config: RunConfig, resume: str, noted: Noted | None = None) -> int:
+    # only a rank pays for torch; the parent of local ones and the watcher do without
+    code = importlib.import_module(RANK).rank_main(config, resume, noted)
+    return 0 if code == STOPPED else code
+
+
+def _start_ranks(path: str, overrides: list[str], resume: str) -> int:
     config = load(path, overrides)
     num_procs = local_procs(config)
     make_plan(config, num_procs, path)
     folder = prepare_folder(config, resume)
-    run_local(
+    files = JobFiles(folder.absolute())
+    env: dict[str, str] = {}
+    if start_id(os.environ) != "local":
+        start = _this_start(files, 0)
+        check(files, start, limits_of(config.launch.requeue))
+        note(files, start)
+        env["TDP_RESTART"] = str(start.restart)
+    codes = run_local(
         f"{RANK}:rank_main",
         (config, resume),
         num_procs=num_procs,
         preload=PRELOAD,
         log_dir=folder / "logs",
+        env=env,
+        handled=config.launch.requeue.signals,
     )
-    return 0
+    if STOPPED in codes and env:
+        come_back(files, os.environ)
+    return STOPPED if STOPPED in codes else 0
+
+
+def _this_start(files: JobFiles, rank: int) -> Start:
+    step = 0
+    if rank == 0 and (path := latest(files.run / CHECKPOINTS)):
+        step = int(path.name.partition("_")[2].partition(".")[0])
+    return this_start(files, os.environ, step)
+
+
+def _fresh(files: JobFiles, start: Start) -> str:
+    """`never` holds for the first start of a job; its requeues go on."""
+    if len(series_of(files, start)) > 1:
+        return "auto"
+    if latest(files.run / CHECKPOINTS):
+        raise LaunchError(
+            f"--resume never: {files.run} holds checkpoints, and the ranks of a launcher cannot "
+            f"move it away under each other; move it, or name another run with run.name=..."
+        )
+    return "never"
+
+
+def absolute(config: RunConfig) -> RunConfig:
+    """The same run with its folder independent of where it is read."""
+    run = config.run.model_copy(update={"dir": str(Path(config.run.dir).absolute())})
+    return config.model_copy(update={"run": run})

@@ -47,14 +47,7 @@ class MetricsLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [row for row in read_metrics(self.path) if row["step"] <= resume_step]
         self._last = kept[-1]["step"] if kept else 0
-        # Written anew, not cut: a kill now leaves the old file or the new one.
-        fresh = self.path.with_suffix(".tmp")
-        with fresh.open("w", encoding="utf-8") as file:
-            file.writelines(_line(row) for row in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(self.path)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._replace(kept)
 
     def write(self, step: int, **values: float | str | None) -> None:
         """Add the row of a step and hand it to the system; not finite numbers become null.
@@ -70,6 +63,23 @@ class MetricsLog:
         self._last = step
         self._file.write(_line({"step": step, **values}))
         self._file.flush()
+
+    def amend(self, step: int, **values: float | None) -> None:
+        """Add to the row of `step`, the last one, what an earlier start did not come to."""
+        rows = read_metrics(self.path)
+        if rows and rows[-1]["step"] == step:
+            self._file.close()
+            self._replace([*rows[:-1], {**rows[-1], **values}])
+
+    def _replace(self, rows: list[dict[str, Any]]) -> None:
+        """Written anew, not cut: a kill now leaves the old file or the new one."""
+        fresh = self.path.with_suffix(".tmp")
+        with fresh.open("w", encoding="utf-8") as file:
+            file.writelines(_line(row) for row in rows)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(self.path)
+        self._file = self.path.open("a", encoding="utf-8")
 
     def close(self) -> None:
         self._file.close()

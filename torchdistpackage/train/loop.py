@@ -6,7 +6,9 @@ the next one has been issued, so that a device is never stopped to ask for them.
 
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -15,6 +17,7 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.train.corpus import MAX_TABLE_VOCAB, entropies
 from torchdistpackage.train.data import TokenDataset
 from torchdistpackage.train.generate import generate
+from torchdistpackage.train.life import Life
 from torchdistpackage.train.log import MetricsLog, Progress, plot_loss, say
 from torchdistpackage.train.state import TrainState, save_state
 from torchdistpackage.train.step import Issued, StepResult, Trainer
@@ -25,58 +28,94 @@ PROMPT = b"import "
 class Loop:
     """One call of `run()`. `folder` is the run folder, shared by all ranks."""
 
-    def __init__(self, trainer: Trainer, state: TrainState, folder: Path):
+    def __init__(self, trainer: Trainer, state: TrainState, folder: Path, life: Life | None = None):
         self.trainer, self.state, self.folder = trainer, state, folder
+        self.life = life or Life()
         self.config = trainer.plan.config
         self.speaks = trainer.rank == 0
         self._saved_at = time.monotonic()
         self._pending: Issued | None = None
-        self._asked_to_save = False
+        self._metrics: MetricsLog | None = None
+        self._bar: Progress | None = None
+        self._asked_to_save = self._asked_to_stop = False
         model, shape = trainer.plan.model, trainer.plan.shape
         self._flops_per_token = model and shape and model.flops_per_token(shape)
         self._entropies: tuple[float, float] | None = None
 
-    def run(self) -> float:
-        """Train to the last step; the final validation loss, in nats a token."""
+    def run(self) -> float | None:
+        """Train to the last step; the final validation loss, in nats a token.
+
+        None if a rank asked for the end before: the state is saved, and all ranks know.
+        """
         total = self.config.train.steps
         done = self.state.step
         if not self.speaks:
-            return self._train(None, None)
+            return self._train()
         with (
-            MetricsLog(self.folder, resume_step=done) as metrics,
+            MetricsLog(self.folder, resume_step=done) as self._metrics,
             Progress(
                 total, every=self.config.log.every, stream=sys.stdout, done=done, unit=self.unit
-            ) as bar,
+            ) as self._bar,
         ):
             if done:
                 left = f"{total - done} to go" if done < total else "nothing left to train"
-                bar.say(f"resumed after step {done} of {total}; {left}")
-            return self._train(metrics, bar)
+                self._bar.say(f"resumed after step {done} of {total}; {left}")
+            return self._train()
 
-    def _train(self, metrics: MetricsLog | None, bar: Progress | None) -> float:
+    def _train(self) -> float | None:
         config, trainer = self.config, self.trainer
         start, total = self.state.step, config.train.steps
-        final = None
+        final = self._owed() if self.state.owes_validation else None
+        began = time.monotonic()
         for step in range(start + 1, total + 1):
+            if self._asked_to_stop:
+                break
             measure = trainer.device.type == "cpu" or step % config.log.every == 0
-            issued = trainer.train_step(step, measure=measure, save=self._save_is_due())
+            issued = trainer.train_step(
+                step, measure=measure, save=self._save_is_due(), stop=self.life.wish
+            )
             if step == start + 1:
                 # start-up is over: from here a silent peer is a hung one
                 trainer.limit(config.train.step_timeout_s)
             if self._pending is not None:
-                self._report(self._pending, metrics, bar, {})
+                self._tell(self._read(self._pending))
             self._pending = issued
-            validate = config.train.eval_every and step % config.train.eval_every == 0
-            save = config.checkpoint.save_every and step % config.checkpoint.save_every == 0
-            if validate or step == total:
-                final = trainer.evaluate()
-                self._report(issued, metrics, bar, self._validated(final))
-            elif save or config.checkpoint.save_every_min:
-                self._report(issued, metrics, bar, {})
-            if save or self._asked_to_save or (step == total and self._saves):
-                save_state(trainer, self.state, self.folder)
-                self._saved_at, self._asked_to_save = time.monotonic(), False
+            validate = step == total or _every(config.train.eval_every, step)
+            save = _every(config.checkpoint.save_every, step) or (step == total and self._saves)
+            # A device is not stopped for the numbers; without one they are there already.
+            if trainer.device.type == "cpu" or self._asked_to_stop or validate or save:
+                result = self._read(issued)
+                if validate:
+                    final = self._validate()
+                self._tell(result, {} if final is None or not validate else self._validated(final))
+            if save or self._asked_to_save or self._asked_to_stop:
+                self._save()
+            if step > start + 1:  # the first one warms up
+                self.life.step_s.append(time.monotonic() - began)
+            began = time.monotonic()
+        if self._asked_to_stop:
+            return None
         return trainer.evaluate() if final is None else final
+
+    def _validate(self) -> float | None:
+        """The loss; None, and owed to the next start, if a rank asked for the end before."""
+        loss = None if self._asked_to_stop else self.trainer.evaluate(self.life.wish)
+        self._asked_to_stop |= loss is None
+        self.state.owes_validation = loss is None
+        return loss
+
+    def _owed(self) -> float | None:
+        """The validation that an earlier start left out, added to the row of its step."""
+        loss = self._validate()
+        if self._metrics is not None and loss is not None:
+            self._metrics.amend(self.state.step, **self._validated(loss))
+        return loss
+
+    def _save(self) -> None:
+        began = time.monotonic()
+        save_state(self.trainer, self.state, self.folder)
+        self._saved_at, self._asked_to_save = time.monotonic(), False
+        self.life.save_s.append(self._saved_at - began)
 
     @property
     def unit(self) -> str:
@@ -96,21 +135,21 @@ class Loop:
             and time.monotonic() - self._saved_at >= 60 * minutes
         )
 
-    def _report(
-        self,
-        issued: Issued,
-        metrics: MetricsLog | None,
-        bar: Progress | None,
-        more: dict[str, float],
-    ) -> StepResult:
+    def _read(self, issued: Issued) -> StepResult:
+        """Wait for the numbers of a step, and note what all ranks agreed on with them."""
         result = issued.read()
         self._pending = None
-        self._asked_to_save = result.save
+        self._asked_to_save |= result.save
+        self._asked_to_stop |= result.stop
         self.state.step = result.step
         self.state.tokens += result.tokens
+        return result
+
+    def _tell(self, result: StepResult, more: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Write and show a step, once."""
         speed = result.tokens / result.time_s
-        if metrics is not None:
-            metrics.write(
+        if self._metrics is not None:
+            self._metrics.write(
                 result.step,
                 loss=result.loss,
                 grad_norm=result.grad_norm,
@@ -122,16 +161,15 @@ class Loop:
                 flops_per_s=self._flops_per_token and self._flops_per_token * speed,
                 **more,
             )
-        if bar is not None:
+        if self._bar is not None:
             pipelined = self.config.parallel.pipe > 1
-            bar.update(
+            self._bar.update(
                 result.step,
                 loss=result.loss,
                 tokens_per_s=speed,
                 bubble=result.bubble if pipelined else None,
                 predicted_bubble=self.trainer.plan.timeline.bubble if pipelined else None,
             )
-        return result
 
     def _validated(self, loss: float) -> dict[str, float]:
         values = {"val_loss": loss}
@@ -147,6 +185,10 @@ class Loop:
         if self._entropies is None:
             self._entropies = entropies(*data.splits, vocab=data.vocab)
         return self._entropies
+
+
+def _every(interval: int, step: int) -> bool:
+    return interval > 0 and step % interval == 0
 
 
 def finish(loop: Loop, loss: float) -> None:

@@ -10,25 +10,34 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.runtime import join, leave
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.launch.rendezvous import detect
+from torchdistpackage.launch.requeue import Decision, Word
+from torchdistpackage.launch.signals import Noted
+from torchdistpackage.launch.slurm.files import JobFiles, start_id
 from torchdistpackage.train.build import build
 from torchdistpackage.train.folder import RESOLVED, prepare_folder, run_folder
+from torchdistpackage.train.life import STOPPED, begin, end, leave_word
 from torchdistpackage.train.log import say
 from torchdistpackage.train.loop import Loop, finish
 from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.state import resume as resume_state
 
 
-def rank_main(config: RunConfig, resume: str) -> int:
-    """Join the others, train, and leave; the exit code.
+def rank_main(config: RunConfig, resume: str, noted: Noted | None = None) -> int:
+    """Join the others, train, and leave; 0, or STOPPED if the run ended early and is saved.
+
+    noted: listens already, if this process was made for the rank.
 
     Raises:
         TorchDistError: whatever stopped this rank; whoever started it reports and ends the others.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # the ranks of a node would otherwise each take all its cores
-    # your own model, data and loss may stand beside where you called us
-    if (here := str(Path.cwd())) not in sys.path:
+    # your own model, data and loss may stand beside where you called us, or in its snapshot
+    if (here := os.environ.get("TDP_CODE") or str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
+    if noted is None:
+        noted = Noted()
+        noted.listen(config.launch.requeue.signals)
     rendezvous = detect(os.environ)
     plan = make_plan(config, rendezvous.world_size)
     joined = join(rendezvous, init_timeout_s=config.launch.init_timeout_s)
@@ -42,7 +51,18 @@ def rank_main(config: RunConfig, resume: str) -> int:
     primitives.barrier()
     trainer = build(plan, rendezvous.rank, joined.device)
     state = resume_state(trainer, folder, resume)
-    loop = Loop(trainer, state, folder)
-    finish(loop, loop.run())
+    section = config.launch.requeue
+    life = begin(folder, section, noted, rendezvous.rank, os.environ)
+    loop = Loop(trainer, state, folder, life)
+    loss = loop.run()
+    if loss is not None:
+        finish(loop, loss)
+    primitives.barrier()
+    if rendezvous.rank == 0:
+        if loss is None:
+            decision = end(life, folder, loop.state.step, os.environ)
+            say(f"saved and ended {decision.reason} [{decision.word}]")
+        elif start_id(os.environ) != "local":
+            leave_word(JobFiles(folder), Decision(Word.FINISHED, f"{folder}"), os.environ)
     leave()
-    return 0
+    return STOPPED if loss is None else 0

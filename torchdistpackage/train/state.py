@@ -12,14 +12,19 @@ from torchdistpackage.errors import CheckpointError
 from torchdistpackage.train.step import Trainer
 
 FOLDER = "checkpoints"
+OWES = "owes_validation"
 
 
 @dataclass
 class TrainState:
-    """Where the run is: optimizer steps done and tokens seen. Data follow from the step."""
+    """Where the run is: optimizer steps done and tokens seen. Data follow from the step.
+
+    owes_validation: the validation that belongs to `step` was cut short.
+    """
 
     step: int = 0
     tokens: int = 0
+    owes_validation: bool = False
 
 
 def save_state(trainer: Trainer, state: TrainState, run_folder: Path) -> Path:
@@ -37,7 +42,7 @@ def save_state(trainer: Trainer, state: TrainState, run_folder: Path) -> Path:
         topology=tpc.topology,
         rank=trainer.rank,
         optimizer=trainer.optimizer,
-        extras=_random_state(trainer),
+        extras={**_random_state(trainer), OWES: int(state.owes_validation)},
         facts={"seed": config.run.seed, "name": config.run.name},
         keep_last=config.checkpoint.keep_last,
     )
@@ -74,7 +79,7 @@ def resume(trainer: Trainer, run_folder: Path, how: str) -> TrainState:
         cuda := loaded.extras.get("rng_cuda"), torch.Tensor
     ):
         torch.cuda.set_rng_state(cuda, trainer.device)
-    return TrainState(loaded.step, loaded.tokens)
+    return TrainState(loaded.step, loaded.tokens, bool(loaded.extras.get(OWES)))
 
 
 def _params(trainer: Trainer):

@@ -6,6 +6,7 @@ all-reduce a step carries loss, tokens and norm.
 """
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -26,6 +27,13 @@ from torchdistpackage.train.data import DataSource, Split, check_fingerprints, f
 from torchdistpackage.train.loss import LossFn
 from torchdistpackage.train.plan import Plan
 
+Wish = Callable[[], bool]
+"""Whether this rank wants the run to end now."""
+
+
+def never() -> bool:
+    return False
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -33,7 +41,7 @@ class StepResult:
 
     loss: mean over the tokens of the global batch, in nats. bubble: share of the step, over all
     ranks, in which nothing was computed; None where it was not measured. save: rank 0 asks
-    for a checkpoint.
+    for a checkpoint. stop: some rank asks for the end of this start.
     """
 
     step: int
@@ -44,6 +52,7 @@ class StepResult:
     lr: float
     bubble: float | None
     save: bool
+    stop: bool
 
 
 @dataclass
@@ -57,7 +66,7 @@ class Issued:
     measured: bool
 
     def read(self) -> StepResult:
-        loss, tokens, power, busy, save = self.stats.tolist()
+        loss, tokens, power, busy, save, stop = self.stats.tolist()
         return StepResult(
             self.step,
             loss / max(tokens, 1),
@@ -67,6 +76,7 @@ class Issued:
             self.lr,
             1 - busy / tpc.topology.world_size if self.measured else None,
             save > 0,
+            stop > 0,
         )
 
 
@@ -105,8 +115,13 @@ class Trainer:
 
     # -- training ----------------------------------------------------------------------
 
-    def train_step(self, step: int, *, measure: bool = True, save: bool = False) -> Issued:
-        """Forward, backward, reduction, clipping and update of step `step` (the first is 1)."""
+    def train_step(
+        self, step: int, *, measure: bool = True, save: bool = False, stop: Wish = never
+    ) -> Issued:
+        """Forward, backward, reduction, clipping and update of step `step` (the first is 1).
+
+        stop: asked as late as the ranks can still agree on it: when the step's numbers are summed.
+        """
         config = self.plan.config
         began = time.perf_counter()
         if self.optimizer is not None:
@@ -118,7 +133,7 @@ class Trainer:
         busy = clock.computed_s() / clock.elapsed_s() if measure else 0.0
         power = local_power(self._mine, 2.0, self.device)
         # filled on the device: a copy from the host would wait for it
-        rest = [power.new_full((), value) for value in (busy, float(save))]
+        rest = [power.new_full((), value) for value in (busy, float(save), float(stop()))]
         stats = torch.stack([*totals.to(power.dtype), power, *rest])
         primitives.all_reduce(stats, self._world)
         self.scale(stats[1], stats[2])
@@ -167,16 +182,26 @@ class Trainer:
 
     # -- validation --------------------------------------------------------------------
 
-    def evaluate(self) -> float:
-        """Mean loss over the validation batches, equal on all ranks. Leaves training as it was."""
+    def evaluate(self, stop: Wish = never) -> float | None:
+        """Mean loss over the validation batches, equal on all ranks. Leaves training as it was.
+
+        None if a rank asked to stop on the way: all stop after the same batch.
+        """
         totals = self._zeros()
         self.stage.eval()
         with torch.random.fork_rng(devices=_cuda_indices(self.device)):
             for index in range(self.plan.config.train.eval_batches):
                 totals += self._pass(self.evaluator, self._batch("val", index, 0), None)
+                if stop is not never and self._anyone(stop()):
+                    self.stage.train()
+                    return None
         self.stage.train()
         total, count = primitives.all_reduce(totals, self._world).tolist()
         return total / max(count, 1)
+
+    def _anyone(self, wish: bool) -> bool:
+        flag = self._zeros()[:1] + float(wish)
+        return primitives.all_reduce(flag, self._world).item() > 0
 
     # -- one pass over the microbatches of a round -------------------------------------
 

@@ -1,0 +1,74 @@
+"""Starts of a run: counted alike by all ranks, refused when they lead nowhere."""
+
+import pytest
+
+from torchdistpackage.errors import LaunchError
+from torchdistpackage.launch.requeue import Limits
+from torchdistpackage.launch.slurm.files import JobFiles, start_id
+from torchdistpackage.launch.slurm.starts import check, note, read_starts, series_of, this_start
+
+
+def job(number: int, restart: int = 0, **more: str) -> dict[str, str]:
+    restarts = {"SLURM_RESTART_COUNT": str(restart)} if restart else {}  # Slurm leaves 0 out
+    return {"SLURM_JOB_ID": str(number), "SLURM_JOB_NODELIST": "n[1-2]", **restarts, **more}
+
+
+def begin(files: JobFiles, env: dict[str, str], step: int):
+    start = this_start(files, env, step)
+    note(files, start)
+    return start
+
+
+def test_ids_tell_jobs_and_their_restarts_apart():
+    assert start_id({}) == "local"
+    ids = [start_id(job(7)), start_id(job(7, 1)), start_id(job(8))]
+    assert ids == ["7.0", "7.1", "8.0"]
+
+
+def test_ranks_before_and_after_rank_0_wrote_count_the_same(tmp_path):
+    files = JobFiles(tmp_path / "run")
+    begin(files, job(7), 0)
+    early = this_start(files, job(7, 1), 0)
+    begin(files, job(7, 1), 40)
+    late = this_start(files, job(7, 1), 0)
+    assert early.restart == late.restart == 1 and late.step == 40
+    begin(files, job(9), 60)
+    assert [s.restart for s in read_starts(files.starts)] == [0, 1, 2], "over jobs: names of logs"
+    note(files, late)
+    assert len(read_starts(files.starts)) == 3, "noted once"
+
+
+def test_a_line_cut_short_is_passed_over(tmp_path):
+    files = JobFiles(tmp_path)
+    begin(files, job(7), 0)
+    with files.starts.open("a") as file:
+        file.write('{"start": "7.1", "rest')
+    assert [s.start for s in read_starts(files.starts)] == ["7.0"]
+
+
+def test_a_chain_is_one_series_and_a_new_submission_another(tmp_path):
+    files = JobFiles(tmp_path)
+    for env in (job(7), job(7, 1), job(12, TDP_SERIES="7")):
+        start = begin(files, env, 0)
+    assert [s.start for s in series_of(files, start)] == ["7.0", "7.1", "12.0"]
+    fresh = begin(files, job(20), 0)
+    assert [s.start for s in series_of(files, fresh)] == ["20.0"]
+
+
+def test_the_third_start_at_the_same_step_is_refused_and_a_new_submission_is_not(tmp_path):
+    files = JobFiles(tmp_path)
+    for restart in (0, 1):
+        check(files, begin(files, job(7, restart), 40), Limits())
+    with pytest.raises(LaunchError, match="two starts in a row ended at step 40") as caught:
+        check(files, this_start(files, job(7, 2), 40), Limits())
+    assert str(files.logs) in str(caught.value)
+    check(files, this_start(files, job(8), 40), Limits())
+    check(files, this_start(files, job(7, 2), 41), Limits())
+
+
+def test_more_starts_than_requeues_allow_are_refused(tmp_path):
+    files = JobFiles(tmp_path)
+    for restart in (0, 1, 2):
+        check(files, begin(files, job(7, restart), restart), Limits(max_requeues=2))
+    with pytest.raises(LaunchError, match="max_requeues=2"):
+        check(files, this_start(files, job(7, 3), 3), Limits(max_requeues=2))

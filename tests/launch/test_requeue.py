@@ -1,0 +1,133 @@
+"""When a run ends and whether it comes back, as arithmetic."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchdistpackage.errors import LaunchError
+from torchdistpackage.launch.requeue import (
+    Decision,
+    Limits,
+    Word,
+    decide,
+    needed_s,
+    no_progress,
+    quantile,
+    refusal,
+    time_is_up,
+)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0.01, 1))
+def test_a_quantile_is_a_value_that_the_part_asked_for_does_not_exceed(values, q):
+    found = quantile(values, q)
+    assert found in values
+    assert sum(v <= found for v in values) >= q * len(values)
+    assert all(
+        sum(v <= other for v in values) < q * len(values) for other in values if other < found
+    )
+
+
+def test_nothing_measured_is_zero():
+    assert quantile([]) == 0
+
+
+# seconds left -> may the step that begins now be followed by another one? Steps of 10 s with one
+# of 12, saves of 5 s, margin 30: 2 x 12 + 5 + 30 = 59
+@pytest.mark.parametrize(
+    ("left_s", "up"), [(60, False), (59.5, False), (59, True), (10, True), (-5, True)]
+)
+def test_the_last_safe_step_is_two_steps_a_save_and_the_margin_before_the_end(left_s, up):
+    why = time_is_up(1000, 1000 + left_s, [10] * 30 + [12], [5, 4], 30)
+    assert bool(why) is up
+    if up:
+        assert f"ends in {left_s:.0f} s" in why and "59 s" in why and "margin of 30 s" in why
+
+
+@given(
+    step_s=st.floats(0.001, 100),
+    save_s=st.floats(0, 100),
+    margin_s=st.floats(0, 100),
+    length_s=st.floats(1, 5000),
+)
+def test_a_run_that_heeds_it_has_saved_when_the_job_ends(step_s, save_s, margin_s, length_s):
+    """Played through: the wish of one step ends the run after it."""
+    if needed_s([step_s], [save_s], margin_s) > length_s:
+        return
+    now, steps = 0.0, 0
+    while True:
+        stop = time_is_up(now, length_s, [step_s], [save_s], margin_s)
+        now += step_s
+        steps += 1
+        if stop:
+            break
+    assert now + save_s + margin_s <= length_s + 1e-6
+    assert now + 2 * step_s + save_s + margin_s >= length_s - 1e-6, "and no step is given away"
+
+
+def test_without_an_end_time_is_never_up():
+    assert time_is_up(1e12, None, [10], [5], 30) == ""
+
+
+def test_a_save_that_was_never_measured_is_taken_for_a_long_one():
+    assert needed_s([2], [], 0) == 4 + 20
+    assert needed_s([0.1], [], 0) == pytest.approx(0.2 + 10)
+    assert needed_s([], [], 30) == 40
+
+
+@pytest.mark.parametrize(
+    ("began_at", "now", "stuck"),
+    [
+        ([], 0, False),
+        ([0], 0, False),
+        ([0, 0], 0, True),
+        ([0, 0], 5, False),
+        ([5, 5], 5, True),
+        ([0, 5], 5, False),
+        ([0, 0, 5], 5, False),
+        ([0, 5, 5], 5, True),
+        ([5, 0], 0, False),  # the newest checkpoint was damaged: went back, then got nowhere once
+    ],
+)
+def test_two_starts_in_a_row_without_a_step_are_enough(began_at, now, stuck):
+    assert no_progress(began_at, now) is stuck
+    assert bool(refusal(began_at, now, Limits())) is stuck
+
+
+def test_a_run_comes_back_as_often_as_it_may():
+    limits = Limits(max_requeues=3)
+    words = [
+        decide("USR1", list(range(0, 10 * starts, 10)), 10 * starts, limits).word
+        for starts in range(1, 6)
+    ]
+    assert words == [Word.REQUEUE] * 3 + [Word.STOP] * 2
+    last = decide("USR1", [0, 10, 20, 30], 40, limits)
+    assert "max_requeues=3" in last.reason and "after step 40: USR1" in last.reason
+    # Slurm's own requeues (node failures) count too: a start after the last one is refused
+    assert refusal([0, 10, 20, 30], 40, limits) and not refusal([0, 10, 20], 30, limits)
+    assert decide("USR1", [0], 10, Limits(max_requeues=0)).word is Word.STOP
+
+
+@pytest.mark.parametrize(
+    ("mode", "word"), [("requeue", Word.REQUEUE), ("chain", Word.CHAIN), ("never", Word.STOP)]
+)
+def test_how_a_run_comes_back_is_the_users_choice(mode, word):
+    assert decide("time", [0], 7, Limits(mode)).word is word
+
+
+def test_no_progress_stops_a_run_at_once_however_many_requeues_are_left():
+    decision = decide("TERM", [4, 4], 4, Limits(max_requeues=100))
+    assert decision.word is Word.STOP and "two starts in a row ended at step 4" in decision.reason
+
+
+@pytest.mark.parametrize("word", list(Word))
+def test_a_decision_is_one_line_that_a_shell_can_read(word):
+    decision = Decision(word, "after step 3:\n two  lines")
+    line = str(decision)
+    assert "\n" not in line and line.split(" ", 1)[0] == word.value
+    assert Decision.parse(line + "\n") == Decision(word, "after step 3: two lines")
+
+
+def test_an_unknown_word_is_refused_with_those_that_are_known():
+    with pytest.raises(LaunchError, match=r"'again now'.*finished, requeue, chain, stop"):
+        Decision.parse("again now")

@@ -1,0 +1,209 @@
+"""A watched rank: real forks that return, raise, are killed, told to end, or lose their peers."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from torchdistpackage.launch.failure import Failure, Kind, from_json, to_json
+from torchdistpackage.launch.supervise import read_failures
+
+HOST = socket.gethostname()
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+from torchdistpackage.launch.signals import Noted
+from torchdistpackage.launch.supervise import Place, supervise
+
+folder = Path(sys.argv[1])
+noted = Noted()
+noted.listen(["USR1", "TERM"])
+
+def body():
+{body}
+
+sys.exit(supervise(body, Place({rank}, folder / "logs" / "rank.log", folder / "failures"), noted))
+"""
+
+
+def start(folder: Path, body: str, rank: int = 1) -> subprocess.Popen[str]:
+    code = PROGRAM.format(body=textwrap.indent(textwrap.dedent(body), "    "), rank=rank)
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", code, str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(folder: Path, body: str, rank: int = 1) -> tuple[int, str, str]:
+    process = start(folder, body, rank)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def wait_for(path: Path) -> None:
+    end = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < end, f"no {path}"
+        time.sleep(0.05)
+
+
+def log(folder: Path) -> str:
+    return (folder / "logs" / "rank.log").read_text()
+
+
+def test_what_a_rank_says_is_in_its_log_and_rank_0_speaks_for_all(tmp_path):
+    body = "print('hello'); print('trouble', file=sys.stderr); return 0"
+    code, out, err = run(tmp_path / "one", body, rank=1)
+    assert (code, out, err) == (0, "", "")
+    assert log(tmp_path / "one") == "hello\ntrouble\n"
+    code, out, err = run(tmp_path / "zero", body, rank=0)
+    assert (code, out, err) == (0, "hello\ntrouble\n", "")
+    assert log(tmp_path / "zero") == out
+    assert not (tmp_path / "one" / "failures").exists()
+
+
+def test_a_log_is_appended(tmp_path):
+    for word in ("first", "second"):
+        run(tmp_path, f"print({word!r}); return 0")
+    assert log(tmp_path) == "first\nsecond\n"
+
+
+def test_an_exception_is_reported_with_its_traceback(tmp_path):
+    code, out, err = run(tmp_path, "raise ValueError('no such sample')")
+    assert code == 1 and out == ""
+    (failure,) = read_failures(tmp_path / "failures")
+    assert (failure.rank, failure.host, failure.kind) == (1, HOST, Kind.ERROR)
+    assert failure.error == "ValueError: no such sample" and "Traceback" in failure.detail
+    assert f"rank 1 on {HOST}: exit code 1: ValueError: no such sample" in err
+    assert "[rank 1] ValueError: no such sample" in err.splitlines()
+    assert log(tmp_path).rstrip().endswith("ValueError: no such sample")
+
+
+def test_of_a_consequence_the_main_log_gets_one_line(tmp_path):
+    code, _, err = run(tmp_path, "raise RuntimeError('Connection closed by peer')")
+    assert code == 1
+    assert err.splitlines() == [
+        f"rank 1 on {HOST}: exit code 1: RuntimeError: Connection closed by peer"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "kind", "own"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, Kind.SIGNAL, -9),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, Kind.SIGNAL, -11),
+        ("os._exit(5)", 5, Kind.EXIT, 5),
+        ("sys.exit(7)", 7, Kind.EXIT, 7),
+    ],
+)
+def test_what_a_rank_cannot_say_its_watcher_does(tmp_path, end, code, kind, own):
+    got, _, err = run(tmp_path, f"print('last words'); {end}")
+    assert got == code
+    (failure,) = read_failures(tmp_path / "failures")
+    assert (failure.kind, failure.exit_code) == (kind, own)
+    if "sys.exit" not in end:
+        assert "last words" in failure.detail and "[rank 1] last words" in err
+
+
+def test_signals_reach_the_rank_and_only_leave_a_note(tmp_path):
+    process = start(
+        tmp_path,
+        """
+        (folder / "ready").touch()
+        while not noted.received:
+            time.sleep(0.02)
+        print(noted.first)
+        return 0
+        """,
+    )
+    wait_for(tmp_path / "ready")
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=60)
+    assert process.returncode == 0 and log(tmp_path) == "SIGUSR1\n"
+
+
+def test_a_signal_while_the_rank_still_imports_is_not_lost(tmp_path):
+    """The handlers are there before the fork: no moment at which a signal would kill."""
+    process = start(
+        tmp_path,
+        """
+        (folder / "ready").touch()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)  # as an import takes
+        print(noted.first)
+        return 0
+        """,
+    )
+    process.communicate(timeout=60)
+    assert process.returncode == 0 and log(tmp_path) == "SIGTERM\n"
+
+
+def test_a_rank_whose_peer_failed_is_ended_when_the_launcher_says_so(tmp_path):
+    """As srun does with --kill-on-bad-exit; the rank itself hangs and takes SIGTERM for a note."""
+    process = start(tmp_path, "(folder / 'ready').touch(); time.sleep(600)")
+    wait_for(tmp_path / "ready")
+    peer = Failure(3, "n3", 1, time.time(), Kind.ERROR, 1, "ValueError: x", "Traceback")
+    (tmp_path / "failures").mkdir()
+    (tmp_path / "failures" / "rank3.json").write_text(to_json(peer))
+    time.sleep(0.6)
+    assert process.poll() is None, "before it is told, it is the launcher's affair"
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert time.monotonic() - began < 10
+    assert process.returncode == 137 and "because another rank failed" in err
+    assert [f.rank for f in read_failures(tmp_path / "failures")] == [3], "no report of its own"
+
+
+def test_a_rank_does_not_outlive_its_watcher(tmp_path):
+    process = start(tmp_path, "(folder / 'pid').write_text(str(os.getpid())); time.sleep(600)")
+    wait_for(tmp_path / "pid")
+    time.sleep(0.1)
+    pid = int((tmp_path / "pid").read_text())
+    process.kill()
+    process.communicate()
+    end = time.monotonic() + 10
+    while (
+        Path(f"/proc/{pid}").exists() and "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    ):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_process_with_threads_forks_no_rank(tmp_path):
+    code = textwrap.dedent(
+        """
+        import sys, threading, time
+        from pathlib import Path
+        from torchdistpackage.errors import LaunchError
+        from torchdistpackage.launch.signals import Noted
+        from torchdistpackage.launch.supervise import Place, supervise
+        threading.Thread(target=time.sleep, args=(1,), name="sleeper").start()
+        try:
+            supervise(lambda: 0, Place(0, Path("x.log"), Path("f")), Noted())
+        except LaunchError as error:
+            print(error)
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    assert "2 threads" in done.stdout and "sleeper" in done.stdout
+
+
+def test_reports_survive_the_way_through_a_file_and_torn_ones_are_left_out(tmp_path):
+    failure = Failure(2, "n1", 7, 1.5, Kind.STOPPED, None, "e", "d")
+    assert from_json(to_json(failure)) == failure
+    (tmp_path / "rank2.json").write_text(to_json(failure))
+    (tmp_path / "rank3.json").write_text(to_json(failure)[:-5])
+    (tmp_path / "rank4.json").write_text(json.dumps({"kind": "signal"}))
+    assert read_failures(tmp_path) == [failure]
+    assert read_failures(tmp_path / "none") == []

@@ -1,0 +1,130 @@
+"""When a run has to end, and whether it comes back: decided from numbers alone.
+
+One rule: nothing here looks at a clock, a signal or a file. Who calls brings what was measured, so
+that every ending of a job can be tried out on paper. Times are in seconds, and points in time count
+from 1970.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from torchdistpackage.errors import LaunchError
+
+_QUANTILE = 0.98
+"""Of the durations seen: high, because one step too many costs all steps since the last save."""
+_UNKNOWN_SAVE_STEPS = 10
+_UNKNOWN_SAVE_S = 10.0
+"""Before the first save is measured it is taken for ten steps, and for 10 s at least."""
+
+
+class Word(StrEnum):
+    """What happens when all ranks have ended; first word of the decision file."""
+
+    FINISHED = "finished"
+    REQUEUE = "requeue"  # the same job again, under its id
+    CHAIN = "chain"  # a new job, behind this one
+    STOP = "stop"  # saved, and not to come back by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What all ranks agreed on, and why, in a line for people and for the batch script."""
+
+    word: Word
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.word} {' '.join(self.reason.split())}"
+
+    @staticmethod
+    def parse(line: str) -> "Decision":
+        """Back from `str()`.
+
+        Raises:
+            LaunchError: the line starts with none of the words.
+        """
+        word, _, reason = line.strip().partition(" ")
+        try:
+            return Decision(Word(word), reason)
+        except ValueError:
+            words = ", ".join(Word)
+            raise LaunchError(f"decision {line!r} does not start with one of {words}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How often a run may come back and what it keeps free at a job's end."""
+
+    mode: str = "requeue"
+    max_requeues: int = 20
+    margin_s: float = 30.0
+
+
+def quantile(values: Sequence[float], q: float = _QUANTILE) -> float:
+    """The smallest of `values` that at least the part `q` of them does not exceed; 0 of none."""
+    ordered = sorted(values)
+    return ordered[max(math.ceil(q * len(ordered)) - 1, 0)] if ordered else 0.0
+
+
+def needed_s(step_s: Sequence[float], save_s: Sequence[float], margin_s: float) -> float:
+    """Seconds that must be left before a step for the next step and a save to fit in as well.
+
+    Two steps, because what is wished for in a step ends the run after it: to let this one pass is
+    to do the next one too. `step_s` and `save_s` are durations seen so far.
+    """
+    step = quantile(step_s)
+    save = quantile(save_s) if save_s else max(_UNKNOWN_SAVE_STEPS * step, _UNKNOWN_SAVE_S)
+    return 2 * step + save + margin_s
+
+
+def time_is_up(
+    now_s: float,
+    end_s: float | None,
+    step_s: Sequence[float],
+    save_s: Sequence[float],
+    margin_s: float,
+) -> str:
+    """Why the step that begins now must be the last; "" while there is time. No end: never."""
+    if end_s is None:
+        return ""
+    left, needed = end_s - now_s, needed_s(step_s, save_s, margin_s)
+    if left > needed:
+        return ""
+    return (
+        f"the job ends in {left:.0f} s, and two steps, a save and the margin of {margin_s:g} s "
+        f"may take {needed:.0f} s"
+    )
+
+
+def no_progress(steps: Sequence[int], step: int) -> bool:
+    """Whether the last two of the starts that began at `steps` did not get beyond where they began.
+
+    step: where a start would begin now.
+    """
+    return len(steps) >= 2 and steps[-2] == steps[-1] == step
+
+
+def refusal(steps: Sequence[int], step: int, limits: Limits) -> str:
+    """Why no further start is made after those that began at `steps`; "" if one may be."""
+    if no_progress(steps, step):
+        return f"two starts in a row ended at step {step}, where they had begun"
+    if len(steps) > limits.max_requeues:
+        return (
+            f"{len(steps) - 1} requeues used up launch.requeue.max_requeues={limits.max_requeues}"
+        )
+    return ""
+
+
+def decide(reason: str, steps: Sequence[int], step: int, limits: Limits) -> Decision:
+    """What becomes of a run that was told to end for `reason` and saved `step`.
+
+    steps: where each start of this job began, the present one last.
+    """
+    reason = f"after step {step}: {reason}"
+    if limits.mode == "never":
+        return Decision(Word.STOP, f"{reason}; launch.requeue.mode is never")
+    if why := refusal(steps, step, limits):
+        return Decision(Word.STOP, f"{reason}; not again: {why}")
+    return Decision(Word(limits.mode), reason)

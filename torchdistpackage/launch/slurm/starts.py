@@ -1,0 +1,92 @@
+"""The starts of a run, one line each: who came when, where, and from which step on.
+
+One rule: rank 0 appends, all read. A start is known by its id, so ranks that read before rank 0
+has written count it themselves and come to the same number.
+"""
+
+import json
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torchdistpackage.errors import LaunchError
+from torchdistpackage.launch.requeue import Limits, refusal
+from torchdistpackage.launch.slurm.files import JobFiles, start_id
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One start of a job.
+
+    start: its id. restart: how many starts the run had before. series: the submission that it and
+        its requeues go back to. nodes: Slurm's host list. step: where it began.
+    """
+
+    start: str
+    restart: int
+    series: str
+    job: str
+    time_s: float
+    nodes: str
+    host: str
+    step: int
+
+
+def read_starts(path: Path) -> list[Start]:
+    """All starts in order; a line that a kill left unfinished is passed over."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    starts: list[Start] = []
+    for line in text.splitlines():
+        try:
+            starts.append(Start(**json.loads(line)))
+        except (ValueError, TypeError):
+            continue
+    return starts
+
+
+def this_start(files: JobFiles, env: Mapping[str, str], step: int) -> Start:
+    """The start that this process belongs to, as noted or as it will be."""
+    own, before = start_id(env), read_starts(files.starts)
+    if noted := next((s for s in before if s.start == own), None):
+        return noted
+    job = env.get("SLURM_JOB_ID", "")
+    return Start(
+        own,
+        len(before),
+        env.get("TDP_SERIES") or job,
+        job,
+        time.time(),
+        env.get("SLURM_JOB_NODELIST", ""),
+        socket.gethostname(),
+        step,
+    )
+
+
+def series_of(files: JobFiles, start: Start) -> list[Start]:
+    """The starts of the same submission up to `start`, which comes last."""
+    before = (s for s in read_starts(files.starts) if s.start != start.start)
+    return [*(s for s in before if s.series == start.series), start]
+
+
+def check(files: JobFiles, start: Start, limits: Limits) -> None:
+    """Refuse a start that Slurm made although the run is not to come back again.
+
+    Raises:
+        LaunchError: too many starts, or two in a row without progress.
+    """
+    steps = [s.step for s in series_of(files, start)[:-1]]
+    if why := refusal(steps, start.step, limits):
+        raise LaunchError(
+            f"this start is one too many: {why}; see {files.logs} for what went wrong, then "
+            f"submit again"
+        )
+
+
+def note(files: JobFiles, start: Start) -> None:
+    """Append the start, unless it is there."""
+    if all(s.start != start.start for s in read_starts(files.starts)):
+        files.job.mkdir(parents=True, exist_ok=True)
+        with files.starts.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(start)) + "\n")

@@ -1,0 +1,58 @@
+"""The last block of a job's main log, and its exit code: who failed first, and how.
+
+Run by the batch script when the ranks are gone and left no decision:
+
+    python -m torchdistpackage.launch.slurm.verdict RUN_FOLDER START CODE NUM_RANKS
+
+One rule: the ranks' own reports count. What srun returned (CODE) is the code of whichever task it
+heard of first, or of its own killing of the others.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from torchdistpackage.launch.failure import Failure, culprit, report
+from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.slurm.suspects import evidence_of, record
+from torchdistpackage.launch.supervise import read_failures
+
+
+def exit_code(failure: Failure) -> int:
+    """What a shell would say: 1 to 255, 128 and the number of a signal."""
+    code = failure.exit_code
+    if code is None:
+        return 1
+    return (128 - code if code < 0 else code) & 0xFF or 1
+
+
+def verdict(run: Path, start: str, code: int, num_ranks: int) -> tuple[str, int]:
+    """The block to end the log with and the job's exit code.
+
+    A node that is to blame is noted in the suspects file.
+    """
+    files = JobFiles(run)
+    failures = read_failures(files.failures(start))
+    if not failures:
+        text = (
+            f"no rank of {num_ranks} left a report; srun ended with code {code}. What it wrote "
+            f"above says why; a rank that could not be started is in {files.logs}"
+        )
+        return text, code or 1
+    first = culprit(failures)
+    if evidence := evidence_of(first, start.partition(".")[0], time.time()):
+        record(files.suspects, evidence)
+    return report(failures, num_ranks), exit_code(first)
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) != 5 or not argv[3].lstrip("-").isdigit() or not argv[4].isdigit():
+        sys.stderr.write(f"usage: python -m {__spec__.name} RUN_FOLDER START CODE NUM_RANKS\n")
+        return 2
+    text, code = verdict(Path(argv[1]), argv[2], int(argv[3]), int(argv[4]))
+    sys.stdout.write(text + "\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

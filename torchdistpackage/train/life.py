@@ -1,0 +1,109 @@
+"""What one rank knows of its run's end: signals, the job's end, how long things take. No torch.
+
+One rule: a rank only wishes. The wishes of all ranks meet in the numbers of a step (train/step.py),
+so all end after the same one; what becomes of the run then is decided by launch/requeue.py.
+"""
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torchdistpackage.config.schema import Requeue
+from torchdistpackage.launch.requeue import Decision, Limits, Word, decide, time_is_up
+from torchdistpackage.launch.signals import Noted
+from torchdistpackage.launch.slurm.files import JobFiles, start_id
+from torchdistpackage.launch.slurm.starts import series_of, this_start
+
+STOPPED = 75
+"""Exit code of a run that saved and ended early; run again, it goes on (EX_TEMPFAIL)."""
+_KEPT = 100
+_TIMES = "save_s.json"
+
+
+def limits_of(section: Requeue) -> Limits:
+    return Limits(section.mode, section.max_requeues, section.margin_s)
+
+
+@dataclass
+class Life:
+    """`clock`: whether this rank watches the job's end for all; its word is enough.
+
+    end_s: when the job is ended, in seconds since 1970; None: never. save_s: seconds that saves
+    took, also those of earlier starts.
+    """
+
+    limits: Limits = field(default_factory=Limits)
+    noted: Noted = field(default_factory=Noted)
+    clock: bool = False
+    end_s: float | None = None
+    save_s: list[float] = field(default_factory=list[float])
+    step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+
+    def wish(self) -> bool:
+        """Whether this rank wants the run to end after the step that is under way."""
+        return bool(self._why())
+
+    def reason(self) -> str:
+        """Why the run ends, as far as this rank knows."""
+        return self._why() or "a signal to another rank"
+
+    def _why(self) -> str:
+        if name := self.noted.first:
+            return name
+        if not self.clock:
+            return ""
+        return time_is_up(time.time(), self.end_s, self.step_s, self.save_s, self.limits.margin_s)
+
+
+def begin(folder: Path, section: Requeue, noted: Noted, rank: int, env: Mapping[str, str]) -> Life:
+    """The life of a rank that starts now.
+
+    TDP_JOB_END_S or SLURM_JOB_END_TIME: when the job ends.
+    """
+    end = env.get("TDP_JOB_END_S") or env.get("SLURM_JOB_END_TIME") or ""
+    clock = rank == 0
+    return Life(
+        limits_of(section),
+        noted,
+        clock,
+        float(end) if end.isdecimal() and int(end) > 0 else None,
+        _read_times(JobFiles(folder)) if clock else [],
+    )
+
+
+def end(life: Life, folder: Path, step: int, env: Mapping[str, str]) -> Decision:
+    """Decide for all, on rank 0, and leave word for whoever started the job."""
+    if start_id(env) == "local":
+        return Decision(Word.STOP, f"after step {step}: {life.reason()}; started again it goes on")
+    files = JobFiles(folder)
+    steps = [s.step for s in series_of(files, this_start(files, env, step))]
+    decision = decide(life.reason(), steps, step, life.limits)
+    leave_word(files, decision, env)
+    _write(files.job / _TIMES, json.dumps(life.save_s[-_KEPT:]))
+    return decision
+
+
+def leave_word(files: JobFiles, decision: Decision, env: Mapping[str, str]) -> None:
+    """Write the decision of this start, complete or not at all."""
+    _write(files.decision(start_id(env)), f"{decision}\n")
+
+
+def _read_times(files: JobFiles) -> list[float]:
+    try:
+        return [float(x) for x in json.loads((files.job / _TIMES).read_text("utf-8"))]
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
