@@ -160,7 +160,8 @@ def test_a_rank_whose_peer_failed_is_ended_when_the_launcher_says_so(tmp_path):
     _, err = process.communicate(timeout=30)
     assert time.monotonic() - began < 10
     assert process.returncode == 137 and "because another rank failed" in err
-    assert [f.rank for f in read_failures(tmp_path / "failures")] == [3], "no report of its own"
+    own, culprit = read_failures(tmp_path / "failures")
+    assert (own.rank, own.kind) == (1, Kind.ENDED) and culprit.rank == 3
 
 
 def test_a_rank_does_not_outlive_its_watcher(tmp_path):

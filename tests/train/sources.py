@@ -1,11 +1,14 @@
 """Data of the tests: every sample is a function of its global number, many targets do not count."""
 
 import os
+import random
 import signal
+import threading
 import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchdistpackage.comm.random import seed_from
@@ -65,3 +68,34 @@ def build(width: int) -> nn.Module:
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().mean()
+
+
+class Signalled(UnevenTokens):
+    """One rank gets a signal at a moment of step 3: while it waits for data, between two rounds of
+    gradients, in a validation after that step, or some time later, wherever it then is."""
+
+    def __init__(self, seq_len: int, vocab: int, signum: int, rank: int, moment: str):
+        super().__init__(seq_len, vocab)
+        self.signum, self.mine, self.moment = signum, dist.get_rank() == rank, moment
+        self._sent = False
+
+    def batch(self, split, seed, step, data_index, num_data, per_rank, *, first=0):
+        here = {
+            "wait": split == "train" and step == 3 and first == 0,
+            "accumulation": split == "train" and step == 3 and first > 0,
+            "eval": split == "val" and step == 1 and self._trained == 4,
+            "anytime": split == "train" and step == 3,
+        }
+        if split == "train":
+            self._trained = step
+        if self.mine and here[self.moment] and not self._sent:
+            self._sent = True
+            if self.moment == "anytime":
+                late_s = random.Random(self.signum).uniform(0, 0.05)
+                threading.Timer(late_s, os.kill, (os.getpid(), self.signum)).start()
+            else:
+                os.kill(os.getpid(), self.signum)
+                time.sleep(0.05 if self.moment == "wait" else 0)
+        return super().batch(split, seed, step, data_index, num_data, per_rank, first=first)
+
+    _trained = 0

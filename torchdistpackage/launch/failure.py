@@ -22,6 +22,7 @@ class Kind(StrEnum):
     STOPPED = "stopped"  # still there, but it does not run
     ERROR = "error"  # a Python exception, with its traceback
     EXIT = "exit"  # an exit code without an exception
+    ENDED = "ended"  # by its own supervisor, because another rank had failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,8 @@ def culprit(failures: Sequence[Failure]) -> Failure:
     """The failure to blame: killed, then stopped, then the earliest that is no consequence."""
 
     def order(failure: Failure) -> tuple[int, float]:
+        if failure.kind is Kind.ENDED:
+            return 4, failure.time_s
         if is_consequence(failure):
             return 3, failure.time_s
         if failure.kind is Kind.SIGNAL and failure.exit_code != -signal.SIGABRT:
@@ -104,6 +107,8 @@ def how(failure: Failure) -> str:
     """One line: "killed by SIGKILL", "exit code 1: ValueError: ..."."""
     if failure.kind is Kind.STOPPED:
         return "stopped (process state T), so its peers waited for it in vain"
+    if failure.kind is Kind.ENDED:
+        return "ended, because another rank failed"
     code = failure.exit_code
     if failure.kind is Kind.SIGNAL and code is not None:
         hint = " (perhaps the kernel, out of memory)" if code == -signal.SIGKILL else ""
@@ -120,7 +125,7 @@ def report(failures: Sequence[Failure], num_ranks: int) -> str:
     first = culprit(failures)
     lines = [f"rank {first.rank} of {num_ranks} failed: {how(first)}"]
     for failure in sorted(failures, key=lambda f: f.time_s):
-        if failure is not first:
+        if failure is not first and failure.kind is not Kind.ENDED:
             then = "then" if failure.time_s >= first.time_s else "also"
             lines.append(f"rank {failure.rank} {then} failed: {failure.error or how(failure)}")
     lines.append(f"--- rank {first.rank} on host {first.host} (pid {first.pid}): {how(first)} ---")

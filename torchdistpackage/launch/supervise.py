@@ -205,13 +205,12 @@ class _Watch:
         rank, host = self._place.rank, socket.gethostname()
         if self._place.report.exists():
             failure = from_json(self._place.report.read_text(encoding="utf-8"))
-        elif self._ended_by_us:
-            sys.stderr.write(f"rank {rank} on {host}: ended, because another rank failed\n")
-            return 128 - status
         else:
             kind = Kind.SIGNAL if status < 0 else Kind.EXIT
             text = tail(self._place.log, self._start_bytes)
             detail = f"its last output ({self._place.log}):\n{text}" if text else ""
+            if self._ended_by_us:
+                kind, detail = Kind.ENDED, ""
             failure = Failure(rank, host, self._pid, time.time(), kind, status, "", detail)
             _write(self._place, failure)
         sys.stderr.write(_spoken(failure) + "\n")

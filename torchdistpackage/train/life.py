@@ -43,13 +43,16 @@ class Life:
     save_s: list[float] = field(default_factory=list[float])
     step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
+    _wished: str = ""
+
     def wish(self) -> bool:
         """Whether this rank wants the run to end after the step that is under way."""
-        return bool(self._why())
+        self._wished = self._wished or self._why()
+        return bool(self._wished)
 
     def reason(self) -> str:
         """Why the run ends, as far as this rank knows."""
-        return self._why() or "a signal to another rank"
+        return self._wished or "a signal to another rank"
 
     def _why(self) -> str:
         if name := self.noted.first:

@@ -1,23 +1,19 @@
 """Coming back where no batch script of ours waits for the decision: the job asks for it itself.
 
-One rule: one process of a job asks, once, after all ranks have ended. A batch script of
-`tdp submit` says with TDP_BATCH that it does this; submitit's own handler is called if it is there.
+One rule: one process of a job asks, once, after all ranks have ended, and only while the job runs:
+in any other state Slurm is ending or requeueing it already. TDP_BATCH says that whoever started the
+ranks asks: the script of `tdp submit`, or submitit.
 """
 
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from types import FrameType
+from collections.abc import Mapping
 
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.requeue import Decision, Word
 from torchdistpackage.launch.slurm.files import JobFiles, start_id
 
 _TIMEOUT_S = 60.0
-
-Handler = Callable[[int, FrameType | None], object]
-"""What was installed for a signal before this package noted it."""
 
 
 def read_decision(files: JobFiles, env: Mapping[str, str]) -> Decision | None:
@@ -32,6 +28,19 @@ def requeue_id(env: Mapping[str, str]) -> str:
     return f"{array}_{task}" if array and task else env["SLURM_JOB_ID"]
 
 
+def may_requeue(env: Mapping[str, str]) -> bool:
+    """Whether this job still runs, so that nobody else is requeueing or cancelling it.
+
+    Raises:
+        LaunchError: Slurm does not answer.
+    """
+    job = requeue_id(env)
+    state = _slurm("squeue", "-h", "-j", job, "-o", "%T").strip()
+    if state != "RUNNING":
+        sys.stdout.write(f"job {job} is not requeued here, it is {state or 'gone'}\n")
+    return state == "RUNNING"
+
+
 def come_back(files: JobFiles, env: Mapping[str, str]) -> None:
     """Requeue this job if that was decided and nobody else will do it.
 
@@ -41,17 +50,8 @@ def come_back(files: JobFiles, env: Mapping[str, str]) -> None:
     decision = read_decision(files, env)
     if decision is None or decision.word is not Word.REQUEUE or env.get("TDP_BATCH"):
         return
-    job = requeue_id(env)
-    state = _slurm("squeue", "-h", "-j", job, "-o", "%T").strip()
-    if state != "RUNNING":
-        sys.stdout.write(f"job {job} is {state or 'gone'}: Slurm itself ends or requeues it\n")
-        return
-    _slurm("scontrol", "requeue", job)
-
-
-def by_handler(handler: Handler) -> None:
-    """Let the submitit handler that was there before requeue; it does not return on rank 0."""
-    handler(signal.SIGUSR2, None)
+    if may_requeue(env):
+        _slurm("scontrol", "requeue", requeue_id(env))
 
 
 def _slurm(*command: str) -> str:

@@ -10,10 +10,12 @@ heard of first, or of its own killing of the others.
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from torchdistpackage.launch.failure import Failure, culprit, report
+from torchdistpackage.launch.failure import Failure, culprit, how, is_consequence, report
 from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.slurm.starts import read_starts
 from torchdistpackage.launch.slurm.suspects import evidence_of, record
 from torchdistpackage.launch.supervise import read_failures
 
@@ -33,16 +35,29 @@ def verdict(run: Path, start: str, code: int, num_ranks: int) -> tuple[str, int]
     """
     files = JobFiles(run)
     failures = read_failures(files.failures(start))
-    if not failures:
-        text = (
-            f"no rank of {num_ranks} left a report; srun ended with code {code}. What it wrote "
-            f"above says why; a rank that could not be started is in {files.logs}"
-        )
-        return text, code or 1
+    silent = sorted(set(range(num_ranks)) - {failure.rank for failure in failures})
+    if not failures or (silent and is_consequence(culprit(failures))):
+        return _without_culprit(files, start, code, failures, silent)
     first = culprit(failures)
     if evidence := evidence_of(first, start.partition(".")[0], time.time()):
         record(files.suspects, evidence)
     return report(failures, num_ranks), exit_code(first)
+
+
+def _without_culprit(
+    files: JobFiles, start: str, code: int, failures: Sequence[Failure], silent: Sequence[int]
+) -> tuple[str, int]:
+    """All reports there are speak of lost connections: who left none was lost first."""
+    nodes = next((s.nodes for s in read_starts(files.starts) if s.start == start), "")
+    shown = ", ".join(map(str, silent[:20])) + (", ..." if len(silent) > 20 else "")
+    lines = [f"rank {f.rank} on {f.host} then failed: {f.error or how(f)}" for f in failures]
+    lines.append(
+        f"--- no report from {len(silent)} of {len(silent) + len(failures)} ranks ({shown}"
+        f"{f'; job on {nodes}' if nodes else ''}): lost with their node, killed together with "
+        f"what watched over them, or never started; srun ended with code {code} and says above "
+        f"what it knows; the ranks' logs are in {files.logs} ---"
+    )
+    return "\n".join(lines), code or 1
 
 
 def main(argv: list[str]) -> int:

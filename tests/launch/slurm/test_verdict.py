@@ -1,0 +1,95 @@
+"""The end of a job's log and its exit code, from the reports that ranks left."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from torchdistpackage.launch.failure import Failure, Kind, to_json
+from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.slurm.starts import note, this_start
+from torchdistpackage.launch.slurm.verdict import verdict
+
+START = "7.1"
+NOW = time.time()
+
+
+def failed(rank: int, kind: Kind, code: int, error: str = "", after_s: float = 0) -> Failure:
+    detail = f"Traceback\n{error}" if kind is Kind.ERROR else ""
+    return Failure(rank, f"n{rank + 1}", 100 + rank, NOW + after_s, kind, code, error, detail)
+
+
+def closed(rank: int, after_s: float = 0) -> Failure:
+    return failed(rank, Kind.ERROR, 1, "RuntimeError: Connection closed by peer", after_s)
+
+
+def of(tmp_path: Path, *failures: Failure, code: int = 143, num_ranks: int = 4) -> tuple[str, int]:
+    files = JobFiles(tmp_path / "run")
+    files.failures(START).mkdir(parents=True)
+    for failure in failures:
+        (files.failures(START) / f"rank{failure.rank}.json").write_text(to_json(failure))
+    return verdict(files.run, START, code, num_ranks)
+
+
+RAISED = failed(2, Kind.ERROR, 3, "ValueError: no such sample", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("first", "code"),
+    [
+        (RAISED, 3),
+        (failed(2, Kind.SIGNAL, -9, after_s=0.5), 137),
+        (failed(2, Kind.SIGNAL, -11, after_s=0.5), 139),
+        (failed(2, Kind.EXIT, 5, after_s=0.5), 5),
+        (failed(2, Kind.EXIT, 256, after_s=0.5), 1),
+    ],
+)
+def test_the_first_failing_rank_gives_the_code_and_the_last_block(tmp_path, first, code):
+    """Not srun's own 143, and not the peers that were quicker to complain."""
+    ended = failed(1, Kind.ENDED, -9, after_s=2)
+    text, got = of(tmp_path, closed(0), first, closed(3, 0.1), ended)
+    assert got == code
+    lines = text.splitlines()
+    assert lines[0].startswith("rank 2 of 4 failed: ")
+    block = next(line for line in lines if line.startswith("--- "))
+    assert block.startswith("--- rank 2 on host n3")
+    assert "rank 1" not in text, "who was ended by its own watcher explains nothing"
+    if first is RAISED:
+        assert lines[-1] == "ValueError: no such sample"
+
+
+def test_where_all_reports_are_consequences_the_silent_ranks_are_named(tmp_path):
+    """As when a node is lost with its rank and the process that watched it."""
+    files = JobFiles(tmp_path / "run")
+    env = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1", "SLURM_JOB_NODELIST": "n[1-4]"}
+    note(files, this_start(files, env, 0))
+    text, code = of(tmp_path, closed(0), closed(3), code=143)
+    assert code == 143
+    last = text.splitlines()[-1]
+    assert "no report from 2 of 4 ranks (1, 2; job on n[1-4])" in last and "code 143" in last
+    assert "Traceback" not in text
+
+
+def test_without_any_report_sruns_code_stands_and_is_never_a_success(tmp_path):
+    text, code = of(tmp_path, code=0, num_ranks=2)
+    assert code == 1 and "no report from 2 of 2 ranks (0, 1)" in text
+
+
+def test_all_ranks_that_blame_each_other_are_a_report_as_well(tmp_path):
+    text, code = of(tmp_path, closed(0), closed(1, 1), num_ranks=2)
+    assert code == 1 and text.splitlines()[0].startswith("rank 0 of 2 failed")
+
+
+def test_the_batch_script_calls_it_as_a_program(tmp_path):
+    files = JobFiles(tmp_path)
+    files.failures(START).mkdir(parents=True)
+    (files.failures(START) / "rank2.json").write_text(to_json(RAISED))
+    program = [sys.executable, "-m", "torchdistpackage.launch.slurm.verdict"]
+    done = subprocess.run(
+        [*program, str(tmp_path), START, "143", "4"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 3 and done.stdout.rstrip().endswith("ValueError: no such sample")
+    wrong = subprocess.run([*program, "x"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2 and "usage" in wrong.stderr
