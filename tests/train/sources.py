@@ -34,7 +34,7 @@ class UnevenTokens:
 
 
 class Misbehaving(UnevenTokens):
-    """The same, but one rank ends, stops or raises when it is asked for one step."""
+    """The same, but one rank ends, exits, stops or raises when it is asked for one step."""
 
     def __init__(self, seq_len: int, vocab: int, how: str, rank: int, step: int, note: str):
         super().__init__(seq_len, vocab)
@@ -42,10 +42,12 @@ class Misbehaving(UnevenTokens):
 
     def batch(self, split, seed, step, data_index, num_data, per_rank, *, first=0):
         how, rank, when, note = self.fault
-        if step == when and split == "train" and os.environ["RANK"] == str(rank):
+        if step == when and split == "train" and dist.get_rank() == rank:
             note.write_text(str(time.time()))
             if how == "raise":
                 raise ValueError("this rank was told to fail")
+            if how == "exit":
+                raise SystemExit(7)
             os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
         return super().batch(split, seed, step, data_index, num_data, per_rank, first=first)
 

@@ -55,6 +55,7 @@ class Training:
         if decision is not None and decision.word is Word.REQUEUE and may_requeue(os.environ):
             if rank == "0":
                 before.hand_over()  # does not come back
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # or Slurm would have to wait for SIGKILL
             time.sleep(_KILLED_WITHIN_S)
             raise RankError(f"rank {rank} outlived the requeue of its job by {_KILLED_WITHIN_S} s")
         return str(decision or "")

@@ -1,0 +1,291 @@
+"""A run's life on a real cluster: preempted, requeued, out of time, its node lost, its rank dead.
+
+Every run here trains the same thing, data 2 x pipe 2 with dropout; what it says of each step must
+be, to the digit, what a local run that nobody stopped says.
+"""
+
+import json
+import os
+import re
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import ROOT, Cluster
+
+CONFIG = ROOT / "configs" / "gpt_tiny.yaml"
+STEPS = 120
+RUN = [
+    "model.dim=32", "data.seq_len=32", "data.global_batch=16", "model.dropout=0.2",
+    f"train.steps={STEPS}", "train.eval_every=25", "train.eval_batches=1",
+    "train.generate_tokens=0", "checkpoint.save_every=0", "log.plot=false",
+    "optim.warmup_steps=5",
+]  # fmt: skip
+FOUR_NODES = ["launch.slurm.nodes=4", "launch.slurm.ntasks-per-node=1"]
+ONE_NODE = ["launch.slurm.nodes=1", "launch.slurm.ntasks-per-node=4"]
+KEYS = ("step", "loss", "grad_norm", "lr", "tokens", "val_loss")
+
+
+@dataclass
+class Lived:
+    """What is left of a job: `states` as accounting has them, one for each start."""
+
+    run: Path
+    job: str
+    states: list[str]
+    code: str
+    suspects: str = ""
+
+    @property
+    def log(self) -> str:
+        return (self.run / "logs" / "main.log").read_text()
+
+    @property
+    def starts(self) -> list[dict]:
+        lines = (self.run / "job" / "starts.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def decision(self, restart: int) -> str:
+        return (self.run / "job" / f"decision.{self.job}.{restart}").read_text()
+
+
+def rows(run: Path) -> list[dict]:
+    path = run / "metrics.jsonl"
+    return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+
+
+def told(run: Path) -> list[tuple]:
+    return [tuple(row.get(key) for key in KEYS) for row in rows(run)]
+
+
+def submit(cluster: Cluster, folder: Path):
+    return {
+        "reference": cluster.beside(reference, folder),
+        "lived": cluster.beside(lived, cluster, folder),
+        "one after the other": cluster.beside(quieter, cluster, folder),
+    }
+
+
+def reference(folder: Path) -> list[tuple]:
+    """The same run, on this machine alone."""
+    subprocess.run(
+        [Cluster.python, "-m", "torchdistpackage", "train", str(CONFIG), *RUN, f"run.dir={folder}",
+         "run.name=local"],
+        check=True, capture_output=True, timeout=300, cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    return told(folder / "local")
+
+
+def send(cluster: Cluster, folder: Path, name: str, *changes: str) -> tuple[Path, str]:
+    changes = ("model.dropout=0.2", *changes) if "model.dropout" not in str(changes) else changes
+    base = [x for x in RUN if x.partition("=")[0] not in {c.partition("=")[0] for c in changes}]
+    options = [c for c in changes if c.startswith("--")]
+    rest = [c for c in changes if not c.startswith("--")]
+    words = [*options, str(CONFIG), f"run.dir={folder}", f"run.name={name}", *base, *rest]
+    out = cluster.tdp("submit", *words).stdout
+    run = folder / name
+    records = (run / "job" / "submissions.jsonl").read_text().splitlines()
+    job = json.loads(records[-1])["job"]
+    assert job in out
+    return run, job
+
+
+def until_step(cluster: Cluster, run: Path, step: int, restart: int = 0) -> None:
+    """Wait until that start has trained to `step`."""
+    log = run / "logs" / f"rank0.restart{restart}.log"
+
+    def there() -> bool:
+        return log.exists() and bool(rows(run)) and rows(run)[-1]["step"] >= step
+
+    cluster.wait_for(there, 120, f"step {step} of {run.name}, restart {restart}")
+
+
+def ending(cluster: Cluster, run: Path, job: str) -> Lived:
+    cluster.wait_end(job, 240)
+
+    def booked() -> list[str]:
+        words = ("sacct", "-D", "-X", "-n", "-P", "-j", job, "-o", "state,exitcode")
+        lines = cluster.run(*words).stdout.splitlines()
+        alive = ("RUNNING", "PENDING", "REQUEUED")
+        done = lines and not lines[-1].startswith(alive)
+        return lines if done else []
+
+    lines = cluster.wait_for(booked, 30, f"accounting of job {job}")
+    code = lines[-1].partition("|")[2]
+    return Lived(run, job, [line.partition("|")[0] for line in lines], code)
+
+
+def lived(shared: Cluster, folder: Path) -> Lived:
+    """One job of four nodes out of five that comes back from each of three ends."""
+    cluster = shared.sibling(nodes=5, accounting=True)
+    run, job = send(cluster, folder, "lived", *FOUR_NODES)
+    until_step(cluster, run, 10)
+    cluster.run("scontrol", "requeue", job)
+    until_step(cluster, run, 35, restart=1)
+    high = cluster.sbatch("-p", "high", "-N5", "--exclusive", "-o", "/dev/null", script="sleep 1")
+    cluster.wait_end(high)
+    until_step(cluster, run, 60, restart=2)
+    node = cluster.job(job)["NodeList"]
+    assert node == "n[1-4]"
+    cluster.power_off("n2")
+    until_step(cluster, run, 70, restart=3)
+    found = ending(cluster, run, job)
+    cluster.tdp("submit", str(CONFIG), f"run.dir={folder}", "run.name=lived", *RUN, *FOUR_NODES)
+    found.suspects = (folder / "suspects.jsonl").read_text()
+    cluster.down()
+    return found
+
+
+def quieter(cluster: Cluster, folder: Path) -> dict[str, Lived]:
+    """Jobs that need one node, one after the other: each takes all of this machine's cores."""
+    found: dict[str, Lived] = {}
+    run, job = send(cluster, folder, "limit", *ONE_NODE, "launch.slurm.time=2",
+                    "launch.requeue.margin_s=90")  # fmt: skip
+    until_step(cluster, run, 1)
+    cluster.wait_for((run / "job" / f"decision.{job}.0").exists, 100, "the time limit")
+    found["limit"] = ending(cluster, run, job)
+
+    run, job = send(cluster, folder, "submitit", "--via=submitit", "launch.slurm.time=60", "launch.slurm.nodes=2",
+                    "launch.slurm.ntasks-per-node=2")  # fmt: skip
+    until_step(cluster, run, 10)
+    cluster.run("scancel", "--signal=USR2", job)
+    found["submitit"] = ending(cluster, run, job)
+
+    found["crash"] = crash(cluster, folder, "crash", "exit", rank=1)
+    found["killed"] = crash(cluster, folder, "killed", "kill", rank=2)
+    return found
+
+
+def crash(cluster: Cluster, folder: Path, name: str, how: str, rank: int) -> Lived:
+    note = folder / f"{name}.note"
+    mark = f"TDP_TEST_MARK={folder / name}"
+    run, job = send(
+        cluster, folder, name, *ONE_NODE, "data.name=null",
+        "data.target=tests.train.sources:Misbehaving",
+        f"data.args={{seq_len: 32, vocab: 256, how: {how}, rank: {rank}, step: 5, note: {note}}}",
+        f"launch.slurm.prologue=['export {mark}']",
+    )  # fmt: skip
+    cluster.wait_for(note.exists, 100, "the fault")
+    cluster.wait_for(lambda: not survivors(mark), 40, "the end of all processes")
+    gone_s = time.time() - float(note.read_text())
+    assert gone_s < 30, f"gone after {gone_s:.1f} s"
+    return ending(cluster, run, job)
+
+
+def survivors(mark: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if mark.encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def local(submitted) -> list[tuple]:
+    return submitted["reference"].result(timeout=400)
+
+
+@pytest.fixture(scope="module")
+def survivor(submitted) -> Lived:
+    return submitted["lived"].result(timeout=600)
+
+
+@pytest.fixture(scope="module")
+def others(submitted) -> dict[str, Lived]:
+    return submitted["one after the other"].result(timeout=600)
+
+
+def test_a_run_that_came_back_three_times_says_what_a_local_one_says(survivor, local):
+    assert [row[0] for row in local] == list(range(1, STEPS + 1)), "each step once"
+    assert told(survivor.run) == local
+
+
+def test_each_end_brought_one_start_at_the_step_that_was_saved(survivor):
+    assert [s["restart"] for s in survivor.starts] == [0, 1, 2, 3]
+    assert [s["start"] for s in survivor.starts] == [f"{survivor.job}.{n}" for n in range(4)]
+    steps = [s["step"] for s in survivor.starts]
+    assert steps[0] == 0 < steps[1] < steps[2] == steps[3], "a lost node loses what was not saved"
+    assert [s["nodes"] for s in survivor.starts] == ["n[1-4]"] * 3 + ["n[1,3-5]"]
+    for restart in (0, 1):
+        step = steps[restart + 1]
+        assert survivor.decision(restart) == f"requeue after step {step}: SIGTERM\n"
+    assert survivor.decision(3).startswith("finished")
+
+
+def test_accounting_saw_each_end_and_no_other(survivor):
+    assert survivor.states[-1] == "COMPLETED" and survivor.code == "0:0"
+    assert len(survivor.states) == 4, survivor.states
+    assert survivor.states[2] == "NODE_FAIL"
+
+
+def test_the_main_log_has_all_starts_and_ends_well(survivor):
+    log = survivor.log
+    assert "\r" not in log
+    assert log.count(": start ") == 4
+    for step in (s["step"] for s in survivor.starts[1:]):
+        assert f"resumed after step {step} of {STEPS}" in log
+    assert "validation loss" in log.splitlines()[-4:][0] or "validation loss" in log[-600:]
+    logs = {path.name for path in (survivor.run / "logs").glob("rank*")}
+    assert logs == {f"rank{r}.restart{n}.log" for r in range(4) for n in range(4)}
+    for rank in (1, 2, 3):
+        own = (survivor.run / "logs" / f"rank{rank}.restart0.log").read_text()
+        assert not [line for line in own.splitlines() if "step " in line], "rank 0 speaks for all"
+
+
+def test_the_node_that_failed_is_suspected_at_the_next_submission(survivor):
+    evidence = [json.loads(line) for line in survivor.suspects.splitlines()]
+    assert [e["node"] for e in evidence] == ["n2"]
+    script = (survivor.run / "job" / "submissions.jsonl").read_text().splitlines()
+    assert len(script) == 2
+
+
+def test_a_run_saves_before_its_time_is_over_and_goes_on(others, local):
+    limit = others["limit"]
+    assert told(limit.run) == local
+    assert limit.states[-1] == "COMPLETED" and len(limit.starts) >= 2
+    for restart in range(len(limit.starts) - 1):
+        assert re.match(
+            r"requeue after step \d+: the job ends in \d+ s, and two steps, a save and the margin",
+            limit.decision(restart),
+        )
+    assert "TIMEOUT" not in limit.states
+
+
+def test_through_submitit_the_same_comes_out(others, local):
+    found = others["submitit"]
+    assert told(found.run) == local
+    assert [s["restart"] for s in found.starts] == [0, 1]
+    assert found.decision(0) == f"requeue after step {found.starts[1]['step']}: SIGUSR2\n"
+    assert found.states[-1] == "COMPLETED"
+    assert "validation loss" in found.log, "the main log is where it is for every run"
+    import submitit
+
+    folder = found.run / "job" / "submitit"
+    job = submitit.SlurmJob(folder, found.job, tasks=range(4))
+    assert [result.split()[0] for result in job.results()] == ["finished"] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "code", "how"),
+    [
+        ("crash", 1, "7:0", "exit code 7"),
+        ("killed", 2, "137:0", "killed by signal 9 (SIGKILL)"),
+    ],
+)
+def test_the_first_failing_rank_gives_the_job_its_code_and_its_last_lines(
+    others, name, rank, code, how
+):
+    found = others[name]
+    assert found.states == ["FAILED"] and found.code == code
+    block = found.log[found.log.rindex("--- rank") :]
+    assert block.startswith(f"--- rank {rank} on host n")
+    assert how in block.splitlines()[0]
+    assert f"rank {rank} of 4 failed: {how}" in found.log
