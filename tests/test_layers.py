@@ -41,9 +41,12 @@ PURE_FILES = (
     "models/flops.py",
     "models/*_layout.py",
     "checkpoint/manifest.py",
+    "checkpoint/commit.py",
     "train/plan.py",
     "train/folder.py",
     "train/job.py",
+    "train/life.py",
+    "train/task.py",
     "cli/*.py",
 )
 """Outside the pure folders: what planning, and importing the package, need."""

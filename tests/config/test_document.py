@@ -30,7 +30,7 @@ from torchdistpackage.config.schema import RunConfig
     ],
 )
 def test_scalars_mean_what_yaml_1_2_says(text: str, value: object) -> None:
-    read = loads(f"launch: {{slurm: {{a: {text}}}}}").launch.slurm["a"]
+    read = loads(f"model: {{target: 'a:b', args: {{a: {text}}}}}").model.args["a"]
     assert (read, type(read)) == (value, type(value))
 
 

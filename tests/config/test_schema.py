@@ -31,6 +31,18 @@ PLAIN = st.recursive(
     max_leaves=8,
 )
 FREE_FORM = st.dictionaries(WORDS, PLAIN, max_size=4)
+LINES = WORDS.filter(lambda text: bool(text.strip()) and text.isprintable())
+SLURM = st.fixed_dictionaries(
+    {},
+    optional={
+        **dict.fromkeys(("partition", "exclude"), LINES | st.lists(LINES, min_size=1, max_size=3)),
+        **dict.fromkeys(("account", "comment", "conda"), LINES),
+        **dict.fromkeys(("exclusive", "hold"), st.booleans() | st.none()),
+        "modules": st.lists(LINES, max_size=2),
+        "time": st.sampled_from([30, "30", "1:30", "1-00", "12:30:00"]),
+        "nodes": st.sampled_from([2, "2-4", "2,4"]),
+    },
+)
 
 
 @st.composite
@@ -92,7 +104,7 @@ def runs(draw: st.DrawFn) -> RunConfig:
             "train": {"steps": steps, "accumulate": rounds},
             "checkpoint": {"save_every_min": draw(st.none() | number)},
             "launch": {
-                "slurm": draw(FREE_FORM),
+                "slurm": draw(SLURM),
                 "local": {"procs": draw(st.sampled_from([None, data * pipe * tensor]))},
             },
         }

@@ -37,6 +37,12 @@ CASES = [
     (1, f"{MIG},{MIG2}", 2, 2, 1),
     (1, f"{MIG},{MIG2}", 1, 2, None),
     (0, f"MIG-{UUID}/1/0", 1, 1, 0),
+    (1, MIG2, 1, 1, 0),
+    (1, UUID2, 1, 1, 0),
+    (1, f"0,{UUID2}", 2, 2, 1),
+    (0, "-1,0", 0, 1, None),
+    (7, None, 8, 8, 7),
+    (0, None, 8, 1, 0),
     (3, "0", 1, 4, None),
     (2, "0,1", 2, 1, None),
 ]
@@ -61,6 +67,9 @@ def test_own_device_for_each_task_is_device_0_with_one_warning():
     assert choice.index == 0
     assert "each of 4 local ranks sees only its own GPU" in choice.note
     assert "\n" not in choice.note
+    for visible in (UUID, MIG, None):
+        choice = choose_device(3, visible, 1, local_world_size=4, exclusive=True)
+        assert choice.index == 0 and choice.note
     assert choose_device(0, "3", 1, local_world_size=1, exclusive=True) == DeviceChoice(0, "")
     assert choose_device(1, "2,3", 2, local_world_size=2, exclusive=True) == DeviceChoice(0, "")
 

@@ -126,6 +126,12 @@ def test_torchrun_serves_its_own_store():
     assert not detect(environments("variables by hand, one machine")[0]).served
 
 
+def test_slurm_tells_the_host_of_each_rank():
+    assert detect(environments("srun step")[3]).hosts == ("n1", "n1", "n1", "n2")
+    for name in ("torchrun in srun", "cyclic step", "plain python"):
+        assert detect(environments(name)[0]).hosts == ()
+
+
 def test_a_late_agent_of_torchrun_has_the_token_of_the_others():
     envs = environments("torchrun in srun")
     late = {**envs[3], "TORCHELASTIC_RESTART_COUNT": "2"}

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchdistpackage.comm.random import seed_from
+from torchdistpackage.train import corpus
+from torchdistpackage.train.data import TokenDataset
 
 
 class UnevenTokens:
@@ -101,3 +103,16 @@ class Signalled(UnevenTokens):
         return super().batch(split, seed, step, data_index, num_data, per_rank, first=first)
 
     _trained = 0
+
+
+class Paced:
+    """What data.name=python_stdlib gives, but each batch of training takes a while to come."""
+
+    def __init__(self, seq_len: int, num_val: int, pause_s: float):
+        found = corpus.python_stdlib(0.05)
+        self.data = TokenDataset(found.train, found.val, 256, seq_len, num_val=num_val)
+        self.pause_s = pause_s
+
+    def batch(self, split, *args, **more):
+        time.sleep(self.pause_s if split == "train" else 0)
+        return self.data.batch(split, *args, **more)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import typer
+from typer.core import TyperGroup
 
 from torchdistpackage.errors import (
     ConfigError,
@@ -19,8 +20,8 @@ from torchdistpackage.errors import (
     TorchDistError,
 )
 
-COMMANDS = ("train", "plan", "schedule", "schema")
-"""Each a function in the module of its name, in the order of the help."""
+COMMANDS = ("train", "submit", "jobs", "plan", "schedule", "schema")
+"""Each a function, or commands of its own, in the module of its name; in the order of the help."""
 
 _REFUSALS = (ConfigError, TopologyError, LayoutError, ScheduleError)
 _REFUSED, _FAILED, _INTERRUPTED = 2, 1, 130
@@ -30,9 +31,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run `tdp` with the arguments after its name; returns the exit code."""
     args = sys.argv[1:] if argv is None else argv
     asked = args[0] if args else ""
-    app = _app([asked] if asked in COMMANDS else COMMANDS)
+    names = [asked] if asked in COMMANDS else COMMANDS
     try:
-        typer.main.get_command(app)(args, prog_name="tdp")
+        _command(names)(args, prog_name="tdp")
     except SystemExit as end:  # how typer ends, always with a number
         if isinstance(end.code, int):
             return end.code
@@ -45,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _app(names: Sequence[str]) -> typer.Typer:
+def _command(names: Sequence[str]) -> TyperGroup:
     # Plain help and plain tracebacks: rich takes longer to import than a plan to make.
     app = typer.Typer(
         add_completion=False,
@@ -59,6 +60,11 @@ def _app(names: Sequence[str]) -> typer.Typer:
         """Mixed-parallelism training from one YAML file."""
 
     for name in names:
-        module = import_module(f"torchdistpackage.cli.{name}")
-        app.command(name)(getattr(module, name))
-    return app
+        command = getattr(import_module(f"torchdistpackage.cli.{name}"), name)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name)(command)
+    group = typer.main.get_group(app)
+    group.commands = {name: group.commands[name] for name in names}  # typer puts groups first
+    return group

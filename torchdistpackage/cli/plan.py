@@ -6,12 +6,16 @@ One rule: it prints the value that training builds from, and works nothing out a
 import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from torchdistpackage.cli.arguments import PROCS, Config, Overrides
 from torchdistpackage.config.load import load
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.config.slurm_shape import JobShape
+from torchdistpackage.launch.slurm.job import job_shape, preview
 from torchdistpackage.topology.mesh import Mesh, Ranks, describe
 from torchdistpackage.train.plan import (
     Plan,
@@ -29,6 +33,8 @@ GROUPS = ("data", "pipe", "context", "tensor", "model", "expert", "expert_data")
 LIMIT = 64
 """Ranks listed in each part, without --all."""
 _WIDTH = 100
+_SHOWN = 8
+"""Counts of nodes named, where there is a choice."""
 
 
 def plan(
@@ -45,12 +51,19 @@ def plan(
     show_all: Annotated[
         bool, typer.Option("--all", help=f"List every rank, not the first {LIMIT}.")
     ] = False,
+    sbatch: Annotated[
+        bool, typer.Option("--sbatch", help="End with the batch script, as with launch.slurm.")
+    ] = False,
 ) -> None:
-    """Show which rank is where and holds what.
+    """Show which rank is where and holds what, and the batch script of a Slurm job.
 
     Needs no device. A run that cannot be is answered with every rule that it breaks.
     """
-    run = load(config, overrides or [], world)
+    run = load(config, overrides or [], world, job=sbatch or None)
+    is_job = sbatch or bool(run.launch.slurm)
+    shape = job_shape(run) if is_job and (world is None or sbatch) else None
+    if shape is not None and world is None:
+        world, ranks_per_node = shape.world_sizes[0], ranks_per_node or shape.tasks_per_node
     planned = make_plan(run, world or local_procs(run), config)
     limit = planned.world_size if show_all else LIMIT
     parts = [
@@ -62,6 +75,8 @@ def plan(
     ]
     if ranks_per_node is not None:
         parts.append(_placement(planned, ranks_per_node))
+    if shape is not None:
+        parts.append(_script(run, shape))
     typer.echo("\n\n".join(parts))
 
 
@@ -143,6 +158,15 @@ def _placement(plan: Plan, ranks_per_node: int) -> str:
     if not warnings:
         return f"placement: tensor and context groups stay inside nodes of {ranks_per_node} ranks"
     return "\n".join(f"warning: {text}" for text in warnings)
+
+
+def _script(run: RunConfig, shape: JobShape) -> str:
+    many = [f"{n} ({w} ranks)" for n, w in zip(shape.nodes, shape.world_sizes, strict=True)]
+    granted = f"; Slurm may grant {', '.join(many[:_SHOWN])} nodes" if len(many) > 1 else ""
+    text = preview(run, Path.cwd())
+    return (
+        f"batch script, as tdp submit writes it but for the folder of the code{granted}\n\n{text}"
+    )
 
 
 def _table(rows: Iterable[Sequence[object]]) -> str:

@@ -1,26 +1,29 @@
 """From a Rendezvous to an initialised default group on the right device, or a clear refusal.
 
 Ranks meet through one store: a file when this package started them on one machine, the agent's
-under torchrun, else TCP on the first candidate port that is free, told apart from other jobs by
-a token. Start and steps have separate time limits; ranks that never came are named.
+under torchrun, else TCP on a candidate port. On several nodes they talk over the network on which
+rank 0's host is known. Start and steps have separate time limits; ranks that never came are named.
 """
 
+import itertools
 import os
 import socket
-import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from torchdistpackage.comm.store import await_all, connect, find, serve
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.device import choose_device, exclusive_device
+from torchdistpackage.launch.interfaces import master_address, reached_from, read_addresses
+from torchdistpackage.launch.network import settle, users_interfaces
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
 
-TOKEN_WAIT_S = 2.0
-"""How long a candidate port may take to show its token before the next one is tried."""
+_starts = itertools.count()
+_UNKNOWN = "?"
 
 
 @dataclass(frozen=True)
@@ -86,22 +89,19 @@ def join(
             f"torch.distributed is already initialised with {dist.get_world_size()} ranks; "
             f"call setup_distributed() once"
         )
+    rendezvous = _as_of(rendezvous, next(_starts))
     if rendezvous.store is not None and "OMP_NUM_THREADS" in os.environ:
         # Forked from a process that had loaded torch with one thread. Elsewhere torch has read the
         # variable itself, and what the user set since then must stand.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    device, notes = pick_device(rendezvous)
-    chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
-    if chosen == "nccl" and device.type != "cuda":
-        raise LaunchError(
-            f"backend nccl needs a GPU for each rank, but rank {rendezvous.rank} runs on the CPU "
-            f"({'; '.join(notes) or 'no GPU is visible'}); leave backend unset, or use gloo"
-        )
-    if device.type == "cuda":
-        # before any collective: NCCL binds a communicator to the current device
-        torch.cuda.set_device(device)
-    store, at = _open_store(rendezvous, port, init_timeout_s)
-    await_all(store, rendezvous, init_timeout_s)
+    exclusive = exclusive_device(os.environ)
+    gpu = _UNKNOWN if exclusive or rendezvous.local_world_size == 1 else _only_gpu()
+    # one GPU in sight of each of several: theirs or mine is known when all have met
+    bound = None if gpu != _UNKNOWN else _bind_device(rendezvous, backend, exclusive=exclusive)
+    store, at, network = _meet(rendezvous, port, gpu, init_timeout_s)
+    device, chosen, notes = bound or _bind_device(
+        rendezvous, backend, exclusive=_each_has_its_own(store, rendezvous)
+    )
     dist.init_process_group(
         chosen,
         store=dist.PrefixStore("default", store),
@@ -110,20 +110,7 @@ def join(
         timeout=timedelta(seconds=init_timeout_s),
         device_id=device if chosen == "nccl" else None,
     )
-    return Joined(rendezvous, device, chosen, at, notes)
-
-
-def pick_device(rendezvous: Rendezvous) -> tuple[torch.device, tuple[str, ...]]:
-    """My device and what is worth saying about it."""
-    choice = choose_device(
-        rendezvous.local_rank,
-        os.environ.get("CUDA_VISIBLE_DEVICES"),
-        torch.cuda.device_count(),
-        local_world_size=rendezvous.local_world_size,
-        exclusive=exclusive_device(os.environ),
-    )
-    device = torch.device("cpu") if choice.index is None else torch.device("cuda", choice.index)
-    return device, tuple(note for note in (rendezvous.note, choice.note) if note)
+    return Joined(rendezvous, device, chosen, at, notes + ((network,) if network else ()))
 
 
 def leave() -> None:
@@ -139,34 +126,93 @@ def find_free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def await_all(store: dist.Store, rendezvous: Rendezvous, timeout_s: float) -> None:
-    """Return when every rank has signed in at the store.
+def _meet(
+    rendezvous: Rendezvous, port: int | None, gpu: str, timeout_s: float
+) -> tuple[dist.Store, int | None, str]:
+    """All ranks at one store and the network chosen: the store, its port, a line on the network."""
+    begin = time.monotonic()
+    several_nodes = rendezvous.store is None and rendezvous.local_world_size < rendezvous.world_size
+    # None: on its own host rank 0's name may mean loopback, so the others say how they know it
+    master = _master(rendezvous) if several_nodes else None
+    store, at = _open_store(rendezvous, port, timeout_s)
+    if several_nodes and rendezvous.node > 0:
+        master = master or _master(rendezvous)
+        if master:
+            store.set("master", master)
+    network = _choose_network(master) if master else ""
+    store.set(_gpu_key(rendezvous, rendezvous.local_rank), gpu)
+    await_all(
+        store,
+        rank=rendezvous.rank,
+        world_size=rendezvous.world_size,
+        timeout_s=timeout_s,
+        since=begin,
+        keeper=rendezvous.rank == 0 and not rendezvous.served and rendezvous.store is None,
+        hosts=rendezvous.hosts,
+        source=rendezvous.source,
+    )
+    if several_nodes and not master and store.check(["master"]):
+        network = _choose_network(store.get("master").decode())
+    return store, at, network
 
-    Raises:
-        LaunchError: some did not within `timeout_s`; names them.
-    """
-    try:
-        store.set(f"here/{rendezvous.rank}", socket.gethostname())
-        if store.add("arrived", 1) == rendezvous.world_size:
-            store.set("complete", "yes")
-        store.wait(["complete"], timedelta(seconds=timeout_s))
-    except RuntimeError as error:  # a file store has no narrower one for a wait in vain
+
+def _bind_device(
+    rendezvous: Rendezvous, backend: str | None, *, exclusive: bool
+) -> tuple[torch.device, str, tuple[str, ...]]:
+    """My device, the backend for it, and what is worth saying about them."""
+    choice = choose_device(
+        rendezvous.local_rank,
+        os.environ.get("CUDA_VISIBLE_DEVICES"),
+        torch.cuda.device_count(),
+        local_world_size=rendezvous.local_world_size,
+        exclusive=exclusive,
+    )
+    device = torch.device("cpu") if choice.index is None else torch.device("cuda", choice.index)
+    notes = tuple(note for note in (rendezvous.note, choice.note) if note)
+    chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
+    if chosen == "nccl" and device.type != "cuda":
         raise LaunchError(
-            f"{_who_is_missing(store, rendezvous)} within {timeout_s:g} s (I am rank "
-            f"{rendezvous.rank} on {socket.gethostname()}, launched by {rendezvous.source}); "
-            f"look at their logs, or allow more with launch.init_timeout_s"
-        ) from error
+            f"backend nccl needs a GPU for each rank, but rank {rendezvous.rank} runs on the CPU "
+            f"({'; '.join(notes) or 'no GPU is visible'}); leave backend unset, or use gloo"
+        )
+    if device.type == "cuda":
+        # before any collective: NCCL binds a communicator to the current device
+        torch.cuda.set_device(device)
+    return device, chosen, notes
 
 
-def _who_is_missing(store: dist.Store, rendezvous: Rendezvous) -> str:
-    world_size = rendezvous.world_size
-    try:
-        missing = [r for r in range(world_size) if not store.check([f"here/{r}"])]
-    except RuntimeError:
-        # whoever serves the store gave up a moment before us, and says who did not come
-        return f"rank 0, which keeps the list of the {world_size} ranks, left: not all had come"
-    shown = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
-    return f"{len(missing)} of {world_size} ranks did not come (ranks {shown})"
+def _only_gpu() -> str:
+    """Which one it is, if this process sees a single GPU."""
+    if torch.cuda.device_count() != 1:
+        return _UNKNOWN
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    # slices may share the UUID of their GPU
+    is_slice = visible.startswith("MIG-")
+    return visible if is_slice else str(torch.cuda.get_device_properties(0).uuid)
+
+
+def _gpu_key(rendezvous: Rendezvous, local_rank: int) -> str:
+    return f"gpu/{rendezvous.node}/{local_rank}"
+
+
+def _each_has_its_own(store: dist.Store, rendezvous: Rendezvous) -> bool:
+    """Whether the single GPU that each rank of this node sees is another for each."""
+    keys = [_gpu_key(rendezvous, r) for r in range(rendezvous.local_world_size)]
+    if not store.check(keys):
+        return False
+    seen = [store.get(key).decode() for key in keys]
+    return _UNKNOWN not in seen and len(set(seen)) == len(seen)
+
+
+def _as_of(rendezvous: Rendezvous, again: int) -> Rendezvous:
+    """With names of its own if this process joins `again`.
+
+    Some of those who left are back before others are gone, and must not meet in what was.
+    """
+    if not again:
+        return rendezvous
+    store = f"{rendezvous.store}.{again}" if rendezvous.store else None
+    return replace(rendezvous, token=f"{rendezvous.token}.{again}", store=store)
 
 
 def _open_store(
@@ -176,102 +222,57 @@ def _open_store(
         return dist.FileStore(rendezvous.store, rendezvous.world_size), None
     if rendezvous.world_size == 1:
         return dist.HashStore(), None
-    if rendezvous.served:
-        # torchrun's agent listens on the port already, so rank 0 too is a client
-        at = rendezvous.ports[0]
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the agent's store outlives us
-        store = _client(rendezvous, at, timeout_s)
-        return dist.PrefixStore(f"tdp/{rendezvous.token}/{restart}", store), at
     ports = (port,) if port is not None else rendezvous.ports
-    opened = _serve if rendezvous.rank == 0 else _find
-    store, at = opened(rendezvous, ports, timeout_s)
+    if rendezvous.served:
+        return _agents_store(rendezvous, timeout_s), rendezvous.ports[0]
+    world_size, token = rendezvous.world_size, rendezvous.token
+    if rendezvous.rank == 0:
+        store, at = serve(ports, world_size=world_size, token=token, timeout_s=timeout_s)
+    else:
+        store, at = find(
+            rendezvous.address,
+            ports,
+            rank=rendezvous.rank,
+            world_size=world_size,
+            token=token,
+            timeout_s=timeout_s,
+        )
     return dist.PrefixStore("tdp", store), at
 
 
-def _client(rendezvous: Rendezvous, port: int, timeout_s: float) -> dist.TCPStore:
-    """The store at this port of rank 0's host.
-
-    In a thread: a server of another kind may accept and then stay silent, for which torch has no
-    time limit; the thread is then left to its wait.
-
-    Raises:
-        OSError, RuntimeError: nobody listens, or not a store.
-    """
-    found: list[dist.TCPStore | RuntimeError] = []
-
-    def connect() -> None:
-        try:
-            found.append(
-                dist.TCPStore(
-                    rendezvous.address,
-                    port,
-                    rendezvous.world_size,
-                    False,
-                    timedelta(seconds=timeout_s),
-                    wait_for_workers=False,  # or a visit would count as an arrival over there
-                )
-            )
-        except RuntimeError as error:
-            found.append(error)
-
-    thread = threading.Thread(target=connect, name="store", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if not found:
-        raise TimeoutError(f"port {port} accepted but said nothing for {timeout_s:g} s")
-    if isinstance(found[0], RuntimeError):
-        raise found[0]
-    return found[0]
+def _agents_store(rendezvous: Rendezvous, timeout_s: float) -> dist.Store:
+    """The store of torchrun's agent, which listens on the port already: rank 0 too is a client."""
+    host, port = rendezvous.address, rendezvous.ports[0]
+    try:
+        store = connect(host, port, world_size=rendezvous.world_size, timeout_s=timeout_s)
+    except (OSError, RuntimeError) as error:
+        raise LaunchError(
+            f"rank {rendezvous.rank}: torchrun's store at {host}, port {port}, did not answer "
+            f"within {timeout_s:g} s ({_first_line(error)}); see whether torchrun still runs "
+            f"there, and whether {host} can be reached from {socket.gethostname()}"
+        ) from error
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the agent's store outlives us
+    return dist.PrefixStore(f"tdp/{rendezvous.token}/{restart}", store)
 
 
-def _serve(
-    rendezvous: Rendezvous, ports: tuple[int, ...], timeout_s: float
-) -> tuple[dist.Store, int]:
-    """Rank 0 listens on the first candidate port that is free."""
-    for port in ports:
-        try:
-            # it listens on all interfaces; this address is only how rank 0 reaches itself
-            store = dist.TCPStore(
-                "127.0.0.1",
-                port,
-                rendezvous.world_size,
-                True,
-                timedelta(seconds=timeout_s),
-                wait_for_workers=False,
-            )
-        except RuntimeError:
-            continue
-        store.set("token", rendezvous.token)
-        return store, port
-    raise LaunchError(
-        f"rank 0 cannot listen on {socket.gethostname()}: port{'s' * (len(ports) > 1)} "
-        f"{', '.join(map(str, ports))} {'are' if len(ports) > 1 else 'is'} taken; "
-        f"set MASTER_PORT to a free port, or unset it to let the job choose"
+def _master(rendezvous: Rendezvous) -> str | None:
+    """The address of rank 0's host, once the user's words about the network are seen to be true."""
+    if addresses := read_addresses():
+        users_interfaces(os.environ, addresses)
+    return master_address(
+        os.environ, rendezvous.address, rank=rendezvous.rank, here=rendezvous.node == 0
     )
 
 
-def _find(
-    rendezvous: Rendezvous, ports: tuple[int, ...], timeout_s: float
-) -> tuple[dist.Store, int]:
-    """The others try the candidates in turn until one shows this job's token."""
-    deadline = time.monotonic() + timeout_s
-    seen = "nobody listened"
-    while time.monotonic() < deadline:
-        for port in ports:
-            try:
-                socket.create_connection((rendezvous.address, port), TOKEN_WAIT_S).close()
-                store = _client(rendezvous, port, TOKEN_WAIT_S)
-                token = store.get("token").decode()
-            except (OSError, RuntimeError) as error:
-                seen = f"port {port}: {error}"
-                continue
-            if token == rendezvous.token:
-                store.set_timeout(timedelta(seconds=timeout_s))
-                return store, port
-            seen = f"port {port} belongs to another job"
-        time.sleep(0.05)
-    raise LaunchError(
-        f"rank {rendezvous.rank} found no rank 0 of its job at {rendezvous.address}, ports "
-        f"{', '.join(map(str, ports))}, within {timeout_s:g} s (last: {seen}); see whether rank 0 "
-        f"runs, and whether {rendezvous.address} can be reached from {socket.gethostname()}"
-    )
+def _choose_network(master: str) -> str:
+    """Tell gloo and NCCL their interface, unless the user did; one line that says which."""
+    addresses = read_addresses()
+    if not addresses:
+        return ""
+    network = settle(os.environ, addresses, master, reached_from=reached_from(master))
+    os.environ.update(network.variables)
+    return network.note
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -9,6 +9,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import spec_from_file_location
+from pathlib import Path
 from types import ModuleType
 
 PACKAGE = __name__.partition(".")[0]
@@ -31,7 +33,6 @@ _TRACES = Later("profiler ranges and per-rank printing are not offered yet")
 _PROFILE = Later("modules cannot be profiled yet")
 _NAN = Later("tracing of NaN and Inf is not offered yet")
 _REPLACE = Later("modules cannot be replaced by rule yet")
-_JOBS = Later("Slurm jobs are joined, but not submitted or watched yet")
 
 Names = dict[str, tuple[str, ...]]
 """Module of this package, or why not yet (a `Later`), -> names."""
@@ -148,7 +149,7 @@ OLD_PATHS: dict[str, Names] = {
     "tools.bnb_fc": {_REPLACE: ("replace_linear_by_bnb",)},
     "tools.bminf_int8": {_REPLACE: ("replace_linear_by_bminf",)},
     "tools.slurm_job_monitor": {
-        _JOBS: (
+        "launch.slurm.classic": (
             "launch_job",
             "get_slurm_jobinfo",
             "determine_job_is_alive",
@@ -159,6 +160,9 @@ OLD_PATHS: dict[str, Names] = {
     },
 }
 """Old path below the package -> where its names are; a file that is there now has its own."""
+
+PROGRAMS = {"tools.slurm_job_monitor": "cli/slurm_job_monitor.py"}
+"""Old path that was run with `python -m` -> the file of this package that is run now."""
 
 
 def _flat() -> dict[str, dict[str, str]]:
@@ -259,6 +263,9 @@ class OldPaths:
                 spec.loader = SharedModule(spec.loader.name, spec.loader.path)
             return spec
         module, _, name = fullname.rpartition(".")
+        if name == "__main__" and (file := PROGRAMS.get(module.removeprefix(f"{PACKAGE}."))):
+            # An old path counts as a package, and of a package Python runs the __main__.
+            return spec_from_file_location(fullname, Path(__file__).parents[1] / file)
         why = MODULES.get(module, {}).get(name)
         if isinstance(why, Later):
             raise ImportError(not_yet(module, name, why), name=fullname)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
 
+from torchdistpackage.config.slurm_options import OPTIONS, OURS
 from torchdistpackage.schedule.generate import GENERATORS
 from torchdistpackage.topology.views import DEFAULT_ORDER
 
@@ -95,6 +96,21 @@ ImportPath = Annotated[
     Wants("an import path such as pkg.module:build, or null"),
 ]
 FreeForm = Annotated[dict[str, JsonValue], Wants("a mapping of names to plain YAML values")]
+SlurmOptions = Annotated[
+    dict[str, JsonValue],
+    Wants("a mapping of names of sbatch's options, and a few of ours, to plain YAML values"),
+    Field(
+        json_schema_extra={
+            "properties": {
+                **{
+                    name: {"description": f"sbatch: {kind.wants}."}
+                    for name, kind in OPTIONS.items()
+                },
+                **{name: {"description": f"{text}."} for name, text in OURS.items()},
+            }
+        }
+    ),
+]
 
 Axis = Annotated[
     str, AfterValidator(_axis), Field(json_schema_extra={"enum": list[JsonValue](DEFAULT_ORDER)})

@@ -24,12 +24,17 @@ _OVERRIDE = "command line: "
 
 
 def load(
-    path: str | os.PathLike[str], overrides: Sequence[str] = (), world_size: int | None = None
+    path: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    world_size: int | None = None,
+    *,
+    job: bool | None = False,
 ) -> RunConfig:
     """Read a run from a YAML file; `overrides` such as "optim.lr=1e-4" win over the file.
 
     An empty file is a run of defaults. No process, group or device is touched. With a world_size,
-    that many ranks are there already, and launch.local.procs is not looked at.
+    that many ranks are there already, and launch.local.procs is not looked at. Without one, a `job`
+    has to fit every world that launch.slurm allows; None: it is a job if that section has keys.
 
     Raises:
         ConfigProblems: lists all that is wrong, each with its place; also `.problems`.
@@ -48,7 +53,7 @@ def load(
         line = error.object.count(b"\n", 0, error.start) + 1
         why = f"byte {error.object[error.start]:#04x} is not UTF-8; save the file as UTF-8"
     else:
-        return loads(text, source, overrides, world_size)
+        return loads(text, source, overrides, world_size, job=job)
     raise ConfigProblems(source, [Problem(source, line, "", why)])
 
 
@@ -57,6 +62,8 @@ def loads(
     source: str = "<string>",
     overrides: Sequence[str] = (),
     world_size: int | None = None,
+    *,
+    job: bool | None = False,
 ) -> RunConfig:
     """Read a run from YAML text; `source` names it in errors. The rest is as in `load`.
 
@@ -67,7 +74,7 @@ def loads(
     for override in overrides:
         draft.override(override)
     config = draft.validate()
-    draft.check(config, world_size)
+    draft.check(config, world_size, bool(config.launch.slurm) if job is None else job)
     if draft.problems:
         in_order = sorted(draft.problems, key=lambda p: (p.file.startswith(_OVERRIDE), p.line or 0))
         raise ConfigProblems(source, in_order)
@@ -172,9 +179,9 @@ class _Draft:
             inside = inside[key]
         return inside.pop(path[-1])
 
-    def check(self, config: RunConfig, world_size: int | None) -> None:
+    def check(self, config: RunConfig, world_size: int | None, job: bool) -> None:
         """Report the rules across sections that the run breaks."""
-        for rule, text in broken(config, world_size, bad=frozenset(self.bad)):
+        for rule, text in broken(config, world_size, frozenset(self.bad), job=job):
             path = self._culprit(rule)
             self.problems.append(Problem(*self._place(tuple(path.split("."))), path, text))
 

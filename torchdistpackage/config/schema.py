@@ -247,7 +247,9 @@ class Launch(Section):
     """How the processes come to be."""
 
     local: Local = _default(Local)
-    slurm: k.FreeForm = Field(default_factory=dict, description="Options of the Slurm job.")
+    slurm: k.SlurmOptions = Field(
+        default_factory=dict, description="Options of the Slurm job; see slurm.md."
+    )
     requeue: Requeue = _default(Requeue)
     init_timeout_s: k.Positive = Field(
         default=60.0, description="Seconds to wait for all ranks at the start."

@@ -33,8 +33,9 @@ def choose_device(
 
     visible: CUDA_VISIBLE_DEVICES as the process found it (None: unset): numbers, UUIDs or
         MIG names. num_visible: how many devices the driver reports under it.
-    exclusive: the launcher gave this process devices of its own (`exclusive_device`), so
-        that what it sees says nothing about the other local ranks.
+    exclusive: this process was given devices of its own, as the launcher says
+        (`exclusive_device`) or the ranks found out by comparing, so that what it sees says
+        nothing about the other local ranks.
     oversubscribe: share the GPUs in turn if there are more local ranks than GPUs.
 
     local_world_size below local_rank + 1 counts as unknown; then one visible GPU is taken
@@ -115,5 +116,6 @@ def _isolated(local_world_size: int) -> str:
         return ""
     return (
         f"each of {local_world_size} local ranks sees only its own GPU: NCCL may have to do "
-        f"without direct links between them; ask for --gpus-per-node instead of --gpus-per-task"
+        f"without direct links between them; let each see all of the node's, with --gpus-per-node "
+        f"instead of --gpus-per-task, and leave CUDA_VISIBLE_DEVICES alone"
     )

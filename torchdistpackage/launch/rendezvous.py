@@ -14,15 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.hostlist import expand, expand_counts, first_host
+from torchdistpackage.launch.hostlist import expand_counts, first_host
+from torchdistpackage.launch.step import hosts_of_ranks, in_step, is_inherited
 
 Env = Mapping[str, str]
 
 NUM_PORTS = 16
 # Below the range from which Linux hands out ports (32768 and up), above the well-known ones.
 _FIRST_PORT, _LAST_PORT = 20_000, 29_999
-# Slurm numbers what is not a srun step from here: batch script, interactive shell, external.
-_FIRST_RESERVED_STEP = 0xFFFF_FFF0
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -38,6 +37,7 @@ class Rendezvous:
     store: path of a file store, if this package's own starter made the processes.
     served: the launcher already serves a store at the port, so rank 0 too joins as a client.
     note: one line worth printing, or "".
+    hosts: the host of each rank where the launcher says so, else ().
     """
 
     rank: int
@@ -52,6 +52,7 @@ class Rendezvous:
     store: str | None = None
     served: bool = False
     note: str = ""
+    hosts: tuple[str, ...] = ()
 
 
 def detect(env: Env) -> Rendezvous:
@@ -113,9 +114,9 @@ def _torchrun(env: Env) -> Rendezvous | None:
     if not agent:
         # A batch script that exports WORLD_SIZE, or all of Slurm's numbers under torch's
         # names, means the step; Slurm then also knows the node, which the copy leaves out.
-        if "RANK" not in env and ("WORLD_SIZE" not in env or _in_step(env)):
+        if "RANK" not in env and ("WORLD_SIZE" not in env or in_step(env)):
             return None
-        if _in_step(env) and (env["RANK"], env.get("WORLD_SIZE")) == (
+        if in_step(env) and (env["RANK"], env.get("WORLD_SIZE")) == (
             env.get("SLURM_PROCID"),
             env.get("SLURM_STEP_NUM_TASKS"),
         ):
@@ -154,7 +155,7 @@ def _torchrun(env: Env) -> Rendezvous | None:
 
 def _slurm(env: Env) -> Rendezvous | None:
     """A task of a Slurm step. Job-wide variables may count more tasks than the step has."""
-    if not _in_step(env):
+    if not in_step(env):
         return None
     job, step, rank, local_rank, node, world_size = _integers(
         env,
@@ -197,6 +198,7 @@ def _slurm(env: Env) -> Rendezvous | None:
         ports=_user_port(env) or candidate_ports(token),
         token=token,
         source="slurm",
+        hosts=hosts_of_ranks(env, counts, node),
     )
 
 
@@ -217,38 +219,12 @@ def _alone(env: Env) -> Rendezvous:
         )
     note = ""
     if job := env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID"):
-        what = "with the step variables of another job" if _inherited(env) else "without a step"
+        what = "with the step variables of another job" if is_inherited(env) else "without a step"
         note = f"Slurm job {job} {what}: running as one process; `srun` starts one per task"
     return Rendezvous(0, 1, 0, 1, 0, "127.0.0.1", (), _digest("alone"), "alone", note=note)
 
 
 LAUNCHERS: tuple[Callable[[Env], Rendezvous | None], ...] = (_local, _torchrun, _slurm, _alone)
-
-
-def _in_step(env: Env) -> bool:
-    """Whether srun made this process: a batch script or an interactive shell is no step."""
-    step = env.get("SLURM_STEP_ID")
-    reserved = step is not None and step.isdecimal() and int(step) >= _FIRST_RESERVED_STEP
-    return step is not None and not reserved and not _inherited(env)
-
-
-def _inherited(env: Env) -> bool:
-    """Whether the step variables come from the job that submitted this one from inside a step.
-
-    sbatch and salloc pass them on; a batch script then has them beside its own variables.
-    Two facts give that away: its list of tasks on the node is not the step's, or the step
-    has nodes that the job has not.
-    """
-    counts, node = env.get("SLURM_STEP_TASKS_PER_NODE"), env.get("SLURM_NODEID", "")
-    tasks = env.get("SLURM_GTIDS", "").split(",")
-    if counts and node.isdecimal() and tasks != [""]:
-        per_node = expand_counts(counts)
-        if int(node) < len(per_node) and len(tasks) != per_node[int(node)]:
-            return True
-    step_nodes, job_nodes = env.get("SLURM_STEP_NODELIST"), env.get("SLURM_JOB_NODELIST")
-    if not step_nodes or not job_nodes or step_nodes == job_nodes:
-        return False
-    return not set(expand(step_nodes)) <= set(expand(job_nodes))
 
 
 def _integers(

@@ -18,6 +18,7 @@ from torchdistpackage.launch.signals import Noted
 from torchdistpackage.launch.slurm.again import come_back
 from torchdistpackage.launch.slurm.files import JobFiles, start_id
 from torchdistpackage.launch.slurm.starts import Start, check, note, series_of, this_start
+from torchdistpackage.launch.slurm.suspects import note_failed_nodes
 from torchdistpackage.launch.supervise import Place, supervise
 from torchdistpackage.train.folder import prepare_folder, run_folder
 from torchdistpackage.train.life import STOPPED, limits_of
@@ -69,6 +70,7 @@ def watched(config: RunConfig, rendezvous: Rendezvous, resume: str = "auto") -> 
 
     if rank == 0:
         files.decision(start.start).unlink(missing_ok=True)
+        note_failed_nodes(files, os.environ)
     code = supervise(body, place, noted)
     if code == 0 and rank == 0:
         come_back(files, os.environ)

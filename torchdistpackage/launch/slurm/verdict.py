@@ -39,7 +39,7 @@ def verdict(run: Path, start: str, code: int, num_ranks: int) -> tuple[str, int]
     if not failures or (silent and is_consequence(culprit(failures))):
         return _without_culprit(files, start, code, failures, silent)
     first = culprit(failures)
-    if evidence := evidence_of(first, start.partition(".")[0], time.time()):
+    if evidence := evidence_of(first, start, time.time()):
         record(files.suspects, evidence)
     return report(failures, num_ranks), exit_code(first)
 

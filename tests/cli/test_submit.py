@@ -1,0 +1,208 @@
+"""What `tdp submit` prints, writes and refuses, with a stand-in for sbatch and squeue."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from torchdistpackage.cli.main import main
+from torchdistpackage.config.load import load
+from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.slurm.records import read_records
+from torchdistpackage.launch.slurm.suspects import Evidence, record
+
+RUN = """
+run: {name: one}
+parallel: {data: auto, pipe: 2}
+launch: {local: {procs: 2}, slurm: {nodes: 2, ntasks-per-node: 2, account: lab}}
+"""
+SBATCH = """#!/bin/bash
+printf '%s\\n' "$@" >>"$NOTED"; echo --- >>"$NOTED"; env >"$NOTED.env"
+[ -z "$REFUSED" ] || { echo "sbatch: error: $REFUSED" >&2; exit 1; }
+echo 41
+"""
+SQUEUE = """#!/bin/bash
+if [ -n "$STATE" ]; then echo "41|$STATE|0|0|1:00|n1|None|"
+else echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; fi
+"""
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with run.yaml, where the user stands; Slurm's commands are stand-ins."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    nothing = "#!/bin/bash\nexit 1\n"
+    texts = {"sbatch": SBATCH, "squeue": SQUEUE, "sacct": nothing, "sinfo": nothing}
+    for name, text in (texts | {"sacctmgr": nothing, "scontrol": nothing}).items():
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "run.yaml").write_text(RUN)
+    (folder / ".gitignore").write_text("runs\n")
+    for words in (["init", "-q", "-b", "main"], ["add", "run.yaml"]):
+        subprocess.run(["git", "-C", str(folder), *words], check=True)
+    monkeypatch.setenv("PATH", f"{commands}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("NOTED", str(tmp_path / "noted"))
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def calls(work: Path) -> list[list[str]]:
+    """The words of each call of sbatch."""
+    noted = work.parent / "noted"
+    text = noted.read_text() if noted.exists() else ""
+    return [call.split("\n")[:-1] for call in text.split("---\n")[:-1]]
+
+
+def test_a_run_is_submitted_with_all_that_it_needs(work: Path, capsys):
+    assert main(["submit", "run.yaml", "train.steps=500"]) == 0
+    said = capsys.readouterr()
+    files = JobFiles(work / "runs" / "one")
+    assert calls(work) == [["--parsable", str(files.script)]]
+    env = Path(f"{work.parent / 'noted'}.env").read_text()
+    assert "RANK=3" not in env and "SBATCH_ACCOUNT" not in env
+    assert "note: not passed on to sbatch: SBATCH_ACCOUNT=mine;" in said.err
+
+    assert said.out.startswith(f"job 41  {files.run}\non 2 nodes x 2 tasks; code: no commit")
+    assert "tdp jobs show one\n" in said.out
+    config = load(files.config, world_size=4)
+    assert (config.train.steps, config.parallel.data) == (500, "auto")
+    assert config.run.dir == str(work / "runs")
+    (noted,) = read_records(files.records)
+    assert (noted.job, noted.via, noted.nodes) == ("41", "sbatch", "2")
+    assert noted.script == str(files.script)
+    assert (Path(noted.code) / "tree" / "run.yaml").read_text() == RUN
+    assert f"export TDP_CODE={noted.code}/tree\n" in files.script.read_text()
+
+
+def test_a_dry_run_prints_the_script_that_would_be_written(work: Path, capsys):
+    assert main(["submit", "run.yaml", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert not (work / "runs").exists() and calls(work) == []
+    assert main(["submit", "run.yaml"]) == 0
+    assert JobFiles(work / "runs" / "one").script.read_text() == shown
+
+
+def test_what_plan_refuses_is_refused_with_all_its_problems(work: Path, capsys):
+    wrong = ["launch.slurm.tim=5", "launch.slurm.nodes=3", "model.dim=129", "optim.lrr=1"]
+    for command in ("submit", "plan"):
+        assert main([command, "run.yaml", *wrong]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("tdp: 4 problems in run.yaml:\n"), said
+        assert "did you mean time?" in said and "global_batch=32 is not a multiple" in said
+        assert "model.dim=129" in said and "optim.lrr" in said
+    assert calls(work) == [] and not (work / "runs").exists()
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING", "COMPLETING"])
+def test_a_run_whose_job_is_alive_is_not_submitted_again(work: Path, state, monkeypatch, capsys):
+    assert main(["submit", "run.yaml"]) == 0
+    monkeypatch.setenv("STATE", state)
+    for more in ([], ["--fresh"]):
+        assert main(["submit", "run.yaml", *more]) == 1
+        assert f"job 41 of the run one is {state};" in capsys.readouterr().err
+    assert len(calls(work)) == 1
+    monkeypatch.setenv("STATE", "FAILED")
+    assert main(["submit", "run.yaml"]) == 0
+    assert len(read_records(JobFiles(work / "runs" / "one").records)) == 2
+
+
+def test_a_fresh_start_moves_the_earlier_folder_aside(work: Path, monkeypatch):
+    assert main(["submit", "run.yaml"]) == 0
+    monkeypatch.setenv("STATE", "COMPLETED")
+    (work / "runs/one/metrics.jsonl").write_text("")
+    assert main(["submit", "run.yaml", "--fresh"]) == 0
+    assert (work / "runs/one.1/metrics.jsonl").exists()
+    assert not (work / "runs/one/metrics.jsonl").exists()
+    assert len(read_records(JobFiles(work / "runs/one").records)) == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "advice"),
+    [
+        ("invalid partition specified: x", "sinfo -s"),
+        ("Batch job submission failed: Invalid account or account/partition", "launch.slurm."),
+        ("Requested node configuration is not available", "sinfo -o"),
+        ("Unable to contact slurm controller (connect failure)", "scontrol ping"),
+        ("something new", "something new\n"),
+    ],
+)
+def test_what_sbatch_says_is_passed_on_with_what_to_do(work, said, advice, monkeypatch, capsys):
+    monkeypatch.setenv("REFUSED", said)
+    assert main(["submit", "run.yaml"]) == 1
+    err = capsys.readouterr().err
+    assert f"sbatch: error: {said}" in err and advice in err
+    assert not read_records(JobFiles(work / "runs" / "one").records)
+
+
+def test_without_slurm_it_says_where_to_go(work: Path, monkeypatch, capsys):
+    for path in (work.parent / "bin").iterdir():
+        path.unlink()
+    path = os.pathsep.join(
+        x for x in os.environ["PATH"].split(os.pathsep) if not (Path(x) / "sbatch").exists()
+    )
+    monkeypatch.setenv("PATH", path)
+    assert main(["submit", "run.yaml"]) == 1
+    assert "on a login node" in capsys.readouterr().err
+
+
+def test_suspects_are_left_out_and_that_is_said(work: Path, capsys):
+    folder = work / "runs"
+    folder.mkdir()
+    evidence = Evidence("n7", "SIGBUS", weight=1.0, time_s=1.0, expires_s=9e9, job="1.0")
+    record(folder / "suspects.jsonl", evidence)
+    assert main(["submit", "run.yaml", "launch.slurm.exclude=[n1, n2]"]) == 0
+    assert calls(work)[0][1] == "--exclude=n1,n2,n7"
+    assert "n7: SIGBUS" in capsys.readouterr().err
+
+
+def test_a_sweep_is_an_array_of_runs_with_folders_of_their_own(work: Path, capsys):
+    sweep = ["--sweep", "optim.lr=1e-4,3e-4", "--sweep", "run.seed=1,2", "--parallel", "3"]
+    assert main(["submit", "run.yaml", *sweep, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "#SBATCH --array=0-3%3\n" in shown and not (work / "runs").exists()
+    assert main(["submit", "run.yaml", *sweep]) == 0
+    (array,) = (work / "runs").glob("one.sweep-*")
+    script = array / "sweep.sbatch"
+    assert script.read_text() == shown
+    assert calls(work) == [["--parsable", str(script)]]
+    assert f"#SBATCH --output={array}/%a.log\n" in shown
+    names = [f"one-lr={lr}-seed={seed}" for lr in ("1e-4", "3e-4") for seed in (1, 2)]
+    for index, name in enumerate(names):
+        files = JobFiles(work / "runs" / name)
+        config = load(files.config, world_size=4)
+        assert (config.run.name, config.run.seed) == (name, index % 2 + 1)
+        assert config.optim.lr == (1e-4 if index < 2 else 3e-4)
+        (noted,) = read_records(files.records)
+        assert (noted.job, noted.script) == (f"41_{index}", str(script))
+        (array / f"{index}.log").write_text("x")
+        assert files.main_log.read_text() == "x"
+
+
+def test_every_run_of_a_sweep_is_checked_before_any_is_submitted(work: Path, capsys):
+    assert main(["submit", "run.yaml", "--sweep", "model.heads=4,3,5", "optim.lrr=1"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("optim.lrr") == 1
+    assert "model.heads=3" in said and "model.heads=5" in said
+    assert main(["submit", "run.yaml", "--sweep", "parallel.data=2,4"]) == 2
+    assert calls(work) == [] and not (work / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--via", "mail"], "--via"),
+        (["--sweep", "run.seed=1,2", "--follow"], "--follow"),
+        (["--parallel", "2"], "--parallel"),
+        (["--sweep", "x"], "--sweep x"),
+    ],
+)
+def test_a_wrong_usage_is_refused(work: Path, words: list[str], named: str, capsys):
+    assert main(["submit", "run.yaml", *words]) == 2
+    assert named in capsys.readouterr().err
+    assert calls(work) == []

@@ -1,0 +1,126 @@
+"""Meeting: ports, tokens and the roll call, with real processes and strangers on their ports."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tests.comm.starting import bound, by_hand, in_step, meet, meet_within, two_nodes
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.runtime import find_free_port, join, leave
+from torchdistpackage.launch.rendezvous import Rendezvous, detect
+
+
+def test_a_step_meets_at_the_first_candidate_that_is_free(start):
+    ports = detect(in_step(0, 3, 71)).ports
+    with bound(ports[0]), socket.socket() as mute:
+        mute.bind(("127.0.0.1", ports[1]))
+        told = start(meet, [in_step(r, 3, 71) for r in range(3)])
+    assert [t[:4] for t in told] == [(r, 3, ports[2], "localhost") for r in range(3)]
+
+
+def test_another_jobs_store_is_passed_over_and_left_as_it_was(start):
+    ports = detect(in_step(0, 2, 72)).ports
+    other = dist.TCPStore("127.0.0.1", ports[0], 2, True, wait_for_workers=False)
+    other.set("tdp/token", "another")
+    other.set("token", "another")
+    torchs = dist.TCPStore("127.0.0.1", ports[1], 2, True, wait_for_workers=False)
+    told = start(meet, [in_step(r, 2, 72) for r in range(2)])
+    assert [t[2] for t in told] == [ports[2]] * 2
+    assert (other.num_keys(), torchs.num_keys()) == (2, 0)
+
+
+def join_at(place: tuple[int, str], ports: tuple[int, ...]) -> tuple[int, list[object]]:
+    rank, token = place
+    joined = join(
+        Rendezvous(rank, 2, rank, 2, 0, "127.0.0.1", ports, token, "test"), init_timeout_s=15
+    )
+    said = primitives.gather_objects((token, rank))
+    leave()
+    return joined.port, said
+
+
+def join_as_told(ports: tuple[int, ...]) -> tuple[int, list[object]]:
+    return join_at((int(os.environ["TEST_RANK"]), os.environ["TEST_TOKEN"]), ports)
+
+
+def test_two_jobs_on_the_same_candidates_never_mix(start):
+    ports = tuple(int(find_free_port()) for _ in range(3))
+    told = start(
+        join_as_told,
+        [{"TEST_RANK": str(r), "TEST_TOKEN": t} for r in (1, 0) for t in ("a", "b")],
+        ports,
+    )
+    at = {said[0][0]: port for port, said in told}
+    assert at.keys() == {"a", "b"} and at["a"] != at["b"]
+    for i, (port, said) in enumerate(told):
+        token = "ab"[i % 2]
+        assert said == [(token, 0), (token, 1)] and port == at[token]
+
+
+def test_a_users_busy_port_is_refused_by_number_within_ten_seconds_by_all(start):
+    """A stranger who says nothing, and another job's store; nobody waits for the time limit."""
+    theirs = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+    theirs.set("token", "another")
+    begin = time.monotonic()
+    with bound(0) as silent:
+        ports = (silent.getsockname()[1], theirs.port)
+        told = start(meet, [by_hand(r, 2, port) for port in ports for r in range(2)])
+    assert time.monotonic() - begin < 10
+    for i, answer in enumerate(told):
+        assert f"port {ports[i // 2]}" in answer.error and "taken" in answer.error
+        assert "MASTER_PORT" in answer.error
+    assert "another job" in told[3].error
+
+
+def test_missing_ranks_are_named_within_the_time_limit(start):
+    port = find_free_port()
+    begin = time.monotonic()
+    told = start(meet_within, [by_hand(r, 3, port) for r in (0, 2)], 2.0)
+    assert 2 <= time.monotonic() - begin < 7
+    assert "1 of 3 ranks did not come (ranks 1) within 2 s" in told[0].error
+    assert "1 of 3 ranks did not come (ranks 1) within 2 s" in told[1].error
+    assert "I am rank 2" in told[1].error
+
+
+def test_missing_ranks_are_named_with_their_hosts_where_slurm_tells(start):
+    told = start(meet_within, [two_nodes(r, 73) for r in (0, 1)], 2.0)
+    for answer in told:
+        assert "2 of 4 ranks did not come (ranks 2 on n9, 3 on n9) within 2 s" in answer.error
+
+
+def late(limit_s: float, sleep_s: float):
+    if os.environ["RANK"] == "0":
+        time.sleep(sleep_s)
+    return meet_within(limit_s)
+
+
+def test_a_rank_0_that_comes_late_leaves_no_more_time_than_agreed(start):
+    port = find_free_port()
+    begin = time.monotonic()
+    told = start(late, [by_hand(r, 3, port) for r in (0, 1)], 4.0, 2.5)
+    assert time.monotonic() - begin < 8
+    assert all("(ranks 2) within 4 s" in answer.error for answer in told)
+
+
+def test_missing_ranks_are_named_at_a_file_too(start, tmp_path: Path):
+    env = {**by_hand(1, 2, 1), "LOCAL_WORLD_SIZE": "2", "TDP_STORE": str(tmp_path / "store")}
+    (told,) = start(meet_within, [env], 1.0)
+    assert "1 of 2 ranks did not come (ranks 0) within 1 s" in told.error
+
+
+def test_nobody_at_the_address_says_where_was_looked(start):
+    port = find_free_port()
+    (told,) = start(meet_within, [by_hand(1, 2, port)], 1.0)
+    assert "found no rank 0" in told.error and port in told.error
+
+
+def test_a_silent_server_at_the_users_port_is_no_rank_0(start):
+    with bound(0) as silent:
+        port = silent.getsockname()[1]
+        (told,) = start(meet_within, [by_hand(1, 2, port)], 2.0)
+    assert f"port {port} accepted but said nothing" in told.error

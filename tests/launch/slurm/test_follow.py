@@ -1,0 +1,119 @@
+"""Logs that grow while they are read, over several starts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.launch.slurm.folders import submitted
+from tests.launch.slurm.scripted import Scripted, row
+from torchdistpackage.errors import ConfigError, LaunchError
+from torchdistpackage.launch.slurm.follow import Tail, follow, rank_logs
+from torchdistpackage.launch.slurm.runs import Run, Status
+from torchdistpackage.launch.slurm.states import Fate
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return submitted(tmp_path / "a", "7")
+
+
+class Day:
+    """A clock, and what happens when somebody sleeps: the next event of a list."""
+
+    def __init__(self, *events) -> None:
+        self.now_s, self.events = 5000.0, list(events)
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += 5.0
+        if self.events:
+            self.events.pop(0)()
+
+
+def add(path: Path, text: str):
+    def write() -> None:
+        with path.open("a") as file:
+            file.write(text)
+
+    return write
+
+
+def follow_main(run: Run, slurm: Scripted, day: Day) -> tuple[Status, str]:
+    parts: list[str] = []
+    end = follow(
+        run,
+        lambda: [run.files.main_log],
+        parts.append,
+        runner=slurm,
+        clock=day,
+        sleep=day.sleep,
+    )
+    return end, "".join(parts)
+
+
+def test_a_log_is_followed_through_a_requeue_to_the_end(run: Run):
+    answers = [row("7", s) for s in ("PENDING", "RUNNING", "COMPLETING", "PENDING", "RUNNING")]
+    answers.append(row("7", "COMPLETED"))
+    slurm = Scripted(squeue=lambda args: answers.pop(0))
+    log = run.files.main_log
+    day = Day(add(log, "one\n"), add(log, "tw"), add(log, "o\n"), add(log, "again\n"), add(log, ""))
+    end, text = follow_main(run, slurm, day)
+    assert (end.word, end.fate) == ("COMPLETED", Fate.SUCCEEDED)
+    assert text == "one\ntwo\nagain\n"
+
+
+def test_what_a_job_wrote_last_is_read_although_it_has_ended(run: Run):
+    def ends(args: Sequence[str]) -> str:
+        add(run.files.main_log, "last words\n")()
+        return row("7", "FAILED", code=256)
+
+    end, text = follow_main(run, Scripted(squeue=ends), Day())
+    assert (end.word, text) == ("FAILED", "last words\n")
+
+
+def test_a_chained_job_is_followed_too(run: Run):
+    def chains(args: Sequence[str]) -> str:
+        if args[-1] == "7":
+            submitted(run.folder, "8", 2000.0)
+        return row(args[-1], "COMPLETED")
+
+    slurm = Scripted(squeue=chains)
+    follow_main(run, slurm, Day())
+    assert [args[-1] for args in slurm.asked if args[0] == "squeue"] == ["7", "8"]
+
+
+def test_a_controller_that_is_away_ends_nothing(run: Run):
+    answers: list = [LaunchError("no answer"), LaunchError("no answer"), row("7", "COMPLETED")]
+    slurm = Scripted(squeue=lambda args: answers.pop(0))
+    end, text = follow_main(run, slurm, Day(add(run.files.main_log, "x\n")))
+    assert (end.fate, text) == (Fate.SUCCEEDED, "x\n")
+
+
+def test_a_tail_reads_each_byte_once_also_of_a_file_that_begins_anew(tmp_path: Path):
+    tail, path = Tail(), tmp_path / "log"
+    assert tail.more([path]) == ""
+    path.write_text("abc\n")
+    assert tail.more([path]) == "abc\n"
+    assert tail.more([path]) == ""
+    path.write_text("d\n")
+    assert tail.more([path, tmp_path / "none"]) == "d\n"
+    assert Tail({path: 1}).more([path]) == "\n"
+
+
+def test_a_ranks_logs_are_those_of_all_its_starts_in_order(run: Run):
+    for name in ("rank1.restart10", "rank1.restart2", "rank1.restart0", "rank10.restart0"):
+        (run.files.logs / f"{name}.log").write_text("")
+    names = [path.name for path in rank_logs(run, 1)]
+    assert names == ["rank1.restart0.log", "rank1.restart2.log", "rank1.restart10.log"]
+    assert [path.name for path in rank_logs(run, 1, 2)] == ["rank1.restart2.log"]
+
+
+def test_a_rank_without_a_log_is_answered_with_those_that_have_one(run: Run):
+    with pytest.raises(ConfigError, match=r"rank 4 has no log in .*; there is no log at all"):
+        rank_logs(run, 4)
+    (run.files.logs / "rank1.restart0.log").write_text("")
+    with pytest.raises(ConfigError, match=r"of restart 3 in .*; there is rank1.restart0.log"):
+        rank_logs(run, 1, 3)

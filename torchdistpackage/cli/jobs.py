@@ -1,0 +1,242 @@
+"""`tdp jobs`: what became of the runs that were submitted, and what can be done about them.
+
+One rule: a run is meant by its name, its folder or a job id, and its folder knows the rest.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchdistpackage.launch.failure import culprit, how
+from torchdistpackage.launch.slurm import jobs as submitted
+from torchdistpackage.launch.slurm import suspects
+from torchdistpackage.launch.slurm.follow import Tail, follow, rank_logs
+from torchdistpackage.launch.slurm.monitor import RunTarget, ScriptTarget
+from torchdistpackage.launch.slurm.monitor import monitor as watch
+from torchdistpackage.launch.slurm.policy import Limits
+from torchdistpackage.launch.slurm.runs import (
+    Ended,
+    Run,
+    endings,
+    find,
+    find_runs,
+    one,
+    progress,
+    restarts,
+    status,
+)
+from torchdistpackage.launch.slurm.states import Fate, JobInfo
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Run, run folder or job id.")]
+Dir = Annotated[Path, typer.Option("--dir", metavar="DIR", help="Folder of the run folders.")]
+RUNS = Path("runs")
+DEFAULTS = Limits()
+
+jobs = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="List, show, follow, cancel and resubmit submitted runs.",
+)
+
+
+@jobs.command()
+def ls(folder: Dir = RUNS) -> None:
+    """List the submitted runs, the latest last."""
+    runs = find_runs(folder)
+    looked = submitted.look_at(runs)
+    rows: list[Sequence[str]] = [
+        ("NAME", "JOB", "STATE", "RESTARTS", "STEP", "LOSS", "NODES", "REASON")
+    ]
+    for run in runs:
+        info = looked.jobs[run.latest.job]
+        now, got = status(run, info, time.time()), progress(run)
+        rows.append(
+            (
+                run.name,
+                run.latest.job,
+                now.word,
+                str(restarts(run, info)),
+                _steps(got.step, got.num_steps),
+                "" if got.loss is None else f"{got.loss:.4f}",
+                info.nodes or run.latest.nodes,
+                now.reason if now.fate is not Fate.SUCCEEDED else "",
+            )
+        )
+    typer.echo(_table(rows) if runs else f"no run in {folder} was submitted")
+    _notes(looked.notes)
+
+
+@jobs.command()
+def show(name: Name, folder: Dir = RUNS) -> None:
+    """Show all that is known of a run.
+
+    Its jobs, the starts with their nodes, decisions and failures, and where its logs are.
+    """
+    runs = find(name, folder)
+    looked = submitted.look_at(runs)
+    typer.echo("\n\n".join(_story(run, looked.jobs[run.latest.job]) for run in runs))
+    _notes(looked.notes)
+
+
+@jobs.command()
+def logs(
+    name: Name,
+    folder: Dir = RUNS,
+    follow_on: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on until the job is over.")
+    ] = False,
+    rank: Annotated[
+        int | None, typer.Option(metavar="R", min=0, help="A rank's own log, not the main one.")
+    ] = None,
+    restart: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Only this start, with --rank.")
+    ] = None,
+) -> None:
+    """Print the main log of a run, or a rank's, over all its starts.
+
+    With -f the exit code is 0 if the job ended well.
+    """
+    if restart is not None and rank is None:
+        raise typer.BadParameter("the main log holds all starts; give --rank too")
+    run = one(find(name, folder))
+
+    def paths() -> list[Path]:
+        return [run.files.main_log] if rank is None else rank_logs(run, rank, restart)
+
+    def write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    if not follow_on:
+        write(Tail().more(paths()))
+        return
+    last = follow(run, paths, write)
+    reason = f": {last.reason}" if last.reason else ""
+    typer.echo(f"tdp: {run.name} is {last.word}{reason}", err=True)
+    raise typer.Exit(0 if last.fate is Fate.SUCCEEDED else 1)
+
+
+@jobs.command()
+def cancel(name: Name, folder: Dir = RUNS) -> None:
+    """Cancel the jobs of a run; all of a sweep by the array's id."""
+    ids = submitted.cancel(find(name, folder))
+    typer.echo(f"cancelled job {', '.join(ids)}")
+
+
+@jobs.command()
+def resubmit(name: Name, folder: Dir = RUNS) -> None:
+    """Submit the kept script of a run again. It goes on from its newest checkpoint."""
+    run = one(find(name, folder))
+    if text := suspects.explain(run.files.suspects, time.time()):
+        typer.echo(text)
+    record = submitted.resubmit(run, os.environ)
+    typer.echo(f"submitted {run.name} as job {record.job}")
+
+
+@jobs.command()
+def monitor(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME|SCRIPT", help="Submitted run, or batch script to submit.")
+    ],
+    folder: Dir = RUNS,
+    max_resubmits: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Times it is submitted again.")
+    ] = DEFAULTS.max_resubmits,
+    every: Annotated[
+        float, typer.Option(metavar="S", min=1.0, help="Seconds between looks.")
+    ] = DEFAULTS.query_s,
+    wait: Annotated[
+        float,
+        typer.Option(metavar="S", min=0.0, help="Seconds before the first; doubled each time."),
+    ] = DEFAULTS.first_wait_s,
+) -> None:
+    """Watch a job, and submit it again when it dies.
+
+    Later each time, not without end, and never after scancel. Ctrl-C ends the watching alone.
+    """
+    script = Path(name)
+    limits = Limits(max_resubmits=max_resubmits, first_wait_s=wait, query_s=every)
+    if script.is_file():
+        target = ScriptTarget(script, os.environ)
+    else:
+        target = RunTarget(one(find(name, folder)), os.environ)
+    stop = watch(target, limits=limits, say=_say)
+    raise typer.Exit(0 if stop.fate is Fate.SUCCEEDED else 1)
+
+
+def _say(line: str) -> None:
+    typer.echo(f"{time.strftime('%H:%M:%S')} {line}")
+
+
+def _story(run: Run, info: JobInfo) -> str:
+    now, got, latest = status(run, info, time.time()), progress(run), run.latest
+    earlier = ", ".join(record.job for record in run.records[:-1])
+    reason = f": {now.reason}" if now.reason else ""
+    loss = "" if got.loss is None else f", loss {got.loss:.4f}"
+    facts = {
+        "run": run.name,
+        "folder": str(run.folder.resolve()),
+        "job": f"{latest.job}, submitted {_when(latest.time_s)} on {latest.host} by {latest.via}",
+        "earlier jobs": earlier,
+        "state": f"{now.word}{reason}",
+        "exit code": "" if info.exit_code is None else str(info.exit_code),
+        "nodes": info.nodes or f"{latest.nodes} asked for",
+        "running for": ""
+        if info.elapsed_s is None
+        else str(timedelta(seconds=int(info.elapsed_s))),
+        "restarts": str(restarts(run, info)),
+        "step": _steps(got.step, got.num_steps) + loss,
+        "script": latest.script,
+        "code": latest.code,
+        "main log": str(run.files.main_log),
+        "rank logs": str(run.files.logs / "rank<r>.restart<n>.log"),
+    }
+    width = max(map(len, facts))
+    lines = [f"{key:<{width}}  {value}" for key, value in facts.items() if value]
+    if ends := endings(run):
+        rows: list[Sequence[str]] = [("START", "WHEN", "NODES", "STEP", "ENDED")]
+        rows += [_start(end) for end in ends]
+        lines += ["", _table(rows)]
+    if text := suspects.explain(run.files.suspects, time.time()):
+        lines += ["", text]
+    return "\n".join(lines)
+
+
+def _start(end: Ended) -> Sequence[str]:
+    words = [str(end.decision)] if end.decision else []
+    if end.failures:
+        first = culprit(end.failures)
+        more = f", and {len(end.failures) - 1} more" if len(end.failures) > 1 else ""
+        words.append(f"rank {first.rank} on {first.host} failed: {how(first)}{more}")
+    start = end.start
+    return (start.start, _when(start.time_s), start.nodes, str(start.step), "; ".join(words))
+
+
+def _steps(step: int | None, num_steps: int | None) -> str:
+    if step is None and num_steps is None:
+        return ""
+    return f"{step or 0}/{num_steps or '?'}"
+
+
+def _when(time_s: float) -> str:
+    return time.strftime("%d %b %H:%M:%S", time.localtime(time_s))
+
+
+def _notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        typer.echo(f"note: {note}", err=True)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns aligned to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )

@@ -1,0 +1,185 @@
+"""`tdp submit`: checks a run as `tdp plan` does and hands it to Slurm.
+
+One rule: what cannot run is refused before sbatch sees it, with everything that is wrong.
+"""
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchdistpackage.cli.arguments import Config, Overrides
+from torchdistpackage.config.load import load
+from torchdistpackage.config.problem import ConfigProblems, Problem
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.launch.slurm.by_submitit import submit as submitit_submit
+from torchdistpackage.launch.slurm.environment import clean
+from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.slurm.follow import Tail
+from torchdistpackage.launch.slurm.follow import follow as follow_log
+from torchdistpackage.launch.slurm.job import job_shape
+from torchdistpackage.launch.slurm.look import look
+from torchdistpackage.launch.slurm.runs import Run, read_run
+from torchdistpackage.launch.slurm.states import Fate
+from torchdistpackage.launch.slurm.submit import (
+    Prepared,
+    Submitted,
+    prepare,
+    refuse_alive,
+    send,
+)
+from torchdistpackage.launch.slurm.sweep import Point, points
+from torchdistpackage.train.folder import prepare_folder
+from torchdistpackage.train.plan import make_plan
+from torchdistpackage.train.task import Training
+
+
+def by_submitit(prepared: Prepared, env: Mapping[str, str]) -> Submitted:
+    """Through submitit's executor; the job is the same."""
+    calls = [Training(str(JobFiles(folder).config)) for folder, _ in prepared.runs]
+    requeue = prepared.runs[0][1].launch.requeue
+
+    def enqueue(prepared: Prepared, exclude: Sequence[str]) -> list[str]:
+        return submitit_submit(prepared.job, calls, clean(env), requeue, exclude)
+
+    return send(prepared, env, via="submitit", enqueue=enqueue)
+
+
+WAYS: dict[str, Callable[[Prepared, Mapping[str, str]], Submitted]] = {
+    "sbatch": send,
+    "submitit": by_submitit,
+}
+"""How a prepared job gets into the queue."""
+INTERRUPTED = 130
+
+
+def submit(
+    config: Config,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the batch script; write and submit nothing.")
+    ] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Print the main log until the job is over.")
+    ] = False,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="key=v1,v2", help="A job array, a run for each value; repeatable."),
+    ] = None,
+    parallel: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Runs of a sweep at a time; else all.")
+    ] = None,
+    via: Annotated[
+        str, typer.Option(metavar="|".join(WAYS), help="Who hands the job to Slurm.")
+    ] = "sbatch",
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Move an earlier run folder of this name aside.")
+    ] = False,
+) -> None:
+    """Submit a run, or a sweep of runs, as a Slurm job.
+
+    Checked as by plan. The job runs the code as it is now.
+    """
+    if via not in WAYS:
+        raise typer.BadParameter(f"{via} is none of {', '.join(WAYS)}", param_hint="--via")
+    if sweep and follow:
+        raise typer.BadParameter("follows one run, and a sweep has many", param_hint="--follow")
+    if parallel and not sweep:
+        raise typer.BadParameter("is for the runs of a --sweep", param_hint="--parallel")
+    name, runs = _checked(config, overrides or [], sweep or [])
+    prepared = prepare(
+        runs, Path.cwd(), os.environ, sweep=name if sweep else None, at_once=parallel
+    )
+    if dry_run:
+        typer.echo(prepared.text, nl=False)
+        return
+    refuse_alive(prepared)
+    if fresh:
+        for _, run in prepared.runs:
+            prepare_folder(run, "never")
+    _note(prepared.notes)
+    folder = prepared.runs[0][0]
+    log = JobFiles(folder).main_log
+    tail = Tail({log: log.stat().st_size if log.exists() else 0})
+    submitted = WAYS[via](prepared, os.environ)
+    _note(submitted.notes)
+    typer.echo(_told(prepared, submitted))
+    run = read_run(folder)
+    if follow and run is not None:
+        raise typer.Exit(_follow(run, tail))
+
+
+def _checked(
+    path: str, overrides: Sequence[str], sweeps: Sequence[str]
+) -> tuple[str, list[RunConfig]]:
+    """The name of the run or sweep, and every run, each fit for every world of its job.
+
+    Raises:
+        ConfigProblems: all that is wrong with any of them.
+    """
+    problems: dict[Problem, None] = {}
+    names, runs = [""], list[RunConfig]()
+    for point in points(sweeps) if sweeps else (Point("", ()),):
+        try:
+            run = load(path, [*overrides, *point.overrides], job=True)
+            for world_size in job_shape(run).world_sizes:
+                make_plan(run, world_size, path)
+        except ConfigProblems as error:
+            problems |= dict.fromkeys(error.problems)
+            continue
+        names[0] = run.run.name
+        if point.suffix:
+            own = run.run.model_copy(update={"name": f"{run.run.name}-{point.suffix}"})
+            run = run.model_copy(update={"run": own})
+        runs.append(run)
+    if problems:
+        raise ConfigProblems(path, problems)
+    return names[0], runs
+
+
+def _note(notes: Sequence[str]) -> None:
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+
+
+def _told(prepared: Prepared, submitted: Submitted) -> str:
+    job, first = prepared.job, prepared.runs[0][0]
+    near = first.parent == Path.cwd() / "runs"
+    name = first.name if near else os.path.relpath(first)
+    git = dict(prepared.snapshot.tree.git)
+    commit = f"commit {str(git['commit'])[:12]}" if git.get("commit") else "no commit"
+    changed = ", with changes" if git.get("dirty") else ""
+    size = f"{len(prepared.snapshot.items)} files, {prepared.snapshot.num_bytes / 1e6:.1f} MB"
+    shape = f"{job.shape.nodes_text} nodes x {job.shape.tasks_per_node} tasks"
+    pairs = zip(submitted.records, prepared.runs, strict=True)
+    lines = [f"job {record.job}  {folder}" for record, (folder, _) in pairs]
+    return "\n".join(
+        [
+            *lines,
+            f"on {shape}; code: {commit}{changed}; {size}",
+            *(f"    tdp jobs {what} {shlex.quote(name)}" for what in ("show", "logs -f", "cancel")),
+        ]
+    )
+
+
+def _follow(run: Run, tail: Tail) -> int:
+    """Show the main log until the job is over; its exit code."""
+
+    def write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    try:
+        ended = follow_log(run, lambda: [run.files.main_log], write, tail=tail)
+        latest = (read_run(run.folder) or run).latest
+        code = look([latest.job], since_s=latest.time_s).jobs[latest.job].exit_code
+    except KeyboardInterrupt:
+        print(f"\nno longer following; job {run.latest.job} goes on", file=sys.stderr)
+        return INTERRUPTED
+    reason = f": {ended.reason}" if ended.reason else ""
+    print(f"job {latest.job} is {ended.word}{reason}", file=sys.stderr)
+    return (code or 0) or (0 if ended.fate is Fate.SUCCEEDED else 1)

@@ -1,0 +1,208 @@
+"""Which network card of this node the ranks talk over: a choice from addresses.
+
+The one rule: the card is the one by which rank 0's host is known, so that all nodes choose the
+same network without asking each other; where two would do equally well there is an answer only
+from the user. What the user set in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME stands.
+
+Pure: the addresses are arguments; `interfaces.py` reads them.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Interface, IPv6Address, IPv6Interface, ip_address
+
+from torchdistpackage.errors import LaunchError
+
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
+# Made by container and virtual-machine software: every node has the same one, and none of them
+# leads to another node. Bridges that people make (br0, br-lan) are not among them.
+_VIRTUAL = re.compile(
+    r"(docker|podman|cni|flannel|cali|cilium|kube-|nodelocaldns|virbr|vnet|veth|lxcbr|lxdbr)"
+    r"|br-[0-9a-f]{12}$"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """One address of this node: its interface, `10.1.2.3/24`, and whether the link is up."""
+
+    interface: str
+    ip: IPv4Interface | IPv6Interface
+    up: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.interface} ({self.ip})"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The interface to use, its address, and why, as the end of a sentence."""
+
+    name: str
+    address: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.address}), {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What to set in the environment, as (name, value), and one line worth printing."""
+
+    variables: tuple[tuple[str, str], ...]
+    note: str
+
+
+def choose_interface(
+    addresses: Iterable[Address], master: str, *, reached_from: str | None = None
+) -> Choice:
+    """The interface of a node with `addresses` for a job whose rank 0 is at the address `master`.
+
+    The one that holds `master`, else the one in its narrowest subnet, else the one that holds
+    `reached_from`: this node's own address on packets to `master`, which also decides between
+    equals. Loopback, links that are down and what containers or virtual machines made are left out.
+
+    Raises:
+        LaunchError: none fits, or several do; names them all.
+    """
+    every = tuple(addresses)
+    goal, source = _plain(master), _plain(reached_from) if reached_from else None
+    usable = [a for a in every if _left_out(a) is None]
+    inside = [a for a in usable if goal in a.ip.network]
+    narrowest = max((a.ip.network.prefixlen for a in inside), default=0)
+    rules = (
+        (f"which holds the master's address {goal}", [a for a in usable if a.ip.ip == goal]),
+        (
+            f"in the subnet of the master {goal}",
+            [a for a in inside if a.ip.network.prefixlen == narrowest],
+        ),
+        (f"from which the master {goal} is reached", [a for a in usable if a.ip.ip == source]),
+        (f"the only one that is up (master {goal})", usable),
+    )
+    for reason, found in rules:
+        best = found if _same_interface(found) else [a for a in found if a.ip.ip == source]
+        if _same_interface(best):
+            return Choice(best[0].interface, str(best[0].ip.ip), reason)
+        if found:
+            _refuse(goal, f"{len({a.interface for a in found})} interfaces fit equally well", every)
+    return _refuse(goal, "no interface of this node is known to lead there", every)
+
+
+def settle(
+    env: Mapping[str, str],
+    addresses: Sequence[Address],
+    master: str,
+    *,
+    reached_from: str | None = None,
+) -> Network:
+    """What gloo and NCCL must be told on a node with `addresses`, given what the user told them.
+
+    A variable that is not set follows the one that is; if neither is, `choose_interface` answers.
+
+    Raises:
+        LaunchError: a variable of the user names no interface of this node, or as
+            `choose_interface`.
+    """
+    users = {name: env[name] for name in (GLOO, NCCL) if env.get(name)}
+    meant = users_interfaces(env, addresses)
+    shown = " and ".join(f"{name}={value}" for name, value in users.items())
+    if len(users) == 2:
+        return Network((), f"network: as told by {shown}")
+    if GLOO in users:
+        return Network(((NCCL, "=" + ",".join(meant[GLOO])),), f"network: as told by {shown}")
+    if NCCL in users and len(meant[NCCL]) == 1:
+        return Network(((GLOO, meant[NCCL][0]),), f"network: as told by {shown}")
+    allowed = [a for a in addresses if NCCL not in users or a.interface in meant[NCCL]]
+    choice = choose_interface(allowed, master, reached_from=reached_from)
+    among = f", among those of {shown}" if users else ""
+    # "=": NCCL reads a bare name as the beginning of names, so that eth1 would also be eth10
+    told = ((GLOO, choice.name), (NCCL, f"={choice.name}"))
+    return Network(told[: 2 - len(users)], f"network: {choice}{among}")
+
+
+def users_interfaces(
+    env: Mapping[str, str], addresses: Sequence[Address]
+) -> dict[str, tuple[str, ...]]:
+    """The interfaces of this node that each variable of the user means; unset ones are left out.
+
+    Raises:
+        LaunchError: a variable means none, or one that is not there.
+    """
+    names = tuple(dict.fromkeys(a.interface for a in addresses))
+    users = {name: env[name] for name in (GLOO, NCCL) if env.get(name)}
+    meant = {name: _READ[name](value, names) for name, value in users.items()}
+    if wrong := [f"{name}={users[name]}" for name, found in meant.items() if not found]:
+        raise LaunchError(
+            f"{' and '.join(wrong)}: no such interface with an address on this node, which has "
+            f"{_listed(addresses)}; correct or unset it"
+        )
+    return meant
+
+
+def is_loopback(address: str) -> bool:
+    """Whether this address never leaves its machine."""
+    return _plain(address).is_loopback
+
+
+def _read_gloo(value: str, names: Sequence[str]) -> tuple[str, ...]:
+    """The interfaces gloo takes: all that are listed must be there."""
+    wanted = tuple(value.split(","))
+    return wanted if set(wanted) <= set(names) else ()
+
+
+def _read_nccl(value: str, names: Sequence[str]) -> tuple[str, ...]:
+    """The interfaces NCCL takes: `^` leaves out, `=` wants whole names, else beginnings do."""
+    text = value.removeprefix("^")
+    leave_out, whole = text != value, text.startswith("=")
+    wanted = [part for part in text.removeprefix("=").split(",") if part]
+
+    def is_meant(name: str) -> bool:
+        return any(name == part if whole else name.startswith(part) for part in wanted)
+
+    return tuple(name for name in names if is_meant(name) != leave_out)
+
+
+_READ = {GLOO: _read_gloo, NCCL: _read_nccl}
+
+
+def _plain(address: str) -> IPv4Address | IPv6Address:
+    """Without the zone of a link-local address; IPv4 that was written as IPv6 is IPv4."""
+    ip = ip_address(address.partition("%")[0])
+    return ip.ipv4_mapped or ip if isinstance(ip, IPv6Address) else ip
+
+
+def _left_out(address: Address) -> str | None:
+    """Why this address is never chosen, or None."""
+    if address.ip.is_loopback:
+        return "loopback"
+    if not address.up:
+        return "down"
+    if _VIRTUAL.match(address.interface):
+        return "made for containers or virtual machines"
+    # every interface has one in the same subnet fe80::/64
+    if address.ip.version == 6 and address.ip.is_link_local:
+        return "link-local"
+    return None
+
+
+def _same_interface(addresses: Sequence[Address]) -> bool:
+    return len({a.interface for a in addresses}) == 1
+
+
+def _listed(addresses: Iterable[Address]) -> str:
+    def told(address: Address) -> str:
+        why = _left_out(address)
+        return f"{address}" if why is None else f"{address}, {why}"
+
+    return "; ".join(map(told, addresses)) or "none"
+
+
+def _refuse(goal: object, why: str, addresses: Iterable[Address]) -> Choice:
+    raise LaunchError(
+        f"network to the master {goal}: {why}; this node has: {_listed(addresses)}; set {GLOO} "
+        f"(and {NCCL} for GPUs) to the interface to use, or MASTER_ADDR to rank 0's address on the "
+        f"network to use"
+    )

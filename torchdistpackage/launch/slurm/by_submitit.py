@@ -1,0 +1,130 @@
+"""Submission through submitit: its executor, its job folder, its way of coming back.
+
+The only file that imports submitit, for those who have it in their tools already. The job is the
+same `BatchJob` that the plain script is made of; submitit writes a script of its own around it.
+"""
+
+import os
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from torchdistpackage.config.schema import Requeue
+from torchdistpackage.errors import ConfigError, LaunchError
+from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.slurm.script import BatchJob, setup_lines, verdict_lines
+
+# What submitit states itself: by its own parameters, or because its protocol rests on it.
+_ITS_OWN = ("job-name", "output", "error", "open-mode", "array", "signal")
+_SIGNAL_S = 90
+FOLDER = "submitit"
+
+
+def submit(
+    job: BatchJob,
+    calls: Sequence[Callable[[], object]],
+    env: Mapping[str, str],
+    requeue: Requeue,
+    exclude: Sequence[str] = (),
+) -> list[str]:
+    """Submit `calls`, one for each run of `job` and each with a `checkpoint` method; their job ids.
+
+    env: what sbatch is given instead of this process's environment. exclude: nodes to leave out.
+    Rank 0's log of submitit becomes the main log of its run.
+
+    Raises:
+        ConfigError: submitit cannot come back in the way asked for.
+        LaunchError: submitit or sbatch refused.
+    """
+    if requeue.mode == "chain":
+        raise ConfigError(
+            "launch.requeue.mode=chain: submitit only requeues its jobs; submit via sbatch, or set "
+            "requeue or never"
+        )
+    if "time" not in dict(job.options):
+        raise ConfigError(
+            "launch.slurm.time is not set: submitit states a time limit for every job, 5 minutes if "
+            "it is told none; set it, e.g. launch.slurm.time=24:00:00, or submit via sbatch"
+        )
+    # takes a third of a second, which only those who ask for it shall wait
+    from submitit import AutoExecutor
+
+    folder = JobFiles(Path(job.runs[0])).job / FOLDER
+    if job.is_array:
+        folder = Path(job.script).parent / FOLDER
+    with _environment(env):
+        try:
+            # a start that comes back is counted by us, whatever submitit takes for a timeout
+            executor = AutoExecutor(
+                folder=folder, cluster="slurm", slurm_max_num_timeout=requeue.max_requeues + 1
+            )
+            executor.update_parameters(**_parameters(job, exclude))
+            if job.is_array:
+                with executor.batch():
+                    jobs = [executor.submit(call) for call in calls]
+            else:
+                jobs = [executor.submit(calls[0])]
+        except Exception as error:
+            raise LaunchError(f"submitit did not submit {job.name}: {error}") from error
+    ids = [submitted.job_id for submitted in jobs]
+    for run, submitted in zip(job.runs, jobs, strict=True):
+        _link_main_log(JobFiles(Path(run)), Path(submitted.paths.stdout))
+    return ids
+
+
+def _parameters(job: BatchJob, exclude: Sequence[str]) -> dict[str, object]:
+    options = dict(job.options)
+    shape = job.shape
+    # as text, so that ranges of nodes and Slurm's forms of a time go through
+    more: dict[str, object] = {
+        name.replace("-", "_"): True if value is None else value
+        for name, value in options.items()
+        if name not in _ITS_OWN
+    }
+    if exclude:
+        more["exclude"] = ",".join([*filter(None, [options.get("exclude")]), *exclude])
+    stated = [
+        *("--mpi=none", "--kill-on-bad-exit=1", f"--cpus-per-task={shape.cpus_per_task}"),
+        f"--ntasks-per-node={shape.tasks_per_node}",
+    ]
+    if len(shape.nodes) == 1:
+        stated += [f"--nodes={shape.nodes[0]}", f"--ntasks={shape.world_sizes[0]}"]
+    return {
+        "name": job.name,
+        "nodes": shape.nodes[0],
+        "tasks_per_node": shape.tasks_per_node,
+        "cpus_per_task": shape.cpus_per_task,
+        # its estimate of timeouts rests on this; ours on the job's real end
+        "timeout_min": 60 * 24 * 365,
+        "slurm_signal_delay_s": _SIGNAL_S,
+        "slurm_stderr_to_stdout": True,
+        "slurm_setup": setup_lines(job),
+        "slurm_teardown": verdict_lines(job),
+        "slurm_srun_args": [*stated, *job.srun],
+        "slurm_additional_parameters": more,
+        **({"slurm_array_parallelism": job.at_once} if job.at_once else {}),
+    }
+
+
+def _link_main_log(files: JobFiles, output: Path) -> None:
+    files.logs.mkdir(parents=True, exist_ok=True)
+    if files.main_log.exists() and not files.main_log.is_symlink():
+        number = 1
+        while (aside := files.main_log.with_name(f"main.{number}.log")).exists():
+            number += 1
+        files.main_log.rename(aside)
+    files.main_log.unlink(missing_ok=True)
+    files.main_log.symlink_to(os.path.relpath(output, files.logs))
+
+
+@contextmanager
+def _environment(env: Mapping[str, str]) -> Generator[None]:
+    """submitit starts sbatch with this process's environment."""
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(env)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

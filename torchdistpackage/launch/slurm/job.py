@@ -1,0 +1,145 @@
+"""From a configuration to its batch job, as a value.
+
+One rule: what a run may not choose is chosen here, and nothing is looked up: the same
+configuration, folders and code always give the same script.
+"""
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchdistpackage.config.check import violations
+from torchdistpackage.config.problem import ConfigProblems
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.config.slurm_options import header, ours
+from torchdistpackage.config.slurm_shape import LAYOUT, JobShape, shape_of
+from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.slurm.script import BatchJob, CodePaths, text
+from torchdistpackage.launch.slurm.sweep import Sweep
+
+_SIGNAL_S = 90
+"""How long before the end Slurm's own signal comes at the latest, should no rank know the end."""
+TRAIN = ("-u", "-P", "-m", "torchdistpackage", "train")
+
+
+def job_shape(config: RunConfig) -> JobShape:
+    """Nodes, tasks and CPUs of the job.
+
+    Raises:
+        ConfigError: the options or the degrees do not give one; lists all that is wrong.
+    """
+    if problems := violations(config, job=True):
+        raise ConfigProblems("the configuration", problems)
+    shape, _ = shape_of(config)
+    assert shape is not None
+    return shape
+
+
+def batch_job(
+    config: RunConfig,
+    runs: Sequence[Path],
+    here: Path,
+    code: CodePaths,
+    python: str,
+    host: str,
+    *,
+    sweep: Sweep | None = None,
+    command: Sequence[str] | None = None,
+) -> BatchJob:
+    """The job that trains `config`, or all runs of a `sweep`, which differ in their files alone.
+
+    runs: absolute run folders. here: where the job works. python: path of the interpreter; in a
+    container or a conda environment it is whatever `python` is there. command: of a task, if not
+    training.
+
+    Raises:
+        ConfigError: see `job_shape`.
+    """
+    section = config.launch.slurm
+    shape, container, conda = job_shape(config), ours(section, "container"), ours(section, "conda")
+    inside = bool(container or conda) or any("container-image" in x for x in ours(section, "srun"))
+    interpreter = "python" if inside else python
+    files = JobFiles(runs[0])
+    script, log = files.script, _literal(files.main_log)
+    if sweep is not None:
+        script, log = sweep.script, f"{_literal(sweep.folder)}/%a.log"
+    options, notes = _options(config, shape)
+    if sweep is not None:
+        at_once = f"%{sweep.at_once}" if sweep.at_once else ""
+        options["array"] = f"0-{len(runs) - 1}{at_once}"
+    options |= {"output": log, "open-mode": "append"}
+    record = {
+        "via": "sbatch",
+        "script": str(script),
+        "code": code.folder,
+        "nodes": shape.nodes_text,
+        "host": host,
+    }
+    return BatchJob(
+        name=config.run.name,
+        shape=shape,
+        options=(("job-name", config.run.name), ("chdir", str(here)), *options.items()),
+        runs=tuple(map(str, runs)),
+        script=str(script),
+        code=code,
+        command=tuple(command) if command is not None else (interpreter, *TRAIN),
+        python=(interpreter, "-P"),
+        record=json.dumps(record)[1:-1],
+        is_array=sweep is not None,
+        at_once=sweep.at_once if sweep is not None else None,
+        notes=tuple(notes.items()),
+        container=container,
+        srun=ours(section, "srun"),
+        modules=ours(section, "modules"),
+        conda=next(iter(conda), None),
+        prologue=ours(section, "prologue"),
+    )
+
+
+def preview(config: RunConfig, here: Path) -> str:
+    """The script as it would be, without a look at the code: its folder has no name yet."""
+    run = absolute(config, here)
+    folder = Path(run.run.dir) / run.run.name
+    code = folder / "code" / "SNAPSHOT"
+    paths = CodePaths(str(code), (str(code / "tree"),), str(code / "tree"))
+    return text(batch_job(run, [folder], here, paths, sys.executable, socket.gethostname()))
+
+
+def absolute(config: RunConfig, here: Path) -> RunConfig:
+    """The same with `run.dir` from the root on, because a job may stand elsewhere."""
+    folder = os.path.normpath(here / config.run.dir)
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": folder})})
+
+
+def _literal(path: Path) -> str:
+    """For --output, where a percent sign starts a pattern."""
+    return str(path).replace("%", "%%")
+
+
+def _options(config: RunConfig, shape: JobShape) -> tuple[dict[str, str | None], dict[str, str]]:
+    """Lines of the header, the layout first, and the comments that stand above some."""
+    given = header(config.launch.slurm)
+    options: dict[str, str | None] = {
+        "nodes": shape.nodes_text,
+        **{name: given[name] for name in LAYOUT if name in given},
+        "ntasks-per-node": str(shape.tasks_per_node),
+        "cpus-per-task": str(shape.cpus_per_task),
+    }
+    notes: dict[str, str] = {}
+    for name, value in given.items():
+        if name in options:
+            continue
+        if name in ("gpus", "gpus-per-task") and shape.gpus_per_node is not None:
+            notes["gpus-per-node"] = f"{name}={value}, by node, so that every task sees all of them"
+            name, value = "gpus-per-node", shape.gpus_per_node
+        options[name] = value
+    requeue = config.launch.requeue
+    if "signal" not in options and requeue.signals:
+        name = "USR1" if "USR1" in requeue.signals else requeue.signals[0]
+        options["signal"] = f"{name}@{max(_SIGNAL_S, round(2 * requeue.margin_s))}"
+        notes["signal"] = "The ranks look at the clock themselves; this is for those that cannot."
+    options["requeue" if requeue.mode == "requeue" else "no-requeue"] = None
+    return options, notes

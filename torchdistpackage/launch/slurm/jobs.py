@@ -1,0 +1,132 @@
+"""What is done to submitted runs: look, cancel, submit again.
+
+One rule: a run has at most one job that is alive, so nothing is submitted before Slurm has said
+that all earlier ones are over.
+"""
+
+import re
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torchdistpackage.errors import LaunchError
+from torchdistpackage.launch.slurm import suspects
+from torchdistpackage.launch.slurm.commands import Runner
+from torchdistpackage.launch.slurm.commands import run as run_command
+from torchdistpackage.launch.slurm.environment import clean
+from torchdistpackage.launch.slurm.look import GRACE_S, Looked, look
+from torchdistpackage.launch.slurm.records import Record, append_record
+from torchdistpackage.launch.slurm.runs import Run
+from torchdistpackage.launch.slurm.states import JobInfo, base
+
+_EXCLUDE = re.compile(r"^#SBATCH\s+(?:--exclude[=\s]|-x\s*)\s*(\S+)", re.MULTILINE)
+
+
+def look_at(runs: Iterable[Run], runner: Runner = run_command) -> Looked:
+    """How the latest jobs of the runs are. If Slurm cannot be asked, its notes say why."""
+    latest = [run.latest for run in runs]
+    since_s = min((record.time_s for record in latest), default=None)
+    try:
+        return look([record.job for record in latest], runner, since_s=since_s)
+    except LaunchError as error:
+        silent = {r.job: JobInfo(r.job, reason="Slurm does not answer") for r in latest}
+        return Looked(silent, (str(error),))
+
+
+def alive(run: Run, runner: Runner = run_command, *, now_s: float | None = None) -> list[JobInfo]:
+    """The run's jobs that are not over, or so new that Slurm may not show them yet.
+
+    Raises:
+        LaunchError: the controller does not answer.
+    """
+    now = time.time() if now_s is None else now_s
+    jobs = look([r.job for r in run.records], runner, since_s=run.records[0].time_s).jobs
+    submitted = {record.job: record.time_s for record in run.records}
+
+    def may_live(info: JobInfo) -> bool:
+        new = now - submitted[info.job] < GRACE_S
+        return not info.ended if info.state else new
+
+    return [info for info in jobs.values() if may_live(info)]
+
+
+def cancel(runs: Sequence[Run], runner: Runner = run_command) -> list[str]:
+    """Cancel every job of the runs that is alive, and return their ids.
+
+    Raises:
+        LaunchError: none is, or Slurm refuses.
+    """
+    ids = [info.job for run in runs for info in alive(run, runner)]
+    if not ids:
+        over = ", ".join(f"{run.name} (job {run.latest.job})" for run in runs)
+        raise LaunchError(f"there is nothing to cancel: over are {over}")
+    ran = runner(["scancel", *ids])
+    if ran.code != 0:
+        raise LaunchError(f"scancel {' '.join(ids)} failed: {ran.why}")
+    return ids
+
+
+def resubmit(
+    run: Run, env: Mapping[str, str], runner: Runner = run_command, *, now_s: float | None = None
+) -> Record:
+    """Submit the run's kept script again, note it in the run folder, and return the new record.
+
+    env: the caller's environment; sbatch gets what is the user's of it.
+
+    Raises:
+        LaunchError: a job of the run is alive, its script is gone, or Slurm refuses.
+    """
+    now = time.time() if now_s is None else now_s
+    for info in alive(run, runner, now_s=now):
+        raise LaunchError(
+            f"{run.name} is not over: job {info.job} is {info.state or 'just submitted'}; "
+            f"cancel it first (tdp jobs cancel {run.name}), or wait"
+        )
+    script = Path(run.latest.script)
+    task = run.latest.job[len(base(run.latest.job)) + 1 :]
+    options = [f"--array={task}"] if task else []
+    nodes = suspects.excluded(run.files.suspects, now)
+    job = sbatch(script, env, runner, options=[*options, *exclusion(script, nodes)])
+    record = replace(
+        run.latest,
+        job=f"{job}_{task}" if task else job,
+        time_s=now,
+        via="sbatch",
+        host=socket.gethostname(),
+    )
+    append_record(run.files.records, record)
+    return record
+
+
+def exclusion(script: Path, nodes: Sequence[str]) -> list[str]:
+    """The option that leaves out `nodes`, and those that the script leaves out itself.
+
+    An option on the command line takes the place of the script's own.
+    """
+    if not nodes:
+        return []
+    own = _EXCLUDE.findall(script.read_text(encoding="utf-8")) if script.is_file() else []
+    return [f"--exclude={','.join([*own, *nodes])}"]
+
+
+def sbatch(
+    script: Path,
+    env: Mapping[str, str],
+    runner: Runner = run_command,
+    *,
+    options: Sequence[str] = (),
+) -> str:
+    """Submit a batch script from a clean environment; the job's id.
+
+    Raises:
+        LaunchError: there is no such script, or Slurm does not take it.
+    """
+    if not script.is_file():
+        raise LaunchError(f"there is no batch script {script}; submit the run anew")
+    ran = runner(["sbatch", "--parsable", *options, str(script)], env=clean(env))
+    job = ran.out.strip().partition(";")[0]
+    if ran.code != 0 or not job.isdigit():
+        raise LaunchError(f"sbatch does not take {script}: {ran.why}")
+    return job

@@ -1,0 +1,210 @@
+"""Watches one job and submits it again when it died of something that nobody wished for.
+
+One rule: the decision is `policy.next_step`'s; here is only what carries it out.
+"""
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from torchdistpackage.errors import LaunchError
+from torchdistpackage.launch.requeue import Decision
+from torchdistpackage.launch.slurm import jobs
+from torchdistpackage.launch.slurm.commands import NoAnswer, Runner
+from torchdistpackage.launch.slurm.commands import run as run_command
+from torchdistpackage.launch.slurm.look import look
+from torchdistpackage.launch.slurm.policy import Attempt, Limits, Stop, Wait, next_step
+from torchdistpackage.launch.slurm.runs import Run, last_word, progress, read_run
+from torchdistpackage.launch.slurm.states import Fate, JobInfo
+
+_ARRAY = re.compile(r"^#SBATCH\s+(--array|-a)\b", re.MULTILINE)
+
+
+class Target(Protocol):
+    """What is watched and submitted again."""
+
+    def job(self) -> str:
+        """The id of its newest job."""
+        ...
+
+    def step(self) -> int | None:
+        """How far it is; None where nobody counts."""
+        ...
+
+    def word(self) -> Decision | None:
+        """What its ranks decided when the newest job ended."""
+        ...
+
+    def resubmit(self) -> str:
+        """Submit it again; the new id."""
+        ...
+
+
+class RunTarget:
+    """A submitted run. Its folder is read anew each time, since others may submit it too."""
+
+    def __init__(self, run: Run, env: Mapping[str, str], runner: Runner = run_command) -> None:
+        self._run, self._env, self._runner = run, env, runner
+
+    def _now(self) -> Run:
+        return read_run(self._run.folder) or self._run
+
+    def job(self) -> str:
+        return self._now().latest.job
+
+    def step(self) -> int | None:
+        return progress(self._run).step or 0
+
+    def word(self) -> Decision | None:
+        return last_word(self._now())
+
+    def resubmit(self) -> str:
+        return jobs.resubmit(self._now(), self._env, self._runner).job
+
+
+class ScriptTarget:
+    """A batch script of anybody's; submitted when this is made."""
+
+    def __init__(self, script: Path, env: Mapping[str, str], runner: Runner = run_command) -> None:
+        self._script, self._env, self._runner = script, env, runner
+        if script.is_file() and _ARRAY.search(script.read_text(encoding="utf-8", errors="replace")):
+            raise LaunchError(
+                f"{script} is an array, whose tasks end one by one, so it cannot be submitted "
+                f"again as a whole; watch the runs of a sweep one by one, by their names"
+            )
+        self._job = self.resubmit()
+
+    def job(self) -> str:
+        return self._job
+
+    def step(self) -> int | None:
+        return None
+
+    def word(self) -> Decision | None:
+        return None
+
+    def resubmit(self) -> str:
+        self._job = jobs.sbatch(self._script, self._env, self._runner)
+        return self._job
+
+
+class _Watch:
+    """The history that `next_step` is asked about, kept up to date."""
+
+    def __init__(self, target: Target, job: str, now_s: float) -> None:
+        self._target = target
+        self.history = [Attempt(job, now_s)]
+        self._first_step = target.step() or 0
+
+    @property
+    def job(self) -> str:
+        return self.history[-1].job
+
+    def note(self, info: JobInfo, now_s: float) -> None:
+        attempt = self.history[-1]
+        if info.state:
+            attempt = replace(attempt, seen_s=now_s, state=info.state)
+        if info.fate is not Fate.FAILED:
+            attempt = replace(attempt, ended_s=None)
+        elif attempt.ended_s is None:
+            step = self._target.step()
+            attempt = replace(
+                attempt,
+                ended_s=now_s,
+                elapsed_s=info.elapsed_s or 0.0,
+                steps=None if step is None else step - self._first_step,
+                word=self._target.word(),
+            )
+        self.history[-1] = attempt
+
+    def turn_to(self, job: str, now_s: float, *, resubmitted: bool) -> None:
+        """Watch another job from now on. One that came by itself counts as the same submission."""
+        kept = self.history if resubmitted else self.history[:-1]
+        self.history = [*kept, Attempt(job, now_s)]
+        self._first_step = self._target.step() or 0
+
+
+def monitor(
+    target: Target,
+    *,
+    limits: Limits | None = None,
+    runner: Runner = run_command,
+    clock: Callable[[], float] = time.time,
+    sleep: Callable[[float], object] = time.sleep,
+    say: Callable[[str], object] = lambda line: None,
+) -> Stop:
+    """Watch `target` to its end, and submit it again as `limits` allow; returns why it stopped.
+
+    say: called with a line for every turn of events. An interrupt ends the watching and nothing
+    else: the job does not hear of it.
+
+    Raises:
+        LaunchError: Slurm refused to take the job again more often than `max_resubmits`, or gave no
+            answer, so that it may have taken it.
+    """
+    limits, said = limits or Limits(), ""
+    watch = _Watch(target, target.job(), clock())
+    while True:
+        if (job := target.job()) != watch.job:
+            say(f"job {job} goes on where job {watch.job} was")
+            watch.turn_to(job, clock(), resubmitted=False)
+        try:
+            info = look([job], runner).jobs[job]
+        except LaunchError as error:
+            said = _once(f"{error}; asked again every {limits.query_s:g} s", said, say)
+            sleep(limits.query_s)
+            continue
+        watch.note(info, clock())
+        said = _once(_line(info), said, say)
+        step = next_step(watch.history, info, clock(), limits)
+        if isinstance(step, Stop):
+            if target.job() != job:  # it chained its successor just before it ended
+                continue
+            say(step.reason)
+            return step
+        if isinstance(step, Wait):
+            if info.fate is Fate.FAILED:
+                say(f"job {job} is submitted again in {step.seconds:.0f} s")
+            sleep(step.seconds)
+            continue
+        say(step.reason)
+        new = _submit_again(target, limits, sleep, say)
+        watch.turn_to(new, clock(), resubmitted=True)
+
+
+def _submit_again(
+    target: Target,
+    limits: Limits,
+    sleep: Callable[[float], object],
+    say: Callable[[str], object],
+) -> str:
+    """Keep asking while Slurm refuses, as it does while it restarts or a user has too many jobs."""
+    refused = 0
+    while True:
+        try:
+            return target.resubmit()
+        except NoAnswer:
+            raise
+        except LaunchError as error:
+            refused += 1
+            if refused > limits.max_resubmits:
+                raise
+            wait_s = min(limits.first_wait_s * 2.0**refused, limits.max_wait_s)
+            say(f"{error}; tried again in {wait_s:.0f} s")
+            sleep(wait_s)
+
+
+def _line(info: JobInfo) -> str:
+    if not info.state:
+        return f"job {info.job} is not known to Slurm, yet or any more"
+    where = f" on {info.nodes}" if info.nodes else ""
+    return f"job {info.job} is {info.state}{where}" + (f" ({info.reason})" if info.reason else "")
+
+
+def _once(line: str, said: str, say: Callable[[str], object]) -> str:
+    if line != said:
+        say(line)
+    return line

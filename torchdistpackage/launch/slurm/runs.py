@@ -1,0 +1,219 @@
+"""What a run folder says of a run: its submissions and starts, how far it is, how it ended.
+
+One rule: these files are read as they are found, at any moment and from any machine that shares
+them: what is missing or cut short is left out, never an error.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchdistpackage.errors import ConfigError, LaunchError
+from torchdistpackage.launch.failure import Failure
+from torchdistpackage.launch.requeue import Decision, Word
+from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.slurm.look import GRACE_S
+from torchdistpackage.launch.slurm.records import Record, read_records
+from torchdistpackage.launch.slurm.starts import Start, read_starts
+from torchdistpackage.launch.slurm.states import Fate, JobInfo, base
+from torchdistpackage.launch.supervise import read_failures
+
+_TAIL_BYTES = 1 << 16
+_STEPS = re.compile(r"^train:\n(?:[ #].*\n|\n)*? +steps: *(\d+)", re.MULTILINE)
+_RECORDS = JobFiles(Path()).records.as_posix()
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The last step in `metrics.jsonl`, how many there are to be, and the last training loss."""
+
+    step: int | None = None
+    num_steps: int | None = None
+    loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How one start ended: what its ranks decided, and which of them failed."""
+
+    start: Start
+    decision: Decision | None
+    failures: tuple[Failure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run that was submitted at least once."""
+
+    folder: Path
+    records: tuple[Record, ...]
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def latest(self) -> Record:
+        return self.records[-1]
+
+    @property
+    def files(self) -> JobFiles:
+        return JobFiles(self.folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How a run is. word: Slurm's, or one of ours where Slurm knows nothing (any more)."""
+
+    word: str
+    fate: Fate
+    reason: str = ""
+
+
+def read_run(folder: Path) -> Run | None:
+    """The run of a folder; None where nothing was submitted."""
+    records = read_records(JobFiles(folder).records)
+    return Run(folder, tuple(records)) if records else None
+
+
+def find_runs(folder: Path) -> list[Run]:
+    """All submitted runs in `folder` and in its folders, by the time of their last submission."""
+    paths = [p for depth in ("*", "*/*") for p in folder.glob(f"{depth}/{_RECORDS}")]
+    runs = [run for path in paths if (run := read_run(path.parents[1]))]
+    return sorted(runs, key=lambda run: (run.latest.time_s, run.name))
+
+
+def find(name: str, folder: Path) -> list[Run]:
+    """The runs that `name` means: a run folder, the name of one in `folder`, or a job id.
+
+    Several for a folder of runs, and for the id of an array.
+
+    Raises:
+        ConfigError: none is meant; the text has the names that are near.
+    """
+    for path in (Path(name), folder / name):
+        if run := read_run(path):
+            return [run]
+    runs = find_runs(folder)
+    if found := [run for run in runs if name in (run.name, *_ids(run))]:
+        return found
+    for path in (Path(name), folder / name):
+        if found := find_runs(path):
+            return found
+    known = [known for run in runs for known in (run.name, run.latest.job)]
+    near = difflib.get_close_matches(name, known, n=3) or known[-4:][::-1]
+    there = f"did you mean {' or '.join(near)}?" if near else "no run there was ever submitted"
+    raise ConfigError(f"no run in {folder} has the name or job id {name!r}; {there}")
+
+
+def one(runs: Sequence[Run]) -> Run:
+    """The only one of `runs`.
+
+    Raises:
+        ConfigError: there are more.
+    """
+    if len(runs) > 1:
+        names = ", ".join(str(run.folder) for run in runs)
+        raise ConfigError(f"{len(runs)} runs are meant: {names}; name one of them")
+    return runs[0]
+
+
+def progress(run: Run) -> Progress:
+    """How far the run is, whatever its job does."""
+    step = loss = None
+    for row in _last_rows(run.folder / "metrics.jsonl"):
+        step = int(row["step"]) if step is None else step
+        if isinstance(row.get("loss"), float | int):
+            loss = float(row["loss"])
+            break
+    for path in (run.folder / "resolved.yaml", run.files.config):
+        if path.is_file() and (match := _STEPS.search(path.read_text(encoding="utf-8"))):
+            return Progress(step, int(match[1]), loss)
+    return Progress(step, None, loss)
+
+
+def starts(run: Run, record: Record | None = None) -> list[Start]:
+    """All starts in order, or those of the submission `record`."""
+    found = read_starts(run.files.starts)
+    if record is None:
+        return found
+    if record.job == base(record.job):
+        return [s for s in found if s.job == record.job]
+    # A task knows itself by an id of its own, not by the array's.
+    return [s for s in found if s.time_s >= record.time_s - _CLOCKS_DIFFER_S]
+
+
+def decision(run: Run, start: Start) -> Decision | None:
+    """What the ranks of a start agreed on when they ended."""
+    try:
+        return Decision.parse(run.files.decision(start.start).read_text(encoding="utf-8"))
+    except (OSError, LaunchError):
+        return None
+
+
+def endings(run: Run) -> list[Ended]:
+    """Every start of the run, with how it ended as far as that is known."""
+    return [
+        Ended(s, decision(run, s), tuple(read_failures(run.files.failures(s.start))))
+        for s in starts(run)
+    ]
+
+
+def last_word(run: Run) -> Decision | None:
+    """What the ranks decided in the last start of the latest submission."""
+    latest = starts(run, run.latest)
+    return decision(run, latest[-1]) if latest else None
+
+
+def restarts(run: Run, info: JobInfo) -> int:
+    """How often the latest job came back."""
+    return max(info.restarts or 0, len(starts(run, run.latest)) - 1, 0)
+
+
+def status(run: Run, info: JobInfo, now_s: float) -> Status:
+    """How the run is: as Slurm says, or where Slurm says nothing, as the run itself left it."""
+    if info.state:
+        reason = f"by uid {info.by}" if info.by.isdigit() else f"by {info.by}" if info.by else ""
+        return Status(info.state, info.fate, reason or info.reason)
+    if now_s - run.latest.time_s < GRACE_S:
+        return Status("submitted", Fate.ALIVE, "Slurm does not show it yet")
+    word, forgotten = last_word(run), f"Slurm knows nothing of job {run.latest.job} any more"
+    if word is not None and word.word is Word.FINISHED:
+        return Status("finished", Fate.SUCCEEDED, word.reason)
+    if word is not None and word.word is Word.STOP:
+        return Status("stopped", Fate.FAILED, word.reason)
+    latest = starts(run, run.latest)
+    if latest and read_failures(run.files.failures(latest[-1].start)):
+        return Status("failed", Fate.FAILED, forgotten)
+    return Status("unknown", Fate.UNKNOWN, info.reason or forgotten)
+
+
+_CLOCKS_DIFFER_S = 5.0
+"""Between the machine that submits and the nodes."""
+
+
+def _ids(run: Run) -> Iterable[str]:
+    for record in run.records:
+        yield from (record.job, base(record.job))
+
+
+def _last_rows(path: Path) -> Iterable[dict[str, Any]]:
+    """Rows that have a step, the last one first."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(size - _TAIL_BYTES, 0))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return
+    for line in reversed(lines):
+        try:
+            row: Any = json.loads(line)
+            int(row["step"])
+        except (ValueError, TypeError, KeyError):
+            continue
+        yield row

@@ -1,0 +1,253 @@
+"""From a checked configuration to a job in the queue.
+
+One rule: everything is worked out before anything is written, and everything is written before
+sbatch is called; a submission that is refused leaves no trace in Slurm.
+"""
+
+import hashlib
+import os
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.config.slurm_options import ours
+from torchdistpackage.errors import ConfigError, LaunchError
+from torchdistpackage.launch.slurm import suspects
+from torchdistpackage.launch.slurm.commands import Runner
+from torchdistpackage.launch.slurm.commands import run as run_command
+from torchdistpackage.launch.slurm.environment import options_dropped
+from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.slurm.job import absolute, batch_job, job_shape
+from torchdistpackage.launch.slurm.jobs import alive, exclusion, sbatch
+from torchdistpackage.launch.slurm.records import Record, append_record, read_records
+from torchdistpackage.launch.slurm.runs import Run
+from torchdistpackage.launch.slurm.script import BatchJob, text
+from torchdistpackage.launch.slurm.snapshot import (
+    Snapshot,
+    code_paths,
+    import_folders,
+    take,
+    write,
+)
+from torchdistpackage.launch.slurm.sweep import Sweep
+from torchdistpackage.launch.slurm.tree import tree_of
+
+_ADVICE = (
+    ("partition", "`sinfo -s` lists the partitions; set launch.slurm.partition"),
+    ("account", "`sacctmgr show associations user=$USER` lists yours; set launch.slurm.account"),
+    ("qos", "`sacctmgr show qos` lists them; set launch.slurm.qos"),
+    ("reservation", "`scontrol show reservations` lists them; set launch.slurm.reservation"),
+    ("time limit", "`sinfo -s` shows the longest; set launch.slurm.time"),
+    ("feature", "`sinfo -o '%N %f'` lists what nodes have; set launch.slurm.constraint"),
+    ("unrecognized option", "this Slurm is too old for it; remove it from launch.slurm"),
+    ("node count", "set launch.slurm.nodes; a list such as 2,4 needs a newer Slurm"),
+    ("configuration", "`sinfo -o '%N %c %m %G'` shows CPUs, memory and GPUs of the nodes"),
+    (
+        "generic resource",
+        "`sinfo -o '%N %G'` shows what nodes have; set launch.slurm.gpus-per-node",
+    ),
+    ("memory", "`sinfo -o '%N %m'` shows what nodes have; set launch.slurm.mem"),
+    ("dependency", "set launch.slurm.dependency, e.g. afterok:123"),
+    ("policy", "a limit of your account; ask for less, or wait for your other jobs"),
+    ("contact", "the controller is away; `scontrol ping` tells; submit again later"),
+)
+"""What sbatch says, in part, and what to do about it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """All that a submission will write and say.
+
+    runs: each run folder and its configuration. text: of the batch script. notes: for people.
+    """
+
+    job: BatchJob
+    text: str
+    runs: tuple[tuple[Path, RunConfig], ...]
+    snapshot: Snapshot
+    sweep: Sweep | None
+    notes: tuple[str, ...]
+
+    @property
+    def codes(self) -> Path:
+        """Folder of all snapshots beside which this one will lie."""
+        return Path(self.job.code.folder).parent
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """records: one for each run. notes: what was done beside what was asked for."""
+
+    records: tuple[Record, ...]
+    notes: tuple[str, ...] = ()
+
+
+def prepare(
+    configs: Sequence[RunConfig],
+    here: Path,
+    env: Mapping[str, str],
+    *,
+    sweep: str | None = None,
+    at_once: int | None = None,
+    command: Sequence[str] | None = None,
+) -> Prepared:
+    """Work out a submission from `here`; only reads.
+
+    configs: one, or one for each run of a sweep. sweep: its name. command: of a task, if not
+    training.
+
+    Raises:
+        ConfigError: the options do not give a job, or runs of a sweep cannot share one.
+        LaunchError: the code cannot be gathered.
+    """
+    configs = [absolute(config, here) for config in configs]
+    first = configs[0]
+    runs = tuple((Path(config.run.dir) / config.run.name, config) for config in configs)
+    array = None
+    if sweep is not None:
+        _check_shared(configs)
+        names = "\0".join(folder.name for folder, _ in runs)
+        tag = hashlib.sha256(names.encode()).hexdigest()[:8]
+        array = Sweep(Path(first.run.dir) / f"{sweep}.sweep-{tag}", at_once)
+        first = _named(first, sweep)
+    tree = tree_of(here, ours(first.launch.slurm, "files"), [Path(first.run.dir)])
+    snapshot = take(tree)
+    codes = (array.folder if array else runs[0][0]) / "code"
+    code = code_paths(snapshot, snapshot.folder(codes), here, import_folders(), env)
+    folders = [folder for folder, _ in runs]
+    job = batch_job(
+        *(first, folders, here, code, sys.executable, socket.gethostname()),
+        sweep=array,
+        command=command,
+    )
+    return Prepared(job, text(job), runs, snapshot, array, (*snapshot.notes, *_dropped(env)))
+
+
+def refuse_alive(prepared: Prepared, runner: Runner = run_command) -> None:
+    """Two jobs would write to one run folder.
+
+    Raises:
+        LaunchError: a job of one of the runs waits or runs, or Slurm cannot say.
+    """
+    for folder, _ in prepared.runs:
+        records = read_records(JobFiles(folder).records)
+        if not records:
+            continue
+        for info in alive(Run(folder, records), runner):
+            raise LaunchError(
+                f"job {info.job} of the run {folder.name} is {info.state or 'just submitted'}; "
+                f"follow it (tdp jobs logs -f {folder.name}), cancel it first "
+                f"(tdp jobs cancel {folder.name}), or give this run another run.name"
+            )
+
+
+def send(
+    prepared: Prepared,
+    env: Mapping[str, str],
+    runner: Runner = run_command,
+    *,
+    via: str = "sbatch",
+    enqueue: Callable[[Prepared, Sequence[str]], Sequence[str]] | None = None,
+) -> Submitted:
+    """Write all files and submit the job.
+
+    enqueue: another way than sbatch, by its name `via`: given what was prepared and nodes to leave
+    out it returns the id of each run's job.
+
+    Raises:
+        LaunchError: the files cannot be written, or Slurm does not take the job.
+    """
+    now_s, job = time.time(), prepared.job
+    files = JobFiles(prepared.runs[0][0])
+    if read_records(files.records):
+        suspects.note_failed_nodes(files, env, runner, now_s=now_s)
+    nodes = suspects.excluded(files.suspects, now_s)
+    notes = (suspects.explain(files.suspects, now_s),) if nodes else ()
+    lay_out(prepared, now_s)
+    if enqueue is not None:
+        ids = enqueue(prepared, nodes)
+    else:
+        job_id = _sbatch(Path(job.script), nodes, env, runner)
+        ids = [f"{job_id}_{i}" for i in range(len(job.runs))] if job.is_array else [job_id]
+    records = tuple(
+        Record(
+            job=own_id,
+            time_s=now_s,
+            via=via,
+            script=job.script,
+            code=job.code.folder,
+            nodes=job.shape.nodes_text,
+            host=socket.gethostname(),
+        )
+        for own_id in ids
+    )
+    for record, (folder, _) in zip(records, prepared.runs, strict=True):
+        append_record(JobFiles(folder).records, record)
+    return Submitted(records, notes)
+
+
+def _sbatch(script: Path, nodes: Sequence[str], env: Mapping[str, str], runner: Runner) -> str:
+    try:
+        return sbatch(script, env, runner, options=exclusion(script, nodes))
+    except LaunchError as error:
+        said = str(error).rpartition(f"{script}: ")[2].lower()
+        advice = next((f"; {advice}" for part, advice in _ADVICE if part in said), "")
+        raise LaunchError(f"{error}{advice}") from error
+
+
+def lay_out(prepared: Prepared, now_s: float) -> None:
+    """Write all that the job needs: folders, code, configurations and the script.
+
+    Raises:
+        LaunchError: they cannot be written.
+    """
+    try:
+        for folder, config in prepared.runs:
+            files = JobFiles(folder)
+            files.logs.mkdir(parents=True, exist_ok=True)
+            files.job.mkdir(exist_ok=True)
+            _replace(files.config, config.to_yaml())
+        if prepared.sweep is not None:
+            prepared.sweep.folder.mkdir(parents=True, exist_ok=True)
+            for index, (folder, _) in enumerate(prepared.runs):
+                link = prepared.sweep.log(index)
+                link.unlink(missing_ok=True)
+                link.symlink_to(Path("..", JobFiles(Path(folder.name)).main_log))
+        prepared.codes.mkdir(exist_ok=True)
+        write(prepared.snapshot, prepared.codes, socket.gethostname(), now_s)
+        _replace(Path(prepared.job.script), prepared.text)
+    except OSError as error:
+        raise LaunchError(f"the run folder cannot be written: {error}; set run.dir") from error
+
+
+def _replace(path: Path, content: str) -> None:
+    """Write a file so that nobody ever reads half of it."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(content, encoding="utf-8")
+    partial.replace(path)
+
+
+def _named(config: RunConfig, name: str) -> RunConfig:
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+
+
+def _check_shared(configs: Sequence[RunConfig]) -> None:
+    shapes = {job_shape(config): config for config in configs}
+    if len(shapes) > 1:
+        named = "; ".join(
+            f"{c.run.name} takes {s.nodes_text} nodes x {s.tasks_per_node} tasks"
+            for s, c in list(shapes.items())[:2]
+        )
+        raise ConfigError(f"the runs of a sweep share one job, but {named}; submit them one by one")
+
+
+def _dropped(env: Mapping[str, str]) -> tuple[str, ...]:
+    if not (names := options_dropped(env)):
+        return ()
+    shown = ", ".join(map(shlex.quote, names))
+    return (f"not passed on to sbatch: {shown}; write such options into launch.slurm",)
