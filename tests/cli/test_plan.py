@@ -1,6 +1,7 @@
 """The printed plan says what the values behind it say, and a wrong file says all that is wrong."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -208,3 +209,35 @@ def test_overrides_pass_the_same_checks(refusal, command):
     assert "command line: train.stepz=3: unknown key" in said
     assert "an override is section.key=value" in said
     assert "wants a whole number" in said
+
+
+SLURM = ["launch.slurm.nodes=2", "launch.slurm.partition=gpu", "parallel.data=4"]
+
+
+def test_a_job_ends_with_its_batch_script(plan):
+    text = plan(TINY, *SLURM)
+    body, bang, script = text.partition("#!/bin/bash\n")
+    assert bang and "batch script" in body.splitlines()[-2]
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    for line in ("#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=4", "#SBATCH --partition=gpu"):
+        assert f"{line}\n" in script
+    assert len(coordinates(text)) == 8
+    assert "stay inside nodes of 4 ranks" in text
+
+
+def test_the_script_is_there_when_it_is_asked_for_or_there_is_a_job(plan):
+    assert "#SBATCH" not in plan(TINY)
+    assert "#SBATCH --ntasks-per-node=4\n" in plan(TINY, "--sbatch")
+    assert "#SBATCH" not in plan(TINY, *SLURM, "--world", "8")
+    assert "Slurm may grant 1 (4 ranks), 2 (8 ranks) nodes" in plan(
+        *(TINY, "launch.slurm.nodes=1-2", "launch.slurm.ntasks-per-node=4", "parallel.data=auto")
+    )
+
+
+def test_problems_of_the_job_are_listed_with_the_others(refusal):
+    said = refusal("plan", TINY, "launch.slurm.tiem=5", "launch.slurm.output=x", "model.heads=3")
+    assert "3 problems" in said
+    assert "did you mean time?" in said and "set run.dir" in said and "model.heads=3" in said
+    said = refusal("plan", TINY, "launch.slurm.nodes=3")
+    assert "the 4 ranks that the degrees ask for cannot be shared evenly by nodes=3" in said
+    assert "x 3 tasks" in refusal("plan", TINY, "launch.slurm.ntasks-per-node=3")

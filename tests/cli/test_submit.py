@@ -149,6 +149,13 @@ def test_without_slurm_it_says_where_to_go(work: Path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", path)
     assert main(["submit", "run.yaml"]) == 1
     assert "on a login node" in capsys.readouterr().err
+    assert not (work / "runs").exists()
+
+
+@pytest.mark.parametrize("folder", ["a:b", '"a\\nb"'])
+def test_a_folder_that_no_script_can_name_is_refused(work: Path, folder: str, capsys):
+    assert main(["submit", "run.yaml", f"run.dir={folder}", "--dry-run"]) == 2
+    assert "cannot stand in a batch script" in capsys.readouterr().err
 
 
 def test_suspects_are_left_out_and_that_is_said(work: Path, capsys):

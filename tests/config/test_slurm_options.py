@@ -248,7 +248,7 @@ def test_a_job_need_not_fit_the_local_processes():
 def test_too_few_tasks_are_told_with_the_shape_of_the_job():
     (line,) = wrong("parallel: {data: 8}\nlaunch: {slurm: {nodes: 2, ntasks-per-node: 2}}")
     assert "must use all 4 ranks but uses 8" in line
-    assert line.endswith("(the job has 2 x 2 tasks)")
+    assert line.endswith("(the job has 2 nodes x 2 tasks)")
 
 
 def test_a_problem_of_the_shape_is_placed_at_the_key_as_it_is_written():

@@ -44,7 +44,7 @@ POISON = {
 
 
 def submit(cluster: Cluster, folder: Path) -> dict[str, Future[Any]]:
-    scenarios = (one_job, array, all_gpus, following, refused)
+    scenarios = (one_job, array, a_range, all_gpus, following, refused)
     return {s.__name__: cluster.beside(s, cluster, folder / s.__name__) for s in scenarios}
 
 
@@ -136,7 +136,7 @@ def one(submitted: dict[str, Future[Any]]) -> dict[str, Any]:
 
 def test_the_options_arrive(one):
     asked = one["asked"]
-    assert (asked["NumNodes"], asked["NumTasks"], asked["CPUs/Task"]) == ("2", "4", "2")
+    assert (asked["NumNodes"], asked["NumTasks"], asked["CPUs/Task"]) == ("2-2", "4", "2")
     assert (asked["TimeLimit"], asked["Requeue"]) == ("01:30:00", "1")
     assert asked["MinMemoryCPU"] == "50M"
     assert 'Comment=a "b" \\ c # $HOME ' in one["shown"]
@@ -240,7 +240,25 @@ def test_one_task_is_requeued_and_the_others_are_not(submitted):
     assert {start.partition(".")[0] for start, _ in got["seen"][2]} == {base}
 
 
-# GPUs
+# Nodes of a range, and GPUs
+
+
+def a_range(cluster: Cluster, folder: Path) -> dict[str, Any]:
+    work = project(folder)
+    yaml = """
+run: {dir: runs}
+data: {global_batch: 48}
+launch: {slurm: {nodes: 2-3, ntasks-per-node: 2, prologue: export WORDS=finished}}
+"""
+    (job,) = submitted_jobs(cluster, work, yaml)
+    cluster.wait_end(job, LIMIT_S)
+    return {"nodes": int(cluster.job(job)["NumNodes"]), "seen": seen_by(work / "runs" / "run")}
+
+
+def test_a_range_gives_as_many_ranks_as_nodes_were_granted(submitted):
+    got = submitted["a_range"].result()
+    assert got["nodes"] in (2, 3) and len(got["seen"]) == 2 * got["nodes"]
+    assert len({seen["host"] for seen in got["seen"].values()}) == got["nodes"]
 
 
 def all_gpus(cluster: Cluster, folder: Path) -> dict[str, Any]:

@@ -94,6 +94,7 @@ def submit(
     prepared = prepare(
         runs, Path.cwd(), os.environ, sweep=name if sweep else None, at_once=parallel
     )
+    _note(prepared.notes)
     if dry_run:
         typer.echo(prepared.text, nl=False)
         return
@@ -101,7 +102,6 @@ def submit(
     if fresh:
         for _, run in prepared.runs:
             prepare_folder(run, "never")
-    _note(prepared.notes)
     folder = prepared.runs[0][0]
     log = JobFiles(folder).main_log
     tail = Tail({log: log.stat().st_size if log.exists() else 0})
@@ -154,13 +154,12 @@ def _told(prepared: Prepared, submitted: Submitted) -> str:
     commit = f"commit {str(git['commit'])[:12]}" if git.get("commit") else "no commit"
     changed = ", with changes" if git.get("dirty") else ""
     size = f"{len(prepared.snapshot.items)} files, {prepared.snapshot.num_bytes / 1e6:.1f} MB"
-    shape = f"{job.shape.nodes_text} nodes x {job.shape.tasks_per_node} tasks"
     pairs = zip(submitted.records, prepared.runs, strict=True)
     lines = [f"job {record.job}  {folder}" for record, (folder, _) in pairs]
     return "\n".join(
         [
             *lines,
-            f"on {shape}; code: {commit}{changed}; {size}",
+            f"on {job.shape}; code: {commit}{changed}; {size}",
             *(f"    tdp jobs {what} {shlex.quote(name)}" for what in ("show", "logs -f", "cancel")),
         ]
     )

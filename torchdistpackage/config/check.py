@@ -86,7 +86,7 @@ def _on_each(
             text = f"not on {_some(nodes)} of nodes={shape.nodes_text}: {text}"
             text += f"; nodes={','.join(map(str, left))} would do" if left else ""
         elif rule.fields[0] in DEGREES:
-            text += f" (the job has {shape.nodes_text} x {shape.tasks_per_node} tasks)"
+            text += f" (the job has {shape})"
         yield rule, text
 
 

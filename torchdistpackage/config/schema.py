@@ -247,9 +247,7 @@ class Launch(Section):
     """How the processes come to be."""
 
     local: Local = _default(Local)
-    slurm: k.SlurmOptions = Field(
-        default_factory=dict, description="Options of the Slurm job; see slurm.md."
-    )
+    slurm: k.SlurmOptions = Field(default_factory=dict, description="Options of the Slurm job.")
     requeue: Requeue = _default(Requeue)
     init_timeout_s: k.Positive = Field(
         default=60.0, description="Seconds to wait for all ranks at the start."

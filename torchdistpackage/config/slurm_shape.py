@@ -33,6 +33,12 @@ class JobShape:
         """Number of ranks for each count of nodes."""
         return tuple(n * self.tasks_per_node for n in self.nodes)
 
+    def __str__(self) -> str:
+        """2-4 nodes x 8 tasks"""
+        nodes = "node" if self.nodes == (1,) else "nodes"
+        tasks = "task" if self.tasks_per_node == 1 else "tasks"
+        return f"{self.nodes_text} {nodes} x {self.tasks_per_node} {tasks}"
+
 
 def shape_of(config: RunConfig) -> tuple[JobShape | None, tuple[Found, ...]]:
     """The shape of the job, or why there is none. The options are in order each by itself."""

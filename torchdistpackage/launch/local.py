@@ -47,7 +47,7 @@ class _Rank:
 
 @dataclass(slots=True)
 class _Signals:
-    """Signals that asked the caller to end, in order; `handled`: ranks end on them by themselves."""
+    """Signals that asked the caller to end, in order; on `handled` ones ranks end by themselves."""
 
     handled: tuple[int, ...] = ()
     received: list[int] = field(default_factory=list[int])

@@ -142,7 +142,7 @@ def test_the_header_says_what_the_file_says_and_what_every_job_needs():
         "#SBATCH --exclusive",
         "#SBATCH --mail-type=END,FAIL",
         "#SBATCH --time=1-00:00:00",
-        "#SBATCH --signal=USR1@90",
+        "#SBATCH --signal=USR1@30",
         "#SBATCH --requeue",
         '#SBATCH --output="/shared/my run\'s \\"x\\" $HOME 100%%/runs/one/logs/main.log"',
         "#SBATCH --open-mode=append",
@@ -153,11 +153,11 @@ def test_the_header_says_what_the_file_says_and_what_every_job_needs():
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["launch.requeue.margin_s=200"], {"--signal=USR1@400", "--requeue"}),
-        (["launch.requeue.mode=chain"], {"--signal=USR1@90", "--no-requeue"}),
-        (["launch.requeue.mode=never"], {"--signal=USR1@90", "--no-requeue"}),
+        (["launch.requeue.margin_s=200"], {"--signal=USR1@200", "--requeue"}),
+        (["launch.requeue.mode=chain"], {"--signal=USR1@30", "--no-requeue"}),
+        (["launch.requeue.mode=never"], {"--signal=USR1@30", "--no-requeue"}),
         (["launch.slurm.signal=USR2@300"], {"--signal=USR2@300", "--requeue"}),
-        (["launch.requeue.signals=[TERM]"], {"--signal=TERM@90", "--requeue"}),
+        (["launch.requeue.signals=[TERM]"], {"--signal=TERM@30", "--requeue"}),
         (["launch.requeue.signals=[]"], {"--requeue"}),
     ],
 )
@@ -183,6 +183,7 @@ def test_srun_is_told_everything(bash):
     assert words == [
         *("--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--cpus-per-task=3"),
         *("--mpi=none", "--kill-on-bad-exit=1", "-l", "--container-image=a b"),
+        *("sh", "-c", 'trap "" HUP USR1 USR2; exec "$@"', "task"),
         *("apptainer", "exec", "my train.sif"),
         *("python", "-u", "-P", "-m", "torchdistpackage", "train"),
         f"{bash.folder}/job/config.yaml",

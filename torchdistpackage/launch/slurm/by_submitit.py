@@ -43,8 +43,8 @@ def submit(
         )
     if "time" not in dict(job.options):
         raise ConfigError(
-            "launch.slurm.time is not set: submitit states a time limit for every job, 5 minutes if "
-            "it is told none; set it, e.g. launch.slurm.time=24:00:00, or submit via sbatch"
+            "launch.slurm.time is not set, and submitit states a time limit for every job, 5 "
+            "minutes if told none; set it, e.g. launch.slurm.time=24:00:00, or submit via sbatch"
         )
     # takes a third of a second, which only those who ask for it shall wait
     from submitit import AutoExecutor

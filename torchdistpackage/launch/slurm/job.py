@@ -20,8 +20,8 @@ from torchdistpackage.launch.slurm.files import JobFiles
 from torchdistpackage.launch.slurm.script import BatchJob, CodePaths, text
 from torchdistpackage.launch.slurm.sweep import Sweep
 
-_SIGNAL_S = 90
-"""How long before the end Slurm's own signal comes at the latest, should no rank know the end."""
+_SIGNAL_S = 30
+"""How long before the end Slurm's own signal comes at the latest; Slurm may be a minute early."""
 TRAIN = ("-u", "-P", "-m", "torchdistpackage", "train")
 
 
@@ -139,7 +139,7 @@ def _options(config: RunConfig, shape: JobShape) -> tuple[dict[str, str | None],
     requeue = config.launch.requeue
     if "signal" not in options and requeue.signals:
         name = "USR1" if "USR1" in requeue.signals else requeue.signals[0]
-        options["signal"] = f"{name}@{max(_SIGNAL_S, round(2 * requeue.margin_s))}"
+        options["signal"] = f"{name}@{max(_SIGNAL_S, round(requeue.margin_s))}"
         notes["signal"] = "The ranks look at the clock themselves; this is for those that cannot."
     options["requeue" if requeue.mode == "requeue" else "no-requeue"] = None
     return options, notes

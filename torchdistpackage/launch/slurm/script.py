@@ -22,6 +22,7 @@ _SRUN_READS = (
     *("SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES", "SLURM_GPU_BIND", "SLURM_EXPORT_ENV"),
     *("SLURM_CPU_BIND", "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_LIST", "SLURM_CPU_BIND_VERBOSE"),
 )
+_UNTIL_IT_LISTENS = 'trap "" HUP USR1 USR2; exec "$@"'
 _BARE = re.compile(r"[\w@%+=:,./\[\]-]+", re.ASCII)
 
 
@@ -96,11 +97,9 @@ def _words(words: Iterable[str]) -> str:
 
 def _head(job: BatchJob) -> str:
     what = f"{len(job.runs)} runs of {job.name}, each" if job.is_array else job.name
-    nodes, tasks = job.shape.nodes_text, job.shape.tasks_per_node
     lines = [
         "#!/bin/bash",
-        f"# {what} on {nodes} {'node' if nodes == '1' else 'nodes'} x {tasks} "
-        f"{'task' if tasks == 1 else 'tasks'}. It needs nothing but its run folder:",
+        f"# {what} on {job.shape}. It needs nothing but its run folder:",
         f"#     sbatch {shlex.quote(job.script)}",
         "#",
     ]
@@ -195,11 +194,13 @@ def _ranks(job: BatchJob) -> str:
     )
     lines = [stated, "--mpi=none --kill-on-bad-exit=1"]
     lines += [_words(job.srun)] if job.srun else []
+    lines.append(f"sh -c '{_UNTIL_IT_LISTENS}' task")
     lines += [_words(job.container)] if job.container else []
     lines.append(f'{_words(job.command)} "$run/job/config.yaml"')
     joined = " \\\n    ".join(lines)
     return f"""
 # Signals are for the ranks, which save and leave word; this script outlives them to act on it.
+# A signal that asks a rank to save must not end a Python that is still starting: hence sh -c.
 trap : TERM HUP USR1 USR2
 {joined}
 status=$?
@@ -230,6 +231,12 @@ requeue)
     exit 1
     ;;
 chain)
+    # A job that was cancelled stays so; one that was preempted without requeue is over as well.
+    state=$(squeue --noheader --states=all --jobs="$job" --format=%T 2>&1)
+    if [ "$state" != RUNNING ] && ! scontrol show job "$job" | grep -q 'PreemptTime=[0-9]'; then
+        say "no job is chained behind it, it is $state"
+        exit 0
+    fi
     own=()
     for name in $(compgen -e); do
         case $name in

@@ -7,6 +7,7 @@ sbatch is called; a submission that is refused leaves no trace in Slurm.
 import hashlib
 import os
 import shlex
+import shutil
 import socket
 import sys
 import time
@@ -115,6 +116,7 @@ def prepare(
         tag = hashlib.sha256(names.encode()).hexdigest()[:8]
         array = Sweep(Path(first.run.dir) / f"{sweep}.sweep-{tag}", at_once)
         first = _named(first, sweep)
+    _check_paths(here, Path(first.run.dir))
     tree = tree_of(here, ours(first.launch.slurm, "files"), [Path(first.run.dir)])
     snapshot = take(tree)
     codes = (array.folder if array else runs[0][0]) / "code"
@@ -168,6 +170,8 @@ def send(
         suspects.note_failed_nodes(files, env, runner, now_s=now_s)
     nodes = suspects.excluded(files.suspects, now_s)
     notes = (suspects.explain(files.suspects, now_s),) if nodes else ()
+    if shutil.which("sbatch", path=env.get("PATH")) is None:
+        raise LaunchError("there is no sbatch here; submit from where it is, on a login node")
     lay_out(prepared, now_s)
     if enqueue is not None:
         ids = enqueue(prepared, nodes)
@@ -244,6 +248,15 @@ def _check_shared(configs: Sequence[RunConfig]) -> None:
             for s, c in list(shapes.items())[:2]
         )
         raise ConfigError(f"the runs of a sweep share one job, but {named}; submit them one by one")
+
+
+def _check_paths(*paths: Path) -> None:
+    for path in paths:
+        if not str(path).isprintable() or os.pathsep in str(path):
+            raise ConfigError(
+                f"{str(path)!r} cannot stand in a batch script and in PYTHONPATH; use a folder "
+                f"without {os.pathsep!r} and line breaks in its path"
+            )
 
 
 def _dropped(env: Mapping[str, str]) -> tuple[str, ...]:
