@@ -25,7 +25,7 @@ from torchdistpackage.launch.slurm.records import read_records
 from torchdistpackage.launch.slurm.submit import prepare, send
 
 PROBE = Path(__file__).parent / "jobs" / "submit_probe.py"
-LIMIT_S = 90
+LIMIT_S = 240
 POISON = {
     "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
     "SLURM_CPUS_PER_TASK": "7",
@@ -301,7 +301,9 @@ def command_line(folder: Path, code: int, seconds: float) -> Path:
 def following(cluster: Cluster, folder: Path) -> dict[str, Any]:
     env = {"PYTHONPATH": str(ROOT)}
     work = command_line(folder, code=7, seconds=1)
-    done = cluster.tdp("submit", "run.yaml", "--follow", cwd=work, env=env, check=False)
+    done = cluster.tdp(
+        "submit", "run.yaml", "--follow", cwd=work, env=env, check=False, limit_s=LIMIT_S
+    )
     # Ctrl-C in a second one
     words = [cluster.python, "-m", "torchdistpackage", "submit", "run.yaml", "--follow"]
     words += ["run.name=long", f"launch.slurm.container=['{work / 'long'}']"]
@@ -320,7 +322,7 @@ def following(cluster: Cluster, folder: Path) -> dict[str, Any]:
             if line == "hello\n":
                 break
         second.send_signal(signal.SIGINT)
-        _, err = second.communicate(timeout=30)
+        _, err = second.communicate(timeout=LIMIT_S)
     (record,) = read_records(JobFiles(work / "runs" / "long").records)
     state = cluster.job_state(record.job)
     cluster.cancel(record.job)
@@ -349,7 +351,7 @@ def refused(cluster: Cluster, folder: Path) -> list[subprocess.CompletedProcess[
     done = [cluster.tdp(*hold, cwd=work, env=env, check=False) for _ in range(2)]
     (record,) = read_records(JobFiles(work / "runs" / "run").records)
     cluster.cancel(record.job)
-    cluster.wait_end(record.job)
+    cluster.wait_end(record.job, LIMIT_S)
     more = ["launch.slurm.partition=nowhere"], ["launch.slurm.hold=false"]
     return done + [cluster.tdp(*hold[:2], *x, cwd=work, env=env, check=False) for x in more]
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from torchdistpackage.errors import DataError
-from torchdistpackage.train.log import MetricsLog, Progress, plot_loss, read_metrics
+from torchdistpackage.train.log import Both, MetricsLog, Progress, plot_loss, read_metrics
 
 
 def steps(path) -> list[int]:
@@ -136,3 +136,16 @@ def test_a_missing_matplotlib_costs_the_picture_and_one_line(tmp_path, monkeypat
 def test_a_file_without_losses_gives_no_curve(tmp_path, caplog):
     assert plot_loss(tmp_path / "metrics.jsonl") is None
     assert "has no losses" in caplog.text
+
+
+def test_what_a_screen_shows_is_kept_but_for_its_motions(tmp_path):
+    path = tmp_path / "logs" / "rank0.restart0.log"
+    for line in ("first\n", "second\n"):
+        screen = io.StringIO()
+        both = Both(screen, path)
+        print("\x1b[2K\rstep 3/9", end="", file=both)
+        print(line, end="", file=both)
+        both.flush()
+        assert screen.getvalue() == f"\x1b[2K\rstep 3/9{line}" and not both.isatty()
+        both.close()
+    assert path.read_text() == "first\nsecond\n"

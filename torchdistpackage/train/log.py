@@ -33,6 +33,29 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
+class Both:
+    """A stream that is also kept in a file, but for what only a terminal can show.
+
+    For a rank whose output belongs to somebody's screen or launcher.
+    """
+
+    def __init__(self, stream: TextIO, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._stream, self._file = stream, path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, text: str) -> int:
+        if "\r" not in text and "\x1b" not in text:
+            self._file.write(text)
+        return self._stream.write(text)
+
+    def close(self) -> None:
+        """Close the file; the stream is its owner's."""
+        self._file.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 class MetricsLog:
     """Appends to `metrics.jsonl` in `folder`; only one rank of a run has one.
 

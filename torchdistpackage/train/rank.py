@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from typing import TextIO, cast
 
 import torch
 
@@ -16,7 +17,7 @@ from torchdistpackage.launch.slurm.files import JobFiles, start_id
 from torchdistpackage.train.build import build
 from torchdistpackage.train.folder import RESOLVED, prepare_folder, run_folder
 from torchdistpackage.train.life import STOPPED, begin, end, leave_word
-from torchdistpackage.train.log import say
+from torchdistpackage.train.log import Both, say
 from torchdistpackage.train.loop import Loop, finish
 from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.state import resume as resume_state
@@ -42,6 +43,10 @@ def rank_main(config: RunConfig, resume: str, noted: Noted | None = None) -> int
     plan = make_plan(config, rendezvous.world_size)
     joined = join(rendezvous, init_timeout_s=config.launch.init_timeout_s)
     folder = run_folder(plan.config)
+    if rendezvous.source != "slurm" and (rendezvous.rank == 0 or rendezvous.source != "local"):
+        # of the others a parent keeps the output
+        log = JobFiles(folder).rank_log(rendezvous.rank, int(os.environ.get("TDP_RESTART", "0")))
+        sys.stdout, sys.stderr = (cast(TextIO, Both(x, log)) for x in (sys.stdout, sys.stderr))
     if rendezvous.rank == 0:
         for note in joined.notes:
             say(note)
