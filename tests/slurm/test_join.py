@@ -20,7 +20,7 @@ LIMIT_S = 120
 def submit(cluster: Cluster, folder: Path) -> dict[str, object]:
     python = f"{cluster.python} {DETECT} {folder}"
     path = f"export PYTHONPATH={ROOT}"
-    # the block distribution of -n5 over -N3 is uneven: 3,1(x2)
+    # The block distribution of -n5 over -N3 is uneven, 3,1(x2), where no other job is in the way.
     steps = f"""{path}
         {python}/batch
         srun {python}/uneven
@@ -50,7 +50,7 @@ def submit(cluster: Cluster, folder: Path) -> dict[str, object]:
             *("-c2", *out),
             script=torchrun,
         ),
-        "steps": cluster.sbatch("-N3", "-n5", *out, script=steps),
+        "steps": cluster.sbatch("-N3", "-n5", "--exclusive", *out, script=steps),
         "array": cluster.sbatch("--array=0-1", "-N1", "-n2", "-wn5", *out, script=lone),
         "inherited": cluster.sbatch(*("-N2", "--ntasks-per-node=1", *out), script=f"srun {outer}"),
         "salloc": cluster.beside(shell, cluster, folder),
@@ -61,7 +61,8 @@ def submit(cluster: Cluster, folder: Path) -> dict[str, object]:
 def shell(cluster: Cluster, folder: Path) -> None:
     python = f"{cluster.python} {DETECT} {folder}"
     words = f"{python}/salloc; srun {python}/srun_in_salloc"
-    cluster.run("salloc", "-N2", "-n3", "bash", "-c", words, env={"PYTHONPATH": str(ROOT)})
+    shell = ["salloc", "-N2", "-n3", "--exclusive", "bash", "-c", words]
+    cluster.run(*shell, env={"PYTHONPATH": str(ROOT)}, limit_s=LIMIT_S)
 
 
 def through_submitit(cluster: Cluster, folder: Path) -> str:
