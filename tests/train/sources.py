@@ -54,6 +54,21 @@ class Misbehaving(UnevenTokens):
         return super().batch(split, seed, step, data_index, num_data, per_rank, first=first)
 
 
+class Hoarding(UnevenTokens):
+    """The same, but one rank asks for more and more memory in one step."""
+
+    def __init__(self, seq_len: int, vocab: int, rank: int, step: int):
+        super().__init__(seq_len, vocab)
+        self.when = (rank, step)
+
+    def batch(self, split, seed, step, data_index, num_data, per_rank, *, first=0):
+        held = []
+        while (dist.get_rank(), step) == self.when and len(held) < 60:
+            held.append(torch.ones(25_000_000))  # 100 MB, touched
+            time.sleep(0.05)
+        return super().batch(split, seed, step, data_index, num_data, per_rank, first=first)
+
+
 class Line:
     """Points on a line: inputs (n, 4) and targets (n, 1)."""
 

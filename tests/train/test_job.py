@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import survivors
 from torchdistpackage.config.load import load
 
 ROOT = Path(__file__).parents[2]
@@ -119,19 +120,6 @@ def wait_for(condition, process, limit_s: float = 120) -> None:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < end, "did not come in time"
         time.sleep(0.02)
-
-
-def survivors(mark: str) -> list[int]:
-    """Processes anywhere that carry this run's mark in their environment."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if mark.encode() in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-    return found
 
 
 # data 2 x pipe 2: rank 0 is first in its pipe, 1 last, 2 first of another replica

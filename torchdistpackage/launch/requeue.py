@@ -12,6 +12,8 @@ from enum import StrEnum
 
 from torchdistpackage.errors import LaunchError
 
+STOPPED = 75
+"""Exit code of a run that saved and ended early; started again, it goes on (EX_TEMPFAIL)."""
 _QUANTILE = 0.98
 """Of the durations seen: high, because one step too many costs all steps since the last save."""
 _UNKNOWN_SAVE_STEPS = 10

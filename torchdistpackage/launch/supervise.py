@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from torchdistpackage.errors import LaunchError
+from torchdistpackage.launch.durable import write_whole
 from torchdistpackage.launch.failure import (
     Failure,
     Kind,
@@ -127,19 +128,8 @@ def _ending(body: Callable[[], int], place: Place) -> int:
 
 def _report(place: Place, error: BaseException) -> int:
     failure = from_exception(place.rank, socket.gethostname(), os.getpid(), time.time(), error)
-    _write(place, failure)
+    write_whole(place.report, to_json(failure))
     return failure.exit_code or 1
-
-
-def _write(place: Place, failure: Failure) -> None:
-    """Complete or not at all, for a reader on another node."""
-    place.failures.mkdir(parents=True, exist_ok=True)
-    temporary = place.report.with_suffix(f".{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(to_json(failure))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(place.report)
 
 
 class _Watch:
@@ -212,7 +202,7 @@ class _Watch:
             if self._ended_by_us:
                 kind, detail = Kind.ENDED, ""
             failure = Failure(rank, host, self._pid, time.time(), kind, status, "", detail)
-            _write(self._place, failure)
+            write_whole(self._place.report, to_json(failure))
         sys.stderr.write(_spoken(failure) + "\n")
         return 128 - status if status < 0 else status
 

@@ -6,7 +6,6 @@ starts the ranks and watches them.
 
 import importlib
 import os
-from pathlib import Path
 
 from torchdistpackage.checkpoint.commit import latest
 from torchdistpackage.config.load import load
@@ -14,6 +13,7 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.local import run_local
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
+from torchdistpackage.launch.requeue import STOPPED
 from torchdistpackage.launch.signals import Noted
 from torchdistpackage.launch.slurm.again import come_back
 from torchdistpackage.launch.slurm.files import JobFiles, start_id
@@ -21,7 +21,7 @@ from torchdistpackage.launch.slurm.starts import Start, check, note, series_of, 
 from torchdistpackage.launch.slurm.suspects import note_failed_nodes
 from torchdistpackage.launch.supervise import Place, supervise
 from torchdistpackage.train.folder import prepare_folder, run_folder
-from torchdistpackage.train.life import STOPPED, limits_of
+from torchdistpackage.train.life import limits_of
 from torchdistpackage.train.plan import local_procs, make_plan
 
 RANK = "torchdistpackage.train.rank"
@@ -126,9 +126,3 @@ def _fresh(files: JobFiles, start: Start) -> str:
             f"move it away under each other; move it, or name another run with run.name=..."
         )
     return "never"
-
-
-def absolute(config: RunConfig) -> RunConfig:
-    """The same run with its folder independent of where it is read."""
-    run = config.run.model_copy(update={"dir": str(Path(config.run.dir).absolute())})
-    return config.model_copy(update={"run": run})

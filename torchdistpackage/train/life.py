@@ -5,7 +5,6 @@ so all end after the same one; what becomes of the run then is decided by launch
 """
 
 import json
-import os
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -13,13 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchdistpackage.config.schema import Requeue
+from torchdistpackage.launch.durable import write_whole
 from torchdistpackage.launch.requeue import Decision, Limits, Word, decide, time_is_up
 from torchdistpackage.launch.signals import Noted
 from torchdistpackage.launch.slurm.files import JobFiles, start_id
 from torchdistpackage.launch.slurm.starts import series_of, this_start
 
-STOPPED = 75
-"""Exit code of a run that saved and ended early; run again, it goes on (EX_TEMPFAIL)."""
 _KEPT = 100
 _TIMES = "save_s.json"
 
@@ -86,13 +84,13 @@ def end(life: Life, folder: Path, step: int, env: Mapping[str, str]) -> Decision
     steps = [s.step for s in series_of(files, this_start(files, env, step))]
     decision = decide(life.reason(), steps, step, life.limits)
     leave_word(files, decision, env)
-    _write(files.job / _TIMES, json.dumps(life.save_s[-_KEPT:]))
+    write_whole(files.job / _TIMES, json.dumps(life.save_s[-_KEPT:]))
     return decision
 
 
 def leave_word(files: JobFiles, decision: Decision, env: Mapping[str, str]) -> None:
     """Write the decision of this start, complete or not at all."""
-    _write(files.decision(start_id(env)), f"{decision}\n")
+    write_whole(files.decision(start_id(env)), f"{decision}\n")
 
 
 def _read_times(files: JobFiles) -> list[float]:
@@ -100,13 +98,3 @@ def _read_times(files: JobFiles) -> list[float]:
         return [float(x) for x in json.loads((files.job / _TIMES).read_text("utf-8"))]
     except (OSError, ValueError, TypeError):
         return []
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)

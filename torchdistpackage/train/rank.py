@@ -11,12 +11,12 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.runtime import join, leave
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.launch.rendezvous import detect
-from torchdistpackage.launch.requeue import Decision, Word
+from torchdistpackage.launch.requeue import STOPPED, Decision, Word
 from torchdistpackage.launch.signals import Noted
 from torchdistpackage.launch.slurm.files import JobFiles, start_id
 from torchdistpackage.train.build import build
 from torchdistpackage.train.folder import RESOLVED, prepare_folder, run_folder
-from torchdistpackage.train.life import STOPPED, begin, end, leave_word
+from torchdistpackage.train.life import begin, end, leave_word
 from torchdistpackage.train.log import Both, say
 from torchdistpackage.train.loop import Loop, finish
 from torchdistpackage.train.plan import make_plan

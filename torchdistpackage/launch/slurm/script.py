@@ -11,10 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torchdistpackage.config.slurm_shape import JobShape
+from torchdistpackage.launch.requeue import STOPPED
 from torchdistpackage.launch.slurm.environment import DEVICES, KEPT, RANKS, SLURM
-
-STOPPED = 75
-"""Exit code of a job that saved and does not come back by itself; submitted again, it goes on."""
 
 # Left by an outer job, a site or a newer Slurm; the options of our srun line say it all.
 _SRUN_READS = (

@@ -18,6 +18,7 @@ from pathlib import Path
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm_options import ours
 from torchdistpackage.errors import ConfigError, LaunchError
+from torchdistpackage.launch.durable import write_whole
 from torchdistpackage.launch.slurm import suspects
 from torchdistpackage.launch.slurm.commands import Runner
 from torchdistpackage.launch.slurm.commands import run as run_command
@@ -215,7 +216,7 @@ def lay_out(prepared: Prepared, now_s: float) -> None:
             files = JobFiles(folder)
             files.logs.mkdir(parents=True, exist_ok=True)
             files.job.mkdir(exist_ok=True)
-            _replace(files.config, config.to_yaml())
+            write_whole(files.config, config.to_yaml())
         if prepared.sweep is not None:
             prepared.sweep.folder.mkdir(parents=True, exist_ok=True)
             for index, (folder, _) in enumerate(prepared.runs):
@@ -224,16 +225,9 @@ def lay_out(prepared: Prepared, now_s: float) -> None:
                 link.symlink_to(Path("..", JobFiles(Path(folder.name)).main_log))
         prepared.codes.mkdir(exist_ok=True)
         write(prepared.snapshot, prepared.codes, socket.gethostname(), now_s)
-        _replace(Path(prepared.job.script), prepared.text)
+        write_whole(Path(prepared.job.script), prepared.text)
     except OSError as error:
         raise LaunchError(f"the run folder cannot be written: {error}; set run.dir") from error
-
-
-def _replace(path: Path, content: str) -> None:
-    """Write a file so that nobody ever reads half of it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(content, encoding="utf-8")
-    partial.replace(path)
 
 
 def _named(config: RunConfig, name: str) -> RunConfig:

@@ -1,0 +1,100 @@
+"""Runs of tests/slurm: submitted, waited for, and what is left of them.
+
+All train the same thing, data 2 x pipe 2 with dropout, so that their losses can be compared.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.slurm.cluster import ROOT, Cluster
+
+CONFIG = ROOT / "configs" / "gpt_tiny.yaml"
+STEPS = 120
+RUN = [
+    "model.dim=32", "data.seq_len=32", "data.global_batch=16", "model.dropout=0.2",
+    f"train.steps={STEPS}", "train.eval_every=25", "train.eval_batches=1",
+    "train.generate_tokens=0", "checkpoint.save_every=0", "log.plot=false",
+    "optim.warmup_steps=5",
+]  # fmt: skip
+FOUR_NODES = ["launch.slurm.nodes=4", "launch.slurm.ntasks-per-node=1"]
+ONE_NODE = ["launch.slurm.nodes=1", "launch.slurm.ntasks-per-node=4"]
+KEYS = ("step", "loss", "grad_norm", "lr", "tokens", "val_loss")
+
+
+@dataclass
+class Lived:
+    """What is left of a job: `states` as accounting has them, one for each start."""
+
+    run: Path
+    job: str
+    states: list[str]
+    code: str
+    suspects: str = ""
+    excluded: str = ""
+
+    @property
+    def log(self) -> str:
+        return (self.run / "logs" / "main.log").read_text()
+
+    @property
+    def starts(self) -> list[dict]:
+        lines = (self.run / "job" / "starts.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def decision(self, restart: int) -> str:
+        return (self.run / "job" / f"decision.{self.job}.{restart}").read_text()
+
+
+def rows(run: Path) -> list[dict]:
+    path = run / "metrics.jsonl"
+    return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+
+
+def told(run: Path) -> list[tuple]:
+    return [tuple(row.get(key) for key in KEYS) for row in rows(run)]
+
+
+def send(
+    cluster: Cluster, folder: Path, name: str, *changes: str, record: str | None = ""
+) -> tuple[Path, str]:
+    """`tdp submit` with changes and options; the run folder and the job's id.
+
+    record: None if it is not one run that is submitted; then there is no id.
+    """
+    kept = {change.partition("=")[0] for change in changes}
+    base = [x for x in RUN if x.partition("=")[0] not in kept]
+    words = [str(CONFIG), f"run.dir={folder}", f"run.name={name}", *base, *changes]
+    out = cluster.tdp("submit", *words).stdout
+    run = folder / name
+    if record is None:
+        return run, ""
+    records = (run / "job" / "submissions.jsonl").read_text().splitlines()
+    job = json.loads(records[-1])["job"]
+    assert job in out
+    return run, job
+
+
+def until_step(cluster: Cluster, run: Path, step: int, restart: int = 0) -> None:
+    """Wait until that start has trained to `step`."""
+    log = run / "logs" / f"rank0.restart{restart}.log"
+
+    def there() -> bool:
+        return log.exists() and bool(rows(run)) and rows(run)[-1]["step"] >= step
+
+    cluster.wait_for(there, 120, f"step {step} of {run.name}, restart {restart}")
+
+
+def ending(cluster: Cluster, run: Path, job: str) -> Lived:
+    cluster.wait_end(job, 240)
+
+    def booked() -> list[str]:
+        words = ("sacct", "-D", "-X", "-n", "-P", "-j", job, "-o", "state,exitcode")
+        lines = cluster.run(*words).stdout.splitlines()
+        alive = ("RUNNING", "PENDING", "REQUEUED")
+        done = lines and not lines[-1].startswith(alive)
+        return lines if done else []
+
+    lines = cluster.wait_for(booked, 30, f"accounting of job {job}")
+    code = lines[-1].partition("|")[2]
+    return Lived(run, job, [line.partition("|")[0] for line in lines], code)

@@ -1,0 +1,26 @@
+"""Small files that others read while they are written: complete, or as they were before.
+
+One rule: it is on the disk before it has its name, so nobody acts on what a crash takes back.
+"""
+
+import os
+from pathlib import Path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write `text` to `path`, whose folder is made where it is missing.
+
+    Raises:
+        OSError: it cannot be written; then `path` is as before.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
