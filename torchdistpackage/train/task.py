@@ -43,7 +43,7 @@ class Training:
         """
         command = [sys.executable, "-u", "-P", "-m", "torchdistpackage", "train", self.config]
         env = {**os.environ, "TDP_BATCH": "1"}
-        with _passing_on() as before:
+        with _Relay() as before:
             process = subprocess.Popen([*command, *self.overrides], env=env)
             before.child = process
             code = process.wait()
@@ -68,14 +68,14 @@ class Training:
         return DelayedSubmission(self)
 
 
-class _passing_on:
+class _Relay:
     """Signals go to the child instead of to the handlers that submitit installed."""
 
     def __init__(self) -> None:
         self.child: subprocess.Popen[bytes] | None = None
         self._handlers: dict[signal.Signals, object] = {}
 
-    def __enter__(self) -> "_passing_on":
+    def __enter__(self) -> "_Relay":
         for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP):
             self._handlers[signum] = signal.signal(signum, self._pass)
         return self

@@ -5,15 +5,13 @@ in any other state Slurm is ending or requeueing it already. TDP_BATCH says that
 ranks asks: the script of `tdp submit`, or submitit.
 """
 
-import subprocess
 import sys
 from collections.abc import Mapping
 
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.requeue import Decision, Word
+from torchdistpackage.launch.slurm.commands import Runner, run
 from torchdistpackage.launch.slurm.files import JobFiles, start_id
-
-_TIMEOUT_S = 60.0
 
 
 def read_decision(files: JobFiles, env: Mapping[str, str]) -> Decision | None:
@@ -28,20 +26,20 @@ def requeue_id(env: Mapping[str, str]) -> str:
     return f"{array}_{task}" if array and task else env["SLURM_JOB_ID"]
 
 
-def may_requeue(env: Mapping[str, str]) -> bool:
+def may_requeue(env: Mapping[str, str], runner: Runner = run) -> bool:
     """Whether this job still runs, so that nobody else is requeueing or cancelling it.
 
     Raises:
         LaunchError: Slurm does not answer.
     """
     job = requeue_id(env)
-    state = _slurm("squeue", "-h", "-j", job, "-o", "%T").strip()
+    state = _out(runner, "squeue", "-h", "-j", job, "-o", "%T").strip()
     if state != "RUNNING":
         sys.stdout.write(f"job {job} is not requeued here, it is {state or 'gone'}\n")
     return state == "RUNNING"
 
 
-def come_back(files: JobFiles, env: Mapping[str, str]) -> None:
+def come_back(files: JobFiles, env: Mapping[str, str], runner: Runner = run) -> None:
     """Requeue this job if that was decided and nobody else will do it.
 
     Raises:
@@ -50,20 +48,18 @@ def come_back(files: JobFiles, env: Mapping[str, str]) -> None:
     decision = read_decision(files, env)
     if decision is None or decision.word is not Word.REQUEUE or env.get("TDP_BATCH"):
         return
-    if may_requeue(env):
-        _slurm("scontrol", "requeue", requeue_id(env))
+    if may_requeue(env, runner):
+        _out(runner, "scontrol", "requeue", requeue_id(env))
 
 
-def _slurm(*command: str) -> str:
+def _out(runner: Runner, *command: str) -> str:
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(f"saved, but {' '.join(command)} failed: {error}") from error
-    if done.returncode:
+        ran = runner(command)
+    except LaunchError as error:
+        raise LaunchError(f"the run is saved, but not requeued: {error}") from error
+    if ran.code:
         raise LaunchError(
-            f"saved, but {' '.join(command)} failed with code {done.returncode}: "
-            f"{done.stderr.strip()}; requeue the job by hand"
+            f"the run is saved, but not requeued: {' '.join(command)} said: {ran.why}; requeue or "
+            f"submit it by hand"
         )
-    return done.stdout
+    return ran.out
