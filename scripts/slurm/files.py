@@ -35,7 +35,7 @@ def slurm_conf(instance: Instance) -> str:
         SlurmctldLogFile={folder}/log/slurmctld.log
         SlurmdLogFile={folder}/log/slurmd.%n.log
         ProctrackType=proctrack/linuxproc
-        TaskPlugin=task/none
+        TaskPlugin={"task/affinity" if instance.affinity else "task/none"}
         MpiDefault=none
         # A step above its --mem is killed.
         JobAcctGatherType=jobacct_gather/linux

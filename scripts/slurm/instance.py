@@ -35,6 +35,7 @@ class Instance:
     grace_s: int = 20
     kill_wait_s: int = 5
     accounting: bool = False
+    affinity: bool = False
     # One block for each network card; the last host of the first one is the controller.
     subnets: list[str] = field(default_factory=list)
     ports: dict[str, int] = field(default_factory=dict)

@@ -44,7 +44,7 @@ POISON = {
 
 
 def submit(cluster: Cluster, folder: Path) -> dict[str, Future[Any]]:
-    scenarios = (one_job, array, a_range, all_gpus, following, refused)
+    scenarios = (one_job, array, a_range, all_gpus, bound, following, refused)
     return {s.__name__: cluster.beside(s, cluster, folder / s.__name__) for s in scenarios}
 
 
@@ -278,6 +278,32 @@ def test_every_task_sees_all_gpus_of_its_node(submitted):
     seen = submitted["all_gpus"].result()
     assert len(seen) == 2
     assert {one["env"]["CUDA_VISIBLE_DEVICES"] for one in seen.values()} == {"0,1,2,3"}
+
+
+def bound(cluster: Cluster, folder: Path) -> list[list[int]]:
+    """CPUs that each task may run on, of 2 tasks with 1 CPU, and of 1 task with 2."""
+    work = project(folder)
+    found = []
+    with cluster.sibling(nodes=1, cpus=2, affinity=True) as own:
+        for tasks, cpus in ((2, 1), (1, 2)):
+            yaml = f"""
+run: {{name: run{cpus}, dir: runs}}
+parallel: {{data: {tasks}}}
+launch:
+  slurm:
+    cpus-per-task: {cpus}
+    prologue:
+      - export WORDS=finished SLURM_TRES_PER_TASK=cpu:7 SLURM_CPUS_PER_TASK=7
+"""
+            (job,) = submitted_jobs(own, work, yaml)
+            own.wait_end(job, LIMIT_S)
+            found.append([one["cpus"] for one in seen_by(work / "runs" / f"run{cpus}").values()])
+    return found
+
+
+def test_a_task_may_run_on_as_many_cpus_as_were_asked_for(submitted):
+    """And the script starts although a variable asks srun for another number."""
+    assert submitted["bound"].result() == [[1, 1], [2]]
 
 
 # The command itself
