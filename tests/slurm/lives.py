@@ -39,11 +39,15 @@ class Lived:
 
     @property
     def starts(self) -> list[dict]:
-        lines = (self.run / "job" / "starts.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        return starts(self.run)
 
     def decision(self, restart: int) -> str:
         return (self.run / "job" / f"decision.{self.job}.{restart}").read_text()
+
+
+def starts(run: Path) -> list[dict]:
+    lines = (run / "job" / "starts.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def rows(run: Path) -> list[dict]:
@@ -82,11 +86,11 @@ def until_step(cluster: Cluster, run: Path, step: int, restart: int = 0) -> None
     def there() -> bool:
         return log.exists() and bool(rows(run)) and rows(run)[-1]["step"] >= step
 
-    cluster.wait_for(there, 120, f"step {step} of {run.name}, restart {restart}")
+    cluster.wait_for(there, 240, f"step {step} of {run.name}, restart {restart}")
 
 
 def ending(cluster: Cluster, run: Path, job: str) -> Lived:
-    cluster.wait_end(job, 240)
+    cluster.wait_end(job, 400)
 
     def booked() -> list[str]:
         words = ("sacct", "-D", "-X", "-n", "-P", "-j", job, "-o", "state,exitcode")

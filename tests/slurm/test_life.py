@@ -24,6 +24,7 @@ from tests.slurm.lives import (
     Lived,
     ending,
     send,
+    starts,
     told,
     until_step,
 )
@@ -33,6 +34,7 @@ def submit(cluster: Cluster, folder: Path):
     return {
         "reference": cluster.beside(reference, folder),
         "lived": cluster.beside(lived, cluster, folder),
+        "limit": cluster.beside(limit, cluster, folder),
         "one after the other": cluster.beside(quieter, cluster, folder),
     }
 
@@ -70,17 +72,21 @@ def lived(shared: Cluster, folder: Path) -> Lived:
     return found
 
 
-def quieter(cluster: Cluster, folder: Path) -> dict[str, Lived]:
-    """Jobs that need one node, one after the other: each takes all of this machine's cores."""
-    found: dict[str, Lived] = {}
-    paced = "data.args={seq_len: 32, num_val: 16, pause_s: 0.25}"
-    time_s = ["launch.slurm.time=3", "launch.requeue.margin_s=145", "launch.slurm.signal=USR1@1"]
+def limit(cluster: Cluster, folder: Path) -> Lived:
+    """A job of three minutes that may use one; its steps wait most of their time."""
+    paced = "data.args={seq_len: 32, num_val: 16, pause_s: 0.5}"
+    time_s = ["launch.slurm.time=3", "launch.requeue.margin_s=110", "launch.slurm.signal=USR1@1"]
     source = ["data.name=null", "data.target=tests.train.sources:Paced", paced]
     run, job = send(cluster, folder, "limit", *ONE_NODE, *time_s, *source)
-    until_step(cluster, run, 1)
-    cluster.wait_for((run / "job" / f"decision.{job}.0").exists, 100, "the time limit")
-    found["limit"] = ending(cluster, run, job)
+    until_step(cluster, run, 1, restart=1)
+    cluster.wait_for(lambda: rows(run)[-1]["step"] > starts(run)[1]["step"], 100, "a step more")
+    cluster.cancel(job)  # the rest would be more of the same
+    return ending(cluster, run, job)
 
+
+def quieter(cluster: Cluster, folder: Path) -> dict[str, Lived]:
+    """Jobs that one after the other take what they get of this machine's cores."""
+    found: dict[str, Lived] = {}
     shape = ["launch.slurm.nodes=2", "launch.slurm.ntasks-per-node=2", "launch.slurm.time=60"]
     run, job = send(cluster, folder, "submitit", "--via=submitit", *shape)
     until_step(cluster, run, 10)
@@ -101,7 +107,7 @@ def crash(cluster: Cluster, folder: Path, name: str, how: str, rank: int) -> Liv
         f"data.args={{seq_len: 32, vocab: 256, how: {how}, rank: {rank}, step: 5, note: {note}}}",
         f"launch.slurm.prologue=['export {mark}']",
     )  # fmt: skip
-    cluster.wait_for(note.exists, 100, "the fault")
+    cluster.wait_for(note.exists, 200, "the fault")
     cluster.wait_for(lambda: not survivors(mark), 40, "the end of all processes")
     gone_s = time.time() - float(note.read_text())
     assert gone_s < 30, f"gone after {gone_s:.1f} s"
@@ -170,16 +176,15 @@ def test_the_node_that_failed_is_left_out_of_the_next_submission(survivor):
     assert survivor.excluded == "n2"
 
 
-def test_a_run_saves_before_its_time_is_over_and_goes_on(others, local):
-    limit = others["limit"]
-    assert told(limit.run) == local
-    assert limit.states[-1] == "COMPLETED" and len(limit.starts) >= 2
-    for restart in range(len(limit.starts) - 1):
-        assert re.match(
-            r"requeue after step \d+: the job ends in \d+ s, and two steps, a save and the margin",
-            limit.decision(restart),
-        )
-    assert "TIMEOUT" not in limit.states
+def test_a_run_saves_before_its_time_is_over_and_goes_on(submitted, local):
+    found = submitted["limit"].result(timeout=600)
+    said = told(found.run)
+    assert said == local[: len(said)] and len(said) > found.starts[1]["step"] > 1
+    assert found.states == ["REQUEUED", "CANCELLED by 0"]
+    assert re.match(
+        r"requeue after step \d+: the job ends in \d+ s, and two steps, a save and the margin",
+        found.decision(0),
+    )
 
 
 def test_through_submitit_the_same_comes_out(others, local):
