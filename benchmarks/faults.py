@@ -25,9 +25,8 @@ from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.slurm.cluster import ENDED, ROOT, CannotRun, Cluster
-
 from benchmarks.faults_data import BROKEN
+from tests.slurm.cluster import ENDED, ROOT, CannotRun, Cluster
 
 NODES, STEPS, SAVE_EVERY, AT_STEP = 4, 220, 50, 130
 LAYERS, DIM, HEADS, VOCAB, SEQ_LEN, BATCH = 4, 64, 4, 256, 64, 16
@@ -75,6 +74,7 @@ class Row:
 
     fault: str
     side: str
+    date: str = field(default_factory=lambda: datetime.now().astimezone().isoformat())
     at_step: int = 0
     steps_lost: int | None = None
     back_s: float | None = None
@@ -312,12 +312,13 @@ def finish(cluster: Cluster, run: Path, job: str, began: float, row: Row) -> Non
         alive = ("RUNNING", "PENDING", "REQUEUED")
         return lines[-1] if lines and not lines[-1].startswith(alive) else ""
 
-    row.state, _, row.exit_code = cluster.wait_for(booked, 30, "accounting").partition("|")
+    row.state, _, _ = cluster.wait_for(booked, 30, "accounting").partition("|")
+    row.state = row.state.split()[0]
+    # Not sacct's, which takes 128 off what is above it.
+    row.exit_code = cluster.job(job)["ExitCode"]
 
 
-def named(
-    fault: str, culprit: str, logs: dict[str, list[str]]
-) -> tuple[str, str, list[str]]:
+def named(fault: str, culprit: str, logs: dict[str, list[str]]) -> tuple[str, str, list[str]]:
     """Who is blamed in the last lines of the log that one opens first, and the words that say it.
 
     The logs are in the order in which one opens them; the first two count as the first log, and
@@ -327,10 +328,11 @@ def named(
     first = [line for name in names[:2] for line in logs[name]]
     rest = [line for name in names[2:] for line in logs[name]]
     if fault in ("preempt", "crash"):
-        pattern = r"preempt|SIGUSR2|SIGTERM" if fault == "preempt" else (
+        pattern = r"preempt|SIGUSR[12]|SIGTERM" if fault == "preempt" else (
             rf"\b{CRASHED}\b.*fail|fail.*\b{CRASHED}\b"
         )  # fmt: skip
         says = [line for line in first if re.search(pattern, line, re.IGNORECASE)]
+        says.sort(key=lambda line: "preempted" not in line)
         return ("yes" if says else "nobody"), (says or [""])[0].strip(), first[-LAST_LINES:]
     rank, host = re.match(r"rank (\d+) on (\w+)", culprit).groups()
     blamed = blame(first)
@@ -396,7 +398,8 @@ def tail(path: Path) -> list[str]:
 def step_ms(run: Path) -> float:
     """Median of a step, as the run itself measured it."""
     files = sorted(run.glob("metrics*.jsonl"))[:1]
-    times = sorted(row["step_s"] for f in files for row in json_lines(f) if row.get("step_s"))
+    measured = [row.get("step_s", row.get("time_s")) for f in files for row in json_lines(f)]
+    times = sorted(time for time in measured if time)
     return 1e3 * times[len(times) // 2] if times else 0.0
 
 
@@ -447,9 +450,27 @@ def show(rows: list[Row]) -> None:
         )
 
 
+def keep(path: Path | None, kind: dict[str, object], rows: list[Row]) -> None:
+    """Write the results; of runs that were not repeated now, what the file had."""
+    if path is None:
+        return
+    fresh = {(row.fault, row.side): vars(row) for row in rows}
+    old = json.loads(path.read_text())["rows"] if path.exists() else []
+    all_rows = {(row["fault"], row["side"]): row for row in old} | fresh
+    order = [(fault, side.name) for fault in FAULTS for side in sides_of(fault)]
+    found = {
+        "date": datetime.now().astimezone().isoformat(),
+        "machine": kind,
+        "settings": settings(),
+        "rows": [all_rows[key] for key in order if key in all_rows],
+    }
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(found, indent=2) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--json", type=Path, help="also keep the results in this file")
     parser.add_argument("--faults", default=",".join(FAULTS), help=", ".join(FAULTS))
     parser.add_argument("--sides", default="", help="parts of names: ours, torchrun, 3 restarts")
     parser.add_argument("--name", default=f"faults-{os.getpid()}", help="of the cluster")
@@ -465,20 +486,11 @@ def main() -> None:
                     if any(part in side.name for part in options.sides.split(",")):
                         rows.append(one(cluster, folder, fault, side))
                         show(rows[-1:])
-            kind = machine(cluster)
+                        keep(options.json, machine(cluster), rows)
     except CannotRun as error:
         sys.exit(f"benchmarks.faults: {error}")
+    print(f"\ntook {time.time() - began:.0f} s")
     show(rows)
-    if options.json:
-        found = {
-            "date": datetime.now().astimezone().isoformat(),
-            "machine": kind,
-            "took_s": round(time.time() - began),
-            "settings": settings(),
-            "rows": [vars(row) for row in rows],
-        }
-        options.json.parent.mkdir(exist_ok=True)
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,16 @@ class SmallGPT(nn.Module):
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
-    for name in ("layers", "dim", "heads", "vocab", "seq-len", "global-batch", "steps", "save-every"):
+    for name in (
+        "layers",
+        "dim",
+        "heads",
+        "vocab",
+        "seq-len",
+        "global-batch",
+        "steps",
+        "save-every",
+    ):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--broken", type=int, default=-1)
     parser.add_argument("--broken-step", type=int, default=-1)
@@ -59,9 +68,6 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: i
 
 def main() -> None:
     args = parse()
-    told: list[int] = []
-    for signum in (signal.SIGUSR2, signal.SIGTERM):
-        signal.signal(signum, lambda signum, frame: told.append(signum))
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1234)
@@ -85,6 +91,11 @@ def main() -> None:
         metrics = (args.folder / f"metrics.{starts:03}.jsonl").open("w")
         metrics.write(json.dumps({"step": begin}) + "\n")
         metrics.flush()
+
+    # Only now: torchrun's restarts rely on SIGTERM to end a worker that waits for its peers.
+    told: list[int] = []
+    for signum in (signal.SIGUSR2, signal.SIGTERM):
+        signal.signal(signum, lambda signum, frame: told.append(signum))
 
     for step in range(begin + 1, args.steps + 1):
         began = time.time()

@@ -23,6 +23,7 @@ from tests.slurm.lives import (
     STEPS,
     Lived,
     ending,
+    rows,
     send,
     starts,
     told,
