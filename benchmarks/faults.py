@@ -14,58 +14,40 @@ import json
 import os
 import platform
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks.faults_data import BROKEN
-from tests.slurm.cluster import ENDED, ROOT, CannotRun, Cluster
+from benchmarks.faults_sides import (
+    AT_STEP,
+    BATCH,
+    DIM,
+    HEADS,
+    LAYERS,
+    NODES,
+    SAVE_EVERY,
+    SEQ_LEN,
+    STEPS,
+    VOCAB,
+    Progress,
+    Side,
+    json_lines,
+    sides_of,
+)
+from benchmarks.faults_strike import LAST_LINES, POLL_S, STRIKE, marked, named
+from tests.slurm.cluster import ENDED, CannotRun, Cluster
 
-NODES, STEPS, SAVE_EVERY, AT_STEP = 4, 220, 50, 130
-LAYERS, DIM, HEADS, VOCAB, SEQ_LEN, BATCH = 4, 64, 4, 256, 64, 16
-VICTIM = 2
-"""The rank that raises or is killed."""
-CRASHED = "n2"
 LIMIT_S = 90.0
-POLL_S = 0.1
-LAST_LINES = 40
-MARK = "FAULTS_OF"
-
 FAULTS = {
     "preempt": "preempted, 20 s of grace",
     "crash": "a node crashes",
     "raise": "a rank raises",
     "kill": "a rank is killed (SIGKILL)",
 }
-PEERS = {"torchrun": 0, "torchrun, 3 restarts": 3}
-"""Name and --max-restarts."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """num_starts: how often training began; begin: the step before the last start's first one."""
-
-    num_starts: int = 0
-    begin: int = 0
-    last: int = 0
-    in_this_start: bool = False
-
-
-@dataclass
-class Side:
-    """A way to submit: what follows the submission is the same for both."""
-
-    name: str
-    submit: Callable[[Cluster, Path, str], str]
-    progress: Callable[[Path], Progress]
-    logs: Callable[[Path, str], list[Path]]
 
 
 @dataclass
@@ -89,163 +71,6 @@ class Row:
     step_ms: float = 0.0
     load: float = field(default_factory=lambda: round(os.getloadavg()[0], 1))
     last_lines: list[str] = field(default_factory=list)
-
-
-# The two sides
-
-
-def submit_ours(cluster: Cluster, run: Path, fault: str) -> str:
-    args = f"seq_len: {SEQ_LEN}, vocab: {VOCAB}"
-    if fault == "raise":
-        args += f", broken: {VICTIM}, broken_step: {AT_STEP}, note: {run.parent / run.name}.note"
-    cluster.tdp(
-        "submit", ROOT / "configs" / "gpt_tiny.yaml", f"run.dir={run.parent}",
-        f"run.name={run.name}", "parallel.data=4", "parallel.pipe=1", "pipeline.microbatches=1",
-        f"model.layers={LAYERS}", f"model.dim={DIM}", f"model.heads={HEADS}",
-        f"model.vocab={VOCAB}", f"data.seq_len={SEQ_LEN}", f"data.global_batch={BATCH}",
-        "data.name=null", "data.target=benchmarks.faults_data:Tokens", f"data.args={{{args}}}",
-        f"train.steps={STEPS}", "train.eval_every=0", "train.eval_batches=1",
-        "train.generate_tokens=0", f"checkpoint.save_every={SAVE_EVERY}", "log.plot=false",
-        f"launch.slurm.nodes={NODES}", "launch.slurm.ntasks-per-node=1",
-        f"launch.slurm.partition={partition(fault)}", "launch.slurm.time=60",
-        "launch.slurm.files=[benchmarks/*.py]",
-        f"launch.slurm.prologue=['export {MARK}={run.name}']",
-        limit_s=120,
-    )  # fmt: skip
-    records = (run / "job" / "submissions.jsonl").read_text().splitlines()
-    return json.loads(records[-1])["job"]
-
-
-def progress_ours(run: Path) -> Progress:
-    starts = json_lines(run / "job" / "starts.jsonl")
-    metrics = run / "metrics.jsonl"
-    steps = json_lines(metrics)
-    if not starts or not steps:
-        return Progress(len(starts), starts[-1]["step"] if starts else 0)
-    # Every start writes the file anew before its first step, so an older file is an older start's.
-    begin = starts[-1]["step"]
-    written_anew = Path(run / "job" / "starts.jsonl").stat().st_mtime < born_s(metrics)
-    last = steps[-1]["step"]
-    return Progress(len(starts), begin, last, written_anew and last > begin)
-
-
-def logs_ours(run: Path, job: str) -> list[Path]:
-    return [run / "logs" / "main.log"]
-
-
-def submit_peer(cluster: Cluster, run: Path, fault: str, max_restarts: int) -> str:
-    run.mkdir()
-    words = [
-        f"--folder={run}", f"--layers={LAYERS}", f"--dim={DIM}", f"--heads={HEADS}",
-        f"--vocab={VOCAB}", f"--seq-len={SEQ_LEN}", f"--global-batch={BATCH}",
-        f"--steps={STEPS}", f"--save-every={SAVE_EVERY}",
-    ]  # fmt: skip
-    if fault == "raise":
-        words += [f"--broken={VICTIM}", f"--broken-step={AT_STEP}"]
-    done = cluster.run(
-        cluster.python, ROOT / "benchmarks" / "faults_peer.py", f"--logs={run / 'logs'}",
-        f"--partition={partition(fault)}", f"--nodes={NODES}", f"--max-restarts={max_restarts}",
-        *words, env={MARK: run.name},
-    )  # fmt: skip
-    return done.stdout.split()[-1]
-
-
-def progress_peer(run: Path) -> Progress:
-    files = sorted(run.glob("metrics.*.jsonl"))
-    steps = json_lines(files[-1]) if files else []
-    if not steps:
-        return Progress(len(files))
-    return Progress(len(files), steps[0]["step"], steps[-1]["step"], len(steps) > 1)
-
-
-def logs_peer(run: Path, job: str) -> list[Path]:
-    """The first two are what submitit's own `job.stderr()` and `job.stdout()` show."""
-    names = [f"{job}_{task}_log.{what}" for task in range(NODES) for what in ("err", "out")]
-    return [run / "logs" / name for name in names]
-
-
-def sides_of(fault: str) -> list[Side]:
-    """Restarts of torchrun itself come into play only when a rank ends and its node stays."""
-    sides = [
-        Side(
-            name,
-            lambda cluster, run, fault, n=num: submit_peer(cluster, run, fault, n),
-            progress_peer,
-            logs_peer,
-        )
-        for name, num in PEERS.items()
-        if num == 0 or fault in ("raise", "kill")
-    ]
-    return [*sides, Side("ours", submit_ours, progress_ours, logs_ours)]
-
-
-def partition(fault: str) -> str:
-    return "graced" if fault == "preempt" else "main"
-
-
-# The faults: each returns the moment, and what should be named
-
-
-def preempt(cluster: Cluster, run: Path) -> tuple[float, str]:
-    began = time.time()
-    cluster.sbatch("-p", "high", "-N5", "--exclusive", "-o", "/dev/null", script="sleep 1")
-    return began, "preemption or its signal"
-
-
-def crash(cluster: Cluster, run: Path) -> tuple[float, str]:
-    began = time.time()
-    cluster.power_off(CRASHED)
-    return began, f"node {CRASHED}"
-
-
-def broken(cluster: Cluster, run: Path) -> tuple[float, str]:
-    notes = [run / "note", run.parent / f"{run.name}.note"]
-    cluster.wait_for(lambda: any(note.exists() for note in notes), 60, "the exception", POLL_S)
-    said = json.loads(next(note for note in notes if note.exists()).read_text())
-    return said["time_s"], f"rank {said['rank']} on {said['host']}: ValueError: {BROKEN}"
-
-
-def kill(cluster: Cluster, run: Path) -> tuple[float, str]:
-    """The process that trains, not the one that watches over it."""
-    found = {pid: env for pid, env in marked(run.name).items() if trains(pid, env)}
-    # A rank of ours is the fork of its watcher, with the same words and variables.
-    children = [pid for pid in found if parent(pid) in found]
-    (pid,) = children or found
-    env = found[pid]
-    began = time.time()
-    os.kill(pid, signal.SIGKILL)
-    return began, f"rank {VICTIM} on {env['SLURMD_NODENAME']}: killed by signal 9"
-
-
-STRIKE = {"preempt": preempt, "crash": crash, "raise": broken, "kill": kill}
-
-
-def trains(pid: int, env: dict[str, str]) -> bool:
-    words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    if any(word.endswith("faults_train.py") for word in words) and "-u" in words:
-        return env.get("RANK") == str(VICTIM)
-    return "torchdistpackage" in words and env.get("SLURM_PROCID") == str(VICTIM)
-
-
-def marked(name: str) -> dict[int, dict[str, str]]:
-    """Processes of a run, wherever they live, with their variables."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                words = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
-            except OSError:
-                continue
-            if f"{MARK}={name}" in words:
-                found[int(entry.name)] = dict(w.split("=", 1) for w in words if "=" in w)
-    return found
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-# One run
 
 
 def one(cluster: Cluster, folder: Path, fault: str, side: Side) -> Row:
@@ -318,78 +143,6 @@ def finish(cluster: Cluster, run: Path, job: str, began: float, row: Row) -> Non
     row.exit_code = cluster.job(job)["ExitCode"]
 
 
-def named(fault: str, culprit: str, logs: dict[str, list[str]]) -> tuple[str, str, list[str]]:
-    """Who is blamed in the last lines of the log that one opens first, and the words that say it.
-
-    The logs are in the order in which one opens them; the first two count as the first log, and
-    where nothing is said in them the others are looked at too.
-    """
-    names = list(logs)
-    first = [line for name in names[:2] for line in logs[name]]
-    rest = [line for name in names[2:] for line in logs[name]]
-    if fault in ("preempt", "crash"):
-        pattern = r"preempt|SIGUSR[12]|SIGTERM" if fault == "preempt" else (
-            rf"\b{CRASHED}\b.*fail|fail.*\b{CRASHED}\b"
-        )  # fmt: skip
-        says = [line for line in first if re.search(pattern, line, re.IGNORECASE)]
-        says.sort(key=lambda line: "preempted" not in line)
-        return ("yes" if says else "nobody"), (says or [""])[0].strip(), first[-LAST_LINES:]
-    rank, host = re.match(r"rank (\d+) on (\w+)", culprit).groups()
-    blamed = blame(first)
-    elsewhere = blame(rest)
-    if (rank, host) in blamed and len(set(blamed)) == 1:
-        answer = "yes"
-    elif (rank, host) in blamed:
-        answer = f"yes, among {len(set(blamed))}"
-    elif blamed:
-        answer = f"no: {', '.join(f'rank {r} on {h}' for r, h in dict.fromkeys(blamed))}"
-    else:
-        answer = "nobody"
-    if answer[:3] != "yes" and (rank, host) in elsewhere:
-        answer += f"; right in 1 of {len(set(elsewhere))} other logs"
-    cause = BROKEN if fault == "raise" else r"signal 9|SIGKILL|exitcode\s*:\s*-9"
-    says = [line for line in first if re.search(cause, line)]
-    return answer, (says or ["the cause is not in this log"])[-1].strip(), first[-LAST_LINES:]
-
-
-def blame(lines: list[str]) -> list[tuple[str, str]]:
-    """(rank, host) that a log declares to be the cause: our last block, torchrun's root cause."""
-    found = []
-    text = "\n".join(lines)
-    found += re.findall(r"^--- rank (\d+) on host (\w+)", text, re.MULTILINE)
-    for block in text.split("Root Cause")[1:]:
-        host = re.search(r"host\s*:\s*(\w+)", block)
-        rank = re.search(r"rank\s*:\s*(\d+)", block)
-        if host and rank:
-            found.append((rank[1], host[1]))
-    return found
-
-
-# Small readers
-
-
-def json_lines(path: Path) -> list[dict]:
-    try:
-        lines = path.read_text().splitlines()
-    except FileNotFoundError:
-        return []
-    found = []
-    for line in lines:
-        try:
-            found.append(json.loads(line))
-        except ValueError:  # half written
-            continue
-    return found
-
-
-def born_s(path: Path) -> float:
-    """When this file, not an older one of its name, was made."""
-    done = subprocess.run(
-        ["stat", "-c", "%W", str(path)], capture_output=True, text=True, timeout=10, check=True
-    )
-    return float(done.stdout)
-
-
 def tail(path: Path) -> list[str]:
     text = path.read_text(errors="replace") if path.exists() else ""
     return text.splitlines()[-LAST_LINES:]
@@ -401,9 +154,6 @@ def step_ms(run: Path) -> float:
     measured = [row.get("step_s", row.get("time_s")) for f in files for row in json_lines(f)]
     times = sorted(time for time in measured if time)
     return 1e3 * times[len(times) // 2] if times else 0.0
-
-
-# Report
 
 
 def machine(cluster: Cluster) -> dict[str, object]:
@@ -433,7 +183,9 @@ def settings() -> dict[str, object]:
         "peer": "submitit AutoExecutor, defaults but for nodes, partition and 60 minutes; "
         "checkpoint() returns DelayedSubmission(self); torchrun with c10d rendezvous, SIGUSR2 "
         "added to its signals to handle; train.py handles SIGUSR2 and SIGTERM: ranks agree on a "
-        "step, rank 0 saves. Beside it the same with --max-restarts=3 where that can matter",
+        "step, rank 0 saves. Beside it, where that can matter, the same with --max-restarts=3 and "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (without the variable the attempts of four agents "
+        "did not meet: two runs of two hung until the limit)",
         "ours": "tdp submit, defaults but for the same things",
     }
 

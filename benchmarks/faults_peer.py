@@ -4,6 +4,7 @@ As submitit's documentation has it: a callable whose `checkpoint` submits itself
 """
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,8 @@ class Training:
         torchrun += ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR2"]
         if self.max_restarts:
             torchrun += [f"--max-restarts={self.max_restarts}"]
+            # Agents count their restarts apart, and in a store that outlives them attempts mix.
+            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         subprocess.run([*torchrun, *self.words], check=True)
 
     def checkpoint(self) -> submitit.helpers.DelayedSubmission:

@@ -117,3 +117,14 @@ def test_a_replaced_one_counts_until_its_successor_is_in_place(tmp_path):
     aside = path.rename(aside)
     write(tmp_path, 2, keep_last=1)
     assert names(tmp_path) == ["step_000002"]
+
+
+def test_later_ones_step_aside_when_a_run_goes_another_way(tmp_path):
+    for step in (4, 8, 12):
+        write(tmp_path, step)
+    commits.set_aside(tmp_path, after_step=4)
+    assert latest(tmp_path) == tmp_path / "step_000004"
+    assert len(names(tmp_path)) == 3, "nothing is removed"
+    write(tmp_path, 8, keep_last=1)
+    assert latest(tmp_path) == tmp_path / "step_000008"
+    assert len(names(tmp_path)) == 3 and names(tmp_path)[0] == "step_000008"

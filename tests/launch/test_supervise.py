@@ -113,6 +113,49 @@ def test_what_a_rank_cannot_say_its_watcher_does(tmp_path, end, code, kind, own)
         assert "last words" in failure.detail and "[rank 1] last words" in err
 
 
+@pytest.mark.parametrize("end", ["sys.exit(0)", "os._exit(0)"])
+def test_a_rank_that_ends_before_its_function_returned_has_failed(tmp_path, end):
+    """Whatever its exit code: nothing was trained to the end."""
+    code, _, err = run(tmp_path, end)
+    assert code == 1
+    (failure,) = read_failures(tmp_path / "failures")
+    assert failure.kind is Kind.EXIT and "before its function returned" in failure.error
+    assert "before its function returned" in err
+
+
+def test_a_full_disk_under_the_log_does_not_end_the_rank(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank.log").symlink_to("/dev/full")
+    code, out, _ = run(tmp_path, "print('x' * 100_000); return 0", rank=0)
+    assert code == 0 and len(out) == 100_001
+
+
+def test_where_no_report_can_be_written_the_code_is_right_all_the_same(tmp_path):
+    (tmp_path / "failures").write_text("a file where the folder should be")
+    code, _, err = run(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
+    assert code == 137 and "cannot be written" in err and "SIGKILL" in err
+
+
+def test_a_report_of_an_earlier_step_is_no_reason_to_end(tmp_path):
+    (tmp_path / "failures").mkdir()
+    old = Failure(7, "n7", 1, time.time(), Kind.ERROR, 1, "ValueError: x", "Traceback")
+    (tmp_path / "failures" / "rank7.json").write_text(to_json(old))
+    process = start(
+        tmp_path,
+        """
+        (folder / "ready").touch()
+        while not noted.received:
+            time.sleep(0.02)
+        time.sleep(4)  # as a save takes
+        return 0
+        """,
+    )
+    wait_for(tmp_path / "ready")
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
 def test_signals_reach_the_rank_and_only_leave_a_note(tmp_path):
     process = start(
         tmp_path,

@@ -183,7 +183,7 @@ def test_a_run_saves_before_its_time_is_over_and_goes_on(submitted, local):
     assert said == local[: len(said)] and len(said) > found.starts[1]["step"] > 1
     assert found.states == ["REQUEUED", "CANCELLED by 0"]
     assert re.match(
-        r"requeue after step \d+: the job ends in \d+ s, and two steps, a save and the margin",
+        r"requeue after step \d+: the job ends in \d+ s, and 2 steps, two saves and the margin",
         found.decision(0),
     )
 

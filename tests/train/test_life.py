@@ -14,6 +14,7 @@ from torchdistpackage.launch.requeue import Limits, Word
 from torchdistpackage.launch.signals import Noted
 from torchdistpackage.launch.slurm.files import JobFiles
 from torchdistpackage.launch.slurm.starts import note, this_start
+from torchdistpackage.train.job import _resume
 from torchdistpackage.train.life import Life, begin, end
 from torchdistpackage.train.log import read_metrics
 from torchdistpackage.train.loop import Loop
@@ -150,6 +151,23 @@ def test_word_is_left_for_the_batch_script_and_saves_are_remembered(tmp_path):
     assert files.decision("12.2").read_text() == f"{decision}\n"
     assert begin(tmp_path, Requeue(), Noted(), 0, env).save_s == [0.5, 0.25]
     assert begin(tmp_path, Requeue(), Noted(), 1, env).save_s == []
+
+
+@pytest.mark.parametrize(("batch", "word"), [({"TDP_BATCH": "1"}, Word.CHAIN), ({}, Word.STOP)])
+def test_a_job_is_chained_only_where_a_script_does_it(tmp_path, batch, word):
+    env = {"SLURM_JOB_ID": "12", **batch}
+    decision = end(Life(Limits("chain")), tmp_path, 9, env)
+    assert decision.word is word and ("tdp submit" in decision.reason) is (word is Word.STOP)
+
+
+@pytest.mark.parametrize("how", ["never", "/some/checkpoint"])
+def test_what_the_user_said_of_resuming_holds_for_the_first_start(tmp_path, how):
+    files, first, second = JobFiles(tmp_path), {"SLURM_JOB_ID": "12"}, {"SLURM_RESTART_COUNT": "1"}
+    begun = this_start(files, first, 0)
+    assert _resume(files, begun, how) == how
+    note(files, begun)
+    assert _resume(files, begun, how) == how
+    assert _resume(files, this_start(files, first | second, 4), how) == "auto"
 
 
 def test_outside_of_a_job_nothing_is_left_and_the_user_starts_again(tmp_path):

@@ -129,6 +129,14 @@ def candidates(folder: Path) -> list[Path]:
     return [path for _, path in found]
 
 
+def set_aside(folder: Path, after_step: int) -> None:
+    """Rename the checkpoints of later steps: the run goes another way from `after_step` on."""
+    for path in candidates(folder):
+        match = _STEP.fullmatch(path.name)
+        if match and int(match[1]) > after_step:
+            path.rename(path.with_name(f"{path.name}.aside-{secrets.token_hex(4)}"))
+
+
 def warn_skipped(path: Path, problem: str) -> None:
     """Say that a damaged checkpoint is passed over."""
     log.warning("checkpoint %s is damaged and skipped: %s", path, problem)

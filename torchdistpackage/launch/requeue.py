@@ -70,15 +70,19 @@ def quantile(values: Sequence[float], q: float = _QUANTILE) -> float:
     return ordered[max(math.ceil(q * len(ordered)) - 1, 0)] if ordered else 0.0
 
 
-def needed_s(step_s: Sequence[float], save_s: Sequence[float], margin_s: float) -> float:
-    """Seconds that must be left before a step for the next step and a save to fit in as well.
+def needed_s(
+    step_s: Sequence[float], save_s: Sequence[float], margin_s: float, ahead: int = 2
+) -> float:
+    """Seconds that must be left before a step for the next steps and saves to fit in as well.
 
-    Two steps, because what is wished for in a step ends the run after it: to let this one pass is
-    to do the next one too. `step_s` and `save_s` are durations seen so far.
+    ahead: steps that are done if this one is begun without the wish to end. Two, because what is
+    wished for in a step ends the run after it: to let this one pass is to do the next one too.
+    Two saves, because a periodic one may fall due just before the last. `step_s` and `save_s`
+    are durations seen so far, steps without saves.
     """
     step = quantile(step_s)
     save = quantile(save_s) if save_s else max(_UNKNOWN_SAVE_STEPS * step, _UNKNOWN_SAVE_S)
-    return 2 * step + save + margin_s
+    return ahead * step + 2 * save + margin_s
 
 
 def time_is_up(
@@ -87,16 +91,17 @@ def time_is_up(
     step_s: Sequence[float],
     save_s: Sequence[float],
     margin_s: float,
+    ahead: int = 2,
 ) -> str:
     """Why the step that begins now must be the last; "" while there is time. No end: never."""
     if end_s is None:
         return ""
-    left, needed = end_s - now_s, needed_s(step_s, save_s, margin_s)
+    left, needed = end_s - now_s, needed_s(step_s, save_s, margin_s, ahead)
     if left > needed:
         return ""
     return (
-        f"the job ends in {left:.0f} s, and two steps, a save and the margin of {margin_s:g} s "
-        f"may take {needed:.0f} s"
+        f"the job ends in {left:.0f} s, and {ahead} steps, two saves and the margin of "
+        f"{margin_s:g} s may take {needed:.0f} s"
     )
 
 

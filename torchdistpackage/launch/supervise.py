@@ -40,6 +40,7 @@ from torchdistpackage.launch.signals import Noted
 GRACE_S = 2.0
 """For a rank to end by itself when another one has failed and this process is told to end."""
 _POLL_S = 0.25
+_LOOK_S = 1.0
 _PR_SET_PDEATHSIG = 1
 _READ_BYTES = 1 << 16
 
@@ -73,18 +74,26 @@ def supervise(body: Callable[[], int], place: Place, noted: Noted) -> int:
     place.log.parent.mkdir(parents=True, exist_ok=True)
     for stream in (sys.stdout, sys.stderr):  # or both processes would write it
         stream.flush()
+    start_bytes = place.log.stat().st_size if place.log.exists() else 0
+    # both from before the fork: what comes later is this start's, and is passed on
+    watch = _Watch(place, len(noted.received), _reports(place), start_bytes)
     parent = os.getpid()
     read, write = os.pipe()
+    returned, returning = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(read)
-        _be_the_rank(body, place, write, parent)
+        os.close(returned)
+        _be_the_rank(body, place, write, returning, parent)
     os.close(write)
-    start_bytes = place.log.stat().st_size if place.log.exists() else 0
-    watch = _Watch(place, noted, pid, start_bytes)
+    os.close(returning)
     with place.log.open("ab", buffering=0) as log, os.fdopen(read, "rb", 0) as output:
         os.set_blocking(output.fileno(), False)
-        return watch.until_gone(output.fileno(), log.fileno())
+        status = watch.until_gone(pid, noted, output.fileno(), log.fileno())
+    with os.fdopen(returned, "rb", 0) as mark:
+        os.set_blocking(mark.fileno(), False)
+        has_returned = bool(mark.read(1))
+    return watch.last_words(status, has_returned)
 
 
 def read_failures(folder: Path) -> list[Failure]:
@@ -96,7 +105,19 @@ def read_failures(folder: Path) -> list[Failure]:
     return sorted(found, key=lambda failure: failure.rank)
 
 
-def _be_the_rank(body: Callable[[], int], place: Place, out: int, parent: int) -> NoReturn:
+def _reports(place: Place) -> dict[Path, int]:
+    """The other ranks' reports that are there, and when each was written."""
+    found: dict[Path, int] = {}
+    for path in place.failures.glob("rank*.json"):
+        with contextlib.suppress(OSError):
+            found[path] = path.stat().st_mtime_ns
+    found.pop(place.report, None)
+    return found
+
+
+def _be_the_rank(
+    body: Callable[[], int], place: Place, out: int, returning: int, parent: int
+) -> NoReturn:
     """The forked process, up to its end."""
     code = 1
     try:
@@ -107,7 +128,7 @@ def _be_the_rank(body: Callable[[], int], place: Place, out: int, parent: int) -
             os.dup2(out, fd)
         os.close(out)
         sys.stdout, sys.stderr = (os.fdopen(fd, "w", 1, closefd=False) for fd in (1, 2))
-        code = _ending(body, place)
+        code = _ending(body, place, returning)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     finally:
@@ -115,10 +136,12 @@ def _be_the_rank(body: Callable[[], int], place: Place, out: int, parent: int) -
         os._exit(code & 0xFF)
 
 
-def _ending(body: Callable[[], int], place: Place) -> int:
-    """The exit code of `body`, whose failure is reported first."""
+def _ending(body: Callable[[], int], place: Place, returning: int) -> int:
+    """The exit code of `body`, whose failure is reported first; a mark says that it returned."""
     try:
-        return body()
+        code = body()
+        os.write(returning, b"1")
+        return code
     except SystemExit as end:
         return _report(place, end) if end.code not in (None, 0) else 0
     except BaseException as error:
@@ -128,21 +151,34 @@ def _ending(body: Callable[[], int], place: Place) -> int:
 
 def _report(place: Place, error: BaseException) -> int:
     failure = from_exception(place.rank, socket.gethostname(), os.getpid(), time.time(), error)
-    write_whole(place.report, to_json(failure))
+    _leave(place, failure)
     return failure.exit_code or 1
+
+
+def _leave(place: Place, failure: Failure) -> None:
+    """Without a place for the report the rank still ends as it should, and its log says how."""
+    try:
+        write_whole(place.report, to_json(failure))
+    except OSError as error:
+        sys.stderr.write(f"the report {place.report} cannot be written: {error}\n")
 
 
 class _Watch:
     """The parent: copies output, passes signals on, ends a rank whose peers are gone."""
 
-    def __init__(self, place: Place, noted: Noted, pid: int, start_bytes: int) -> None:
-        self._place, self._noted, self._pid = place, noted, pid
+    def __init__(
+        self, place: Place, num_passed: int, earlier: dict[Path, int], start_bytes: int
+    ) -> None:
+        self._place, self._num_passed, self._earlier = place, num_passed, earlier
         self._start_bytes = start_bytes
-        self._num_passed = len(noted.received)
+        self._pid = 0
+        self._look_s = 0.0
         self._kill_s = float("inf")
         self._ended_by_us = False
 
-    def until_gone(self, output: int, log: int) -> int:
+    def until_gone(self, pid: int, noted: Noted, output: int, log: int) -> int:
+        """Wait for the rank; its exit code, minus the signal that killed it."""
+        self._pid = pid
         status = None
         with selectors.DefaultSelector() as selector:
             selector.register(output, selectors.EVENT_READ)
@@ -151,11 +187,11 @@ class _Watch:
                 if not self._copy(output, log) and selector.get_map():
                     selector.unregister(output)
                     time.sleep(_POLL_S / 10)
-                self._look_around()
+                self._look_around(noted)
                 pid, raw = os.waitpid(self._pid, os.WNOHANG)
                 status = os.waitstatus_to_exitcode(raw) if pid else None
             self._copy(output, log)
-        return self._last_words(status)
+        return status
 
     def _copy(self, output: int, log: int) -> bool:
         """Copy what is there; False when there will be no more."""
@@ -166,22 +202,21 @@ class _Watch:
                 return True
             if not data:
                 return False
-            os.write(log, data)
+            _write_all(log, data)
             if self._place.rank == 0:
                 _write_all(1, data)
 
-    def _look_around(self) -> None:
-        received = self._noted.received
+    def _look_around(self, noted: Noted) -> None:
+        received, now_s = noted.received, time.monotonic()
         while self._num_passed < len(received):
             self._kill(received[self._num_passed])
             self._num_passed += 1
         # Told to end because a peer failed: what the rank waits for will not come.
-        others_failed = received and any(
-            path != self._place.report for path in self._place.failures.glob("rank*.json")
-        )
-        if others_failed and self._kill_s == float("inf"):
-            self._kill_s = time.monotonic() + GRACE_S
-        if time.monotonic() >= self._kill_s:
+        if received and now_s >= self._look_s and self._kill_s == float("inf"):
+            self._look_s = now_s + _LOOK_S
+            if _reports(self._place).items() - self._earlier.items():
+                self._kill_s = now_s + GRACE_S
+        if now_s >= self._kill_s:
             self._ended_by_us = True
             self._kill(signal.SIGKILL)
 
@@ -189,8 +224,9 @@ class _Watch:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, signum)
 
-    def _last_words(self, status: int) -> int:
-        if status == 0:
+    def last_words(self, status: int, has_returned: bool) -> int:
+        """Report how the rank ended, if it has not; the exit code to end with."""
+        if status == 0 and has_returned:
             return 0
         rank, host = self._place.rank, socket.gethostname()
         if self._place.report.exists():
@@ -201,10 +237,11 @@ class _Watch:
             detail = f"its last output ({self._place.log}):\n{text}" if text else ""
             if self._ended_by_us:
                 kind, detail = Kind.ENDED, ""
-            failure = Failure(rank, host, self._pid, time.time(), kind, status, "", detail)
-            write_whole(self._place.report, to_json(failure))
+            error = "" if status else "the process ended before its function returned"
+            failure = Failure(rank, host, self._pid, time.time(), kind, status, error, detail)
+            _leave(self._place, failure)
         sys.stderr.write(_spoken(failure) + "\n")
-        return 128 - status if status < 0 else status
+        return 128 - status if status < 0 else status or 1
 
 
 def _spoken(failure: Failure) -> str:
@@ -218,7 +255,7 @@ def _spoken(failure: Failure) -> str:
 
 
 def _write_all(fd: int, data: bytes) -> None:
-    """To a launcher that may have gone: what it does not take is in the log."""
+    """To a launcher that may have gone, or a disk that may be full: neither may end the run."""
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(fd, data) :]

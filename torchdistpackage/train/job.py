@@ -13,7 +13,7 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.local import run_local
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
-from torchdistpackage.launch.requeue import STOPPED
+from torchdistpackage.launch.requeue import STOPPED, Word
 from torchdistpackage.launch.signals import Noted
 from torchdistpackage.launch.slurm.again import come_back
 from torchdistpackage.launch.slurm.files import JobFiles, start_id
@@ -56,8 +56,12 @@ def watched(config: RunConfig, rendezvous: Rendezvous, resume: str = "auto") -> 
     rank = rendezvous.rank
     files = JobFiles(run_folder(config).absolute())
     start = _this_start(files, rank)
-    if resume == "never":
-        resume = _fresh(files, start)
+    resume = _resume(files, start, resume)
+    if resume == "never" and latest(files.run / CHECKPOINTS):
+        raise LaunchError(
+            f"--resume never: {files.run} holds checkpoints, and the ranks of a launcher cannot "
+            f"move it away under each other; move it, or name another run with run.name=..."
+        )
     place = Place(rank, files.rank_log(rank, start.restart), files.failures(start.start))
     place.report.unlink(missing_ok=True)
     os.environ["TDP_RESTART"] = str(start.restart)
@@ -72,8 +76,8 @@ def watched(config: RunConfig, rendezvous: Rendezvous, resume: str = "auto") -> 
         files.decision(start.start).unlink(missing_ok=True)
         note_failed_nodes(files, os.environ)
     code = supervise(body, place, noted)
-    if code == 0 and rank == 0:
-        come_back(files, os.environ)
+    if code == 0 and rank == 0 and come_back(files, os.environ) is Word.STOP:
+        return STOPPED
     return code
 
 
@@ -87,10 +91,13 @@ def _start_ranks(path: str, overrides: list[str], resume: str) -> int:
     config = load(path, overrides)
     num_procs = local_procs(config)
     make_plan(config, num_procs, path)
+    files = JobFiles(run_folder(config).absolute())
+    in_job = start_id(os.environ) != "local"
+    if in_job:
+        resume = _resume(files, _this_start(files, 0), resume)
     folder = prepare_folder(config, resume)
-    files = JobFiles(folder.absolute())
     env: dict[str, str] = {}
-    if start_id(os.environ) != "local":
+    if in_job:
         start = _this_start(files, 0)
         check(files, start, limits_of(config.launch.requeue))
         note(files, start)
@@ -116,13 +123,6 @@ def _this_start(files: JobFiles, rank: int) -> Start:
     return this_start(files, os.environ, step)
 
 
-def _fresh(files: JobFiles, start: Start) -> str:
-    """`never` holds for the first start of a job; its requeues go on."""
-    if len(series_of(files, start)) > 1:
-        return "auto"
-    if latest(files.run / CHECKPOINTS):
-        raise LaunchError(
-            f"--resume never: {files.run} holds checkpoints, and the ranks of a launcher cannot "
-            f"move it away under each other; move it, or name another run with run.name=..."
-        )
-    return "never"
+def _resume(files: JobFiles, start: Start, how: str) -> str:
+    """What the user said holds for the first start of a job; its requeues go on from there."""
+    return "auto" if len(series_of(files, start)) > 1 else how

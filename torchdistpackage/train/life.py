@@ -31,13 +31,14 @@ class Life:
     """`clock`: whether this rank watches the job's end for all; its word is enough.
 
     end_s: when the job is ended, in seconds since 1970; None: never. save_s: seconds that saves
-    took, also those of earlier starts.
+    took, also those of earlier starts. ahead: see launch.requeue.needed_s.
     """
 
     limits: Limits = field(default_factory=Limits)
     noted: Noted = field(default_factory=Noted)
     clock: bool = False
     end_s: float | None = None
+    ahead: int = 2
     save_s: list[float] = field(default_factory=list[float])
     step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
@@ -57,7 +58,10 @@ class Life:
             return name
         if not self.clock:
             return ""
-        return time_is_up(time.time(), self.end_s, self.step_s, self.save_s, self.limits.margin_s)
+        return time_is_up(
+            *(time.time(), self.end_s, self.step_s, self.save_s),
+            *(self.limits.margin_s, self.ahead),
+        )
 
 
 def begin(folder: Path, section: Requeue, noted: Noted, rank: int, env: Mapping[str, str]) -> Life:
@@ -70,9 +74,9 @@ def begin(folder: Path, section: Requeue, noted: Noted, rank: int, env: Mapping[
     return Life(
         limits_of(section),
         noted,
-        clock,
-        float(end) if end.isdecimal() and int(end) > 0 else None,
-        _read_times(JobFiles(folder)) if clock else [],
+        clock=clock,
+        end_s=float(end) if end.isdecimal() and int(end) > 0 else None,
+        save_s=_read_times(JobFiles(folder)) if clock else [],
     )
 
 
@@ -83,6 +87,9 @@ def end(life: Life, folder: Path, step: int, env: Mapping[str, str]) -> Decision
     files = JobFiles(folder)
     steps = [s.step for s in series_of(files, this_start(files, env, step))]
     decision = decide(life.reason(), steps, step, life.limits)
+    if decision.word is Word.CHAIN and not env.get("TDP_BATCH"):
+        why = "nobody here chains jobs, which the script of tdp submit does"
+        decision = Decision(Word.STOP, f"{decision.reason}; {why}")
     leave_word(files, decision, env)
     write_whole(files.job / _TIMES, json.dumps(life.save_s[-_KEPT:]))
     return decision

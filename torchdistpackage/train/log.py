@@ -5,6 +5,7 @@ the run was stopped and resumed, and the picture is drawn from it alone. The pro
 screen is for people and may be lost.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -36,7 +37,8 @@ def say(line: str) -> None:
 class Both:
     """A stream that is also kept in a file, but for what only a terminal can show.
 
-    For a rank whose output belongs to somebody's screen or launcher.
+    For a rank whose output belongs to somebody's screen or launcher. That one of them takes no
+    more is no reason to end a run.
     """
 
     def __init__(self, stream: TextIO, path: Path):
@@ -44,9 +46,16 @@ class Both:
         self._stream, self._file = stream, path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, text: str) -> int:
-        if "\r" not in text and "\x1b" not in text:
-            self._file.write(text)
-        return self._stream.write(text)
+        with contextlib.suppress(OSError):  # a full disk
+            if "\r" not in text and "\x1b" not in text:
+                self._file.write(text)
+        with contextlib.suppress(OSError):  # a terminal or a pipe that was closed
+            return self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
 
     def close(self) -> None:
         """Close the file; the stream is its owner's."""
@@ -86,6 +95,10 @@ class MetricsLog:
         self._last = step
         self._file.write(_line({"step": step, **values}))
         self._file.flush()
+
+    def sync(self) -> None:
+        """Have on the disk what was written so far."""
+        os.fsync(self._file.fileno())
 
     def amend(self, step: int, **values: float | None) -> None:
         """Add to the row of `step`, the last one, what an earlier start did not come to."""

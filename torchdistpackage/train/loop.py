@@ -31,6 +31,10 @@ class Loop:
     def __init__(self, trainer: Trainer, state: TrainState, folder: Path, life: Life | None = None):
         self.trainer, self.state, self.folder = trainer, state, folder
         self.life = life or Life()
+        if trainer.device.type != "cpu":
+            # there the numbers of a step are read when the next one has been issued, and the
+            # clock is asked while the one before still runs
+            self.life.ahead = 4
         self.config = trainer.plan.config
         self.speaks = trainer.rank == 0
         self._saved_at = time.monotonic()
@@ -83,15 +87,16 @@ class Loop:
             validate = step == total or _every(config.train.eval_every, step)
             save = _every(config.checkpoint.save_every, step) or (step == total and self._saves)
             # A device is not stopped for the numbers; without one they are there already.
-            if trainer.device.type == "cpu" or self._asked_to_stop or validate or save:
+            asked = self._asked_to_stop or self._asked_to_save
+            if trainer.device.type == "cpu" or asked or validate or save:
                 result = self._read(issued)
                 if validate:
                     final = self._validate()
                 self._tell(result, {} if final is None or not validate else self._validated(final))
-            if save or self._asked_to_save or self._asked_to_stop:
-                self._save()
             if step > start + 1:  # the first one warms up
                 self.life.step_s.append(time.monotonic() - began)
+            if save or self._asked_to_save or self._asked_to_stop:
+                self._save()
             began = time.monotonic()
         if self._asked_to_stop:
             return None
@@ -113,6 +118,8 @@ class Loop:
 
     def _save(self) -> None:
         began = time.monotonic()
+        if self._metrics is not None:
+            self._metrics.sync()  # a checkpoint without its rows would leave a gap
         save_state(self.trainer, self.state, self.folder)
         self._saved_at, self._asked_to_save = time.monotonic(), False
         self.life.save_s.append(self._saved_at - began)

@@ -14,6 +14,7 @@ from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.launch.requeue import STOPPED, Decision, Word
 from torchdistpackage.launch.signals import Noted
 from torchdistpackage.launch.slurm.files import JobFiles, start_id
+from torchdistpackage.launch.slurm.starts import correct
 from torchdistpackage.train.build import build
 from torchdistpackage.train.folder import RESOLVED, prepare_folder, run_folder
 from torchdistpackage.train.life import begin, end, leave_word
@@ -56,6 +57,8 @@ def rank_main(config: RunConfig, resume: str, noted: Noted | None = None) -> int
     primitives.barrier()
     trainer = build(plan, rendezvous.rank, joined.device)
     state = resume_state(trainer, folder, resume)
+    if rendezvous.rank == 0:
+        correct(JobFiles(folder), os.environ, state.step)
     section = config.launch.requeue
     life = begin(folder, section, noted, rendezvous.rank, os.environ)
     loop = Loop(trainer, state, folder, life)

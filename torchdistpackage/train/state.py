@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from torchdistpackage.checkpoint.commit import set_aside
 from torchdistpackage.checkpoint.load import latest_together, load
 from torchdistpackage.checkpoint.save import save
 from torchdistpackage.comm.tpc import tpc
@@ -56,8 +57,9 @@ def resume(trainer: Trainer, run_folder: Path, how: str) -> TrainState:
     """
     if how == "never":
         return TrainState()
+    own = run_folder / FOLDER
     if how == "auto":
-        path = latest_together(run_folder / FOLDER, rank=trainer.rank)
+        path = latest_together(own, rank=trainer.rank)
         if path is None:
             return TrainState()
     else:
@@ -72,6 +74,8 @@ def resume(trainer: Trainer, run_folder: Path, how: str) -> TrainState:
         optimizer=trainer.optimizer,
         checksums=how != "auto",  # latest_together has read them
     )
+    if how != "auto" and trainer.rank == 0 and path.resolve().parent == own.resolve():
+        set_aside(own, loaded.step)
     cpu = loaded.extras["rng_cpu"]
     assert isinstance(cpu, torch.Tensor)
     torch.set_rng_state(cpu)

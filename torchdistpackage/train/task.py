@@ -19,6 +19,7 @@ from torchdistpackage.errors import RankError
 from torchdistpackage.launch.requeue import Word
 from torchdistpackage.launch.slurm.again import may_requeue, read_decision
 from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.slurm.script import UNTIL_IT_LISTENS
 from torchdistpackage.train.folder import run_folder
 
 _KILLED_WITHIN_S = 300.0
@@ -41,10 +42,11 @@ class Training:
         Raises:
             RankError: the rank failed.
         """
-        command = [sys.executable, "-u", "-P", "-m", "torchdistpackage", "train", self.config]
+        until_it_listens = ["sh", "-c", UNTIL_IT_LISTENS, "task"]
+        python = [sys.executable, "-u", "-P", "-m", "torchdistpackage", "train", self.config]
         env = {**os.environ, "TDP_BATCH": "1"}
         with _Relay() as before:
-            process = subprocess.Popen([*command, *self.overrides], env=env)
+            process = subprocess.Popen([*until_it_listens, *python, *self.overrides], env=env)
             before.child = process
             code = process.wait()
         rank = os.environ.get("SLURM_PROCID", "0")

@@ -22,47 +22,70 @@ def decided(tmp_path, word: Word | None, env=JOB) -> JobFiles:
     return files
 
 
+def shown(state: str, reason: str = "None", batch: int = 1) -> str:
+    return (
+        f"JobId=12 JobName=x JobState={state} Reason={reason} Dependency=(null) BatchFlag={batch}"
+    )
+
+
+def slurm_that_says(text: str) -> Scripted:
+    return Scripted(scontrol=lambda args: "" if "requeue" in args else text)
+
+
 @pytest.mark.parametrize(("env", "job"), [(JOB, "12"), (TASK, "12_1")])
-def test_a_running_job_is_requeued_once_and_of_an_array_one_task(tmp_path, env, job):
-    slurm = Scripted(squeue="RUNNING\n", scontrol="")
-    come_back(decided(tmp_path, Word.REQUEUE, env), env, slurm)
+@pytest.mark.parametrize("text", [shown("RUNNING"), shown("COMPLETING", "TimeLimit")])
+def test_a_running_job_is_requeued_once_and_of_an_array_one_task(tmp_path, env, job, text):
+    """Also one that ran into its time limit, while its processes still have time to save."""
+    slurm = slurm_that_says(text)
+    assert come_back(decided(tmp_path, Word.REQUEUE, env), env, slurm) is Word.REQUEUE
     assert requeue_id(env) == job
-    assert slurm.asked == [
-        ["squeue", "-h", "-j", job, "-o", "%T"],
-        ["scontrol", "requeue", job],
-    ]
+    assert slurm.asked == [["scontrol", "-o", "show", "job", job], ["scontrol", "requeue", job]]
 
 
-@pytest.mark.parametrize("state", ["COMPLETING", "PENDING", "CANCELLED", ""])
-def test_a_job_that_slurm_is_ending_is_left_to_it(tmp_path, state, capsys):
-    slurm = Scripted(squeue=f"{state}\n")
+@pytest.mark.parametrize(
+    "text",
+    [shown("COMPLETING"), shown("PENDING", "BeginTime"), shown("CANCELLED"), ""],
+)
+def test_a_job_that_slurm_is_ending_is_left_to_it(tmp_path, text, capsys):
+    slurm = slurm_that_says(text)
     come_back(decided(tmp_path, Word.REQUEUE), JOB, slurm)
-    assert slurm.count("squeue") == 1 and slurm.count("scontrol") == 0
-    assert f"it is {state or 'gone'}" in capsys.readouterr().out
+    assert slurm.count("scontrol") == 1
+    assert "is not requeued here, it is" in capsys.readouterr().out
+
+
+def test_a_job_without_a_script_is_not_requeued(tmp_path, capsys):
+    """A shell of salloc."""
+    slurm = slurm_that_says(shown("RUNNING", batch=0))
+    come_back(decided(tmp_path, Word.REQUEUE), JOB, slurm)
+    assert slurm.count("scontrol") == 1 and "no batch script" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("word", [Word.FINISHED, Word.STOP, Word.CHAIN, None])
 def test_nothing_is_asked_for_where_nothing_was_decided(tmp_path, word):
     slurm = Scripted()
-    come_back(decided(tmp_path, word), JOB, slurm)
+    assert come_back(decided(tmp_path, word), JOB, slurm) is word
     assert slurm.asked == []
 
 
 def test_a_batch_script_of_ours_asks_itself(tmp_path):
     slurm = Scripted()
-    come_back(decided(tmp_path, Word.REQUEUE), {**JOB, "TDP_BATCH": "1"}, slurm)
-    assert slurm.asked == []
+    env = {**JOB, "TDP_BATCH": "1"}
+    assert come_back(decided(tmp_path, Word.REQUEUE), env, slurm) is None and slurm.asked == []
+
+
+def refuses(args):
+    said = "Requested operation is disabled\n"
+    return Ran(1, "", said) if "requeue" in args else shown("RUNNING")
 
 
 @pytest.mark.parametrize(
-    ("answers", "said"),
+    ("scontrol", "said"),
     [
-        ({"squeue": LaunchError("there is no squeue here")}, "there is no squeue here"),
-        ({"squeue": "RUNNING", "scontrol": Ran(1, "", "Requested operation is disabled\n")},
-         "scontrol requeue 12 said: Requested operation is disabled"),
+        (LaunchError("there is no scontrol here"), "there is no scontrol here"),
+        (refuses, "scontrol requeue 12 said: Requested operation is disabled"),
     ],
-)  # fmt: skip
-def test_a_refusal_says_that_the_run_is_saved(tmp_path, answers, said):
+)
+def test_a_refusal_says_that_the_run_is_saved(tmp_path, scontrol, said):
     with pytest.raises(LaunchError, match="saved, but not requeued") as caught:
-        come_back(decided(tmp_path, Word.REQUEUE), JOB, Scripted(**answers))
+        come_back(decided(tmp_path, Word.REQUEUE), JOB, Scripted(scontrol=scontrol))
     assert said in str(caught.value)

@@ -5,7 +5,14 @@ import pytest
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.requeue import Limits
 from torchdistpackage.launch.slurm.files import JobFiles, start_id
-from torchdistpackage.launch.slurm.starts import check, note, read_starts, series_of, this_start
+from torchdistpackage.launch.slurm.starts import (
+    check,
+    correct,
+    note,
+    read_starts,
+    series_of,
+    this_start,
+)
 
 
 def job(number: int, restart: int = 0, **more: str) -> dict[str, str]:
@@ -72,3 +79,15 @@ def test_more_starts_than_requeues_allow_are_refused(tmp_path):
         check(files, begin(files, job(7, restart), restart), Limits(max_requeues=2))
     with pytest.raises(LaunchError, match="max_requeues=2"):
         check(files, this_start(files, job(7, 3), 3), Limits(max_requeues=2))
+
+
+def test_a_start_that_fell_back_behind_a_damaged_checkpoint_made_progress(tmp_path):
+    """It seemed to begin at 6, began at 3 and came to 4: the next one is no third in vain."""
+    files = JobFiles(tmp_path)
+    for restart, began in ((0, 3), (1, 4)):
+        check(files, begin(files, job(7, restart), 6), Limits())
+        correct(files, job(7, restart), began)
+    assert [s.step for s in read_starts(files.starts)] == [3, 4]
+    check(files, this_start(files, job(7, 2), 6), Limits())
+    correct(files, {}, 9)
+    assert len(read_starts(files.starts)) == 2, "outside of a job nothing is noted"

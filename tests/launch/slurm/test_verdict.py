@@ -72,6 +72,11 @@ def test_where_all_reports_are_consequences_the_silent_ranks_are_named(tmp_path)
     assert "Traceback" not in text
 
 
+def test_a_report_of_a_rank_that_this_step_has_not_is_another_steps(tmp_path):
+    text, code = of(tmp_path, failed(6, Kind.SIGNAL, -9, after_s=-60), RAISED)
+    assert code == 3 and "rank 6" not in text
+
+
 def test_without_any_report_sruns_code_stands_and_is_never_a_success(tmp_path):
     text, code = of(tmp_path, code=0, num_ranks=2)
     assert code == 1 and "no report from 2 of 2 ranks (0, 1)" in text

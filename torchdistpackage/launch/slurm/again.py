@@ -27,29 +27,38 @@ def requeue_id(env: Mapping[str, str]) -> str:
 
 
 def may_requeue(env: Mapping[str, str], runner: Runner = run) -> bool:
-    """Whether this job still runs, so that nobody else is requeueing or cancelling it.
+    """Whether this job is one that can come back and that nobody else requeues or cancels.
+
+    A job that is ended by its time limit may still be requeued while its processes save.
 
     Raises:
         LaunchError: Slurm does not answer.
     """
     job = requeue_id(env)
-    state = _out(runner, "squeue", "-h", "-j", job, "-o", "%T").strip()
-    if state != "RUNNING":
-        sys.stdout.write(f"job {job} is not requeued here, it is {state or 'gone'}\n")
-    return state == "RUNNING"
+    shown = _out(runner, "scontrol", "-o", "show", "job", job)
+    facts = dict(word.split("=", 1) for word in shown.split() if "=" in word)
+    state, reason = facts.get("JobState", "gone"), facts.get("Reason", "")
+    if facts.get("BatchFlag") == "0":
+        sys.stdout.write(f"job {job} has no batch script, so it is not requeued\n")
+        return False
+    if state != "RUNNING" and reason != "TimeLimit":
+        sys.stdout.write(f"job {job} is not requeued here, it is {state}\n")
+        return False
+    return True
 
 
-def come_back(files: JobFiles, env: Mapping[str, str], runner: Runner = run) -> None:
-    """Requeue this job if that was decided and nobody else will do it.
+def come_back(files: JobFiles, env: Mapping[str, str], runner: Runner = run) -> Word | None:
+    """Requeue this job if that was decided and nobody else will do it; what was decided.
 
     Raises:
         LaunchError: Slurm did not take it.
     """
     decision = read_decision(files, env)
-    if decision is None or decision.word is not Word.REQUEUE or env.get("TDP_BATCH"):
-        return
-    if may_requeue(env, runner):
+    if decision is None or env.get("TDP_BATCH"):
+        return None
+    if decision.word is Word.REQUEUE and may_requeue(env, runner):
         _out(runner, "scontrol", "requeue", requeue_id(env))
+    return decision.word
 
 
 def _out(runner: Runner, *command: str) -> str:

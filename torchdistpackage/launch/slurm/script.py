@@ -20,7 +20,8 @@ _SRUN_READS = (
     *("SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES", "SLURM_GPU_BIND", "SLURM_EXPORT_ENV"),
     *("SLURM_CPU_BIND", "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_LIST", "SLURM_CPU_BIND_VERBOSE"),
 )
-_UNTIL_IT_LISTENS = 'trap "" HUP USR1 USR2; exec "$@"'
+UNTIL_IT_LISTENS = 'trap "" HUP USR1 USR2; exec "$@"'
+"""For sh -c: a Python that is still starting would end on a signal that asks it to save."""
 _BARE = re.compile(r"[\w@%+=:,./\[\]-]+", re.ASCII)
 
 
@@ -192,7 +193,7 @@ def _ranks(job: BatchJob) -> str:
     )
     lines = [stated, "--mpi=none --kill-on-bad-exit=1"]
     lines += [_words(job.srun)] if job.srun else []
-    lines.append(f"sh -c '{_UNTIL_IT_LISTENS}' task")
+    lines.append(f"sh -c '{UNTIL_IT_LISTENS}' task")
     lines += [_words(job.container)] if job.container else []
     lines.append(f'{_words(job.command)} "$run/job/config.yaml"')
     joined = " \\\n    ".join(lines)
@@ -221,20 +222,28 @@ stop)
     exit {STOPPED}
     ;;
 requeue)
-    # In any other state Slurm is ending or requeueing the job already.
-    state=$(squeue --noheader --states=all --jobs="$job" --format=%T 2>&1)
-    if [ "$state" != RUNNING ]; then say "not requeued here, it is $state"; exit 0; fi
+    # In any other state Slurm is cancelling or requeueing the job already.
+    state=$(squeue --noheader --states=all --jobs="$job" --format='%T %r' 2>&1)
+    case $state in
+    RUNNING* | *TimeLimit) ;;
+    *) say "not requeued here, it is $state"; exit 0 ;;
+    esac
     scontrol requeue "$job" && exit 0
     say "Slurm does not requeue it; set launch.requeue.mode=chain, or submit it again"
     exit 1
     ;;
 chain)
     # A job that was cancelled stays so; one that was preempted without requeue is over as well.
-    state=$(squeue --noheader --states=all --jobs="$job" --format=%T 2>&1)
-    if [ "$state" != RUNNING ] && ! scontrol show job "$job" | grep -q 'PreemptTime=[0-9]'; then
-        say "no job is chained behind it, it is $state"
-        exit 0
-    fi
+    state=$(squeue --noheader --states=all --jobs="$job" --format='%T %r' 2>&1)
+    case $state in
+    RUNNING* | *TimeLimit) ;;
+    *)
+        if ! scontrol show job "$job" | grep -q 'PreemptTime=[0-9]'; then
+            say "no job is chained behind it, it is $state"
+            exit 0
+        fi
+        ;;
+    esac
     own=()
     for name in $(compgen -e); do
         case $name in

@@ -5,10 +5,11 @@ has written count it themselves and come to the same number.
 """
 
 import json
+import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from torchdistpackage.errors import LaunchError
@@ -37,13 +38,14 @@ class Start:
 def read_starts(path: Path) -> list[Start]:
     """All starts in order; a line that a kill left unfinished is passed over."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    starts: list[Start] = []
+    starts: dict[str, Start] = {}
     for line in text.splitlines():
         try:
-            starts.append(Start(**json.loads(line)))
+            start = Start(**json.loads(line))
         except (ValueError, TypeError):
             continue
-    return starts
+        starts[start.start] = start  # of one start the last line holds
+    return list(starts.values())
 
 
 def this_start(files: JobFiles, env: Mapping[str, str], step: int) -> Start:
@@ -85,8 +87,16 @@ def check(files: JobFiles, start: Start, limits: Limits) -> None:
 
 
 def note(files: JobFiles, start: Start) -> None:
-    """Append the start, unless it is there."""
-    if all(s.start != start.start for s in read_starts(files.starts)):
+    """Append the start, unless it is there as it is."""
+    if start not in read_starts(files.starts):
         files.job.mkdir(parents=True, exist_ok=True)
         with files.starts.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(start)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def correct(files: JobFiles, env: Mapping[str, str], step: int) -> None:
+    """Note where this start really began: a checkpoint may look complete and be damaged."""
+    if own := next((s for s in read_starts(files.starts) if s.start == start_id(env)), None):
+        note(files, replace(own, step=step))

@@ -34,7 +34,8 @@ def verdict(run: Path, start: str, code: int, num_ranks: int) -> tuple[str, int]
     A node that is to blame is noted in the suspects file.
     """
     files = JobFiles(run)
-    failures = read_failures(files.failures(start))
+    # A step with more ranks may have left reports in this start before.
+    failures = [f for f in read_failures(files.failures(start)) if f.rank < num_ranks]
     silent = sorted(set(range(num_ranks)) - {failure.rank for failure in failures})
     if not failures or (silent and is_consequence(culprit(failures))):
         return _without_culprit(files, start, code, failures, silent)

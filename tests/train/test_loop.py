@@ -1,0 +1,114 @@
+"""The loop as on a device, whose numbers come a step late: what is saved is what was computed.
+
+The trainer is a stand-in that counts its updates; that needs no device, and real ones are slow.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from torchdistpackage.train import loop as loops
+from torchdistpackage.train.life import Life
+from torchdistpackage.train.log import read_metrics
+from torchdistpackage.train.loop import Loop
+from torchdistpackage.train.state import TrainState
+from torchdistpackage.train.step import StepResult
+
+
+@dataclass
+class Issued:
+    result: StepResult
+
+    def read(self) -> StepResult:
+        return self.result
+
+
+@dataclass
+class Counting:
+    """`updates`: steps that its weights have seen."""
+
+    kind: str
+    total: int
+    updates: int = 0
+    rank: int = 0
+    data: None = None
+    plan: SimpleNamespace = field(init=False)
+    device: SimpleNamespace = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.device = SimpleNamespace(type=self.kind)
+        sections = {
+            "train": {"steps": self.total, "eval_every": 0, "step_timeout_s": 1},
+            "log": {"every": 1},
+            "checkpoint": {"save_every": 0, "save_every_min": 1.0},
+            "model": {"loss": None},
+            "parallel": {"pipe": 1},
+        }
+        config = SimpleNamespace(**{k: SimpleNamespace(**v) for k, v in sections.items()})
+        timeline = SimpleNamespace(bubble=0.0)
+        self.plan = SimpleNamespace(config=config, model=None, shape=None, timeline=timeline)
+
+    def limit(self, seconds: float) -> None: ...
+
+    def train_step(self, step: int, *, measure: bool, save: bool, stop: Callable[[], bool]):
+        wish, self.updates = stop(), step
+        return Issued(StepResult(step, 1.0, 1.0, 10, 0.01, 1e-3, None, save, wish))
+
+    def evaluate(self, stop: Callable[[], bool] | None = None) -> float | None:
+        return None if stop is not None and stop() else 1.0
+
+
+@dataclass
+class Wishing(Life):
+    """Wishes for the end from its `at`-th question on."""
+
+    at: int = 10**9
+    asked: int = 0
+
+    def wish(self) -> bool:
+        self.asked += 1
+        return self.asked >= self.at
+
+
+@pytest.fixture
+def saved(monkeypatch) -> list[tuple[int, int]]:
+    """(step it is called, updates in the weights) of each checkpoint."""
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        loops, "save_state", lambda trainer, state, _: found.append((state.step, trainer.updates))
+    )
+    return found
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_save_by_the_clock_is_made_once_and_of_the_step_it_is_named_after(
+    tmp_path: Path, saved, kind
+):
+    loop = Loop(Counting(kind, 6), TrainState(), tmp_path, Life())
+    loop._saved_at -= 61  # a minute is over
+    loop.run()
+    assert all(step == updates for step, updates in saved), saved
+    assert len(saved) == len(set(saved)) == 2, "by the clock, and at the end"
+
+
+@pytest.mark.parametrize("at", range(1, 7))
+@pytest.mark.parametrize(("kind", "late"), [("cpu", 0), ("cuda", 1)])
+def test_a_run_ends_after_the_step_of_the_wish_or_where_numbers_are_late_one_later(
+    tmp_path: Path, saved, kind, late, at
+):
+    loop = Loop(Counting(kind, 20), TrainState(), tmp_path, Wishing(at=at))
+    assert loop.run() is None
+    assert saved == [(at + late, at + late)]
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == list(
+        range(1, at + late + 1)
+    )
+
+
+def test_more_time_is_kept_free_where_numbers_come_late(tmp_path: Path):
+    lives = {kind: Life() for kind in ("cpu", "cuda")}
+    for kind, life in lives.items():
+        Loop(Counting(kind, 1), TrainState(), tmp_path, life)
+    assert lives["cuda"].ahead > lives["cpu"].ahead
