@@ -50,7 +50,7 @@ def table(text: str) -> list[list[str]]:
 
 def test_ls_has_a_line_for_each_run_the_latest_last(run: Run, slurm: Programs, capsys):
     submitted(run.folder.parent / "waits", "8_0", NOW_S - 100)
-    new = submitted(run.folder.parent / "new", "9", NOW_S - 1)
+    new = submitted(run.folder.parent / "new", "9", time.time() - 1)
     text = row("7", "RUNNING", nodes="n[2-3]") + row("8_0", "PENDING", nodes="")
     slurm.say("squeue", text.replace("|None|", "|Resources|"))
     assert main(["jobs", "ls"]) == 0
@@ -76,7 +76,7 @@ def test_ls_without_any_slurm_tells_what_the_folders_tell(run: Run, monkeypatch,
 def test_show_tells_the_whole_story(run: Run, slurm: Programs, capsys):
     slurm.say("squeue", row("7", "FAILED", code=137 << 8, nodes="n[2-3]", used="6:40"))
     slurm.say("sacct", "7|FAILED|137:0|400|n[2-3]|None\n")
-    record(run.files.suspects, Evidence("n9", "down", 1.0, NOW_S, NOW_S + 100, "6.0"))
+    record(run.files.suspects, Evidence("n9", "down", 1.0, NOW_S, NOW_S + 1e6, "6.0"))
     assert main(["jobs", "show", "tiny"]) == 0
     out = capsys.readouterr().out
     facts = dict(re.split(" {2,}", line, maxsplit=1) for line in out.split("\n\n")[0].splitlines())
@@ -137,7 +137,7 @@ def test_cancel_and_resubmit(run: Run, slurm: Programs, capsys):
     assert slurm.asked[-1] == ["scancel", "7"]
     slurm.say("squeue", row("7", "CANCELLED", code=15))
     slurm.say("sbatch", "8\n")
-    record(run.files.suspects, Evidence("n9", "down", 1.0, NOW_S, NOW_S + 100, "6.0"))
+    record(run.files.suspects, Evidence("n9", "down", 1.0, NOW_S, NOW_S + 1e6, "6.0"))
     assert main(["jobs", "resubmit", "tiny"]) == 0
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first.startswith("leaving out n9: down")
