@@ -185,7 +185,7 @@ def settings() -> dict[str, object]:
         "added to its signals to handle; train.py handles SIGUSR2 and SIGTERM: ranks agree on a "
         "step, rank 0 saves. Beside it, where that can matter, the same with --max-restarts=3 and "
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (without the variable the attempts of four agents "
-        "did not meet: two runs of two hung until the limit)",
+        "did not meet: the one such run was stuck at the limit)",
         "ours": "tdp submit, defaults but for the same things",
     }
 

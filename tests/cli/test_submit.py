@@ -8,6 +8,7 @@ import pytest
 
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.load import load
+from torchdistpackage.launch.durable import alone
 from torchdistpackage.launch.slurm.files import JobFiles
 from torchdistpackage.launch.slurm.records import read_records
 from torchdistpackage.launch.slurm.suspects import Evidence, record
@@ -213,3 +214,21 @@ def test_a_wrong_usage_is_refused(work: Path, words: list[str], named: str, caps
     assert main(["submit", "run.yaml", *words]) == 2
     assert named in capsys.readouterr().err
     assert calls(work) == []
+
+
+def test_code_that_is_not_there_is_missed_before_the_queue(work: Path, capsys):
+    assert main(["submit", "run.yaml", "model.name=null", "model.target=nopkg.toy:build"]) == 2
+    assert "model.target: nopkg.toy:build: there is no module nopkg" in capsys.readouterr().err
+    assert calls(work) == []
+    container = "launch.slurm.container=apptainer exec x.sif"
+    words = ["submit", "run.yaml", "model.name=null", "model.target=nopkg.toy:build", container]
+    assert main(words) == 0, "in a container it may be there"
+
+
+def test_of_two_submissions_at_once_one_is_refused(work: Path, capsys):
+    """Otherwise both would find the run free, and two jobs write to one folder."""
+    run = load("run.yaml")
+    with alone(JobFiles(work / run.run.dir / run.run.name).lock, "a test"):
+        assert main(["submit", "run.yaml"]) == 1
+    assert "is under way elsewhere" in capsys.readouterr().err and calls(work) == []
+    assert main(["submit", "run.yaml"]) == 0

@@ -275,3 +275,13 @@ def test_loading_needs_only_yaml_and_pydantic() -> None:
     pydantic = {"annotated_types", "pydantic", "pydantic_core"}
     typing = {"typing_extensions", "typing_inspection"}
     assert set(run.stdout.split()) - {"torchdistpackage"} <= {"yaml", *pydantic, *typing}
+
+
+@pytest.mark.parametrize(
+    ("value", "read_as"), [("runs # of mine", "runs"), ("a\n  b", "a b"), ("!!str x", "x")]
+)
+def test_an_override_that_yaml_would_shorten_is_refused(value, read_as):
+    (line,) = problems("run: {name: a}", f"run.dir={value}")
+    assert f'would be read as the text "{read_as}"; put the value in YAML\'s quotes' in line
+    quoted = f'run.dir="{value}"'.replace("\n", "\\n")
+    assert loads("run: {name: a}", overrides=[quoted]).run.dir == value

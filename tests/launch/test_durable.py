@@ -2,7 +2,8 @@
 
 import pytest
 
-from torchdistpackage.launch.durable import write_whole
+from torchdistpackage.errors import LaunchError
+from torchdistpackage.launch.durable import alone, write_whole
 
 
 def test_a_file_is_replaced_and_nothing_lies_beside_it(tmp_path):
@@ -19,3 +20,16 @@ def test_what_cannot_be_written_leaves_the_file_as_it_was(tmp_path):
     with pytest.raises(UnicodeEncodeError):
         write_whole(path, "a lone surrogate: \ud800")
     assert path.read_text() == "before" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_of_two_that_come_at_once_one_is_told_so(tmp_path):
+    lock = tmp_path / "new" / ".run.lock"
+    with (
+        alone(lock, "a submission of run"),
+        pytest.raises(LaunchError, match="a submission of run is under way elsewhere"),
+        alone(lock, "a submission of run"),
+    ):
+        pass
+    with alone(lock, "a submission of run"):
+        assert lock.exists()
+    assert list(tmp_path.iterdir()) == [], "nothing is left"

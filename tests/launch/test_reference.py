@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.reference import Reference
+from torchdistpackage.launch.reference import Reference, missing_module
 
 
 class Outer:
@@ -52,3 +52,22 @@ def test_a_local_function_is_refused() -> None:
 def test_a_missing_function_is_named() -> None:
     with pytest.raises(LaunchError, match="no function 'sqroot' in math"):
         Reference.of("math:sqroot").resolve()
+
+
+@pytest.mark.parametrize(
+    ("target", "missing"),
+    [
+        ("pkg.mod:build", ""),
+        ("pkg.sub.deep:build", ""),
+        ("pkg.other:build", "pkg.other"),
+        ("pkg.mod.deeper:build", "pkg.mod.deeper"),
+        ("nopkg.toy:build", "nopkg"),
+        ("json.decoder:JSONDecoder", ""),
+        ("sys:exit", ""),
+    ],
+)
+def test_a_module_that_is_not_there_is_found_out_without_importing(tmp_path, target, missing):
+    (tmp_path / "pkg" / "sub").mkdir(parents=True)
+    for name in ("__init__.py", "mod.py", "sub/__init__.py", "sub/deep.py"):
+        (tmp_path / "pkg" / name).write_text("raise RuntimeError('imported')")
+    assert missing_module(target, [str(tmp_path), *sys.path]) == missing

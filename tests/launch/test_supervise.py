@@ -28,7 +28,9 @@ noted.listen(["USR1", "TERM"])
 def body():
 {body}
 
-sys.exit(supervise(body, Place({rank}, folder / "logs" / "rank.log", folder / "failures"), noted))
+logs = folder / "logs" / "rank.log"
+place = Place({rank}, logs, folder / "failures", folder / "decision")
+sys.exit(supervise(body, place, noted))
 """
 
 
@@ -205,6 +207,16 @@ def test_a_rank_whose_peer_failed_is_ended_when_the_launcher_says_so(tmp_path):
     assert process.returncode == 137 and "because another rank failed" in err
     own, culprit = read_failures(tmp_path / "failures")
     assert (own.rank, own.kind) == (1, Kind.ENDED) and culprit.rank == 3
+
+
+def test_a_rank_that_waits_for_one_that_has_ended_is_ended_when_told_so(tmp_path):
+    """Rank 0 decides not to train, and srun tells the others to end."""
+    process = start(tmp_path, "(folder / 'ready').touch(); time.sleep(600)")
+    wait_for(tmp_path / "ready")
+    (tmp_path / "decision").write_text("stop not started again")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 137
 
 
 def test_a_rank_does_not_outlive_its_watcher(tmp_path):

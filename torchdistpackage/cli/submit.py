@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,9 @@ from torchdistpackage.cli.arguments import Config, Overrides
 from torchdistpackage.config.load import load
 from torchdistpackage.config.problem import ConfigProblems, Problem
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.config.slurm_options import ours
+from torchdistpackage.launch.durable import alone
+from torchdistpackage.launch.reference import missing_module
 from torchdistpackage.launch.slurm.by_submitit import submit as submitit_submit
 from torchdistpackage.launch.slurm.environment import clean
 from torchdistpackage.launch.slurm.files import JobFiles
@@ -98,17 +102,19 @@ def submit(
     if dry_run:
         typer.echo(prepared.text, nl=False)
         return
-    refuse_alive(prepared)
-    if fresh:
-        for _, run in prepared.runs:
-            prepare_folder(run, "never")
-    folder = prepared.runs[0][0]
-    log = JobFiles(folder).main_log
-    tail = Tail({log: log.stat().st_size if log.exists() else 0})
-    submitted = WAYS[via](prepared, os.environ)
+    log = JobFiles(prepared.runs[0][0]).main_log
+    with ExitStack() as locks:
+        for own, _ in sorted(prepared.runs, key=lambda pair: pair[0]):
+            locks.enter_context(alone(JobFiles(own).lock, f"a submission of {own.name}"))
+        refuse_alive(prepared)
+        if fresh:
+            for _, run in prepared.runs:
+                prepare_folder(run, "never")
+        tail = Tail({log: log.stat().st_size if log.exists() else 0})
+        submitted = WAYS[via](prepared, os.environ)
     _note(submitted.notes)
     typer.echo(_told(prepared, submitted))
-    run = read_run(folder)
+    run = read_run(prepared.runs[0][0])
     if follow and run is not None:
         raise typer.Exit(_follow(run, tail))
 
@@ -128,6 +134,8 @@ def _checked(
             run = load(path, [*overrides, *point.overrides], job=True)
             for world_size in job_shape(run).world_sizes:
                 make_plan(run, world_size, path)
+            if unknown := _unknown_modules(run):
+                raise ConfigProblems(path, unknown)
         except ConfigProblems as error:
             problems |= dict.fromkeys(error.problems)
             continue
@@ -139,6 +147,20 @@ def _checked(
     if problems:
         raise ConfigProblems(path, problems)
     return names[0], runs
+
+
+def _unknown_modules(run: RunConfig) -> list[Problem]:
+    """Import paths that lead nowhere from here; in a container or conda they may lead somewhere."""
+    if ours(run.launch.slurm, "container") or ours(run.launch.slurm, "conda"):
+        return []
+    paths = {"model.target": run.model.target, "model.loss": run.model.loss}
+    paths["data.target"] = run.data.target
+    where = [str(Path.cwd()), *sys.path]
+    return [
+        Problem("", None, name, f"{path}: there is no module {missing} here or on the import path")
+        for name, path in paths.items()
+        if path is not None and (missing := missing_module(path, where))
+    ]
 
 
 def _note(notes: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ rank 0's host is known. Start and steps have separate time limits; ranks that ne
 """
 
 import itertools
+import logging
 import os
 import socket
 import time
@@ -24,6 +25,9 @@ from torchdistpackage.launch.rendezvous import Rendezvous, detect
 
 _starts = itertools.count()
 _UNKNOWN = "?"
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ def setup_distributed(
         "LOCAL_RANK": rendezvous.local_rank,
         "MASTER_ADDR": rendezvous.address,
     }
+    if rendezvous.note and rendezvous.rank == 0:
+        log.warning("%s", rendezvous.note)  # who takes no notice of logs finds it on stderr
     if rendezvous.source != "alone":
         for name, value in defaults.items():
             os.environ.setdefault(name, str(value))

@@ -121,6 +121,11 @@ class _Draft:
             return
         self._overridden.append(name)
         document = read(value, place.file, path, place)
+        plain = isinstance(document.value, str) and value[:1] not in ("'", '"', "|", ">")
+        if plain and document.value != value:
+            why = f"would be read as {_shown(document.value)}; put the value in YAML's quotes"
+            self._report(place, name, why)
+            return
         self.problems += document.problems
         self.bad |= document.bad
         if not document.problems:

@@ -8,9 +8,10 @@ part must not run again.
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -119,6 +120,26 @@ class Reference:
 
     def _same_file(self, file: str | None) -> bool:
         return self.file is None or (file is not None and str(Path(file).resolve()) == self.file)
+
+
+def missing_module(target: str, folders: Sequence[str]) -> str:
+    """The part of "pkg.module:name" that is no module under `folders`; "" if all is there.
+
+    Nothing is imported, so a function that is missing is not noticed.
+    """
+    *packages, last = target.partition(":")[0].split(".")
+    name = ""
+    search = list(folders)
+    for part in (*packages, last):
+        name = f"{name}.{part}".removeprefix(".")
+        if name in sys.builtin_module_names or name in sys.modules:
+            spec = importlib.util.find_spec(name)
+        else:
+            spec = importlib.machinery.PathFinder.find_spec(name, search)
+        if spec is None:
+            return name
+        search = list(spec.submodule_search_locations or [])
+    return ""
 
 
 def main_is_loading() -> bool:

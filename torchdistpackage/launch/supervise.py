@@ -47,11 +47,15 @@ _READ_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What is watched: rank, its log, and the folder for reports of this start."""
+    """What is watched: rank, its log, and the folder for reports of this start.
+
+    decision: file that says that the run has ended; whoever is told to end then, ends.
+    """
 
     rank: int
     log: Path
     failures: Path
+    decision: Path | None = None
 
     @property
     def report(self) -> Path:
@@ -106,9 +110,10 @@ def read_failures(folder: Path) -> list[Failure]:
 
 
 def _reports(place: Place) -> dict[Path, int]:
-    """The other ranks' reports that are there, and when each was written."""
+    """The other ranks' reports that are there and the decision, and when each was written."""
     found: dict[Path, int] = {}
-    for path in place.failures.glob("rank*.json"):
+    decision = () if place.decision is None else (place.decision,)
+    for path in (*place.failures.glob("rank*.json"), *decision):
         with contextlib.suppress(OSError):
             found[path] = path.stat().st_mtime_ns
     found.pop(place.report, None)
@@ -211,7 +216,7 @@ class _Watch:
         while self._num_passed < len(received):
             self._kill(received[self._num_passed])
             self._num_passed += 1
-        # Told to end because a peer failed: what the rank waits for will not come.
+        # Told to end because a peer failed or has ended: what the rank waits for will not come.
         if received and now_s >= self._look_s and self._kill_s == float("inf"):
             self._look_s = now_s + _LOOK_S
             if _reports(self._place).items() - self._earlier.items():

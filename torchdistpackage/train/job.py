@@ -6,18 +6,20 @@ starts the ranks and watches them.
 
 import importlib
 import os
+import sys
 
 from torchdistpackage.checkpoint.commit import latest
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import LaunchError
+from torchdistpackage.launch.durable import write_whole
 from torchdistpackage.launch.local import run_local
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
-from torchdistpackage.launch.requeue import STOPPED, Word
+from torchdistpackage.launch.requeue import STOPPED, Decision, Word
 from torchdistpackage.launch.signals import Noted
 from torchdistpackage.launch.slurm.again import come_back
 from torchdistpackage.launch.slurm.files import JobFiles, start_id
-from torchdistpackage.launch.slurm.starts import Start, check, note, series_of, this_start
+from torchdistpackage.launch.slurm.starts import Start, note, refusal_of, series_of, this_start
 from torchdistpackage.launch.slurm.suspects import note_failed_nodes
 from torchdistpackage.launch.supervise import Place, supervise
 from torchdistpackage.train.folder import prepare_folder, run_folder
@@ -62,20 +64,20 @@ def watched(config: RunConfig, rendezvous: Rendezvous, resume: str = "auto") -> 
             f"--resume never: {files.run} holds checkpoints, and the ranks of a launcher cannot "
             f"move it away under each other; move it, or name another run with run.name=..."
         )
-    place = Place(rank, files.rank_log(rank, start.restart), files.failures(start.start))
+    decision = files.decision(start.start)
+    place = Place(rank, files.rank_log(rank, start.restart), files.failures(start.start), decision)
     place.report.unlink(missing_ok=True)
     os.environ["TDP_RESTART"] = str(start.restart)
 
-    def body() -> int:
-        if rank == 0:
-            check(files, start, limits_of(config.launch.requeue))
-            note(files, start)
-        return _be_rank(config, resume, noted)
-
     if rank == 0:
-        files.decision(start.start).unlink(missing_ok=True)
+        decision.unlink(missing_ok=True)
         note_failed_nodes(files, os.environ)
-    code = supervise(body, place, noted)
+        if refused := refusal_of(files, start, limits_of(config.launch.requeue)):
+            write_whole(decision, f"{Decision(Word.STOP, refused)}\n")
+            sys.stdout.write(f"{refused}\n")
+            return STOPPED
+        note(files, start)
+    code = supervise(lambda: _be_rank(config, resume, noted), place, noted)
     if code == 0 and rank == 0 and come_back(files, os.environ) is Word.STOP:
         return STOPPED
     return code
@@ -99,7 +101,8 @@ def _start_ranks(path: str, overrides: list[str], resume: str) -> int:
     env: dict[str, str] = {}
     if in_job:
         start = _this_start(files, 0)
-        check(files, start, limits_of(config.launch.requeue))
+        if refused := refusal_of(files, start, limits_of(config.launch.requeue)):
+            raise LaunchError(refused)
         note(files, start)
         env["TDP_RESTART"] = str(start.restart)
     codes = run_local(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchdistpackage.config.schema import Requeue
+from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.durable import write_whole
 from torchdistpackage.launch.requeue import Decision, Limits, Word, decide, time_is_up
 from torchdistpackage.launch.signals import Noted
@@ -86,11 +87,18 @@ def end(life: Life, folder: Path, step: int, env: Mapping[str, str]) -> Decision
         return Decision(Word.STOP, f"after step {step}: {life.reason()}; started again it goes on")
     files = JobFiles(folder)
     steps = [s.step for s in series_of(files, this_start(files, env, step))]
+    reason = f"after step {step}: {life.reason()}"
     decision = decide(life.reason(), steps, step, life.limits)
     if decision.word is Word.CHAIN and not env.get("TDP_BATCH"):
         why = "nobody here chains jobs, which the script of tdp submit does"
         decision = Decision(Word.STOP, f"{decision.reason}; {why}")
-    leave_word(files, decision, env)
+    try:
+        leave_word(files, decision, env)
+    except OSError as error:
+        raise LaunchError(
+            f"saved {reason}, but nobody can be told: {files.decision(start_id(env))}: "
+            f"{error.strerror}; started again it goes on"
+        ) from error
     write_whole(files.job / _TIMES, json.dumps(life.save_s[-_KEPT:]))
     return decision
 

@@ -68,7 +68,10 @@ def test_where_all_reports_are_consequences_the_silent_ranks_are_named(tmp_path)
     text, code = of(tmp_path, closed(0), closed(3), code=143)
     assert code == 143
     last = text.splitlines()[-1]
-    assert "no report from 2 of 4 ranks (1, 2; job on n[1-4])" in last and "code 143" in last
+    assert (
+        "no report from 2 of 4 ranks (1 on n2, 2 on n3; job on n[1-4])" in last
+        and "code 143" in last
+    )
     assert "Traceback" not in text
 
 

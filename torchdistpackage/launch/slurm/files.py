@@ -59,6 +59,11 @@ class JobFiles:
         return self.job / f"failures.{start}"
 
     @property
+    def lock(self) -> Path:
+        """Held by whoever submits this run; beside the folder, which may be moved meanwhile."""
+        return self.run.parent / f".{self.run.name}.lock"
+
+    @property
     def logs(self) -> Path:
         return self.run / "logs"
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchdistpackage.errors import LaunchError
+from torchdistpackage.launch.durable import alone
 from torchdistpackage.launch.slurm import suspects
 from torchdistpackage.launch.slurm.commands import Runner
 from torchdistpackage.launch.slurm.commands import run as run_command
@@ -78,7 +79,11 @@ def resubmit(
     Raises:
         LaunchError: a job of the run is alive, its script is gone, or Slurm refuses.
     """
-    now = time.time() if now_s is None else now_s
+    with alone(run.files.lock, f"a submission of {run.name}"):
+        return _resubmit(run, env, runner, time.time() if now_s is None else now_s)
+
+
+def _resubmit(run: Run, env: Mapping[str, str], runner: Runner, now: float) -> Record:
     for info in alive(run, runner, now_s=now):
         raise LaunchError(
             f"{run.name} is not over: job {info.job} is {info.state or 'just submitted'}; "

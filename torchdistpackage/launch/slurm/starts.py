@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.requeue import Limits, refusal
 from torchdistpackage.launch.slurm.files import JobFiles, start_id
 
@@ -72,18 +71,14 @@ def series_of(files: JobFiles, start: Start) -> list[Start]:
     return [*(s for s in before if s.series == start.series), start]
 
 
-def check(files: JobFiles, start: Start, limits: Limits) -> None:
-    """Refuse a start that Slurm made although the run is not to come back again.
-
-    Raises:
-        LaunchError: too many starts, or two in a row without progress.
-    """
+def refusal_of(files: JobFiles, start: Start, limits: Limits) -> str:
+    """Why this start, which Slurm made of itself, is not to train; "" if it is."""
     steps = [s.step for s in series_of(files, start)[:-1]]
-    if why := refusal(steps, start.step, limits):
-        raise LaunchError(
-            f"this start is one too many: {why}; see {files.logs} for what went wrong, then "
-            f"submit again"
-        )
+    why = refusal(steps, start.step, limits)
+    return why and (
+        f"not started again at step {start.step}, which is saved: {why}; submit it again to go on, "
+        f"the logs of its starts are in {files.logs}"
+    )
 
 
 def note(files: JobFiles, start: Start) -> None:

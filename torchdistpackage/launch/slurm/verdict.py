@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchdistpackage.launch.failure import Failure, culprit, how, is_consequence, report
+from torchdistpackage.launch.hostlist import expand
 from torchdistpackage.launch.slurm.files import JobFiles
 from torchdistpackage.launch.slurm.starts import read_starts
 from torchdistpackage.launch.slurm.suspects import evidence_of, record
@@ -50,13 +51,18 @@ def _without_culprit(
 ) -> tuple[str, int]:
     """All reports there are speak of lost connections: who left none was lost first."""
     nodes = next((s.nodes for s in read_starts(files.starts) if s.start == start), "")
-    shown = ", ".join(map(str, silent[:20])) + (", ..." if len(silent) > 20 else "")
+    num_ranks = len(silent) + len(failures)
+    hosts = expand(nodes) if nodes else ()
+    # every node of a job of ours has as many ranks as the others
+    per_node = num_ranks // len(hosts) if hosts and num_ranks % len(hosts) == 0 else 0
+    named = [f"{r} on {hosts[r // per_node]}" if per_node else str(r) for r in silent[:20]]
+    shown = ", ".join(named) + (", ..." if len(silent) > 20 else "")
     lines = [f"rank {f.rank} on {f.host} then failed: {f.error or how(f)}" for f in failures]
     lines.append(
-        f"--- no report from {len(silent)} of {len(silent) + len(failures)} ranks ({shown}"
-        f"{f'; job on {nodes}' if nodes else ''}): lost with their node, killed together with "
-        f"what watched over them, or never started; srun ended with code {code} and says above "
-        f"what it knows; the ranks' logs are in {files.logs} ---"
+        f"--- no report from {len(silent)} of {num_ranks} ranks ({shown}"
+        f"{f'; job on {nodes}' if nodes else ''}): ended by Slurm with their job (requeued, "
+        f"cancelled, out of time), lost with their node, or never started; srun ended with code "
+        f"{code} and says above what it knows; the ranks' logs are in {files.logs} ---"
     )
     return "\n".join(lines), code or 1
 
