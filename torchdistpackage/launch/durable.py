@@ -63,7 +63,7 @@ def _lock(path: Path, doing: str) -> int:
             raise LaunchError(f"{doing}: {path} cannot be opened: {error.strerror}") from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.stat(path).st_ino == os.fstat(lock).st_ino:
+            if path.stat().st_ino == os.fstat(lock).st_ino:
                 return lock
         except FileNotFoundError:  # the one before us has just taken the file away
             pass
