@@ -62,12 +62,16 @@ def test_a_missing_function_is_named() -> None:
         ("pkg.other:build", "pkg.other"),
         ("pkg.mod.deeper:build", "pkg.mod.deeper"),
         ("nopkg.toy:build", "nopkg"),
+        ("space.deep.mod:build", ""),
+        ("space.deep.nomod:build", "space.deep.nomod"),
         ("json.decoder:JSONDecoder", ""),
         ("sys:exit", ""),
     ],
 )
 def test_a_module_that_is_not_there_is_found_out_without_importing(tmp_path, target, missing):
     (tmp_path / "pkg" / "sub").mkdir(parents=True)
+    (tmp_path / "space" / "deep").mkdir(parents=True)  # without __init__.py
+    (tmp_path / "space" / "deep" / "mod.py").touch()
     for name in ("__init__.py", "mod.py", "sub/__init__.py", "sub/deep.py"):
         (tmp_path / "pkg" / name).write_text("raise RuntimeError('imported')")
     assert missing_module(target, [str(tmp_path), *sys.path]) == missing

@@ -8,7 +8,6 @@ part must not run again.
 from __future__ import annotations
 
 import importlib
-import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -125,20 +124,25 @@ class Reference:
 def missing_module(target: str, folders: Sequence[str]) -> str:
     """The part of "pkg.module:name" that is no module under `folders`; "" if all is there.
 
-    Nothing is imported, so a function that is missing is not noticed.
+    Nothing is imported, so a function that is missing is not noticed. What no file stands for
+    (built in, or found by an import hook) counts as there.
     """
-    *packages, last = target.partition(":")[0].split(".")
-    name = ""
-    search = list(folders)
-    for part in (*packages, last):
-        name = f"{name}.{part}".removeprefix(".")
-        if name in sys.builtin_module_names or name in sys.modules:
-            spec = importlib.util.find_spec(name)
-        else:
-            spec = importlib.machinery.PathFinder.find_spec(name, search)
-        if spec is None:
-            return name
-        search = list(spec.submodule_search_locations or [])
+    parts = target.partition(":")[0].split(".")
+    search = [Path(folder) for folder in folders]
+    for number, part in enumerate(parts, 1):
+        name = ".".join(parts[:number])
+        packages = [folder / part for folder in search if (folder / part).is_dir()]
+        if packages:  # with __init__.py or, as a namespace, without
+            search = packages
+            continue
+        is_file = any(
+            (folder / f"{part}.py").is_file() or any(folder.glob(f"{part}.*.so"))
+            for folder in search
+        )
+        if is_file and number == len(parts):
+            return ""
+        elsewhere = number == 1 and not is_file and importlib.util.find_spec(part)
+        return "" if elsewhere else name if not is_file else ".".join(parts[: number + 1])
     return ""
 
 
