@@ -1,6 +1,7 @@
 """A watched rank: real forks that return, raise, are killed, told to end, or lose their peers."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -141,7 +142,9 @@ def test_where_no_report_can_be_written_the_code_is_right_all_the_same(tmp_path)
 def test_a_report_of_an_earlier_step_is_no_reason_to_end(tmp_path):
     (tmp_path / "failures").mkdir()
     old = Failure(7, "n7", 1, time.time(), Kind.ERROR, 1, "ValueError: x", "Traceback")
-    (tmp_path / "failures" / "rank7.json").write_text(to_json(old))
+    report = tmp_path / "failures" / "rank7.json"
+    report.write_text(to_json(old))
+    os.utime(report, (time.time() - 60, time.time() - 60))
     process = start(
         tmp_path,
         """
@@ -156,6 +159,18 @@ def test_a_report_of_an_earlier_step_is_no_reason_to_end(tmp_path):
     process.send_signal(signal.SIGUSR1)
     process.communicate(timeout=60)
     assert process.returncode == 0
+
+
+def test_a_report_of_a_peer_that_was_quicker_is_one(tmp_path):
+    """It failed before this watcher had even started."""
+    (tmp_path / "failures").mkdir()
+    peer = Failure(3, "n3", 1, time.time(), Kind.ERROR, 1, "ValueError: x", "Traceback")
+    (tmp_path / "failures" / "rank3.json").write_text(to_json(peer))
+    process = start(tmp_path, "(folder / 'ready').touch(); time.sleep(600)")
+    wait_for(tmp_path / "ready")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 137
 
 
 def test_signals_reach_the_rank_and_only_leave_a_note(tmp_path):

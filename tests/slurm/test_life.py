@@ -30,6 +30,7 @@ from tests.slurm.lives import (
     told,
     until_step,
 )
+from torchdistpackage.launch.hostlist import expand
 
 
 def submit(cluster: Cluster, folder: Path):
@@ -91,8 +92,8 @@ def limit(cluster: Cluster, folder: Path, before: Future) -> Lived:
 def quieter(cluster: Cluster, folder: Path) -> dict[str, Lived]:
     """Jobs that one after the other take what they get of this machine's cores."""
     found: dict[str, Lived] = {}
-    shape = ["launch.slurm.nodes=2", "launch.slurm.ntasks-per-node=2", "launch.slurm.time=60"]
-    run, job = send(cluster, folder, "submitit", "--via=submitit", *shape)
+    words = [*FOUR_NODES, "launch.slurm.time=60", "--via=submitit"]
+    run, job = send(cluster, folder, "submitit", *words)
     until_step(cluster, run, 10)
     cluster.run("scancel", "--signal=USR2", job)
     found["submitit"] = ending(cluster, run, job)
@@ -195,6 +196,7 @@ def test_through_submitit_the_same_comes_out(others, local):
     found = others["submitit"]
     assert told(found.run) == local
     assert [s["restart"] for s in found.starts] == [0, 1]
+    assert all(len(expand(s["nodes"])) == 4 for s in found.starts)
     assert found.decision(0) == f"requeue after step {found.starts[1]['step']}: SIGUSR2\n"
     assert found.states[-1] == "COMPLETED"
     assert "validation loss" in found.log, "the main log is where it is for every run"

@@ -41,6 +41,8 @@ GRACE_S = 2.0
 """For a rank to end by itself when another one has failed and this process is told to end."""
 _POLL_S = 0.25
 _LOOK_S = 1.0
+_SKEW_NS = 5 * 10**9
+"""How much later than others this task may have been started; older reports are another step's."""
 _PR_SET_PDEATHSIG = 1
 _READ_BYTES = 1 << 16
 
@@ -78,9 +80,13 @@ def supervise(body: Callable[[], int], place: Place, noted: Noted) -> int:
     place.log.parent.mkdir(parents=True, exist_ok=True)
     for stream in (sys.stdout, sys.stderr):  # or both processes would write it
         stream.flush()
-    start_bytes = place.log.stat().st_size if place.log.exists() else 0
-    # both from before the fork: what comes later is this start's, and is passed on
-    watch = _Watch(place, len(noted.received), _reports(place), start_bytes)
+    place.log.touch()
+    before = place.log.stat()
+    # By the clock of the file system, which all ranks share. A peer may fail before we have begun.
+    old_ns = before.st_mtime_ns - _SKEW_NS
+    earlier = {path: at_ns for path, at_ns in _reports(place).items() if at_ns < old_ns}
+    # counted before the fork: what comes later is for the rank as well
+    watch = _Watch(place, len(noted.received), earlier, before.st_size)
     parent = os.getpid()
     read, write = os.pipe()
     returned, returning = os.pipe()
