@@ -331,7 +331,9 @@ def following(cluster: Cluster, folder: Path) -> dict[str, Any]:
         "submit", "run.yaml", "--follow", cwd=work, env=env, check=False, limit_s=LIMIT_S
     )
     # Ctrl-C in a second one
-    words = [cluster.python, "-m", "torchdistpackage", "submit", "run.yaml", "--follow"]
+    # in the background of a shell SIGINT is ignored, which processes inherit
+    words = ["env", "--default-signal=INT", cluster.python, "-m", "torchdistpackage"]
+    words += ["submit", "run.yaml", "--follow"]
     words += ["run.name=long", f"launch.slurm.container=['{work / 'long'}']"]
     (work / "long").write_text("#!/bin/bash\necho hello; sleep 60\n")
     (work / "long").chmod(0o755)
