@@ -145,7 +145,10 @@ def finish(cluster: Cluster, run: Path, job: str, began: float, row: Row) -> Non
 
 def tail(path: Path) -> list[str]:
     text = path.read_text(errors="replace") if path.exists() else ""
-    return text.splitlines()[-LAST_LINES:]
+    # results are kept, and where this checkout lies is nobody's business
+    return (
+        text.replace(f"{ROOT}/", "").replace(f"{sys.base_prefix}/", "").splitlines()[-LAST_LINES:]
+    )
 
 
 def step_ms(run: Path) -> float:
