@@ -39,7 +39,7 @@ from benchmarks.faults_sides import (
     sides_of,
 )
 from benchmarks.faults_strike import LAST_LINES, POLL_S, STRIKE, marked, named
-from tests.slurm.cluster import ENDED, CannotRun, Cluster
+from tests.slurm.cluster import ENDED, ROOT, CannotRun, Cluster
 
 LIMIT_S = 90.0
 FAULTS = {
