@@ -232,3 +232,21 @@ def test_of_two_submissions_at_once_one_is_refused(work: Path, capsys):
         assert main(["submit", "run.yaml"]) == 1
     assert "is under way elsewhere" in capsys.readouterr().err and calls(work) == []
     assert main(["submit", "run.yaml"]) == 0
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("launch.requeue.mode=chain", "launch.requeue.mode=chain: submitit only requeues"),
+        ("launch.slurm.time=null", "launch.slurm.time is not set"),
+    ],
+)
+def test_what_submitit_cannot_do_is_refused_before_anything_is_written(
+    work: Path, change, said, more, capsys
+):
+    words = ["submit", "run.yaml", "launch.slurm.time=60", "--via", "submitit", *more]
+    words = [w for w in words if w.partition("=")[0] != change.partition("=")[0]]
+    assert main([*words, change]) == 2
+    assert said in capsys.readouterr().err
+    assert calls(work) == [] and not (work / "runs").exists()

@@ -20,6 +20,7 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm_options import ours
 from torchdistpackage.launch.durable import alone
 from torchdistpackage.launch.reference import missing_module
+from torchdistpackage.launch.slurm.by_submitit import check as check_submitit
 from torchdistpackage.launch.slurm.by_submitit import submit as submitit_submit
 from torchdistpackage.launch.slurm.environment import clean
 from torchdistpackage.launch.slurm.files import JobFiles
@@ -98,6 +99,8 @@ def submit(
     prepared = prepare(
         runs, Path.cwd(), os.environ, sweep=name if sweep else None, at_once=parallel
     )
+    if via == "submitit":
+        check_submitit(prepared.job, prepared.runs[0][1].launch.requeue)
     _note(prepared.notes)
     if dry_run:
         typer.echo(prepared.text, nl=False)

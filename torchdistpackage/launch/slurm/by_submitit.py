@@ -5,6 +5,7 @@ same `BatchJob` that the plain script is made of; submitit writes a script of it
 """
 
 import os
+import shlex
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,12 +13,35 @@ from pathlib import Path
 from torchdistpackage.config.schema import Requeue
 from torchdistpackage.errors import ConfigError, LaunchError
 from torchdistpackage.launch.slurm.files import JobFiles
-from torchdistpackage.launch.slurm.script import BatchJob, setup_lines, verdict_lines
+from torchdistpackage.launch.slurm.script import (
+    UNTIL_IT_LISTENS,
+    BatchJob,
+    setup_lines,
+    verdict_lines,
+)
 
 # What submitit states itself: by its own parameters, or because its protocol rests on it.
 _ITS_OWN = ("job-name", "output", "error", "open-mode", "array", "signal")
 _SIGNAL_S = 90
 FOLDER = "submitit"
+
+
+def check(job: BatchJob, requeue: Requeue) -> None:
+    """Refuse what submitit cannot do.
+
+    Raises:
+        ConfigError: says what, and what to do instead.
+    """
+    if requeue.mode == "chain":
+        raise ConfigError(
+            "launch.requeue.mode=chain: submitit only requeues its jobs; submit via sbatch, or set "
+            "requeue or never"
+        )
+    if "time" not in dict(job.options):
+        raise ConfigError(
+            "launch.slurm.time is not set, and submitit states a time limit for every job, 5 "
+            "minutes if told none; set it, e.g. launch.slurm.time=24:00:00, or submit via sbatch"
+        )
 
 
 def submit(
@@ -33,19 +57,10 @@ def submit(
     Rank 0's log of submitit becomes the main log of its run.
 
     Raises:
-        ConfigError: submitit cannot come back in the way asked for.
+        ConfigError: see `check`.
         LaunchError: submitit or sbatch refused.
     """
-    if requeue.mode == "chain":
-        raise ConfigError(
-            "launch.requeue.mode=chain: submitit only requeues its jobs; submit via sbatch, or set "
-            "requeue or never"
-        )
-    if "time" not in dict(job.options):
-        raise ConfigError(
-            "launch.slurm.time is not set, and submitit states a time limit for every job, 5 "
-            "minutes if told none; set it, e.g. launch.slurm.time=24:00:00, or submit via sbatch"
-        )
+    check(job, requeue)
     # takes a third of a second, which only those who ask for it shall wait
     from submitit import AutoExecutor
 
@@ -56,7 +71,10 @@ def submit(
         try:
             # a start that comes back is counted by us, whatever submitit takes for a timeout
             executor = AutoExecutor(
-                folder=folder, cluster="slurm", slurm_max_num_timeout=requeue.max_requeues + 1
+                folder=folder,
+                cluster="slurm",
+                slurm_max_num_timeout=requeue.max_requeues + 1,
+                slurm_python=shlex.join(_python(job)),
             )
             executor.update_parameters(**_parameters(job, exclude))
             if job.is_array:
@@ -70,6 +88,11 @@ def submit(
     for run, submitted in zip(job.runs, jobs, strict=True):
         _link_main_log(JobFiles(Path(run)), Path(submitted.paths.stdout))
     return ids
+
+
+def _python(job: BatchJob) -> tuple[str, ...]:
+    """What the script of `job` starts ranks with: in its container, and safe from early signals."""
+    return ("sh", "-c", UNTIL_IT_LISTENS, "task", *job.container, job.python[0])
 
 
 def _parameters(job: BatchJob, exclude: Sequence[str]) -> dict[str, object]:
