@@ -15,7 +15,7 @@ from torchdistpackage.launch.slurm.script import text
 def test_python_is_that_of_the_script_also_in_a_container(tmp_path):
     job = job_of("{container: apptainer exec 'my train.sif'}", tmp_path)
     script = text(job)
-    command = script[script.index("sh -c") : script.index("status=$?")]
+    command = script[script.index("sh -c '") : script.index("status=$?")]
     words = shlex.split(command.replace("\\\n", " "))
     own = list(_python(job))
     assert words[: len(own)] == own and own[-4:] == ["apptainer", "exec", "my train.sif", "python"]
