@@ -7,14 +7,14 @@ import torch.distributed as dist
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.messages import (
     HEADER_BYTES,
-    SMALL_BYTES,
-    Post,
     decode,
     describe,
     encode,
     receive_described,
     tensors_of,
 )
+from torchdistpackage.comm.p2p import SMALL_BYTES, Post
+from torchdistpackage.comm.record import calls
 from torchdistpackage.errors import CommError
 
 CPU = torch.device("cpu")
@@ -102,25 +102,20 @@ def test_large_messages_cross_without_waiting_for_each_other(ranks):
     ranks(2).run(both_ways_large)
 
 
-def order_of_posting() -> None:
-    posted: list[list[str]] = []
-    real = dist.batch_isend_irecv
-    dist.batch_isend_irecv = lambda ops: posted.append([op.op.__name__ for op in ops]) or real(ops)
-    try:
-        for elements in (SMALL_BYTES // 8, SMALL_BYTES // 8 + 1):
-            post = Post(dist.group.WORLD, timeout_s=20)
-            mine, room = torch.ones(elements).double(), torch.empty(elements).double()
-            post.send([mine], 1 - dist.get_rank())
-            post.receive([room], 1 - dist.get_rank())
-            post.go().wait()
-            assert torch.equal(mine, room)
-    finally:
-        dist.batch_isend_irecv = real
-    assert posted == [["isend", "irecv"], ["irecv", "isend"]]
+def order_of_posting() -> list[str]:
+    for elements in (SMALL_BYTES // 8, SMALL_BYTES // 8 + 1):
+        post = Post(dist.group.WORLD, timeout_s=20)
+        mine, room = torch.ones(elements).double(), torch.empty(elements).double()
+        post.send([mine], 1 - dist.get_rank())
+        post.receive([room], 1 - dist.get_rank())
+        post.go().wait()
+        assert torch.equal(mine, room)
+    return [call["operation"] for call in calls.snapshot(num=4)["calls"]]
 
 
 def test_small_messages_are_sent_first_and_large_ones_received_first(ranks):
-    ranks(2).run(order_of_posting)
+    for posted in ranks(2).run(order_of_posting):
+        assert posted == ["send", "receive", "receive", "send"]
 
 
 def late_peer() -> None:
@@ -130,7 +125,7 @@ def late_peer() -> None:
     if rank == 0:
         post = Post(group, timeout_s=0.5)
         post.receive([torch.empty(1)], 1)
-        with pytest.raises(CommError, match=r"a message between pipeline stages failed: .*500ms"):
+        with pytest.raises(CommError, match=r"receive from rank 1 over .* failed .*500ms"):
             post.go().wait()
 
 

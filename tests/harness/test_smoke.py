@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.messages import Post
+from torchdistpackage.comm.p2p import Post
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError, LaunchError
 from torchdistpackage.harness import smoke

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchdistpackage.comm.p2p import Post
+from torchdistpackage.comm.record import calls
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.errors import CommError, ScheduleError
@@ -21,6 +23,7 @@ from torchdistpackage.parallel.pipeline.flatten import (
     partition_uniform,
 )
 from torchdistpackage.parallel.pipeline.forward_backward import forward_backward, forward_eval
+from torchdistpackage.schedule.actions import flatten
 from torchdistpackage.schedule.generate import build
 from torchdistpackage.topology.views import topology
 
@@ -212,30 +215,16 @@ def test_activations_are_bounded_and_evaluation_changes_nothing(ranks, depth):
 
 
 def batched_exchanges_and_waits() -> None:
-    """Recorded: the steady state posts send and receive as one batch, all works are waited on."""
+    """Recorded: the steady state posts send and receive as one batch, all messages are waited on."""
     rank, p, m = dist.get_rank(), dist.get_world_size(), 4
     stage = layers(p)[rank]
-    posted, waited, headers = [], [], []
-    real_batch, real_encode = dist.batch_isend_irecv, executor_module.encode
-
-    def batch(operations):
-        works = real_batch(operations)
-        posted.append([op.op.__name__ for op in operations])
-        for work in works:
-            waited.append(work)
-        return [_Recorded(work, done) for work, done in ((w, waited) for w in works)]
-
-    class _Recorded:
-        def __init__(self, work, done):
-            self.work, self.done = work, done
-
-        def wait(self, *limit):
-            self.done.remove(self.work)
-            return self.work.wait(*limit)
-
-    dist.batch_isend_irecv = batch
-    executor_module.encode = lambda *a: headers.append(1) or real_encode(*a)
-    try:
+    posted, headers = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        issue, encode = Post._issue, executor_module.encode
+        patch.setattr(
+            Post, "_issue", lambda post, all: posted.append([x[0] for x in all]) or issue(post, all)
+        )
+        patch.setattr(executor_module, "encode", lambda *a: headers.append(1) or encode(*a))
         executor = Executor(build("1f1b", p, m), dist.group.WORLD, device=CPU, timeout_s=20)
         x = samples(m)[0].split(1)
         forward = lambda i, r: (  # noqa: E731
@@ -245,12 +234,18 @@ def batched_exchanges_and_waits() -> None:
         first = len(headers)
         posted.clear()
         executor.run(forward)
-    finally:
-        dist.batch_isend_irecv, executor_module.encode = real_batch, real_encode
-    assert not waited, f"{len(waited)} works never waited on"
+    last = calls.snapshot(num=2 * m)["calls"]
+    assert {(call["operation"], call["state"]) for call in last} == {
+        ("send", "done"),
+        ("receive", "done"),
+    }
+    program = executor.schedule.programs[rank]
+    assert {call["action"] for call in last} == {
+        str(a) for a in flatten(program) if a.kind.is_message
+    }
     assert first == (m if rank < p - 1 else 0) and len(headers) == first
     if rank == 0:
-        assert ["isend", "irecv"] in posted, "sends of small messages go first"
+        assert ["send", "receive"] in posted, "sends of small messages go first"
 
 
 def test_steady_state_is_batched_and_every_work_is_waited_on(ranks):

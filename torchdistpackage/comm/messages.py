@@ -1,4 +1,4 @@
-"""Described tensors between two ranks, a batch of messages at a time.
+"""Descriptions of what travels between stages, and how they travel themselves.
 
 A message is one tensor, a tuple, or a flat dict of tensors and None. Its `Description` says
 structure, shapes, dtypes and which members want a gradient. A receiver must know it before
@@ -10,19 +10,16 @@ sent, so they need no header ever.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from torchdistpackage.comm.primitives import Group, named
+from torchdistpackage.comm.p2p import Post
+from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import CommError
 
 Message = Tensor | None | tuple[Tensor | None, ...] | dict[str, Tensor | None]
 
-SMALL_BYTES = 64 * 1024
-"""Up to here a message fits the buffers of a socket, and its send does not hold up a receive."""
 HEADER_BYTES = 1024
 """A description that does not fit says so in the first header and follows in a second."""
 
@@ -113,64 +110,6 @@ def describe(message: Message) -> Description:
         None if x is None else Member(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors
     )
     return Description(form, keys, members)
-
-
-class Flight:
-    """Messages that were posted; `wait()` before reading, and before writing what was sent."""
-
-    __slots__ = ("_keep", "_timeout", "_works")
-
-    def __init__(self, works: list[dist.Work], keep: list[Tensor], timeout: timedelta | None):
-        self._works, self._keep, self._timeout = works, keep, timeout
-
-    def wait(self) -> None:
-        """On CUDA the current stream waits, not the host."""
-        for work in self._works:
-            try:
-                work.wait() if self._timeout is None else work.wait(self._timeout)
-            except RuntimeError as error:
-                raise CommError(f"a message between pipeline stages failed: {error}") from error
-        self._works, self._keep = [], []
-
-
-class Post:
-    """Messages of one rank, to be posted together.
-
-    On gloo the notice that a rank is ready to receive queues behind what it has begun to send, so
-    where a send is large receives are posted first, which uses both directions of the link.
-    Small ones go out first instead: that saves the peer a wait (see benchmarks/pipeline.py).
-    """
-
-    def __init__(self, group: Group, timeout_s: float | None = None):
-        self._group = group
-        # with a limit, a wait on NCCL would block the host; its watchdog has the limit already
-        limited = timeout_s is not None and dist.get_backend(group) == "gloo"
-        self._timeout = timedelta(seconds=timeout_s) if limited and timeout_s else None
-        self._receives: list[dist.P2POp] = []
-        self._sends: list[dist.P2POp] = []
-
-    def receive(self, tensors: Sequence[Tensor | None], source: int) -> None:
-        """Room to be filled by global rank `source`; empty tensors travel too, as nothing."""
-        for x in tensors:
-            if x is not None and x.numel():
-                self._receives.append(dist.P2POp(dist.irecv, x, source, self._group))
-
-    def send(self, tensors: Sequence[Tensor | None], target: int) -> None:
-        """Tensors for global rank `target`; they must stay as they are until `wait`."""
-        for x in tensors:
-            if x is not None and x.numel():
-                sent = x.detach().contiguous()
-                self._sends.append(dist.P2POp(dist.isend, sent, target, self._group))
-
-    def go(self) -> Flight:
-        large = any(op.tensor.nbytes > SMALL_BYTES for op in self._sends)
-        first, second = (self._receives, self._sends)[:: 1 if large else -1]
-        operations = [*first, *second]
-        if not operations:
-            return Flight([], [], None)
-        with named("batched send and receive", self._group):
-            works = dist.batch_isend_irecv(operations)
-        return Flight(works, [op.tensor for op in operations], self._timeout)
 
 
 def encode(description: Description, device: torch.device) -> list[Tensor]:

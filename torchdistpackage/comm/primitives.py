@@ -1,18 +1,24 @@
 """The few torch.distributed calls that the rest of the package makes, none seen by autograd.
 
 Groups of one rank are legal everywhere: here, and only here, they are short-circuited.
-Rank arguments are global, as torch has them. Errors of a backend become CommError with
-the operation and the group's ranks in the text.
+Rank arguments are global, as torch has them. Every call is noted in the record; errors of a
+backend become CommError with the operation and the group's ranks in the text. Each collective
+has a form that waits and a `start_` form that returns a `Pending`.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchdistpackage.comm import checking
+from torchdistpackage.comm.exchange import exchange
+from torchdistpackage.comm.pending import Pending, await_works, failed
+from torchdistpackage.comm.record import LINE, calls
+from torchdistpackage.comm.wire import added, as_moved, as_real, as_summed, in_place_of, rows
 from torchdistpackage.errors import CommError
 
 Group = dist.ProcessGroup
@@ -22,25 +28,8 @@ SUM, AVG, MAX, MIN = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, di
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-
-class Pending:
-    """A collective under way: `wait()` before reading the tensor.
-
-    On CUDA `wait` makes the current stream wait, not the host.
-    """
-
-    __slots__ = ("_work",)
-
-    def __init__(self, work: dist.Work | None):
-        self._work = work
-
-    def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-
-
-DONE = Pending(None)
+Sizes = Sequence[int]
+"""Rows of each rank of the group, in its order."""
 
 
 def ranks_of(group: Group) -> tuple[int, ...]:
@@ -52,50 +41,82 @@ def is_nccl(group: Group) -> bool:
     return dist.get_backend(group) == "nccl"
 
 
+def device_of(group: Group) -> torch.device:
+    """Where tensors for this group live: my GPU under NCCL, else the CPU."""
+    if is_nccl(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+# -- collectives -------------------------------------------------------------------------
+
+
 def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = SUM) -> Tensor:
-    """Reduce `x` in place over the group and return it."""
-    if group.size() > 1:
-        with named("all_reduce", group):
-            dist.all_reduce(x, op=op, group=group)
-    return x
+    """Reduce `x` in place over the group and return it.
+
+    Raises:
+        CommError: the dtype cannot be reduced, or the backend failed.
+    """
+    return x if group.size() == 1 else _all_reduce(x, group, op, _now)
 
 
 def start_all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = SUM) -> Pending:
     """Begin to reduce `x` in place; it is ready after `wait()`."""
+    return Pending(x) if group.size() == 1 else _all_reduce(x, group, op, _later)
+
+
+def all_gather(x: Tensor, group: Group, sizes: Sizes | None = None) -> Tensor:
+    """(n, ...) on each rank -> (sum of all n, ...), in group order.
+
+    sizes: the n of all ranks, where they differ.
+
+    Raises:
+        CommError: `sizes` does not say what this rank holds.
+    """
+    return x if group.size() == 1 else _all_gather(x, group, sizes, _now)
+
+
+def start_all_gather(x: Tensor, group: Group, sizes: Sizes | None = None) -> Pending:
+    """`all_gather`, begun; `x` must stay as it is until `wait()`."""
+    return Pending(x) if group.size() == 1 else _all_gather(x, group, sizes, _later)
+
+
+def reduce_scatter(x: Tensor, group: Group, sizes: Sizes | None = None) -> Tensor:
+    """(sum of all n, ...) -> my (n, ...) of the sum over the group.
+
+    sizes: the n of all ranks, where they differ.
+
+    Raises:
+        CommError: the rows of `x` are not those of `sizes`, or do not divide evenly.
+    """
+    return x if group.size() == 1 else _reduce_scatter(x, group, sizes, _now)
+
+
+def start_reduce_scatter(x: Tensor, group: Group, sizes: Sizes | None = None) -> Pending:
+    """`reduce_scatter`, begun; `x` must stay as it is until `wait()`."""
+    return Pending(x) if group.size() == 1 else _reduce_scatter(x, group, sizes, _later)
+
+
+def all_to_all(
+    x: Tensor, group: Group, send_sizes: Sizes | None = None, receive_sizes: Sizes | None = None
+) -> Tensor:
+    """(sum of all n, ...): piece i goes to rank i of the group; returns the pieces received.
+
+    send_sizes: rows to each rank; receive_sizes: rows from each, both where they are not even.
+
+    Raises:
+        CommError: the rows of `x` are not those of `send_sizes`, or do not divide evenly.
+    """
+    return x if group.size() == 1 else _all_to_all(x, group, send_sizes, receive_sizes, _now)
+
+
+def start_all_to_all(
+    x: Tensor, group: Group, send_sizes: Sizes | None = None, receive_sizes: Sizes | None = None
+) -> Pending:
+    """`all_to_all`, begun; `x` must stay as it is until `wait()`."""
     if group.size() == 1:
-        return DONE
-    with named("all_reduce", group):
-        return Pending(dist.all_reduce(x, op=op, group=group, async_op=True))
-
-
-def all_gather(x: Tensor, group: Group) -> Tensor:
-    """(n, ...) on each rank -> (size * n, ...), in group order; equal shapes on all ranks."""
-    if group.size() == 1:
-        return x
-    out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
-    with named("all_gather", group):
-        _gather_into(out, x.contiguous(), group=group)
-    return out
-
-
-def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """(size * n, ...) -> my (n, ...) of the sum over the group."""
-    if group.size() == 1:
-        return x
-    out = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
-    with named("reduce_scatter", group):
-        _scatter_into(out, x.contiguous(), group=group)
-    return out
-
-
-def all_to_all(x: Tensor, group: Group) -> Tensor:
-    """(size * n, ...): piece i goes to rank i of the group; returns the pieces received."""
-    if group.size() == 1:
-        return x
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    with named("all_to_all", group):
-        dist.all_to_all_single(out, x.contiguous(), group=group)
-    return out
+        return Pending(x)
+    return _all_to_all(x, group, send_sizes, receive_sizes, _later)
 
 
 def broadcast(x: Tensor, group: Group, source: int | None = None) -> Tensor:
@@ -104,51 +125,171 @@ def broadcast(x: Tensor, group: Group, source: int | None = None) -> Tensor:
     Raises:
         CommError: `source` is not in the group.
     """
-    if group.size() == 1:
-        return x
-    ranks = ranks_of(group)
-    source = ranks[0] if source is None else source
-    if source not in ranks:
-        raise CommError(
-            f"broadcast from rank {source}, which is not in the group of ranks {ranks}; "
-            f"name one of them (ranks here are global)"
-        )
-    with named("broadcast", group):
-        dist.broadcast(x, source, group=group)
-    return x
+    return x if group.size() == 1 else _broadcast(x, group, source, _now)
+
+
+def start_broadcast(x: Tensor, group: Group, source: int | None = None) -> Pending:
+    """`broadcast`, begun."""
+    return Pending(x) if group.size() == 1 else _broadcast(x, group, source, _later)
 
 
 def barrier(group: Group | None = None) -> None:
     """Return when every rank of the group (default: all) has come here."""
-    if group is None or group.size() > 1:
-        dist.barrier(group=group)
+    group = _whole(group)
+    if group.size() > 1:
+        _now("barrier", group, None, (), None, dist.barrier)
+
+
+# -- objects: pickled, so only between own ranks -----------------------------------------
 
 
 def gather_objects(value: object, group: Group | None = None) -> list[object]:
-    """Small values of every rank, in group order. They are pickled: only between own ranks."""
-    size = dist.get_world_size(group)
-    values: list[object] = [None] * size
-    dist.all_gather_object(values, value, group=group)
+    """Small values of every rank, in group order."""
+    group = _whole(group)
+    values: list[object] = [value] * group.size()
+    if group.size() > 1:
+        _now("gather_objects", group, None, (), None, dist.all_gather_object, values, value)
     return values
 
 
-def broadcast_object(value: object, group: Group | None = None) -> object:
-    """The value that the group's first rank holds, on every rank."""
-    box = [value]
-    source = 0 if group is None else ranks_of(group)[0]
-    dist.broadcast_object_list(box, src=source, group=group)
+def broadcast_object(
+    value: object, group: Group | None = None, source: int | None = None
+) -> object:
+    """The value that global rank `source` (default: the group's first) holds, on every rank."""
+    group, box = _whole(group), [value]
+    if group.size() > 1:
+        source = _source(group, source)
+        send = dist.broadcast_object_list
+        _now("broadcast_object", group, None, (source,), None, send, box, source)
     return box[0]
 
 
 def set_timeout(group: Group, seconds: float) -> None:
     """How long a later operation of the group may take before it fails."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    limit = timedelta(seconds=seconds)
+    dist.distributed_c10d._set_pg_timeout(limit, group)
+    calls.limit(group, limit)
 
 
-@contextmanager
-def named(operation: str, group: Group) -> Iterator[None]:
-    """Say which operation, over which ranks, a backend's error belongs to."""
+# -- how each is issued ------------------------------------------------------------------
+
+Result = TypeVar("Result", Tensor, Pending)
+Go = Callable[..., Result]
+_BARE = ()
+"""Beside shape and dtype there is nothing to agree on, or nobody asks."""
+
+
+def _now(operation: str, group: Group, x, facts, finish, function, *args) -> Tensor:
+    """Call `function` and wait; returns `x`, or what `finish` makes of it.
+
+    facts: what all members must agree on, beside shape and dtype.
+    """
+    if calls.checks:
+        checking.agree(operation, group, x, facts)
+    call = calls.begin(operation, group, x)
+    since_s = calls.wait(call)
     try:
-        yield
+        works = function(*args, group=group)
+        if works.__class__ is list:
+            await_works(works, call[LINE].limit)
     except RuntimeError as error:
-        raise CommError(f"{operation} over ranks {ranks_of(group)} failed: {error}") from error
+        raise failed(call, error) from error
+    calls.end(call, since_s)
+    return x if finish is None else finish()
+
+
+def _later(operation: str, group: Group, x, facts, finish, function, *args) -> Pending:
+    """Call `function` and leave the waiting to the caller."""
+    if calls.checks:
+        checking.agree(operation, group, x, facts)
+    call = calls.begin(operation, group, x)
+    try:
+        if function is exchange:
+            return Pending(x, exchange(*args, group=group), call, finish, call[LINE].limit)
+        return Pending(x, (function(*args, group=group, async_op=True),), call, finish)
+    except RuntimeError as error:
+        raise failed(call, error) from error
+
+
+def _all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType, go: Go) -> Result:
+    wire, finish = as_summed(x, op)
+    facts = (str(op),) if calls.checks else _BARE
+    return go("all_reduce", group, x, facts, finish, dist.all_reduce, wire, op)
+
+
+def _all_gather(x: Tensor, group: Group, sizes: Sizes | None, go: Go) -> Result:
+    lengths = rows(x, group, sizes, "mine")
+    out = x.new_empty((sum(lengths), *x.shape[1:]))
+    mine, whole = as_moved(x), as_moved(out)
+    facts = _BARE if sizes is None else ("rows of each rank", *lengths)
+    ask = "all_gather", group, x, facts, lambda: out
+    if calls.line(group).direct:
+        return go(*ask, exchange, [mine] * len(lengths), whole.split(lengths))
+    if sizes is None:
+        return go(*ask, _gather_into, whole, mine)
+    return go(*ask, dist.all_gather, list(whole.split(lengths)), mine)
+
+
+def _reduce_scatter(x: Tensor, group: Group, sizes: Sizes | None, go: Go) -> Result:
+    lengths = rows(x, group, sizes, "all")
+    facts = _BARE if sizes is None else ("rows of each rank", *lengths)
+    length = lengths[group.rank()]
+    if calls.line(group).direct:
+        whole = (x.detach() if x.requires_grad else x).contiguous()
+        room = [whole.new_empty((length, *x.shape[1:])) for _ in lengths]
+        ask = "reduce_scatter", group, x, facts, lambda: added(room)
+        return go(*ask, exchange, whole.split(lengths), room)
+    out = x.new_empty((length, *x.shape[1:]))
+    wire, mine = as_real(x), as_real(out)
+    ask = "reduce_scatter", group, x, facts, lambda: out
+    if sizes is None:
+        return go(*ask, _scatter_into, mine, wire)
+    return go(*ask, dist.reduce_scatter, mine, list(wire.split(lengths)))
+
+
+def _all_to_all(
+    x: Tensor, group: Group, send_sizes: Sizes | None, receive_sizes: Sizes | None, go: Go
+) -> Result:
+    if (send_sizes is None) != (receive_sizes is None):
+        raise CommError("all_to_all needs both send_sizes and receive_sizes, or neither")
+    sent = rows(x, group, send_sizes, "all")
+    received = sent if receive_sizes is None else list(receive_sizes)
+    if len(received) != len(sent) or min(received) < 0:
+        raise CommError(f"receive_sizes {received} must be {len(sent)} counts, one for each rank")
+    out = x.new_empty((sum(received), *x.shape[1:]))
+    if calls.checks and send_sizes is not None:
+        checking.agree_pairs("all_to_all", group, sent, received)
+    if send_sizes is None:
+        facts, splits = _BARE, ()
+    else:
+        facts, splits = ("rows vary",), (received, sent)
+    ask = "all_to_all", group, x, facts, lambda: out
+    return go(*ask, dist.all_to_all_single, as_moved(out), as_moved(x), *splits)
+
+
+def _broadcast(x: Tensor, group: Group, source: int | None, go: Go) -> Result:
+    source = _source(group, source)
+    wire = as_moved(x)
+    finish = in_place_of(x, wire)
+    return go("broadcast", group, x, (source,), finish, dist.broadcast, wire, source)
+
+
+def _source(group: Group, source: int | None) -> int:
+    ranks = ranks_of(group)
+    if source is None:
+        return ranks[0]
+    if source not in ranks:
+        raise CommError(
+            f"broadcast from rank {source}, which is not in the group of ranks {ranks}; "
+            f"name one of them (ranks here are global)"
+        )
+    return source
+
+
+def _whole(group: Group | None) -> Group:
+    """The group, or the default group; who is in none is told so."""
+    if group is not None:
+        return group
+    if not dist.is_initialized():
+        raise CommError("there is no default process group; call setup_distributed() first")
+    return dist.group.WORLD  # type: ignore[return-value]

@@ -16,6 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from torchdistpackage.comm.record import calls
 from torchdistpackage.comm.store import await_all, connect, find, serve
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.device import choose_device, exclusive_device
@@ -121,6 +122,7 @@ def join(
 
 def leave() -> None:
     """End the default group, if there is one."""
+    calls.forget()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from torchdistpackage.comm.runtime import leave
 from torchdistpackage.harness.pool import Answer, Job
 from torchdistpackage.launch.failure import Failure
 from torchdistpackage.launch.rank import attempt, call
@@ -119,5 +120,4 @@ class _Worker:
 
     def _leave(self) -> None:
         self._default = None
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave()

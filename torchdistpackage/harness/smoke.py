@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.messages import Post
+from torchdistpackage.comm.p2p import Post
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from torchdistpackage.comm.messages import (
     Description,
-    Flight,
     Message,
-    Post,
     describe,
     encode,
     receive_described,
     tensors_of,
 )
+from torchdistpackage.comm.p2p import Flight, Post
 from torchdistpackage.comm.primitives import Group, ranks_of
+from torchdistpackage.comm.record import calls
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.pipeline.clock import Clock
@@ -111,6 +111,7 @@ class Executor:
         self.clock.restart()
         with torch.set_grad_enabled(self._last_backward is not None):
             for step in self._program:
+                calls.action = step
                 if isinstance(step, Batch):
                     self._post(step.actions)
                 elif step.kind.is_message:
@@ -119,6 +120,7 @@ class Executor:
                     self._run_forward(step.microbatch)
                 else:
                     self._run_backward(step.microbatch)
+        calls.action = None
         for flight in self._flights:
             flight.wait()
         self._live.clear()
@@ -164,10 +166,12 @@ class Executor:
         sends = [a for a in actions if a.kind is Kind.SEND_F]
         headers = Post(self._group, self.timeout_s)
         for action in sends:
+            calls.action = action
             self._describe_output(action.microbatch, headers)
         headers.go().wait()
         post = Post(self._group, self.timeout_s)
         for action in actions:
+            calls.action = action
             {
                 Kind.RECV_F: self._receive_forward,
                 Kind.SEND_F: self._send_forward,

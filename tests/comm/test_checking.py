@@ -1,0 +1,106 @@
+"""Debug mode: whoever differs is told on both sides, and nobody waits for ever."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchdistpackage.comm import primitives as p
+from torchdistpackage.comm.checking import checked_calls
+from torchdistpackage.comm.p2p import Post, receive, send
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.errors import CommError
+
+ROWS = torch.ones(3, 2)
+
+DIFFERENT = {
+    "shape": lambda g, odd: p.all_reduce(torch.ones(3, 3) if odd else ROWS, g),
+    "dtype": lambda g, odd: p.all_reduce(ROWS.double() if odd else ROWS, g),
+    "reduction": lambda g, odd: p.all_reduce(ROWS, g, p.MAX if odd else p.SUM),
+    "operation": lambda g, odd: p.broadcast(ROWS, g) if odd else p.all_reduce(ROWS, g),
+    "source": lambda g, odd: p.broadcast(ROWS, g, p.ranks_of(g)[int(odd)]),
+    "begun": lambda g, odd: p.start_all_gather(ROWS.int() if odd else ROWS, g).wait(),
+    "barrier": lambda g, odd: p.barrier(g) if odd else p.all_reduce(ROWS, g),
+}
+SAYS = {
+    "shape": (r"float32\[3, 3\]", r"float32\[3, 2\]"),
+    "dtype": (r"float64\[3, 2\]", r"float32\[3, 2\]"),
+    "reduction": ("MAX", "SUM"),
+    "operation": (r"broadcast of float32\[3, 2\]", "all_reduce of"),
+    "source": ("2", "0"),
+    "begun": ("all_gather of int32", "all_gather of float32"),
+    "barrier": ("barrier", "all_reduce"),
+}
+
+
+def differs(case: str) -> list[str]:
+    """data 2 x tensor 2: the data group {0, 2} differs, {1, 3} does not."""
+    tpc.setup_process_groups([("data", 2), ("tensor", 2)])
+    group, rank = tpc.get_group("data"), dist.get_rank()
+    said = []
+    with checked_calls():
+        p.all_reduce(torch.ones(1), group)
+        try:
+            DIFFERENT[case](group, rank == 2)
+        except CommError as error:
+            said.append(str(error))
+        # the group is still in step: nothing was sent that nobody took
+        assert p.all_reduce(torch.ones(1), dist.group.WORLD).item() == 4
+    return said
+
+
+@pytest.mark.parametrize("case", SAYS)
+def test_a_difference_is_told_to_both_sides(ranks, case):
+    first, none, second, nobody = ranks(4).run(differs, case)
+    assert none == nobody == []
+    assert first == second and len(first) == 1
+    odd, others = SAYS[case]
+    assert "call number 2 over the data group of ranks (0, 2) differs" in first[0]
+    with pytest.raises(CommError, match=f"(?s)rank 0: .*{others}.*; rank 2: .*{odd}"):
+        raise CommError(first[0])
+
+
+def uneven() -> list[str]:
+    """The rows may differ where sizes say so; what one sends must be what the other expects."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    said = []
+    with checked_calls():
+        assert len(p.all_gather(torch.ones(rank, 2), world, [0, 1])) == 1
+        assert len(p.all_to_all(torch.ones(3), world, [1, 2], [rank + 1, rank + 1])) == 2 * rank + 2
+        with pytest.raises(CommError) as caught:
+            p.all_to_all(torch.ones(3), world, [1, 2], [1, 1])
+        said.append(str(caught.value))
+        with pytest.raises(CommError) as caught:
+            p.all_gather(torch.ones(3, 2 + rank), world, [3, 3])
+        said.append(str(caught.value))
+    return said
+
+
+def test_uneven_rows_are_compared_pair_by_pair(ranks):
+    first, second = ranks(2).run(uneven)
+    assert first == second
+    assert "rank 0 sends 2 rows to rank 1, which expects 1" in first[0]
+    assert "float32[rows, 2]" in first[1] and "float32[rows, 3]" in first[1]
+
+
+def messages() -> list[str]:
+    rank, world = dist.get_rank(), dist.group.WORLD
+    said = []
+    with checked_calls():
+        good = Post(world)
+        good.send([torch.ones(2)], 1 - rank)
+        good.receive([room := torch.zeros(2)], 1 - rank)
+        good.go().wait()
+        assert room.sum() == 2
+        shape, dtype = ((3, 2), torch.bfloat16) if rank else ((2, 3), torch.float16)
+        for mine in (torch.ones(shape), torch.ones(2, dtype=dtype)):
+            with pytest.raises(CommError) as caught:
+                (receive if rank else send)(mine, world, 1 - rank)
+            said.append(str(caught.value))
+    return said
+
+
+def test_a_message_that_does_not_fit_is_told_to_both_sides(ranks):
+    sender, receiver = ranks(2).run(messages)
+    assert "rank 0 is about to send float32[2, 3], rank 1 to receive float32[3, 2]" in sender[0]
+    assert "rank 1 is about to receive float32[3, 2], rank 0 to send float32[2, 3]" in receiver[0]
+    assert "float16[2]" in sender[1] and "bfloat16[2]" in sender[1]

@@ -1,0 +1,87 @@
+"""The ring of calls: what stands in it while ranks talk, wait and fail."""
+
+import json
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.p2p import receive, start_send
+from torchdistpackage.comm.record import SIZE, Recorder, calls
+from torchdistpackage.comm.tpc import tpc
+
+
+def talk() -> dict:
+    tpc.setup_process_groups([("data", 2), ("tensor", 2)])
+    data, tensor = tpc.get_group("data"), tpc.get_group("tensor")
+    primitives.all_reduce(torch.ones(2, 3), data)
+    primitives.all_reduce(torch.ones(5, dtype=torch.int64), data)
+    pending = primitives.start_all_gather(torch.ones(4), tensor)
+    calls.phase, calls.step = "forward", 7
+    before = calls.snapshot()["calls"][-1]["state"]
+    pending.wait()
+    peer = tpc.get_ranks_in_group("tensor")[1 - tpc.get_tp_rank()]
+    begun = start_send(torch.ones(1), tensor, peer)
+    receive(torch.ones(1), tensor, peer)
+    begun.wait()
+    return {"before": before, **calls.snapshot(num=5)}
+
+
+def test_a_snapshot_says_what_each_group_did(ranks):
+    for rank, seen in enumerate(ranks(4).run(talk)):
+        seen = json.loads(json.dumps(seen))
+        assert (seen["step"], seen["phase"], seen["before"]) == (7, "forward", "issued")
+        groups = {group["axis"]: group for group in seen["groups"]}
+        assert groups["data"]["ranks"] == [rank % 2, rank % 2 + 2]
+        assert groups["data"]["issued"] == groups["data"]["done"] == 2
+        at = seen["groups"].index(groups["tensor"])
+        peer = rank ^ 1
+        assert seen["peers"] == [{"group": at, "peer": peer, "sent": 1, "received": 1}]
+        told = [
+            (c["operation"], c["sequence"], c["shape"], c["dtype"], c["peer"], c["state"])
+            for c in seen["calls"]
+        ]
+        assert told == [
+            ("all_reduce", 1, [2, 3], "float32", None, "done"),
+            ("all_reduce", 2, [5], "int64", None, "done"),
+            ("all_gather", 1, [4], "float32", None, "done"),
+            ("send", 1, [1], "float32", peer, "done"),
+            ("receive", 1, [1], "float32", peer, "done"),
+        ]
+
+
+def waiting() -> tuple[str, float] | None:
+    """Rank 1 comes 0.3 s late; another thread looks at rank 0 meanwhile."""
+    if dist.get_rank():
+        time.sleep(0.3)
+    seen = []
+    look = threading.Timer(0.1, lambda: seen.append(calls.snapshot()["calls"][-1]))
+    look.start()
+    before = calls.waited_s
+    primitives.all_reduce(torch.ones(1), dist.group.WORLD)
+    look.join()
+    return (seen[0]["state"], calls.waited_s - before) if dist.get_rank() == 0 else None
+
+
+def test_who_waits_is_seen_from_outside_and_the_time_is_added_up(ranks):
+    state, waited_s = ranks(2).run(waiting)[0]
+    assert state == "waiting" and 0.2 < waited_s < 3
+
+
+def test_the_ring_keeps_the_last_calls_and_forgets_ended_groups(ranks):
+    ranks(1).run(keeps_the_last)
+
+
+def keeps_the_last() -> None:
+    recorder, world = Recorder(), dist.group.WORLD
+    for _ in range(SIZE + 3):
+        recorder.end(call := recorder.begin("barrier", world, None), recorder.wait(call))
+    seen = recorder.snapshot(num=10**6)
+    assert [c["sequence"] for c in seen["calls"]] == list(range(4, SIZE + 4))
+    assert seen["groups"] == [
+        {"ranks": [0], "axis": "", "issued": SIZE + 3, "done": SIZE + 3},
+    ]
+    recorder.forget(world)
+    assert recorder.snapshot()["calls"] == recorder.snapshot()["groups"] == []

@@ -1,0 +1,155 @@
+"""Debug mode: before a call, its members compare what they are about to do.
+
+One rule: who differs is told on every member alike, with both sides, before any data moves; a
+backend would give wrong numbers, or wait for ever. It costs one small collective a call, and the
+texts are exchanged only when their digests differ.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchdistpackage.comm.record import calls, dtype_name
+from torchdistpackage.errors import CommError
+
+TEXT_BYTES = 192
+"""What a side says of a call; longer texts are cut."""
+_TAG = 0x7DD
+"""Apart from all data, also where a message has none to compare with."""
+
+
+@contextmanager
+def checked_calls(on: bool = True) -> Iterator[None]:
+    """Inside, every collective and message of this package is compared first. On all ranks alike.
+
+    Inside, a call that differs between the members of its group raises CommError on all of them.
+    """
+    before, calls.checks = calls.checks, on
+    try:
+        yield
+    finally:
+        calls.checks = before
+
+
+def agree(
+    operation: str, group: dist.ProcessGroup, x: Tensor | None, facts: Sequence[object]
+) -> None:
+    """Compare a collective that is about to be issued, over its group.
+
+    facts: what must be equal beside the shape; where they say that rows vary, or give the rows of
+    each rank, the first dim may differ.
+
+    Raises:
+        CommError: on all members, if any differs.
+    """
+    told = _told(operation, x, facts)
+    digest = int.from_bytes(hashlib.sha1(told.encode(), usedforsecurity=False).digest()[:7], "big")
+    device = _device(group)
+    mine = torch.tensor([digest], dtype=torch.int64, device=device)
+    seen = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(seen, mine, group=group)
+    if len({int(x) for x in seen}) == 1:
+        return
+    written = [torch.empty(TEXT_BYTES, dtype=torch.uint8, device=device) for _ in seen]
+    dist.all_gather(written, _written(told, device), group=group)
+    raise _difference(group, [_read(x) for x in written])
+
+
+def agree_pairs(
+    operation: str, group: dist.ProcessGroup, sent: Sequence[int], received: Sequence[int]
+) -> None:
+    """Compare the rows that each rank sends to each with those that it expects.
+
+    Raises:
+        CommError: on all members, if a pair differs.
+    """
+    device, ranks = _device(group), dist.get_process_group_ranks(group)
+    mine = torch.tensor([*sent, *received], dtype=torch.int64, device=device)
+    seen = [torch.empty_like(mine) for _ in ranks]
+    dist.all_gather(seen, mine, group=group)
+    table = [x.tolist() for x in seen]
+    wrong = [
+        f"rank {ranks[i]} sends {table[i][j]} rows to rank {ranks[j]}, "
+        f"which expects {table[j][len(ranks) + i]}"
+        for i in range(len(ranks))
+        for j in range(len(ranks))
+        if table[i][j] != table[j][len(ranks) + i]
+    ]
+    if wrong:
+        raise CommError(
+            f"{operation} over ranks {tuple(ranks)} does not fit: {'; '.join(wrong[:8])}; "
+            f"receive_sizes of one rank are the send_sizes of the others for it"
+        )
+
+
+def agree_messages(group: dist.ProcessGroup, messages: Sequence[tuple[str, Tensor, int]]) -> None:
+    """Compare messages (`send` or `receive`, tensor, global peer) with those of each peer.
+
+    Raises:
+        CommError: on both sides of a pair, if they differ.
+    """
+    device = _device(group)
+    told = [f"{dtype_name(x.dtype)}{list(x.shape)}" for _, x, _ in messages]
+    rooms = [torch.empty(TEXT_BYTES, dtype=torch.uint8, device=device) for _ in messages]
+    operations = [
+        dist.P2POp(call, tensor, peer, group, _TAG)
+        for i, (_, _, peer) in enumerate(messages)
+        for call, tensor in ((dist.irecv, rooms[i]), (dist.isend, _written(told[i], device)))
+    ]
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+    wrong = [
+        f"rank {dist.get_rank()} is about to {what} {mine}, rank {peer} to "
+        f"{'receive' if what == 'send' else 'send'} {theirs}"
+        for (what, _, peer), mine, theirs in zip(messages, told, map(_read, rooms), strict=True)
+        if mine != theirs
+    ]
+    if wrong:
+        raise CommError(
+            f"messages do not fit: {'; '.join(wrong)}; give both sides the same shape and dtype"
+        )
+
+
+def _told(operation: str, x: Tensor | None, facts: Sequence[object]) -> str:
+    told = operation
+    if x is not None:
+        varies = bool(facts) and str(facts[0]).startswith("rows")
+        shape = ["rows", *x.shape[1:]] if varies else list(x.shape)
+        told += f" of {dtype_name(x.dtype)}[{', '.join(map(str, shape))}]"
+    return told + "".join(f", {fact}" for fact in facts)
+
+
+def _difference(group: dist.ProcessGroup, texts: list[str]) -> CommError:
+    ranks, line = dist.get_process_group_ranks(group), calls.line(group)
+    sides: dict[str, list[int]] = {}
+    for rank, text in zip(ranks, texts, strict=True):
+        sides.setdefault(text, []).append(rank)
+    shown = "; ".join(f"{_ranks(who)} {text}" for text, who in sides.items())
+    where = f"the {line.axis} group of ranks" if line.axis else "the group of ranks"
+    return CommError(
+        f"call number {line.issued + 1} over {where} {tuple(ranks)} differs: {shown}; "
+        f"all members must make the same calls in the same order"
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}:" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}:"
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _written(text: str, device: torch.device) -> Tensor:
+    raw = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(device)
+
+
+def _read(x: Tensor) -> str:
+    return bytes(x.tolist()).rstrip(b"\0").decode(errors="replace")
