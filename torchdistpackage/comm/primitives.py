@@ -259,12 +259,13 @@ def _all_to_all(
     out = x.new_empty((sum(received), *x.shape[1:]))
     if calls.checks and send_sizes is not None:
         checking.agree_pairs("all_to_all", group, sent, received)
-    if send_sizes is None:
-        facts, splits = _BARE, ()
-    else:
-        facts, splits = ("rows vary",), (received, sent)
+    facts = _BARE if send_sizes is None else ("rows vary",)
     ask = "all_to_all", group, x, facts, lambda: out
-    return go(*ask, dist.all_to_all_single, as_moved(out), as_moved(x), *splits)
+    room, wire = as_moved(out), as_moved(x)
+    if calls.line(group).direct:
+        return go(*ask, exchange, wire.split(sent), room.split(received))
+    splits = () if send_sizes is None else (received, sent)
+    return go(*ask, dist.all_to_all_single, room, wire, *splits)
 
 
 def _broadcast(x: Tensor, group: Group, source: int | None, go: Go) -> Result:
