@@ -1,104 +1,143 @@
-"""Every collective and its backward are transposes, on groups that do not start at rank 0."""
+"""Every collective is right, and its backward is its transpose, as often as one likes.
+
+Over every dim, even and uneven, on groups that are not the world and do not start at rank 0.
+"""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchdistpackage.comm import collectives as c
+from tests.comm.collective_cases import (
+    LAYOUTS,
+    OPERATIONS,
+    REPLICATED_INPUT,
+    REPLICATED_OUTPUT,
+    Case,
+    cases,
+    my_group,
+    world_of,
+)
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.groups import Groups
-from torchdistpackage.errors import CommError, LayoutError
+from torchdistpackage.comm.checking import checked_calls
 
-# what each computes, written out with all ranks' inputs at hand
-PLAIN = {
-    "copy": lambda xs, r: xs[r],
-    "reduce": lambda xs, r: sum(xs),
-    "all_gather": lambda xs, r, d: torch.cat(xs, d),
-    "reduce_scatter": lambda xs, r, d: sum(xs).chunk(len(xs), d)[r],
-    "split": lambda xs, r, d: xs[r].chunk(len(xs), d)[r],
-    "join": lambda xs, r, d: torch.cat(xs, d),
-    "all_to_all": lambda xs, r, d, e: torch.cat([x.chunk(len(xs), d)[r] for x in xs], e),
-}
-CASES = [
-    ("copy", ()),
-    ("reduce", ()),
-    *(
-        (name, (d,))
-        for name in ("all_gather", "reduce_scatter", "split", "join")
-        for d in (0, 1, 2)
-    ),
-    *(("all_to_all", pair) for pair in ((0, 1), (1, 0), (2, 1), (0, 2))),
-]
-# pairs whose gradients assume that all ranks go on alike, so the law holds for equal y only
-ALIKE = ("join", "reduce")
-EQUAL_INPUT = ("copy", "split")
+every_operation = pytest.mark.parametrize("name", OPERATIONS)
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
-def my_group() -> dist.ProcessGroup:
-    """Strided groups: {0, 2} and {1, 3} of four ranks."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    ranks = list(range(rank % 2, size, 2)) if size == 4 else list(range(size))
-    return Groups(rank).of(ranks)
+def summed(value: Tensor, group: dist.ProcessGroup, replicated: bool) -> Tensor:
+    """Over the ranks; what is one thing on all of them counts once."""
+    total = primitives.all_reduce(value.detach().clone(), group)
+    return total / group.size() if replicated else total
 
 
-def draw(seed: int, shape: torch.Size | tuple[int, ...]) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a.conj() * b).sum().real
 
 
-def right_and_transposed(name: str, dims: tuple[int, ...]) -> None:
-    group = my_group()
+def scattered_in_memory(x: Tensor) -> Tensor:
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def right_and_transposed(layout: str, name: str, dtype: torch.dtype) -> None:
+    group = my_group(layout)
     n, index = group.size(), group.rank()
-    shape = (2 * n, 3 * n, 4 * n)
-    xs = [draw(0 if name in EQUAL_INPUT else i, shape) for i in range(n)]
-    # non-contiguous on purpose
-    x = xs[index].transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
-    out = getattr(c, name)(x, *dims, group=group)
-    torch.testing.assert_close(out, PLAIN[name](xs, index, *dims), rtol=0, atol=1e-12)
+    for case in cases(name, n):
+        xs = [case.draw(i, dtype=dtype) for i in range(n)]
+        x = scattered_in_memory(xs[index]).requires_grad_()
+        out = case.call(x, group)
+        torch.testing.assert_close(out, case.plain(xs, index), rtol=0, atol=1e-12, msg=str(case))
 
-    y = draw(100 if name in ALIKE else 100 + index, out.shape)
-    (out * y).sum().backward()
-    assert torch.equal(x.detach(), xs[index]), "the input must not be written to"
-    forward, backward = (out * y).sum().detach(), (x * x.grad).sum().detach()
-    sides = primitives.all_reduce(torch.stack([forward, backward]), group)
-    if name in ("reduce", "join", "copy", "split"):
-        # one side is replicated: count it once
-        replicated = 0 if name in ALIKE else 1
-        sides[replicated] /= n
-    torch.testing.assert_close(sides[0], sides[1], rtol=1e-12, atol=1e-12)
+        y = case.draw_for(out, index)
+        dot(y, out).backward()
+        assert torch.equal(x.detach(), xs[index]), f"{case} has written to its input"
+        forward = summed(dot(y, out), group, name in REPLICATED_OUTPUT)
+        backward = summed(dot(x.grad, x), group, name in REPLICATED_INPUT)
+        torch.testing.assert_close(forward, backward, rtol=1e-12, atol=1e-12, msg=str(case))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize(("name", "dims"), CASES)
-def test_each_is_right_and_its_backward_is_its_transpose(ranks, world_size, name, dims):
-    ranks(world_size).run(right_and_transposed, name, dims)
+def right_when_checked(layout: str, name: str) -> None:
+    with checked_calls():
+        right_and_transposed(layout, name, torch.float64)
 
 
-def shared_gradient_is_not_written() -> None:
-    """copy(h) + h: the incoming gradient is one expanded tensor for both uses."""
-    h = torch.ones(3, dtype=torch.float64, requires_grad=True)
-    (c.copy(h, dist.group.WORLD) + h).sum().backward()
-    assert torch.equal(h.grad, torch.full((3,), dist.get_world_size() + 1.0, dtype=torch.float64))
+@pytest.mark.full
+@every_operation
+def test_debug_mode_finds_nothing_where_nothing_is(ranks, name):
+    ranks(4).run(right_when_checked, "three", name)
 
 
-def test_an_incoming_gradient_is_never_reduced_in_place(ranks):
-    ranks(2).run(shared_gradient_is_not_written)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+@every_layout
+@every_operation
+def test_each_is_right_and_its_backward_is_its_transpose(ranks, layout, name, dtype):
+    ranks(world_of(layout)).run(right_and_transposed, layout, name, dtype)
 
 
-def uneven_is_refused() -> None:
-    x = torch.zeros(3, 4)
-    for call in (
-        lambda: c.split(x, 0, dist.group.WORLD),
-        lambda: c.reduce_scatter(x, 0, dist.group.WORLD),
-        lambda: c.all_to_all(x, 0, 1, dist.group.WORLD),
-    ):
-        with pytest.raises(
-            LayoutError, match=r"dim 0 of a tensor of shape \(3, 4\) has 3 elements"
-        ):
-            call()
-    with pytest.raises(CommError, match=r"broadcast from rank 7, .* ranks \(0, 1\)"):
-        primitives.broadcast(x, dist.group.WORLD, 7)
+STEP = 1e-5
 
 
-def test_what_does_not_divide_is_refused_on_every_rank(ranks):
-    ranks(2).run(uneven_is_refused)
+class Loss:
+    """A loss of all ranks together, curved, so that gradients of gradients are not zero."""
+
+    def __init__(self, case: Case, group: dist.ProcessGroup):
+        self.case, self.group = case, group
+
+    def mine(self, x: Tensor) -> Tensor:
+        out = self.case.call(x, self.group)
+        return (self.case.draw_for(out, self.group.rank()) * out.sin()).sum()
+
+    def of_all(self, x: Tensor) -> float:
+        return float(summed(self.mine(x), self.group, self.case.name in REPLICATED_OUTPUT))
+
+    def gradient(self, x: Tensor, *, create_graph: bool = False) -> Tensor:
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        return torch.autograd.grad(self.mine(x), x, create_graph=create_graph)[0]
+
+
+def gradients_are_those_of_small_steps(layout: str, name: str, every: int) -> None:
+    group = my_group(layout)
+    n, index = group.size(), group.rank()
+    for case in cases(name, n):
+        loss, x = Loss(case, group), case.draw(index)
+        gradient = loss.gradient(x)
+        # a replicated input is one thing, so all ranks step together; else one after the other
+        for who in range(1) if name in REPLICATED_INPUT else range(n):
+            i_step = name in REPLICATED_INPUT or who == index
+            for cell in range(who, case.draw(who).numel(), every):
+                step = torch.zeros_like(x)
+                if i_step:
+                    step.view(-1)[cell] = STEP
+                slope = (loss.of_all(x + step) - loss.of_all(x - step)) / (2 * STEP)
+                if i_step:
+                    assert abs(float(gradient.reshape(-1)[cell]) - slope) < 1e-8, (case, cell)
+
+
+@pytest.mark.parametrize(
+    ("layout", "every"),
+    [("pairs", 5), *(pytest.param(name, 1, marks=pytest.mark.full) for name in ("pairs", "three"))],
+)
+@every_operation
+def test_gradients_are_those_of_small_steps(ranks, layout, every, name):
+    """`every`: of how many cells one is stepped."""
+    ranks(4).run(gradients_are_those_of_small_steps, layout, name, every)
+
+
+def gradients_of_gradients_are_those_of_small_steps(layout: str, name: str) -> None:
+    group = my_group(layout)
+    for case in cases(name, group.size()):
+        loss, index = Loss(case, group), group.rank()
+        x, way = case.draw(index).requires_grad_(), case.draw(index, seed=50)
+        gradient = loss.gradient(x, create_graph=True)
+        second = torch.autograd.grad((gradient * way).sum(), x)[0]
+        ahead = loss.gradient(x.detach() + STEP * way)
+        behind = loss.gradient(x.detach() - STEP * way)
+        slope = (ahead - behind) / (2 * STEP)
+        assert summed(second.abs().sum(), group, False) > 0.1, case
+        torch.testing.assert_close(second, slope, rtol=0, atol=1e-7, msg=str(case))
+
+
+@every_layout
+@every_operation
+def test_gradients_of_gradients_are_those_of_small_steps(ranks, layout, name):
+    ranks(world_of(layout)).run(gradients_of_gradients_are_those_of_small_steps, layout, name)

@@ -124,6 +124,17 @@ def test_messages_of_all_dtypes_go_round(ranks, world_size, lists):
     ranks(world_size).run(messages, lists)
 
 
+def lazily_negated() -> torch.Tensor:
+    """The imaginary part of a conjugate is a view that negates when it is read."""
+    x = (torch.ones(2) + 3j * torch.ones(2)).conj().imag
+    assert x.is_neg() and p.all_reduce(x, dist.group.WORLD).tolist() == [-6, -6]
+    return p.all_gather(x, dist.group.WORLD)
+
+
+def test_lazy_signs_arrive(ranks):
+    assert [x.tolist() for x in ranks(2).run(lazily_negated)] == [[-6] * 4] * 2
+
+
 def narrow_sum() -> torch.Tensor:
     x = torch.full((4, 1), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16)
     return p.reduce_scatter(x, dist.group.WORLD)
@@ -147,6 +158,7 @@ def refusals(case: int) -> str:
         lambda: p.all_to_all(x, world, [1, 2], [3]),
         lambda: p.all_gather(torch.tensor(1.0), world),
         lambda: p.all_reduce(x.to(torch.float8_e4m3fn), world),
+        lambda: p.reduce_scatter(x[:2].to(torch.float8_e4m3fn), world),
         lambda: p.all_reduce(x.to(torch.complex64), world, p.MAX),
         lambda: p.all_reduce(x.long(), world, p.AVG),
         lambda: p.broadcast(x, world, 2),
@@ -171,6 +183,7 @@ def refusals(case: int) -> str:
                 "both send_sizes and receive_sizes",
                 "must be 2 counts",
                 "no dims has no rows",
+                "float8_e4m3fn cannot be reduced; convert it to bfloat16",
                 "float8_e4m3fn cannot be reduced; convert it to bfloat16",
                 "complex64 cannot be ordered",
                 "int64 cannot be averaged",

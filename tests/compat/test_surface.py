@@ -4,26 +4,24 @@
 can change alone.
 """
 
-import ast
 import importlib
 import inspect
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import yaml
 
 import torchdistpackage
+from tests.compat.surface import differences, earlier_parameters, import_from, read
 from torchdistpackage.compat import paths
 from torchdistpackage.launch.wire import unpack
 
-TABLES = yaml.safe_load(Path(__file__).with_name("surface.yaml").read_text(encoding="utf-8"))
-ENTRIES = [entry for table in TABLES.values() for entry in table]
+ENTRIES = read("surface.yaml")
 BY_NAME = {entry["name"]: entry for entry in ENTRIES}
 HERE = [entry for entry in ENTRIES if entry["status"] == "here"]
+MODULES = paths._flat()
+"""The old paths alone: other libraries' names are announced when they are first imported."""
 LATER = [entry for entry in ENTRIES if entry["status"] == "later"]
-POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def places(entry: dict) -> list[str]:
@@ -36,47 +34,10 @@ def by_name(entries: list[dict]) -> object:
     return pytest.mark.parametrize("entry", entries, ids=lambda entry: entry["name"])
 
 
-def import_from(module: str, name: str) -> object:
-    """What `from module import name` does."""
-    return getattr(__import__(module, fromlist=[name]), name)
-
-
 def found(entry: dict) -> object:
     owner, _, attribute = entry["name"].partition(".")
     thing = import_from(places(BY_NAME[owner])[0], owner)
     return getattr(thing, attribute) if attribute else thing
-
-
-def earlier_parameters(signature: str) -> tuple[list[tuple[str, str | None]], str | None]:
-    """[(name, default as text or None)] and the name of `**rest`, from the earlier parameters."""
-    function = ast.parse(f"def f({signature}): ...").body[0]
-    assert isinstance(function, ast.FunctionDef)
-    names = [a.arg for a in function.args.args]
-    defaults = [ast.unparse(d) for d in function.args.defaults]
-    padded = [None] * (len(names) - len(defaults)) + defaults
-    rest = function.args.kwarg
-    return list(zip(names, padded, strict=True)), rest.arg if rest else None
-
-
-def as_text(default: object) -> str:
-    return default.__name__ if inspect.isclass(default) else repr(default)
-
-
-def differences(signature: str, ours: list[inspect.Parameter]) -> set[str]:
-    """Earlier parameters that do not mean the same at the same place; of ours, those in the way."""
-    wanted, rest = earlier_parameters(signature)
-    positional = [p for p in ours if p.kind in POSITIONAL]
-    differ: set[str] = set()
-    for at, (name, default) in enumerate(wanted):
-        mine = positional[at] if at < len(positional) else None
-        same_name = mine is not None and mine.name == name
-        if not same_name or default not in (None, as_text(mine.default)):
-            differ.add(name)
-    kinds = {p.kind for p in ours}
-    if rest is not None and inspect.Parameter.VAR_KEYWORD not in kinds:
-        differ.add(rest)
-    more = [*positional[len(wanted) :], *(p for p in ours if p.kind is p.KEYWORD_ONLY)]
-    return differ | {p.name for p in more if p.default is p.empty}
 
 
 def test_the_table_is_well_formed():
@@ -150,7 +111,7 @@ def test_a_name_that_is_not_there_yet_says_why(entry: dict):
 
 def test_the_table_of_paths_has_no_other_names():
     listed = {(place, e["name"]) for e in ENTRIES if e["kind"] != "method" for place in places(e)}
-    served = {(path, name) for path, names in paths.MODULES.items() for name in names}
+    served = {(path, name) for path, names in MODULES.items() for name in names}
     assert served <= listed
     kept = {"torchdistpackage", "torchdistpackage.ddp.naive_ddp", "torchdistpackage.parallel"}
     assert {path for path, _ in listed - served} <= kept, "only real files have names of their own"
@@ -163,7 +124,7 @@ def test_every_earlier_tpc_method_is_there():
     assert [name for name in methods if not callable(getattr(torchdistpackage.tpc, name))] == []
 
 
-OLD = [path for path in paths.MODULES if path != "torchdistpackage"]
+OLD = [path for path in MODULES if path != "torchdistpackage"]
 SHARED = ("torchdistpackage.ddp.naive_ddp",)
 """Old paths at which there is a file that needs torch."""
 
@@ -190,7 +151,7 @@ def test_a_star_imports_what_is_there():
     modules = {path: importlib.import_module(path) for path in OLD if path not in SHARED}
     stars = {path: m.__all__ for path, m in modules.items() if not hasattr(m, "__file__")}
     assert {path: set(names) for path, names in stars.items()} == {
-        path: {n for n, place in paths.MODULES[path].items() if not isinstance(place, paths.Later)}
+        path: {n for n, place in MODULES[path].items() if not isinstance(place, paths.Later)}
         for path in stars
     }
     assert stars["torchdistpackage.dist.node_group"] == ["setup_node_groups"]

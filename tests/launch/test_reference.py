@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -47,6 +49,70 @@ def test_a_local_function_is_refused() -> None:
 
     with pytest.raises(LaunchError, match="top level of a module"):
         Reference.of(local)
+
+
+def test_a_function_bound_to_an_object_is_refused() -> None:
+    """By its name another process would find the function alone, and call it without the object."""
+    with pytest.raises(LaunchError, match="give the function, and the object as an argument"):
+        Reference.of([].append)
+    assert Reference.of(Path.cwd).resolve()() == Path.cwd(), "bound to a class, which has a name"
+
+
+UNGUARDED = """
+from torchdistpackage.errors import RankError
+from torchdistpackage.launch.local import run_local
+from torchdistpackage.launch.reference import FarEnough, main_is_loading
+
+class Box:
+    def __init__(self, value):
+        self.value = value
+
+def add(box):
+    return Box(box.value + 1)
+
+def start(function, *args):
+    if main_is_loading():
+        raise FarEnough
+    return run_local(function, args, num_procs=1)[0]
+
+try:
+    print(start(add, Box(1)).value)
+except RankError as error:
+    raise SystemExit(str(error))
+
+def late(): ...
+
+try:
+    start(late)
+except RankError as error:
+    print(error)
+"""
+
+
+def run_unguarded(folder: Path, *how: str) -> subprocess.CompletedProcess[str]:
+    (folder / "unguarded.py").write_text(UNGUARDED)
+    return subprocess.run(
+        [sys.executable, *how],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("how", [["unguarded.py"], ["-m", "unguarded"]], ids=["file", "module"])
+def test_a_script_may_end_its_loading_in_a_rank_where_it_starts_ranks(tmp_path, how):
+    done = run_unguarded(tmp_path, *how)
+    first, *rest = done.stdout.splitlines()
+    assert first == "2", done.stderr
+    assert "it was loaded up to the place where it first starts processes: define" in rest[-1]
+
+
+def test_a_module_that_starts_ranks_when_imported_is_told_so(tmp_path):
+    done = run_unguarded(tmp_path, "-c", "import unguarded")
+    assert "unguarded starts processes when it is imported; put that part into a" in done.stderr
 
 
 def test_a_missing_function_is_named() -> None:

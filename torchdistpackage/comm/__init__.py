@@ -1,0 +1,65 @@
+"""Communication between ranks, by the name of an axis or over a group of your own.
+
+One rule: a name is loaded on first use, so importing this package imports no torch.
+"""
+
+import importlib
+
+_NAMES: dict[str, tuple[str, ...]] = {
+    # seen by autograd
+    "collectives": (
+        "copy",
+        "reduce",
+        "scatter",
+        "gather",
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "broadcast",
+        "exchange_sizes",
+    ),
+    "arguments": ("even_sizes",),
+    # not seen by autograd: in place or under way, messages, objects
+    "by_name": (
+        "all_reduce",
+        "start_all_reduce",
+        "start_all_gather",
+        "start_reduce_scatter",
+        "start_all_to_all",
+        "start_broadcast",
+        "send",
+        "receive",
+        "start_send",
+        "start_receive",
+        "ranks_of",
+        "barrier",
+        "gather_objects",
+        "broadcast_object",
+    ),
+    "objects": (
+        "broadcast_object_list",
+        "broadcast_tensor_dict",
+        "broadcast_tensors",
+        "gather_to",
+    ),
+    "primitives": ("Group", "SUM", "AVG", "MAX", "MIN"),
+    "pending": ("Pending",),
+    "checking": ("checked_calls",),
+}
+
+EXPORTS: dict[str, str] = {
+    name: f"torchdistpackage.comm.{module}" for module, names in _NAMES.items() for name in names
+}
+"""Public name -> module that defines it."""
+
+__all__ = list(EXPORTS)
+
+
+def __getattr__(name: str) -> object:
+    if name not in EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

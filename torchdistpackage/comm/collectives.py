@@ -1,193 +1,178 @@
 """Collectives that autograd can see, each beside its transpose.
 
 forward          backward         where
-copy             all-reduce       replicated input of a column-split product
-reduce           identity         partial output of a row-split product
-all_gather       reduce-scatter   sequence-split input of a column-split product
-reduce_scatter   all-gather       sequence-split output of a row-split product
-split            all-gather       replicated tensor of which each rank goes on with its part
-join             slice            parts to a whole that every rank then uses alike
-all_to_all       all_to_all       heads split <-> sequence split
+copy             reduce           replicated input of a column-split product
+reduce           copy             partial output of a row-split product
+scatter          gather           replicated tensor of which each rank goes on with its part
+gather           scatter          parts to a whole that every rank then uses alike
+all_gather       reduce_scatter   sequence-split input of a column-split product
+reduce_scatter   all_gather       sequence-split output of a row-split product
+all_to_all       all_to_all       heads split <-> sequence split; tokens to their experts and back
+broadcast        sum to source    what one rank made, for all to go on with
 
-None works in place on what autograd holds, none reads global state: the group is an argument.
+A group is a process group or the name of one of tpc's axes. `sizes` are lengths along the dim, one
+for each rank of the group and the same on all ranks; without it all are equal. No collective
+writes to its input, which a group of one gives back.
+
 `all_gather` sums the gradients of all ranks, which each saw the whole in a part of the
-work of their own; `join` takes mine, because all ranks go on with the same work.
+work of their own; `gather` takes mine, because all ranks go on with the same work.
+
+All members call the same operations in the same order, in the backward too: a tensor needs a
+gradient on all of them or on none, and what comes out is part of every rank's loss.
 """
 
 import torch
 from torch import Tensor
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.arguments import (
+    Sizes,
+    as_dim,
+    as_group,
+    lengths_of_parts,
+    lengths_to_join,
+    lengths_to_swap,
+)
+from torchdistpackage.comm.linear_maps import (
+    AllGather,
+    AllToAll,
+    Broadcast,
+    Copy,
+    Gather,
+    Reduce,
+    ReduceScatter,
+    Scatter,
+    through,
+)
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.errors import LayoutError
 
 
-def copy(x: Tensor, group: Group) -> Tensor:
-    """x itself; its gradient is summed over the group."""
-    return x if group.size() == 1 else _Copy.apply(x, group)
-
-
-def reduce(x: Tensor, group: Group) -> Tensor:
-    """Sum of x over the group; the gradient passes unchanged."""
-    return x if group.size() == 1 else _Reduce.apply(x, group)
-
-
-def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Join the shards of the group along `dim`; gradients are summed and scattered back.
-
-    x (..., n, ...) -> (..., n * size, ...), in group order.
-    """
-    return x if group.size() == 1 else _AllGather.apply(x, dim, group)
-
-
-def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
-    """My part, along `dim`, of the sum over the group; gradients are gathered.
-
-    x (..., n * size, ...) -> (..., n, ...).
+def copy(x: Tensor, group: Group | str) -> Tensor:
+    """x itself; its gradient is summed over the group.
 
     Raises:
-        LayoutError: the dim is not a multiple of the group's size.
+        CommError: it is not a group that this rank is in.
     """
-    return x if group.size() == 1 else _ReduceScatter.apply(x, dim, group)
+    return through(Copy(as_group(group)), x)
 
 
-def split(x: Tensor, dim: int, group: Group) -> Tensor:
+def reduce(x: Tensor, group: Group | str) -> Tensor:
+    """Sum of x over the group; the gradient passes unchanged.
+
+    Of booleans: whether any is true.
+
+    Raises:
+        CommError: it is not a group that this rank is in, or x cannot be summed.
+    """
+    return through(Reduce(as_group(group)), x)
+
+
+def scatter(x: Tensor, dim: int, group: Group | str, sizes: Sizes | None = None) -> Tensor:
     """My part of x along `dim`; gradients are gathered.
 
-    x (..., n * size, ...), equal on all ranks -> (..., n, ...).
+    x (..., n, ...), equal on all ranks -> (..., sizes[rank], ...), or n / size without `sizes`.
+    Nothing is sent before the backward.
 
     Raises:
-        LayoutError: the dim is not a multiple of the group's size.
+        CommError: it is not a group that this rank is in.
+        LayoutError: there is no such dim, or the parts do not add up to it.
     """
-    return x if group.size() == 1 else _Split.apply(x, dim, group)
+    group, dim = as_group(group), as_dim(x, dim)
+    return through(Scatter(group, dim, lengths_of_parts(x, dim, sizes, group)), x)
 
 
-def join(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Join the shards along `dim`; the gradient of my part passes back. Transpose of `split`."""
-    return x if group.size() == 1 else _Join.apply(x, dim, group)
+def gather(x: Tensor, dim: int, group: Group | str, sizes: Sizes | None = None) -> Tensor:
+    """Join the parts along `dim`; the gradient of my part passes back. Transpose of `scatter`.
+
+    x (..., sizes[rank], ...) -> (..., sum of sizes, ...), in group order.
+
+    Raises:
+        CommError: it is not a group that this rank is in.
+        LayoutError: there is no such dim, or x is not as long as `sizes` says.
+    """
+    group, dim = as_group(group), as_dim(x, dim)
+    return through(Gather(group, dim, lengths_to_join(x, dim, sizes, group)), x)
 
 
-def all_to_all(x: Tensor, split_dim: int, join_dim: int, group: Group) -> Tensor:
+def all_gather(x: Tensor, dim: int, group: Group | str, sizes: Sizes | None = None) -> Tensor:
+    """Join the parts along `dim`; gradients are summed and scattered back.
+
+    x (..., sizes[rank], ...) -> (..., sum of sizes, ...), in group order.
+
+    Raises:
+        CommError: it is not a group that this rank is in.
+        LayoutError: there is no such dim, or x is not as long as `sizes` says.
+    """
+    group, dim = as_group(group), as_dim(x, dim)
+    return through(AllGather(group, dim, lengths_to_join(x, dim, sizes, group)), x)
+
+
+def reduce_scatter(x: Tensor, dim: int, group: Group | str, sizes: Sizes | None = None) -> Tensor:
+    """My part, along `dim`, of the sum over the group; gradients are gathered.
+
+    x (..., n, ...) -> (..., sizes[rank], ...), or n / size without `sizes`.
+
+    Raises:
+        CommError: it is not a group that this rank is in, or x cannot be summed.
+        LayoutError: there is no such dim, or the parts do not add up to it.
+    """
+    group, dim = as_group(group), as_dim(x, dim)
+    return through(ReduceScatter(group, dim, lengths_of_parts(x, dim, sizes, group)), x)
+
+
+def all_to_all(
+    x: Tensor,
+    split_dim: int,
+    join_dim: int,
+    group: Group | str,
+    split_sizes: Sizes | None = None,
+    join_sizes: Sizes | None = None,
+) -> Tensor:
     """Cut `split_dim` among the ranks and join `join_dim`; the transpose swaps the two.
 
-    x (..., a * size, ..., b, ...) -> (..., a, ..., b * size, ...).
+    x (..., a, ..., b, ...) -> (..., a / size, ..., b * size, ...)
+    split_sizes: lengths of the parts of a, of which I get split_sizes[rank]
+    join_sizes: the b of all ranks, mine join_sizes[rank]; I get their sum
+
+    Where the two are one dim, each rank has sizes of its own, both or none: what it sends to each
+    rank and what it gets from each.
 
     Raises:
-        LayoutError: `split_dim` is not a multiple of the group's size.
+        CommError: it is not a group that this rank is in.
+        LayoutError: there is no such dim, or sizes do not fit it or are missing.
     """
-    return x if group.size() == 1 else _AllToAll.apply(x, split_dim, join_dim, group)
+    group = as_group(group)
+    split_dim, join_dim = as_dim(x, split_dim), as_dim(x, join_dim)
+    if split_dim == join_dim:
+        sent, joined = lengths_to_swap(x, split_dim, split_sizes, join_sizes, group)
+    else:
+        sent = lengths_of_parts(x, split_dim, split_sizes, group, "split_sizes")
+        joined = lengths_to_join(x, join_dim, join_sizes, group, "join_sizes")
+    return through(AllToAll(group, split_dim, join_dim, sent, joined), x)
 
 
-def _gather(x: Tensor, dim: int, group: Group) -> Tensor:
-    if dim == 0:
-        return primitives.all_gather(x, group)
-    gathered = primitives.all_gather(x.movedim(dim, 0), group)
-    return gathered.movedim(0, dim).contiguous()
+def broadcast(x: Tensor, group: Group | str, source: int | None = None) -> Tensor:
+    """x of global rank `source` (default: the group's first); gradients are summed there.
+
+    The other ranks pass a tensor of that shape and dtype, whose numbers do not matter; their
+    gradients are zero.
+
+    Raises:
+        CommError: it is not a group that this rank is in, or `source` is not in it.
+    """
+    group = as_group(group)
+    return through(Broadcast(group, primitives.source_in(group, source)), x)
 
 
-def _scatter_sum(x: Tensor, dim: int, group: Group) -> Tensor:
-    _check(x, dim, group)
-    if dim == 0:
-        return primitives.reduce_scatter(x, group)
-    return primitives.reduce_scatter(x.movedim(dim, 0), group).movedim(0, dim).contiguous()
+def exchange_sizes(x: Tensor, dim: int, group: Group | str) -> tuple[int, ...]:
+    """Lengths along `dim` on all ranks of the group, in its order: `sizes` for the functions above.
 
+    The numbers come back to the host, so on CUDA this waits for the device.
 
-def _part(x: Tensor, dim: int, group: Group) -> Tensor:
-    _check(x, dim, group)
-    length = x.shape[dim] // group.size()
-    return x.narrow(dim, group.rank() * length, length).contiguous()
-
-
-def _exchange(x: Tensor, split_dim: int, join_dim: int, group: Group) -> Tensor:
-    _check(x, split_dim, group)
-    stacked = torch.stack(x.chunk(group.size(), split_dim))
-    received = primitives.all_to_all(stacked, group)
-    return torch.cat(received.unbind(0), join_dim)
-
-
-def _check(x: Tensor, dim: int, group: Group) -> None:
-    if x.shape[dim] % group.size():
-        raise LayoutError(
-            f"dim {dim} of a tensor of shape {tuple(x.shape)} has {x.shape[dim]} elements, which "
-            f"{group.size()} ranks cannot share evenly; use a multiple of {group.size()}"
-        )
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        # the incoming gradient may be shared or expanded: reduce a copy
-        return primitives.all_reduce(
-            grad.clone(memory_format=torch.contiguous_format), ctx.group
-        ), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: Group) -> Tensor:
-        return primitives.all_reduce(x.clone(memory_format=torch.contiguous_format), group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad, None
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _gather(x, dim, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _scatter_sum(grad, ctx.dim, ctx.group), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _scatter_sum(x, dim, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _gather(grad, ctx.dim, ctx.group), None, None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _part(x, dim, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _gather(grad, ctx.dim, ctx.group), None, None
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _gather(x, dim, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _part(grad, ctx.dim, ctx.group), None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, split_dim: int, join_dim: int, group: Group) -> Tensor:
-        ctx.dims, ctx.group = (split_dim, join_dim), group
-        return _exchange(x, split_dim, join_dim, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        split_dim, join_dim = ctx.dims
-        return _exchange(grad, join_dim, split_dim, ctx.group), None, None, None
+    Raises:
+        CommError: it is not a group that this rank is in.
+        LayoutError: there is no such dim.
+    """
+    group, length = as_group(group), x.shape[as_dim(x, dim)]
+    mine = torch.tensor([length], device=x.device)
+    return tuple(primitives.all_gather(mine, group).tolist())

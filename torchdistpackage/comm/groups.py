@@ -11,10 +11,12 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from torchdistpackage.comm.primitives import Group, set_timeout
+from torchdistpackage.comm.primitives import Group, is_nccl, ranks_of, set_timeout
+from torchdistpackage.comm.record import calls
 from torchdistpackage.errors import CommError
 from torchdistpackage.topology.mesh import Mesh
 
@@ -25,14 +27,17 @@ class Groups:
     def __init__(self, rank: int, timeout_s: float | None = None):
         self._rank = rank
         self._timeout_s = timeout_s
-        self._made: dict[tuple[int, ...], Group] = {}
+        self._made: dict[tuple[tuple[int, ...], str], Group] = {}
 
     def along(self, mesh: Mesh, axes: Iterable[str]) -> Group:
         """My group along `axes` of `mesh`."""
         return self.of(mesh.group(self._rank, axes))
 
-    def of(self, ranks: Sequence[int], *, name: str | None = None) -> Group:
+    def of(self, ranks: Sequence[int], *, name: str | None = None, use: str = "") -> Group:
         """The group of these ranks, made on first use by all of them together.
+
+        use: one of its own for this use, which others do not share. Calls on a group run in the
+            order in which they were issued, so two uses whose order differs between ranks need two.
 
         Raises:
             CommError: this rank is not among them, or there is no default group yet.
@@ -42,17 +47,17 @@ class Groups:
             raise CommError(f"rank {self._rank} asked for the group of ranks {key}, without itself")
         if not dist.is_initialized():
             raise CommError("there is no default process group; call setup_distributed() first")
-        if len(key) == dist.get_world_size():
+        if len(key) == dist.get_world_size() and not use:
             return dist.group.WORLD  # type: ignore[return-value]
-        if key not in self._made:
+        if (key, use) not in self._made:
             timeout = None if self._timeout_s is None else timedelta(seconds=self._timeout_s)
-            with _named_by_members(key, self._rank):
+            with _named_by_members(key, self._rank, use):
                 group = dist.new_group(
                     list(key), timeout=timeout, use_local_synchronization=True, group_desc=name
                 )
             assert isinstance(group, Group)
-            self._made[key] = group
-        return self._made[key]
+            self._made[key, use] = group
+        return self._made[key, use]
 
     def prepare(self, lists: Iterable[Sequence[int]]) -> None:
         """Make the groups of several rank lists, each of which holds this rank.
@@ -66,22 +71,64 @@ class Groups:
     def set_timeout(self, seconds: float) -> None:
         """Time limit of every later operation, on the default group too."""
         self._timeout_s = seconds
-        for group in (dist.group.WORLD, *self._made.values()):
+        for group in (dist.group.WORLD, *self._made.values(), *_on_cpu.values()):
             if group is not None:
                 set_timeout(group, seconds)
 
     def destroy(self) -> None:
         """End all groups made here; the default group stays."""
         for group in self._made.values():
+            leave_cpu(group)
+            calls.forget(group)
             dist.destroy_process_group(group)
         self._made.clear()
 
 
-_naming = threading.Lock()
+_on_cpu: WeakKeyDictionary[Group, Group] = WeakKeyDictionary()
+"""Group of GPUs -> the gloo group of the same ranks."""
+
+
+def on_cpu(group: Group) -> Group:
+    """A group of the same ranks that moves what is in host memory: `group` itself unless NCCL.
+
+    Made when all of its ranks ask for the first time, and ended with `group` or by `leave_cpu`.
+    """
+    if not is_nccl(group):
+        return group
+    if group not in _on_cpu:
+        ranks = ranks_of(group)
+        with _named_by_members(ranks, dist.get_rank(), "cpu"):
+            made = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+        assert isinstance(made, Group)
+        _on_cpu[group] = made
+    return _on_cpu[group]
+
+
+def leave_cpu(group: Group) -> None:
+    """End what `on_cpu` made for `group`, if it made one."""
+    if (made := _on_cpu.pop(group, None)) is not None:
+        calls.forget(made)
+        dist.destroy_process_group(made)
+
+
+class _Naming(threading.local):
+    """How this thread's next group is called; None: as torch likes."""
+
+    name: str | None = None
+
+
+_naming = _Naming()
+_patch = threading.Lock()
+_num_inside = 0
+_torch_naming = dist.distributed_c10d._hash_ranks_to_str
+
+
+def _name_of(ranks: list[int]) -> str:
+    return _torch_naming(ranks) if _naming.name is None else _naming.name
 
 
 @contextmanager
-def _named_by_members(key: tuple[int, ...], rank: int) -> Iterator[None]:
+def _named_by_members(key: tuple[int, ...], rank: int, use: str = "") -> Iterator[None]:
     """Inside, torch names a new group by its ranks and by how often these made one before.
 
     The name is where members meet in the store, so all must arrive at the same one. torch's own
@@ -89,13 +136,20 @@ def _named_by_members(key: tuple[int, ...], rank: int) -> Iterator[None]:
     different numbers of them, and repeats once a group was destroyed, whose addresses then
     are found again.
     """
+    global _num_inside
     store = dist.distributed_c10d._get_default_store()
-    members = hashlib.sha1(str(key).encode(), usedforsecurity=False).hexdigest()
-    digest = f"{members}-{store.add(f'made/{members}/{rank}', 1)}"
-    with _naming:
-        torch_naming = dist.distributed_c10d._hash_ranks_to_str
-        dist.distributed_c10d._hash_ranks_to_str = lambda ranks: digest
-        try:
-            yield
-        finally:
-            dist.distributed_c10d._hash_ranks_to_str = torch_naming
+    members = hashlib.sha1(f"{key}{use}".encode(), usedforsecurity=False).hexdigest()
+    name = f"{members}-{store.add(f'made/{members}/{rank}', 1)}"
+    # never held while a group waits for its members: these may be threads of this process
+    with _patch:
+        _num_inside += 1
+        dist.distributed_c10d._hash_ranks_to_str = _name_of
+    before, _naming.name = _naming.name, name
+    try:
+        yield
+    finally:
+        _naming.name = before
+        with _patch:
+            _num_inside -= 1
+            if not _num_inside:
+                dist.distributed_c10d._hash_ranks_to_str = _torch_naming

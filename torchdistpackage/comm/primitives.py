@@ -6,9 +6,8 @@ backend become CommError with the operation and the group's ranks in the text. E
 has a form that waits and a `start_` form that returns a `Pending`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,9 +15,19 @@ from torch import Tensor
 
 from torchdistpackage.comm import checking
 from torchdistpackage.comm.exchange import exchange
-from torchdistpackage.comm.pending import Pending, await_works, failed
-from torchdistpackage.comm.record import LINE, calls
-from torchdistpackage.comm.wire import added, as_moved, as_real, as_summed, in_place_of, rows
+from torchdistpackage.comm.issue import NOTHING, Go, Result, later, now
+from torchdistpackage.comm.pending import Pending
+from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.wire import (
+    added,
+    as_added,
+    as_moved,
+    as_summed,
+    from_added,
+    in_place_of,
+    rows,
+)
+from torchdistpackage.comm.world import world
 from torchdistpackage.errors import CommError
 
 Group = dist.ProcessGroup
@@ -48,6 +57,23 @@ def device_of(group: Group) -> torch.device:
     return torch.device("cpu")
 
 
+def source_in(group: Group, source: int | None) -> int:
+    """Global rank `source` (default: the group's first), which is in the group.
+
+    Raises:
+        CommError: it is not.
+    """
+    ranks = ranks_of(group)
+    if source is None:
+        return ranks[0]
+    if source not in ranks:
+        raise CommError(
+            f"broadcast from rank {source}, which is not in the group of ranks {ranks}; "
+            f"name one of them (ranks here are global)"
+        )
+    return source
+
+
 # -- collectives -------------------------------------------------------------------------
 
 
@@ -57,12 +83,12 @@ def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = SUM) -> Te
     Raises:
         CommError: the dtype cannot be reduced, or the backend failed.
     """
-    return x if group.size() == 1 else _all_reduce(x, group, op, _now)
+    return x if group.size() == 1 else _all_reduce(x, group, op, now)
 
 
 def start_all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = SUM) -> Pending:
     """Begin to reduce `x` in place; it is ready after `wait()`."""
-    return Pending(x) if group.size() == 1 else _all_reduce(x, group, op, _later)
+    return Pending(x) if group.size() == 1 else _all_reduce(x, group, op, later)
 
 
 def all_gather(x: Tensor, group: Group, sizes: Sizes | None = None) -> Tensor:
@@ -73,12 +99,12 @@ def all_gather(x: Tensor, group: Group, sizes: Sizes | None = None) -> Tensor:
     Raises:
         CommError: `sizes` does not say what this rank holds.
     """
-    return x if group.size() == 1 else _all_gather(x, group, sizes, _now)
+    return x if group.size() == 1 else _all_gather(x, group, sizes, now)
 
 
 def start_all_gather(x: Tensor, group: Group, sizes: Sizes | None = None) -> Pending:
     """`all_gather`, begun; `x` must stay as it is until `wait()`."""
-    return Pending(x) if group.size() == 1 else _all_gather(x, group, sizes, _later)
+    return Pending(x) if group.size() == 1 else _all_gather(x, group, sizes, later)
 
 
 def reduce_scatter(x: Tensor, group: Group, sizes: Sizes | None = None) -> Tensor:
@@ -89,12 +115,12 @@ def reduce_scatter(x: Tensor, group: Group, sizes: Sizes | None = None) -> Tenso
     Raises:
         CommError: the rows of `x` are not those of `sizes`, or do not divide evenly.
     """
-    return x if group.size() == 1 else _reduce_scatter(x, group, sizes, _now)
+    return x if group.size() == 1 else _reduce_scatter(x, group, sizes, now)
 
 
 def start_reduce_scatter(x: Tensor, group: Group, sizes: Sizes | None = None) -> Pending:
     """`reduce_scatter`, begun; `x` must stay as it is until `wait()`."""
-    return Pending(x) if group.size() == 1 else _reduce_scatter(x, group, sizes, _later)
+    return Pending(x) if group.size() == 1 else _reduce_scatter(x, group, sizes, later)
 
 
 def all_to_all(
@@ -107,7 +133,7 @@ def all_to_all(
     Raises:
         CommError: the rows of `x` are not those of `send_sizes`, or do not divide evenly.
     """
-    return x if group.size() == 1 else _all_to_all(x, group, send_sizes, receive_sizes, _now)
+    return x if group.size() == 1 else _all_to_all(x, group, send_sizes, receive_sizes, now)
 
 
 def start_all_to_all(
@@ -116,7 +142,7 @@ def start_all_to_all(
     """`all_to_all`, begun; `x` must stay as it is until `wait()`."""
     if group.size() == 1:
         return Pending(x)
-    return _all_to_all(x, group, send_sizes, receive_sizes, _later)
+    return _all_to_all(x, group, send_sizes, receive_sizes, later)
 
 
 def broadcast(x: Tensor, group: Group, source: int | None = None) -> Tensor:
@@ -125,19 +151,19 @@ def broadcast(x: Tensor, group: Group, source: int | None = None) -> Tensor:
     Raises:
         CommError: `source` is not in the group.
     """
-    return x if group.size() == 1 else _broadcast(x, group, source, _now)
+    return x if group.size() == 1 else _broadcast(x, group, source, now)
 
 
 def start_broadcast(x: Tensor, group: Group, source: int | None = None) -> Pending:
     """`broadcast`, begun."""
-    return Pending(x) if group.size() == 1 else _broadcast(x, group, source, _later)
+    return Pending(x) if group.size() == 1 else _broadcast(x, group, source, later)
 
 
 def barrier(group: Group | None = None) -> None:
     """Return when every rank of the group (default: all) has come here."""
     group = _whole(group)
     if group.size() > 1:
-        _now("barrier", group, None, (), None, dist.barrier)
+        now("barrier", group, None, (), None, dist.barrier)
 
 
 # -- objects: pickled, so only between own ranks -----------------------------------------
@@ -148,7 +174,7 @@ def gather_objects(value: object, group: Group | None = None) -> list[object]:
     group = _whole(group)
     values: list[object] = [value] * group.size()
     if group.size() > 1:
-        _now("gather_objects", group, None, (), None, dist.all_gather_object, values, value)
+        now("gather_objects", group, None, (), None, dist.all_gather_object, values, value)
     return values
 
 
@@ -158,9 +184,9 @@ def broadcast_object(
     """The value that global rank `source` (default: the group's first) holds, on every rank."""
     group, box = _whole(group), [value]
     if group.size() > 1:
-        source = _source(group, source)
+        source = source_in(group, source)
         send = dist.broadcast_object_list
-        _now("broadcast_object", group, None, (source,), None, send, box, source)
+        now("broadcast_object", group, None, (source,), None, send, box, source)
     return box[0]
 
 
@@ -171,49 +197,12 @@ def set_timeout(group: Group, seconds: float) -> None:
     calls.limit(group, limit)
 
 
-# -- how each is issued ------------------------------------------------------------------
-
-Result = TypeVar("Result", Tensor, Pending)
-Go = Callable[..., Result]
-_BARE = ()
-"""Beside shape and dtype there is nothing to agree on, or nobody asks."""
-
-
-def _now(operation: str, group: Group, x, facts, finish, function, *args) -> Tensor:
-    """Call `function` and wait; returns `x`, or what `finish` makes of it.
-
-    facts: what all members must agree on, beside shape and dtype.
-    """
-    if calls.checks:
-        checking.agree(operation, group, x, facts)
-    call = calls.begin(operation, group, x)
-    since_s = calls.wait(call)
-    try:
-        works = function(*args, group=group)
-        if works.__class__ is list:
-            await_works(works, call[LINE].limit)
-    except RuntimeError as error:
-        raise failed(call, error) from error
-    calls.end(call, since_s)
-    return x if finish is None else finish()
-
-
-def _later(operation: str, group: Group, x, facts, finish, function, *args) -> Pending:
-    """Call `function` and leave the waiting to the caller."""
-    if calls.checks:
-        checking.agree(operation, group, x, facts)
-    call = calls.begin(operation, group, x)
-    try:
-        if function is exchange:
-            return Pending(x, exchange(*args, group=group), call, finish, call[LINE].limit)
-        return Pending(x, (function(*args, group=group, async_op=True),), call, finish)
-    except RuntimeError as error:
-        raise failed(call, error) from error
+# -- what each gives to the back end ------------------------------------------------------
 
 
 def _all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType, go: Go) -> Result:
     wire, finish = as_summed(x, op)
-    facts = (str(op),) if calls.checks else _BARE
+    facts = (str(op),) if calls.checks else NOTHING
     return go("all_reduce", group, x, facts, finish, dist.all_reduce, wire, op)
 
 
@@ -221,7 +210,7 @@ def _all_gather(x: Tensor, group: Group, sizes: Sizes | None, go: Go) -> Result:
     lengths = rows(x, group, sizes, "mine")
     out = x.new_empty((sum(lengths), *x.shape[1:]))
     mine, whole = as_moved(x), as_moved(out)
-    facts = _BARE if sizes is None else ("rows of each rank", *lengths)
+    facts = NOTHING if sizes is None else ("rows of each rank", *lengths)
     ask = "all_gather", group, x, facts, lambda: out
     if calls.line(group).direct:
         return go(*ask, exchange, [mine] * len(lengths), whole.split(lengths))
@@ -232,19 +221,18 @@ def _all_gather(x: Tensor, group: Group, sizes: Sizes | None, go: Go) -> Result:
 
 def _reduce_scatter(x: Tensor, group: Group, sizes: Sizes | None, go: Go) -> Result:
     lengths = rows(x, group, sizes, "all")
-    facts = _BARE if sizes is None else ("rows of each rank", *lengths)
-    length = lengths[group.rank()]
+    facts = NOTHING if sizes is None else ("rows of each rank", *lengths)
+    wire, ask = as_added(x), ("reduce_scatter", group, x, facts)
+    length, shape = lengths[group.rank()], wire.shape[1:]
     if calls.line(group).direct:
-        whole = (x.detach() if x.requires_grad else x).contiguous()
-        room = [whole.new_empty((length, *x.shape[1:])) for _ in lengths]
-        ask = "reduce_scatter", group, x, facts, lambda: added(room)
-        return go(*ask, exchange, whole.split(lengths), room)
-    out = x.new_empty((length, *x.shape[1:]))
-    wire, mine = as_real(x), as_real(out)
-    ask = "reduce_scatter", group, x, facts, lambda: out
+        room = [wire.new_empty((length, *shape)) for _ in lengths]
+        finish = lambda: from_added(added(room), x.dtype)  # noqa: E731
+        return go(*ask, finish, exchange, wire.split(lengths), room)
+    out = wire.new_empty((length, *shape))
+    finish = lambda: from_added(out, x.dtype)  # noqa: E731
     if sizes is None:
-        return go(*ask, _scatter_into, mine, wire)
-    return go(*ask, dist.reduce_scatter, mine, list(wire.split(lengths)))
+        return go(*ask, finish, _scatter_into, out, wire)
+    return go(*ask, finish, dist.reduce_scatter, out, list(wire.split(lengths)))
 
 
 def _all_to_all(
@@ -259,7 +247,7 @@ def _all_to_all(
     out = x.new_empty((sum(received), *x.shape[1:]))
     if calls.checks and send_sizes is not None:
         checking.agree_pairs("all_to_all", group, sent, received)
-    facts = _BARE if send_sizes is None else ("rows vary",)
+    facts = NOTHING if send_sizes is None else ("rows vary",)
     ask = "all_to_all", group, x, facts, lambda: out
     room, wire = as_moved(out), as_moved(x)
     if calls.line(group).direct:
@@ -269,28 +257,11 @@ def _all_to_all(
 
 
 def _broadcast(x: Tensor, group: Group, source: int | None, go: Go) -> Result:
-    source = _source(group, source)
+    source = source_in(group, source)
     wire = as_moved(x)
     finish = in_place_of(x, wire)
     return go("broadcast", group, x, (source,), finish, dist.broadcast, wire, source)
 
 
-def _source(group: Group, source: int | None) -> int:
-    ranks = ranks_of(group)
-    if source is None:
-        return ranks[0]
-    if source not in ranks:
-        raise CommError(
-            f"broadcast from rank {source}, which is not in the group of ranks {ranks}; "
-            f"name one of them (ranks here are global)"
-        )
-    return source
-
-
 def _whole(group: Group | None) -> Group:
-    """The group, or the default group; who is in none is told so."""
-    if group is not None:
-        return group
-    if not dist.is_initialized():
-        raise CommError("there is no default process group; call setup_distributed() first")
-    return dist.group.WORLD  # type: ignore[return-value]
+    return world() if group is None else group

@@ -2,7 +2,8 @@
 
 The one piece of process-wide state in the package. It is set once from a declarative config,
 may be destroyed and set anew, and may be replaced for a while by `using(topology, rank)`, which
-needs no processes. Layers and executors never read it: they are given groups when they are made.
+needs no processes. All threads of a process see it alike, but a thread that is `apart` is a rank of
+its own. Layers and executors never read it: they are given groups when they are made.
 
 Modes are group names: an axis (`data`, `pipe`, `tensor`, ...), `model` (ranks that share one
 batch), `global`, and after `build_moe_groups` also `moe_dp` and `moe_ep`.
@@ -10,36 +11,21 @@ batch), `global`, and after `build_moe_groups` also `moe_dp` and `moe_ep`.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchdistpackage.comm.groups import Groups
+from torchdistpackage.comm.place import Place, apart, current, holder, standing_in
 from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.record import calls
 from torchdistpackage.errors import LaunchError, TopologyError
 from torchdistpackage.topology.views import Size, Topology, topology
 
 
-@dataclass
-class _Place:
-    topology: Topology
-    rank: int
-    groups: Groups | None
-    moe: bool = False
-    mesh: DeviceMesh | None = None
-
-
-_override: ContextVar[_Place | None] = ContextVar("tpc_override", default=None)
-
-
 class ProcessTopology:
     """The type of `tpc`. Use the instance of this module."""
-
-    def __init__(self) -> None:
-        self._own: _Place | None = None
 
     def setup_process_groups(self, config: Sequence[tuple[str, Size]], *, expert: int = 1) -> None:
         """Tile the world by `[(axis, size), ...]`, outermost first, and make my groups.
@@ -61,13 +47,9 @@ class ProcessTopology:
     def setup(self, topology: Topology, rank: int, *, timeout_s: float | None = None) -> None:
         """The same from a finished Topology. Makes the groups of each axis, in mesh order."""
         self.destroy()
-        groups = Groups(rank, timeout_s)
-        self._own = _Place(topology, rank, groups, moe=topology.expert.axis_size("expert") > 1)
-        for mode in (
-            *topology.dense.names,
-            "model",
-            *(("moe_dp", "moe_ep") if self._own.moe else ()),
-        ):
+        moe = topology.expert.axis_size("expert") > 1
+        holder().place = Place(topology, rank, Groups(rank, timeout_s), moe)
+        for mode in (*topology.dense.names, "model", *(("moe_dp", "moe_ep") if moe else ())):
             self.get_group(mode)
 
     def build_moe_groups(
@@ -102,7 +84,7 @@ class ProcessTopology:
 
     @property
     def is_set(self) -> bool:
-        return (_override.get() or self._own) is not None
+        return current() is not None
 
     @property
     def topology(self) -> Topology:
@@ -138,7 +120,9 @@ class ProcessTopology:
     def get_group(self, mode: str) -> Group:
         """Handle of my group of this mode, for torch.distributed calls."""
         mesh, axes = self._named(mode)
-        return self.groups.along(mesh, axes)
+        group = self.groups.along(mesh, axes)
+        calls.name(group, mode)
+        return group
 
     def get_ranks_in_group(self, mode: str) -> list[int]:
         """Global ranks of my group, ascending: the order of torch's group ranks."""
@@ -235,22 +219,26 @@ class ProcessTopology:
 
     def destroy(self) -> None:
         """End my groups and forget the topology; the default group stays. Safe to call twice."""
-        if self._own is not None and self._own.groups is not None and dist.is_initialized():
-            self._own.groups.destroy()
-        self._own = None
+        place = holder().place
+        if place is not None and place.groups is not None and dist.is_initialized():
+            place.groups.destroy()
+        holder().place = None
 
     @contextmanager
     def using(self, topology: Topology, rank: int) -> Iterator["ProcessTopology"]:
         """Be `rank` of `topology` inside the block, without processes or groups."""
         moe = topology.expert.axis_size("expert") > 1
-        token = _override.set(_Place(topology, rank, None, moe))
-        try:
+        with standing_in(Place(topology, rank, None, moe)):
             yield self
-        finally:
-            _override.reset(token)
 
-    def _place(self) -> _Place:
-        place = _override.get() or self._own
+    @contextmanager
+    def apart(self) -> Iterator["ProcessTopology"]:
+        """Be a rank of one's own inside the block, in this thread alone; at first not set up."""
+        with apart():
+            yield self
+
+    def _place(self) -> Place:
+        place = current()
         if place is None:
             raise LaunchError("tpc is not set up; call tpc.setup_process_groups([...]) first")
         return place

@@ -28,10 +28,10 @@ def as_moved(x: Tensor) -> Tensor:
     """The same rows, contiguous, in a dtype that all back ends move; of a contiguous x, a view."""
     if x.requires_grad:
         x = x.detach()
+    if x.is_neg() or x.is_conj():
+        x = x.resolve_conj().resolve_neg()
     if x.dtype in PLAIN:
         return x.contiguous()
-    if x.is_conj() or x.is_neg():
-        x = x.resolve_conj().resolve_neg()
     return x.contiguous().unsqueeze(-1).view(torch.uint8)
 
 
@@ -54,6 +54,8 @@ def as_summed(x: Tensor, op: dist.ReduceOp.RedOpType) -> tuple[Tensor, Callable[
         CommError: there is no such reduction of this dtype.
     """
     wire, dtype = x.detach() if x.requires_grad else x, x.dtype
+    if wire.is_neg():
+        wire = wire.resolve_neg()
     if dtype not in PLAIN:
         wire = _nearest(wire, op)
     elif op == dist.ReduceOp.AVG and not dtype.is_floating_point:
@@ -70,13 +72,22 @@ def as_summed(x: Tensor, op: dist.ReduceOp.RedOpType) -> tuple[Tensor, Callable[
     return wire, back
 
 
-def as_real(x: Tensor) -> Tensor:
-    """Contiguous rows that can be added: of complex numbers, the two parts beside each other."""
+def as_added(x: Tensor) -> Tensor:
+    """Contiguous rows that every back end adds, for `from_added`.
+
+    Raises:
+        CommError: there is no sum of this dtype.
+    """
     if x.requires_grad:
         x = x.detach()
-    if x.is_complex():
-        x = torch.view_as_real(x.resolve_conj())
-    return x.contiguous()
+    if x.is_neg():
+        x = x.resolve_neg()
+    return (x if x.dtype in PLAIN else _nearest(x, dist.ReduceOp.SUM)).contiguous()
+
+
+def from_added(wire: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sums made of `as_added` of tensors of `dtype`, in that dtype."""
+    return torch.view_as_complex(wire) if dtype.is_complex else wire.to(dtype)
 
 
 def added(parts: Sequence[Tensor]) -> Tensor:
@@ -85,7 +96,7 @@ def added(parts: Sequence[Tensor]) -> Tensor:
     if total.is_floating_point() and total.dtype.itemsize < 4:
         return sum((part.float() for part in parts[1:]), total.float()).to(total.dtype)
     for part in parts[1:]:
-        total = total.logical_or_(part) if total.dtype is torch.bool else total.add_(part)
+        total += part
     return total
 
 

@@ -28,7 +28,6 @@ _MOE = Later("there are no expert layers yet whose gradients it would average")
 _SCALER = Later("float16 with loss scaling is not supported yet; bf16 needs none")
 _MESSAGES = Later("stages exchange messages through the executor only, so far")
 _SUFFIX = Later("a checkpoint is one folder with a manifest and needs no suffix a rank")
-_BANDWIDTH = Later("communication is tested, by test_comm, but not measured yet")
 _TRACES = Later("profiler ranges and per-rank printing are not offered yet")
 _PROFILE = Later("modules cannot be profiled yet")
 _NAN = Later("tracing of NaN and Inf is not offered yet")
@@ -90,12 +89,12 @@ OLD_PATHS: dict[str, Names] = {
     "dist.process_topo": {
         "comm.tpc": ("ProcessTopology", "torch_parallel_context", "is_using_pp"),
         "topology.ranks": ("gen_inner_ranks", "gen_groups"),
-        "harness.smoke": ("test_comm",),
+        "harness.verify": ("test_comm",),
     },
     "dist.node_group": {"comm.nodes": ("setup_node_groups",)},
     "dist.model_parallel_ckpt": {_SUFFIX: ("get_mp_ckpt_suffix",)},
     "dist.sharded_ema": {_EMA: ("ShardedEMA",)},
-    "dist.py_comm_test": {_BANDWIDTH: ("test_collection", "test_all2all_balanced")},
+    "dist.py_comm_test": {"harness.classic": ("test_collection", "test_all2all_balanced")},
     "dist.utils": {
         _TRACES: (
             "cu_prof_start",
@@ -179,6 +178,11 @@ def _flat() -> dict[str, dict[str, str]]:
 
 
 MODULES = _flat()
+
+
+def announce(module: str, names: Names) -> None:
+    """Look up `names` of a module of this package that is no old path in the same way."""
+    MODULES[module] = {name: place for place, held in names.items() for name in held}
 
 
 def lookup(module: str, name: str) -> object:

@@ -2,7 +2,8 @@
 
 One rule: the rank loads the file that the caller loaded, under the name that the caller knows it
 by. Only a script run as `__main__` gets another name, because its `if __name__ == "__main__":`
-part must not run again.
+part must not run again. Where a script has no such part, the place at which it starts its ranks may
+end its loading in them: what was defined by then is what the caller had.
 """
 
 from __future__ import annotations
@@ -12,13 +13,20 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
 from torchdistpackage.errors import LaunchError
 
 MAIN_ALIAS = "__tdp_main__"
-_LOADING = "__tdp_loading__"
+_CUT = "__tdp_cut__"
+_loading: list[str] = []
+"""Modules whose top level this process is running, as a rank, to get at a function."""
+
+
+class FarEnough(BaseException):
+    """Ends the loading of a script by a rank, where the caller started this rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +50,12 @@ class Reference:
             if not (module and colon and qualname):
                 raise LaunchError(f"target {target!r} is not of the form 'package.module:function'")
             return Reference(module, qualname)
+        owner = getattr(target, "__self__", None)
+        if not (owner is None or isinstance(owner, type | ModuleType)):
+            raise LaunchError(
+                f"{target!r} is bound to an object, which another process would not find; "
+                "give the function, and the object as an argument of it"
+            )
         module = getattr(target, "__module__", None)
         qualname = getattr(target, "__qualname__", None)
         if not module or not qualname or "<" in qualname:
@@ -86,9 +100,15 @@ class Reference:
         for name in self.qualname.split("."):
             found = getattr(found, name, None)
         if not callable(found):
+            advice = "check the spelling"
+            if hasattr(module, _CUT):
+                advice = (
+                    "it was loaded up to the place where it first starts processes: define the "
+                    'function above it, or put that place under `if __name__ == "__main__":`'
+                )
             raise LaunchError(
                 f"{self}: no function {self.qualname!r} in {module.__name__} "
-                f"({getattr(module, '__file__', 'built in')}); check the spelling"
+                f"({getattr(module, '__file__', 'built in')}); {advice}"
             )
         return found
 
@@ -96,16 +116,31 @@ class Reference:
         loaded = sys.modules.get(self.module)
         if loaded is not None and self._same_file(getattr(loaded, "__file__", None)):
             return loaded
-        if self.module != MAIN_ALIAS and self._is_found_by_import():
+        _loading.append(self.module)
+        try:
+            if self.module == MAIN_ALIAS or not self._is_found_by_import():
+                return self._execute(importlib.util.spec_from_file_location(self.module, self.file))
+            if self.is_main:  # python -m
+                return self._execute(importlib.util.find_spec(self.module))
             return importlib.import_module(self.module)
-        spec = importlib.util.spec_from_file_location(self.module, self.file)
+        except FarEnough as cut:
+            raise LaunchError(
+                f"{self}: {self.module} starts processes when it is imported; put that part into "
+                "a function, and call it from the main script"
+            ) from cut
+        finally:
+            _loading.pop()
+
+    def _execute(self, spec: ModuleSpec | None) -> ModuleType:
+        """Run the file of `spec`, as far as it gets before it starts processes."""
         if spec is None or spec.loader is None:
             raise LaunchError(f"{self}: {self.file} cannot be loaded as a Python module")
         module = importlib.util.module_from_spec(spec)
         sys.modules[self.module] = module
-        setattr(module, _LOADING, True)
-        spec.loader.exec_module(module)
-        delattr(module, _LOADING)
+        try:
+            spec.loader.exec_module(module)
+        except FarEnough:
+            setattr(module, _CUT, True)
         return module
 
     def _is_found_by_import(self) -> bool:
@@ -147,5 +182,5 @@ def missing_module(target: str, folders: Sequence[str]) -> str:
 
 
 def main_is_loading() -> bool:
-    """Whether this process is a rank that is still running the top level of its caller's script."""
-    return hasattr(sys.modules.get(MAIN_ALIAS), _LOADING)
+    """Whether this process is a rank that still runs the top level of what holds its function."""
+    return bool(_loading)

@@ -66,7 +66,7 @@ def gather_from_sequence_parallel_region(
     tensor_parallel_output_grad: each rank goes on with work of its own, so gradients are
         summed; False: all go on with the same work, and mine is a part of what any has.
     """
-    gather = collectives.all_gather if tensor_parallel_output_grad else collectives.join
+    gather = collectives.all_gather if tensor_parallel_output_grad else collectives.gather
     return _noted(gather(x, 0, group or get_tp_group()), x, False)
 
 
@@ -86,7 +86,7 @@ def maybe_split_into_sequence_parallel(x: Tensor, *, group: Group | None = None)
     """My part along dim 0 unless `x` is noted as cut; gradients are gathered."""
     if is_squence_parallel_tensor(x):
         return x
-    return _noted(collectives.split(x, 0, group or get_tp_group()), x, True)
+    return _noted(collectives.scatter(x, 0, group or get_tp_group()), x, True)
 
 
 def _noted(y: Tensor, x: Tensor, value: bool) -> Tensor:

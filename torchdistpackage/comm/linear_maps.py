@@ -1,0 +1,241 @@
+"""The collectives as linear maps over the ranks of a group, and how autograd goes through one.
+
+One rule: a map is a value that knows its transpose, and the backward of a map is the forward of
+its transpose, gone through in the same way. So gradients of gradients need nothing more.
+
+Two kinds of tensors meet here. *Replicated*: equal on all ranks, and one thing, whose gradient is
+counted once. *Own*: each rank's is a thing by itself. `Copy` leads from the first kind to the
+second and `Reduce` back; so do `Scatter` and `Gather`. The others stay within the second.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.arguments import even_sizes
+from torchdistpackage.comm.primitives import Group
+
+Lengths = tuple[int, ...] | None
+"""Along one dim, by rank; None where all are equal."""
+
+
+class LinearMap(Protocol):
+    """What it computes, never writing to its argument, and the map of its gradients."""
+
+    @property
+    def group(self) -> Group: ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def transposed(self) -> "LinearMap": ...
+
+
+def through(linear: LinearMap, x: Tensor) -> Tensor:
+    """`linear` of `x`; a node of autograd where `x` needs a gradient."""
+    if linear.group.size() == 1:
+        return x
+    if not x.requires_grad:
+        return linear(x)
+    if torch.is_grad_enabled():
+        return _Through.apply(x, linear)
+    return linear(x.detach())  # of which a view needs no gradient; of x itself it would
+
+
+class _Through(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, linear: LinearMap) -> Tensor:
+        ctx.linear = linear
+        return linear(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return through(ctx.linear.transposed(), grad), None
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Replicated to own: each rank goes on with x for itself."""
+
+    group: Group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    def transposed(self) -> LinearMap:
+        return Reduce(self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Own to replicated: the sum over the group."""
+
+    group: Group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return primitives.all_reduce(_fresh(x), self.group)
+
+    def transposed(self) -> LinearMap:
+        return Copy(self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """Replicated to own: my part along `dim`."""
+
+    group: Group
+    dim: int
+    sizes: Lengths
+
+    def __call__(self, x: Tensor) -> Tensor:
+        sizes = self.sizes or even_sizes(x.shape[self.dim], self.group.size())
+        mine = self.group.rank()
+        # a part that were a view would keep the whole alive
+        return _fresh(x.narrow(self.dim, sum(sizes[:mine]), sizes[mine]))
+
+    def transposed(self) -> LinearMap:
+        return Gather(self.group, self.dim, self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Own to replicated: the parts joined along `dim`."""
+
+    group: Group
+    dim: int
+    sizes: Lengths
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = primitives.all_gather(_rows(x, self.dim), self.group, self.sizes)
+        return _from_rows(rows, self.dim)
+
+    def transposed(self) -> LinearMap:
+        return Scatter(self.group, self.dim, self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather(Gather):
+    """Own to own: the parts joined along `dim`, of which each rank makes a use of its own."""
+
+    def transposed(self) -> LinearMap:
+        return ReduceScatter(self.group, self.dim, self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceScatter:
+    """Own to own: my part along `dim` of the sum over the group."""
+
+    group: Group
+    dim: int
+    sizes: Lengths
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = primitives.reduce_scatter(_rows(x, self.dim), self.group, self.sizes)
+        return _from_rows(rows, self.dim)
+
+    def transposed(self) -> LinearMap:
+        return AllGather(self.group, self.dim, self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAll:
+    """Own to own: part i along `split_dim` goes to rank i; what arrives is joined along `join_dim`.
+
+    split_sizes: the lengths of my parts; join_sizes: of those that arrive.
+    """
+
+    group: Group
+    split_dim: int
+    join_dim: int
+    split_sizes: Lengths
+    join_sizes: Lengths
+
+    def __call__(self, x: Tensor) -> Tensor:
+        shapes = self._arriving(x)
+        # parts of different shapes cannot be rows of one tensor, so all travel flat
+        flat = _rows(x, self.split_dim).reshape(-1)
+        numels = [prod(shape) for shape in shapes]
+        if self.split_sizes is None and self.join_sizes is None:
+            flat = primitives.all_to_all(flat, self.group)
+        else:
+            row = prod(x.shape) // max(x.shape[self.split_dim], 1)
+            send = [length * row for length in self._split(x)]
+            flat = primitives.all_to_all(flat, self.group, send, numels)
+        parts = [
+            part.view(shape).movedim(0, self.split_dim)
+            for part, shape in zip(flat.split(numels), shapes, strict=True)
+        ]
+        return torch.cat(parts, self.join_dim)
+
+    def transposed(self) -> LinearMap:
+        return AllToAll(
+            self.group, self.join_dim, self.split_dim, self.join_sizes, self.split_sizes
+        )
+
+    def _split(self, x: Tensor) -> tuple[int, ...]:
+        return self.split_sizes or even_sizes(x.shape[self.split_dim], self.group.size())
+
+    def _arriving(self, x: Tensor) -> list[list[int]]:
+        """Shape of the part from each rank, `split_dim` first."""
+        mine = self._split(x)[self.group.rank()]
+        shapes = []
+        for rank in range(self.group.size()):
+            shape = list(x.shape)
+            shape[self.split_dim] = mine
+            if self.join_sizes is not None:
+                shape[self.join_dim] = self.join_sizes[rank]
+            shapes.append([shape.pop(self.split_dim), *shape])
+        return shapes
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """Own to own: that of global rank `source`, on every rank."""
+
+    group: Group
+    source: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return primitives.broadcast(_fresh(x), self.group, self.source)
+
+    def transposed(self) -> LinearMap:
+        return SumTo(self.group, self.source)
+
+
+@dataclass(frozen=True, slots=True)
+class SumTo:
+    """Own to own: the sum over the group on global rank `source`, zeros elsewhere."""
+
+    group: Group
+    source: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        total = primitives.all_reduce(_fresh(x), self.group)
+        mine = primitives.ranks_of(self.group)[self.group.rank()]
+        return total if mine == self.source else total.zero_()
+
+    def transposed(self) -> LinearMap:
+        return Broadcast(self.group, self.source)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """With the numbers themselves in memory, which for lazily conjugated ones differ."""
+    return x.resolve_conj().resolve_neg()
+
+
+def _fresh(x: Tensor) -> Tensor:
+    """A contiguous copy: `x` may be an expanded gradient, or what autograd holds."""
+    return _plain(x).clone(memory_format=torch.contiguous_format)
+
+
+def _rows(x: Tensor, dim: int) -> Tensor:
+    """`dim` first, as the primitives cut and join."""
+    x = _plain(x)
+    return x.movedim(dim, 0) if dim else x
+
+
+def _from_rows(rows: Tensor, dim: int) -> Tensor:
+    return rows.movedim(0, dim).contiguous() if dim else rows

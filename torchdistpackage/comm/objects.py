@@ -1,0 +1,211 @@
+"""What one rank holds and the rest of its group gets: objects, tensors, dicts of tensors; and back.
+
+One rule: nobody waits for what will never come. The source says first what follows, or that nothing
+does and why, and then every rank raises. Descriptions and what lives in host memory go over a group
+that moves host memory, also where the group itself joins GPUs. A group is a process group or the
+name of one of tpc's axes.
+"""
+
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.arguments import as_dim, as_group
+from torchdistpackage.comm.groups import on_cpu
+from torchdistpackage.comm.p2p import start_receive, start_send
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.errors import CommError
+
+
+class TensorMetadata(NamedTuple):
+    """What a rank must know of a tensor before it can receive it."""
+
+    dtype: torch.dtype
+    size: Sequence[int]
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Stands in a structure for the tensor number `index`."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """Stands for what the source could not send."""
+
+    why: str
+
+
+def broadcast_object_list(objects: list, group: Group | str, source: int | None = None) -> list:
+    """Replace what is in `objects` by what global rank `source` has in its list; returns it.
+
+    source: default the group's first. Objects are pickled: only between own ranks.
+
+    Raises:
+        CommError: `source` is not in the group, or its objects cannot be pickled.
+    """
+    objects[:] = cast(list, _announced(lambda: list(objects), as_group(group), source))
+    return objects
+
+
+def broadcast_tensors(
+    tensors: Sequence[Tensor], group: Group | str, source: int | None = None
+) -> Sequence[Tensor]:
+    """Overwrite each tensor with that of global rank `source`, all of them under way at once.
+
+    All ranks give tensors of the same shapes and dtypes, any dtype, on CPU or CUDA.
+
+    Raises:
+        CommError: `source` is not in the group.
+    """
+    group = as_group(group)
+    source = primitives.source_in(group, source)
+    mine = source == primitives.ranks_of(group)[group.rank()]
+    begun = []
+    for x in tensors:
+        if not x.numel():
+            continue
+        through = _carrier(x, group)
+        # in one piece, so that nothing is written back: autograd may hold the source's tensors
+        carried = x.detach().resolve_conj().resolve_neg().contiguous() if mine else x.detach()
+        staged = carried.to(_reach(x, through))
+        begun.append((x, primitives.start_broadcast(staged, through, source)))
+    for x, pending in begun:
+        arrived = pending.wait()
+        if not mine and arrived.device != x.device:
+            x.detach().copy_(arrived)
+    return tensors
+
+
+def broadcast_tensor_dict(
+    tensors: dict | None, group: Group | str, source: int | None = None
+) -> dict:
+    """The dict that global rank `source` holds, on every rank; the others may give None.
+
+    Values are tensors of any dtype, on CPU or CUDA, or anything that pickles; dicts, lists and
+    tuples may hold more of both. The source gets its own dict back, the others plain dicts with
+    new tensors that share no memory, on CUDA where the source has them there.
+
+    Raises:
+        CommError: `source` is not in the group, has no dict, or has in it what cannot be sent.
+    """
+    group = as_group(group)
+    source = primitives.source_in(group, source)
+    found: list[Tensor] = []
+
+    def describe() -> tuple[object, list[TensorMetadata]]:
+        if not isinstance(tensors, dict):
+            raise CommError(f"a dict was expected of the source, not a {type(tensors).__name__}")
+        structure = _taken_apart(tensors, found)
+        return structure, [_metadata(x) for x in found]
+
+    structure, metadata = cast(
+        tuple[object, list[TensorMetadata]], _announced(describe, group, source)
+    )
+    mine = source == primitives.ranks_of(group)[group.rank()]
+    broadcast_tensors(received := found if mine else [_room(m) for m in metadata], group, source)
+    return cast(dict, tensors if mine else _put_together(structure, received))
+
+
+def gather_to(x: Tensor, dim: int, group: Group | str, target: int) -> Tensor | None:
+    """The parts of all ranks joined along `dim` at position `target` of the group; None elsewhere.
+
+    x (..., n, ...), alike on all ranks -> (..., n * size, ...), without a gradient.
+
+    Raises:
+        CommError: the group has no position `target`.
+        LayoutError: there is no such dim.
+    """
+    group, dim = as_group(group), as_dim(x, dim)
+    size = group.size()
+    if not 0 <= target < size:
+        raise CommError(
+            f"gather at position {target} of a group of {size} ranks; positions are 0 to {size - 1}"
+        )
+    ranks, through = primitives.ranks_of(group), _carrier(x, group)
+    mine = x.detach().to(_reach(x, through))
+    if group.rank() != target:
+        start_send(mine, through, ranks[target]).wait()
+        return None
+    begun = [
+        None if i == target else start_receive(torch.empty_like(mine), through, ranks[i])
+        for i in range(size)
+    ]
+    parts = [mine if pending is None else pending.wait() for pending in begun]
+    return torch.cat(parts, dim).to(x.device)
+
+
+def _announced(make: Callable[[], object], group: Group, source: int | None) -> object:
+    """What `make` returns on the source, on every rank; why it raised, raised on every rank."""
+    source, word, cause = primitives.source_in(group, source), None, None
+    if source == primitives.ranks_of(group)[group.rank()]:
+        try:
+            word = make()
+            pickle.dumps(word)
+        except Exception as error:  # whatever a user's class raises, the others must hear of it
+            cause = error
+            reason = str(error) if isinstance(error, CommError) else f"it cannot be sent: {error!r}"
+            word = _Refused(f"rank {source} of ranks {primitives.ranks_of(group)}: {reason}")
+    word = primitives.broadcast_object(word, on_cpu(group), source)
+    if isinstance(word, _Refused):
+        raise CommError(word.why) from cause
+    return word
+
+
+def _taken_apart(value: object, found: list[Tensor]) -> object:
+    """The structure with a slot for each tensor, which goes to `found`."""
+    if isinstance(value, Tensor):
+        found.append(value)
+        return _Slot(len(found) - 1)
+    if isinstance(value, dict):
+        return {key: _taken_apart(inner, found) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        inside = [_taken_apart(inner, found) for inner in cast(Iterable[object], value)]
+        return inside if type(value) is list else tuple(inside)
+    return value
+
+
+def _put_together(value: object, tensors: Sequence[Tensor]) -> object:
+    """Inverse of `_taken_apart`."""
+    if isinstance(value, _Slot):
+        return tensors[value.index]
+    if type(value) is dict:
+        return {key: _put_together(inner, tensors) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        inside = [_put_together(inner, tensors) for inner in cast(Iterable[object], value)]
+        return inside if type(value) is list else tuple(inside)
+    return value
+
+
+def _metadata(x: Tensor) -> TensorMetadata:
+    if x.layout is not torch.strided or x.is_quantized or x.device.type not in ("cpu", "cuda"):
+        kind = "quantized" if x.is_quantized else str(x.layout).removeprefix("torch.")
+        raise CommError(
+            f"a {kind} tensor of shape {tuple(x.shape)} on {x.device} cannot be sent; "
+            f"only plain ones on CPU or CUDA can: convert it, and convert it back on arrival"
+        )
+    return TensorMetadata(x.dtype, tuple(x.shape), x.device.type)
+
+
+def _room(metadata: TensorMetadata) -> Tensor:
+    on_cuda = metadata.device == "cuda" and torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    return torch.empty(tuple(metadata.size), dtype=metadata.dtype, device=device)
+
+
+def _carrier(x: Tensor, group: Group) -> Group:
+    """The group over which `x` goes: not that of the GPUs if it lives in host memory."""
+    return on_cpu(group) if x.device.type == "cpu" else group
+
+
+def _reach(x: Tensor, through: Group) -> torch.device:
+    """Where `x` must be for this group."""
+    return x.device if primitives.is_nccl(through) else torch.device("cpu")

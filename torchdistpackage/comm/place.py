@@ -1,0 +1,71 @@
+"""Where the place of a rank is kept: in the process, or in one thread that is a rank of its own.
+
+One rule: a thread that is not `apart` shares the process' place. A new thread has an empty context,
+so the process' place cannot live in the context variable: it is what is found where that is unset.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchdistpackage.comm.groups import Groups
+from torchdistpackage.topology.views import Topology
+
+
+@dataclass
+class Place:
+    """Who a rank is. groups: None where it only stands in for one. moe: expert groups exist."""
+
+    topology: Topology
+    rank: int
+    groups: Groups | None
+    moe: bool = False
+    mesh: DeviceMesh | None = None
+
+
+@dataclass
+class Holder:
+    """What is set up, or None; all who share it see it change."""
+
+    place: Place | None = None
+
+
+_process = Holder()
+_apart: ContextVar[Holder | None] = ContextVar("tpc_apart", default=None)
+_override: ContextVar[Place | None] = ContextVar("tpc_override", default=None)
+
+
+def holder() -> Holder:
+    """The holder of this thread, which is the process' unless it is apart."""
+    return _apart.get() or _process
+
+
+def current() -> Place | None:
+    """Who the caller is now."""
+    return _override.get() or holder().place
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Inside, and in this thread alone, nothing is set up, and what is set up is seen by nobody
+    else."""
+    token = _apart.set(Holder())
+    outer = _override.set(None)
+    try:
+        yield
+    finally:
+        _override.reset(outer)
+        _apart.reset(token)
+
+
+@contextmanager
+def standing_in(place: Place) -> Iterator[None]:
+    """Be at `place` inside the block."""
+    token = _override.set(place)
+    try:
+        yield
+    finally:
+        _override.reset(token)

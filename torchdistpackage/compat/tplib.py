@@ -1,0 +1,263 @@
+"""tplib's names, by `from torchdistpackage.compat.tplib import ...`.
+
+One rule: nothing is kept here. `init_model_parallel` sets `tpc` (data x tensor), and every other
+name reads it, so all of this package may be used beside it. `src` is a global rank, `dst` a
+position in the tensor parallel group.
+"""
+
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from torchdistpackage.comm import collectives, objects, primitives
+from torchdistpackage.comm.arguments import as_group
+from torchdistpackage.comm.groups import Groups, leave_cpu, on_cpu
+from torchdistpackage.comm.objects import TensorMetadata
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.runtime import join, leave
+from torchdistpackage.comm.tpc import resolve_group, tpc
+from torchdistpackage.comm.world import is_joined, world
+from torchdistpackage.compat.init_method import place
+from torchdistpackage.compat.reduction import summed
+from torchdistpackage.compat.worker import Worker, chosen
+from torchdistpackage.errors import LaunchError, TopologyError
+
+__all__ = [
+    "TensorMetadata",
+    "Worker",
+    "broadcast",
+    "broadcast_common",
+    "broadcast_obj_list",
+    "broadcast_tensor_dict",
+    "create_group_and_assign",
+    "destroy_dist_env",
+    "destroy_model_parallel",
+    "ensure_init",
+    "get_cpu_world_group",
+    "get_local_rank",
+    "get_tp_group",
+    "get_tp_rank",
+    "get_tp_src_rank",
+    "get_tp_world_size",
+    "init_dist_env",
+    "init_model_parallel",
+    "model_parallel_is_initialized",
+    "tp_all_gather",
+    "tp_all_reduce",
+    "tp_gather",
+]
+
+_INIT = "init_dist_env()"
+
+# -- life ----------------------------------------------------------------------------------
+
+
+def init_dist_env(
+    world_size: int = -1,
+    rank: int = -1,
+    distributed_init_method: str = "env://",
+    local_rank: int = -1,
+    backend: str = "nccl",
+) -> None:
+    """Join the other ranks, unless that is done. All ranks call it; one alone is a world of 1.
+
+    distributed_init_method: env:// (any launcher), tcp://HOST:PORT or file://PATH.
+    local_rank: default what the launcher says, else the rank among those of this host. The GPU of
+        that number becomes the current one.
+    backend: "nccl", the default, means nccl where each rank has a GPU and gloo elsewhere.
+
+    Raises:
+        LaunchError: numbers are missing or contradict the ranks there are, or ranks never came.
+    """
+    if not is_joined():
+        tpc.destroy()  # of a world that has ended
+        found = place(distributed_init_method, world_size, rank, local_rank, os.environ)
+        join(found, backend=chosen(backend))
+        local_rank = found.local_rank
+    group = world()
+    there = {"world_size": (world_size, group.size()), "rank": (rank, group.rank())}
+    for name, (asked, actual) in there.items():
+        if asked not in (-1, actual):
+            raise LaunchError(
+                f"init_dist_env({name}={asked}), but torch.distributed is already initialised with "
+                f"{name} {actual}; leave the number out, or call destroy_dist_env() before"
+            )
+    if local_rank == -1 and "LOCAL_RANK" not in os.environ:
+        hosts = primitives.gather_objects(socket.gethostname(), group)
+        local_rank = hosts[: group.rank()].count(hosts[group.rank()])
+    if local_rank != -1:
+        os.environ["LOCAL_RANK"] = str(local_rank)
+    on_cpu(group)
+
+
+def init_model_parallel(tp_size: int = 1, backend: str | None = None) -> None:
+    """Cut the world into tensor parallel groups of `tp_size` neighbours; the rest is data parallel.
+
+    backend: the groups have that of the world; another one is refused.
+
+    Raises:
+        LaunchError: `init_dist_env` was not called, this was called before, or the backend differs.
+        TopologyError: `tp_size` does not divide the world.
+    """
+    group = world(_INIT)
+    if model_parallel_is_initialized():
+        raise LaunchError(
+            f"tensor parallel groups of {get_tp_world_size()} ranks are there already; call "
+            f"destroy_model_parallel() before, or ensure_init({tp_size})"
+        )
+    actual = "nccl" if primitives.is_nccl(group) else "gloo"
+    if backend not in (None, "nccl", actual):
+        raise LaunchError(
+            f"init_model_parallel(backend={backend!r}), but the world uses {actual}; leave it out. "
+            f"Tensors in host memory go over gloo also where the world uses nccl"
+        )
+    if tp_size < 1:
+        raise TopologyError(f"tp_size is {tp_size}; use a divisor of the {group.size()} ranks")
+    tpc.setup_process_groups([("data", None), ("tensor", tp_size)])
+    on_cpu(group)
+
+
+def ensure_init(tp_size: int, backend: str | None = None) -> None:
+    """`init_model_parallel`, or nothing where groups of this size are there.
+
+    Raises:
+        TopologyError: they have another size. And what `init_model_parallel` raises.
+    """
+    if not model_parallel_is_initialized():
+        init_model_parallel(tp_size, backend)
+    elif get_tp_world_size() != tp_size:
+        raise TopologyError(
+            f"ensure_init({tp_size}), but the tensor parallel groups have {get_tp_world_size()} "
+            f"ranks; call destroy_model_parallel() before"
+        )
+
+
+def model_parallel_is_initialized() -> bool:
+    """Whether there are tensor parallel groups, made here or by `tpc.setup_process_groups`."""
+    return is_joined() and tpc.is_set
+
+
+def destroy_model_parallel() -> None:
+    """End the tensor parallel groups and the CPU group; the default group stays. Safe to repeat."""
+    tpc.destroy()
+    if is_joined():
+        leave_cpu(world())
+
+
+def destroy_dist_env() -> None:
+    """End everything that `init_dist_env` and `init_model_parallel` began. Safe to repeat."""
+    destroy_model_parallel()
+    leave()
+
+
+# -- who am I ------------------------------------------------------------------------------
+
+
+def get_local_rank() -> int:
+    """My rank among those of this host.
+
+    Raises:
+        LaunchError: nobody has said it.
+    """
+    if "LOCAL_RANK" not in os.environ:
+        raise LaunchError(f"the local rank is not known yet; call {_INIT} first")
+    return int(os.environ["LOCAL_RANK"])
+
+
+def get_cpu_world_group() -> Group:
+    """All ranks, for what is in host memory."""
+    return on_cpu(world(_INIT))
+
+
+def get_tp_group() -> Group:
+    """My tensor parallel group.
+
+    Raises:
+        LaunchError: there is none yet.
+    """
+    if not model_parallel_is_initialized():
+        raise LaunchError(
+            "the tensor parallel groups are not initialised; "
+            "call init_model_parallel(tp_size) first"
+        )
+    return resolve_group(None, "tensor")
+
+
+def get_tp_world_size() -> int:
+    return get_tp_group().size()
+
+
+def get_tp_rank() -> int:
+    return get_tp_group().rank()
+
+
+def get_tp_src_rank() -> int:
+    """Global rank of the first of my tensor parallel group."""
+    return primitives.ranks_of(get_tp_group())[0]
+
+
+# -- collectives ---------------------------------------------------------------------------
+
+
+def tp_all_reduce(input_: Tensor) -> Tensor:
+    """Sum over the tensor parallel group, in place and returned; out of place for autograd."""
+    return summed(input_, get_tp_group())
+
+
+def tp_all_gather(input_: Tensor, dim: int = -1) -> Tensor:
+    """The parts of the tensor parallel group joined along `dim`. Autograd gives back my part's."""
+    return collectives.gather(input_, dim, get_tp_group())
+
+
+def tp_gather(input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
+    """The parts joined along `dim` on rank `dst` of the tensor parallel group; None elsewhere."""
+    return objects.gather_to(input_, dim, get_tp_group(), dst)
+
+
+def broadcast_common(src: int = 0, group: Group | None = None) -> tuple[int, Group]:
+    """Size of the group and the group: the default group unless one is given.
+
+    Raises:
+        LaunchError: there is no default group.
+        CommError: global rank `src` is not in the group.
+    """
+    group = world(_INIT) if group is None else as_group(group)
+    primitives.source_in(group, src)
+    return group.size(), group
+
+
+def broadcast(input_: Tensor, src: int = 0, group: Group | None = None) -> Tensor:
+    """Overwrite `input_` with that of global rank `src`; returned."""
+    _, group = broadcast_common(src, group)
+    return objects.broadcast_tensors([input_], group, src)[0]
+
+
+def broadcast_obj_list(obj_list: list[Any], src: int = 0, group: Group | None = None) -> list[Any]:
+    """Replace what is in the list by what global rank `src` has in its; returned."""
+    _, group = broadcast_common(src, group)
+    return objects.broadcast_object_list(obj_list, group, src)
+
+
+def broadcast_tensor_dict(
+    tensor_dict: dict[Any, Any] | None = None, src: int = 0, group: Group | None = None
+) -> dict[Any, Any]:
+    """The dict of global rank `src` on every rank: tensors of any dtype on CPU or CUDA, nested."""
+    _, group = broadcast_common(src, group)
+    return objects.broadcast_tensor_dict(tensor_dict, group, src)
+
+
+def create_group_and_assign(ranks: Sequence[int], backend: str, global_var: str) -> Group | None:
+    """The group of these ranks, for its members; None for the others.
+
+    It is named `global_var` but assigned to nothing: keep what is returned. backend: "gloo" for
+    what is in host memory, else that of the world.
+    """
+    mine = world(_INIT).rank()
+    if mine not in ranks:
+        return None
+    groups = tpc.groups if tpc.is_set else Groups(mine)
+    group = groups.of(ranks, name=global_var)
+    return on_cpu(group) if backend == "gloo" else group
