@@ -18,7 +18,7 @@ NAMES: dict[str, str] = {
     "setup_node_groups": "comm.nodes:setup_node_groups",
     "tpc": "comm.tpc:tpc",
     "is_using_pp": "comm.tpc:is_using_pp",
-    "test_comm": "harness.smoke:test_comm",
+    "test_comm": "harness.verify:test_comm",
     "fix_rand": "comm.random:fix_rand",
     "gen_inner_ranks": "topology.ranks:gen_inner_ranks",
     "gen_groups": "topology.ranks:gen_groups",

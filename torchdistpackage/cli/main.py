@@ -20,7 +20,7 @@ from torchdistpackage.errors import (
     TorchDistError,
 )
 
-COMMANDS = ("train", "submit", "jobs", "plan", "schedule", "schema")
+COMMANDS = ("train", "submit", "jobs", "plan", "comm", "schedule", "schema")
 """Each a function, or commands of its own, in the module of its name; in the order of the help."""
 
 _REFUSALS = (ConfigError, TopologyError, LayoutError, ScheduleError)

@@ -1,0 +1,167 @@
+"""The first command on a cluster: what it says when all is well, and when something is not."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchdistpackage.cli import comm_test
+from torchdistpackage.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+TINY = str(ROOT / "configs" / "gpt_tiny.yaml")
+SAID = "all groups deliver what was sent"
+HERE = "tests.cli.test_comm"
+
+
+def rows(shown: str) -> dict[str, list[str]]:
+    """Of the table: group kind -> groups, ranks in each, operations."""
+    found = re.findall(r"^(\w[\w, ]*?)  +(\d+)  +(\d+)  +(\d+)  +[\d.]+$", shown, re.M)
+    return {name: counts for name, *counts in found}
+
+
+def test_it_lists_what_was_tested_over_which_groups(capfd):
+    assert main(["comm", "test", "--axes", "data=2,pipe=2", "--pairs"]) == 0
+    shown = capfd.readouterr()
+    assert shown.out.startswith("4 ranks: data=2 x pipe=2\n\ngroup")
+    assert rows(shown.out) == {
+        "data": ["2", "2", "15"],
+        "pipe, model": ["2", "2", "19"],
+        "global": ["1", "4", "15"],
+        "all pairs": ["6", "2", "3"],
+    }
+    assert shown.out.splitlines()[-1].startswith(f"{SAID} (")
+    assert shown.err == ""
+
+
+@pytest.mark.full
+def test_the_groups_of_a_configuration(capfd):
+    words = ["comm", "test", TINY, "parallel.pipe=1", "parallel.tensor=2", "--pairs"]
+    assert main(words) == 0
+    shown = capfd.readouterr().out
+    assert "tensor" in shown and SAID in shown
+
+
+@pytest.mark.full
+def test_one_rank_has_nothing_to_test(capfd):
+    assert main(["comm", "test", "--procs", "1"]) == 0
+    assert capfd.readouterr().out.startswith("1 rank: data=1\n\none rank has nobody to talk to")
+
+
+def stopped_rank(pairs: bool, timeout_s: float, path: str) -> object:
+    """Rank 1 stops for good, when all have come."""
+    from torchdistpackage.comm import primitives
+    from torchdistpackage.harness.verify import test_and_note
+
+    primitives.barrier()
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return test_and_note(pairs, timeout_s, path)
+
+
+def test_a_stopped_rank_is_named_once_and_all_ranks_end(monkeypatch, capfd):
+    monkeypatch.setattr(comm_test, "_TEST", f"{HERE}:stopped_rank")
+    assert main(["comm", "test", "--axes", "data=3", "--timeout", "3"]) == 1
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("tdp: 1 check of tpc's groups failed:\n  the roll call over")
+    assert said.err.count("rank 1 on ") == 1
+    assert "rank 1 of 3 failed: stopped (process state T)" in said.err
+    assert "Traceback" not in said.err
+
+
+def damaged_rank(pairs: bool, timeout_s: float, path: str = "verdict") -> object:
+    """Rank 1 changes what it gathers."""
+    from torchdistpackage.comm import primitives
+    from torchdistpackage.harness.verify import test_and_note
+
+    right = primitives.all_gather
+    if os.environ["RANK"] == "1":
+        primitives.all_gather = lambda x, *rest: right(x, *rest) + 1
+    return test_and_note(pairs, timeout_s, path)
+
+
+BROKEN_UNDER_A_LAUNCHER = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from torchdistpackage.cli import comm_test
+from torchdistpackage.cli.main import main
+comm_test._TEST = "{HERE}:damaged_rank"
+sys.exit(main(["comm", "test"]))
+"""
+
+
+def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+
+
+@pytest.mark.full
+def test_under_a_launcher_rank_0_has_the_table():
+    run = torchrun("-m", "torchdistpackage", "comm", "test")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count(SAID) == 1
+    assert run.stdout.startswith("2 ranks: data=2\n")
+
+
+@pytest.mark.full
+def test_under_a_launcher_the_culprit_is_named_once(tmp_path):
+    script = tmp_path / "broken.py"
+    script.write_text(BROKEN_UNDER_A_LAUNCHER, encoding="utf-8")
+    run = torchrun(str(script))
+    assert run.returncode == 1
+    assert run.stderr.count("tdp: 2 checks of tpc's groups failed") == 1
+    assert (
+        run.stderr.count("all_gather of bfloat16 over the data group of ranks [0, 1]: rank 1") == 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "texts"),
+    [
+        (
+            ["--axes", "data=2,pipe=2", "--procs", "6"],
+            ["is 4 ranks, but the world has 6"],
+        ),
+        (["--axes", "data=auto"], ["the size of data is left open"]),
+        ([], ["the size of data is left open"]),
+        (
+            ["--axes", "dta=2,pipe,pipe=0,tensor=2,tensor=2"],
+            [
+                "4 problems in tdp comm",
+                "--axes dta=2: no axis 'dta'; did you mean data?",
+                "--axes pipe: an axis is written AXIS=N",
+                "pipe wants a whole number of ranks, 1 or more, or auto; got '0'",
+                "axis tensor is given twice",
+            ],
+        ),
+        ([TINY, "--axes", "zero=2"], ["2 problems", "both CONFIG", "no axis 'zero'; valid: data"]),
+        ([TINY, "optim.lrr=1", "--axes", "data=2"], ["2 problems", "both CONFIG", "optim.lrr"]),
+        (["--axes", "data=2", "--timeout", "0"], ["--timeout"]),
+        (["--axes", "data=2", "--procs", "0"], ["--procs"]),
+        (["none.yaml"], ["no such file"]),
+    ],
+    ids=str,
+)
+def test_all_that_is_wrong_is_refused_before_a_process_starts(words, texts, monkeypatch, capsys):
+    monkeypatch.setattr(comm_test, "on_ranks", None)
+    assert main(["comm", "test", *words]) == 2
+    said = capsys.readouterr()
+    assert all(text in said.err for text in texts), said.err
+    assert not said.out
+
+
+def test_a_refusal_is_said_by_rank_0_alone(monkeypatch, capsys):
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    assert main(["comm", "test", "--axes", "data=4"]) == 2
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("RANK", "0")
+    assert main(["comm", "test", "--axes", "data=4"]) == 2
+    assert "data=4 is 4 ranks, but the world has 2" in capsys.readouterr().err

@@ -1,0 +1,103 @@
+"""Who is to blame, from what the ranks saw. Those who wait never are."""
+
+from functools import partial
+
+import pytest
+
+from torchdistpackage.errors import CommError
+from torchdistpackage.harness import verdict
+from torchdistpackage.harness.verdict import CommTestError, Report, Stop, Verdict, roll_text
+
+
+def host_of(rank: int) -> str:
+    return f"node{rank // 2}"
+
+
+judge = partial(verdict.judge, host_of=host_of, world_size=4, limit_s=30)
+judge_roll = partial(verdict.judge_roll, host_of=host_of, world_size=4, limit_s=30)
+OK = Report(times_s=(0.5, 0.25))
+
+
+def stop(step: int, what: str, *ranks: int, error: str = "") -> Report:
+    return Report(stop=Stop(step, what, ranks, error))
+
+
+def test_all_is_well_and_the_slowest_rank_counts():
+    said = judge({0: OK, 1: OK, 2: OK, 3: Report(times_s=(0.125, 1.0))})
+    assert said == Verdict((), 0, (0.5, 1.0))
+    said.raise_problems()
+
+
+def test_who_did_not_come_is_named_where_it_was_first_missed():
+    """Rank 2 waits for rank 0, which itself waits for rank 3: neither is to blame."""
+    seen = {
+        0: stop(8, "max over [0, 3]", 0, 3),
+        1: stop(7, "sum over [1, 3]", 1, 3),
+        2: stop(9, "max over [0, 2]", 0, 2),
+    }
+    assert judge(seen).problems == (
+        "sum over [1, 3]: rank 3 on node1 did not come within 30 s; rank 1 on node0 waited",
+    )
+
+
+def test_what_a_backend_says_of_the_absent_is_told():
+    seen = {
+        r: stop(7, "sum", 0, 1, 2, 3, error="Connection closed" if r == 2 else "") for r in (0, 2)
+    }
+    assert judge(seen).problems == (
+        "sum: ranks 1 on node0, 3 on node1 did not come within 30 s; "
+        "ranks 0 on node0, 2 on node1 waited, and were told: Connection closed",
+    )
+
+
+def test_who_is_missed_by_nobody_is_missed_at_the_end():
+    assert judge({0: OK, 1: OK, 2: OK}).problems == (
+        "the end of the test: rank 3 on node1 did not come within 30 s",
+    )
+
+
+def test_a_failure_explains_those_who_wait():
+    seen = {0: OK, 1: stop(5, "sum", 1, 2), 2: stop(5, "sum", 1, 2, error="out of memory"), 3: OK}
+    assert judge(seen).problems == ("sum: rank 2 on node1 failed: out of memory",)
+
+
+def test_where_all_run_and_nothing_arrives_the_hosts_are_named():
+    seen = {0: OK, 1: stop(5, "sum", 1, 2), 2: stop(5, "sum", 1, 2), 3: stop(6, "max", 2, 3)}
+    assert judge(seen).problems == (
+        "sum: did not end within 30 s on ranks 1 on node0, 2 on node1, although all ranks run; "
+        "see whether these hosts reach each other",
+    )
+
+
+def test_the_lowest_rank_that_came_speaks_for_all():
+    said = judge({2: OK, 3: OK})
+    assert said.speaker == 2
+    with pytest.raises(CommTestError, match="ranks 0, 1 on node0 did not come") as caught:
+        said.raise_problems()
+    assert caught.value.speaker == 2
+    assert isinstance(caught.value, CommError)
+
+
+def test_a_roll_call_names_the_absent_and_those_with_other_plans():
+    same, other = roll_text("data=4", []), roll_text("data=2", ["rank 2 holds another group"])
+    assert judge_roll(dict.fromkeys(range(4), same)).problems == ()
+    wrong, absent, differs = judge_roll({0: same, 1: same, 2: other}).problems
+    assert wrong == "rank 2 holds another group"
+    assert "roll call over the global group of 4 ranks: rank 3 on node1 did not come" in absent
+    assert "ranks 0, 1 on node0: data=4; rank 2 on node1: data=2" in differs
+
+
+def test_long_lists_are_cut():
+    with pytest.raises(
+        CommTestError, match=r"11 checks(?s:.*)problem 7\n  and 3 more\nsee whether"
+    ):
+        Verdict(tuple(f"problem {i}" for i in range(11))).raise_problems()
+    assert verdict.named(range(20), host_of).endswith("6, 7 on node3 and 12 more")
+
+
+def test_reports_and_verdicts_travel_as_text():
+    report = Report(("a", "b"), Stop(3, "sum", (1, 2), "why"), (0.5,))
+    assert Report.from_json(report.to_json()) == report
+    assert Report.from_json(OK.to_json()) == OK
+    said = Verdict(("a",), 2, (0.5, 1.0))
+    assert Verdict.from_json(said.to_json()) == said

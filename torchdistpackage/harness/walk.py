@@ -1,0 +1,116 @@
+"""One rank's way through all checks, in a thread that is watched.
+
+One rule: the thread may get stuck in any call, also in one that only begins an operation, and is
+then left behind; whoever watches returns within the time limit with the place it had reached.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.harness.checks import Check, Seat
+from torchdistpackage.harness.coded import compare
+from torchdistpackage.harness.verdict import Report, Stop
+
+_LOOK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Groups that are busy at the same time: those of some modes, which have the same ranks.
+
+    which: what one of them is called. seat: this rank's part in it.
+    steps: what this rank does in turn, as many as any other rank.
+    """
+
+    modes: tuple[str, ...]
+    which: str
+    seat: Seat
+    num_groups: int
+    steps: tuple[tuple[Check, Seat], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    number: int
+    what: str
+    ranks: tuple[int, ...]
+    since_s: float
+
+
+class Walk:
+    """The steps of `kinds`, begun at once.
+
+    is_alarmed: whether another rank has waited in vain; never waits itself.
+    patience_s: for one step. settle_s: for a step under way when the alarm is heard.
+    """
+
+    def __init__(
+        self,
+        kinds: Sequence[Kind],
+        is_alarmed: Callable[[], bool],
+        *,
+        patience_s: float,
+        settle_s: float,
+    ) -> None:
+        self._kinds, self._is_alarmed = kinds, is_alarmed
+        self._patience_s, self._settle_s = patience_s, settle_s
+        self._host = socket.gethostname()
+        self._wrong: list[str] = []
+        self._times_s: list[float] = []
+        self._error = ""
+        self._place = _Place(0, "the start", (), time.monotonic())
+        self._ended, self._left_behind = threading.Event(), False
+        self._device = primitives.device_of(kinds[0].seat.group)
+        # tpc belongs to a context, and a thread begins in an empty one
+        run = contextvars.copy_context().run
+        threading.Thread(target=run, args=(self._go,), name="test_comm", daemon=True).start()
+
+    def report(self) -> Report:
+        """When all steps are done, or one has failed, or takes too long."""
+        alarm_s: float | None = None
+        while not self._ended.wait(_LOOK_S):
+            now_s = time.monotonic()
+            if alarm_s is None and self._is_alarmed():
+                alarm_s = now_s
+            if now_s - self._place.since_s > self._patience_s:
+                break
+            if alarm_s is not None and now_s - alarm_s > self._settle_s:
+                break
+        self._left_behind = True
+        stop, at = None, self._place
+        if not self._ended.is_set() or self._error:
+            stop = Stop(at.number, at.what, at.ranks, self._error)
+        return Report(tuple(self._wrong), stop, tuple(self._times_s))
+
+    def _go(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # a thread begins on the first one
+        try:
+            with torch.no_grad():
+                for kind in self._kinds:
+                    self._through(kind)
+        except RuntimeError as error:
+            self._error = str(error).partition("\n")[0] or type(error).__name__
+        self._ended.set()
+
+    def _through(self, kind: Kind) -> None:
+        begin_s = time.monotonic()
+        for check, seat in kind.steps:
+            if self._left_behind:
+                return
+            what = f"{check.name} over the {kind.which} of ranks {list(seat.ranks)}"
+            self._place = _Place(self._place.number + 1, what, seat.ranks, time.monotonic())
+            for got, expected, source in check.run(seat):
+                if problem := compare(got, expected):
+                    here = f"rank {seat.rank} on {self._host}"
+                    self._wrong.append(f"{what}{source}: {here} {problem}")
+        self._times_s.append(time.monotonic() - begin_s)
