@@ -124,7 +124,10 @@ class NaiveDDP(nn.Module):
         layout = self._layouts.get(name)
         if layout is None:
             return self._group
-        return tpc.groups.of(self._ranks(layout))
+        ranks = self._ranks(layout)
+        # what a stage sends must not wait behind the bucket of a weight that all stages share
+        sends = len(layout.stages) > 1 and ranks == tuple(tpc.get_ranks_in_group("pipe"))
+        return tpc.groups.of(ranks, use="gradients" if sends else "")
 
     @staticmethod
     def _ranks(layout: Layout) -> tuple[int, ...]:

@@ -1,0 +1,130 @@
+"""The board on paper: what agrees passes, what can get stuck is found and told in words."""
+
+import pytest
+
+from torchdistpackage.errors import CommError
+from torchdistpackage.harness.lint.order import Call
+from torchdistpackage.harness.lint.programs import Collective, Messages, Part, Program, Wait, check
+from torchdistpackage.harness.lint.report import group_name, rank_name
+from torchdistpackage.topology.views import topology
+
+GRID = topology([("data", 2), ("tensor", 2)], 4)
+SUM, BARRIER = Call("all_reduce", (("shape", (3,)), ("op", "sum"))), Call("barrier")
+SEND, RECEIVE = Call("send", (("elements", 4),)), Call("receive", (("elements", 4),))
+
+
+def run(*ops_of_ranks, topo=None):
+    """Programs on the groups `data`, `tensor` and `world`."""
+    topo = topo or topology([("data", len(ops_of_ranks))], len(ops_of_ranks))
+    modes = ("data", "tensor")
+    programs = [
+        Program(
+            tuple(ops),
+            {"world": (range(topo.world_size), "")}
+            | {m: (topo.dense.group(rank, (m,)), "") for m in modes},
+        )
+        for rank, ops in enumerate(ops_of_ranks)
+    ]
+    return check(programs, topo)
+
+
+def world(*calls, blocks=True, label=""):
+    return Collective("world", calls, blocks, label)
+
+
+def send(peer, **facts):
+    return Part(Call("send", tuple(facts.items()) or SEND.facts), peer)
+
+
+def receive(peer, **facts):
+    return Part(Call("receive", tuple(facts.items()) or RECEIVE.facts), peer)
+
+
+def test_one_order_in_every_group_passes_and_is_counted():
+    over = [Collective("data", (SUM,)), Collective("tensor", (SUM, BARRIER)), world(BARRIER)]
+    report = run(over, over, over, over, topo=GRID).check()
+    assert {(k.name, k.num_groups, k.num_ranks, k.num_calls) for k in report.kinds} == {
+        ("data", 2, 2, 2),
+        ("tensor", 2, 2, 4),
+        ("world", 1, 4, 1),
+    }
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (Call("all_reduce", (("shape", (4,)), ("op", "sum"))), "they differ in shape"),
+        (Call("all_reduce", (("shape", (3,)), ("op", "max"))), "they differ in op"),
+        (BARRIER, r"is all_reduce \(shape \[3\] op sum\) on rank 0 \(data 0\), but barrier on"),
+    ],
+)
+def test_members_that_differ_in_one_call_are_both_named(other, told):
+    """Runs of calls that meet as one are opened, so that the number is that of the call."""
+    finding = run([world(BARRIER, SUM, label="5F1")], [world(BARRIER, other, label="5F2")]).finding
+    assert finding.kind == "disagreement" and finding.ranks == (0, 1)
+    with pytest.raises(CommError, match=told):
+        run([world(BARRIER, SUM)], [world(BARRIER, other)]).check()
+    assert "call 2 of group world (ranks 0, 1)" in str(finding)
+    assert "at 5F1" in str(finding) and "at 5F2" in str(finding)
+
+
+def test_two_groups_in_different_orders_are_a_circle():
+    """Each group sees one order; together they wait for each other."""
+    one = [Collective("tensor", (SUM,)), Collective("data", (SUM,))]
+    other = one[::-1]
+    finding = run(one, other, other, one, topo=GRID).finding
+    assert finding.kind == "cycle" and len(finding.ranks) >= 2
+    assert "rank 0 (data 0 tensor 0) waits in call 1 of group tensor (ranks 0, 1)" in str(finding)
+    asynchronous = [Collective(op.group, op.calls, blocks=False) for op in one]
+    assert run(
+        [*asynchronous, Wait()], [*asynchronous[::-1], Wait()],
+        [*asynchronous[::-1], Wait()], [*asynchronous, Wait()], topo=GRID,
+    ).ok  # fmt: skip
+
+
+def test_sends_are_not_buffered():
+    both = run([Messages("world", (send(1),)), Messages("world", (receive(1),))],
+               [Messages("world", (send(0),)), Messages("world", (receive(0),))])  # fmt: skip
+    assert both.finding.kind == "cycle" and set(both.finding.ranks) == {0, 1}
+    assert "waits in send (elements 4) to rank 1 (data 1) on group world" in str(both.finding)
+    assert run([Messages("world", (send(1), receive(1)))],
+               [Messages("world", (send(0), receive(0)))]).ok  # fmt: skip
+
+
+def test_a_message_behind_a_collective_of_its_group_waits_for_it():
+    """One stream a group, as NCCL has it: the bucket of a tied weight before the last message."""
+    early = [world(SUM, blocks=False), Messages("world", (send(0),)), Wait()]
+    late = [Messages("world", (receive(1),)), world(SUM, blocks=False), Wait()]
+    finding = run(late, early).finding
+    assert finding.kind == "cycle"
+    assert "to which rank 1 (data 1) comes after a call that is not done" in str(finding)
+    assert "rank 1 (data 1) has issued call 1 of group world" in str(finding)
+    apart = [Messages("data", (receive(1),)), *late[1:]], [early[0], Messages("data", (send(0),))]
+    programs = [Program(tuple(ops), {"world": ((0, 1), ""), "data": ((0, 1), "own")})
+                for ops in apart]  # fmt: skip
+    assert check(programs, topology([("data", 2)], 2)).ok
+
+
+def test_what_a_rank_that_returned_did_not_do_is_missing():
+    finding = run([world(SUM)], [world(SUM)], []).finding
+    assert finding.kind == "missing" and finding.ranks[0] == 2
+    assert "which rank 2 (data 2) has not entered, and it has returned" in str(finding)
+    for ops in ([Messages("world", (send(1),))], [world(SUM, blocks=False)]):
+        assert run(ops, []).finding.kind == "missing"
+    assert run([world(SUM, blocks=False)], [world(SUM)]).ok
+
+
+def test_both_ends_of_a_message_must_agree():
+    finding = run([Messages("world", (send(1, elements=4),))],
+                  [Messages("world", (receive(0, elements=5),))]).finding  # fmt: skip
+    assert finding.kind == "disagreement"
+    assert "rank 0 (data 0) has posted send (elements 4) to rank 1 (data 1)" in str(finding)
+
+
+def test_groups_are_called_by_their_axes():
+    topo = topology([("data", 2), ("pipe", 3), ("tensor", 2)], 12)
+    mesh = topo.dense
+    assert group_name(topo, tuple(mesh.group(5, ("pipe", "tensor")))) == "pipe+tensor"
+    assert group_name(topo, (0, 4)) == "part of pipe"
+    assert group_name(topo, range(12)) == "world" and group_name(topo, (3,)) == "alone"
+    assert rank_name(topo, 9) == "rank 9 (data 1 pipe 1 tensor 1)"

@@ -1,0 +1,235 @@
+"""Every layout of the parity matrix makes its calls in one order, on paper and with threads."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.train import parity
+from tests.train.test_parity import cases, overrides
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.ddp.naive_ddp import NaiveDDP
+from torchdistpackage.harness.lint import lint
+from torchdistpackage.harness.lint.programs import Collective, Messages, Program, check
+from torchdistpackage.harness.lint.report import Report
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.parallel.pipeline.forward_backward import forward_backward
+from torchdistpackage.schedule.actions import Schedule
+from torchdistpackage.schedule.generate import GENERATORS
+from torchdistpackage.schedule.passes import add_messages
+from torchdistpackage.train import build as builder
+from torchdistpackage.train.calls import StepPrograms, static_report
+from torchdistpackage.train.plan import Plan, make_plan
+from torchdistpackage.train.trial import trial
+
+CASES = {param.id: param.values[0] for param in cases()}
+THREADS = (
+    *("data2", "pipe2-tied", "tensor2-sp-tied", "data2xpipe2-tied", "pipe2xtensor2"),
+    *("pipe3xtensor2-sp-tied", "data2xpipe2xtensor2-sp-tied"),
+)
+"""With threads in the small set."""
+
+
+def plan_of(case: str, *more: str) -> Plan:
+    degrees, sequence_parallel, tied = CASES[case]
+    axes = [f"parallel.{axis}={size}" for axis, size in degrees.items()]
+    axes.append(f"parallel.sequence_parallel={str(sequence_parallel).lower()}")
+    config = parity.config([*overrides(degrees, tied), *axes, *more])
+    return make_plan(config, math.prod(degrees.values()))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_paper_all_ranks_agree(case):
+    plan = plan_of(case)
+    for first in (True, False):
+        assert static_report(plan, first=first).check().kinds
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[] if c in THREADS else pytest.mark.full) for c in CASES]
+)
+def test_the_real_step_makes_the_calls_of_the_paper(case):
+    """Call by call on every group and towards every peer: operation, shape, dtype, operator."""
+    plan = plan_of(case)
+    report, begins = first_step(plan)
+    programs = StepPrograms(plan)
+    for rank, begin in enumerate(begins):
+        on_paper = by_group(written(programs.of(rank)))
+        assert on_paper == by_group(report.calls[rank][begin:])
+        assert sum(map(len, on_paper.values())) > 1
+
+
+def first_step(plan: Plan) -> tuple[Report, list[int]]:
+    """(report, for each rank how many calls it had made when its step began)."""
+    begins = [0] * plan.world_size
+
+    def step(rank: int) -> None:
+        trainer = builder.build(plan, rank, torch.device("cpu"))
+        begins[rank] = len(tpc.groups.of([rank])._wire.calls[rank])
+        trainer.train_step(1).read()
+
+    return lint(step, plan.topology).check(), begins
+
+
+def written(program: Program):
+    """(ranks, call, peer) of everything in a program."""
+    for op in program.ops:
+        if isinstance(op, Collective):
+            yield from ((tuple(program.groups[op.group][0]), call, None) for call in op.calls)
+        elif isinstance(op, Messages):
+            ranks = tuple(program.groups[op.group][0])
+            yield from ((ranks, part.call, ranks[part.peer]) for part in op.parts)
+
+
+def by_group(made) -> dict:
+    found: dict = {}
+    for ranks, call, peer in made:
+        found.setdefault((ranks, peer, peer is not None and call.operation), []).append(call)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["data2xpipe2", "pipe2xtensor2-sp"])
+def test_a_trial_is_two_steps_of_the_run_on_less(layout):
+    """Its losses are those of one rank: the transport delivers what gloo would."""
+    report = trial(plan_of(layout, "data.global_batch=16")).check()
+    degrees, _, tied = CASES[layout]
+    assert set(map(tuple, report.results)) == {tuple(report.results[0])}
+    one = parity.config([*overrides(degrees | {"data": 1}, tied), "data.global_batch=4"])
+    alone = trial(make_plan(replace_batch(one, degrees["data"]), 1)).check().results[0]
+    assert report.results[0] == pytest.approx(alone, rel=1e-12)
+
+
+def replace_batch(config, data: int):
+    """As many samples in one rank's microbatches as `data` ranks have in theirs."""
+    pipeline = config.pipeline.model_copy(update={"microbatches": 2 * data})
+    section = config.data.model_copy(update={"global_batch": 2 * data})
+    return config.model_copy(update={"pipeline": pipeline, "data": section})
+
+
+# -- shown able to fail ---------------------------------------------------------------
+
+
+def unfused(plan: Plan) -> Plan:
+    """1F1B as neighbours would get stuck in it: each first sends what it has."""
+    stages, number = len(plan.schedule.programs), plan.schedule.num_microbatches
+    programs = GENERATORS["1f1b"](stages, number)
+    plain = Schedule("1f1b", stages, number, tuple(range(stages)), programs)
+    return replace(plan, schedule=add_messages(plain))
+
+
+def test_a_schedule_that_gets_stuck_is_found_on_paper_and_with_threads():
+    plan = unfused(plan_of("pipe3"))
+    for report in (static_report(plan, first=False), trial_of(plan)):
+        assert report.finding.kind == "cycle"
+        assert "waits in send" in str(report) and "to rank" in str(report)
+    assert "at 1SEND_F1" in str(static_report(plan, first=False))
+
+
+def test_a_schedule_with_two_messages_swapped_is_found():
+    plan = plan_of("pipe2")
+    first, second = plan.schedule.programs
+    order = [str(step) for step in second]
+    swapped = list(second)
+    i, j = order.index("1RECV_F0"), next(k for k, t in enumerate(order) if "1RECV_F1" in t)
+    swapped[i], swapped[j] = swapped[j], swapped[i]
+    broken = replace(plan, schedule=replace(plan.schedule, programs=(first, tuple(swapped))))
+    assert static_report(broken).finding is not None
+
+
+def trial_of(plan: Plan) -> Report:
+    def step(rank: int) -> None:
+        builder.build(plan, rank, torch.device("cpu")).train_step(1)
+
+    return lint(step, plan.topology)
+
+
+def test_a_tied_gradient_on_the_group_of_the_messages_is_found(monkeypatch):
+    """The bucket leaves on the last stage before the message that the first one waits for; NCCL
+    has one stream for both, gloo would let it pass."""
+    plan = plan_of("pipe2-tied")
+    monkeypatch.setattr(builder, "_message_group", lambda layouts: tpc.get_group("pipe"))
+    programs = [StepPrograms(plan).of(rank) for rank in range(2)]
+    shared = [
+        replace(p, groups={word: (ranks, "") for word, (ranks, _) in p.groups.items()})
+        for p in programs
+    ]
+    for report in (trial_of(plan), check(shared, plan.topology)):
+        assert report.finding.kind == "cycle" and set(report.finding.ranks) == {0, 1}
+        assert "all_reduce" in str(report) and "waits in receive" in str(report)
+
+
+def test_a_tied_weight_whose_stages_reduce_in_two_orders_is_found():
+    """Blocking sums of one stage over data first, of the other over the tied pair first."""
+    plan = plan_of("data2xpipe2-tied")
+
+    def step(rank: int) -> None:
+        trainer = builder.build(plan, rank, torch.device("cpu"))
+        trainer.reducer._buckets = trainer.reducer._buckets[:: 1 if tpc.get_pp_rank() else -1]
+        trainer.train_step(1)
+
+    assert lint(step, plan.topology).finding is not None
+
+
+def test_naive_ddp_and_forward_backward_pass():
+    """The seed's own loop: 1F1B over the pipe group, gradients averaged over data."""
+
+    def step(rank: int) -> float:
+        torch.manual_seed(3)
+        stage = NaiveDDP(torch.nn.Linear(4, 4), num_grad_acc_iter=4)
+        torch.manual_seed(tpc.get_dp_rank())
+        inputs = torch.randn(8, 4) if tpc.is_first_in_pipeline_group() else None
+
+        def forward(x):
+            y = stage(x)
+            return y.square().mean() if tpc.is_last_in_pipeline_group() else y
+
+        for _ in range(2):
+            stage.zero_grad()
+            forward_backward(None, forward, None, inputs, num_microbatches=4)
+            stage.reduce_gradients()
+        return sum(p.grad.sum().item() for p in stage.parameters())
+
+    report = lint(step, [("data", 2), ("pipe", 2)]).check()
+    assert report.results[0] == report.results[2] and report.results[1] == report.results[3]
+    assert {kind.name for kind in report.kinds} >= {"data", "pipe"}
+
+
+def test_a_tied_weight_in_naive_ddp_does_not_hold_up_the_messages():
+    """Its bucket leaves the last stage before the message that the first one waits for."""
+
+    def step(rank: int) -> None:
+        stage = torch.nn.Linear(4, 4, bias=False)
+        ddp = NaiveDDP(stage, layouts={"weight": Layout("tied", (4, 4), stages=(0, 1))})
+
+        def forward(x):
+            y = ddp.module(x)
+            return y.square().mean() if tpc.is_last_in_pipeline_group() else y
+
+        inputs = torch.ones(4, 4) if tpc.is_first_in_pipeline_group() else None
+        for _ in range(2):
+            forward_backward(None, forward, None, inputs, 2, reducer=ddp.reducer)
+
+    for axes in ({"pipe": 2}, {"data": 2, "pipe": 2}):
+        lint(step, axes).check()
+
+
+def test_of_a_users_own_model_it_says_what_is_not_known():
+    own = ["model.name=null", "model.target=tests.train.sources:build", "model.args={width: 4}",
+           "model.loss=tests.train.sources:squared_error", "data.target=tests.train.sources:Line",
+           "data.args={}", "data.global_batch=8", "pipeline.microbatches=2"]  # fmt: skip
+    plan = make_plan(parity.config([*own, "parallel.pipe=2", "parallel.data=2"]), 4)
+    report = static_report(plan).check()
+    assert "not known: calls inside tests.train.sources:build" in str(report)
+    assert sum(kind.num_messages for kind in report.kinds) > 0
+    assert trial(plan).check().unknown == ()
+
+
+def test_thousands_of_ranks_are_checked_on_paper():
+    big = ["parallel.tensor=8", "parallel.pipe=8", "parallel.data=16", "pipeline.microbatches=8",
+           "data.global_batch=512", "model.layers=24", "model.heads=16", "model.dim=1024",
+           "model.vocab=50257", "data.seq_len=1024"]  # fmt: skip
+    plan = make_plan(parity.config(big), 1024)
+    kinds = {kind.name: kind for kind in static_report(plan).check().kinds}
+    assert kinds["pipe"].num_messages == 128 * 7 * 8 * 3  # headers, outputs, gradients
+    assert kinds["world"].num_ranks == 1024 and kinds["tensor"].num_groups == 128

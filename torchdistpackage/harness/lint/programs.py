@@ -1,0 +1,159 @@
+"""Calls on paper: every rank's program of calls, run on the board without data.
+
+One rule: a program says what a rank issues in order and where it waits; whether all programs
+together come to their end is found out by running them, by the rules of `order.py`. No torch.
+
+Ranks share operations: what two of them do alike is one tuple, and a run of collectives that
+block one by one on one group is one meeting, so that thousands of ranks take seconds.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torchdistpackage.harness.lint.explain import Finding, disagreement, stuck
+from torchdistpackage.harness.lint.order import Board, Call, Disagreement, Entry, Group, Message
+from torchdistpackage.harness.lint.report import Report, group_kinds, group_name, rank_name
+from torchdistpackage.topology.views import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Calls on one of the rank's groups, by the name that the program gives it.
+
+    calls: one, or several that follow each other; blocks: each is waited for before what comes next
+    (otherwise at the next `Wait`). label: what the rank is at, such as `2F5`.
+    """
+
+    group: str
+    calls: tuple[Call, ...]
+    blocks: bool = True
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One message: to, or from, the rank at `peer` in the order of the group."""
+
+    call: Call
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """Messages that go together, waited for before what comes next: stricter than any executor
+    is, and so a proof for all."""
+
+    group: str
+    parts: tuple[Part, ...]
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Until all that does not block is done, in the order in which it was issued."""
+
+
+Op = Collective | Messages | Wait
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What one rank does. groups: its groups by the names in `ops`: (ranks, use), where two groups
+    of the same ranks for different uses are two."""
+
+    ops: tuple[Op, ...]
+    groups: Mapping[str, tuple[Sequence[int], str]]
+
+
+def check(programs: Sequence[Program], topology: Topology, unknown: Sequence[str] = ()) -> Report:
+    """Whether all programs, one a rank, agree in every group and come to their end."""
+    finding, groups = _run(programs, topology)
+    if finding is not None and any(_is_run(op) for program in programs for op in program.ops):
+        # one by one, so that the call is named in which they part
+        finding, groups = _run([_opened(program) for program in programs], topology)
+    return Report(topology, finding, group_kinds(groups), tuple(unknown))
+
+
+def _run(programs: Sequence[Program], topology: Topology) -> tuple[Finding | None, list[Group]]:
+    name = partial(rank_name, topology)
+    ready = deque(range(len(programs)))
+    runs: list[Iterator[Entry]] = []
+
+    def done(entry: Entry) -> None:
+        if board.waiting.get(entry.rank) is entry:
+            del board.waiting[entry.rank]
+            ready.append(entry.rank)
+
+    board = Board(done=done)
+    groups: dict[tuple[tuple[int, ...], str], Group] = {}
+    for rank, program in enumerate(programs):
+        own: dict[str, Group] = {}
+        for word, (ranks, use) in program.groups.items():
+            key = (tuple(ranks), use)
+            if key not in groups:
+                groups[key] = Group(ranks, group_name(topology, key[0]))
+            own[word] = groups[key]
+        runs.append(_steps(board, rank, program.ops, own))
+    try:
+        while ready:
+            rank = ready.popleft()
+            entry = next(runs[rank], None)
+            if entry is None:
+                board.ended.add(rank)
+            elif entry.done:
+                ready.append(rank)
+            else:
+                board.waiting[rank] = entry
+    except Disagreement as found:
+        return disagreement(found, name), list(groups.values())
+    left = [board.waiting[rank] for rank in sorted(board.waiting)]
+    left = left or board.leftovers(list(groups.values()))
+    return (stuck(board, left, name) if left else None), list(groups.values())
+
+
+def _steps(
+    board: Board, rank: int, ops: Sequence[Op], groups: Mapping[str, Group]
+) -> Iterator[Entry]:
+    """Issue one rank's calls; gives every entry that is to be waited for and is not done."""
+    under_way: list[Entry] = []
+    for op in ops:
+        if isinstance(op, Collective):
+            entry = Entry(rank, groups[op.group], op.calls, where=op.label)
+            board.issue(entry)
+            if not op.blocks:
+                under_way.append(entry)
+            elif not entry.done:
+                yield entry
+        elif isinstance(op, Messages):
+            group = groups[op.group]
+            entry = Entry(rank, group, (), len(op.parts), op.label)
+            board.issue(entry)
+            for part in op.parts:
+                ends = rank, group.ranks[part.peer]
+                if part.call.operation != "send":
+                    ends = ends[::-1]
+                board.post(entry, Message(part.call, *ends, where=op.label))
+            if not entry.done:
+                yield entry
+        else:
+            for entry in under_way:
+                if not entry.done:
+                    yield entry
+            under_way.clear()
+
+
+def _is_run(op: Op) -> bool:
+    return isinstance(op, Collective) and len(op.calls) > 1
+
+
+def _opened(program: Program) -> Program:
+    """The same program with every collective by itself."""
+    ops: list[Op] = []
+    for op in program.ops:
+        if isinstance(op, Collective):
+            ops += [replace(op, calls=(call,)) for call in op.calls]
+        else:
+            ops.append(op)
+    return replace(program, ops=tuple(ops))

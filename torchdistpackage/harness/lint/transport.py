@@ -1,0 +1,296 @@
+"""A process group whose members are threads: torch.distributed's calls, taken to the board.
+
+One rule: this file translates and moves nothing along. When a call is done the board decides
+(order.py), what it puts where stands in delivery.py, and who runs when in threads.py.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+
+import torch.distributed as dist
+from torch import Tensor
+
+from torchdistpackage.comm.record import dtype_name
+from torchdistpackage.errors import CommError
+from torchdistpackage.harness.lint import delivery
+from torchdistpackage.harness.lint.delivery import Payload, op_name
+from torchdistpackage.harness.lint.order import Call, Entry, Facts, Group, Message, Where
+from torchdistpackage.harness.lint.stacks import stack_here
+from torchdistpackage.harness.lint.threads import Threads
+
+BACKEND = "threads"
+
+
+@dataclass
+class Wire:
+    """What the groups of one lint share.
+
+    label: for the ranks of a group what people call it. made: for torch's name and the ranks of a
+    group where its members meet to make it, and where afterwards.
+    """
+
+    threads: Threads
+    label: Callable[[tuple[int, ...]], str]
+    made: dict[tuple[str, tuple[int, ...]], tuple[Group, Group]] = field(default_factory=dict)
+    calls: list[list[tuple[Group, Call, int | None]]] = field(default_factory=list)
+    """Each rank's calls in order: group, call, and for a message its peer."""
+
+
+class ThreadWork(dist.Work):
+    """Handle of a call: `wait` lets other ranks run until it is done."""
+
+    def __init__(self, threads: Threads, entry: Entry, message: Message | None = None):
+        super().__init__()
+        self._threads, self._entry, self._message = threads, entry, message
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._threads.wait(self._entry.rank, self._entry)
+        return True
+
+    def is_completed(self) -> bool:
+        if not self._entry.done:
+            self._threads.pause(self._entry.rank)
+        return self._entry.done
+
+    def is_success(self) -> bool:
+        return self._entry.done
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def _source_rank(self) -> int:
+        message = self._message
+        if message is None or message.payload[1][0] is None:
+            return -1
+        return self._entry.group.ranks.index(message.payload[1][0])
+
+    source_rank = _source_rank
+
+
+class ThreadGroup(dist.ProcessGroup):
+    """One member's end of a group; `rank` is its index in it, as torch has it."""
+
+    def __init__(self, wire: Wire, group: Group, index: int, name: str):
+        super().__init__(index, len(group.ranks))
+        self._wire, self._group, self._name = wire, group, name
+        self._global_rank = group.ranks[index]
+        self._batch: tuple[object, Entry, int] | None = None
+
+    # -- collectives, by the names that torch.distributed calls --------------------------
+
+    def allreduce(self, tensors: list[Tensor], opts=None) -> ThreadWork:
+        op = op_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
+        facts = (*_alike(tensors), ("op", op))
+        return self._enter("all_reduce", facts, Payload(list(tensors), op=op))
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: list[Tensor], opts) -> ThreadWork:
+        op = op_name(opts.reduceOp)
+        facts = (*_alike(tensors), ("op", op), self._root(opts.rootRank))
+        return self._enter("reduce", facts, Payload(list(tensors), op=op, root=opts.rootRank))
+
+    def broadcast(self, tensors: list[Tensor], opts) -> ThreadWork:
+        facts = (*_as_many(tensors), self._root(opts.rootRank))
+        return self._enter("broadcast", facts, Payload(list(tensors), root=opts.rootRank))
+
+    def allgather(self, outputs, inputs: list[Tensor], opts=None) -> ThreadWork:
+        rooms = list(outputs[0])
+        even = len({tuple(x.shape) for x in (*rooms, inputs[0])}) == 1
+        facts = _alike(inputs if even else rooms)
+        return self._enter("all_gather", facts, Payload(list(inputs), rooms))
+
+    def all_gather_single(self, output: Tensor, x: Tensor, opts=None) -> ThreadWork:
+        rooms = _parts(output, x.numel(), self.size())
+        return self._enter("all_gather", _alike([x]), Payload([x], rooms))
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs, opts=None) -> ThreadWork:
+        op = op_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
+        even = len({tuple(x.shape) for x in (*inputs[0], outputs[0])}) == 1
+        facts = (*_alike(outputs if even else inputs[0]), ("op", op))
+        payload = Payload(list(inputs[0]), list(outputs), op)
+        return self._enter("reduce_scatter", facts, payload)
+
+    def reduce_scatter_single(self, output: Tensor, x: Tensor, opts=None) -> ThreadWork:
+        op = op_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
+        payload = Payload(_parts(x, output.numel(), self.size()), [output], op)
+        return self._enter("reduce_scatter", (*_alike([output]), ("op", op)), payload)
+
+    def all_to_all_single(
+        self, output: Tensor, x: Tensor, output_sizes=None, input_sizes=None, opts=None
+    ) -> ThreadWork:
+        rooms, parts = _rows(output, output_sizes, self.size()), _rows(x, input_sizes, self.size())
+        return self.alltoall(rooms, parts)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts=None) -> ThreadWork:
+        facts = (("dtype", dtype_name(inputs[0].dtype)),)
+        return self._enter("all_to_all", facts, Payload(list(inputs), list(outputs)))
+
+    def gather(self, outputs, inputs: list[Tensor], opts) -> ThreadWork:
+        facts = (*_alike(inputs), self._root(opts.rootRank))
+        payload = Payload(list(inputs), list(outputs[0]) if outputs else [], root=opts.rootRank)
+        return self._enter("gather", facts, payload)
+
+    def scatter(self, outputs: list[Tensor], inputs, opts) -> ThreadWork:
+        facts = (*_alike(outputs), self._root(opts.rootRank))
+        payload = Payload(list(inputs[0]) if inputs else [], list(outputs), root=opts.rootRank)
+        return self._enter("scatter", facts, payload)
+
+    def barrier(self, opts=None) -> ThreadWork:
+        return self._enter("barrier", (), Payload())
+
+    def all_gather_single_coalesced(self, outputs, inputs, opts=None) -> ThreadWork:
+        # calls of a group end in order, so the last one's end is that of all
+        return [self.all_gather_single(o, x) for o, x in zip(outputs, inputs, strict=True)][-1]
+
+    def reduce_scatter_single_coalesced(self, outputs, inputs, opts=None) -> ThreadWork:
+        pairs = zip(outputs, inputs, strict=True)
+        return [self.reduce_scatter_single(o, x, opts) for o, x in pairs][-1]
+
+    # names before torch 2.13
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # -- messages ----------------------------------------------------------------------
+
+    def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> ThreadWork:
+        return self._post("send", tensors[0], self._global_rank, self._group.ranks[target], tag)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> ThreadWork:
+        return self._post("receive", tensors[0], self._group.ranks[source], self._global_rank, tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> ThreadWork:
+        return self._post("receive", tensors[0], None, self._global_rank, tag)
+
+    # -- what torch asks of a group ----------------------------------------------------
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def shutdown(self) -> None:
+        """Nothing is held that ends with the group."""
+
+    # -- to the board ------------------------------------------------------------------
+
+    def _enter(self, operation: str, facts: Facts, payload: Payload) -> ThreadWork:
+        threads, call = self._wire.threads, Call(operation, facts)
+        where, _ = stack_here()
+        entry = Entry(self._global_rank, self._group, (call,), where=where, payload=payload)
+        self._note(call, None)
+        threads.act(entry.rank, partial(threads.board.issue, entry))
+        return ThreadWork(threads, entry)
+
+    def _post(
+        self, operation: str, x: Tensor, source: int | None, target: int, tag: int
+    ) -> ThreadWork:
+        threads, call = self._wire.threads, Call(operation, _as_many([x]))
+        where, batch = stack_here()
+        found: list[int | None] = [None]
+        message = Message(call, source, target, tag, where, (x, found))
+        self._note(call, message.peer)
+        entry = self._entry_for(batch, where)
+        threads.act(entry.rank, partial(threads.board.post, entry, message))
+        return ThreadWork(threads, entry, message)
+
+    def _entry_for(self, batch: object, where: Where) -> Entry:
+        """The entry that a message belongs to: its batch's, or one of its own."""
+        threads, num_messages = self._wire.threads, 1
+        if batch is not None:
+            if self._batch is not None and self._batch[0] is batch:
+                _, entry, left = self._batch
+                self._batch = (batch, entry, left - 1) if left > 1 else None
+                return entry
+            num_messages = len(batch.f_locals["p2p_op_list"])  # type: ignore[attr-defined]
+        entry = Entry(self._global_rank, self._group, (), num_messages, where)
+        self._batch = (batch, entry, num_messages - 1) if num_messages > 1 else None
+        threads.act(entry.rank, partial(threads.board.issue, entry))
+        return entry
+
+    def _note(self, call: Call, peer: int | None) -> None:
+        self._wire.calls[self._global_rank].append((self._group, call, peer))
+
+    def _root(self, index: int) -> tuple[str, object]:
+        return "root", self._group.ranks[index]
+
+
+def carry(send: Message, receive: Message) -> None:
+    """Move the data of a message."""
+    (x, _), (room, found) = send.payload, receive.payload  # type: ignore[misc]
+    delivery.copy(x, room)
+    found[0] = send.source
+
+
+def make_group(wire: Wire, name: str, ranks: Sequence[int], index: int) -> ThreadGroup:
+    """This rank's end of a new group, once all its members have come to make it."""
+    threads, key, rank = wire.threads, (name, tuple(ranks)), ranks[index]
+    with threads.lock:
+        if key not in wire.made:
+            label = wire.label(key[1])
+            wire.made[key] = (Group(ranks, label), Group(ranks, label))
+            threads.groups += wire.made[key]
+    making, group = wire.made[key]
+    entry = Entry(rank, making, (Call("new_group"),), where=stack_here()[0], payload=Payload())
+    threads.act(entry.rank, partial(threads.board.issue, entry))
+    threads.wait(rank, entry)
+    return ThreadGroup(wire, group, index, name)
+
+
+def _alike(tensors: Sequence[Tensor]) -> Facts:
+    shapes = [tuple(x.shape) for x in tensors]
+    shape = shapes[0] if len(shapes) == 1 else tuple(shapes)
+    return (("shape", shape), ("dtype", dtype_name(tensors[0].dtype)))
+
+
+def _as_many(tensors: Sequence[Tensor]) -> Facts:
+    number = sum(x.numel() for x in tensors)
+    return (("elements", number), ("dtype", dtype_name(tensors[0].dtype)))
+
+
+def _parts(x: Tensor, size: int, number: int) -> list[Tensor]:
+    if x.numel() != size * number or not x.is_contiguous():
+        raise ValueError(
+            f"a tensor of shape {tuple(x.shape)} stands for {number} parts of {size} elements; "
+            f"give a contiguous one of {size * number}"
+        )
+    flat = x.detach().view(-1)
+    return [flat[i * size : (i + 1) * size] for i in range(number)]
+
+
+def _rows(x: Tensor, sizes: Sequence[int] | None, number: int) -> list[Tensor]:
+    sizes = list(sizes or [x.shape[0] // number] * number)
+    if sum(sizes) != x.shape[0]:
+        raise ValueError(f"{sizes} rows to exchange are not the {x.shape[0]} rows of the tensor")
+    return list(x.detach().split(sizes))
+
+
+class _Here(threading.local):
+    """The wire of the lint that this thread is a rank of."""
+
+    wire: Wire | None = None
+
+
+_here = _Here()
+
+
+def attach(wire: Wire) -> None:
+    """This thread is a rank of the lint: groups that it makes are of threads."""
+    _here.wire = wire
+    if BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _create(options, _) -> ThreadGroup:
+    if _here.wire is None:
+        raise CommError(f"backend {BACKEND!r} joins the threads of a lint; use gloo or nccl")
+    ranks = options.global_ranks_in_group or range(options.group_size)
+    return make_group(_here.wire, options.group_id, tuple(ranks), options.group_rank)
