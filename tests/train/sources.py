@@ -1,5 +1,6 @@
 """Data of the tests: every sample is a function of its global number, many targets do not count."""
 
+import ctypes
 import os
 import random
 import signal
@@ -66,6 +67,31 @@ class Hoarding(UnevenTokens):
         while (dist.get_rank(), step) == self.when and len(held) < 60:
             held.append(torch.ones(25_000_000))  # 100 MB, touched
             time.sleep(0.05)
+        return super().batch(split, seed, step, data_index, num_data, per_rank, first=first)
+
+
+class Hanging(UnevenTokens):
+    """One rank never gets its batch of one step: loading sleeps, holds the interpreter, or is
+    stopped (`how`). Validation takes its time."""
+
+    def __init__(
+        self, seq_len: int, vocab: int, how: str, rank: int, step: int, note: str, val_s: float
+    ):
+        super().__init__(seq_len, vocab)
+        self.fault, self.val_s = (how, rank, step, Path(note)), val_s
+
+    def batch(self, split, seed, step, data_index, num_data, per_rank, *, first=0):
+        how, rank, when, note = self.fault
+        if split == "val":
+            time.sleep(self.val_s)
+        elif step == when and dist.get_rank() == rank:
+            note.write_text(str(time.time()))
+            if how == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            elif how == "hold":
+                ctypes.PyDLL(None).sleep(300)
+            else:
+                time.sleep(300)
         return super().batch(split, seed, step, data_index, num_data, per_rank, first=first)
 
 

@@ -201,6 +201,10 @@ class Train(Section):
     step_timeout_s: k.Positive = Field(
         default=120.0, description="Seconds after which a step counts as hung."
     )
+    check_calls: k.Flag = Field(default=False, description="Compare calls between ranks; slow.")
+    straggler_every: k.CountOrZero = Field(
+        default=10, description="Steps between searches for a slow rank; 0 is off."
+    )
     generate_tokens: k.CountOrZero = Field(
         default=200, description="Tokens written at the end; 0 is off."
     )

@@ -1,0 +1,133 @@
+"""What a rank does in a step, and for how long it is busy with it: data, forward, backward, ...
+
+One rule: the clock of a phase stands still while the rank waits for others, wherever in the phase
+that is, so a rank that waits for a slow one is not slow itself. On a host it is the wall clock
+less `calls.waited_s`, and less what the rank waited for a core (see `cores`).
+
+On CUDA the host only issues work, and its time says little. There an event on the current stream
+marks each change of phase, and the time between two of them counts: computation, and whatever
+kept the stream idle, such as a host that was late with the next kernel. No host waits for an
+event. What a stream waits for other ranks inside a phase cannot be told from its own work there;
+`compare` says what follows. So far this half has run with stand-ins for events, not on a device.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+
+from torchdistpackage.comm.record import calls
+from torchdistpackage.harness.cores import clock_of_this_thread
+
+KEPT = 16
+"""Steps whose times are kept."""
+
+Times = dict[str, float]
+"""Seconds by phase, of one step."""
+
+
+class Event(Protocol):
+    """What is needed of `torch.cuda.Event`."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool: ...
+
+    def elapsed_time(self, end: "Event") -> float: ...
+
+
+def _cuda_event() -> Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
+class Phases:
+    """Times of the phases of each step of this rank.
+
+    `begin(step)`, then any number of `with phases("forward"):`, then `end()`. A phase may come
+    many times in a step, which adds up, and inside another, which does not count its time. Also
+    tells a hang report (`calls.phase`, `calls.step`) what the rank was at.
+
+    device: where the work is done; the CPU without. event: makes a mark on the stream.
+    """
+
+    def __init__(
+        self, device: torch.device | None = None, event: Callable[[], Event] = _cuda_event
+    ):
+        on_cuda = device is not None and device.type == "cuda"
+        self._event = event if on_cuda else None
+        calls.clock_s = time.monotonic if on_cuda else clock_of_this_thread()
+        self._phases: dict[str, _Phase] = {}
+        self._outer: list[str] = []
+        self._current = ""
+        self._since_s = 0.0
+        self._totals: Times = {}
+        self._marks: list[tuple[str, Event]] = []
+        self._steps: deque[tuple[int, Times, list[tuple[str, Event]]]] = deque(maxlen=KEPT)
+
+    def __call__(self, name: str) -> AbstractContextManager[None]:
+        """Count what happens inside the block as `name`."""
+        return self._phases.get(name) or self._phases.setdefault(name, _Phase(self, name))
+
+    def begin(self, step: int) -> None:
+        """Start `step`; what was counted since the last one ended is dropped."""
+        calls.step = step
+        self._totals, self._marks = {}, []
+
+    def end(self) -> None:
+        """The step is over as far as this host knows, and its times are kept."""
+        self._steps.append((calls.step, self._totals, self._marks))
+        self._totals, self._marks = {}, []
+
+    @property
+    def on_device(self) -> bool:
+        """Whether what is measured is the time of a stream."""
+        return self._event is not None
+
+    def kept(self) -> dict[int, Times]:
+        """Times of the last steps, by step, but for those that a device is still at."""
+        return {
+            step: _between(marks) if marks else times
+            for step, times, marks in self._steps
+            if not marks or marks[-1][1].query()
+        }
+
+    def _go_to(self, name: str) -> None:
+        now_s = calls.clock_s() - calls.waited_s
+        current = self._current
+        self._totals[current] = self._totals.get(current, 0.0) + now_s - self._since_s
+        self._current = calls.phase = name
+        self._since_s = now_s
+        if self._event is not None:
+            event = self._event()
+            event.record()
+            self._marks.append((name, event))
+
+
+class _Phase:
+    """`with` one of these its phase is the current one."""
+
+    __slots__ = ("_name", "_phases")
+
+    def __init__(self, phases: Phases, name: str):
+        self._phases, self._name = phases, name
+
+    def __enter__(self) -> None:
+        phases = self._phases
+        phases._outer.append(phases._current)
+        phases._go_to(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        phases = self._phases
+        phases._go_to(phases._outer.pop())
+
+
+def _between(marks: list[tuple[str, Event]]) -> Times:
+    """Seconds by phase from the marks at which each began."""
+    times: Times = {}
+    for (name, start), (_, end) in pairwise(marks):
+        times[name] = times.get(name, 0.0) + start.elapsed_time(end) / 1000
+    return times

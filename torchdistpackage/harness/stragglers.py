@@ -1,0 +1,205 @@
+"""Which ranks are slow, from how long every rank was busy with each phase. No torch.
+
+One rule: a rank is compared with those that do the same work, in the same steps. It is named where
+it is the slower one in nearly all of them, by more than that difference varies between steps.
+
+Ranks without such peers, as the stages of a lone pipeline, are compared with what the times of the
+others and the cost of its work let expect. That is only as good as the costs are known.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from types import MappingProxyType
+
+from torchdistpackage.topology.mesh import Mesh
+
+PHASES = ("data", "forward", "backward", "optimizer")
+"""What is compared. In other phases, as "reduce", a rank does little but wait."""
+SPOKEN = {
+    "data": "data loading",
+    "forward": "the forward",
+    "backward": "the backward",
+    "optimizer": "the optimizer",
+}
+
+WINDOW = 10
+"""Steps that are judged together."""
+MIN_STEPS = 8
+"""With fewer steps nobody is named, nor the cost of anything known."""
+STEPS_ALIKE = 0.8
+"""Part of the steps that have to agree; the others may be anything."""
+MIN_EXCESS_S = 0.005
+MIN_OF_STEP = 0.01
+"""Less than this part of what a rank is busy in a step is not worth a line."""
+MIN_OF_PHASE = 0.05
+"""Less than this part of the peers' time is how machines differ."""
+MIN_OF_SPREAD, CLEAR_OF_SPREAD = 1.6, 3.2
+"""From where on it is more than chance, and from where on one window is enough to say so; in
+units of how far the difference lies from its own median in the steps that agree."""
+
+Times = Mapping[str, Sequence[Sequence[float]]]
+"""Busy seconds, [phase][rank][step of the window]."""
+ROUGH, CLOSE = 1.0, 0.15
+"""By what part of the expected time a planned cost may be wrong, and a measured one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What the work of each rank costs, for ranks that nobody shares theirs with.
+
+    of_rank: 0 for a rank that is not to be judged. measured: it is the seconds of an earlier
+    window, below which no rank is slow; else a plan, in any unit.
+    """
+
+    of_rank: Sequence[float]
+    measured: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A rank that takes `time_s` for a phase of a step where `peers_s` were to be expected.
+
+    clear: this window alone is enough; otherwise the next one should say the same.
+    """
+
+    rank: int
+    phase: str
+    time_s: float
+    peers_s: float
+    clear: bool = True
+
+    @property
+    def excess_s(self) -> float:
+        return self.time_s - self.peers_s
+
+    def told(self, mesh: Mesh, hosts: Sequence[str]) -> str:
+        """In words: `rank 5 (data 1 pipe 0) on node07: data loading takes 61.0 ms a step, its
+        peers 11.0 ms (50.0 ms or 455% more)`. hosts: by rank."""
+        more = f"{1000 * self.excess_s:.1f} ms"
+        if self.peers_s > 0:
+            more += f" or {self.excess_s / self.peers_s:.0%}"
+        return (
+            f"{self.who(mesh, hosts)}: {self.what} takes {1000 * self.time_s:.1f} ms a step, its "
+            f"peers {1000 * self.peers_s:.1f} ms ({more} more)"
+        )
+
+    def who(self, mesh: Mesh, hosts: Sequence[str]) -> str:
+        """`rank 5 (data 1 pipe 0) on node07`."""
+        where = " ".join(f"{axis} {index}" for axis, index in mesh.coord(self.rank).items())
+        return f"rank {self.rank} ({where}) on {hosts[self.rank]}"
+
+    @property
+    def what(self) -> str:
+        return SPOKEN.get(self.phase, self.phase)
+
+
+def same_work(mesh: Mesh, everywhere: Collection[str] = ()) -> dict[str, list[Sequence[int]]]:
+    """For each phase the groups of ranks that do the same work: those with one pipe index.
+
+    everywhere: phases in which all ranks do.
+    """
+    stages = list(mesh.groups(axis for axis in mesh.names if axis != "pipe"))
+    return {phase: [range(mesh.size)] if phase in everywhere else stages for phase in PHASES}
+
+
+def find_stragglers(
+    times: Times,
+    alike: Mapping[str, Sequence[Sequence[int]]],
+    costs: Mapping[str, Cost] = MappingProxyType({}),
+) -> list[Straggler]:
+    """Ranks that are slow in this window of steps, the worst first.
+
+    alike: see `same_work`. costs: by phase; without, ranks alone in their group are not judged.
+    """
+    if min(len(row) for rows in times.values() for row in rows) < MIN_STEPS:
+        return []
+    busy_s = [sum(map(median, of_rank)) for of_rank in zip(*times.values(), strict=True)]
+    found: list[Straggler] = []
+    for phase, groups in alike.items():
+        rows = times[phase]
+        for ranks in groups:
+            if len(ranks) > 1:
+                typical = _typical(rows[rank] for rank in ranks)
+                for rank in ranks:
+                    found += _judged(rank, phase, rows[rank], typical, busy_s[rank])
+        if phase in costs:
+            alone = [ranks[0] for ranks in groups if len(ranks) == 1]
+            for rank, typical, slack in _expected(alone, rows, costs[phase]):
+                found += _judged(rank, phase, rows[rank], typical, busy_s[rank], slack)
+    return sorted(found, key=lambda straggler: -straggler.excess_s)
+
+
+def measured(
+    times: Times, before: Mapping[str, Cost], found: Sequence[Straggler]
+) -> dict[str, Cost]:
+    """Costs after this window: means over windows, but for phases in which a rank was slow."""
+    slow = {straggler.phase for straggler in found}
+    costs = dict(before)
+    for phase, rows in times.items():
+        if phase not in slow and len(rows[0]) >= MIN_STEPS:
+            now = [median(row) for row in rows]
+            known = before.get(phase)
+            if known is not None and known.measured:
+                now = [(x + y) / 2 for x, y in zip(known.of_rank, now, strict=True)]
+            costs[phase] = Cost(now, measured=True)
+    return costs
+
+
+def fastest_of(times: Times, groups: Iterable[Sequence[int]], phases: Collection[str]) -> Times:
+    """The same, but in `phases` each rank has the times of the fastest of its group.
+
+    For ranks that wait for each other inside these phases where the wait cannot be told from the
+    work: the fastest one waited least.
+    """
+    changed = {phase: list(rows) for phase, rows in times.items()}
+    for ranks in groups:
+        for phase in phases:
+            fastest = [
+                min(column) for column in zip(*(times[phase][r] for r in ranks), strict=True)
+            ]
+            for rank in ranks:
+                changed[phase][rank] = fastest
+    return changed
+
+
+def _typical(rows: Iterable[Sequence[float]]) -> list[float]:
+    """In each step the lower median: of two ranks the faster one is the measure."""
+    return [sorted(column)[(len(column) - 1) // 2] for column in zip(*rows, strict=True)]
+
+
+def _expected(
+    ranks: Sequence[int], rows: Sequence[Sequence[float]], cost: Cost
+) -> Iterator[tuple[int, list[float], float]]:
+    """(rank, what its steps should take by those of the others, how wrong that may be)."""
+    of = cost.of_rank
+    ranks = [rank for rank in ranks if of[rank] > 0]
+    for rank in ranks if len(ranks) > 1 else ():
+        typical = _typical([t * of[rank] / of[r] for t in rows[r]] for r in ranks)
+        if cost.measured:
+            # another one may have been slow then and fast now
+            typical = [max(x, of[rank]) for x in typical]
+        yield rank, typical, CLOSE if cost.measured else ROUGH
+
+
+def _judged(
+    rank: int,
+    phase: str,
+    mine: Sequence[float],
+    typical: Sequence[float],
+    busy_s: float,
+    slack: float = 0.0,
+) -> list[Straggler]:
+    """The rank if it is slow, else nothing."""
+    more = [x - y for x, y in zip(mine, typical, strict=True)]
+    excess_s, peers_s = median(more), median(typical)
+    least_s = max(MIN_EXCESS_S, MIN_OF_STEP * busy_s, max(MIN_OF_PHASE, slack) * peers_s)
+    if excess_s < least_s:
+        return []
+    apart = sorted(abs(x - excess_s) for x in more)
+    spread_s = apart[math.ceil(STEPS_ALIKE * len(apart)) - 1]
+    if excess_s < MIN_OF_SPREAD * spread_s:
+        return []
+    clear = excess_s >= CLEAR_OF_SPREAD * spread_s
+    return [Straggler(rank, phase, peers_s + excess_s, peers_s, clear)]
