@@ -126,6 +126,20 @@ def test_a_rank_that_ends_before_its_function_returned_has_failed(tmp_path, end)
     assert "before its function returned" in err
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_return_leaves_its_last_words_in_a_file(tmp_path, rank):
+    """As the thread that watches for hangs does; the rank in it is the one to blame."""
+    hung = Failure(3, "n4", 7, time.time(), Kind.HUNG, 1, "is in data loading", "who waits: ...")
+    (tmp_path / "failures").mkdir()
+    words = f"Path(os.environ['TDP_FAILURE']).write_text({to_json(hung)!r})"
+    code, _, err = run(tmp_path, f"{words}; os._exit(1)", rank=rank)
+    assert code == 1 and read_failures(tmp_path / "failures") == [hung]
+    assert err.splitlines() == [
+        "rank 3 on n4: hang: it is in data loading",
+        "[rank 3] who waits: ...",
+    ]
+
+
 def test_a_full_disk_under_the_log_does_not_end_the_rank(tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank.log").symlink_to("/dev/full")

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from torchdistpackage.harness.phases import Phases
 from torchdistpackage.train import loop as loops
 from torchdistpackage.train.life import Life
 from torchdistpackage.train.log import read_metrics
@@ -37,11 +38,17 @@ class Counting:
     data: None = None
     plan: SimpleNamespace = field(init=False)
     device: SimpleNamespace = field(init=False)
+    phases: Phases = field(default_factory=Phases)
 
     def __post_init__(self) -> None:
         self.device = SimpleNamespace(type=self.kind)
         sections = {
-            "train": {"steps": self.total, "eval_every": 0, "step_timeout_s": 1},
+            "train": {
+                "steps": self.total,
+                "eval_every": 0,
+                "step_timeout_s": 1,
+                "straggler_every": 0,
+            },
             "log": {"every": 1},
             "checkpoint": {"save_every": 0, "save_every_min": 1.0},
             "model": {"loss": None},

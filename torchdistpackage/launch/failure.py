@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 
@@ -22,6 +23,7 @@ class Kind(StrEnum):
     STOPPED = "stopped"  # still there, but it does not run
     ERROR = "error"  # a Python exception, with its traceback
     EXIT = "exit"  # an exit code without an exception
+    HUNG = "hung"  # named by the report of a hang, which is the detail; the time is the alarm's
     ENDED = "ended"  # by its own supervisor, because another rank had failed
 
 
@@ -56,7 +58,11 @@ _CONSEQUENCES = (
 
 
 # Modules whose frames stand before the user's in every traceback and tell nothing.
-_CALLERS = ("torchdistpackage.launch.rank", "torchdistpackage.harness.pool_rank")
+_CALLERS = (
+    "torchdistpackage.launch.rank",
+    "torchdistpackage.harness.pool_rank",
+    "torchdistpackage.compat.worker",
+)
 
 
 def from_exception(rank: int, host: str, pid: int, time_s: float, error: BaseException) -> Failure:
@@ -89,9 +95,15 @@ def is_consequence(failure: Failure) -> bool:
 
 
 def culprit(failures: Sequence[Failure]) -> Failure:
-    """The failure to blame: killed, then stopped, then the earliest that is no consequence."""
+    """The failure to blame: killed, then stopped, then the earliest that is no consequence.
+
+    What comes after the alarm of a hang is how that ends.
+    """
+    alarm_s = min((f.time_s for f in failures if f.kind is Kind.HUNG), default=float("inf"))
 
     def order(failure: Failure) -> tuple[int, float]:
+        if failure.time_s > alarm_s:
+            return 4, failure.time_s
         if failure.kind is Kind.ENDED:
             return 4, failure.time_s
         if is_consequence(failure):
@@ -109,6 +121,8 @@ def how(failure: Failure) -> str:
         return "stopped (process state T), so its peers waited for it in vain"
     if failure.kind is Kind.ENDED:
         return "ended, because another rank failed"
+    if failure.kind is Kind.HUNG:
+        return f"hang: it {failure.error}"
     code = failure.exit_code
     if failure.kind is Kind.SIGNAL and code is not None:
         hint = " (perhaps the kernel, out of memory)" if code == -signal.SIGKILL else ""
@@ -139,6 +153,14 @@ def _signal_name(signum: int) -> str:
         return f"signal {signum} ({signal.Signals(signum).name})"
     except ValueError:
         return f"signal {signum}"
+
+
+def left_at(path: Path) -> Failure | None:
+    """What a rank left there of its end; None if it left nothing, or was cut short."""
+    try:
+        return from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def to_json(failure: Failure) -> str:

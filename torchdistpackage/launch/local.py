@@ -21,7 +21,7 @@ from types import FrameType
 
 from torchdistpackage.errors import LaunchError, RankError
 from torchdistpackage.launch.children import Child, ForkServer
-from torchdistpackage.launch.failure import Failure, Kind, report
+from torchdistpackage.launch.failure import Failure, Kind, left_at, report
 from torchdistpackage.launch.rank import Returned, pack_arguments
 from torchdistpackage.launch.reference import Reference
 from torchdistpackage.launch.wire import unpack
@@ -90,15 +90,13 @@ def run_local(
     target: "module:function", or a function at the top level of a module or script.
     preload: modules to import once, before the processes are forked (torch above all).
     env: added to this process's environment; RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-        MASTER_ADDR and TDP_STORE (a fresh file to meet at) come on top.
+        MASTER_ADDR, TDP_STORE (a file to meet at) and TDP_FAILURE (for last words) come on top.
     log_dir: where ranks other than 0 write `rank<r>.restart<n>.log`, with n from TDP_RESTART;
         None: a temporary file, shown when it matters. Rank 0 writes to the caller's output.
     grace_s: time from SIGTERM to SIGKILL, after a failure and when the caller is told to end.
     on_line: called in this thread with (rank, line) for each line that ranks other than 0 write.
-
     handled: signals ("USR1", "TERM", ...) on which ranks return by themselves: passed on, without a
         grace period; only a second SIGTERM ends the ranks.
-
     Else SIGINT and SIGTERM are passed on, and take effect here when all ranks are gone.
 
     Raises:
@@ -125,6 +123,7 @@ def run_local(
                 "LOCAL_WORLD_SIZE": str(num_procs),
                 "MASTER_ADDR": "127.0.0.1",
                 "TDP_STORE": str(server.folder / "store"),
+                "TDP_FAILURE": str(server.folder / f"failure{rank}.json"),
             }
             log = _log_path(log_dir or server.folder, rank, environment)
             ranks.append(_start(server, reference, packed, rank, log, environment))
@@ -266,8 +265,9 @@ class _Watch:
         return [f for f in (self._failure(rank) for rank in self._ranks) if f is not None]
 
     def _failure(self, rank: _Rank) -> Failure | None:
-        if isinstance(rank.outcome, Failure):
-            return rank.outcome
+        told = rank.outcome or left_at(self._server.folder / f"failure{rank.rank}.json")
+        if isinstance(told, Failure):
+            return told
         gone = rank.child.exit
         if gone is None or (gone.exit_code == 0 and rank.outcome is not None):
             return None

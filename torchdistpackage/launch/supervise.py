@@ -135,6 +135,7 @@ def _be_the_rank(
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it died before the line above
             os._exit(code)
+        os.environ["TDP_FAILURE"] = str(place.report)
         for fd in (1, 2):
             os.dup2(out, fd)
         os.close(out)
@@ -258,8 +259,9 @@ class _Watch:
 def _spoken(failure: Failure) -> str:
     """For the main log, where all ranks speak: consequences in a line, the rest in full."""
     head = f"rank {failure.rank} on {failure.host}: {how(failure)}"
-    # what rank 0 wrote is in the main log already
-    if is_consequence(failure) or not failure.detail or not failure.rank:
+    # what rank 0 wrote is in the main log already, but nobody writes a report of a hang
+    told = not failure.rank and failure.kind is not Kind.HUNG
+    if is_consequence(failure) or not failure.detail or told:
         return head
     lines = failure.detail.splitlines()
     return "\n".join([head, *(f"[rank {failure.rank}] {line}" for line in lines)])

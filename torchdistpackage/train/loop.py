@@ -14,6 +14,8 @@ import torch
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.harness.marks import Marks
+from torchdistpackage.harness.watch import Watch
 from torchdistpackage.train.corpus import MAX_TABLE_VOCAB, entropies
 from torchdistpackage.train.data import TokenDataset
 from torchdistpackage.train.generate import generate
@@ -21,15 +23,29 @@ from torchdistpackage.train.life import Life
 from torchdistpackage.train.log import MetricsLog, Progress, plot_loss, say
 from torchdistpackage.train.state import TrainState, save_state
 from torchdistpackage.train.step import Issued, StepResult, Trainer
+from torchdistpackage.train.stragglers import comparison
 
 PROMPT = b"import "
 
 
 class Loop:
-    """One call of `run()`. `folder` is the run folder, shared by all ranks."""
+    """One call of `run()`. `folder` is the run folder, shared by all ranks.
 
-    def __init__(self, trainer: Trainer, state: TrainState, folder: Path, life: Life | None = None):
+    watch: told of the progress; it ends a hang before the limits of single calls do.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        state: TrainState,
+        folder: Path,
+        life: Life | None = None,
+        watch: Watch | None = None,
+    ):
         self.trainer, self.state, self.folder = trainer, state, folder
+        self.marks = watch or Marks()
+        step_s = trainer.plan.config.train.step_timeout_s
+        self._call_timeout_s = step_s if watch is None else watch.call_timeout_s
         self.life = life or Life()
         if trainer.device.type != "cpu":
             # there the numbers of a step are read when the next one has been issued, and the
@@ -44,6 +60,8 @@ class Loop:
         self._asked_to_save = self._asked_to_stop = False
         model, shape = trainer.plan.model, trainer.plan.shape
         self._flops_per_token = model and shape and model.flops_per_token(shape)
+        self._compare = comparison(trainer)
+        self._stragglers: list[str] = []
         self._entropies: tuple[float, float] | None = None
 
     def run(self) -> float | None:
@@ -74,16 +92,19 @@ class Loop:
         for step in range(start + 1, total + 1):
             if self._asked_to_stop:
                 break
+            self.marks.step()
             measure = trainer.device.type == "cpu" or step % config.log.every == 0
             issued = trainer.train_step(
                 step, measure=measure, save=self._save_is_due(), stop=self.life.wish
             )
             if step == start + 1:
                 # start-up is over: from here a silent peer is a hung one
-                trainer.limit(config.train.step_timeout_s)
+                trainer.limit(self._call_timeout_s)
             if self._pending is not None:
                 self._tell(self._read(self._pending))
             self._pending = issued
+            if self._compare is not None:
+                self._stragglers += self._compare(step)
             validate = step == total or _every(config.train.eval_every, step)
             save = _every(config.checkpoint.save_every, step) or (step == total and self._saves)
             # A device is not stopped for the numbers; without one they are there already.
@@ -100,11 +121,13 @@ class Loop:
             began = time.monotonic()
         if self._asked_to_stop:
             return None
-        return trainer.evaluate() if final is None else final
+        with self.marks.slow():
+            return trainer.evaluate() if final is None else final
 
     def _validate(self) -> float | None:
         """The loss; None, and owed to the next start, if a rank asked for the end before."""
-        loss = None if self._asked_to_stop else self.trainer.evaluate(self.life.wish)
+        with self.marks.slow():
+            loss = None if self._asked_to_stop else self.trainer.evaluate(self.life.wish)
         self._asked_to_stop |= loss is None
         self.state.owes_validation = loss is None
         return loss
@@ -120,7 +143,8 @@ class Loop:
         began = time.monotonic()
         if self._metrics is not None:
             self._metrics.sync()  # a checkpoint without its rows would leave a gap
-        save_state(self.trainer, self.state, self.folder)
+        with self.trainer.phases("save"), self.marks.slow():
+            save_state(self.trainer, self.state, self.folder)
         self._saved_at, self._asked_to_save = time.monotonic(), False
         self.life.save_s.append(self._saved_at - began)
 
@@ -152,9 +176,16 @@ class Loop:
         self.state.tokens += result.tokens
         return result
 
-    def _tell(self, result: StepResult, more: Mapping[str, float] = MappingProxyType({})) -> None:
+    def _tell(
+        self, result: StepResult, more: Mapping[str, float | str] = MappingProxyType({})
+    ) -> None:
         """Write and show a step, once."""
         speed = result.tokens / result.time_s
+        if self._stragglers and self._bar is not None:
+            more = {**more, "stragglers": "; ".join(self._stragglers)}
+            for line in self._stragglers:
+                self._bar.say(line)
+            self._stragglers = []
         if self._metrics is not None:
             self._metrics.write(
                 result.step,

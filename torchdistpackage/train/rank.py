@@ -10,6 +10,8 @@ import torch
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.runtime import join, leave
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.harness.dump import remove_traces
+from torchdistpackage.harness.watch import Watch, name_start
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.launch.requeue import STOPPED, Decision, Word
 from torchdistpackage.launch.signals import Noted
@@ -54,6 +56,7 @@ def rank_main(config: RunConfig, resume: str, noted: Noted | None = None) -> int
         if rendezvous.store is None:
             prepare_folder(config, resume)
         (folder / RESOLVED).write_text(plan.config.to_yaml())
+        remove_traces(folder)
     primitives.barrier()
     trainer = build(plan, rendezvous.rank, joined.device)
     state = resume_state(trainer, folder, resume)
@@ -61,11 +64,21 @@ def rank_main(config: RunConfig, resume: str, noted: Noted | None = None) -> int
         correct(JobFiles(folder), os.environ, state.step)
     section = config.launch.requeue
     life = begin(folder, section, noted, rendezvous.rank, os.environ)
-    loop = Loop(trainer, state, folder, life)
-    loss = loop.run()
-    if loss is not None:
-        finish(loop, loss)
-    primitives.barrier()
+    watch = Watch(
+        folder,
+        rank=rendezvous.rank,
+        world_size=rendezvous.world_size,
+        topology=plan.topology,
+        timeout_s=config.train.step_timeout_s,
+        start=name_start(rendezvous.world_size),
+    )
+    with watch:
+        loop = Loop(trainer, state, folder, life, watch)
+        loss = loop.run()
+        with watch.slow():
+            if loss is not None:
+                finish(loop, loss)
+            primitives.barrier()
     if rendezvous.rank == 0:
         if loss is None:
             decision = end(life, folder, loop.state.step, os.environ)

@@ -18,11 +18,12 @@ from torchdistpackage.comm.messages import Message
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import DataError
+from torchdistpackage.harness.phases import Phases
 from torchdistpackage.layout.derive import owns
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.optim.clip import local_power, scale_gradients
 from torchdistpackage.optim.lr import warmup_cosine
-from torchdistpackage.parallel.pipeline.executor import Executor
+from torchdistpackage.parallel.pipeline.executor import Executor, autograd
 from torchdistpackage.train.data import DataSource, Split, check_fingerprints, fingerprint
 from torchdistpackage.train.loss import LossFn
 from torchdistpackage.train.plan import Plan
@@ -98,6 +99,7 @@ class Trainer:
     autocast: torch.dtype | None
 
     def __post_init__(self) -> None:
+        self.phases = Phases(self.device)
         config = self.plan.config
         mesh = self.plan.topology.dense
         self._mine = [
@@ -122,21 +124,34 @@ class Trainer:
 
         stop: asked as late as the ranks can still agree on it: when the step's numbers are summed.
         """
-        config = self.plan.config
+        phases = self.phases
         began = time.perf_counter()
-        if self.optimizer is not None:
-            self.optimizer.zero_grad()
-        self.stage.train()
+        phases.begin(step)
+        with phases("optimizer"):
+            if self.optimizer is not None:
+                self.optimizer.zero_grad()
+            self.stage.train()
         totals = self.accumulate(step)
-        self.reducer.finish()
+        with phases("reduce"):
+            self.reducer.finish()
         clock = self.executor.clock
         busy = clock.computed_s() / clock.elapsed_s() if measure else 0.0
-        power = local_power(self._mine, 2.0, self.device)
+        with phases("optimizer"):
+            power = local_power(self._mine, 2.0, self.device)
         # filled on the device: a copy from the host would wait for it
         rest = [power.new_full((), value) for value in (busy, float(save), float(stop()))]
         stats = torch.stack([*totals.to(power.dtype), power, *rest])
-        primitives.all_reduce(stats, self._world)
+        with phases("reduce"):
+            primitives.all_reduce(stats, self._world)
+        with phases("optimizer"):
+            lr = self._update(step, stats)
+        phases.end()
+        return Issued(step, stats, time.perf_counter() - began, lr, measure)
+
+    def _update(self, step: int, stats: Tensor) -> float:
+        """Scale the gradients and follow them; the learning rate of the step."""
         self.scale(stats[1], stats[2])
+        config = self.plan.config
         lr = config.optim.lr * warmup_cosine(
             step - 1,
             warmup_steps=config.optim.warmup_steps,
@@ -147,7 +162,7 @@ class Trainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
-        return Issued(step, stats, time.perf_counter() - began, lr, measure)
+        return lr
 
     def accumulate(self, step: int) -> Tensor:
         """Gradients of the sum of all losses of a step; (loss sum, count) of what I tell."""
@@ -187,6 +202,10 @@ class Trainer:
 
         None if a rank asked to stop on the way: all stop after the same batch.
         """
+        with self.phases("validate"):
+            return self._evaluate(stop)
+
+    def _evaluate(self, stop: Wish) -> float | None:
         totals = self._zeros()
         self.stage.eval()
         with torch.random.fork_rng(devices=_cuda_indices(self.device)):
@@ -207,15 +226,16 @@ class Trainer:
 
     def _batch(self, split: Split, step: int, index: int) -> tuple[Tensor, Tensor]:
         first = index * self._num_data * self._per_round
-        inputs, targets = self.data.batch(
-            split,
-            self.plan.config.run.seed,
-            step,
-            self._data_index,
-            self._num_data,
-            self._per_round,
-            first=first,
-        )
+        with self.phases("data"):
+            inputs, targets = self.data.batch(
+                split,
+                self.plan.config.run.seed,
+                step,
+                self._data_index,
+                self._num_data,
+                self._per_round,
+                first=first,
+            )
         if inputs.shape[0] != self._per_round or targets.shape[0] != self._per_round:
             raise DataError(
                 f"the data source gave {inputs.shape[0]} inputs and {targets.shape[0]} targets "
@@ -227,23 +247,30 @@ class Trainer:
         self, executor: Executor, batch: tuple[Tensor, Tensor], reducer: Reducer | None
     ) -> Tensor:
         """(loss sum, count) of the round if I tell it, else zeros."""
-        size = self.plan.samples_per_microbatch
+        phases, size = self.phases, self.plan.samples_per_microbatch
         weight = next(self.stage.parameters(), None)
-        inputs, targets = (self._place(x, weight).split(size) for x in batch)
+        with phases("data"):
+            inputs, targets = (self._place(x, weight).split(size) for x in batch)
         totals = self._zeros()
 
         def forward(m: int, received: Message) -> Message:
-            x = inputs[m] if executor.is_first else received
-            output = self.forward(x)
-            if not executor.is_last:
-                return output
-            with self._autocast():
-                total, count = self.loss(output, targets[m])
-            if self._tells:
-                totals.add_(torch.stack([total.detach().to(totals), count.to(totals)]))
-            return total
+            with phases("forward"):
+                x = inputs[m] if executor.is_first else received
+                output = self.forward(x)
+                if not executor.is_last:
+                    return output
+                with self._autocast():
+                    total, count = self.loss(output, targets[m])
+                if self._tells:
+                    totals.add_(torch.stack([total.detach().to(totals), count.to(totals)]))
+                return total
 
-        executor.run(forward, reducer=reducer)
+        def backward(m: int, output: Message, gradients: tuple[Tensor | None, ...] | None) -> None:
+            with phases("backward"):
+                autograd(m, output, gradients)
+
+        with phases("messages"):
+            executor.run(forward, backward, reducer=reducer)
         return totals
 
     def _zeros(self) -> Tensor:

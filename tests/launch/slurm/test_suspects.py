@@ -34,6 +34,10 @@ def error(text: str, detail: str = "") -> Failure:
     return Failure(2, "n3.cluster.org", 1, NOW_S - 5, Kind.ERROR, 1, text, detail or text)
 
 
+def hung(error: str) -> Failure:
+    return Failure(2, "n3", 1, NOW_S - 5, Kind.HUNG, 1, error, "rank 0: uncorrectable ECC")
+
+
 def killed(signum: int, detail: str = "") -> Failure:
     return Failure(2, "n3", 1, NOW_S - 5, Kind.SIGNAL, -signum, "", detail)
 
@@ -53,6 +57,7 @@ def killed(signum: int, detail: str = "") -> Failure:
             "network error",
         ),
         (error("DistBackendError: ncclRemoteError: A call failed possibly due to ..."), "network"),
+        (hung("does not answer: no rank on n3 does"), "did not answer in a hang"),
     ],
 )
 def test_broken_hardware_is_half_of_what_is_needed(failure: Failure, reason: str):
@@ -77,6 +82,7 @@ def test_broken_hardware_is_half_of_what_is_needed(failure: Failure, reason: str
         error("RuntimeError: CUDA error: an illegal memory access was encountered"),
         error("RuntimeError: [..] Connection closed by peer [10.0.0.1]:3"),
         Failure(2, "n3", 1, NOW_S, Kind.EXIT, 3),
+        hung("is in data loading while 3 other ranks wait for it"),
         replace(killed(7), host=""),
     ],
 )

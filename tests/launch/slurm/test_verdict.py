@@ -75,6 +75,21 @@ def test_where_all_reports_are_consequences_the_silent_ranks_are_named(tmp_path)
     assert "Traceback" not in text
 
 
+def test_the_report_of_a_hang_is_the_last_block_whoever_wrote_it(tmp_path):
+    """Rank 0 wrote it, rank 2 is to blame, and what came after the alarm is how it ended."""
+    report = "hang: rank 2 is in data loading\nwho waits for whom:\n  ..."
+    hung = Failure(2, "n3", 102, NOW, Kind.HUNG, 1, "is in data loading", report)
+    ended = [failed(rank, Kind.ENDED, 1, after_s=1) for rank in (1, 3)]
+    killed = failed(2, Kind.SIGNAL, -9, after_s=2)
+    files = JobFiles(tmp_path / "run")
+    files.failures(START).mkdir(parents=True)
+    for rank, failure in enumerate([hung, ended[0], killed, ended[1]]):
+        (files.failures(START) / f"rank{rank}.json").write_text(to_json(failure))
+    text, code = verdict(files.run, START, 143, 4)
+    assert code == 1 and text.endswith(f"(pid 102): hang: it is in data loading ---\n{report}")
+    assert not files.suspects.exists(), "slow data is not the node's fault"
+
+
 def test_a_report_of_a_rank_that_this_step_has_not_is_another_steps(tmp_path):
     text, code = of(tmp_path, failed(6, Kind.SIGNAL, -9, after_s=-60), RAISED)
     assert code == 3 and "rank 6" not in text

@@ -51,17 +51,15 @@ def batch_job(
 ) -> BatchJob:
     """The job that trains `config`, or all runs of a `sweep`, which differ in their files alone.
 
-    runs: absolute run folders. here: where the job works. python: path of the interpreter; in a
-    container or a conda environment it is whatever `python` is there. command: of a task, if not
-    training.
+    runs: absolute run folders. here: where the job works. python: path of the interpreter, see
+    `interpreter_of`. command: of a task, if not training.
 
     Raises:
         ConfigError: see `job_shape`.
     """
     section = config.launch.slurm
     shape, container, conda = job_shape(config), ours(section, "container"), ours(section, "conda")
-    inside = bool(container or conda) or any("container-image" in x for x in ours(section, "srun"))
-    interpreter = "python" if inside else python
+    interpreter = interpreter_of(config, python)
     files = JobFiles(runs[0])
     script, log = files.script, _literal(files.main_log)
     if sweep is not None:
@@ -97,6 +95,14 @@ def batch_job(
         conda=next(iter(conda), None),
         prologue=ours(section, "prologue"),
     )
+
+
+def interpreter_of(config: RunConfig, python: str) -> str:
+    """What starts Python in a task: `python`, a path, unless a container or conda has its own."""
+    section = config.launch.slurm
+    own = ours(section, "container") or ours(section, "conda")
+    inside = bool(own) or any("container-image" in x for x in ours(section, "srun"))
+    return "python" if inside else python
 
 
 def preview(config: RunConfig, here: Path) -> str:

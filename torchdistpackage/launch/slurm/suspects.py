@@ -223,6 +223,8 @@ def _rows(runner: Runner, *command: str) -> list[list[str]]:
 def _reason(failure: Failure) -> str:
     if failure.kind is Kind.SIGNAL and failure.exit_code == -signal.SIGBUS:
         return "killed by SIGBUS"
+    if failure.kind is Kind.HUNG:  # the detail is about all ranks
+        return "did not answer in a hang" if "does not answer" in failure.error else ""
     text = f"{failure.error}\n{failure.detail}".lower()
     return next((what for what, pattern in _HARDWARE if re.search(pattern, text)), "")
 

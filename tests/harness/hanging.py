@@ -1,0 +1,114 @@
+"""Ranks that hang, each in its way. Started without a supervisor, so a watch alone can end them."""
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from torchdistpackage.comm import p2p, primitives
+from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.runtime import setup_distributed
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.harness.watch import watch
+
+STEPS, AT = 50, 3
+"""Length of the loop, and the step that goes wrong."""
+LONG_S = 60
+
+
+def load_for_ever() -> None:
+    calls.phase = "data"
+    time.sleep(LONG_S)
+
+
+def compute_for_ever() -> None:
+    threading.Event().wait(LONG_S)
+
+
+def hold_the_interpreter() -> None:
+    ctypes.PyDLL(None).sleep(LONG_S)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise ValueError("this rank was told to fail")
+
+
+def receive_from_the_next() -> None:
+    world = tpc.get_group("global")
+    p2p.receive(torch.zeros(5), world, (tpc.rank + 1) % world.size())
+
+
+def do_something_else() -> None:
+    primitives.all_gather(torch.zeros(7), tpc.get_group("data"))
+
+
+def bring_another_shape() -> None:
+    primitives.all_reduce(torch.zeros(50_000), tpc.get_group("data"))
+
+
+FAULTS: dict[str, dict[int, Callable[[], None]]] = {
+    "loading": {1: load_for_ever},
+    "computing": {2: compute_for_ever},
+    "stopped": {0: stop},
+    "killed": {0: die},
+    "several": {0: stop, 1: die, 3: load_for_ever},
+    "all": {0: load_for_ever, 1: load_for_ever, 2: load_for_ever},
+    "raised": {1: fail},
+    "lingering": {1: fail},
+    "held": {0: hold_the_interpreter},
+    "left": {},
+    "circle": dict.fromkeys(range(3), receive_from_the_next),
+    "operation": {0: do_something_else},
+    "shape": {0: bring_another_shape},
+}
+"""Name -> what ranks do in the step that goes wrong, before they go on as usual."""
+AXES = {"several": [("data", 2), ("tensor", 2)], "computing": [("data", 2), ("tensor", 2)]}
+
+
+def rank_main(case: str, folder: str, timeout_s: float) -> None:
+    """A rank of the case, up to its end; when its wrong step began stands in a file."""
+    rank, world_size, *_ = setup_distributed()
+    tpc.setup_process_groups(AXES.get(case, [("data", world_size)]))
+    try:
+        with watch(folder, timeout_s=timeout_s) as w:
+            for step in range(1, AT if (case, rank) == ("left", 1) else STEPS):
+                w.step()
+                calls.phase = "forward"
+                if step == AT:
+                    Path(folder, f"wrong{rank}").write_text(str(time.time()))
+                    FAULTS[case].get(rank, lambda: None)()
+                primitives.all_reduce(torch.zeros(2, 3), tpc.get_group("data"))
+                primitives.all_reduce(torch.zeros(1), tpc.get_group("global"))
+    finally:
+        if case in ("lingering", "left"):
+            time.sleep(LONG_S)
+
+
+def well(case: str, folder: str, timeout_s: float) -> None:
+    """A loop with slow parts that ends well."""
+    rank, world_size, *_ = setup_distributed()
+    tpc.setup_process_groups([("data", world_size)])
+    with watch(folder, timeout_s=timeout_s) as w:
+        for step in range(1, 5):
+            w.step()
+            if step == 1:
+                time.sleep(1.5 * timeout_s)  # start-up has its own limit
+            if step == 3:
+                with w.slow():
+                    time.sleep(1.5 * timeout_s * rank)
+                    primitives.barrier()
+            primitives.barrier()
+    primitives.barrier()

@@ -1,0 +1,297 @@
+"""Who is to blame for a hang: tables of what ranks may leave, and the words that must come out."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from torchdistpackage.harness import dump as dumps
+from torchdistpackage.harness.culprits import Fault
+from torchdistpackage.harness.dump import Dump, Process, State
+from torchdistpackage.harness.hang import Diagnosis, diagnose
+from torchdistpackage.launch.failure import Failure, Kind, culprit, report, to_json
+from torchdistpackage.topology.mesh import Mesh
+
+BATCH = '"/home/me/loader.py", line 31, in batch'
+MESH = Mesh((("data", 3), ("pipe", 2), ("context", 1), ("tensor", 2)))
+STACK = '  File "/home/me/loader.py", line 31, in batch\n    time.sleep(60)\n'
+INSIDE = '  File "/usr/lib/python3.11/threading.py", line 9, in wait\n'
+GIVEN = {"all_reduce": [1000], "broadcast": [1000], "all_gather": [8], "barrier": []}
+
+
+def call(
+    operation, sequence, state="waiting", *, shape=None, peer=None, action=None, dtype="float32"
+):
+    return {
+        "group": 0,
+        "operation": operation,
+        "sequence": sequence,
+        "shape": GIVEN.get(operation, [8, 16]) if shape is None else shape,
+        "dtype": dtype,
+        "peer": peer,
+        "action": action,
+        "state": state,
+        "age_s": 12.3,
+    }
+
+
+def snapshot(group, *calls, issued=None, axis="data", phase="forward", device=False, peers=()):
+    """Of one group; a collective that is noted last was issued last, unless `issued` says so."""
+    own = [c["sequence"] for c in calls if c["peer"] is None]
+    issued = issued if issued is not None else max(own, default=0)
+    done = (
+        None if device else issued - sum(c["state"] != "done" for c in calls if c["peer"] is None)
+    )
+    messages = {
+        peer: [c for c in calls if c["peer"] == peer]
+        for peer in {c["peer"] for c in calls} - {None}
+    }
+    counted = {
+        peer: {
+            word: max((c["sequence"] for c in found if c["operation"] == operation), default=0)
+            for word, operation in (("sent", "send"), ("received", "receive"))
+        }
+        for peer, found in messages.items()
+    } | dict(peers)
+    return {
+        "time_s": 0.0,
+        "step": 12,
+        "phase": phase,
+        "groups": [{"ranks": list(group), "axis": axis, "issued": issued, "done": done}],
+        "peers": [{"group": 0, "peer": peer, **counts} for peer, counts in counted.items()],
+        "calls": list(calls),
+    }
+
+
+def one(rank, snapshot=None, state=State.DUMPED, host="", stack=STACK, **more) -> Dump:
+    process = Process(host or f"node{rank:02}", 100 + rank, "7", "pid:[1]")
+    return Dump(rank, state, process, 50.0, 12, 9.0, snapshot, (stack,), **more)
+
+
+def told(*found: Dump, world_size=None, mesh=None, stacks=None) -> Diagnosis:
+    by_rank = {dump.rank: dump for dump in found}
+    return diagnose(world_size or len(found), by_rank, stacks, mesh=mesh, timeout_s=5)
+
+
+def in_line(text: str, *parts: str) -> None:
+    assert any(all(part in line for part in parts) for line in text.splitlines()), (parts, text)
+
+
+def test_a_message_is_waited_for_in_the_words_of_the_schedule():
+    """The sentence of the docs: who waits where, for whom, and what that one does."""
+    mine = snapshot((8, 10), call("receive", 6, peer=8, action="2RECV_F5"), axis="pipe")
+    sender = snapshot((8, 10), call("send", 5, "done", peer=10), axis="pipe", phase="data")
+    found = told(
+        one(10, mine, host="node17"), one(8, sender, host="node09"), world_size=12, mesh=MESH
+    )
+    in_line(
+        found.text,
+        "data 2 pipe 1 tensor 0 on node17 waits in RECV_F stage 2 microbatch 5; its sender "
+        f"data 2 pipe 0 tensor 0 on node09 is in data loading: {BATCH}",
+    )
+    in_line(
+        found.text,
+        "(rank 10: receive number 6 from rank 8, the pipe group of ranks 8, 10, float32[8, 16], "
+        "for 12.3 s)",
+    )
+
+
+def test_the_culprit_is_at_the_end_of_the_waits_and_stands_in_the_first_line():
+    """0 waits for 1, which waits for 2, which loads data: only 2 is to blame."""
+    chain = told(
+        one(0, snapshot((0, 1), call("receive", 1, peer=1))),
+        one(1, snapshot((1, 2), call("all_reduce", 4), phase="backward")),
+        one(2, snapshot((1, 2), call("all_reduce", 3, "done"), phase="data")),
+    )
+    assert [c.rank for c in chain.culprits] == [2]
+    first, *rest = chain.text.splitlines()
+    assert first == "hang: rank 2 on node02 is in data loading while 2 other ranks wait for it"
+    assert "rank 2:" in rest and "    time.sleep(60)" in chain.text
+    in_line(
+        chain.text,
+        "rank 1 on node01 waits in all_reduce number 4 of the data group of ranks 1, 2;",
+        "rank 2 on node02, which has issued 3, is in data loading",
+    )
+    in_line(chain.text, "(rank 1: all_reduce number 4", "float32[1000]")
+    in_line(chain.text, "its sender rank 1 on node01 itself waits in all_reduce number 4")
+
+
+@pytest.mark.parametrize("state", ["waiting", "issued", "done"])
+def test_on_a_device_the_counts_of_issued_calls_say_who_is_behind(state):
+    """There the host does not block, and what the record says of a call's state is worth little."""
+    group = (0, 1, 2)
+    ahead = snapshot(group, call("all_reduce", 7, state), device=True)
+    late = snapshot(group, call("all_reduce", 6, "issued"), device=True, phase="optimizer")
+    found = told(one(0, ahead), one(1, late), one(2, ahead))
+    assert [(c.rank, c.fault) for c in found.culprits] == [(1, Fault.BUSY)]
+    in_line(found.text, "rank 0 on node00 waits in all_reduce number 7", "which has issued 6")
+    in_line(found.text, "so does rank 2")
+
+
+def test_groups_of_the_same_ranks_are_counted_apart():
+    """Many calls of the second group do not hide that the first lacks one."""
+    ahead = snapshot((0, 1), call("all_reduce", 4))
+    late = snapshot((0, 1), call("all_reduce", 3, "done"))
+    for found in (ahead, late):
+        found["groups"].append({"ranks": [0, 1], "axis": "pipe", "issued": 90, "done": 90})
+    assert [c.rank for c in told(one(0, ahead), one(1, late)).culprits] == [1]
+
+
+def test_messages_on_a_device_count_as_well():
+    ahead = snapshot((0, 1), call("receive", 3, "issued", peer=1), device=True)
+    late = snapshot((0, 1), call("send", 2, "issued", peer=0), device=True, phase="forward")
+    assert [c.rank for c in told(one(0, ahead), one(1, late)).culprits] == [1]
+
+
+RAISED = Failure(1, "node01", 101, 40.0, Kind.ERROR, 1, "ValueError: no sample", "Traceback ...")
+LOST = replace(RAISED, rank=0, error="CommError: Connection closed by peer")
+WAITING = snapshot((0, 1, 2, 3), call("all_reduce", 4))
+
+
+@pytest.mark.parametrize(
+    ("silent", "letter", "fault", "words"),
+    [
+        (one(1, state=State.RAISED, error=to_json(RAISED)), None, Fault.RAISED, "ValueError: no"),
+        (one(1, state=State.HERE), "", Fault.GONE, "its process (101) has ended without a word"),
+        (one(1, state=State.HERE), "T", Fault.STOPPED, "is stopped (process state T, process 101)"),
+        (one(1, state=State.HERE), "t", Fault.STOPPED, "by a debugger"),
+        (one(1, state=State.HERE), "S", Fault.SILENT, "its interpreter does not run"),
+        (one(1, state=State.HERE), "D", Fault.SILENT, "state D"),
+        (one(1, state=State.HERE), None, Fault.LOST, "no rank on node01 does"),
+        (one(1, state=State.LEFT), None, Fault.LEFT, "has ended its loop after 12 steps"),
+        (None, None, Fault.LOST, "has never come"),
+    ],
+)  # fmt: skip
+def test_ranks_that_do_not_wait_any_more_are_named_before_all_others(silent, letter, fault, words):
+    """Rank 3 is late as well, but somebody who is gone explains more."""
+    letters = {} if letter is None else {1: letter}
+    late = snapshot((0, 1, 2, 3), call("all_reduce", 3, "done"))
+    others = [one(0, WAITING, neighbours=letters), one(2, WAITING), one(3, late)]
+    found = told(*others, *([silent] if silent else []), world_size=4, stacks={1: "its C stack"})
+    assert [(c.rank, c.fault) for c in found.culprits] == [(1, fault), (3, Fault.BUSY)]
+    first, second, *_ = found.text.splitlines()
+    assert first.startswith("hang: rank 1 ") and words in first
+    assert "rank 3 on node03" in second
+    in_line(found.text, "rank 0 on node00 waits", words)
+    in_line(found.text, "so does rank 2")
+    if fault is Fault.SILENT:
+        assert "its C stack" in found.text
+    if fault is Fault.RAISED:
+        assert "Traceback ..." in found.text
+
+
+def test_who_raised_because_a_peer_was_gone_is_no_culprit_while_there_is_one():
+    raised = one(0, state=State.RAISED, error=to_json(LOST))
+    gone = one(1, state=State.HERE)
+    found = told(replace(raised, neighbours={1: ""}), gone)
+    assert [c.rank for c in found.culprits] == [1, 0]
+    first, second, *_ = found.text.splitlines()
+    assert first.startswith("hang: rank 1 on node01 is gone") and "then rank 0 raised" in second
+    alone = told(raised, one(1, snapshot((0, 1), call("all_reduce", 4))))
+    assert [c.rank for c in alone.culprits] == [0], "a time limit of its own, say"
+
+
+def test_of_several_that_raised_the_first_comes_first():
+    late = one(0, state=State.RAISED, error=to_json(replace(RAISED, rank=0, time_s=41.0)))
+    early = one(1, state=State.RAISED, error=to_json(RAISED))
+    assert [c.rank for c in told(late, early).culprits] == [1, 0]
+
+
+def test_a_circle_of_messages_is_told_with_all_its_waits():
+    found = told(
+        *(one(r, snapshot((0, 1, 2), call("receive", 1, peer=(r + 1) % 3))) for r in range(3))
+    )
+    assert [c.fault for c in found.culprits] == [Fault.CIRCLE]
+    head = found.text.splitlines()[0]
+    assert "wait in a circle" in head
+    for rank in range(3):
+        assert f"rank {rank} waits in receive number 1 from rank {(rank + 1) % 3}" in head
+
+
+@pytest.mark.parametrize("device", [False, True])
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (call("all_reduce", 9), call("broadcast", 9)),
+        (call("all_reduce", 9), call("all_reduce", 9, shape=[2000])),
+        (call("all_gather", 9), call("all_gather", 9, dtype="float64")),
+        (call("send", 9, peer=2), call("receive", 9, peer=0, shape=[8, 17])),
+    ],
+)
+def test_calls_that_do_not_agree_are_both_named(ours, theirs, device):
+    group = (0, 1, 2)
+    found = told(
+        one(0, snapshot(group, ours, device=device)),
+        one(1, snapshot(group, ours if ours["peer"] is None else call("all_gather", 1, "done"))),
+        one(2, snapshot(group, theirs, device=device)),
+    )
+    assert [c.fault for c in found.culprits] == [Fault.CIRCLE]
+    head = found.text.splitlines()[0]
+    assert "do not agree on" in head and "number 9 of the data group of ranks 0, 1, 2" in head
+    for said in (ours, theirs):
+        assert f"{said['operation']} {said['dtype']}{said['shape']}" in head, head
+    assert "rank 0" in head and "rank 2" in head
+
+
+def test_uneven_parts_are_no_disagreement():
+    """Members of an all_gather may hold different numbers of rows: then the network is to blame."""
+    group = (0, 1)
+    ours, theirs = call("all_gather", 9), call("all_gather", 9, shape=[3])
+    found = told(one(0, snapshot(group, ours)), one(1, snapshot(group, theirs)))
+    assert "look at the network" in found.text.splitlines()[0]
+
+
+def test_a_call_in_flight_does_not_blame_who_has_issued_it():
+    """Rank 1 has sent and computes; rank 2 never came. Only 2 holds anybody up."""
+    found = told(
+        one(0, snapshot((0, 1, 2), call("receive", 1, peer=1), call("all_reduce", 2))),
+        one(
+            1,
+            snapshot((0, 1, 2), call("send", 1, "issued", peer=0), call("all_reduce", 2, "issued")),
+        ),
+        one(2, snapshot((0, 1, 2), call("all_reduce", 1, "done"))),
+    )
+    assert [c.rank for c in found.culprits] == [2]
+
+
+def test_without_a_wait_the_rarest_stack_is_shown_first():
+    quiet = snapshot((0, 1, 2), call("all_reduce", 3, "done"), phase="")
+    found = told(*(one(r, quiet, stack=STACK if r == 1 else INSIDE) for r in range(3)))
+    assert found.culprits[0].rank == 1
+    assert "in no call of ours, in a step that has taken 9 s" in found.text.splitlines()[0]
+
+
+def test_a_thousand_ranks_that_wait_alike_are_said_once():
+    group = tuple(range(1000))
+    waiting = snapshot(group, call("all_reduce", 4))
+    late = snapshot(group, call("all_reduce", 3, "done"), phase="data")
+    found = told(*(one(r, late if r == 700 else waiting) for r in group))
+    assert found.text.startswith("hang: rank 700 on node700 is in data loading while 999 other")
+    assert "so do ranks 1, 2, 3, 4, 5, 6, 7, 8, ... (998 ranks)" in found.text
+    assert "0, 1, 2, 3, 4, 5, 6, 7, ... (1000 ranks)" in found.text
+    assert len(found.text.splitlines()) < 20
+
+
+def test_a_whole_host_that_is_silent_is_named():
+    silent = [one(r, state=State.HERE, host="node09") for r in (2, 3)]
+    found = told(one(0, WAITING, host="a"), one(1, WAITING, host="a"), *silent)
+    assert [c.rank for c in found.culprits] == [2, 3]
+    assert "no rank on node09 does, so the host or its network is gone" in found.text
+
+
+def test_the_failure_is_the_culprits_and_comes_before_what_the_alarm_brought_about():
+    late = snapshot((0, 1), call("all_reduce", 3, "done"), phase="data")
+    found = told(one(0, snapshot((0, 1), call("all_reduce", 4))), one(1, late))
+    hung = found.failure(time_s=100.0)
+    assert (hung.rank, hung.host, hung.pid, hung.kind) == (1, "node01", 101, Kind.HUNG)
+    killed = Failure(1, "node01", 101, 102.0, Kind.SIGNAL, -9)
+    closed = Failure(0, "node00", 100, 101.0, Kind.ERROR, 1, "ValueError: a message is cut short")
+    assert culprit([killed, hung, closed]) is hung
+    before = replace(closed, time_s=90.0)
+    assert culprit([killed, hung, before]) is before, "an exception before the alarm explains it"
+    assert report([killed, hung, closed], 2).endswith(found.text)
+
+
+def test_a_dump_is_json_and_comes_back_equal():
+    whole = one(3, WAITING, neighbours={1: "T"}, failure="/x", error=to_json(LOST), reports=True)
+    assert dumps.from_json(json.dumps(dumps.asdict(whole))) == whole

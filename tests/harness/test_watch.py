@@ -1,0 +1,200 @@
+"""Real ranks that hang without a supervisor: who is named, when, and that all are gone.
+
+All cases run at the same time: what is measured is waiting. A case is started once, and several
+tests may look at what it left.
+"""
+
+import os
+import re
+import time
+import timeit
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.harness.hanging import AXES, FAULTS
+from tests.processes import survivors
+from torchdistpackage.harness.marks import Clock, Marks
+from torchdistpackage.launch.children import Child, ForkServer
+
+TIMEOUT_S = 2.5
+FULL = ("several", "all", "lingering", "left", "shape")
+"""Cases of the same bodies that the small set does without."""
+
+
+@dataclass
+class Case:
+    """What one case left behind."""
+
+    folder: Path
+    children: list[Child] = field(default_factory=list)
+
+    @property
+    def report(self) -> str:
+        (path,) = self.folder.glob("hang.*.txt")
+        assert path.stat().st_mode & 0o077 == 0, "for the user's eyes"
+        return path.read_text()
+
+    @property
+    def wrong_s(self) -> float:
+        """When the step began that went wrong."""
+        return min(float(path.read_text()) for path in self.folder.glob("wrong*"))
+
+    @property
+    def errors(self) -> str:
+        return "".join(p.read_text(errors="replace") for p in self.folder.glob("err*"))
+
+
+class Cases:
+    """Starts each case that is asked for, all of the selection at once."""
+
+    def __init__(self, server: ForkServer, folder: Path, names: list[str]) -> None:
+        self._server = server
+        self.cases = {name: self._start(name, folder / name) for name in names}
+
+    def _start(self, name: str, folder: Path) -> Case:
+        folder.mkdir()
+        case, num = Case(folder), 2 if name == "well" else 4 if name in AXES else 3
+        for rank in range(num):
+            env = os.environ | {
+                "RANK": str(rank), "WORLD_SIZE": str(num), "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(num), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
+                "TDP_STORE": str(folder / "store"), "TDP_TEST_MARK": str(folder),
+            }  # fmt: skip
+            with (folder / f"err{rank}").open("wb") as err:
+                target = "tests.harness.hanging:" + ("well" if name == "well" else "rank_main")
+                args = (name, str(folder), 1.5 if name == "well" else TIMEOUT_S)
+                case.children.append(self._server.spawn(target, args, env=env, stderr=err))
+        return case
+
+    def ended(self, name: str) -> Case:
+        """The case, when all its processes are gone."""
+        case, end_s = self.cases[name], time.monotonic() + 60
+        while any(child.exit is None for child in case.children):
+            self._server.reap()
+            assert time.monotonic() < end_s, f"{name}: not gone\n{case.errors}"
+            time.sleep(0.05)
+        return case
+
+
+@pytest.fixture(scope="module")
+def cases(request, tmp_path_factory) -> Generator[Cases]:
+    chosen = {item.callspec.params.get("name") for item in request.session.items
+              if item.path == request.path and hasattr(item, "callspec")}  # fmt: skip
+    names = [name for name in (*FAULTS, "well") if name in chosen]
+    with ForkServer(["torch", "torch.distributed", "tests.harness.hanging"]) as server:
+        yield Cases(server, tmp_path_factory.mktemp("watch"), names)
+
+
+DATA = "the data group of ranks"
+# name -> what the first line says, and what stands in one line each further down
+EXPECTED: dict[str, tuple[str, list[str]]] = {
+    "loading": (
+        r"rank 1 \(data 1 on .*\) is in data loading while 2 other ranks wait for it",
+        [rf"data 0 on .* waits in all_reduce number \d+ of {DATA} 0, 1, 2; data 1 on .*, which has "
+         r"issued \d+, is in data loading: .*hanging.py\", line \d+, in load_for_ever",
+         rf"rank 0: all_reduce number \d+, {DATA} 0, 1, 2, float32\[2, 3\], for",
+         "so does rank 2", r"line \d+, in load_for_ever"],
+    ),
+    "computing": (
+        r"rank 2 \(data 1 tensor 0 on .*\) is in its forward pass while 3 other ranks wait for it",
+        [rf"data 0 tensor 0 on .* waits in all_reduce number 3 of {DATA} 0, 2; data 1 tensor 0",
+         r"in compute_for_ever", r"data [01] tensor 1 on .* waits in all_reduce number"],
+    ),
+    "stopped": (
+        r"rank 0 \(data 0 on .*\) is stopped \(process state T, process \d+\)",
+        [rf"rank 1: all_reduce number \d+, {DATA} 0, 1, 2, float32\[2, 3\]", "so does rank 2"],
+    ),
+    "killed": (
+        r"rank 0 \(data 0 on .*\) is gone: its process \(\d+\) has ended without a word",
+        ["then ranks 1, 2 raised",
+         r"CommError: all_reduce over the data group of ranks \(0, 1, 2\) failed"],
+    ),
+    "several": (
+        r"rank 1 \(data 0 tensor 1 on .*\) is gone",
+        [r"rank 0 \(data 0 tensor 0 on .*\) is stopped"],
+    ),
+    "all": (
+        r"rank \d \(data \d on .*\) is in data loading, in a step that has taken \d s",
+        [r"ranks [012], [012]:|ranks 0, 1, 2:", "in load_for_ever"],
+    ),
+    "raised": (
+        r"rank 1 \(data 1 on .*\) raised ValueError: this rank was told to fail",
+        ["Traceback", r"line \d+, in fail"],
+    ),
+    "lingering": (
+        r"rank 1 \(data 1 on .*\) raised ValueError: this rank was told to fail",
+        [r"line \d+, in fail", rf"rank 0: all_reduce number \d+, {DATA} 0, 1, 2, float32\[2, 3\]"],
+    ),
+    "held": (
+        r"rank 0 \(data 0 on .*\) does not answer: it is alive .* a call into C holds it",
+        [r"line \d+ in hold_the_interpreter", "so does rank 2"],
+    ),
+    "left": (
+        r"rank 1 \(data 1 on .*\) has ended its loop after 2 steps, and the others have not",
+        [rf"rank 0: all_reduce number \d+, {DATA} 0, 1, 2", r"in rank_main"],
+    ),
+    "circle": (
+        r"rank 0 .* and rank 1 .* wait in a circle: rank 0 waits in receive number 1 from rank 1",
+        [r"rank 2: receive number 1 from rank 0, .* of ranks 0, 1, 2, float32\[5\], for",
+         "in receive_from_the_next"],
+    ),
+    "operation": (
+        r"rank 0 .* and rank 1 .* do not agree on collective number \d+ of the data group of ranks "
+        r"0, 1, 2: all_gather float32\[7\] \(rank 0\) against all_reduce float32\[2, 3\] "
+        r"\(ranks 1, 2\)",
+        ["in do_something_else"],
+    ),
+    "shape": (r"rank \d .* (is gone: .* crashed|raised)", [r"all_reduce"]),
+}  # fmt: skip
+
+
+every_case = pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.full] if n in FULL else []) for n in FAULTS]
+)
+
+
+@every_case
+def test_the_culprit_is_named_in_time_and_all_processes_are_gone(cases: Cases, name: str):
+    case = cases.ended(name)
+    first, *rest = case.report.splitlines()
+    begins, lines = EXPECTED[name]
+    assert re.match("hang: " + begins, first), case.report
+    for line in lines:
+        assert any(re.search(line, text) for text in rest), f"{line}\n{case.report}"
+    ends = [child.exit for child in case.children]
+    assert all(end is not None and end.exit_code != 0 for end in ends), ends
+    took_s = max(end.time_s for end in ends if end is not None) - case.wrong_s
+    assert took_s < TIMEOUT_S + 15, f"{took_s:.1f} s"
+    assert survivors(f"TDP_TEST_MARK={case.folder}") == []
+    assert first in case.errors, "the same text, where the run speaks"
+
+
+@pytest.mark.parametrize("name", ["well"])
+def test_a_loop_that_ends_well_is_left_alone_and_leaves_nothing(cases: Cases, name: str):
+    """A long first step, and what is said to be slow, are no hang."""
+    case = cases.ended(name)
+    assert [child.exit and child.exit.exit_code for child in case.children] == [0, 0], case.errors
+    assert list(case.folder.glob("hang*")) == []
+
+
+def test_a_mark_costs_less_than_5_us():
+    marks = Marks()
+    each_s = min(timeit.repeat(marks.step, number=10_000, repeat=5)) / 10_000
+    assert each_s < 5e-6, f"{each_s * 1e6:.2f} us"
+
+
+def test_the_clock_leaves_out_what_the_job_was_suspended(monkeypatch):
+    now_s = [100.0]
+    monkeypatch.setattr("torchdistpackage.harness.marks._now_s", lambda: now_s[0])
+    marks = Marks()
+    clock = Clock(marks)
+    for passed_s in (1.0, 1.0, 3600.0, 1.0):
+        now_s[0] += passed_s
+        over_s = clock.over_s()
+    assert over_s == 3.0, "an hour of scontrol suspend is not a step of an hour"
+    marks.step()
+    now_s[0] += 0.5
+    assert clock.over_s() == 0.5

@@ -1,0 +1,84 @@
+"""What a step's communication takes: bytes of the plan, seconds of a profile that is known."""
+
+import pytest
+
+from tests.harness.bench.reports import LATENCY_S, PER_BYTE_S, both_links, report
+from torchdistpackage.config.load import loads
+from torchdistpackage.harness.bench.profile import profile_of
+from torchdistpackage.train.estimate import estimates, timeline_with_messages
+from torchdistpackage.train.plan import make_plan, num_parameters
+
+RUN = """
+model: {layers: 4, dim: 64, heads: 4, vocab: 256, tied: false}
+data: {seq_len: 32, global_batch: 64}
+pipeline: {microbatches: 4}
+"""
+PROFILE = profile_of(report(*both_links("data", (0, 1), "all_reduce", "p2p")))
+
+
+def planned(world_size: int, *degrees: str):
+    config = loads(
+        RUN, overrides=[f"parallel.{degree}" for degree in degrees], world_size=world_size
+    )
+    return make_plan(config, world_size)
+
+
+def by_axis(plan, ranks_per_node=None):
+    return {x.axis: x for x in estimates(plan, PROFILE, ranks_per_node)}
+
+
+def test_gradients_are_summed_once_a_step_in_buckets():
+    plan = planned(4, "data=4")
+    num_bytes = 4 * num_parameters(plan)
+    (found,) = estimates(plan, PROFILE, None)
+    assert found.axis == "data" and found.what.startswith("1 x all_reduce of")
+    assert found.time_s == pytest.approx(LATENCY_S + 1.5 * num_bytes * PER_BYTE_S)
+    wide = make_plan(loads(RUN, overrides=["model.dim=1024", "parallel.data=4"], world_size=4), 4)
+    number = -(-4 * num_parameters(wide) // (4 * 2**20))
+    (found,) = estimates(wide, PROFILE, None)
+    seconds = number * LATENCY_S + 1.5 * 4 * num_parameters(wide) * PER_BYTE_S
+    assert number > 1 and found.time_s == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bf16", 2), ("float64", 8)])
+def test_each_microbatch_crosses_a_boundary_forth_and_back(dtype, width):
+    config = loads(RUN, overrides=["parallel.pipe=4", f"precision.dtype={dtype}"], world_size=4)
+    (found,) = estimates(make_plan(config, 4), PROFILE, None)
+    num_bytes = 16 * 32 * 64 * width  # 64 samples in 4 microbatches
+    assert found.time_s == pytest.approx(8 * (LATENCY_S + num_bytes * PER_BYTE_S))
+
+
+def test_a_block_sums_four_times_and_embedding_and_head_once():
+    (found,) = estimates(planned(2, "tensor=2"), PROFILE, None)
+    num_bytes = 16 * 32 * 64 * 4
+    number = 4 * (4 * 4 + 2)
+    assert found.time_s == pytest.approx(number * (LATENCY_S + num_bytes * PER_BYTE_S))
+
+
+def test_an_axis_that_crosses_nodes_takes_what_that_link_takes():
+    plan = planned(8, "data=2", "pipe=2", "tensor=2")
+    near, far = by_axis(plan), by_axis(plan, 4)
+    assert far["data"].time_s == pytest.approx(10 * near["data"].time_s)
+    assert far["pipe"].time_s == near["pipe"].time_s
+    assert "between nodes" in far["data"].what and "inside a node" in far["pipe"].what
+
+
+def test_what_nobody_knows_is_not_estimated():
+    sequence = by_axis(planned(2, "tensor=2", "sequence_parallel=true"))["tensor"]
+    assert sequence.time_s is None and "sequence parallelism" in sequence.what
+    only_near = profile_of(report(*both_links("data", (0, 1), "p2p")[:3]))
+    (found,) = estimates(planned(4, "data=4"), only_near, 2)
+    assert (found.time_s, found.what) == (None, "the profile has no all_reduce between nodes")
+    own = loads("model: {target: 'my.net:build'}\nparallel: {data: 2}", world_size=2)
+    (found,) = estimates(make_plan(own, 2), PROFILE, None)
+    assert found.time_s is None and "once it is built" in found.what
+    assert estimates(planned(1), PROFILE, None) == ()
+
+
+def test_messages_lengthen_the_bubble():
+    plan = planned(4, "pipe=4")
+    long = timeline_with_messages(plan, PROFILE, None, 1.0)
+    short = timeline_with_messages(plan, PROFILE, None, 1e-3)
+    assert long.bubble == pytest.approx(plan.timeline.bubble, abs=1e-2)
+    assert short.bubble > plan.timeline.bubble + 0.05
+    assert timeline_with_messages(planned(2, "data=2"), PROFILE, None, 1.0) is None

@@ -1,0 +1,210 @@
+"""Who is to blame for a hang, from what its ranks left. No torch.
+
+One rule: whoever waits is not to blame. The culprits are found at the end of the waits: ranks that
+raised, died, stopped or do not answer; then those that do something else while others wait for
+them; and if everybody waits, the circle of waits or the calls that do not agree.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from torchdistpackage.harness.call_words import called, innermost, numbered, ranks_listed, words
+from torchdistpackage.harness.dump import Dump, State, states
+from torchdistpackage.harness.waits import Record, Wait, awaited, circles, waits
+from torchdistpackage.launch.failure import from_json, how, is_consequence
+from torchdistpackage.topology.mesh import Mesh
+
+_DOING = {
+    "start": "starting",
+    "data": "in data loading",
+    "forward": "in its forward pass",
+    "backward": "in its backward pass",
+    "optimizer": "in the optimizer",
+    "save": "saving",
+    "validate": "in the validation",
+    "messages": "between two messages of its pipeline",
+}
+
+
+class Fault(IntEnum):
+    """What is wrong with a rank, the worst first."""
+
+    RAISED, GONE, LOST, STOPPED, SILENT, LEFT, BUSY, CIRCLE, FOLLOWED = range(9)
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """A rank to blame: `what` completes "rank 3 ...", `detail` is a stack or a traceback."""
+
+    rank: int
+    host: str
+    pid: int
+    fault: Fault
+    what: str
+    detail: str = ""
+
+
+class Hang:
+    """What is known of a hang.
+
+    dumps: by rank, of all that have one; stacks: left by the C side of those that do not answer.
+    mesh: gives ranks their coordinates.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        dumps: Mapping[int, Dump],
+        stacks: Mapping[int, str],
+        mesh: Mesh | None,
+    ) -> None:
+        self.world_size, self.dumps, self.stacks, self.mesh = world_size, dumps, stacks, mesh
+        self.letters = states(dumps)
+        self.hosts = {rank: dump.process.host for rank, dump in dumps.items()}
+        answered = {rank for rank, dump in dumps.items() if dump.state is State.DUMPED}
+        self.answered = answered
+        told = {r: d.snapshot for r, d in dumps.items() if d.answers and d.snapshot is not None}
+        records = {rank: Record(snapshot) for rank, snapshot in told.items()}
+        self.waits = waits(records, answered & records.keys())
+        self.awaited = awaited(self.waits)
+
+    # -- who is who --------------------------------------------------------------------
+
+    def who(self, rank: int) -> str:
+        """`data 2 pipe 1 tensor 0 on node17`, axes of size 1 left out."""
+        name = ""
+        if self.mesh is not None and self.mesh.size == self.world_size:
+            coord = self.mesh.coord(rank)
+            name = " ".join(f"{axis} {coord[axis]}" for axis, size in self.mesh.axes if size > 1)
+        host = self.hosts.get(rank)
+        return (name or f"rank {rank}") + (f" on {host}" if host else "")
+
+    def named(self, rank: int) -> str:
+        """The same after the number."""
+        who = self.who(rank)
+        return who if who.startswith("rank ") else f"rank {rank} ({who})"
+
+    def stacks_of(self, rank: int) -> tuple[str, ...]:
+        return self.dumps[rank].stacks if rank in self.dumps else ()
+
+    def doing(self, rank: int) -> str:
+        """What a rank does that others wait for, in a line."""
+        trouble = self.trouble(rank)
+        if trouble is not None:
+            return trouble.what
+        if own := next((w for w in self.waits if w.rank == rank), None):
+            return f"itself waits in {words(own.call)}"
+        place = innermost(self.dumps[rank].stacks)
+        return f"is {self._phase(rank)}{f': {place}' if place else ''}"
+
+    def _phase(self, rank: int) -> str:
+        snapshot = self.dumps[rank].snapshot or {}
+        phase = str(snapshot.get("phase", ""))
+        return _DOING.get(phase, f"at {phase}" if phase else "in no call of ours")
+
+    def trouble(self, rank: int) -> Culprit | None:
+        """What is wrong with a rank that does not train any more, or does not answer."""
+        dump = self.dumps.get(rank)
+        if dump is None:
+            return Culprit(rank, "", 0, Fault.LOST, "has never come to its first step")
+        host, pid = dump.process.host, dump.process.pid
+        if dump.state is State.DUMPED:
+            return None
+        if dump.state is State.LEFT:
+            what = f"has ended its loop after {dump.step} steps, and the others have not"
+            return Culprit(rank, host, pid, Fault.LEFT, what, "".join(dump.stacks[:1]))
+        if dump.state is State.RAISED:
+            failure = from_json(dump.error)
+            fault = Fault.FOLLOWED if is_consequence(failure) else Fault.RAISED
+            what = f"raised {failure.error or how(failure)}"
+            return Culprit(rank, host, pid, fault, what, failure.detail)
+        letter, stack = self.letters.get(rank), self.stacks.get(rank, "").strip()
+        at = f", process {pid}"
+        if letter is None:
+            alone = not any(self.hosts[r] == host for r in self.answered)
+            of_all = (
+                f": no rank on {host} does, so the host or its network is gone" if alone else ""
+            )
+            return Culprit(rank, host, pid, Fault.LOST, f"does not answer{of_all}", stack)
+        if letter == "":
+            crash = stack.startswith("Fatal") and stack.partition("\n")[0]
+            ended = f"crashed ({crash})" if crash else "ended without a word, as by a kill"
+            what = f"is gone: its process ({pid}) has {ended}"
+            return Culprit(rank, host, pid, Fault.GONE, what, stack if crash else "")
+        if letter in "Tt":
+            by = "by a debugger" if letter == "t" else "by SIGSTOP or Ctrl-Z"
+            what = f"is stopped (process state {letter}{at}), {by}"
+            return Culprit(rank, host, pid, Fault.STOPPED, what)
+        kind = " in the kernel, at a disk or a driver" if letter == "D" else ""
+        why = "a call into C holds it" if stack else "it is held, or cannot write here"
+        alive = f"it is alive{kind} (state {letter}{at}), but its interpreter does not run: {why}"
+        return Culprit(rank, host, pid, Fault.SILENT, f"does not answer: {alive}", stack)
+
+    # -- who is to blame ---------------------------------------------------------------
+
+    def culprits(self) -> tuple[Culprit, ...]:
+        """At least one, the first one to blame first."""
+        found = [c for rank in range(self.world_size) if (c := self.trouble(rank)) is not None]
+        waiting = {wait.rank for wait in self.waits}
+        busy = [r for r in self.awaited if r in self.answered and r not in waiting]
+        found += [self._busy(r) for r in sorted(busy, key=lambda r: (-len(self.awaited[r]), r))]
+        found += [self._circle(circle) for circle in circles(self.waits)]
+        found.sort(key=lambda c: (c.fault, self._since(c)))
+        return tuple(found or [self._unexplained()])
+
+    def _since(self, culprit: Culprit) -> float:
+        """Of those that raised, the first comes first; the others stay as they are."""
+        if culprit.fault not in (Fault.RAISED, Fault.FOLLOWED):
+            return 0.0
+        return from_json(self.dumps[culprit.rank].error).time_s
+
+    def _of(self, rank: int, fault: Fault, what: str) -> Culprit:
+        dump = self.dumps[rank]
+        detail = dump.stacks[0] if dump.stacks else ""
+        return Culprit(rank, dump.process.host, dump.process.pid, fault, what, detail)
+
+    def _busy(self, rank: int) -> Culprit:
+        num = len(self.awaited[rank])
+        others = f"{num} other rank{'s wait' if num > 1 else ' waits'} for it"
+        return self._of(rank, Fault.BUSY, f"is {self._phase(rank)} while {others}")
+
+    def _circle(self, circle: Sequence[Wait]) -> Culprit:
+        first = next((wait for wait in circle if wait.disagrees), circle[0])
+        peer = self.named(first.behind[0])
+        if first.disagrees:
+            what = f"and {peer} do not agree on {numbered(first.call)}: {self._versions(first)}"
+        elif first.other is not None:
+            what = (
+                f"and all others are in {numbered(first.call)}, {called(first.call)}, and it does "
+                f"not end: look at the network between their hosts, and at arguments that differ, "
+                f"which `with comm.checked_calls():` compares"
+            )
+        else:
+            ways = (
+                f"rank {wait.rank} waits in {words(wait.call)} for rank {wait.behind[0]}"
+                for wait in circle
+            )
+            what = f"and {peer} wait in a circle: {'; '.join(ways)}"
+        return self._of(first.rank, Fault.CIRCLE, what)
+
+    def _versions(self, wait: Wait) -> str:
+        """`all_reduce float32[4] (rank 0) against broadcast float32[4] (ranks 1, 2)`."""
+        call, ranks = wait.call, dict[str, list[int]]()
+        parties = call.ranks if call.peer is None else (wait.rank, call.peer)
+        for other in self.waits:
+            if numbered(other.call) == numbered(call) and other.rank in parties:
+                ranks.setdefault(called(other.call), []).append(other.rank)
+        if wait.other is not None:
+            ranks.setdefault(called(wait.other), list(wait.behind))
+        return " against ".join(f"{what} ({ranks_listed(of)})" for what, of in ranks.items())
+
+    def _unexplained(self) -> Culprit:
+        """All answer, and nobody is known to be waited for: the rank whose stack is the rarest."""
+        by_stack: dict[tuple[str, ...], list[int]] = {}
+        for rank in sorted(self.answered):
+            by_stack.setdefault(self.stacks_of(rank)[:1], []).append(rank)
+        rarest = min(by_stack.values(), key=len)
+        over_s = self.dumps[rarest[0]].over_s
+        what = f"is {self._phase(rarest[0])}, in a step that has taken {over_s:.0f} s"
+        return self._of(rarest[0], Fault.BUSY, what)

@@ -1,0 +1,245 @@
+"""What one rank leaves in the folder of a watch, and what is left there of all. No torch.
+
+One rule: every file that somebody polls is there from the beginning. Clients of a network file
+system may believe for a minute that a file is missing, but look again at each opening of one that
+they know. So a rank has one file from its start on, written whole each time, and a common file is
+empty until it means something.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from torchdistpackage.launch.durable import write_whole
+
+_OPEN = os.O_RDWR | os.O_CREAT | os.O_APPEND
+
+
+class State(StrEnum):
+    """What a rank last wrote of itself."""
+
+    HERE = "here"  # it trains, as far as it has said
+    DUMPED = "dumped"  # this is what it does in the hang
+    RAISED = "raised"  # it left its loop by an exception
+    LEFT = "left"  # it has ended its loop
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process of one host: a pid alone may come again, or mean another one elsewhere.
+
+    started: ticks since the host booted. space: the namespace that `pid` is a number of.
+    """
+
+    host: str
+    pid: int
+    started: str
+    space: str
+
+    @classmethod
+    def mine(cls) -> "Process":
+        pid = os.getpid()
+        return cls(socket.gethostname(), pid, _stat(pid)[1], _space())
+
+    def state(self) -> str | None:
+        """A letter as in /proc (R, S, D, T, ...), "" if it is gone; None: cannot be seen here."""
+        if self.host != socket.gethostname() or self.space != _space():
+            return None
+        letter, started = _stat(self.pid)
+        return letter if started == self.started and letter not in "ZX" else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Dump:
+    """What a rank says of itself; JSON.
+
+    step: the steps it has begun; over_s: how long the last one has taken. snapshot: of
+    comm.record. stacks: a text for each thread, the main one first. error: a launch.failure.Failure
+    as JSON. neighbours: letters of the other processes of its host, by rank. failure: where its
+    supervisor looks for its failure. reports: it waits for the report before it ends.
+    """
+
+    rank: int
+    state: State
+    process: Process
+    time_s: float
+    step: int = 0
+    over_s: float = 0.0
+    snapshot: dict[str, Any] | None = None
+    stacks: tuple[str, ...] = ()
+    error: str = ""
+    neighbours: dict[int, str] = field(default_factory=dict[int, str])
+    failure: str | None = None
+    reports: bool = False
+
+    @property
+    def answers(self) -> bool:
+        """Whether it has said all that it will say."""
+        return self.state is not State.HERE
+
+
+def from_json(text: str) -> Dump:
+    """Back from JSON.
+
+    Raises:
+        ValueError, TypeError, KeyError: it is none.
+    """
+    fields: dict[str, Any] = json.loads(text)
+    return Dump(
+        **fields
+        | {
+            "state": State(fields["state"]),
+            "process": Process(**fields["process"]),
+            "stacks": tuple(fields["stacks"]),
+            "neighbours": {int(rank): letter for rank, letter in fields["neighbours"].items()},
+        }
+    )
+
+
+class Folder:
+    """The files of one watch: `hang.<start>` in the folder that its ranks share."""
+
+    def __init__(self, parent: Path, start: str) -> None:
+        self.path = parent / f"hang.{start}"
+        self.report = parent / f"hang.{start}.txt"
+
+    def open(self, dump: Dump) -> int:
+        """Make what is missing, and the file of this rank; a descriptor for its stacks.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for common in (self._alarm, self._reported):
+            os.close(os.open(common, _OPEN, 0o600))
+        self.write(dump)
+        return os.open(self._of(dump).with_suffix(".stacks"), _OPEN | os.O_TRUNC, 0o600)
+
+    def write(self, dump: Dump) -> None:
+        write_whole(self._of(dump), json.dumps(asdict(dump)))
+
+    def read(self, ranks: Iterable[int] | None = None) -> dict[int, Dump]:
+        """What ranks (default: all that have come) say; what cannot be read is left out."""
+        paths = self._paths()
+        found: dict[int, Dump] = {}
+        for rank in sorted(paths) if ranks is None else ranks:
+            with contextlib.suppress(ValueError, TypeError, KeyError, OSError):
+                found[rank] = from_json(paths[rank].read_text(encoding="utf-8"))
+        return found
+
+    def read_host(self, host: str) -> dict[int, Dump]:
+        """The same of the ranks of one host."""
+        return self.read(r for r, path in self._paths().items() if path.stem.endswith(f"@{host}"))
+
+    def num_reporting(self, *, below: int) -> int:
+        """How many ranks below wait for the report, or write it; counted up to 3."""
+        num = 0
+        for rank in sorted(self._paths()):
+            if rank >= below or num == 3:
+                break
+            found = self.read([rank]).get(rank)
+            num += found is not None and found.reports
+        return num
+
+    def stacks(self, ranks: Iterable[int]) -> dict[int, str]:
+        """What the C side of silent ranks has left."""
+        paths, found = self._paths(), dict[int, str]()
+        for rank in ranks:
+            with contextlib.suppress(OSError, KeyError):
+                text = paths[rank].with_suffix(".stacks").read_text(encoding="utf-8")
+                found |= {rank: text} if text else {}
+        return found
+
+    def raise_alarm(self) -> None:
+        _append(self._alarm)
+
+    @property
+    def has_alarm(self) -> bool:
+        return _is_marked(self._alarm)
+
+    def write_report(self, text: str) -> None:
+        write_whole(self.report, text + "\n")
+        self.report.chmod(0o600)
+        _append(self._reported)
+
+    @property
+    def has_report(self) -> bool:
+        return _is_marked(self._reported)
+
+    def remove_if_all_left(self, world_size: int) -> None:
+        """Leave nothing behind when the last rank has ended well."""
+        paths = self._paths()
+        if len(paths) == world_size:
+            for rank in sorted(paths, reverse=True):
+                last = self.read([rank]).get(rank)
+                if last is None or last.state is not State.LEFT:
+                    return
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    @property
+    def _alarm(self) -> Path:
+        return self.path / "alarm"
+
+    @property
+    def _reported(self) -> Path:
+        return self.path / "reported"
+
+    def _of(self, dump: Dump) -> Path:
+        return self.path / f"rank{dump.rank}@{dump.process.host}.json"
+
+    def _paths(self) -> dict[int, Path]:
+        with contextlib.suppress(OSError):
+            return {
+                int(name.partition("@")[0].removeprefix("rank")): self.path / name
+                for name in os.listdir(self.path)  # noqa: PTH208 - a name is all that is needed
+                if name.startswith("rank") and name.endswith(".json")
+            }
+        return {}
+
+
+def remove_traces(parent: Path) -> None:
+    """Remove what watches of earlier starts have left in `parent`; their reports stay."""
+    for path in parent.glob("hang.*/"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def states(dumps: Mapping[int, Dump]) -> dict[int, str]:
+    """Letters by rank, as ranks of the same host saw them."""
+    return {rank: letter for dump in dumps.values() for rank, letter in dump.neighbours.items()}
+
+
+def _append(path: Path) -> None:
+    with path.open("ab", buffering=0) as file:
+        file.write(b"1\n")
+        os.fsync(file.fileno())
+
+
+def _is_marked(path: Path) -> bool:
+    """Opened, not asked for its size: that is when a network file system looks again."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return bool(file.read(1))
+    return False
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """(state, start time) of a process of this host; ("X", "") if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace")
+    except OSError:
+        return "X", ""
+    fields = text.rpartition(")")[2].split()
+    return fields[0], fields[19]
+
+
+def _space() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - the text, which is no path
+    except OSError:
+        return ""

@@ -1,0 +1,225 @@
+"""Who waits for whom, from the records of all ranks. No torch.
+
+One rule: a call is matched by its number. The k-th collective of a group waits for the members that
+have not issued their k-th, the k-th receive from a peer for the peer's k-th send. A host that
+is blocked says so; where a device does the waiting (NCCL), a call counts as waited for while
+somebody who must take part is behind.
+"""
+
+from bisect import bisect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# elsewhere members may hold shapes of their own
+_ONE_SHAPE = ("all_reduce", "broadcast")
+_OTHER_END = {"send": "receive", "receive": "send"}
+
+
+GroupKey = tuple[tuple[int, ...], int]
+"""Ranks of a group, and how many groups of the same ranks a rank used before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of the record; `sequence` counts as comm.record says, `done` None on a device."""
+
+    group: GroupKey
+    axis: str
+    operation: str
+    sequence: int
+    shape: tuple[int, ...]
+    dtype: str
+    peer: int | None
+    action: str | None
+    state: str
+    age_s: float
+    on_device: bool
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.group[0]
+
+    @property
+    def line(self) -> tuple[object, ...]:
+        """The calls that are numbered together."""
+        return self.group, self.peer, self.operation if self.peer is not None else ""
+
+    @property
+    def tensor(self) -> str:
+        return f"{self.dtype}{list(self.shape)}" if self.dtype else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """`rank` waits in `call` for ranks `behind`.
+
+    other: their call, where they have come as well: it differs, or the two do not end.
+    """
+
+    rank: int
+    call: Call
+    behind: tuple[int, ...]
+    issued: tuple[int, ...] = ()
+    other: Call | None = None
+
+    @property
+    def disagrees(self) -> bool:
+        return self.other is not None and _differ(self.call, self.other)
+
+
+class Record:
+    """The snapshot of one rank (comm.record.Snapshot), by groups and peers."""
+
+    def __init__(self, snapshot: Mapping[str, Any]) -> None:
+        groups: Sequence[Mapping[str, Any]] = snapshot["groups"]
+        # groups of the same ranks are told apart by the order in which they were made
+        lists = [tuple(group["ranks"]) for group in groups]
+        keys = [(ranks, lists[:i].count(ranks)) for i, ranks in enumerate(lists)]
+        self.issued = {key: group["issued"] for key, group in zip(keys, groups, strict=True)}
+        self.messages: dict[tuple[GroupKey, int, str], int] = {}
+        for peer in snapshot["peers"]:
+            key = keys[peer["group"]]
+            self.messages[key, peer["peer"], "send"] = peer["sent"]
+            self.messages[key, peer["peer"], "receive"] = peer["received"]
+        self.calls = [
+            Call(
+                group=keys[call["group"]],
+                axis=groups[call["group"]]["axis"],
+                operation=call["operation"],
+                sequence=call["sequence"],
+                shape=tuple(call["shape"]),
+                dtype=call["dtype"],
+                peer=call["peer"],
+                action=call["action"],
+                state=call["state"],
+                age_s=call["age_s"],
+                on_device=groups[call["group"]]["done"] is None,
+            )
+            for call in snapshot["calls"]
+        ]
+
+    def pending(self) -> list[Call]:
+        """Where the host is blocked, and the last call of each kind that a device may wait in."""
+        last = {c.line: c for c in self.calls}
+        on_device = [c for c in last.values() if c.on_device and c.state != "waiting"]
+        return [c for c in self.calls if c.state == "waiting"] + on_device
+
+    def matching(self, call: Call, rank: int) -> Call | None:
+        """My call that must meet `call` of `rank`, if the ring still has it."""
+        operation = _OTHER_END.get(call.operation) if call.peer is not None else None
+        for mine in reversed(self.calls):
+            if mine.group != call.group or mine.sequence != call.sequence:
+                continue
+            if mine.peer is None and call.peer is None:
+                return mine
+            if mine.peer == rank and mine.operation == operation:
+                return mine
+        return None
+
+    def reached(self, call: Call, rank: int) -> int:
+        """How many calls of mine could have met those of `rank` up to `call`."""
+        if call.peer is None:
+            return self.issued.get(call.group, 0)
+        return self.messages.get((call.group, rank, _OTHER_END[call.operation]), 0)
+
+
+class _Meeting:
+    """One collective, or one message: who has not come, and with what the others have."""
+
+    def __init__(self, call: Call, rank: int, records: Mapping[int, Record]) -> None:
+        members = call.ranks if call.peer is None else (call.peer,)
+        reached = {m: records[m].reached(call, rank) for m in members if m in records}
+        self.behind = tuple(m for m in members if reached.get(m, -1) < call.sequence)
+        self.issued = tuple(reached.get(m, -1) for m in self.behind)
+        self.calls: dict[int, Call] = {}
+        if not self.behind:
+            found = {m: records[m].matching(call, rank) for m in members}
+            self.calls = {m: other for m, other in found.items() if other is not None}
+        # of each kind the first member
+        backwards = reversed(self.calls.items())
+        self.kinds = {(c.operation, c.dtype, c.shape): m for m, c in backwards}
+        self.blocked = sorted(m for m, c in self.calls.items() if c.state == "waiting")
+
+    def wait(self, call: Call, rank: int) -> Wait | None:
+        """That of `rank`, which is there with `call`."""
+        if self.behind:
+            return Wait(rank, call, self.behind, self.issued)
+        for member in sorted(self.kinds.values()):
+            if member != rank and _differ(call, self.calls[member]):
+                return Wait(rank, call, (member,), other=self.calls[member])
+        if call.state != "waiting":
+            return None
+        # All have come. The next one that is blocked in it: so that a group waits in one circle.
+        position = bisect(self.blocked, rank)
+        following = [m for m in self.blocked[position:] + self.blocked[:1] if m != rank]
+        if following:
+            return Wait(rank, call, (following[0],), other=self.calls[following[0]])
+        return Wait(rank, call, ())
+
+
+def waits(records: Mapping[int, Record], blocked: Iterable[int]) -> list[Wait]:
+    """All waits of the ranks `blocked`. Whoever needs a rank without a record waits for it."""
+    meetings: dict[tuple[object, ...], _Meeting] = {}
+    found: list[Wait] = []
+    for rank in sorted(blocked):
+        for call in records[rank].pending():
+            own = () if call.peer is None else (rank, call.peer, call.operation)
+            key = (call.group, call.sequence, *own)
+            meeting = meetings.get(key) or meetings.setdefault(key, _Meeting(call, rank, records))
+            if (wait := meeting.wait(call, rank)) is not None:
+                found.append(wait)
+    return found
+
+
+def _differ(one: Call, other: Call) -> bool:
+    if one.peer is not None:
+        return (one.shape, one.dtype) != (other.shape, other.dtype)
+    if one.operation != other.operation or one.dtype != other.dtype:
+        return True
+    return one.operation in _ONE_SHAPE and one.shape != other.shape
+
+
+def awaited(found: Sequence[Wait]) -> dict[int, set[int]]:
+    """Rank -> ranks that wait for it, directly or through others."""
+    direct: dict[int, set[int]] = {}
+    for wait in found:
+        for member in wait.behind:
+            direct.setdefault(member, set()).add(wait.rank)
+    result: dict[int, set[int]] = {}
+    for rank in direct:
+        seen: set[int] = set()
+        todo = [rank]
+        while todo:
+            new = direct.get(todo.pop(), set()) - seen
+            seen |= new
+            todo += new
+        result[rank] = seen - {rank}
+    return result
+
+
+def circles(found: Sequence[Wait]) -> list[list[Wait]]:
+    """Waits that lead back to where they began, for ranks that wait for nobody outside of one."""
+    of_rank: dict[int, list[Wait]] = {}
+    for wait in found:
+        if wait.behind:
+            of_rank.setdefault(wait.rank, []).append(wait)
+    ends = {m for wait in found for m in wait.behind} - of_rank.keys()
+    explained = set(ends)
+    by_target = awaited(found)
+    for end in ends:
+        explained |= by_target.get(end, set())
+    result: list[list[Wait]] = []
+    placed: set[int] = set()
+    for start in sorted(of_rank.keys() - explained):
+        path: dict[int, Wait] = {}
+        rank = start
+        while rank not in path and rank not in placed:
+            wait = next((w for w in of_rank[rank] if w.disagrees), of_rank[rank][0])
+            path[rank] = wait
+            rank = wait.behind[0]
+        if rank in path:
+            order = list(path)
+            result.append([path[r] for r in order[order.index(rank) :]])
+        placed |= path.keys()
+    return result

@@ -1,0 +1,256 @@
+"""A thread in each rank that notices a hang, says who is to blame, and ends the run.
+
+One rule: out of band. Ranks talk through files in a folder that all of them see, never through
+what may be stuck: no collective, no store. A rank that cannot run Python any more is spoken for by
+the C side of faulthandler, and by the other ranks of its host.
+"""
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import dropwhile
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.harness.dump import Dump, Folder, Process, State
+from torchdistpackage.harness.ending import END_S, Ending
+from torchdistpackage.harness.marks import Clock, Marks
+from torchdistpackage.launch.failure import from_exception, is_consequence, to_json
+from torchdistpackage.launch.rendezvous import detect
+from torchdistpackage.launch.slurm.files import start_id
+from torchdistpackage.topology.views import Topology
+
+LOOK_S = 1.0
+"""Between two looks at the folder."""
+C_STACK_S = 3.0
+"""After which the C side writes the stacks of an interpreter that is held."""
+_FRAMES = 64
+_CALLERS = ("<frozen runpy>", "/torchdistpackage/launch/")
+"""Frames that stand before the user's in every stack and tell nothing."""
+
+
+def _is_caller(frame: str) -> bool:
+    return any(caller in frame.partition("\n")[0] for caller in _CALLERS)
+
+
+def watch(
+    folder: str | Path, *, timeout_s: float = 120.0, slow_timeout_s: float | None = None
+) -> "Watch":
+    """Watch over a loop of your own; all ranks call it, after `setup_distributed()`.
+
+        with watch("runs/a", timeout_s=120) as w:
+            for batch in data:
+                w.step()
+                ...
+
+    folder: seen by all ranks. A step that takes longer than `timeout_s`, from the second on, is a
+    hang: within 15 s more `hang.<start>.txt` is there and on stderr, and all processes are gone.
+
+    Raises:
+        ConfigError: timeout_s is not above 0.
+        LaunchError: the environment does not say which rank this is.
+        CommError: there are several ranks, and no default process group.
+        OSError: the folder cannot be written.
+    """
+    place = detect(os.environ)
+    rank, topology = (tpc.rank, tpc.topology) if tpc.is_set else (place.rank, None)
+    world_size = place.world_size if topology is None else topology.world_size
+    return Watch(
+        folder,
+        rank=rank,
+        world_size=world_size,
+        topology=topology,
+        timeout_s=timeout_s,
+        slow_timeout_s=slow_timeout_s,
+        start=name_start(world_size),
+    )
+
+
+def name_start(world_size: int) -> str:
+    """A name for what begins now, the same on all ranks and never used before."""
+    now_s, us = divmod(time.time_ns() // 1000, 10**6)
+    when = time.strftime("%Y%m%d-%H%M%S", time.localtime(now_s))
+    name = f"{start_id(os.environ)}.{when}.{us:06}"
+    return str(primitives.broadcast_object(name)) if world_size > 1 else name
+
+
+class Watch(Marks):
+    """`with` it around the loop; see `watch`.
+
+    topology: gives ranks their coordinates. slow_timeout_s: for what `slow()` holds; 10 times
+    timeout_s, and 10 minutes at least. start: names the files; the same on all ranks, of no other
+    start. failure: a file where a supervisor looks for the failure of this rank (default:
+    TDP_FAILURE of the environment); without one the report goes to stderr. c_stacks: use
+    faulthandler, also its one timer; False for code that calls dump_traceback_later itself.
+
+    Raises:
+        ConfigError: timeout_s is not above 0.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        rank: int,
+        world_size: int,
+        start: str,
+        topology: Topology | None = None,
+        timeout_s: float = 120.0,
+        slow_timeout_s: float | None = None,
+        failure: str | Path | None = None,
+        c_stacks: bool = True,
+    ) -> None:
+        super().__init__()
+        if timeout_s <= 0:
+            raise ConfigError(f"watch: timeout_s is {timeout_s:g}; give a step more than 0 seconds")
+        self.world_size, self.timeout_s = world_size, timeout_s
+        self.slow_timeout_s = slow_timeout_s or max(10 * timeout_s, 600.0)
+        self._folder = Folder(Path(folder).absolute(), start)
+        failure = failure or os.environ.get("TDP_FAILURE")
+        mesh = None if topology is None else topology.dense
+        self._ending = Ending(
+            self._folder, rank, world_size, mesh, timeout_s, Path(failure) if failure else None
+        )
+        self._dump = Dump(
+            rank, State.HERE, Process.mine(), time.time(), failure=str(failure) if failure else None
+        )
+        self._clock = Clock(self)
+        self._look_s = min(LOOK_S, timeout_s / 4)
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._loop_thread: int | None = None
+        self._c_stacks, self._stacks_fd, self._tells_crashes = c_stacks, -1, False
+        self._writing, self._arming = threading.Lock(), threading.Lock()
+        self._alarm, self._told = threading.Event(), threading.Event()
+
+    @property
+    def call_timeout_s(self) -> float:
+        """Limit for single collectives and messages that leaves the first word to the report."""
+        return self.slow_timeout_s + 60.0
+
+    @property
+    def report(self) -> Path:
+        """Where the report will be."""
+        return self._folder.report
+
+    # -- around the loop ---------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        self._stacks_fd = self._folder.open(self._dump)
+        self._loop_thread = threading.get_ident()
+        # a crash as well leaves its stacks, unless the user has it told elsewhere
+        self._tells_crashes = self._c_stacks and not faulthandler.is_enabled()
+        if self._tells_crashes:
+            faulthandler.enable(self._stacks_fd)
+        self._arm()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._disarm()
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            with contextlib.suppress(OSError):
+                self._write(state=State.LEFT)
+                self._folder.remove_if_all_left(self.world_size)
+            return
+        process = self._dump.process
+        failure = from_exception(self._dump.rank, process.host, process.pid, time.time(), error)
+        with contextlib.suppress(OSError):
+            self._write(state=State.RAISED, error=to_json(failure))
+        if is_consequence(failure) and self._dump.failure is None:
+            # a peer is gone; a supervisor would say which and how
+            self._alarm.set()
+        if self._alarm.is_set():
+            self._told.wait(END_S + LOOK_S)
+
+    # -- the thread --------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._alarm.wait(self._look_s):
+            # a slow or failing file system is not the end of the run
+            with contextlib.suppress(OSError):
+                if self._is_hung():
+                    self._alarm.set()
+                elif self._dump.state is not State.HERE and not self._folder.path.exists():
+                    return  # all have ended well
+        alarm_s, diagnosis = time.time(), None
+        try:
+            with contextlib.suppress(OSError):
+                self._folder.raise_alarm()
+            with contextlib.suppress(OSError):
+                self._write(answering=True)
+                diagnosis = self._ending.report(alarm_s)
+        finally:  # whatever else is wrong, the run must not go on hanging
+            self._ending.end(self._dump, diagnosis, self._told)
+
+    def _is_hung(self) -> bool:
+        self._arm()
+        over_s = self._clock.over_s()
+        limit_s = self.slow_timeout_s if self.num_slow else self.timeout_s
+        if self._dump.state is State.HERE and self.num_steps >= 2 and over_s > limit_s:
+            return True
+        return self._folder.has_alarm
+
+    def _arm(self) -> None:
+        """If this thread does not come again in time, C writes the stacks."""
+        with self._arming:
+            if self._stacks_fd >= 0 and self._c_stacks:
+                if os.fstat(self._stacks_fd).st_size:
+                    os.ftruncate(self._stacks_fd, 0)
+                faulthandler.dump_traceback_later(C_STACK_S, file=self._stacks_fd)
+
+    def _disarm(self) -> None:
+        with self._arming:
+            if self._c_stacks:
+                faulthandler.cancel_dump_traceback_later()
+            if self._tells_crashes:
+                faulthandler.disable()
+            os.close(self._stacks_fd)
+            self._stacks_fd = -1
+
+    # -- what this rank says -----------------------------------------------------------
+
+    def _write(self, *, answering: bool = False, **changes: Any) -> None:
+        """This rank's file anew, with what it does now."""
+        with self._writing:
+            dump = replace(self._dump, **changes)
+            if answering:
+                dump = replace(dump, reports=True)
+                if dump.state is State.HERE:
+                    dump = replace(dump, state=State.DUMPED)
+            neighbours = self._folder.read_host(dump.process.host)
+            letters = {rank: other.process.state() for rank, other in neighbours.items()}
+            self._dump = replace(
+                dump,
+                time_s=time.time(),
+                step=self.num_steps,
+                over_s=self._clock.over_s(),
+                snapshot=dict(calls.snapshot()),
+                stacks=tuple(self._stacks()),
+                neighbours={r: x for r, x in letters.items() if x is not None and r != dump.rank},
+            )
+            self._folder.write(self._dump)
+
+    def _stacks(self) -> Iterator[str]:
+        """Of all threads but the watch; that of the loop first."""
+        names = {t.ident: t.name for t in threading.enumerate() if t is not self._thread}
+        frames = sys._current_frames()
+        for ident in sorted(frames.keys() & names.keys(), key=lambda i: i != self._loop_thread):
+            stack = traceback.extract_stack(frames[ident], limit=-_FRAMES)
+            text = "".join(dropwhile(_is_caller, stack.format()))
+            yield text if ident == self._loop_thread else f"thread {names[ident]}:\n{text}"
