@@ -1,12 +1,14 @@
 """tpc over real processes and, through `using`, over none."""
 
 import itertools
+import threading
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.tpc import is_using_pp, resolve_group, tpc
 from torchdistpackage.errors import CommError, LaunchError, TopologyError
 from torchdistpackage.topology.views import topology
@@ -150,6 +152,52 @@ def test_without_processes_tpc_answers_for_any_rank():
                 assert tpc.is_first_in_data_group() and tpc.is_first_in_model_group()
             assert tpc.is_last_in_data_group() == (rank >= 12)
     assert not tpc.is_set
+
+
+def in_thread(body) -> object:
+    """What `body` returns, run in a thread as any Python thread is."""
+    result: list = []
+    thread = threading.Thread(target=lambda: result.append(body()))
+    thread.start()
+    thread.join()
+    return result[0]
+
+
+def apart_and_together() -> None:
+    def be_another_rank() -> tuple[bool, list[int]]:
+        with tpc.apart():
+            before = tpc.is_set
+            tpc.setup(topology([("tensor", 2)], 2), dist.get_rank())
+            return before, tpc.get_ranks_in_group("tensor")
+
+    tpc.setup_process_groups([("data", 2)])
+    assert in_thread(lambda: tpc.get_ranks_in_group("data")) == [0, 1]
+    assert in_thread(be_another_rank) == (False, [0, 1])
+    assert tpc.get_dp_size() == 2 and tpc.get_tp_size() == 1
+    with tpc.using(topology([("pipe", 4)], 4), 3), tpc.apart():
+        assert not tpc.is_set
+        tpc.destroy()
+    assert tpc.get_dp_rank() == dist.get_rank()
+    in_thread(tpc.destroy)
+    assert not tpc.is_set
+
+
+def test_threads_share_the_place_of_their_process_unless_they_are_apart(ranks):
+    ranks(2).run(apart_and_together)
+
+
+def a_group_of_its_own() -> None:
+    groups = tpc.groups if tpc.is_set else Groups(dist.get_rank())
+    own = groups.of([0, 1], use="messages")
+    assert own is not dist.group.WORLD and own is groups.of([1, 0], use="messages")
+    assert groups.of([0, 1]) is dist.group.WORLD
+    assert int(primitives.all_reduce(torch.ones(1), own)) == 2
+    naming = dist.distributed_c10d._hash_ranks_to_str
+    assert naming.__module__ == "torch.distributed.distributed_c10d", "it is torch's again"
+
+
+def test_two_uses_of_the_same_ranks_may_have_two_groups(ranks):
+    ranks(2).run(a_group_of_its_own)
 
 
 def test_setup_needs_the_default_group():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchdistpackage.harness.coded import compare, summand, total, written_by
+from torchdistpackage.harness.verify.coded import compare, summand, total, written_by
 
 CPU = torch.device("cpu")
 MOVED = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]

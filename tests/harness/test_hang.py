@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from torchdistpackage.harness import dump as dumps
-from torchdistpackage.harness.culprits import Fault
-from torchdistpackage.harness.dump import Dump, Process, State
-from torchdistpackage.harness.hang import Diagnosis, diagnose
+from torchdistpackage.harness.hang import dump as dumps
+from torchdistpackage.harness.hang.culprits import Fault
+from torchdistpackage.harness.hang.dump import Dump, Process, State
+from torchdistpackage.harness.hang.report import Diagnosis, diagnose
 from torchdistpackage.launch.failure import Failure, Kind, culprit, report, to_json
 from torchdistpackage.topology.mesh import Mesh
 

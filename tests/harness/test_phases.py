@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from torchdistpackage.comm.record import calls
-from torchdistpackage.harness.cores import clock_of_this_thread
-from torchdistpackage.harness.phases import KEPT, Phases
+from torchdistpackage.harness.stragglers.cores import clock_of_this_thread
+from torchdistpackage.harness.stragglers.phases import KEPT, Phases
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ import random
 
 import pytest
 
-from torchdistpackage.harness.findings import Findings
-from torchdistpackage.harness.stragglers import (
+from torchdistpackage.harness.stragglers.find import (
     PHASES,
     WINDOW,
     Cost,
@@ -20,6 +19,7 @@ from torchdistpackage.harness.stragglers import (
     measured,
     same_work,
 )
+from torchdistpackage.harness.stragglers.findings import Findings
 from torchdistpackage.topology.mesh import Mesh
 
 MESHES = {

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 
 from torchdistpackage.errors import CommError
-from torchdistpackage.harness import verdict
-from torchdistpackage.harness.verdict import CommTestError, Report, Stop, Verdict, roll_text
+from torchdistpackage.harness.verify import verdict
+from torchdistpackage.harness.verify.verdict import CommTestError, Report, Stop, Verdict, roll_text
 
 
 def host_of(rank: int) -> str:

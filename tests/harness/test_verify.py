@@ -11,9 +11,9 @@ from tests.harness.failing import fails
 from torchdistpackage.comm import p2p, primitives
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError, LaunchError
-from torchdistpackage.harness import checks, verify
-from torchdistpackage.harness.coded import compare
-from torchdistpackage.harness.verify import test_comm
+from torchdistpackage.harness.verify import checks, verify
+from torchdistpackage.harness.verify.coded import compare
+from torchdistpackage.harness.verify.run import test_comm
 
 HOST = socket.gethostname()
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.harness.hanging import AXES, FAULTS
 from tests.processes import survivors
-from torchdistpackage.harness.marks import Clock, Marks
+from torchdistpackage.harness.hang.marks import Clock, Marks
 from torchdistpackage.launch.children import Child, ForkServer
 
 TIMEOUT_S = 2.5
@@ -188,7 +188,7 @@ def test_a_mark_costs_less_than_5_us():
 
 def test_the_clock_leaves_out_what_the_job_was_suspended(monkeypatch):
     now_s = [100.0]
-    monkeypatch.setattr("torchdistpackage.harness.marks._now_s", lambda: now_s[0])
+    monkeypatch.setattr("torchdistpackage.harness.hang.marks._now_s", lambda: now_s[0])
     marks = Marks()
     clock = Clock(marks)
     for passed_s in (1.0, 1.0, 3600.0, 1.0):

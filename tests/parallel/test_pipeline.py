@@ -215,7 +215,7 @@ def test_activations_are_bounded_and_evaluation_changes_nothing(ranks, depth):
 
 
 def batched_exchanges_and_waits() -> None:
-    """Recorded: the steady state posts send and receive as one batch, all messages are waited on."""
+    """The steady state posts send and receive as one batch, and all messages are waited for."""
     rank, p, m = dist.get_rank(), dist.get_world_size(), 4
     stage = layers(p)[rank]
     posted, headers = [], []

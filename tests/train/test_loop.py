@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchdistpackage.harness.phases import Phases
+from torchdistpackage.harness.stragglers.phases import Phases
 from torchdistpackage.train import loop as loops
 from torchdistpackage.train.life import Life
 from torchdistpackage.train.log import read_metrics

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.train import parity
 from torchdistpackage.comm.record import calls
-from torchdistpackage.harness.stragglers import SPOKEN
+from torchdistpackage.harness.stragglers.find import SPOKEN
 from torchdistpackage.train.loop import Loop
 from torchdistpackage.train.state import TrainState
 from torchdistpackage.train.step import Trainer

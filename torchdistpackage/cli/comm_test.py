@@ -13,11 +13,11 @@ import typer
 from torchdistpackage.cli.comm_groups import Asked, Axes, Procs, Words, asked
 from torchdistpackage.errors import CommError, ConfigError, RankError
 from torchdistpackage.harness.start import on_ranks
-from torchdistpackage.harness.verdict import CommTestError
+from torchdistpackage.harness.verify.verdict import CommTestError
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.topology.mesh import describe
 
-_TEST = "torchdistpackage.harness.verify:test_and_note"
+_TEST = "torchdistpackage.harness.verify.run:test_and_note"
 _COLUMNS = ("group", "groups", "ranks in each", "operations", "ms")
 
 

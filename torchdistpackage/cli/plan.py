@@ -15,8 +15,11 @@ from torchdistpackage.cli.arguments import PROCS, Config, Overrides
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm_shape import JobShape
+from torchdistpackage.harness.bench.profile import Profile
+from torchdistpackage.harness.bench.profile import read as read_profile
 from torchdistpackage.launch.slurm.job import job_shape, preview
 from torchdistpackage.topology.mesh import Mesh, Ranks, describe
+from torchdistpackage.train.estimate import estimates, timeline_with_messages
 from torchdistpackage.train.plan import (
     Plan,
     local_procs,
@@ -54,11 +57,26 @@ def plan(
     sbatch: Annotated[
         bool, typer.Option("--sbatch", help="End with the batch script, as with launch.slurm.")
     ] = False,
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Estimate messages from what tdp comm bench measured."),
+    ] = None,
+    forward_s: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S", min=0, help="Forward of a microbatch on a stage, for the bubble."
+        ),
+    ] = None,
 ) -> None:
     """Show which rank is where and holds what, and the batch script of a Slurm job.
 
     Needs no device. A run that cannot be is answered with every rule that it breaks.
     """
+    if forward_s is not None and profile is None:
+        raise typer.BadParameter(
+            "needs --profile, which says what messages take", param_hint="--forward-s"
+        )
+    cluster = None if profile is None else read_profile(profile)
     run = load(config, overrides or [], world, job=sbatch or None)
     is_job = sbatch or bool(run.launch.slurm)
     shape = job_shape(run) if is_job and (world is None or sbatch) else None
@@ -73,6 +91,8 @@ def plan(
         _stages(planned),
         _schedule(planned),
     ]
+    if cluster is not None:
+        parts.append(_communication(planned, cluster, ranks_per_node, forward_s))
     if ranks_per_node is not None:
         parts.append(_placement(planned, ranks_per_node))
     if shape is not None:
@@ -151,6 +171,22 @@ def _schedule(plan: Plan) -> str:
         f"predicted bubble   {plan.timeline.bubble:.1%}\n"
         f"live microbatches  {live}   (at most, by stage)"
     )
+
+
+def _communication(
+    plan: Plan, profile: Profile, ranks_per_node: int | None, forward_s: float | None
+) -> str:
+    lines = [f"messages in a step, by the profile of {profile.date} ({profile.by})"]
+    for found in estimates(plan, profile, ranks_per_node):
+        time = "not estimated" if found.time_s is None else f"{found.time_s * 1e3:.3g} ms"
+        lines.append(f"  {found.axis:<8} {time:>13}   {found.what}")
+    if len(lines) == 1:
+        lines.append("  none: every rank is alone")
+    if forward_s is not None:
+        timeline = timeline_with_messages(plan, profile, ranks_per_node, forward_s)
+        told = "not estimated" if timeline is None else f"{timeline.bubble:.1%}"
+        lines.append(f"bubble with messages, a forward taking {forward_s:g} s   {told}")
+    return "\n".join(lines)
 
 
 def _placement(plan: Plan, ranks_per_node: int) -> str:

@@ -249,11 +249,8 @@ def _all_to_all(
         checking.agree_pairs("all_to_all", group, sent, received)
     facts = NOTHING if send_sizes is None else ("rows vary",)
     ask = "all_to_all", group, x, facts, lambda: out
-    room, wire = as_moved(out), as_moved(x)
-    if calls.line(group).direct:
-        return go(*ask, exchange, wire.split(sent), room.split(received))
     splits = () if send_sizes is None else (received, sent)
-    return go(*ask, dist.all_to_all_single, room, wire, *splits)
+    return go(*ask, dist.all_to_all_single, as_moved(out), as_moved(x), *splits)
 
 
 def _broadcast(x: Tensor, group: Group, source: int | None, go: Go) -> Result:

@@ -89,12 +89,12 @@ OLD_PATHS: dict[str, Names] = {
     "dist.process_topo": {
         "comm.tpc": ("ProcessTopology", "torch_parallel_context", "is_using_pp"),
         "topology.ranks": ("gen_inner_ranks", "gen_groups"),
-        "harness.verify": ("test_comm",),
+        "harness.verify.run": ("test_comm",),
     },
     "dist.node_group": {"comm.nodes": ("setup_node_groups",)},
     "dist.model_parallel_ckpt": {_SUFFIX: ("get_mp_ckpt_suffix",)},
     "dist.sharded_ema": {_EMA: ("ShardedEMA",)},
-    "dist.py_comm_test": {"harness.classic": ("test_collection", "test_all2all_balanced")},
+    "dist.py_comm_test": {"harness.measure.classic": ("test_collection", "test_all2all_balanced")},
     "dist.utils": {
         _TRACES: (
             "cu_prof_start",

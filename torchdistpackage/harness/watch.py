@@ -23,9 +23,9 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.record import calls
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.harness.dump import Dump, Folder, Process, State
-from torchdistpackage.harness.ending import END_S, Ending
-from torchdistpackage.harness.marks import Clock, Marks
+from torchdistpackage.harness.hang.dump import Dump, Folder, Process, State
+from torchdistpackage.harness.hang.ending import END_S, Ending
+from torchdistpackage.harness.hang.marks import Clock, Marks
 from torchdistpackage.launch.failure import from_exception, is_consequence, to_json
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.launch.slurm.files import start_id

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.random import seed_rank
+from torchdistpackage.comm.record import calls
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.config.schema import Optim
 from torchdistpackage.ddp.reducer import Reducer
@@ -25,12 +27,10 @@ from torchdistpackage.schedule.generate import build as build_schedule
 from torchdistpackage.train import corpus
 from torchdistpackage.train.data import DataSource, TokenDataset
 from torchdistpackage.train.loss import LossFn, from_user, token_cross_entropy
-from torchdistpackage.train.plan import Plan
+from torchdistpackage.train.plan import BUCKET_BYTES, Plan
 from torchdistpackage.train.step import Trainer
 
 WEIGHT_DTYPE = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.float32}
-BUCKET_BYTES = 4 * 2**20
-"""Large enough that latency does not count, small enough that the first leaves early."""
 
 
 def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None = None) -> Trainer:
@@ -42,11 +42,12 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
         TorchDistError: the plan does not fit the user's own model, loss or data.
     """
     config = plan.config
+    calls.checks = config.train.check_calls
     slow = max(config.launch.init_timeout_s, config.train.step_timeout_s)
     tpc.setup(plan.topology, rank, timeout_s=slow)
     seed_rank(config.run.seed, plan.topology.dense, rank)
     stage, layouts, loss = _stage(plan, device)
-    pipe = tpc.get_group("pipe")
+    pipe = _message_group(layouts)
 
     def executor(schedule: str) -> Executor:
         micro = config.pipeline.microbatches
@@ -143,6 +144,19 @@ def _equalise(stage: nn.Module) -> None:
     with torch.no_grad():
         for x in (*stage.parameters(), *stage.buffers()):
             primitives.broadcast(x.data, group)
+
+
+def _message_group(layouts: dict[str, Layout]) -> Group:
+    """The pipe group; one of its own where the same ranks also sum the gradient of a tied weight.
+
+    A bucket that leaves early on one stage would stand before its messages, for which the other
+    stage waits before it comes to that bucket.
+    """
+    ranks = tuple(tpc.get_ranks_in_group("pipe"))
+    views = ((layout, tpc.topology.view(layout.view)) for layout in layouts.values())
+    if len(ranks) > 1 and ranks in (gradient_ranks(lay, mesh, tpc.rank) for lay, mesh in views):
+        return tpc.groups.of(ranks, use="messages")
+    return tpc.get_group("pipe")
 
 
 def _reducer(stage: nn.Module, layouts: dict[str, Layout]) -> Reducer:

@@ -14,7 +14,7 @@ import torch
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.harness.marks import Marks
+from torchdistpackage.harness.hang.marks import Marks
 from torchdistpackage.harness.watch import Watch
 from torchdistpackage.train.corpus import MAX_TABLE_VOCAB, entropies
 from torchdistpackage.train.data import TokenDataset

@@ -26,6 +26,9 @@ WEIGHT_BYTES = {"float64": 8, "float32": 4, "bf16": 4}
 """Bytes of a weight: under bf16 only activations are narrow."""
 COPIES = 4
 """A weight, its gradient and AdamW's two means."""
+BUCKET_BYTES = 4 * 2**20
+"""Of gradients that travel together: large enough that latency does not count, small enough that
+the first leaves early."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.runtime import join, leave
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.harness.dump import remove_traces
+from torchdistpackage.harness.hang.dump import remove_traces
 from torchdistpackage.harness.watch import Watch, name_start
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.launch.requeue import STOPPED, Decision, Word

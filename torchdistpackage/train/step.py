@@ -18,7 +18,7 @@ from torchdistpackage.comm.messages import Message
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import DataError
-from torchdistpackage.harness.phases import Phases
+from torchdistpackage.harness.stragglers.phases import Phases
 from torchdistpackage.layout.derive import owns
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.optim.clip import local_power, scale_gradients

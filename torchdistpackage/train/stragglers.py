@@ -4,7 +4,7 @@ One rule: every rank draws the batches of its data index whatever its stage, so 
 all are peers; in the rest those of one stage. What a stage costs beside the others, the plan says.
 """
 
-from torchdistpackage.harness.compare import Comparison
+from torchdistpackage.harness.stragglers.compare import Comparison
 from torchdistpackage.train.plan import Plan, stage_loads
 from torchdistpackage.train.step import Trainer
 

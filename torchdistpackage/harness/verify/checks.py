@@ -15,7 +15,7 @@ from torch import Tensor
 from torchdistpackage.comm import p2p, primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.record import dtype_name
-from torchdistpackage.harness.coded import EXACT_TO, Like, summand, total, written_by
+from torchdistpackage.harness.verify.coded import EXACT_TO, Like, summand, total, written_by
 
 NUM_ELEMENTS = 1000
 NUM_ROWS = 40

@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 
 from torchdistpackage.comm.record import calls
-from torchdistpackage.harness.cores import clock_of_this_thread
+from torchdistpackage.harness.stragglers.cores import clock_of_this_thread
 
 KEPT = 16
 """Steps whose times are kept."""

@@ -19,9 +19,9 @@ from torchdistpackage.comm.bulletin import Bulletin
 from torchdistpackage.comm.limits import limited
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
-from torchdistpackage.harness import checks
-from torchdistpackage.harness.checks import Check, Seat
-from torchdistpackage.harness.verdict import (
+from torchdistpackage.harness.verify import checks
+from torchdistpackage.harness.verify.checks import Check, Seat
+from torchdistpackage.harness.verify.verdict import (
     CommTestError,
     Report,
     Verdict,
@@ -29,7 +29,7 @@ from torchdistpackage.harness.verdict import (
     judge_roll,
     roll_text,
 )
-from torchdistpackage.harness.walk import Kind, Walk
+from torchdistpackage.harness.verify.walk import Kind, Walk
 from torchdistpackage.launch.durable import write_whole
 from torchdistpackage.topology.mesh import describe
 

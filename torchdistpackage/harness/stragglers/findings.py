@@ -6,7 +6,7 @@ not clear is told when two windows in a row have found it.
 
 from collections.abc import Sequence
 
-from torchdistpackage.harness.stragglers import Straggler
+from torchdistpackage.harness.stragglers.find import Straggler
 from torchdistpackage.topology.mesh import Mesh
 
 QUIET_WINDOWS = 2

@@ -7,10 +7,10 @@ rank, or many alike, wait for. See culprits.py for how they are found.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torchdistpackage.harness.call_words import SHOWN, called, exactly, ranks_listed, words
-from torchdistpackage.harness.culprits import Culprit, Fault, Hang
-from torchdistpackage.harness.dump import Dump
-from torchdistpackage.harness.waits import Wait
+from torchdistpackage.harness.hang.call_words import SHOWN, called, exactly, ranks_listed, words
+from torchdistpackage.harness.hang.culprits import Culprit, Fault, Hang
+from torchdistpackage.harness.hang.dump import Dump
+from torchdistpackage.harness.hang.waits import Wait
 from torchdistpackage.launch.failure import Failure, Kind
 from torchdistpackage.topology.mesh import Mesh
 

@@ -13,8 +13,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchdistpackage.harness.dump import Dump, Folder, State, states
-from torchdistpackage.harness.hang import Diagnosis, diagnose
+from torchdistpackage.harness.hang.dump import Dump, Folder, State, states
+from torchdistpackage.harness.hang.report import Diagnosis, diagnose
 from torchdistpackage.launch.durable import write_whole
 from torchdistpackage.launch.failure import Failure, Kind, to_json
 from torchdistpackage.topology.mesh import Mesh

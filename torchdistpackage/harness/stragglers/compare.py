@@ -20,9 +20,7 @@ from torchdistpackage.comm.pending import Pending
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.errors import TopologyError
-from torchdistpackage.harness.findings import Findings
-from torchdistpackage.harness.phases import Phases
-from torchdistpackage.harness.stragglers import (
+from torchdistpackage.harness.stragglers.find import (
     PHASES,
     WINDOW,
     Cost,
@@ -31,6 +29,8 @@ from torchdistpackage.harness.stragglers import (
     measured,
     same_work,
 )
+from torchdistpackage.harness.stragglers.findings import Findings
+from torchdistpackage.harness.stragglers.phases import Phases
 from torchdistpackage.topology.mesh import Mesh, describe
 
 

@@ -9,9 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from torchdistpackage.harness.call_words import called, innermost, numbered, ranks_listed, words
-from torchdistpackage.harness.dump import Dump, State, states
-from torchdistpackage.harness.waits import Record, Wait, awaited, circles, waits
+from torchdistpackage.harness.hang.call_words import (
+    called,
+    innermost,
+    numbered,
+    ranks_listed,
+    words,
+)
+from torchdistpackage.harness.hang.dump import Dump, State, states
+from torchdistpackage.harness.hang.waits import Record, Wait, awaited, circles, waits
 from torchdistpackage.launch.failure import from_json, how, is_consequence
 from torchdistpackage.topology.mesh import Mesh
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.harness.waits import Call
+from torchdistpackage.harness.hang.waits import Call
 from torchdistpackage.schedule.actions import parse_action
 
 SHOWN = 8

@@ -1,0 +1,169 @@
+"""`tdp comm bench` as a shell sees it: figures, files, exit codes, and what is refused."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchdistpackage.cli import comm_bench
+from torchdistpackage.cli.main import main
+from torchdistpackage.harness.bench.profile import read
+from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.slurm.records import read_records
+
+ROOT = Path(__file__).parents[2]
+TINY = str(ROOT / "configs" / "gpt_tiny.yaml")
+QUICK = ["--iterations", "2", "--warmup", "1"]
+
+
+def test_local_ranks_are_measured_and_all_is_written(tmp_path, capsys):
+    files = [tmp_path / "bench.json", tmp_path / "cluster.json"]
+    words = ["--axes", "data=2", "--operations", "all_reduce,p2p", "--sizes", "1KiB,64KiB"]
+    words += ["--pairs", "--json", str(files[0]), "--profile", str(files[1])]
+    assert main(["comm", "bench", *words, *QUICK, "--plots", str(tmp_path / "p")]) == 0
+    said = capsys.readouterr().out
+    assert "gloo on 2 ranks of 1 host (data=2)" in said and "slowest pair: rank 0" in said
+    found = json.loads(files[0].read_text())
+    assert [(r["operation"], r["size_bytes"]) for r in found["rows"]] == [
+        ("all_reduce", 1024),
+        ("all_reduce", 65536),
+        ("p2p", 1024),
+        ("p2p", 65536),
+    ]
+    assert all(row["verified"] and row["bare_p50_s"] > 0 for row in found["rows"])
+    assert {line.operation for line in read(files[1]).lines} == {"all_reduce", "p2p"}
+    assert {path.name for path in (tmp_path / "p").iterdir()} == {"bandwidth.data.png", "pairs.png"}
+
+
+def test_what_is_too_slow_is_named_and_ends_with_1(capsys):
+    words = ["--axes", "data=2", "--operations", "broadcast", "--sizes", "1KiB", *QUICK]
+    assert main(["comm", "bench", *words, "--min-busbw", "data=1000000"]) == 1
+    said = capsys.readouterr()
+    assert "too slow: data, node, alone: broadcast over ranks [0, 1] reaches" in said.err
+    assert "broadcast" in said.out
+
+
+def test_one_rank_has_nothing_to_measure(capsys):
+    assert main(["comm", "bench", "--axes", "tensor=1,pipe=1", "--pairs"]) == 0
+    assert "nothing to measure: no group of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--operations", "gossip"], "there is no operation 'gossip'"),
+        (["--dtypes", "float8"], "there is no dtype 'float8'"),
+        (["--sizes", "0"], "size '0' is 0 bytes"),
+        (["--sizes", "much"], "'much' is no size"),
+        (["--over", "tensor"], "there is no group 'tensor' in data=2"),
+        (["--min-busbw", "tensor=1"], "nothing is measured over tensor; measured are data"),
+        (["--min-busbw", "pairs=1"], "needs --pairs"),
+        (["--min-busbw", "fast"], "write GB/s"),
+        (["--json", "/nowhere/a.json"], "/nowhere/a.json cannot be written"),
+        (["--procs", "3"], "3"),
+        ([TINY], "give one"),
+        (["--slurm", TINY], "leave out --axes"),
+        (["--iterations", "0"], "--iterations"),
+    ],
+)
+def test_a_wrong_request_is_refused_before_a_process_is_started(words, said, capsys, monkeypatch):
+    monkeypatch.setattr(comm_bench, "on_ranks", lambda *a, **k: pytest.fail("started"))
+    assert main(["comm", "bench", "--axes", "data=2", *words]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and not shown.out
+
+
+def test_without_matplotlib_plots_are_refused_first(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(comm_bench, "on_ranks", lambda *a, **k: pytest.fail("started"))
+    monkeypatch.setattr("torchdistpackage.harness.bench.plots.find_spec", lambda name: None)
+    assert main(["comm", "bench", "--axes", "data=2", "--plots", str(tmp_path)]) == 2
+    assert "plots need matplotlib, which is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_ranks_of_a_launcher_are_joined_and_the_first_one_speaks(tmp_path):
+    """As under torchrun: two processes that were started by somebody else."""
+    words = ["comm", "bench", "--axes", "pipe=2", "--operations", "p2p", "--sizes", "64", *QUICK]
+    command = [sys.executable, "-m", "torchdistpackage", *words, "--min-busbw", "1000000"]
+    env = os.environ | {"TDP_STORE": str(tmp_path / "store"), "MASTER_ADDR": "127.0.0.1"}
+    env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        for rank in range(2)
+    ]
+    (first, first_err), (second, second_err) = [rank.communicate(timeout=60) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 0], first_err + second_err
+    assert "gloo on 2 ranks" in first and "too slow: pipe" in first_err
+    assert (second, second_err) == ("", "")
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    """Where a user stands who has run.yaml and a Slurm that takes every job."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, text in {"sbatch": "echo 41", "squeue": "exit 1", "sacct": "exit 1"}.items():
+        (commands / name).write_text(f"#!/bin/sh\n{text}\n")
+        (commands / name).chmod(0o755)
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "run.yaml").write_text(
+        "run: {name: one}\nparallel: {data: auto, pipe: 2}\n"
+        "launch: {slurm: {nodes: 2, ntasks-per-node: 2}}\n"
+    )
+    monkeypatch.setenv("PATH", f"{commands}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_as_a_job_the_bench_is_the_command_of_the_tasks(work, capsys):
+    words = ["--slurm", "run.yaml", "launch.slurm.time=5", "--sizes", "1KiB:4KiB", "--pairs"]
+    words += ["--operations", "p2p,broadcast", "--min-busbw", "pipe=2", "--over", "pipe"]
+    assert main(["comm", "bench", *words]) == 0
+    files = JobFiles(work / "runs" / "one-bench")
+    said = capsys.readouterr().out
+    assert said.startswith(f"job 41  {files.run}\non 2 nodes x 2 tasks; its figures will be in ")
+    for path in (files.run / "bench.json", files.run / "profile.json", files.main_log):
+        assert str(path) in said
+    script = files.script.read_text()
+    command = (
+        f"{sys.executable} -u -P -m torchdistpackage comm bench --operations p2p,broadcast "
+        f"--dtypes float32 --sizes 1KiB:4KiB --iterations 20 --warmup 3 --alone 2 --over pipe "
+        f"--pairs --min-busbw pipe=2 --run-folder {files.run} "
+    )
+    assert f'    {command}"$run/job/config.yaml"\n' in script
+    assert "#SBATCH --nodes=2\n" in script and "#SBATCH --time=5\n" in script
+    assert "name: one-bench" in files.config.read_text()
+    (noted,) = read_records(files.records)
+    assert noted.job == "41"
+
+
+def test_in_a_container_it_is_the_python_that_is_there(work):
+    words = ["launch.slurm.container=apptainer exec x.sif", "--sizes", "4"]
+    assert main(["comm", "bench", "--slurm", "run.yaml", *words]) == 0
+    script = JobFiles(work / "runs" / "one-bench").script.read_text()
+    assert "    python -u -P -m torchdistpackage comm bench --operations" in script
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["launch.slurm.nodes=3", "parallel.data=2"], "must use all 6 ranks but uses 4"),
+        (["--over", "rows"], "there is no group 'rows'"),
+        (["--json", "x.json"], "writes all files into the run folder"),
+    ],
+)
+def test_a_job_that_cannot_be_is_not_submitted(work, words, said, capsys):
+    assert main(["comm", "bench", "--slurm", "run.yaml", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not (work / "runs").exists()

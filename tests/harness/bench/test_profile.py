@@ -1,0 +1,125 @@
+"""A stored profile reads back as it was written, and no other file is taken for one."""
+
+import json
+import re
+
+import pytest
+
+from tests.harness.bench.reports import LATENCY_S, PER_BYTE_S, both_links, report, row
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.harness.bench.outputs import Outputs
+from torchdistpackage.harness.bench.profile import dumps, profile_of, read
+
+PROFILE = profile_of(report(*both_links("data", (0, 1, 2, 3), "all_reduce", "p2p_both")))
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "cluster.json"
+    file.write_text(dumps(PROFILE))
+    return file
+
+
+def test_what_is_written_is_read(path):
+    assert read(path) == PROFILE
+    found = json.loads(path.read_text())
+    assert (found["by"], found["date"][:4], found["hosts"]) == ("me@n0", "2026", ["n0", "n1"])
+    assert {"latency_s", "bus_bytes_per_s", "num_ranks", "link", "operation"} < set(
+        found["lines"][0]
+    )
+
+
+@pytest.mark.parametrize("n", [2, 4, 64])
+def test_times_follow_the_group_by_the_bus_factor(n):
+    time_s = PROFILE.time_s("data", "node", "all_reduce", n, 10**7)
+    assert time_s == pytest.approx(LATENCY_S + 2 * (n - 1) / n * 10**7 * PER_BYTE_S)
+    far_s = PROFILE.time_s("data", "network", "all_reduce", n, 10**7)
+    assert far_s == pytest.approx(10 * time_s)
+
+
+def test_another_axis_borrows_a_link_and_a_link_never():
+    near = profile_of(report(row(), row(size_bytes=2**10)))
+    assert near.time_s("pipe", "node", "all_reduce", 4, 10) is not None
+    assert near.time_s("data", "network", "all_reduce", 4, 10) is None
+    assert near.time_s("data", "node", "broadcast", 4, 10) is None
+
+
+def test_of_several_measurements_the_own_axis_and_all_groups_at_once_count():
+    rows = [
+        row(size_bytes=size, axis=axis, mode=mode, p50_s=time_s + size * 1e-9)
+        for axis, mode, time_s in [
+            ("pipe", "together", 1.0),
+            ("data", "alone", 2.0),
+            ("data", "together", 3.0),
+        ]
+        for size in (1000, 2000)
+    ]
+    found = profile_of(report(*rows))
+    assert found.time_s("data", "node", "all_reduce", 4, 0) == pytest.approx(3.0)
+    assert found.time_s("pipe", "node", "all_reduce", 4, 0) == pytest.approx(1.0)
+
+
+def test_one_size_gives_no_profile():
+    with pytest.raises(ConfigError, match="needs times at two sizes or more"):
+        profile_of(report(row()))
+
+
+def change(**more):
+    def write(text: str) -> str:
+        return json.dumps(json.loads(text) | more)
+
+    return write
+
+
+def change_line(**more):
+    def write(text: str) -> str:
+        found = json.loads(text)
+        found["lines"][0] |= more
+        return json.dumps(found)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda text: text[: len(text) // 2], "is no profile, or a damaged one"),
+        (lambda text: "", "is no profile, or a damaged one"),
+        (lambda text: "[1, 2]", "is not a torchdistpackage cluster profile"),
+        (change(format="other"), "is not a torchdistpackage cluster profile"),
+        (change(version=2), "of version 2, and this package reads version 1"),
+        (change(lines=7), "7 is where a list belongs"),
+        (change(lines=[7]), "7 is where a dict belongs"),
+        (change(topology=[["data"]]), "damaged torchdistpackage cluster profile"),
+        (change_line(latency_s=-1), "latency_s is -1"),
+        (change_line(latency_s="3"), "latency_s is '3'"),
+        (change_line(bus_bytes_per_s=0), "bus_bytes_per_s is 0"),
+        (change_line(bus_bytes_per_s=float("nan")), "bus_bytes_per_s is nan"),
+        (change_line(bus_bytes_per_s=float("inf")), "bus_bytes_per_s is inf"),
+        (change_line(latency_s=True), "latency_s is True"),
+        (change_line(link="rope"), "a line of 'all_reduce' over 'rope'"),
+        (lambda text: text.replace('"date"', '"day"'), "there is no 'date'"),
+    ],
+)
+def test_a_damaged_or_foreign_file_is_refused_by_name(path, damage, said):
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+        read(path)
+    assert str(path) in str(caught.value)
+    assert "measure one with tdp comm bench --profile FILE" in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read(tmp_path / "none.json")
+
+
+def test_outputs_are_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"none/a\.json cannot be written"):
+        Outputs(json=tmp_path / "none" / "a.json").check()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        Outputs(profile=tmp_path).check()
+    monkeypatch.setattr("torchdistpackage.harness.bench.plots.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"not installed; pip install 'torchdistpackage\[plot\]'"):
+        Outputs(plots=tmp_path / "p").check()
+    assert list(tmp_path.iterdir()) == []

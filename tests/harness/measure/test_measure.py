@@ -1,0 +1,237 @@
+"""The bench on real ranks: all is measured and verified, one wrong element ends it on all."""
+
+import time
+
+import pytest
+import torch
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.errors import CommError
+from torchdistpackage.harness.bench.report import Report
+from torchdistpackage.harness.bench.request import ELEMENT_BYTES, Request
+from torchdistpackage.harness.cases import CASES
+from torchdistpackage.harness.measure import classic as classic_tests
+from torchdistpackage.harness.measure import run as measuring
+from torchdistpackage.harness.measure import timing
+from torchdistpackage.harness.measure.classic import test_all2all_balanced, test_collection
+from torchdistpackage.harness.measure.run import bench, measure
+
+QUICK = {"iterations": 1, "warmup": 0}
+
+
+def measured(config: tuple[tuple[str, int], ...], request: Request) -> Report:
+    tpc.setup_process_groups(list(config))
+    return measure(request)
+
+
+full = pytest.mark.full
+
+
+@pytest.mark.parametrize("over", [("pipe",), pytest.param((), marks=full)], ids=str)
+def test_every_operation_is_measured_over_every_axis_and_all_ranks_know(ranks, over):
+    request = Request(sizes_bytes=(101, 400), over=over, **QUICK)
+    reports = ranks(4).run(measured, (("data", 2), ("pipe", 2)), request)
+    assert all(report.rows == reports[0].rows for report in reports)
+    rows, axes = reports[0].rows, over or ("data", "pipe")
+    seen = {(r.axis, r.operation, r.mode, r.size_bytes) for r in rows}
+    assert seen == {
+        (axis, operation, mode, size)
+        for axis in axes
+        for operation in CASES
+        for mode in ("alone", "together")
+        for size in (104, 400)
+    }
+    for row in rows:
+        pairs = {"data": [(0, 2), (1, 3)], "pipe": [(0, 1), (2, 3)]}[row.axis]
+        assert row.ranks in pairs and row.num_units == 2 and row.link == "node"
+        assert row.fastest_p50_s > 0 and row.bare_p50_s > 0
+        assert 0 < row.p50_s <= row.p95_s <= row.max_s
+    assert len(reports[0].lines) == len(axes) * len(CASES) * 2
+
+
+def test_neighbours_along_a_long_axis_are_all_measured_and_so_are_all_pairs(ranks):
+    request = Request(("p2p", "p2p_both"), (64,), alone=9, pairs=True, **QUICK)
+    report, *_ = ranks(4).run(measured, (("pipe", 4),), request)
+    assert {(r.mode, r.num_units) for r in report.rows} == {("alone", 3), ("together", 3)}
+    pairs = [(a, b) for a in range(4) for b in range(a + 1, 4)]
+    assert [time[:2] for time in report.pairs.times] == pairs
+
+
+@pytest.mark.parametrize(
+    "operations", [("all_reduce",), pytest.param(tuple(CASES), marks=full)], ids=len
+)
+def test_every_element_type_arrives(ranks, operations):
+    request = Request(operations, (1000,), dtypes=tuple(ELEMENT_BYTES), **QUICK)
+    report, *_ = ranks(2).run(measured, (("data", 2),), request)
+    assert {(r.operation, r.dtype) for r in report.rows} == {
+        (operation, dtype) for operation in operations for dtype in ELEMENT_BYTES
+    }
+
+
+def test_sizes_are_rounded_up_to_whole_parts(ranks):
+    request = Request(("all_gather", "all_reduce"), (101,), **QUICK)
+    report, *_ = ranks(3).run(measured, (("data", 3),), request)
+    assert [row.size_bytes for row in report.rows] == [108, 104]
+
+
+@pytest.mark.parametrize(
+    ("config", "over", "axes"),
+    [
+        ((("data", 1),), (), set()),
+        ((("tensor", 1), ("data", 2)), ("tensor", "data"), {"data"}),
+        ((("tensor", 2), ("data", 1)), ("global",), {"global"}),
+    ],
+)
+def test_a_group_of_one_is_nothing_to_measure(ranks, config, over, axes):
+    world_size = config[0][1] * config[-1][1] if len(config) > 1 else 1
+    request = Request(("all_reduce",), (4,), over=over, pairs=world_size == 1, **QUICK)
+    reports = ranks(world_size).run(measured, config, request)
+    assert {row.axis for row in reports[0].rows} == axes
+    assert reports[0].pairs is None
+
+
+def on_rank_zero() -> tuple[bool, bool]:
+    tpc.setup_process_groups([("data", 2)])
+    limits = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchdistpackage.comm.groups.set_timeout", lambda *a: limits.append(a[1]))
+        report = bench(Request(("p2p",), (4,), **QUICK))
+    return report is not None, {*limits} == {600.0}
+
+
+def test_as_a_job_rank_zero_has_the_report_and_nobody_times_out_while_others_measure(ranks):
+    assert ranks(2).run(on_rank_zero) == [(True, True), (False, True)]
+
+
+def one_wrong_element(operation: str, broken: int) -> str:
+    tpc.setup_process_groups([("data", 2), ("pipe", 2)])
+    right = measuring.ours
+
+    def ours(name, x, place):
+        call = right(name, x, place)
+
+        def damaged():
+            out = call()
+            if out is not None and len(out) > 100:
+                out[7] = 77
+            return out
+
+        return damaged
+
+    with pytest.MonkeyPatch.context() as patch:
+        if tpc.rank == broken:
+            patch.setattr(measuring, "ours", ours)
+        with pytest.raises(CommError) as caught:
+            measure(Request((operation,), (8, 1600), over=("pipe",), **QUICK))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("operation", CASES)
+def test_one_wrong_element_ends_it_on_all_ranks_and_is_named(ranks, operation):
+    texts = ranks(4).run(one_wrong_element, operation, 3)
+    assert len(set(texts)) == 1
+    (line,) = [x for x in texts[0].splitlines() if operation in x]
+    assert line.startswith(f"  {operation} over pipe ranks [2, 3], 1600 bytes of float32: rank 3 ")
+    assert "got 77 at element 7, expected" in line and "(1 of " in line
+
+
+def wrong_only_after_a_while() -> str:
+    """The data of the last call is looked at too, not only that of the first."""
+    tpc.setup_process_groups([("data", 2)])
+    right, number = primitives.broadcast, 0
+
+    def broadcast(x, group):
+        nonlocal number
+        number += 1
+        out = right(x, group)
+        if number > 2 and tpc.rank == 1:
+            out[0] = 99
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(primitives, "broadcast", broadcast)
+        with pytest.raises(CommError) as caught:
+            measure(Request(("broadcast",), (64,), **QUICK))
+    return str(caught.value)
+
+
+def test_data_is_verified_after_the_measurement_too(ranks):
+    assert all("got 99 at element 0" in text for text in ranks(2).run(wrong_only_after_a_while))
+
+
+def late(delay_s: float) -> tuple[Report, tuple[float, float]]:
+    tpc.setup_process_groups([("data", 2)])
+    right = measuring.ours
+
+    def ours(name, x, place):
+        call = right(name, x, place)
+
+        def slow():
+            out = call()
+            time.sleep(delay_s if tpc.rank == 1 else 0)
+            return out
+
+        return slow
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "ours", ours)
+        patch.setattr(classic_tests, "ours", ours)
+        return measure(Request(("p2p",), (64,), iterations=3, warmup=0)), test_collection(8)
+
+
+def test_the_slowest_rank_of_an_iteration_counts(ranks):
+    """Rank 1 is busy after its part is done, of which rank 0 sees nothing."""
+    for report, (_, time_s) in ranks(2).run(late, 0.05):
+        (row,) = report.rows
+        assert row.p50_s > 0.05 > row.bare_p50_s
+        assert time_s > 0.05
+
+
+def test_calls_take_turns_after_a_meeting_and_the_warm_up_is_not_kept():
+    seen: list[str] = []
+    calls = [lambda: seen.append("a"), lambda: seen.append("b")]
+    together = lambda: seen.append("|")  # noqa: E731
+    times = timing.in_turns(calls, together, torch.device("cpu"), iterations=3, warmup=2)
+    assert "".join(seen) == "|a|b|b|a|a|b|b|a|a|b"
+    assert [len(kept) for kept in times] == [3, 3]
+
+
+def classic() -> list[tuple[float, float]]:
+    tpc.setup_process_groups([("data", 2), ("tensor", 2)])
+    group = tpc.get_group("tensor")
+    modes = ("all_reduce", "all_gather", "reduce_scatter")
+    found = [test_collection(4096, mode, group) for mode in modes]
+    return [*found, test_all2all_balanced(4096, group), test_collection(4096)]
+
+
+def test_the_earlier_tests_return_bus_bandwidth_and_seconds_equal_on_all_ranks(ranks):
+    results = ranks(4).run(classic)
+    assert results[0] == results[1] and results[2] == results[3]
+    for found in results:
+        assert all(time_s > 0 for _, time_s in found)
+        counted, factors = 4096 * 4 / 1e9, (1, 0.5, 0.5, 0.5, 1.5)
+        wanted = [counted / time_s * f for (_, time_s), f in zip(found, factors, strict=True)]
+        assert [bus for bus, _ in found] == pytest.approx(wanted)
+
+
+def refused() -> list[str]:
+    texts = []
+    for call in (
+        lambda: test_collection(7, "all_gather"),
+        lambda: test_collection(0),
+        lambda: test_collection(8, "gather"),
+        lambda: test_all2all_balanced(9),
+    ):
+        with pytest.raises(CommError) as caught:
+            call()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_the_earlier_tests_refuse_what_cannot_be_shared(ranks):
+    texts = ranks(2).run(refused)[0]
+    assert "all_gather of 7 elements over 2 ranks: use 1 or more, in 2 equal parts" in texts[0]
+    assert "all_reduce of 0 elements" in texts[1] and "no mode 'gather'" in texts[2]
+    assert "all_to_all of 9 elements" in texts[3]
+    assert test_collection.__test__ is test_all2all_balanced.__test__ is False

@@ -1,0 +1,71 @@
+"""What must arrive is what the operation makes of what is given, exactly, in every dtype."""
+
+import pytest
+import torch
+
+from torchdistpackage.harness.bench.request import ELEMENT_BYTES
+from torchdistpackage.harness.cases import CASES
+from torchdistpackage.harness.measure import payload
+
+CPU = torch.device("cpu")
+DTYPES = [getattr(torch, {"bf16": "bfloat16"}.get(name, name)) for name in ELEMENT_BYTES]
+
+
+def carried_out(operation: str, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """What each rank has after the operation, worked out in one process in its own dtype."""
+    size = len(inputs)
+    if operation in ("all_reduce", "reduce_scatter"):
+        total = inputs[0].clone()
+        for x in inputs[1:]:
+            total += x
+        return list(total.chunk(size)) if operation == "reduce_scatter" else [total] * size
+    if operation == "all_gather":
+        return [torch.cat(inputs)] * size
+    if operation == "all_to_all":
+        pieces = [x.chunk(size) for x in inputs]
+        return [torch.cat([pieces[j][i] for j in range(size)]) for i in range(size)]
+    if operation == "broadcast":
+        return [inputs[0]] * size
+    return [None, inputs[0]] if operation == "p2p" else [inputs[1], inputs[0]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("operation", CASES)
+def test_what_is_expected_is_what_the_operation_makes(operation, dtype):
+    for size in (2,) if operation in ("p2p", "p2p_both") else (2, 3, 40):
+        number = 4 * size
+        kind = dtype, CPU
+        inputs = [payload.given(operation, i, size, number, kind) for i in range(size)]
+        for i, out in enumerate(carried_out(operation, inputs)):
+            wanted = payload.expected(operation, i, size, number, kind)
+            assert (out is None) == (wanted is None)
+            if out is not None:
+                assert wanted.dtype == dtype and torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16], ids=str)
+def test_a_sum_over_a_thousand_ranks_is_still_exact_in_a_narrow_type(dtype):
+    kind, size = (dtype, CPU), 1000
+    inputs = [payload.given("all_reduce", i, size, 64, kind) for i in range(size)]
+    (out, *_) = carried_out("all_reduce", inputs)
+    assert torch.equal(out, payload.expected("all_reduce", 7, size, 64, kind))
+    assert int(out.max()) > 20
+
+
+@pytest.mark.parametrize("operation", ["all_gather", "broadcast", "all_to_all"])
+def test_data_of_different_senders_differ(operation):
+    """Or a rank that got its own data back would pass."""
+    kind = torch.int64, CPU
+    rows = [payload.given(operation, i, 300, 3000, kind) for i in range(300)]
+    assert len({tuple(row.tolist()) for row in rows}) == 300
+
+
+def test_the_first_wrong_element_is_named():
+    wanted = torch.arange(10.0)
+    got = wanted.clone()
+    assert payload.compare(got, wanted) == payload.compare(got, None) == ""
+    got[3:5] = 90
+    said = "got 90 at element 3, expected 3 (2 of 10 elements differ)"
+    assert payload.compare(got, wanted) == said
+    assert payload.compare(None, wanted) == "got a result of shape None, expected (10,)"
+    assert payload.compare(got[:9], wanted) == "got a result of shape (9,), expected (10,)"

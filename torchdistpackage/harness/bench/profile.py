@@ -1,0 +1,151 @@
+"""The stored profile of a cluster: what its links take, by operation, for planning. No torch.
+
+One rule: it says who measured what, when and on how many ranks, and answers for a link only where
+that link was measured. A file that is not whole, or not ours, is refused.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar, cast
+
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.harness.bench.fit import Fit
+from torchdistpackage.harness.bench.report import TOGETHER, Line, Report
+from torchdistpackage.harness.bench.rounds import NETWORK, NODE
+from torchdistpackage.harness.cases import CASES
+
+FORMAT, VERSION = "torchdistpackage cluster profile", 1
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """by: user and host. hosts: each once. lines: latency and bus bandwidth by axis and link."""
+
+    date: str
+    by: str
+    backend: str
+    hosts: tuple[str, ...]
+    topology: tuple[tuple[str, int], ...]
+    lines: tuple[Line, ...]
+
+    def time_s(
+        self, axis: str, link: str, operation: str, num_ranks: int, counted_bytes: float
+    ) -> float | None:
+        """Seconds of one call; None where such a link was not measured with this operation.
+
+        What was measured over the same axis, with all its groups at once, goes first.
+        """
+        fitting = [x for x in self.lines if (x.link, x.operation) == (link, operation)]
+        if not fitting:
+            return None
+        best = min(fitting, key=lambda x: (x.axis != axis, x.mode != TOGETHER))
+        return best.fit.time_s(counted_bytes * CASES[operation].bus_factor(num_ranks))
+
+
+def profile_of(report: Report) -> Profile:
+    """What a bench says about the cluster.
+
+    Raises:
+        ConfigError: it says nothing; it needs two sizes or more.
+    """
+    if not report.lines:
+        raise ConfigError(
+            "a profile needs times at two sizes or more for a line through them, and no operation "
+            "has them; give a range, e.g. --sizes 1KiB:4MiB:x4, and more than one rank"
+        )
+    hosts = tuple(dict.fromkeys(report.hosts))
+    return Profile(report.date, report.by, report.backend, hosts, report.topology, report.lines)
+
+
+def dumps(profile: Profile) -> str:
+    """The text of the file."""
+    lines = [
+        {k: v for k, v in asdict(x).items() if k != "fit"}
+        | {
+            "latency_s": x.fit.latency_s,
+            "bus_bytes_per_s": x.fit.bytes_per_s,
+            "deviation": x.fit.deviation,
+        }
+        for x in profile.lines
+    ]
+    head = {"format": FORMAT, "version": VERSION}
+    return json.dumps(head | asdict(profile) | {"lines": lines}, indent=1) + "\n"
+
+
+def read(path: Path) -> Profile:
+    """The profile in a file that `tdp comm bench --profile` wrote.
+
+    Raises:
+        ConfigError: it cannot be read, is damaged, or is something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; name a profile") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is no profile, or a damaged one: {error}; {_AGAIN}") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ConfigError(f"{path} is not a {FORMAT}; {_AGAIN}")
+    if found.get("version") != VERSION:
+        raise ConfigError(
+            f"{path} is a {FORMAT} of version {found.get('version')}, and this package reads "
+            f"version {VERSION}; {_AGAIN}"
+        )
+    try:
+        return _profile(cast(dict[str, object], found))
+    except (KeyError, TypeError, ValueError) as error:
+        why = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"{path} is a damaged {FORMAT}: {why}; {_AGAIN}") from error
+
+
+T = TypeVar("T")
+_AGAIN = "measure one with tdp comm bench --profile FILE"
+
+
+def _profile(found: dict[str, object]) -> Profile:
+    topology = [(_as(str, name), _as(int, size)) for name, size in _as(list, found["topology"])]
+    return Profile(
+        _as(str, found["date"]),
+        _as(str, found["by"]),
+        _as(str, found["backend"]),
+        tuple(_as(str, host) for host in _as(list, found["hosts"])),
+        tuple(topology),
+        tuple(_line(_as(dict, line)) for line in _as(list, found["lines"])),
+    )
+
+
+def _line(found: dict[str, object]) -> Line:
+    link, operation = found["link"], found["operation"]
+    if link not in (NODE, NETWORK) or operation not in CASES:
+        raise ValueError(f"a line of {operation!r} over {link!r}")
+    rate = found["bus_bytes_per_s"]
+    return Line(
+        _as(str, found["axis"]),
+        _as(str, link),
+        _as(str, operation),
+        _as(str, found["mode"]),
+        _as(str, found["dtype"]),
+        _as(int, found["num_ranks"]),
+        Fit(
+            _number(found, "latency_s", lambda x: x >= 0),
+            None if rate is None else _number(found, "bus_bytes_per_s", lambda x: x > 0),
+            _number(found, "deviation", lambda x: x >= 0),
+        ),
+    )
+
+
+def _number(found: dict[str, object], name: str, fits: Callable[[float], bool]) -> float:
+    value = found[name]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not fits(value):
+        raise ValueError(f"{name} is {value!r}")
+    return float(value)
+
+
+def _as(kind: type[T], value: object) -> T:
+    if not isinstance(value, kind):
+        raise TypeError(f"{value!r} is where a {kind.__name__} belongs")
+    return value

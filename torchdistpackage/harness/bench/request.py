@@ -1,0 +1,129 @@
+"""What a bench is asked to measure: operations, sizes, element types, axes. No torch.
+
+One rule: a text that cannot be measured is refused here, with what would do, before any process
+is started. Sizes are those that are counted (harness/cases.py), in bytes.
+"""
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.harness.cases import CASES
+
+ELEMENT_BYTES = {
+    "float32": 4,
+    "float64": 8,
+    "float16": 2,
+    "bf16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "int32": 4,
+    "int64": 8,
+}
+"""Element types by name, as a configuration says them."""
+
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6}
+_UNITS |= {"k": 2**10, "m": 2**20, "g": 2**30, "gb": 10**9}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([a-z]*)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One bench.
+
+    over: names of groups as tpc knows them; () for every axis longer than 1.
+    sizes_bytes: counted bytes, ascending. alone: how many groups of a kind are measured while all
+    others are silent; 0 for none. pairs: also each rank with each other one.
+    """
+
+    operations: tuple[str, ...] = tuple(CASES)
+    sizes_bytes: tuple[int, ...] = (2**10, 2**14, 2**18, 2**22)
+    dtypes: tuple[str, ...] = ("float32",)
+    over: tuple[str, ...] = ()
+    iterations: int = 20
+    warmup: int = 3
+    alone: int = 2
+    pairs: bool = False
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Bytes, ascending: `1KiB,3MiB` lists them, `1KiB:16MiB` doubles, `1KiB:16MiB:x4` quadruples.
+
+    Raises:
+        ConfigError: a part reads as no size, is zero, or a range goes down.
+    """
+    found: set[int] = set()
+    for part in _parts(text, "size"):
+        first, *rest = part.split(":")
+        if not rest:
+            found.add(_size(first))
+            continue
+        factor = _factor(rest[1], part) if len(rest) == 2 else 2
+        low, high = _size(first), _size(rest[0])
+        if len(rest) > 2 or high < low:
+            raise ConfigError(
+                f"sizes {part!r}: a range is FROM:TO or FROM:TO:xN and goes up, e.g. 1KiB:16MiB:x4"
+            )
+        while low <= high:
+            found.add(low)
+            low *= factor
+    return tuple(sorted(found))
+
+
+def parse_operations(text: str) -> tuple[str, ...]:
+    """Names of harness/cases.py, each once.
+
+    Raises:
+        ConfigError: there is no such operation; lists those there are.
+    """
+    return _known(text, "operation", CASES)
+
+
+def parse_dtypes(text: str) -> tuple[str, ...]:
+    """Names of ELEMENT_BYTES, each once; `bfloat16` is taken for bf16.
+
+    Raises:
+        ConfigError: there is no such element type; lists those there are.
+    """
+    return _known(text.replace("bfloat16", "bf16"), "dtype", ELEMENT_BYTES)
+
+
+def whole_elements(size_bytes: int, dtype: str, num_parts: int) -> int:
+    """Elements of `size_bytes`, rounded up to a whole number in each of `num_parts` parts."""
+    return -(-size_bytes // (ELEMENT_BYTES[dtype] * num_parts)) * num_parts
+
+
+def _size(text: str) -> int:
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or found[2].lower() not in _UNITS:
+        raise ConfigError(f"{text!r} is no size; write a number and B, KiB, MiB or GiB, e.g. 4MiB")
+    size_bytes = float(found[1]) * _UNITS[found[2].lower()]
+    if size_bytes < 1 or size_bytes != int(size_bytes):
+        raise ConfigError(
+            f"size {text!r} is {size_bytes:g} bytes; a message that can be timed has a whole "
+            f"number of bytes, 1 or more"
+        )
+    return int(size_bytes)
+
+
+def _factor(text: str, part: str) -> int:
+    number = text.strip().removeprefix("x")
+    if not number.isdecimal() or int(number) < 2:
+        raise ConfigError(f"sizes {part!r}: {text!r} is no step; write x2, x4 or another factor")
+    return int(number)
+
+
+def _known(text: str, what: str, names: Collection[str]) -> tuple[str, ...]:
+    parts = _parts(text, what)
+    for part in parts:
+        if part not in names:
+            raise ConfigError(f"there is no {what} {part!r}; the names are {', '.join(names)}")
+    return tuple(dict.fromkeys(parts))
+
+
+def _parts(text: str, what: str) -> Sequence[str]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise ConfigError(f"no {what} is named in {text!r}; write one, or several with commas")
+    return parts

@@ -1,0 +1,97 @@
+"""Each operation of harness/cases.py as a call: ours, and the bare one that it is compared with.
+
+One rule: both do the same on tensors that are made beforehand, so what differs between their times
+is our own work. A unit is the ranks that take part; of two neighbours the first one sends.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.comm import bare, p2p, primitives
+from torchdistpackage.comm.primitives import Group
+
+MESSAGES = ("p2p", "p2p_both")
+Call = Callable[[], Tensor | None]
+"""Returns what arrived, or None on a rank that only sends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One rank's part in a unit. group: that of the whole unit, or one that its two ranks are in.
+
+    unit: global ranks. index: mine in it.
+    """
+
+    unit: tuple[int, ...]
+    index: int
+    group: Group
+
+    @property
+    def peer(self) -> int:
+        """The other one of two."""
+        return self.unit[1 - self.index]
+
+
+def ours(operation: str, x: Tensor, place: Place) -> Call:
+    """A call of what comm offers."""
+    group = place.group
+    if operation == "p2p":
+        return _message(p2p.send, p2p.receive, x, place)
+    if operation == "p2p_both":
+        room = torch.empty_like(x)
+
+        def both() -> Tensor:
+            post = p2p.Post(group)
+            post.receive([room], place.peer)
+            post.send([x], place.peer)
+            post.go().wait()
+            return room
+
+        return both
+    function = getattr(primitives, operation)
+    return lambda: function(x, group)
+
+
+def of_torch(operation: str, x: Tensor, place: Place) -> Call:
+    """The same call of torch.distributed."""
+    group = place.group
+    if operation == "p2p":
+        return _message(bare.send, bare.receive, x, place)
+    if operation == "p2p_both":
+        room = torch.empty_like(x)
+        return lambda: bare.send_and_receive(x, room, group, place.peer)
+    function = bare.COLLECTIVES[operation]
+    return lambda: function(x, group)
+
+
+def meet(operation: str, place: Place) -> Call:
+    """A call after which the ranks of the unit are together, in the order of the device too."""
+    x = torch.zeros(1, device=primitives.device_of(place.group))
+    if operation not in MESSAGES:
+        return lambda: bare.all_reduce(x, place.group)
+
+    def there_and_back() -> None:
+        turns = (bare.send, bare.receive) if place.index == 0 else (bare.receive, bare.send)
+        for turn in turns:
+            turn(x, place.group, place.peer)
+
+    return there_and_back
+
+
+def _message(
+    send: Callable[[Tensor, Group, int], object],
+    receive: Callable[[Tensor, Group, int], Tensor],
+    x: Tensor,
+    place: Place,
+) -> Call:
+    if place.index == 0:
+
+        def give() -> None:
+            send(x, place.group, place.peer)
+
+        return give
+    room = torch.empty_like(x)
+    return lambda: receive(room, place.group, place.peer)

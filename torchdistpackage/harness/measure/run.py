@@ -1,0 +1,176 @@
+"""A rank's side of the bench: run each round, check what arrived, time ours and the bare call.
+
+One rule: of each iteration the slowest rank counts, and all ranks know all figures, so every rank
+arrives at the same report. All learn of a wrong element too, and stop.
+"""
+
+import getpass
+import socket
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from typing import cast
+
+import torch
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.errors import CommError
+from torchdistpackage.harness.bench import rounds
+from torchdistpackage.harness.bench.report import ALONE, TOGETHER, Cell, Pairs, Report, Row, rows_of
+from torchdistpackage.harness.bench.request import ELEMENT_BYTES, Request, whole_elements
+from torchdistpackage.harness.bench.rounds import Round, Unit
+from torchdistpackage.harness.cases import CASES
+from torchdistpackage.harness.measure import payload
+from torchdistpackage.harness.measure.operations import MESSAGES, Place, meet, of_torch, ours
+from torchdistpackage.harness.measure.timing import in_turns
+
+LIMIT_S = 600.0
+"""Longer than any rank waits for a round that it has no part in."""
+PAIRS = "pairs"
+Times = tuple[Unit, Sequence[float], Sequence[float]]
+"""A unit, and seconds of ours and of the bare call by iteration."""
+
+
+def bench(request: Request) -> Report | None:
+    """`measure` as a job of its own: the report on rank 0, None on the others."""
+    tpc.groups.set_timeout(LIMIT_S)
+    report = measure(request)
+    return report if tpc.rank == 0 else None
+
+
+def measure(request: Request) -> Report:
+    """All that was asked for, over the groups of `tpc`; all ranks call it and get the same.
+
+    Raises:
+        CommError: an element arrived wrong; on every rank, naming which. Also when the backend
+            fails.
+        TopologyError: there is no group of a name in `request.over`.
+    """
+    hosts = tuple(cast(list[str], primitives.gather_objects(socket.gethostname())))
+    found: list[Row] = []
+    for cell, plan in _cells(request, hosts):
+        times = [one for part in plan for one in _round(cell, part, request)]
+        links = {unit: rounds.link_of(unit, hosts) for unit, _, _ in times}
+        found += rows_of(cell, times, links)
+    whole = tpc.get_group("global")
+    return Report(
+        date=datetime.now().astimezone().isoformat(timespec="seconds"),
+        by=f"{getpass.getuser()}@{hosts[0]}",
+        backend="nccl" if primitives.is_nccl(whole) else "gloo",
+        device=_device_name(),
+        torch=str(torch.__version__),
+        topology=tpc.topology.dense.axes,
+        hosts=hosts,
+        iterations=request.iterations,
+        warmup=request.warmup,
+        rows=tuple(found),
+        pairs=_pairs(request, len(hosts)) if request.pairs and len(hosts) > 1 else None,
+    )
+
+
+def _cells(request: Request, hosts: Sequence[str]) -> Iterator[tuple[Cell, list[Round]]]:
+    """What to measure in which rounds, the same on all ranks."""
+    dense = tpc.topology.dense
+    over = request.over or tuple(name for name, size in dense.axes if size > 1)
+    for axis in over:
+        groups = tpc.all_ranks(axis)
+        for operation in request.operations:
+            units = rounds.units_of(groups, operation in MESSAGES)
+            if not units:
+                continue
+            together = rounds.all_at_once(units)
+            modes = {ALONE: rounds.one_by_one(units, hosts, request.alone)}
+            if any(len(part) > 1 for part in together) or not modes[ALONE]:
+                modes[TOGETHER] = together
+            num_parts = len(units[0]) if CASES[operation].in_parts else 1
+            for mode, plan in modes.items():
+                for dtype in request.dtypes:
+                    for size_bytes in _counted(request.sizes_bytes, dtype, num_parts):
+                        yield Cell(axis, operation, mode, dtype, size_bytes), plan
+
+
+def _counted(sizes_bytes: Sequence[int], dtype: str, num_parts: int) -> list[int]:
+    """The sizes in whole elements, so that small ones may fall together."""
+    sizes = [whole_elements(x, dtype, num_parts) * ELEMENT_BYTES[dtype] for x in sizes_bytes]
+    return list(dict.fromkeys(sizes))
+
+
+def _pairs(request: Request, num_ranks: int) -> Pairs:
+    """Each rank with each other one, as many at the same time as there can be."""
+    dtype = request.dtypes[0]
+    (size_bytes,) = _counted(request.sizes_bytes[-1:], dtype, 1)
+    cell = Cell(PAIRS, "p2p_both", TOGETHER, dtype, size_bytes)
+    times: list[tuple[int, int, float]] = []
+    for part in rounds.tournament(num_ranks):
+        for (a, b), mine, _ in _round(cell, part, request):
+            times.append((a, b, sorted(mine)[len(mine) // 2]))
+    return Pairs(size_bytes, dtype, tuple(sorted(times)))
+
+
+def _round(cell: Cell, part: Round, request: Request) -> list[Times]:
+    """Times of every unit of one round, known to all ranks.
+
+    Raises:
+        CommError: some rank received other data than was sent, on all ranks alike.
+    """
+    number = request.iterations
+    mine = next((unit for unit in part if tpc.rank in unit), None)
+    wrong, seconds = "", [0.0] * (2 * number)
+    if mine is not None:
+        group = tpc.get_group("global" if cell.axis == PAIRS else cell.axis)
+        place = Place(mine, mine.index(tpc.rank), group)
+        wrong, seconds = _run(cell, place, request)
+    whole = tpc.get_group("global")
+    told = torch.tensor(
+        [[float(bool(wrong)), *seconds]],
+        dtype=torch.float64,
+        device=primitives.device_of(whole),
+    )
+    # on a device the host must also wait: who is not in the unit is silent until it is done
+    everybody = primitives.all_gather(told, whole).cpu()
+    if bool(everybody[:, 0].any()):
+        texts = [text for text in primitives.gather_objects(wrong) if text]
+        raise CommError(
+            "data arrived wrong:\n  "
+            + "\n  ".join(map(str, texts[:8]))
+            + "\nfigures of such a network mean nothing; see tdp comm test, and these hosts"
+        )
+    found: list[Times] = []
+    for unit in part:
+        slowest = everybody[list(unit), 1:].amax(dim=0).tolist()
+        found.append((unit, slowest[:number], slowest[number:]))
+    return found
+
+
+def _run(cell: Cell, place: Place, request: Request) -> tuple[str, list[float]]:
+    """What was wrong, or "", and seconds of this rank: of ours, then of the bare call."""
+    dtype = getattr(torch, {"bf16": "bfloat16"}.get(cell.dtype, cell.dtype))
+    kind = dtype, primitives.device_of(place.group)
+    number = cell.size_bytes // ELEMENT_BYTES[cell.dtype]
+    what = cell.operation, place.index, len(place.unit), number, kind
+
+    def verify() -> str:
+        got = ours(cell.operation, payload.given(*what), place)()
+        if not (text := payload.compare(got, payload.expected(*what))):
+            return ""
+        return (
+            f"{cell.operation} over {cell.axis} ranks {list(place.unit)}, {cell.size_bytes} bytes "
+            f"of {cell.dtype}: rank {tpc.rank} on {socket.gethostname()} {text}"
+        )
+
+    wrong = verify()
+    sides = [make(cell.operation, payload.given(*what), place) for make in (ours, of_torch)]
+    mine, bare = in_turns(
+        sides,
+        meet(cell.operation, place),
+        kind[1],
+        iterations=request.iterations,
+        warmup=request.warmup,
+    )
+    after = verify()  # all take part in it, also who has found something already
+    return wrong or after, mine + bare
+
+
+def _device_name() -> str:
+    on_cuda = primitives.is_nccl(tpc.get_group("global"))
+    return torch.cuda.get_device_name() if on_cuda else "cpu"
