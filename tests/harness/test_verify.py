@@ -11,7 +11,8 @@ from tests.harness.failing import fails
 from torchdistpackage.comm import p2p, primitives
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError, LaunchError
-from torchdistpackage.harness.verify import checks, verify
+from torchdistpackage.harness.verify import checks
+from torchdistpackage.harness.verify import run as verify
 from torchdistpackage.harness.verify.coded import compare
 from torchdistpackage.harness.verify.run import test_comm
 
