@@ -14,7 +14,7 @@ from torch import Tensor
 from torchdistpackage.comm import checking
 from torchdistpackage.comm.pending import Pending, failed
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.comm.record import LINE, Call, calls
+from torchdistpackage.comm.record import LINE, STATE, WAITING, Call, calls
 from torchdistpackage.comm.wire import as_moved, in_place_of
 from torchdistpackage.errors import CommError
 
@@ -45,7 +45,7 @@ def start_send(x: Tensor, group: Group, target: int) -> Pending:
     peer = _peer(group, target, "send to")
     if calls.checks:
         checking.agree_messages(group, [("send", x, target)])
-    call = calls.begin_message("send", group, x, target, calls.action)
+    call = calls.begin_message("send", calls.line(group), x, target, calls.action)
     try:
         work = group.send([as_moved(x)], peer, 0)
     except RuntimeError as error:
@@ -60,7 +60,7 @@ def start_receive(x: Tensor, group: Group, source: int) -> Pending:
         checking.agree_messages(group, [("receive", x, source)])
     # what is not contiguous, or of a dtype that travels as bytes, arrives in a room of its own
     room = as_moved(x)
-    call = calls.begin_message("receive", group, x, source, calls.action)
+    call = calls.begin_message("receive", calls.line(group), x, source, calls.action)
     try:
         work = group.recv([room], peer, 0)
     except RuntimeError as error:
@@ -80,7 +80,7 @@ class Flight:
     def __init__(
         self,
         works: list[dist.Work],
-        keep: list[Tensor],
+        keep: list[_Posted],
         made: list[Call],
         timeout: timedelta | None,
     ):
@@ -92,13 +92,16 @@ class Flight:
         Raises:
             CommError: a message failed, or did not come in time.
         """
+        since_s = calls.clock_s()
+        # NCCL runs a batch as one, and may give one work for all of its messages
         for call, work in zip(self._calls, self._works, strict=False):
-            since_s = calls.wait(call)
+            call[STATE] = WAITING
             try:
                 work.wait() if self._timeout is None else work.wait(self._timeout)
             except RuntimeError as error:
                 raise failed(call, error) from error
-            calls.end(call, since_s)
+            call[STATE] = call[LINE].passed
+        calls.waited_s += calls.clock_s() - since_s
         self._works, self._keep, self._calls = [], [], []
 
 
@@ -123,22 +126,26 @@ class Post:
         """Tensors for global rank `target`; they must stay as they are until `wait`."""
         for x in tensors:
             if x is not None and x.numel():
-                self._sends.append(("send", x.detach().contiguous(), target, calls.action))
+                sent = x.detach() if x.requires_grad else x
+                self._sends.append(("send", sent.contiguous(), target, calls.action))
 
     def go(self) -> Flight:
-        large = any(x.nbytes > SMALL_BYTES for _, x, *_ in self._sends)
-        first, second = (self._receives, self._sends)[:: 1 if large else -1]
-        messages = [*first, *second]
+        messages = self._sends + self._receives
+        for _, x, _, _ in self._sends:
+            if x.nbytes > SMALL_BYTES:
+                messages = self._receives + self._sends
+                break
         if not messages:
             return Flight([], [], [], None)
         if calls.checks:
             checking.agree_messages(self._group, [message[:3] for message in messages])
-        made = [calls.begin_message(what, self._group, *rest) for what, *rest in messages]
+        begin, line = calls.begin_message, self._line
+        made = [begin(what, line, x, peer, action) for what, x, peer, action in messages]
         try:
             works = self._issue(messages)
         except RuntimeError as error:
             raise failed(made[0], error) from error
-        return Flight(works, [x for _, x, *_ in messages], made, self._timeout)
+        return Flight(works, messages, made, self._timeout)
 
     def _issue(self, messages: list[_Posted]) -> list[dist.Work]:
         group, ranks = self._group, self._line.ranks

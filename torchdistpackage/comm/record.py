@@ -30,15 +30,20 @@ _monotonic_s = time.monotonic
 class Line:
     """The calls of this rank on one group: members, the axis they lie along, and how many.
 
-    queued: calls return before they are done. direct: parts go by messages (comm/exchange.py), of
-    which each may take `limit`; None: as long as the back end says.
+    queued: calls return before they are done; passed: the state of one that has returned.
+    direct: parts go by messages (comm/exchange.py), each of which may take `limit`; None: as
+    long as the back end says.
     """
 
-    __slots__ = ("axis", "direct", "done", "issued", "limit", "queued", "ranks", "received", "sent")
+    __slots__ = (
+        "axis", "direct", "done", "issued", "limit",
+        "passed", "queued", "ranks", "received", "sent",
+    )  # fmt: skip
 
     def __init__(self, ranks: tuple[int, ...], backend: str):
         self.ranks, self.axis = ranks, ""
         self.queued, self.direct = backend == "nccl", backend == "gloo"
+        self.passed = ISSUED if self.queued else DONE
         self.limit: timedelta | None = None
         self.issued = self.done = 0
         self.sent: dict[int, int] = {}
@@ -118,10 +123,9 @@ class Recorder:
         return call
 
     def begin_message(
-        self, operation: str, group: dist.ProcessGroup, x: Tensor, peer: int, action: object
+        self, operation: str, line: Line, x: Tensor, peer: int, action: object
     ) -> Call:
         """Note that `x` is about to be sent to, or received from, global rank `peer`."""
-        line = self._lines.get(group) or self._line(group)
         counts = line.sent if operation == "send" else line.received
         counts[peer] = sequence = counts.get(peer, 0) + 1
         now = _monotonic_s()
@@ -137,12 +141,9 @@ class Recorder:
     def end(self, call: Call, since_s: float) -> None:
         """The host goes on after `call`, in which it was blocked since `since_s`."""
         line = call[LINE]
-        if line.queued:
-            call[STATE] = ISSUED
-        else:
-            call[STATE] = DONE
-            if call[PEER] is None:
-                line.done += 1
+        call[STATE] = line.passed
+        if call[PEER] is None:
+            line.done += 1
         self.waited_s += self.clock_s() - since_s
 
     def line(self, group: dist.ProcessGroup) -> Line:
