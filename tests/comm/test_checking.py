@@ -6,7 +6,8 @@ import torch.distributed as dist
 
 from torchdistpackage.comm import primitives as p
 from torchdistpackage.comm.checking import checked_calls
-from torchdistpackage.comm.p2p import Post, receive, send
+from torchdistpackage.comm.groups import Groups
+from torchdistpackage.comm.p2p import Post, receive, send, start_receive, start_send
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
 
@@ -97,6 +98,47 @@ def messages() -> list[str]:
                 (receive if rank else send)(mine, world, 1 - rank)
             said.append(str(caught.value))
     return said
+
+
+def both_ways_and_round() -> None:
+    """Right programs pass: another shape each way, and a ring of messages that are begun."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    with checked_calls():
+        if rank < 2:
+            post, room = Post(world), torch.zeros(2 + rank)
+            post.send([torch.ones(3 - rank)], 1 - rank)
+            post.receive([room], 1 - rank)
+            post.go().wait()
+            assert room.sum() == 2 + rank
+        sent = start_send(torch.full((2,), float(rank)), world, (rank + 1) % 3)
+        got = start_receive(torch.empty(2), world, (rank - 1) % 3)
+        sent.wait()
+        assert got.wait().tolist() == [(rank - 1) % 3] * 2
+
+
+def test_right_messages_pass(ranks):
+    ranks(3).run(both_ways_and_round)
+
+
+def nobody_comes() -> list[str]:
+    rank, said = dist.get_rank(), []
+    if rank == 2:
+        return said
+    group = Groups(rank).of([0, 1])  # whose connections its limit closes
+    p.set_timeout(group, 0.5)
+    with checked_calls():
+        calls = (lambda: p.all_reduce(ROWS, group), lambda: send(ROWS, group, 1))
+        for call in calls if rank == 0 else ():
+            with pytest.raises(CommError) as caught:
+                call()
+            said.append(str(caught.value))
+    return said
+
+
+def test_a_rank_that_does_not_come_to_the_comparison_is_said_to_be_missing(ranks):
+    collective, message = ranks(3).run(nobody_comes)[0]
+    assert "all_reduce of float32[3, 2]" in collective and "did not come to it" in collective
+    assert "rank 0 and ranks [1] could not compare their messages" in message
 
 
 def test_a_message_that_does_not_fit_is_told_to_both_sides(ranks):

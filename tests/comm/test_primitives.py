@@ -135,6 +135,53 @@ def test_lazy_signs_arrive(ranks):
     assert [x.tolist() for x in ranks(2).run(lazily_negated)] == [[-6] * 4] * 2
 
 
+def odd_strides() -> None:
+    """A dim of length 1 may have any stride, also 0, and counts as contiguous."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    for x in (torch.ones(()).expand(1), torch.ones(5, 3).t()[:1, :1], torch.ones(1).expand(1, 1)):
+        assert p.all_gather(x + 0 if rank else x, group).sum() == 2
+        assert p.reduce_scatter(x.expand(2, *x.shape[1:]).clone(), group).sum() == 2
+
+
+def test_strides_of_length_one_do_not_matter(ranks):
+    ranks(2).run(odd_strides)
+
+
+def mixed_up() -> str:
+    """Rank 0 gathers what rank 1 sums: neither gets the other's numbers."""
+    group = Groups(dist.get_rank()).of([0, 1, 2])
+    if dist.get_rank() == 2:
+        return ""
+    pair = Groups(dist.get_rank()).of([0, 1])
+    p.set_timeout(pair, 0.5)
+    with pytest.raises(CommError) as caught:
+        if dist.get_rank():
+            p.reduce_scatter(torch.full((4,), 100.0), pair)
+        else:
+            p.all_gather(torch.full((2,), 7.0), pair)
+    assert group.size() == 3
+    return str(caught.value)
+
+
+def test_ranks_in_different_calls_do_not_take_one_for_the_other(ranks):
+    first, second, _ = ranks(3).run(mixed_up)
+    assert first.startswith("all_gather over") and second.startswith("reduce_scatter over")
+
+
+def dropped() -> None:
+    """What is begun and never waited for does not break the calls after it."""
+    group = dist.group.WORLD
+    for num in (2, 2**20):
+        for _ in range(3):
+            p.start_all_gather(torch.ones(num), group)
+            p.start_reduce_scatter(torch.ones(2 * num), group)
+        assert p.all_gather(torch.full((num,), 3.0), group).sum() == 6 * num
+
+
+def test_what_nobody_waits_for_breaks_nothing(ranks):
+    ranks(2).run(dropped)
+
+
 def narrow_sum() -> torch.Tensor:
     x = torch.full((4, 1), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16)
     return p.reduce_scatter(x, dist.group.WORLD)
@@ -159,6 +206,7 @@ def refusals(case: int) -> str:
         lambda: p.all_gather(torch.tensor(1.0), world),
         lambda: p.all_reduce(x.to(torch.float8_e4m3fn), world),
         lambda: p.reduce_scatter(x[:2].to(torch.float8_e4m3fn), world),
+        lambda: p.all_reduce(torch.ones(1).expand(3), world),
         lambda: p.all_reduce(x.to(torch.complex64), world, p.MAX),
         lambda: p.all_reduce(x.long(), world, p.AVG),
         lambda: p.broadcast(x, world, 2),
@@ -185,6 +233,7 @@ def refusals(case: int) -> str:
                 "no dims has no rows",
                 "float8_e4m3fn cannot be reduced; convert it to bfloat16",
                 "float8_e4m3fn cannot be reduced; convert it to bfloat16",
+                r"shape \(3,\) whose elements share memory",
                 "complex64 cannot be ordered",
                 "int64 cannot be averaged",
                 r"rank 2, which is not in the group of ranks \(0, 1\)",

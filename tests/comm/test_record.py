@@ -70,6 +70,20 @@ def test_who_waits_is_seen_from_outside_and_the_time_is_added_up(ranks):
     assert state == "waiting" and 0.2 < waited_s < 3
 
 
+def ended_groups() -> int:
+    """Groups that a user makes and ends, in which our calls were made."""
+    for _ in range(3):
+        group = dist.new_group([0, 1])
+        primitives.all_reduce(torch.ones(1), group)
+        dist.destroy_process_group(group)
+    primitives.all_reduce(torch.ones(1), dist.new_group([0, 1]))
+    return len(calls.snapshot()["groups"])
+
+
+def test_ended_groups_are_let_go(ranks):
+    assert max(ranks(2).run(ended_groups)) <= 2
+
+
 def test_the_ring_keeps_the_last_calls_and_forgets_ended_groups(ranks):
     ranks(1).run(keeps_the_last)
 

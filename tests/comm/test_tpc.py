@@ -203,3 +203,24 @@ def test_two_uses_of_the_same_ranks_may_have_two_groups(ranks):
 def test_setup_needs_the_default_group():
     with pytest.raises(LaunchError, match=r"call setup_distributed\(\) first"):
         tpc.setup_process_groups([("data", 1)])
+
+
+def a_world_after_the_other(folder: str) -> None:
+    """The user ends torch's world under tpc's feet, and makes another one."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    tpc.setup_process_groups([("data", 2), ("tensor", 2)])
+    for again in range(2):
+        dist.destroy_process_group()
+        assert not tpc.is_set
+        store = dist.FileStore(f"{folder}/{again}", world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        assert not tpc.is_set
+        if again:
+            tpc.destroy()
+        tpc.setup_process_groups([("data", 2), ("tensor", 2)])
+        group = tpc.get_group("tensor")
+        assert primitives.all_reduce(torch.ones(1), group).item() == 2
+
+
+def test_what_was_set_up_ends_with_its_world(ranks, tmp_path):
+    ranks(4).run(a_world_after_the_other, str(tmp_path))

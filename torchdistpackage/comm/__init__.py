@@ -43,6 +43,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "gather_to",
     ),
     "primitives": ("Group", "SUM", "AVG", "MAX", "MIN"),
+    "p2p": ("Post",),
     "pending": ("Pending",),
     "checking": ("checked_calls",),
 }

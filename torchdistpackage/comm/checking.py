@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchdistpackage.comm.backends import device_of
 from torchdistpackage.comm.record import calls, dtype_name
 from torchdistpackage.errors import CommError
 
 TEXT_BYTES = 192
 """What a side says of a call; longer texts are cut."""
-_TAG = 0x7DD
-"""Apart from all data, also where a message has none to compare with."""
+_SENDS, _RECEIVES = 0x7DD, 0x7DE
+"""Tags of what a sender says and what a receiver says, apart from all data."""
 
 
 @contextmanager
@@ -48,15 +49,9 @@ def agree(
     """
     told = _told(operation, x, facts)
     digest = int.from_bytes(hashlib.sha1(told.encode(), usedforsecurity=False).digest()[:7], "big")
-    device = _device(group)
-    mine = torch.tensor([digest], dtype=torch.int64, device=device)
-    seen = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(seen, mine, group=group)
-    if len({int(x) for x in seen}) == 1:
-        return
-    written = [torch.empty(TEXT_BYTES, dtype=torch.uint8, device=device) for _ in seen]
-    dist.all_gather(written, _written(told, device), group=group)
-    raise _difference(group, [_read(x) for x in written])
+    seen = _gathered(torch.tensor([digest], dtype=torch.int64), group, told)
+    if len({int(x) for x in seen}) > 1:
+        raise _difference(group, [_read(x) for x in _gathered(_written(told), group, told)])
 
 
 def agree_pairs(
@@ -67,11 +62,9 @@ def agree_pairs(
     Raises:
         CommError: on all members, if a pair differs.
     """
-    device, ranks = _device(group), dist.get_process_group_ranks(group)
-    mine = torch.tensor([*sent, *received], dtype=torch.int64, device=device)
-    seen = [torch.empty_like(mine) for _ in ranks]
-    dist.all_gather(seen, mine, group=group)
-    table = [x.tolist() for x in seen]
+    ranks = dist.get_process_group_ranks(group)
+    mine = torch.tensor([*sent, *received], dtype=torch.int64)
+    table = [x.tolist() for x in _gathered(mine, group, operation)]
     wrong = [
         f"rank {ranks[i]} sends {table[i][j]} rows to rank {ranks[j]}, "
         f"which expects {table[j][len(ranks) + i]}"
@@ -89,19 +82,30 @@ def agree_pairs(
 def agree_messages(group: dist.ProcessGroup, messages: Sequence[tuple[str, Tensor, int]]) -> None:
     """Compare messages (`send` or `receive`, tensor, global peer) with those of each peer.
 
+    The k-th send to a rank is compared with its k-th receive from this one. So this waits until
+    every peer has come to its own; what is only begun (`start_send`) is not compared for that.
+
     Raises:
-        CommError: on both sides of a pair, if they differ.
+        CommError: on both sides of a pair, if they differ; or a peer did not come in time.
     """
-    device = _device(group)
+    device = device_of(group)
     told = [f"{dtype_name(x.dtype)}{list(x.shape)}" for _, x, _ in messages]
     rooms = [torch.empty(TEXT_BYTES, dtype=torch.uint8, device=device) for _ in messages]
-    operations = [
-        dist.P2POp(call, tensor, peer, group, _TAG)
-        for i, (_, _, peer) in enumerate(messages)
-        for call, tensor in ((dist.irecv, rooms[i]), (dist.isend, _written(told[i], device)))
-    ]
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
+    operations: list[dist.P2POp] = []
+    for (what, _, peer), room, text in zip(messages, rooms, told, strict=True):
+        here, there = (_SENDS, _RECEIVES) if what == "send" else (_RECEIVES, _SENDS)
+        operations.append(dist.P2POp(dist.irecv, room, peer, group, there))
+        operations.append(dist.P2POp(dist.isend, _written(text).to(device), peer, group, here))
+    limit = calls.line(group).limit
+    try:
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait() if limit is None else work.wait(limit)
+    except RuntimeError as error:
+        peers = sorted({peer for _, _, peer in messages})
+        raise CommError(
+            f"rank {dist.get_rank()} and ranks {peers} could not compare their messages "
+            f"({', '.join(told)}); whoever did not come says why: {error}"
+        ) from error
     wrong = [
         f"rank {dist.get_rank()} is about to {what} {mine}, rank {peer} to "
         f"{'receive' if what == 'send' else 'send'} {theirs}"
@@ -112,6 +116,21 @@ def agree_messages(group: dist.ProcessGroup, messages: Sequence[tuple[str, Tenso
         raise CommError(
             f"messages do not fit: {'; '.join(wrong)}; give both sides the same shape and dtype"
         )
+
+
+def _gathered(mine: Tensor, group: dist.ProcessGroup, told: str) -> list[Tensor]:
+    """`mine` of all members."""
+    mine = mine.to(device_of(group))
+    seen = [torch.empty_like(mine) for _ in range(group.size())]
+    try:
+        dist.all_gather(seen, mine, group=group)
+    except RuntimeError as error:
+        line = calls.line(group)
+        raise CommError(
+            f"call number {line.issued + 1} of ranks {line.ranks}, here {told}, could not be "
+            f"compared: a member did not come to it, or refused it, and says why itself: {error}"
+        ) from error
+    return seen
 
 
 def _told(operation: str, x: Tensor | None, facts: Sequence[object]) -> str:
@@ -140,15 +159,9 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}:" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}:"
 
 
-def _device(group: dist.ProcessGroup) -> torch.device:
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _written(text: str, device: torch.device) -> Tensor:
+def _written(text: str) -> Tensor:
     raw = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(device)
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
 
 def _read(x: Tensor) -> str:

@@ -27,6 +27,7 @@ class Groups:
     def __init__(self, rank: int, timeout_s: float | None = None):
         self._rank = rank
         self._timeout_s = timeout_s
+        self._world = _world()
         self._made: dict[tuple[tuple[int, ...], str], Group] = {}
 
     def along(self, mesh: Mesh, axes: Iterable[str]) -> Group:
@@ -75,13 +76,22 @@ class Groups:
             if group is not None:
                 set_timeout(group, seconds)
 
+    @property
+    def are_there(self) -> bool:
+        """Whether the default group is still that on top of which these were made."""
+        return _world() is self._world
+
     def destroy(self) -> None:
-        """End all groups made here; the default group stays."""
-        for group in self._made.values():
+        """End all groups made here, unless their world has ended; the default group stays."""
+        for group in self._made.values() if self.are_there else ():
             leave_cpu(group)
             calls.forget(group)
             dist.destroy_process_group(group)
         self._made.clear()
+
+
+def _world() -> Group | None:
+    return dist.group.WORLD if dist.is_initialized() else None
 
 
 _on_cpu: WeakKeyDictionary[Group, Group] = WeakKeyDictionary()

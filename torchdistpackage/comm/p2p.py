@@ -28,6 +28,9 @@ def send(x: Tensor, group: Group, target: int) -> None:
     Raises:
         CommError: `target` is not another rank of the group, or the backend failed.
     """
+    if calls.checks:
+        _peer(group, target, "send to")
+        checking.agree_messages(group, [("send", x, target)])
     start_send(x, group, target).wait()
 
 
@@ -37,14 +40,19 @@ def receive(x: Tensor, group: Group, source: int) -> Tensor:
     Raises:
         CommError: `source` is not another rank of the group, or the backend failed.
     """
+    if calls.checks:
+        _peer(group, source, "receive from")
+        checking.agree_messages(group, [("receive", x, source)])
     return start_receive(x, group, source).wait()
 
 
 def start_send(x: Tensor, group: Group, target: int) -> Pending:
-    """`send`, begun; `x` must stay as it is until `wait()`."""
+    """`send`, begun; `x` must stay as it is until `wait()`.
+
+    NCCL runs what is begun in order, so two ranks that both send and then receive wait for each
+    other there: post both in one `Post`.
+    """
     peer = _peer(group, target, "send to")
-    if calls.checks:
-        checking.agree_messages(group, [("send", x, target)])
     call = calls.begin_message("send", calls.line(group), x, target, calls.action)
     try:
         work = group.send([as_moved(x)], peer, 0)
@@ -56,8 +64,6 @@ def start_send(x: Tensor, group: Group, target: int) -> Pending:
 def start_receive(x: Tensor, group: Group, source: int) -> Pending:
     """`receive`, begun; `x` must not be read until `wait()`."""
     peer = _peer(group, source, "receive from")
-    if calls.checks:
-        checking.agree_messages(group, [("receive", x, source)])
     # what is not contiguous, or of a dtype that travels as bytes, arrives in a room of its own
     room = as_moved(x)
     call = calls.begin_message("receive", calls.line(group), x, source, calls.action)

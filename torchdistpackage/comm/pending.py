@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
-from torchdistpackage.comm.record import LINE, OPERATION, PEER, SEQUENCE, Call, calls
+from torchdistpackage.comm.record import FAILED, LINE, OPERATION, PEER, SEQUENCE, STATE, Call, calls
 from torchdistpackage.errors import CommError
 
 
@@ -32,6 +32,11 @@ class Pending:
     ):
         self._value, self._works, self._call = value, works, call
         self._finish, self._limit = finish, limit
+
+    def __del__(self) -> None:
+        call = self._call
+        if call is not None and call[STATE] != FAILED and call[PEER] is None and call[LINE].direct:
+            call[LINE].left += self._works
 
     def wait(self) -> Tensor:
         """The result. Safe to call twice.
@@ -60,7 +65,7 @@ def await_works(works: Sequence[dist.Work], limit: timedelta | None) -> None:
 
 def failed(call: Call, error: Exception) -> CommError:
     """The error of a backend in `call`, with its place."""
-    line = call[LINE]
+    line, call[STATE] = call[LINE], FAILED
     where = f"the {line.axis} group of ranks" if line.axis else "ranks"
     peer = ""
     if call[PEER] is not None:

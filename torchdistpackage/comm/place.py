@@ -7,23 +7,28 @@ so the process' place cannot live in the context variable: it is what is found w
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchdistpackage.comm.groups import Groups
+from torchdistpackage.comm.primitives import Group
 from torchdistpackage.topology.views import Topology
 
 
 @dataclass
 class Place:
-    """Who a rank is. groups: None where it only stands in for one. moe: expert groups exist."""
+    """Who a rank is. groups: None where it only stands in for one. moe: expert groups exist.
+
+    found: groups by mode, once asked for.
+    """
 
     topology: Topology
     rank: int
     groups: Groups | None
     moe: bool = False
     mesh: DeviceMesh | None = None
+    found: dict[str, Group] = field(default_factory=dict)
 
 
 @dataclass
@@ -44,8 +49,11 @@ def holder() -> Holder:
 
 
 def current() -> Place | None:
-    """Who the caller is now."""
-    return _override.get() or holder().place
+    """Who the caller is now; nobody, once the world has ended in which that was."""
+    place = _override.get() or holder().place
+    if place is not None and place.groups is not None and not place.groups.are_there:
+        return None
+    return place
 
 
 @contextmanager

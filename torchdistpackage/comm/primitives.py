@@ -9,12 +9,13 @@ has a form that waits and a `start_` form that returns a `Pending`.
 from collections.abc import Sequence
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torchdistpackage.comm import checking
-from torchdistpackage.comm.exchange import exchange
+from torchdistpackage.comm.backends import device_of as device_of
+from torchdistpackage.comm.backends import is_nccl as is_nccl
+from torchdistpackage.comm.exchange import GATHERED, SUMMED, exchange
 from torchdistpackage.comm.issue import NOTHING, Go, Result, later, now
 from torchdistpackage.comm.pending import Pending
 from torchdistpackage.comm.record import calls
@@ -44,17 +45,6 @@ Sizes = Sequence[int]
 def ranks_of(group: Group) -> tuple[int, ...]:
     """Global ranks of the group, in group order."""
     return tuple(dist.get_process_group_ranks(group))
-
-
-def is_nccl(group: Group) -> bool:
-    return dist.get_backend(group) == "nccl"
-
-
-def device_of(group: Group) -> torch.device:
-    """Where tensors for this group live: my GPU under NCCL, else the CPU."""
-    if is_nccl(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def source_in(group: Group, source: int | None) -> int:
@@ -194,7 +184,8 @@ def set_timeout(group: Group, seconds: float) -> None:
     """How long a later operation of the group may take before it fails."""
     limit = timedelta(seconds=seconds)
     dist.distributed_c10d._set_pg_timeout(limit, group)
-    calls.limit(group, limit)
+    if calls.line(group).direct:  # with a limit, a wait on NCCL would block the host
+        calls.limit(group, limit)
 
 
 # -- what each gives to the back end ------------------------------------------------------
@@ -213,7 +204,7 @@ def _all_gather(x: Tensor, group: Group, sizes: Sizes | None, go: Go) -> Result:
     facts = NOTHING if sizes is None else ("rows of each rank", *lengths)
     ask = "all_gather", group, x, facts, lambda: out
     if calls.line(group).direct:
-        return go(*ask, exchange, [mine] * len(lengths), whole.split(lengths))
+        return go(*ask, exchange, GATHERED, [mine] * len(lengths), whole.split(lengths))
     if sizes is None:
         return go(*ask, _gather_into, whole, mine)
     return go(*ask, dist.all_gather, list(whole.split(lengths)), mine)
@@ -227,7 +218,7 @@ def _reduce_scatter(x: Tensor, group: Group, sizes: Sizes | None, go: Go) -> Res
     if calls.line(group).direct:
         room = [wire.new_empty((length, *shape)) for _ in lengths]
         finish = lambda: from_added(added(room), x.dtype)  # noqa: E731
-        return go(*ask, finish, exchange, wire.split(lengths), room)
+        return go(*ask, finish, exchange, SUMMED, wire.split(lengths), room)
     out = wire.new_empty((length, *shape))
     finish = lambda: from_added(out, x.dtype)  # noqa: E731
     if sizes is None:

@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchdistpackage.comm.backends import backend_of
+
 SIZE = 512
 """Calls that are kept."""
 
-ISSUED, WAITING, DONE = "issued", "waiting", "done"
+ISSUED, WAITING, DONE, FAILED = "issued", "waiting", "done", "failed"
 
 Call = list[Any]
 """What it is, by the places below; made by `Recorder`, read by `Recorder.snapshot`."""
@@ -32,11 +34,11 @@ class Line:
 
     queued: calls return before they are done; passed: the state of one that has returned.
     direct: parts go by messages (comm/exchange.py), each of which may take `limit`; None: as
-    long as the back end says.
+    long as the back end says. left: messages for which nobody waits any more.
     """
 
     __slots__ = (
-        "axis", "direct", "done", "issued", "limit",
+        "axis", "direct", "done", "issued", "left", "limit",
         "passed", "queued", "ranks", "received", "sent",
     )  # fmt: skip
 
@@ -45,9 +47,16 @@ class Line:
         self.queued, self.direct = backend == "nccl", backend == "gloo"
         self.passed = ISSUED if self.queued else DONE
         self.limit: timedelta | None = None
+        self.left: list[dist.Work] = []
         self.issued = self.done = 0
         self.sent: dict[int, int] = {}
         self.received: dict[int, int] = {}
+
+    def settle(self) -> None:
+        """Wait for what was left: a message that is given up takes its connection along."""
+        while self.left:
+            work = self.left.pop()
+            work.wait() if self.limit is None else work.wait(self.limit)
 
 
 class GroupFacts(TypedDict):
@@ -160,9 +169,13 @@ class Recorder:
         self.line(group).limit = limit
 
     def forget(self, *groups: dist.ProcessGroup) -> None:
-        """Groups that have ended; without any, all of them."""
-        for group in groups or tuple(self._lines):
+        """Groups that have ended."""
+        for group in groups:
             self._lines.pop(group, None)
+
+    def forget_all(self) -> None:
+        """The world has ended."""
+        self._lines.clear()
 
     def snapshot(self, num: int = 64) -> Snapshot:
         """The last `num` calls, and where this rank is in each group. From any thread."""
@@ -199,8 +212,10 @@ class Recorder:
         }
 
     def _line(self, group: dist.ProcessGroup) -> Line:
+        known = dist.distributed_c10d._world.pg_map
+        self.forget(*[old for old in self._lines if old not in known])
         ranks = tuple(dist.get_process_group_ranks(group))
-        line = self._lines[group] = Line(ranks, dist.get_backend(group))
+        line = self._lines[group] = Line(ranks, backend_of(group))
         return line
 
 

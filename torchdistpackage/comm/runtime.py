@@ -122,9 +122,9 @@ def join(
 
 def leave() -> None:
     """End the default group, if there is one."""
-    calls.forget()
     if dist.is_initialized():
         dist.destroy_process_group()
+    calls.forget_all()
 
 
 def find_free_port() -> str:

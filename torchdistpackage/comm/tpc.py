@@ -76,6 +76,7 @@ class ProcessTopology:
             )
         place.topology = place.topology.with_expert(moe_ep_size)
         place.moe = True
+        place.found.clear()
         if place.groups is not None:
             self.get_group("moe_dp")
             self.get_group("moe_ep")
@@ -119,10 +120,12 @@ class ProcessTopology:
 
     def get_group(self, mode: str) -> Group:
         """Handle of my group of this mode, for torch.distributed calls."""
-        mesh, axes = self._named(mode)
-        group = self.groups.along(mesh, axes)
-        calls.name(group, mode)
-        return group
+        found = self._place().found
+        if mode not in found:
+            mesh, axes = self._named(mode)
+            found[mode] = self.groups.along(mesh, axes)
+            calls.name(found[mode], mode)
+        return found[mode]
 
     def get_ranks_in_group(self, mode: str) -> list[int]:
         """Global ranks of my group, ascending: the order of torch's group ranks."""
@@ -220,7 +223,7 @@ class ProcessTopology:
     def destroy(self) -> None:
         """End my groups and forget the topology; the default group stays. Safe to call twice."""
         place = holder().place
-        if place is not None and place.groups is not None and dist.is_initialized():
+        if place is not None and place.groups is not None:
             place.groups.destroy()
         holder().place = None
 

@@ -5,6 +5,7 @@ does, so it goes as the nearest type that has the same sums, or is refused.
 """
 
 from collections.abc import Callable, Sequence
+from operator import index
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,11 @@ def as_summed(x: Tensor, op: dist.ReduceOp.RedOpType) -> tuple[Tensor, Callable[
     elif op == dist.ReduceOp.AVG and not dtype.is_floating_point:
         raise _refusal(dtype, "averaged", "sum them, and divide")
     if not wire.is_contiguous():
+        if any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True)):
+            raise CommError(
+                f"a tensor of shape {tuple(x.shape)} whose elements share memory (expanded) cannot "
+                f"hold the result of a reduction in place; use x.clone()"
+            )
         wire = wire.contiguous()
     if wire.dtype in PLAIN and wire.data_ptr() == x.data_ptr():
         return wire, None
@@ -119,7 +125,7 @@ def rows(x: Tensor, group: dist.ProcessGroup, sizes: Sequence[int] | None, held:
                 f"or say the rows of each rank in sizes="
             )
         return [num // size] * size
-    sizes = list(sizes)
+    sizes = [index(size) for size in sizes]
     if len(sizes) != size or min(sizes) < 0:
         raise CommError(
             f"sizes {sizes} must be {size} counts of rows, one for each rank of the group"
@@ -150,7 +156,8 @@ def _nearest(x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
     if dtype is torch.bool:
         # as torch adds them; gloo has a sum of bytes, which would wrap at 256 ranks
         return x.to(torch.int32)
-    raise _refusal(dtype, "reduced", "convert it to bfloat16, or gather it and reduce it yourself")
+    wider = "bfloat16" if dtype.is_floating_point else "int64"
+    raise _refusal(dtype, "reduced", f"convert it to {wider}, or gather it and reduce it yourself")
 
 
 def _refusal(dtype: torch.dtype, what: str, instead: str) -> CommError:
