@@ -41,6 +41,7 @@ PURE_FILES = (
     "harness/hang/*.py",
     "harness/lint/__init__.py",
     "harness/lint/explain.py",
+    "harness/lint/launch.py",
     "harness/lint/order.py",
     "harness/lint/programs.py",
     "harness/lint/report.py",
@@ -83,6 +84,7 @@ MAY_CALL_TORCH_DISTRIBUTED = {
     "harness/lint/delivery.py": "reduce operations of a backend of our own",
     "harness/lint/linter.py": "a default group for each thread",
     "harness/lint/transport.py": "a backend of our own",
+    "harness/lint/work.py": "the handle of a call of a backend of our own",
     "harness/lint/worlds.py": "a world of groups for each thread",
     "harness/pool_rank.py": "makes and ends the default groups of test ranks, under comm's feet",
 }

@@ -168,6 +168,66 @@ def groups_in_a_circle(rank: int) -> None:
     tpc.groups.of([rank, (rank - 1) % 3])
 
 
+def two_under_way(rank: int) -> None:
+    """On 4 ranks of data x tensor: two sums under way, begun in two orders."""
+    modes = ("data", "tensor")[:: 1 if rank in (0, 3) else -1]
+    works = [dist.all_reduce(torch.ones(2), group=tpc.get_group(m), async_op=True) for m in modes]
+    for work in works:
+        work.wait()
+
+
+def one_order(rank: int) -> None:
+    works = [
+        dist.all_reduce(torch.ones(2), group=tpc.get_group(mode), async_op=True)
+        for mode in ("data", "tensor", "data")
+    ]
+    while not works[0].is_completed():
+        pass
+    for work in works[:: 1 if rank else -1]:
+        work.wait()
+
+
+def prefetch(rank: int) -> None:
+    """A receive on a group of its own before the sum that the sender makes first."""
+    own, x = dist.new_group([0, 1]), torch.ones(3)
+    if rank == 1:
+        early = dist.irecv(x, 0, group=own)
+        dist.all_reduce(torch.ones(3))
+        early.wait()
+    else:
+        dist.all_reduce(torch.ones(3))
+        dist.send(x, 1, group=own)
+
+
+def torch_ddp(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gradients under torch's DDP, of this rank alone), over two steps and buckets."""
+    torch.manual_seed(3)
+    net = torch.nn.Sequential(*(torch.nn.Linear(16, 16).double() for _ in range(3)))
+    x = torch.arange(32.0, dtype=torch.float64).reshape(2, 16) * (rank + 1)
+    net(x).square().sum().backward()
+    alone = torch.cat([p.grad.flatten() for p in net.parameters()])
+    ddp = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.001)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(x).square().sum().backward()
+    return torch.cat([p.grad.flatten() for p in net.parameters()]), alone
+
+
+def futures(rank: int) -> None:
+    future = dist.all_reduce(torch.ones(2), async_op=True).get_future()
+    doubled = future.then(lambda done: done.value()[0] * 2)
+    assert future.done() and doubled.wait()[0] == 2 * dist.get_world_size()
+
+
+def settings(rank: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_float32_matmul_precision("medium")
+    torch.backends.cudnn.benchmark = True
+    dist.barrier()
+
+
 def raising(rank: int) -> None:
     dist.barrier()
     try:

@@ -47,6 +47,10 @@ WRONG = [
     (steps.message_against_collective, {"data": 2, "tensor": 2}, "cycle",
      r"rank 0 \(data 0 tensor 0\) waits in call 1 of group data \(ranks 0, 2\), all_reduce"),
     (steps.groups_in_a_circle, 3, "cycle", "new_group"),
+    (steps.two_under_way, {"data": 2, "tensor": 2}, "launch order",
+     r"rank 0 .data 0 tensor 0. .* call 1 of group data \(ranks 0, 2\), all_reduce"),
+    (steps.prefetch, 2, "launch order",
+     r"has issued receive .elements 3 dtype float32. from rank 0"),
 ]  # fmt: skip
 
 
@@ -62,6 +66,23 @@ def test_what_is_wrong_is_named_with_the_stacks_of_both(step, axes, kind, text):
     assert stacks == (1 if kind == "missing" else len(report.finding.ranks))
     assert str(report).count("lint_steps.py") >= stacks
     assert "harness/lint/" not in str(report)
+
+
+def test_calls_on_two_groups_in_one_order_or_waited_for_pass():
+    lint(steps.one_order, {"data": 2, "tensor": 2}).check()
+
+
+def test_torch_ddp_runs_as_a_step():
+    """Its reducer takes the future of each bucket's work; gradients are the mean."""
+    report = lint(steps.torch_ddp, 2).check()
+    (mean, alone), (same, other) = report.results
+    assert torch.equal(mean, same) and torch.allclose(mean, (alone + other) / 2, atol=1e-12)
+    assert not torch.allclose(alone, other)
+    assert report.kinds[0].num_calls >= 4
+
+
+def test_a_future_outside_of_a_backward_is_done_at_once():
+    lint(steps.futures, 3).check()
 
 
 def test_the_rank_that_raised_comes_first_and_the_others_end():
@@ -96,11 +117,16 @@ def state() -> tuple:
     return (
         dist.distributed_c10d._world, dist.distributed_c10d._hash_ranks_to_str, sys.excepthook,
         dist.is_initialized(), tpc.is_set, dict(vars(calls)), torch.initial_seed(),
-        torch.get_rng_state().sum().item(),
+        torch.get_rng_state().sum().item(), torch.get_default_dtype(), torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark,
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_float32_matmul_precision(),
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("step", [steps.collectives, steps.sends_first, steps.raising])
+@pytest.mark.parametrize(
+    "step", [steps.collectives, steps.sends_first, steps.raising, steps.settings]
+)
 def test_nothing_is_left_behind(step):
     before = state()
     lint(step, 2 if step is steps.sends_first else 3)

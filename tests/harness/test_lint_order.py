@@ -75,11 +75,32 @@ def test_two_groups_in_different_orders_are_a_circle():
     finding = run(one, other, other, one, topo=GRID).finding
     assert finding.kind == "cycle" and len(finding.ranks) >= 2
     assert "rank 0 (data 0 tensor 0) waits in call 1 of group tensor (ranks 0, 1)" in str(finding)
-    asynchronous = [Collective(op.group, op.calls, blocks=False) for op in one]
-    assert run(
-        [*asynchronous, Wait()], [*asynchronous[::-1], Wait()],
-        [*asynchronous[::-1], Wait()], [*asynchronous, Wait()], topo=GRID,
-    ).ok  # fmt: skip
+
+
+def test_calls_under_way_on_two_groups_have_one_launch_order():
+    """Nobody waits between them, but a device that runs one after another would."""
+    one = [Collective(mode, (SUM,), blocks=False) for mode in ("tensor", "data")]
+    there, back = [*one, Wait()], [*one[::-1], Wait()]
+    finding = run(there, back, back, there, topo=GRID).finding
+    assert finding.kind == "launch order" and set(finding.ranks) == {0, 1, 2, 3}
+    assert str(finding).count("stack of rank") >= 4
+    assert "has issued call 1 of group tensor (ranks 0, 1), all_reduce" in str(finding) or (
+        "waits in call 1 of group tensor (ranks 0, 1), all_reduce" in str(finding)
+    )
+    assert run(there, there, there, there, topo=GRID).ok
+    # one rank apart from the others makes no circle
+    assert run(there, back, back, back, topo=GRID).ok
+    # waited for in between, the orders of each group are all that counts
+    apart = [one[0], Wait(), one[1], Wait()]
+    assert run(apart, apart, there, there, topo=GRID).ok
+
+
+def test_a_way_longer_than_pythons_stack_is_told():
+    """Each rank waits for a message of the next, the last one for the first."""
+    size = 1500
+    ring = [[Messages("world", (receive((r + 1) % size),))] for r in range(size)]
+    finding = run(*ring).finding
+    assert finding.kind == "cycle" and len(finding.ranks) == size
 
 
 def test_sends_are_not_buffered():
@@ -102,7 +123,8 @@ def test_a_message_behind_a_collective_of_its_group_waits_for_it():
     apart = [Messages("data", (receive(1),)), *late[1:]], [early[0], Messages("data", (send(0),))]
     programs = [Program(tuple(ops), {"world": ((0, 1), ""), "data": ((0, 1), "own")})
                 for ops in apart]  # fmt: skip
-    assert check(programs, topology([("data", 2)], 2)).ok
+    finding = check(programs, topology([("data", 2)], 2)).finding
+    assert finding.kind == "launch order", "two groups, but they may share a device"
 
 
 def test_what_a_rank_that_returned_did_not_do_is_missing():

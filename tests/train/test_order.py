@@ -144,19 +144,29 @@ def trial_of(plan: Plan) -> Report:
     return lint(step, plan.topology)
 
 
-def test_a_tied_gradient_on_the_group_of_the_messages_is_found(monkeypatch):
-    """The bucket leaves on the last stage before the message that the first one waits for; NCCL
-    has one stream for both, gloo would let it pass."""
-    plan = plan_of("pipe2-tied")
-    monkeypatch.setattr(builder, "_message_group", lambda layouts: tpc.get_group("pipe"))
-    programs = [StepPrograms(plan).of(rank) for rank in range(2)]
-    shared = [
-        replace(p, groups={word: (ranks, "") for word, (ranks, _) in p.groups.items()})
-        for p in programs
-    ]
-    for report in (trial_of(plan), check(shared, plan.topology)):
-        assert report.finding.kind == "cycle" and set(report.finding.ranks) == {0, 1}
+@pytest.mark.parametrize(
+    ("case", "kind"), [("pipe2-tied", "cycle"), ("data2xpipe2-tied", "launch order")]
+)
+def test_a_tied_gradient_that_does_not_leave_last_is_found(case, kind, monkeypatch):
+    """It leaves on the last stage before the message that the first one waits for: with one
+    replica on the group of the messages, with more on one that may share the device with it."""
+    plan = plan_of(case)
+    programs = [StepPrograms(plan).of(rank) for rank in range(plan.world_size)]
+    assert check(programs, plan.topology).ok
+    made = builder.Shared
+    monkeypatch.setattr(builder, "Shared", lambda *args, last: made(*args))
+    for report in (trial_of(plan), check(list(map(not_last, programs)), plan.topology)):
+        assert report.finding.kind == kind
         assert "all_reduce" in str(report) and "waits in receive" in str(report)
+
+
+def not_last(program: Program) -> Program:
+    """The same where the gradients leave as soon as they are there."""
+    gradients = [op for op in program.ops if getattr(op, "label", "") == "gradients"]
+    rest = [op for op in program.ops if op not in gradients]
+    at = max(i for i, op in enumerate(rest) if isinstance(op, Messages))
+    at += rest[at].parts[0].call.operation == "receive"
+    return replace(program, ops=(*rest[:at], *gradients, *rest[at:]))
 
 
 def test_a_tied_weight_whose_stages_reduce_in_two_orders_is_found():

@@ -124,10 +124,7 @@ class NaiveDDP(nn.Module):
         layout = self._layouts.get(name)
         if layout is None:
             return self._group
-        ranks = self._ranks(layout)
-        # what a stage sends must not wait behind the bucket of a weight that all stages share
-        sends = len(layout.stages) > 1 and ranks == tuple(tpc.get_ranks_in_group("pipe"))
-        return tpc.groups.of(ranks, use="gradients" if sends else "")
+        return tpc.groups.of(self._ranks(layout))
 
     @staticmethod
     def _ranks(layout: Layout) -> tuple[int, ...]:
@@ -142,7 +139,7 @@ class NaiveDDP(nn.Module):
             divide = group.size()
         else:
             divide = num_replicas(layout, tpc.topology.view(layout.view))
-        return Shared(name, parameter, group, divide)
+        return Shared(name, parameter, group, divide, last=_is_tied(layout))
 
     def _own_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.module.named_parameters() if n not in self._ignored]
@@ -160,6 +157,10 @@ class NaiveDDP(nn.Module):
             for name, buffer in self.module.named_buffers():
                 if name not in self._ignored:
                     self._equalise(buffer, self._group)
+
+
+def _is_tied(layout: Layout | None) -> bool:
+    return layout is not None and len(layout.stages) > 1
 
 
 def _batch_group() -> Group:

@@ -2,8 +2,8 @@
 
 A parameter's hook runs when its gradient is complete for this backward. The gradient lives
 in a flat bucket of which `.grad` is a view; a fresh one (after `set_to_none`) is copied in
-and dropped. A bucket leaves when its members are complete and all buckets before it have left,
-so every rank issues the same collectives in the same order whatever its graph looks like.
+and dropped. A bucket leaves when its members are complete and all before it have left, or, if it
+is `last` (shared.py), in `finish`: every rank issues the same collectives in the same order.
 
 Which backward counts. `watch` hangs a hook on a module's outputs. The first such hook to run in
 a backward *arms* the reducer for that backward (autograd calls it a graph task) and asks the
@@ -34,7 +34,7 @@ from torchdistpackage.errors import CommError
 
 
 class Phase(Enum):
-    """IDLE: no bucket has left. REDUCING: buckets may leave. SENT: all have left."""
+    """IDLE: no bucket has left. REDUCING: buckets may leave. SENT: all early ones have left."""
 
     IDLE = "idle"
     REDUCING = "reducing"
@@ -45,9 +45,8 @@ class Reducer:
     """Owns the gradients of its parameters; see the module's text.
 
     cap_bytes: size of a bucket. num_backwards: a reduction is due in every so manieth backward.
-    overlap: False lets all buckets leave at the end. strict: raise on every rank, by name, for
-    parameters that some rank did not use. on_launch: called with the number of each bucket that
-    leaves, for those who record.
+    overlap: False lets all leave at the end. strict: raise on every rank, by name, for parameters
+    that some rank did not use. on_launch: called with the number of each that leaves.
     """
 
     def __init__(
@@ -67,7 +66,9 @@ class Reducer:
             Entry(i, s.parameter.numel(), s.parameter.element_size(), s.key)
             for i, s in enumerate(self._shared)
         ]
-        self._buckets = plan(entries, cap_bytes)
+        last = [s.last for s in self._shared]
+        self._buckets = sorted(plan(entries, cap_bytes), key=lambda b: last[b.members[0]])
+        self._num_early = sum(not last[b.members[0]] for b in self._buckets)
         self._flats = [self._flat(bucket) for bucket in self._buckets]
         self._views: list[Tensor] = [torch.empty(0)] * len(self._shared)
         self._bucket_of = [0] * len(self._shared)
@@ -142,7 +143,7 @@ class Reducer:
             if not self._open:
                 return
             self._begin(Phase.REDUCING)
-        self._launch_rest()
+        self._launch_until(len(self._buckets))
         for b, pending in enumerate(self._pending):
             assert pending is not None
             pending.wait()
@@ -191,7 +192,7 @@ class Reducer:
             return
         self._task = -1
         if self._phase is Phase.REDUCING:
-            self._launch_rest()
+            self._launch_until(self._num_early)
             if wait:
                 self.finish()
 
@@ -222,15 +223,14 @@ class Reducer:
         if self._late[i] or self._learning or not self._overlap:
             return
         self._missing[b] -= 1
-        while self._next < len(self._buckets) and self._missing[self._next] == 0:
+        while self._next < self._num_early and self._missing[self._next] == 0:
             self._launch(self._next)
             self._next += 1
 
-    def _launch_rest(self) -> None:
-        for b in range(self._next, len(self._buckets)):
+    def _launch_until(self, end: int) -> None:
+        for b in range(self._next, end):
             self._launch(b)
-        self._next = len(self._buckets)
-        self._phase = Phase.SENT
+        self._next, self._phase = end, Phase.SENT
 
     def _launch(self, b: int) -> None:
         bucket, flat = self._buckets[b], self._flats[b]

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.random import seed_rank
 from torchdistpackage.comm.record import calls
 from torchdistpackage.comm.tpc import tpc
@@ -47,7 +46,7 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
     tpc.setup(plan.topology, rank, timeout_s=slow)
     seed_rank(config.run.seed, plan.topology.dense, rank)
     stage, layouts, loss = _stage(plan, device)
-    pipe = _message_group(layouts)
+    pipe = tpc.get_group("pipe")
 
     def executor(schedule: str) -> Executor:
         micro = config.pipeline.microbatches
@@ -146,19 +145,6 @@ def _equalise(stage: nn.Module) -> None:
             primitives.broadcast(x.data, group)
 
 
-def _message_group(layouts: dict[str, Layout]) -> Group:
-    """The pipe group; one of its own where the same ranks also sum the gradient of a tied weight.
-
-    A bucket that leaves early on one stage would stand before its messages, for which the other
-    stage waits before it comes to that bucket.
-    """
-    ranks = tuple(tpc.get_ranks_in_group("pipe"))
-    views = ((layout, tpc.topology.view(layout.view)) for layout in layouts.values())
-    if len(ranks) > 1 and ranks in (gradient_ranks(lay, mesh, tpc.rank) for lay, mesh in views):
-        return tpc.groups.of(ranks, use="messages")
-    return tpc.get_group("pipe")
-
-
 def _reducer(stage: nn.Module, layouts: dict[str, Layout]) -> Reducer:
     """Gradients are summed, over what each layout says; the step divides by the tokens."""
     ranks = {
@@ -167,7 +153,7 @@ def _reducer(stage: nn.Module, layouts: dict[str, Layout]) -> Reducer:
     }
     tpc.groups.prepare(ranks.values())
     shared = [
-        Shared(name, parameter, tpc.groups.of(ranks[name]))
+        Shared(name, parameter, tpc.groups.of(ranks[name]), last=len(layouts[name].stages) > 1)
         for name, parameter in stage.named_parameters()
         if parameter.requires_grad
     ]

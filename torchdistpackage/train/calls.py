@@ -5,7 +5,7 @@ a test holds the two together, call by call. Not in it: what a rank does before 
 beside its steps (groups, initial weights, checkpoints).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import cache
 
 from torchdistpackage.ddp.buckets import Bucket, Entry
@@ -21,7 +21,7 @@ from torchdistpackage.harness.lint.programs import (
     check,
 )
 from torchdistpackage.harness.lint.report import Report
-from torchdistpackage.layout.derive import gradient_ranks, num_elements
+from torchdistpackage.layout.derive import gradient_axes, gradient_ranks, num_elements
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.schedule.actions import Action, Batch, Kind
 from torchdistpackage.train.plan import BUCKET_BYTES, Plan
@@ -59,6 +59,7 @@ class StepPrograms:
             config.parallel.sequence_parallel,
             config.precision.dtype if config.precision.dtype != "bf16" else "as autocast has it",
         )
+        self._ranks: dict[Hashable, tuple[int, ...]] = {}
         self._by_role: dict[tuple[int, int], tuple[tuple[Op, ...], list[tuple[str, Layout]]]] = {}
 
     @property
@@ -86,11 +87,7 @@ class StepPrograms:
             "world": (range(self._mesh.size), ""),
         }
         for name, layout in shared:
-            ranks = gradient_ranks(layout, self._plan.topology.view(layout.view), rank)
-            groups[name] = ranks, ""
-            if tuple(groups["pipe"][0]) == ranks:
-                # as train/build.py has it, see there
-                groups["pipe"] = ranks, "messages"
+            groups[name] = self._gradient_ranks(layout, rank), ""
         return Program(ops, groups)
 
     def _role(
@@ -102,8 +99,11 @@ class StepPrograms:
         if self._mesh.axis_size(*self._plan.topology.model_axes) > 1:
             ops.append(Collective("model", (gather((1,), "int64"),), label="check of the batch"))
         rounds = self._plan.config.train.accumulate
+        early = [bucket for bucket in buckets if len(bucket[1].stages) == 1]
         for index in range(rounds):
-            ops += self._round(stage, buckets if index == rounds - 1 else [], index == 0)
+            ops += self._round(stage, early if index == rounds - 1 else [], index == 0)
+        # see ddp/shared.py
+        ops += [_reduction(*bucket) for bucket in buckets if bucket not in early]
         ops.append(Wait())
         if self._mesh.size > 1:
             wide = reduction("all_reduce", (STATISTICS,), "float64")
@@ -125,8 +125,7 @@ class StepPrograms:
             if calls:
                 yield Collective("tensor", calls, label=str(step))
             if step in last:
-                for name, _, call in buckets:
-                    yield Collective(name, (call,), blocks=False, label="gradients")
+                yield from (_reduction(*bucket) for bucket in buckets)
 
     def _messages(self, actions: Sequence[Action], label: str, headers: bool) -> Iterator[Op]:
         if headers:
@@ -200,3 +199,18 @@ class StepPrograms:
 
     def _sum(self, bucket: Bucket) -> Call:
         return reduction("all_reduce", (bucket.num_elements,), self._dtype)
+
+    def _gradient_ranks(self, layout: Layout, rank: int) -> tuple[int, ...]:
+        """One tuple for all ranks in it."""
+        mesh = self._plan.topology.view(layout.view)
+        axes, stages = gradient_axes(layout, mesh), tuple(layout.stages)
+        coord = mesh.coord(rank)
+        inside = {*axes, "pipe"} if len(stages) > 1 else {*axes}
+        key = (layout.view, axes, stages, *(i for a, i in coord.items() if a not in inside))
+        if key not in self._ranks:
+            self._ranks[key] = gradient_ranks(layout, mesh, rank)
+        return self._ranks[key]
+
+
+def _reduction(name: str, _: Layout, call: Call) -> Collective:
+    return Collective(name, (call,), blocks=False, label="gradients")

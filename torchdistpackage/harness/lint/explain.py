@@ -26,8 +26,9 @@ class Finding:
     """The first thing that is wrong.
 
     kind: "exception" (a rank raised), "disagreement" (members of a group are not in the same
-        call), "cycle" (ranks wait for each other), "missing" (a call that a rank which has
-        returned never made), "time" (the limit passed).
+        call), "cycle" (ranks wait for each other), "launch order" (they would, if a device ran
+        what it is given one by one), "missing" (a call that a rank which has returned never
+        made), "time" (the limit passed).
     ranks: those it names, the one to look at first in front. text: all of it, with stacks.
     """
 
@@ -128,33 +129,32 @@ def _needs(entry: Entry) -> Iterator[tuple[int | Entry, Message | None]]:
 def _search(board: Board, start: Entry, kind: str) -> Path | None:
     """The way from `start` to a rank that has ended, or to an entry that is on the way already."""
     path: Path = []
-    seen: set[int] = set()
-
-    def go(entry: Entry) -> bool:
-        if kind == "cycle" and (at := _at(path, entry)) is not None:
-            del path[:at]
-            return True
-        if id(entry) in seen:
-            return False
-        seen.add(id(entry))
-        for needed, message in _needs(entry):
-            path.append((entry, needed, message))
-            if isinstance(needed, Entry):
-                found = go(needed)
-            elif needed in board.ended:
-                found = kind == "missing"
-            else:
-                found = needed in board.waiting and go(board.waiting[needed])
-            if found:
-                return True
-            path.pop()
-        return False
-
-    return path if go(start) else None
-
-
-def _at(path: Path, entry: Entry) -> int | None:
-    return next((i for i, step in enumerate(path) if step[0] is entry), None)
+    # no recursion: a way may be longer than Python's stack
+    ways = [(start, _needs(start))]
+    seen, place = {start}, {start: 0}
+    while ways:
+        entry, needs = ways[-1]
+        del path[len(ways) - 1 :]
+        needed, message = next(needs, (None, None))
+        if needed is None:
+            ways.pop()
+            del place[entry]
+            continue
+        path.append((entry, needed, message))
+        if not isinstance(needed, Entry) and needed in board.ended:
+            if kind == "missing":
+                return path
+            continue
+        then = needed if isinstance(needed, Entry) else board.waiting.get(needed)
+        if then is None:
+            continue
+        if kind == "cycle" and then in place:
+            return path[place[then] :]
+        if then not in seen:
+            seen.add(then)
+            place[then] = len(ways)
+            ways.append((then, _needs(then)))
+    return None
 
 
 def _told(board: Board, path: Path, kind: str, name: Name) -> Finding:
@@ -167,7 +167,7 @@ def _told(board: Board, path: Path, kind: str, name: Name) -> Finding:
         what = _spoken(entry, name, message)
         does = "waits in" if board.waiting.get(entry.rank) is entry else "has issued"
         if rank == entry.rank:
-            line = f"{does} {what}, which stands behind an earlier call of its own on that group"
+            line = f"{does} {what}, which stands behind an earlier call of its own"
         elif isinstance(needed, Entry):
             line = f"{does} {what}, to which {name(rank)} comes after a call that is not done:"
         elif entry.calls:

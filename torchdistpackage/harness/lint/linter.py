@@ -1,8 +1,8 @@
 """`lint`: a step of every rank, run as threads of this process, proved to be in one order.
 
 One rule: the step is the real one. It talks over an in-memory transport that delivers, under
-the strictest meaning that a transport may give its calls (order.py); the process is afterwards
-as it was before.
+the strictest meaning that a transport may give its calls: within a group (order.py), and, once it
+has come to its end, over all groups of a device (launch.py). The process is afterwards as it was.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.harness.lint import delivery
+from torchdistpackage.harness.lint.launch import launch_order
 from torchdistpackage.harness.lint.order import Board
 from torchdistpackage.harness.lint.report import Report, group_kinds, group_name, rank_name
 from torchdistpackage.harness.lint.threads import Threads
 from torchdistpackage.harness.lint.transport import BACKEND, Wire, attach, carry
-from torchdistpackage.harness.lint.worlds import worlds
+from torchdistpackage.harness.lint.worlds import settings_kept, worlds
 from torchdistpackage.topology.views import Size, Topology, topology
 
 Axes = Topology | Mapping[str, int] | Sequence[tuple[str, Size]] | int
@@ -34,7 +35,8 @@ def lint(step: Callable[[int], object], axes: Axes, *, limit_s: float = 60.0) ->
 
     Proved is: the members of each group make the same calls on it in the same order (operation,
     shape, dtype, reduce operation, root), every message has its other end, and nobody waits in a
-    circle. It holds for what this step did with its data, not for branches that it did not take.
+    circle, also where a device runs all that it was given, on whatever group, one by one.
+    It holds for what this step did with its data, not for branches that it did not take.
 
     Raises:
         TopologyError: the axes are no layout.
@@ -43,10 +45,15 @@ def lint(step: Callable[[int], object], axes: Axes, *, limit_s: float = 60.0) ->
     layout = _topology(axes)
     size = layout.world_size
     name = partial(rank_name, layout)
-    with worlds() as torch_worlds:
+    with worlds() as torch_worlds, settings_kept():
         board = Board(met=delivery.deliver, matched=carry, done=lambda entry: threads.done(entry))
         threads = Threads(size, board, name, limit_s)
-        wire = Wire(threads, partial(group_name, layout), calls=[[] for _ in range(size)])
+        wire = Wire(
+            threads,
+            partial(group_name, layout),
+            calls=[[] for _ in range(size)],
+            traces=[[] for _ in range(size)],
+        )
         store = dist.HashStore()
 
         def body(rank: int) -> object:
@@ -60,7 +67,7 @@ def lint(step: Callable[[int], object], axes: Axes, *, limit_s: float = 60.0) ->
         results = threads.run(body)
     return Report(
         topology=layout,
-        finding=threads.finding,
+        finding=threads.finding or launch_order(wire.traces, name),
         kinds=group_kinds(group for _, group in wire.made.values()),
         results=tuple(results),
         calls=tuple(tuple((g.ranks, call, peer) for g, call, peer in c) for c in wire.calls),

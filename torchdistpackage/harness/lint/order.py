@@ -2,14 +2,15 @@
 
 One rule: nothing is ever helped along. A collective is done when all members have entered it, a
 message when its receive has been posted, and what a rank has issued on a group is done in the order
-in which it was issued, as on the one stream that NCCL gives a group. What passes here
-passes on every transport; a buffer only ever does more. No torch.
+in which it was issued, as on the one stream that NCCL gives a group. A buffer only ever does more.
+No torch.
 
+Groups may share their queues (`launch.py`): then all that a rank has issued is done in one order.
 Calls may come from threads that run (`threads.py`) or from programs on paper (`programs.py`).
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -34,11 +35,12 @@ class Group:
     """The ranks of one group, and what each of them has issued on it and is not yet done.
 
     name: what people call it, such as `data`. num_calls: collectives that met; num_messages alike.
+    queues: of each rank, where they are not this group's alone.
     """
 
-    def __init__(self, ranks: Sequence[int], name: str = ""):
+    def __init__(self, ranks: Sequence[int], name: str = "", queues: "Queues | None" = None):
         self.ranks, self.name = tuple(ranks), name
-        self.queues: dict[int, deque[Entry]] = {rank: deque() for rank in ranks}
+        self.queues: Queues = {rank: deque() for rank in ranks} if queues is None else queues
         self.issued = dict.fromkeys(ranks, 0)
         self.meetings: dict[int, dict[int, Entry]] = {}
         self.posted: defaultdict[Hashable, deque[Message]] = defaultdict(deque)
@@ -105,6 +107,10 @@ class Entry:
         self.payload, self.open = payload, num_messages
         self.number = 0
         self.done = False
+
+
+Queues = Mapping[int, deque[Entry]]
+"""What each rank has issued and is not done, oldest first."""
 
 
 class Disagreement(Exception):

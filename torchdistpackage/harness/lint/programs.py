@@ -7,13 +7,13 @@ Ranks share operations: what two of them do alike is one tuple, and a run of col
 block one by one on one group is one meeting, so that thousands of ranks take seconds.
 """
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from torchdistpackage.harness.lint.explain import Finding, disagreement, stuck
-from torchdistpackage.harness.lint.order import Board, Call, Disagreement, Entry, Group, Message
+from torchdistpackage.harness.lint.explain import Finding
+from torchdistpackage.harness.lint.launch import as_launch_order, drive, one_queue
+from torchdistpackage.harness.lint.order import Board, Call, Entry, Group, Message
 from torchdistpackage.harness.lint.report import Report, group_kinds, group_name, rank_name
 from torchdistpackage.topology.views import Topology
 
@@ -69,48 +69,41 @@ class Program:
 
 def check(programs: Sequence[Program], topology: Topology, unknown: Sequence[str] = ()) -> Report:
     """Whether all programs, one a rank, agree in every group and come to their end."""
-    finding, groups = _run(programs, topology)
-    if finding is not None and any(_is_run(op) for program in programs for op in program.ops):
-        # one by one, so that the call is named in which they part
-        finding, groups = _run([_opened(program) for program in programs], topology)
+    finding, groups = _run(programs, topology, in_one_queue=True)
+    if finding is not None:
+        # the strictest reading fails; is it that alone?
+        strict, (finding, groups) = finding, _run(programs, topology)
+        if finding is None:
+            finding = as_launch_order(strict)
+        elif any(_is_run(op) for program in programs for op in program.ops):
+            # one by one, so that the call is named in which they part
+            finding, groups = _run([_opened(program) for program in programs], topology)
     return Report(topology, finding, group_kinds(groups), tuple(unknown))
 
 
-def _run(programs: Sequence[Program], topology: Topology) -> tuple[Finding | None, list[Group]]:
-    name = partial(rank_name, topology)
-    ready = deque(range(len(programs)))
-    runs: list[Iterator[Entry]] = []
-
-    def done(entry: Entry) -> None:
-        if board.waiting.get(entry.rank) is entry:
-            del board.waiting[entry.rank]
-            ready.append(entry.rank)
-
-    board = Board(done=done)
+def _run(
+    programs: Sequence[Program], topology: Topology, in_one_queue: bool = False
+) -> tuple[Finding | None, list[Group]]:
+    queues = one_queue(len(programs)) if in_one_queue else None
     groups: dict[tuple[tuple[int, ...], str], Group] = {}
-    for rank, program in enumerate(programs):
-        own: dict[str, Group] = {}
-        for word, (ranks, use) in program.groups.items():
+    # many ranks have the same list; to hash it for each of them takes longer than all the rest
+    seen: dict[tuple[int, str], Group] = {}
+
+    def group_of(ranks: Sequence[int], use: str) -> Group:
+        if (id(ranks), use) not in seen:
             key = (tuple(ranks), use)
             if key not in groups:
-                groups[key] = Group(ranks, group_name(topology, key[0]))
-            own[word] = groups[key]
-        runs.append(_steps(board, rank, program.ops, own))
-    try:
-        while ready:
-            rank = ready.popleft()
-            entry = next(runs[rank], None)
-            if entry is None:
-                board.ended.add(rank)
-            elif entry.done:
-                ready.append(rank)
-            else:
-                board.waiting[rank] = entry
-    except Disagreement as found:
-        return disagreement(found, name), list(groups.values())
-    left = [board.waiting[rank] for rank in sorted(board.waiting)]
-    left = left or board.leftovers(list(groups.values()))
-    return (stuck(board, left, name) if left else None), list(groups.values())
+                groups[key] = Group(ranks, group_name(topology, key[0]), queues)
+            seen[id(ranks), use] = groups[key]
+        return seen[id(ranks), use]
+
+    own = [{word: group_of(*g) for word, g in program.groups.items()} for program in programs]
+
+    def runs(board: Board) -> list[Iterator[Entry]]:
+        return [_steps(board, rank, p.ops, own[rank]) for rank, p in enumerate(programs)]
+
+    found = drive(runs, list(groups.values()), partial(rank_name, topology))
+    return found, list(groups.values())
 
 
 def _steps(

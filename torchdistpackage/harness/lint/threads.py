@@ -127,6 +127,7 @@ class Threads:
 
     def done(self, entry: Entry) -> None:
         """The board says so, from inside `act`."""
+        entry.payload = None
         if self.board.waiting.get(entry.rank) is entry:
             del self.board.waiting[entry.rank]
             self._ready.append(entry.rank)

@@ -5,9 +5,7 @@ One rule: this file translates and moves nothing along. When a call is done the 
 """
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
+from collections.abc import Sequence
 from functools import partial
 
 import torch.distributed as dist
@@ -19,55 +17,9 @@ from torchdistpackage.harness.lint import delivery
 from torchdistpackage.harness.lint.delivery import Payload, op_name
 from torchdistpackage.harness.lint.order import Call, Entry, Facts, Group, Message, Where
 from torchdistpackage.harness.lint.stacks import stack_here
-from torchdistpackage.harness.lint.threads import Threads
+from torchdistpackage.harness.lint.work import ThreadWork, Wire
 
 BACKEND = "threads"
-
-
-@dataclass
-class Wire:
-    """What the groups of one lint share.
-
-    label: for the ranks of a group what people call it. made: for torch's name and the ranks of a
-    group where its members meet to make it, and where afterwards.
-    """
-
-    threads: Threads
-    label: Callable[[tuple[int, ...]], str]
-    made: dict[tuple[str, tuple[int, ...]], tuple[Group, Group]] = field(default_factory=dict)
-    calls: list[list[tuple[Group, Call, int | None]]] = field(default_factory=list)
-    """Each rank's calls in order: group, call, and for a message its peer."""
-
-
-class ThreadWork(dist.Work):
-    """Handle of a call: `wait` lets other ranks run until it is done."""
-
-    def __init__(self, threads: Threads, entry: Entry, message: Message | None = None):
-        super().__init__()
-        self._threads, self._entry, self._message = threads, entry, message
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self._threads.wait(self._entry.rank, self._entry)
-        return True
-
-    def is_completed(self) -> bool:
-        if not self._entry.done:
-            self._threads.pause(self._entry.rank)
-        return self._entry.done
-
-    def is_success(self) -> bool:
-        return self._entry.done
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def _source_rank(self) -> int:
-        message = self._message
-        if message is None or message.payload[1][0] is None:
-            return -1
-        return self._entry.group.ranks.index(message.payload[1][0])
-
-    source_rank = _source_rank
 
 
 class ThreadGroup(dist.ProcessGroup):
@@ -184,23 +136,23 @@ class ThreadGroup(dist.ProcessGroup):
 
     def _enter(self, operation: str, facts: Facts, payload: Payload) -> ThreadWork:
         threads, call = self._wire.threads, Call(operation, facts)
-        where, _ = stack_here()
+        where, _ = self._wire.stack()
         entry = Entry(self._global_rank, self._group, (call,), where=where, payload=payload)
         self._note(call, None)
         threads.act(entry.rank, partial(threads.board.issue, entry))
-        return ThreadWork(threads, entry)
+        self._wire.note(entry)
+        return ThreadWork(self._wire, entry, payload.outputs or payload.inputs)
 
     def _post(
         self, operation: str, x: Tensor, source: int | None, target: int, tag: int
     ) -> ThreadWork:
         threads, call = self._wire.threads, Call(operation, _as_many([x]))
-        where, batch = stack_here()
-        found: list[int | None] = [None]
-        message = Message(call, source, target, tag, where, (x, found))
+        where, batch = self._wire.stack()
+        message = Message(call, source, target, tag, where, x)
         self._note(call, message.peer)
         entry = self._entry_for(batch, where)
         threads.act(entry.rank, partial(threads.board.post, entry, message))
-        return ThreadWork(threads, entry, message)
+        return ThreadWork(self._wire, entry, [x], message)
 
     def _entry_for(self, batch: object, where: Where) -> Entry:
         """The entry that a message belongs to: its batch's, or one of its own."""
@@ -214,6 +166,7 @@ class ThreadGroup(dist.ProcessGroup):
         entry = Entry(self._global_rank, self._group, (), num_messages, where)
         self._batch = (batch, entry, num_messages - 1) if num_messages > 1 else None
         threads.act(entry.rank, partial(threads.board.issue, entry))
+        self._wire.note(entry)
         return entry
 
     def _note(self, call: Call, peer: int | None) -> None:
@@ -224,10 +177,10 @@ class ThreadGroup(dist.ProcessGroup):
 
 
 def carry(send: Message, receive: Message) -> None:
-    """Move the data of a message."""
-    (x, _), (room, found) = send.payload, receive.payload  # type: ignore[misc]
-    delivery.copy(x, room)
-    found[0] = send.source
+    """Move the data of a message, whose receiver then knows from whom it is."""
+    delivery.copy(send.payload, receive.payload)  # type: ignore[arg-type]
+    receive.source = send.source
+    send.payload = receive.payload = None
 
 
 def make_group(wire: Wire, name: str, ranks: Sequence[int], index: int) -> ThreadGroup:

@@ -82,3 +82,25 @@ def worlds() -> Iterator[_Worlds]:
         rank = own.default_pg.rank() if own.default_pg is not None else -1
         torch._C._distributed_c10d._set_global_rank(rank)
         _one_at_a_time.release()
+
+
+@contextmanager
+def settings_kept() -> Iterator[None]:
+    """What a step commonly sets for all of its process is afterwards as it was.
+
+    Ranks share it meanwhile, as they share the process.
+    """
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn = torch.backends.cudnn
+    flags = cudnn.deterministic, cudnn.benchmark
+    precision = torch.get_float32_matmul_precision()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        cudnn.deterministic, cudnn.benchmark = flags
+        torch.set_float32_matmul_precision(precision)

@@ -1,0 +1,100 @@
+"""Whether all ends if each device runs what it is given one by one, whatever the groups.
+
+One rule: it is the board once more, with one queue a rank instead of one a rank and group. NCCL
+asks for it: kernels of several communicators wait on a device for room that others hold, so
+groups whose ranks issue on them in different orders may stop for ever, though each group sees one
+order. What ends with one queue ends with several, for a queue only ever holds back. No torch.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from torchdistpackage.harness.lint.explain import Finding, Name, disagreement, stuck
+from torchdistpackage.harness.lint.order import (
+    Board,
+    Disagreement,
+    Entry,
+    Group,
+    Message,
+    Queues,
+)
+
+Trace = Sequence[tuple[Entry, bool]]
+"""What a rank did, in order: an entry, and whether it waited for it (or else issued it)."""
+
+HEAD = (
+    "ranks issue on groups that they share in different orders; a device that runs what it is "
+    "given one by one, as NCCL may, stops for ever. Issue in one order on all ranks, or wait for "
+    "the first before the second:\n"
+)
+
+
+def one_queue(num_ranks: int) -> Queues:
+    """For all groups of `num_ranks` ranks together."""
+    return {rank: deque() for rank in range(num_ranks)}
+
+
+def launch_order(traces: Sequence[Trace], name: Name) -> Finding | None:
+    """What stops if all that ranks did, which came to its end, is run with one queue a rank."""
+    queues, groups = one_queue(len(traces)), dict[Group, Group]()
+    for trace in traces:
+        for entry, _ in trace:
+            old = entry.group
+            if old not in groups:
+                groups[old] = Group(old.ranks, old.name, queues)
+
+    def runs(board: Board) -> list[Iterator[Entry]]:
+        return [_again(board, trace, groups) for trace in traces]
+
+    found = drive(runs, list(groups.values()), name)
+    return None if found is None else as_launch_order(found)
+
+
+def as_launch_order(found: Finding) -> Finding:
+    """A circle that is there only with one queue a rank, called what it is."""
+    return replace(found, kind="launch order", text=HEAD + found.text)
+
+
+def drive(
+    start: Callable[[Board], Sequence[Iterator[Entry]]], groups: Sequence[Group], name: Name
+) -> Finding | None:
+    """Run every rank's calls on a board; a rank gives each entry that it waits for."""
+    ready: deque[int] = deque()
+
+    def done(entry: Entry) -> None:
+        if board.waiting.get(entry.rank) is entry:
+            del board.waiting[entry.rank]
+            ready.append(entry.rank)
+
+    board = Board(done=done)
+    runs = start(board)
+    ready.extend(range(len(runs)))
+    try:
+        while ready:
+            rank = ready.popleft()
+            entry = next(runs[rank], None)
+            if entry is None:
+                board.ended.add(rank)
+            elif entry.done:
+                ready.append(rank)
+            else:
+                board.waiting[rank] = entry
+    except Disagreement as found:
+        return disagreement(found, name)
+    left = [board.waiting[rank] for rank in sorted(board.waiting)] or board.leftovers(groups)
+    return stuck(board, left, name) if left else None
+
+
+def _again(board: Board, trace: Trace, groups: dict[Group, Group]) -> Iterator[Entry]:
+    """The same entries on other groups; gives those that are waited for."""
+    new: dict[Entry, Entry] = {}
+    for entry, is_wait in trace:
+        if is_wait:
+            yield new[entry]
+            continue
+        group, parts = groups[entry.group], entry.messages
+        again = new[entry] = Entry(entry.rank, group, entry.calls, len(parts), entry.where)
+        board.issue(again)
+        for m in parts:
+            board.post(again, Message(m.call, m.source, m.target, m.tag, m.where))

@@ -1,0 +1,95 @@
+"""What a call leaves behind: its handle, and its place in what each rank did.
+
+One rule: whoever waits for a handle lets other ranks run until the call is done, and everything
+that is issued or waited for is written down, in order, for the check that comes after (launch.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchdistpackage.harness.lint.order import Call, Entry, Group, Message, Where
+from torchdistpackage.harness.lint.stacks import stack_here
+from torchdistpackage.harness.lint.threads import Threads
+
+
+@dataclass
+class Wire:
+    """What the groups of one lint share.
+
+    label: for the ranks of a group what people call it. made: for torch's name and the ranks of a
+    group where its members meet to make it, and where afterwards.
+    """
+
+    threads: Threads
+    label: Callable[[tuple[int, ...]], str]
+    made: dict[tuple[str, tuple[int, ...]], tuple[Group, Group]] = field(default_factory=dict)
+    calls: list[list[tuple[Group, Call, int | None]]] = field(default_factory=list)
+    """Each rank's calls in order: group, call, and for a message its peer."""
+    traces: list[list[tuple[Entry, bool]]] = field(default_factory=list)
+    """The same for launch.py."""
+    stacks: dict[Where, Where] = field(default_factory=dict)
+    """One of each, for a step makes most of its calls in few places."""
+
+    def note(self, entry: Entry, *, waits: bool = False) -> None:
+        self.traces[entry.rank].append((entry, waits))
+
+    def stack(self) -> tuple[Where, object]:
+        where, batch = stack_here()
+        return self.stacks.setdefault(where, where), batch
+
+
+class ThreadWork(dist.Work):
+    """Handle of a call: `wait` lets other ranks run until it is done.
+
+    result: the tensors that the call writes, for its future.
+    """
+
+    def __init__(
+        self, wire: Wire, entry: Entry, result: list[Tensor], message: Message | None = None
+    ):
+        super().__init__()
+        self._wire, self._entry, self._result, self._message = wire, entry, result, message
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._wire.threads.wait(self._entry.rank, self._entry)
+        self._wire.note(self._entry, waits=True)
+        return True
+
+    def is_completed(self) -> bool:
+        if not self._entry.done:
+            self._wire.threads.pause(self._entry.rank)
+        if self._entry.done:
+            self._wire.note(self._entry, waits=True)
+        return self._entry.done
+
+    def is_success(self) -> bool:
+        return self._entry.done
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future:
+        """Done when the backward ends in which it is asked for, else at once: who waits in a future
+        cannot let other ranks run, so the work is waited for before anybody can."""
+        future = torch.futures.Future()
+
+        def settle() -> None:
+            self.wait()
+            future.set_result(self._result)
+
+        if torch._C._current_graph_task_id() == -1:
+            settle()
+        else:
+            torch.autograd.Variable._execution_engine.queue_callback(settle)
+        return future
+
+    def _source_rank(self) -> int:
+        source = None if self._message is None else self._message.source
+        return -1 if source is None else self._entry.group.ranks.index(source)
+
+    source_rank = _source_rank
