@@ -3,12 +3,15 @@
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from torchdistpackage.comm import p2p, primitives
 from torchdistpackage.comm.record import calls
@@ -21,7 +24,12 @@ STEPS, AT = 50, 3
 LONG_S = 60
 
 
+def start_a_worker() -> None:
+    subprocess.Popen(["/bin/sleep", str(LONG_S)])
+
+
 def load_for_ever() -> None:
+    start_a_worker()
     calls.phase = "data"
     time.sleep(LONG_S)
 
@@ -35,6 +43,7 @@ def hold_the_interpreter() -> None:
 
 
 def stop() -> None:
+    start_a_worker()
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -44,6 +53,10 @@ def die() -> None:
 
 def fail() -> None:
     raise ValueError("this rank was told to fail")
+
+
+def leave_by_exit() -> None:
+    sys.exit(3)
 
 
 def receive_from_the_next() -> None:
@@ -68,6 +81,9 @@ FAULTS: dict[str, dict[int, Callable[[], None]]] = {
     "all": {0: load_for_ever, 1: load_for_ever, 2: load_for_ever},
     "raised": {1: fail},
     "lingering": {1: fail},
+    "exits": {1: leave_by_exit},
+    "first": {1: load_for_ever},
+    "raw": {1: load_for_ever},
     "held": {0: hold_the_interpreter},
     "left": {},
     "circle": dict.fromkeys(range(3), receive_from_the_next),
@@ -82,14 +98,18 @@ def rank_main(case: str, folder: str, timeout_s: float) -> None:
     """A rank of the case, up to its end; when its wrong step began stands in a file."""
     rank, world_size, *_ = setup_distributed()
     tpc.setup_process_groups(AXES.get(case, [("data", world_size)]))
+    at, first_s = (1, timeout_s) if case == "first" else (AT, None)
     try:
-        with watch(folder, timeout_s=timeout_s) as w:
+        with watch(folder, timeout_s=timeout_s, first_timeout_s=first_s) as w:
             for step in range(1, AT if (case, rank) == ("left", 1) else STEPS):
                 w.step()
                 calls.phase = "forward"
-                if step == AT:
+                if step == at:
                     Path(folder, f"wrong{rank}").write_text(str(time.time()))
                     FAULTS[case].get(rank, lambda: None)()
+                if case == "raw":
+                    dist.all_reduce(torch.zeros(2, 3))
+                    continue
                 primitives.all_reduce(torch.zeros(2, 3), tpc.get_group("data"))
                 primitives.all_reduce(torch.zeros(1), tpc.get_group("global"))
     finally:
@@ -106,9 +126,30 @@ def well(case: str, folder: str, timeout_s: float) -> None:
             w.step()
             if step == 1:
                 time.sleep(1.5 * timeout_s)  # start-up has its own limit
+            if step == 2 and (child := os.fork()) == 0:
+                sys.exit(0)  # leaves the loop as well, but is no rank
+            if step == 2:
+                assert os.waitpid(child, 0)[1] == 0
+                (mine,) = Path(folder).glob(f"hang.*/rank{rank}@*.json")
+                assert '"state": "here"' in mine.read_text(), "the fork does not speak for it"
             if step == 3:
                 with w.slow():
                     time.sleep(1.5 * timeout_s * rank)
                     primitives.barrier()
             primitives.barrier()
     primitives.barrier()
+
+
+def paced(case: str, folder: str, timeout_s: float) -> None:
+    """A loop of short steps, for as long as its clock says, during which others may stop it."""
+    _, world_size, *_ = setup_distributed(init_timeout_s=LONG_S)
+    tpc.setup_process_groups([("data", world_size)])
+    with watch(folder, timeout_s=timeout_s) as w:
+        for step in range(50):
+            w.step()
+            if step == 10:
+                Path(folder, "begun").touch()
+            end_s = time.thread_time() + 0.1
+            while time.thread_time() < end_s:
+                pass
+            primitives.barrier()

@@ -11,9 +11,9 @@ from tests.harness.failing import fails
 from torchdistpackage.comm import p2p, primitives
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError, LaunchError
+from torchdistpackage.harness.coded import compare
 from torchdistpackage.harness.verify import checks
 from torchdistpackage.harness.verify import run as verify
-from torchdistpackage.harness.verify.coded import compare
 from torchdistpackage.harness.verify.run import test_comm
 
 HOST = socket.gethostname()
@@ -203,7 +203,7 @@ def test_all_pairs_talk_on_request(ranks):
 def in_groups_of_one() -> list[str]:
     tpc.setup_process_groups([("data", 2)])
     seat = checks.Seat(tpc.groups.of([dist.get_rank()]), (dist.get_rank(),), dist.get_rank())
-    found = [(c.name, *pair) for c in checks.collectives(1) for pair in c.run(seat)]
+    found = [(c.name, *pair) for c in checks.collectives() for pair in c.run(seat)]
     return [name for name, got, expected, _ in found if compare(got, expected)]
 
 

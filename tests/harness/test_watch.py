@@ -6,6 +6,7 @@ tests may look at what it left.
 
 import os
 import re
+import signal
 import time
 import timeit
 from collections.abc import Generator
@@ -13,15 +14,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.harness.hanging import AXES, FAULTS
 from tests.processes import survivors
+from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.hang.marks import Clock, Marks
+from torchdistpackage.harness.watch_start import agree_on_start
 from torchdistpackage.launch.children import Child, ForkServer
 
 TIMEOUT_S = 2.5
-FULL = ("several", "all", "lingering", "left", "shape")
+FULL = ("several", "all", "exits", "raw", "lingering", "left", "shape")
 """Cases of the same bodies that the small set does without."""
+LOOPS = ("well", "paced")
+PAIRS = (*LOOPS, "raw", "first")
 
 
 @dataclass
@@ -56,7 +62,7 @@ class Cases:
 
     def _start(self, name: str, folder: Path) -> Case:
         folder.mkdir()
-        case, num = Case(folder), 2 if name == "well" else 4 if name in AXES else 3
+        case, num = Case(folder), 2 if name in PAIRS else 4 if name in AXES else 3
         for rank in range(num):
             env = os.environ | {
                 "RANK": str(rank), "WORLD_SIZE": str(num), "LOCAL_RANK": str(rank),
@@ -64,7 +70,7 @@ class Cases:
                 "TDP_STORE": str(folder / "store"), "TDP_TEST_MARK": str(folder),
             }  # fmt: skip
             with (folder / f"err{rank}").open("wb") as err:
-                target = "tests.harness.hanging:" + ("well" if name == "well" else "rank_main")
+                target = f"tests.harness.hanging:{name if name in LOOPS else 'rank_main'}"
                 args = (name, str(folder), 1.5 if name == "well" else TIMEOUT_S)
                 case.children.append(self._server.spawn(target, args, env=env, stderr=err))
         return case
@@ -83,7 +89,7 @@ class Cases:
 def cases(request, tmp_path_factory) -> Generator[Cases]:
     chosen = {item.callspec.params.get("name") for item in request.session.items
               if item.path == request.path and hasattr(item, "callspec")}  # fmt: skip
-    names = [name for name in (*FAULTS, "well") if name in chosen]
+    names = [name for name in (*FAULTS, *LOOPS) if name in chosen]
     with ForkServer(["torch", "torch.distributed", "tests.harness.hanging"]) as server:
         yield Cases(server, tmp_path_factory.mktemp("watch"), names)
 
@@ -117,9 +123,19 @@ EXPECTED: dict[str, tuple[str, list[str]]] = {
         [r"rank 0 \(data 0 tensor 0 on .*\) is stopped"],
     ),
     "all": (
-        r"rank \d \(data \d on .*\) is in data loading, in a step that has taken \d s",
-        [r"ranks [012], [012]:|ranks 0, 1, 2:", "in load_for_ever"],
+        r"rank 0 \(data 0 on .*\) and ranks 1, 2 are in data loading, in a step that has taken "
+        r"\d s: which of them holds up the others cannot be told",
+        [r"ranks 1, 2:", "in load_for_ever"],
     ),
+    "first": (
+        r"rank 1 \(data 1 on .*\) is in data loading while 1 other rank waits for it",
+        [rf"and may take {TIMEOUT_S:g} s"],
+    ),
+    "raw": (
+        r"rank 1 \(data 1 on .*\) is in data loading, in a step that has taken \d s",
+        ["rank 0:", "in all_reduce"],
+    ),
+    "exits": (r"rank 1 \(data 1 on .*\) left its loop by sys\.exit\(3\)", ["rank 0:"]),
     "raised": (
         r"rank 1 \(data 1 on .*\) raised ValueError: this rank was told to fail",
         ["Traceback", r"line \d+, in fail"],
@@ -180,6 +196,39 @@ def test_a_loop_that_ends_well_is_left_alone_and_leaves_nothing(cases: Cases, na
     assert list(case.folder.glob("hang*")) == []
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["paced"])
+def test_a_suspended_job_is_not_hung(cases: Cases, name: str):
+    """Steps are short, so each rank has made a mark just before it was suspended."""
+    case, end_s = cases.cases[name], time.monotonic() + 60
+    while not (case.folder / "begun").exists():
+        assert time.monotonic() < end_s, case.errors
+        time.sleep(0.02)
+    for signum, pause_s in ((signal.SIGSTOP, 8.0), (signal.SIGCONT, 0.0)):
+        for child in case.children:
+            os.kill(child.pid, signum)
+        time.sleep(pause_s)
+    cases.ended(name)
+    assert [child.exit and child.exit.exit_code for child in case.children] == [0, 0], case.errors
+
+
+def in_folders_of_their_own(folder: str) -> str:
+    rank = dist.get_rank()
+    try:
+        agree_on_start(Path(folder, str(rank)), rank=rank, world_size=2)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_do_not_see_one_folder_are_refused_at_the_start(ranks, tmp_path):
+    """Each would report in the first hang that the other has never come."""
+    for text in ranks(2).run(in_folders_of_their_own, str(tmp_path)):
+        assert re.search(rf"rank 1 on \S+ at {re.escape(str(tmp_path))}/1; name one folder", text)
+        assert f"{tmp_path}/0 makes is not seen by" in text
+    assert list(tmp_path.glob("*/hang*")) == []
+
+
 def test_a_mark_costs_less_than_5_us():
     marks = Marks()
     each_s = min(timeit.repeat(marks.step, number=10_000, repeat=5)) / 10_000
@@ -198,3 +247,8 @@ def test_the_clock_leaves_out_what_the_job_was_suspended(monkeypatch):
     marks.step()
     now_s[0] += 0.5
     assert clock.over_s() == 0.5
+    marks.step()
+    now_s[0] += 3600.0
+    assert clock.over_s() == 0.0, "the mark fell between the last look and the suspension"
+    now_s[0] += 2.0
+    assert clock.over_s() == 2.0

@@ -57,8 +57,8 @@ def test_the_figures_of_both_links_are_in_the_run_folder(submitted):
     }
     assert all(row["verified"] for row in found["rows"]) and len(found["pairs"]["times"]) == 6
     profile = read(paths[1])
-    assert profile.time_s("data", "network", "all_reduce", 2, 10**6) is not None
-    assert profile.time_s("data", "network", "broadcast", 2, 10**6) is None
+    assert profile.line("data", "network", "all_reduce", "float32", 2) is not None
+    assert profile.line("data", "network", "broadcast", "float32", 2) is None
 
 
 def test_a_bandwidth_that_is_missed_fails_the_job_and_ends_its_log(submitted):

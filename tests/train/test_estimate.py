@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.harness.bench.reports import LATENCY_S, PER_BYTE_S, both_links, report
+from tests.harness.bench.reports import LATENCY_S, PER_BYTE_S, both_links, report, row
 from torchdistpackage.config.load import loads
 from torchdistpackage.harness.bench.profile import profile_of
 from torchdistpackage.train.estimate import estimates, timeline_with_messages
@@ -73,6 +73,37 @@ def test_what_nobody_knows_is_not_estimated():
     (found,) = estimates(make_plan(own, 2), PROFILE, None)
     assert found.time_s is None and "once it is built" in found.what
     assert estimates(planned(1), PROFILE, None) == ()
+
+
+def test_beyond_the_sizes_that_were_measured_it_says_so():
+    short = profile_of(report(*both_links("data", (0, 1), "all_reduce")))
+    (near,) = estimates(planned(2, "data=2"), short, None)
+    wide = make_plan(loads(RUN, overrides=["model.dim=1024", "parallel.data=4"], world_size=4), 4)
+    (far,) = estimates(wide, short, None)
+    assert "extrapolated" not in near.what and far.time_s is not None
+    assert far.what.endswith(" MB on the bus, measured up to 1.05 MB)")
+
+
+def test_beyond_sizes_that_made_no_difference_nothing_is_estimated():
+    flat = profile_of(report(*(row("p2p", n, ranks=(0, 1), p50_s=1e-5) for n in (512, 1024))))
+    plan = planned(4, "pipe=4")
+    (found,) = estimates(plan, flat, None)
+    assert found.time_s is None and "profile ends at 0.00 MB, up to which" in found.what
+    assert timeline_with_messages(plan, flat, None, 1.0) is None
+
+
+def test_bf16_sums_gradients_in_float32():
+    rows = [
+        row(operation, size, dtype=dtype, ranks=(0, 1), p50_s=latency_s + size * 1e-9)
+        for operation in ("all_reduce", "p2p")
+        for dtype, latency_s in [("int8", 9.0), ("bf16", 2.0), ("float32", 4.0)]
+        for size in (2**10, 2**20)
+    ]
+    words = ["parallel.pipe=2", "parallel.data=2", "precision.dtype=bf16"]
+    plan = make_plan(loads(RUN, overrides=words, world_size=4), 4)
+    found = {x.axis: x.time_s for x in estimates(plan, profile_of(report(*rows)), None)}
+    assert found["data"] == pytest.approx(4.0, abs=0.1)
+    assert found["pipe"] == pytest.approx(8 * 2.0, abs=0.1)
 
 
 def test_messages_lengthen_the_bubble():

@@ -6,7 +6,6 @@ the C side of faulthandler, and by the other ranks of its host.
 """
 
 import contextlib
-import faulthandler
 import os
 import sys
 import threading
@@ -19,22 +18,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from torchdistpackage.comm import primitives
 from torchdistpackage.comm.record import calls
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.harness.hang.dump import Dump, Folder, Process, State
+from torchdistpackage.harness.hang.c_stacks import CStacks
+from torchdistpackage.harness.hang.dump import Dump, Folder, State
 from torchdistpackage.harness.hang.ending import END_S, Ending
 from torchdistpackage.harness.hang.marks import Clock, Marks
+from torchdistpackage.harness.hang.process import Process
+from torchdistpackage.harness.watch_start import agree_on_start
 from torchdistpackage.launch.failure import from_exception, is_consequence, to_json
 from torchdistpackage.launch.rendezvous import detect
-from torchdistpackage.launch.slurm.files import start_id
 from torchdistpackage.topology.views import Topology
 
 LOOK_S = 1.0
 """Between two looks at the folder."""
-C_STACK_S = 3.0
-"""After which the C side writes the stacks of an interpreter that is held."""
 _FRAMES = 64
 _CALLERS = ("<frozen runpy>", "/torchdistpackage/launch/")
 """Frames that stand before the user's in every stack and tell nothing."""
@@ -45,7 +43,11 @@ def _is_caller(frame: str) -> bool:
 
 
 def watch(
-    folder: str | Path, *, timeout_s: float = 120.0, slow_timeout_s: float | None = None
+    folder: str | Path,
+    *,
+    timeout_s: float = 120.0,
+    slow_timeout_s: float | None = None,
+    first_timeout_s: float | None = None,
 ) -> "Watch":
     """Watch over a loop of your own; all ranks call it, after `setup_distributed()`.
 
@@ -54,11 +56,12 @@ def watch(
                 w.step()
                 ...
 
-    folder: seen by all ranks. A step that takes longer than `timeout_s`, from the second on, is a
-    hang: within 15 s more `hang.<start>.txt` is there and on stderr, and all processes are gone.
+    folder: seen by all ranks. A step that takes longer than `timeout_s`, the first one longer
+    than `first_timeout_s`, is a hang: within 15 s more `hang.<start>.txt` is there and on stderr,
+    and all processes are gone. All ranks enter `slow()` together.
 
     Raises:
-        ConfigError: timeout_s is not above 0.
+        ConfigError: a limit is not above 0, or the ranks do not see one folder.
         LaunchError: the environment does not say which rank this is.
         CommError: there are several ranks, and no default process group.
         OSError: the folder cannot be written.
@@ -73,29 +76,23 @@ def watch(
         topology=topology,
         timeout_s=timeout_s,
         slow_timeout_s=slow_timeout_s,
-        start=name_start(world_size),
+        first_timeout_s=first_timeout_s,
+        start=agree_on_start(folder, rank=rank, world_size=world_size),
     )
-
-
-def name_start(world_size: int) -> str:
-    """A name for what begins now, the same on all ranks and never used before."""
-    now_s, us = divmod(time.time_ns() // 1000, 10**6)
-    when = time.strftime("%Y%m%d-%H%M%S", time.localtime(now_s))
-    name = f"{start_id(os.environ)}.{when}.{us:06}"
-    return str(primitives.broadcast_object(name)) if world_size > 1 else name
 
 
 class Watch(Marks):
     """`with` it around the loop; see `watch`.
 
-    topology: gives ranks their coordinates. slow_timeout_s: for what `slow()` holds; 10 times
-    timeout_s, and 10 minutes at least. start: names the files; the same on all ranks, of no other
-    start. failure: a file where a supervisor looks for the failure of this rank (default:
-    TDP_FAILURE of the environment); without one the report goes to stderr. c_stacks: use
-    faulthandler, also its one timer; False for code that calls dump_traceback_later itself.
+    topology: gives ranks their coordinates. slow_timeout_s: for what `slow()` holds;
+    first_timeout_s: for the first step; both 10 times timeout_s, and 10 minutes at least. start:
+    names the files; see `agree_on_start`. failure: a file where a supervisor looks for the failure
+    of this rank (default: TDP_FAILURE of the environment); without one the report goes to stderr.
+    c_stacks: use faulthandler, also its one timer; False for code that calls dump_traceback_later
+    itself.
 
     Raises:
-        ConfigError: timeout_s is not above 0.
+        ConfigError: a limit is not above 0.
     """
 
     def __init__(
@@ -108,35 +105,39 @@ class Watch(Marks):
         topology: Topology | None = None,
         timeout_s: float = 120.0,
         slow_timeout_s: float | None = None,
+        first_timeout_s: float | None = None,
         failure: str | Path | None = None,
         c_stacks: bool = True,
     ) -> None:
         super().__init__()
-        if timeout_s <= 0:
-            raise ConfigError(f"watch: timeout_s is {timeout_s:g}; give a step more than 0 seconds")
+        long_s = max(10 * timeout_s, 600.0)
         self.world_size, self.timeout_s = world_size, timeout_s
-        self.slow_timeout_s = slow_timeout_s or max(10 * timeout_s, 600.0)
+        self.slow_timeout_s = long_s if slow_timeout_s is None else slow_timeout_s
+        self.first_timeout_s = long_s if first_timeout_s is None else first_timeout_s
+        for name in ("timeout_s", "slow_timeout_s", "first_timeout_s"):
+            if (limit_s := getattr(self, name)) <= 0:
+                raise ConfigError(f"watch: {name} is {limit_s:g}; give it more than 0 seconds")
         self._folder = Folder(Path(folder).absolute(), start)
         failure = failure or os.environ.get("TDP_FAILURE")
         mesh = None if topology is None else topology.dense
         self._ending = Ending(
-            self._folder, rank, world_size, mesh, timeout_s, Path(failure) if failure else None
+            self._folder, rank, world_size, mesh, Path(failure) if failure else None
         )
         self._dump = Dump(
             rank, State.HERE, Process.mine(), time.time(), failure=str(failure) if failure else None
         )
         self._clock = Clock(self)
-        self._look_s = min(LOOK_S, timeout_s / 4)
+        self._look_s = min(LOOK_S, timeout_s / 4, self.first_timeout_s / 4)
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._loop_thread: int | None = None
-        self._c_stacks, self._stacks_fd, self._tells_crashes = c_stacks, -1, False
-        self._writing, self._arming = threading.Lock(), threading.Lock()
+        self._c_stacks = CStacks(enabled=c_stacks)
+        self._writing = threading.Lock()
         self._alarm, self._told = threading.Event(), threading.Event()
 
     @property
     def call_timeout_s(self) -> float:
         """Limit for single collectives and messages that leaves the first word to the report."""
-        return self.slow_timeout_s + 60.0
+        return max(self.slow_timeout_s, self.first_timeout_s) + 60.0
 
     @property
     def report(self) -> Path:
@@ -146,13 +147,8 @@ class Watch(Marks):
     # -- around the loop ---------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        self._stacks_fd = self._folder.open(self._dump)
+        self._c_stacks.open(self._folder.open(self._dump))
         self._loop_thread = threading.get_ident()
-        # a crash as well leaves its stacks, unless the user has it told elsewhere
-        self._tells_crashes = self._c_stacks and not faulthandler.is_enabled()
-        if self._tells_crashes:
-            faulthandler.enable(self._stacks_fd)
-        self._arm()
         self._thread.start()
         return self
 
@@ -162,7 +158,9 @@ class Watch(Marks):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._disarm()
+        if os.getpid() != self._dump.process.pid:
+            return  # a fork of the rank, which ends by itself
+        self._c_stacks.close()
         if error is None or (isinstance(error, SystemExit) and not error.code):
             with contextlib.suppress(OSError):
                 self._write(state=State.LEFT)
@@ -199,29 +197,18 @@ class Watch(Marks):
             self._ending.end(self._dump, diagnosis, self._told)
 
     def _is_hung(self) -> bool:
-        self._arm()
-        over_s = self._clock.over_s()
-        limit_s = self.slow_timeout_s if self.num_slow else self.timeout_s
-        if self._dump.state is State.HERE and self.num_steps >= 2 and over_s > limit_s:
+        self._c_stacks.arm()
+        over_s, begun = self._clock.over_s(), self.num_steps or self.num_slow
+        if self._dump.state is State.HERE and begun and over_s > self._limit_s:
             return True
         return self._folder.has_alarm
 
-    def _arm(self) -> None:
-        """If this thread does not come again in time, C writes the stacks."""
-        with self._arming:
-            if self._stacks_fd >= 0 and self._c_stacks:
-                if os.fstat(self._stacks_fd).st_size:
-                    os.ftruncate(self._stacks_fd, 0)
-                faulthandler.dump_traceback_later(C_STACK_S, file=self._stacks_fd)
-
-    def _disarm(self) -> None:
-        with self._arming:
-            if self._c_stacks:
-                faulthandler.cancel_dump_traceback_later()
-            if self._tells_crashes:
-                faulthandler.disable()
-            os.close(self._stacks_fd)
-            self._stacks_fd = -1
+    @property
+    def _limit_s(self) -> float:
+        """Of what the loop does now."""
+        if self.num_slow:
+            return self.slow_timeout_s
+        return self.timeout_s if self.num_steps > 1 else self.first_timeout_s
 
     # -- what this rank says -----------------------------------------------------------
 
@@ -240,6 +227,7 @@ class Watch(Marks):
                 time_s=time.time(),
                 step=self.num_steps,
                 over_s=self._clock.over_s(),
+                limit_s=self._limit_s,
                 snapshot=dict(calls.snapshot()),
                 stacks=tuple(self._stacks()),
                 neighbours={r: x for r, x in letters.items() if x is not None and r != dump.rank},

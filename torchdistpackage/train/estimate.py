@@ -1,15 +1,18 @@
 """What the communication of a step takes on a measured cluster, axis by axis. No torch.
 
 One rule: bytes come from the plan and seconds from the cluster's profile, and where one of them
-does not say, nothing is guessed. Times are of the messages alone, as if nothing ran beside them.
+does not say, nothing is guessed; what goes beyond the sizes that were measured says so. Times are
+of the messages alone, as if nothing ran beside them.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchdistpackage.harness.bench.profile import Profile
+from torchdistpackage.harness.bench.report import Line
 from torchdistpackage.harness.bench.rounds import NETWORK, NODE
+from torchdistpackage.harness.cases import CASES
 from torchdistpackage.models.gpt_layout import EMBED, HEAD, GPTShape
 from torchdistpackage.schedule.actions import Kind
 from torchdistpackage.schedule.simulate import Timeline, simulate
@@ -32,12 +35,21 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class _Traffic:
-    """`number` calls of `operation` of `num_bytes` each."""
+    """`number` calls of `operation` of `num_bytes` each, between `size` ranks."""
 
     operation: str
     number: int
     num_bytes: float
+    dtype: str
+    size: int
     note: str
+
+    @property
+    def bus_bytes(self) -> float:
+        return self.num_bytes * CASES[self.operation].bus_factor(self.size)
+
+    def line(self, profile: Profile, axis: str, link: str) -> Line | None:
+        return profile.line(axis, link, self.operation, self.dtype, self.size)
 
 
 def estimates(plan: Plan, profile: Profile, ranks_per_node: int | None) -> tuple[Estimate, ...]:
@@ -62,8 +74,9 @@ def timeline_with_messages(
     link = links_of(plan, ranks_per_node).get("pipe")
     if link is None or plan.shape is None:
         return None
-    time_s = profile.time_s("pipe", link, "p2p", 2, _activation_bytes(plan, plan.shape))
-    if time_s is None:
+    message = _message(plan, plan.shape)
+    line = message.line(profile, "pipe", link)
+    if line is None or (time_s := line.time_s(message.bus_bytes)) is None:
         return None
     messages = {kind: time_s for kind in Kind if kind.is_message}
     return simulate(plan.schedule, {Kind.F: forward_s, Kind.B: 2 * forward_s, **messages})
@@ -75,15 +88,24 @@ def _estimate(plan: Plan, profile: Profile, axis: str, link: str) -> Estimate:
     traffic = _traffic(plan, plan.shape, axis)
     if isinstance(traffic, str):
         return Estimate(axis, traffic, None)
-    size = 2 if traffic.operation == "p2p" else plan.topology.dense.axis_size(axis)
-    once_s = profile.time_s(axis, link, traffic.operation, size, traffic.num_bytes)
-    if once_s is None:
+    calls = f"{traffic.operation} of {_megabytes(traffic.num_bytes)} {_LINKS[link]}"
+    line = traffic.line(profile, axis, link)
+    if line is None:
         why = f"the profile has no {traffic.operation} {_LINKS[link]}"
         return Estimate(axis, why, None)
-    what = (
-        f"{traffic.number} x {traffic.operation} of {traffic.num_bytes / 1e6:,.2f} MB "
-        f"{_LINKS[link]}: {traffic.note}"
-    )
+    once_s = line.time_s(traffic.bus_bytes)
+    if once_s is None:
+        why = (
+            f"{calls}: the profile ends at {_megabytes(line.largest_bytes)}, up to which the size "
+            f"made no difference; measure larger ones"
+        )
+        return Estimate(axis, why, None)
+    what = f"{traffic.number} x {calls}: {traffic.note}"
+    if traffic.bus_bytes > line.largest_bytes:
+        what += (
+            f" (extrapolated: {_megabytes(traffic.bus_bytes)} on the bus, measured up to "
+            f"{_megabytes(line.largest_bytes)})"
+        )
     return Estimate(axis, what, traffic.number * once_s)
 
 
@@ -91,25 +113,37 @@ def _traffic(plan: Plan, shape: GPTShape, axis: str) -> _Traffic | str:
     """What one rank takes part in along `axis` in a step; a text says why nobody knows."""
     config = plan.config
     rounds = config.pipeline.microbatches * config.train.accumulate
-    activation_bytes = _activation_bytes(plan, shape)
+    dtype, size = config.precision.dtype, plan.topology.dense.axis_size(axis)
     if axis == "data":
         held = max(load.num_parameters for load in stage_loads(plan))
         num_bytes = held * WEIGHT_BYTES[config.precision.dtype]
         number = math.ceil(num_bytes / BUCKET_BYTES)
-        return _Traffic("all_reduce", number, num_bytes / number, "gradients of the fullest stage")
+        note = "gradients of the fullest stage"
+        wide = "float32" if dtype == "bf16" else dtype  # as are the weights
+        return _Traffic("all_reduce", number, num_bytes / number, wide, size, note)
     if axis == "pipe":
-        note = "a microbatch's activations on, or gradients back"
-        return _Traffic("p2p", 2 * rounds, activation_bytes, note)
+        return replace(_message(plan, shape), number=2 * rounds)
     if axis == "tensor" and not shape.sequence_parallel:
         # Two products in a block, each summed once forward and once backward; the embedding is
         # summed forward only, the input of the head backward only.
         number = max(
             sum(1 if plan.pieces[i] in (EMBED, HEAD) else 4 for i in span) for span in plan.stages
         )
-        return _Traffic("all_reduce", number * rounds, activation_bytes, "sums inside the layers")
+        num_bytes, note = _activation_bytes(plan, shape), "sums inside the layers"
+        return _Traffic("all_reduce", number * rounds, num_bytes, dtype, size, note)
     if axis == "tensor":
         return "under sequence parallelism gathers and scatters are not counted yet"
     return f"what travels along {axis} is not counted yet"
+
+
+def _message(plan: Plan, shape: GPTShape) -> _Traffic:
+    """One, between two stages."""
+    note, dtype = "a microbatch's activations on, or gradients back", plan.config.precision.dtype
+    return _Traffic("p2p", 1, _activation_bytes(plan, shape), dtype, 2, note)
+
+
+def _megabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:,.2f} MB"
 
 
 def _activation_bytes(plan: Plan, shape: GPTShape) -> int:

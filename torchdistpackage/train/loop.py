@@ -46,6 +46,9 @@ class Loop:
         self.marks = watch or Marks()
         step_s = trainer.plan.config.train.step_timeout_s
         self._call_timeout_s = step_s if watch is None else watch.call_timeout_s
+        if watch is not None:
+            # in the first step too, of which the watch knows the limit
+            trainer.limit(self._call_timeout_s)
         self.life = life or Life()
         if trainer.device.type != "cpu":
             # there the numbers of a step are read when the next one has been issued, and the
@@ -98,7 +101,7 @@ class Loop:
                 step, measure=measure, save=self._save_is_due(), stop=self.life.wish
             )
             if step == start + 1:
-                # start-up is over: from here a silent peer is a hung one
+                # without a watch start-up is over now: a silent peer is a hung one
                 trainer.limit(self._call_timeout_s)
             if self._pending is not None:
                 self._tell(self._read(self._pending))

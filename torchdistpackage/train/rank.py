@@ -11,7 +11,8 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.runtime import join, leave
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.harness.hang.dump import remove_traces
-from torchdistpackage.harness.watch import Watch, name_start
+from torchdistpackage.harness.watch import Watch
+from torchdistpackage.harness.watch_start import agree_on_start
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.launch.requeue import STOPPED, Decision, Word
 from torchdistpackage.launch.signals import Noted
@@ -70,7 +71,8 @@ def rank_main(config: RunConfig, resume: str, noted: Noted | None = None) -> int
         world_size=rendezvous.world_size,
         topology=plan.topology,
         timeout_s=config.train.step_timeout_s,
-        start=name_start(rendezvous.world_size),
+        first_timeout_s=max(config.launch.init_timeout_s, config.train.step_timeout_s),
+        start=agree_on_start(folder, rank=rendezvous.rank, world_size=rendezvous.world_size),
     )
     with watch:
         loop = Loop(trainer, state, folder, life, watch)

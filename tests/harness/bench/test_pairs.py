@@ -83,6 +83,65 @@ def test_where_most_are_slow_none_is_excluded():
     assert found.exclude == ""
 
 
+def names_and(slow, hosts):
+    """Times of all pairs of ranks by `slow(host, host, rank, rank)`, and the hosts by rank."""
+    pairs = itertools.combinations(range(len(hosts)), 2)
+    return {(a, b): slow(hosts[a], hosts[b], a, b) for a, b in pairs}, hosts
+
+
+@pytest.mark.parametrize("num_hosts", [4, 5, 8])
+def test_one_link_that_is_faster_than_all_others_makes_nobody_slow(num_hosts):
+    """Two hosts behind one switch."""
+    hosts = list("abcdefgh"[:num_hosts])
+    found = find_suspects(*names_and(lambda x, y, *_: 1.0 if x + y == "ab" else 2.1, hosts))
+    assert (found.hosts, found.links, found.sides, found.ranks) == ((), (), (), ())
+
+
+@pytest.mark.parametrize("per_host", [1, 2, 4])
+@pytest.mark.parametrize("rack", ["gh", "fgh", "efgh", "ab"])
+def test_racks_with_a_slow_way_between_them_are_told_and_no_host_excluded(rack, per_host):
+    hosts = [host for host in "abcdefgh" for _ in range(per_host)]
+    times, hosts = names_and(lambda x, y, *_: 3.0 if (x in rack) != (y in rack) else 1.0, hosts)
+    found = find_suspects(times, hosts)
+    assert (found.hosts, found.links, found.ranks) == ((), (), ())
+    others = tuple(host for host in "abcdefgh" if host not in rack)
+    assert found.sides == tuple(sorted([others, tuple(rack)]))
+
+
+def test_a_bad_host_is_told_from_racks():
+    def slow(x, y, *_):
+        return 7.0 if "c" in (x, y) else 3.0 if (x in "gh") != (y in "gh") else 1.0
+
+    found = find_suspects(*names_and(slow, list("abcdefgh")))
+    assert found.exclude == "--exclude=c"
+    assert found.sides == (tuple("abdef"), tuple("gh")) and found.links == ()
+
+
+@pytest.mark.parametrize("num_hosts", [3, 8])
+@pytest.mark.parametrize("per_host", [2, 4, 8])
+def test_a_rank_that_is_slow_to_all_other_hosts_is_named_and_its_host_excluded(num_hosts, per_host):
+    """One bad network card of several."""
+    times, hosts = cluster(num_hosts, per_host)
+    ill = per_host + 1
+    for pair in times:
+        if ill in pair and len({hosts[rank] for rank in pair}) == 2:
+            times[pair] *= 6
+    found = find_suspects(times, hosts)
+    ((rank, slower),) = found.ranks
+    assert rank == ill and 4 < slower < 9
+    assert (found.exclude, found.links, found.sides) == ("--exclude=n1", (), ())
+
+
+def test_bad_ranks_on_half_of_the_hosts_are_named_and_nobody_excluded():
+    times, hosts = cluster(2, 4)
+    for pair in times:
+        if 1 in pair and len({hosts[rank] for rank in pair}) == 2:
+            times[pair] *= 6
+    found = find_suspects(times, hosts)
+    assert [rank for rank, _ in found.ranks] == [1]
+    assert found.exclude == ""
+
+
 @pytest.mark.parametrize("pair", [(0, 1), (3, 14), (8, 9)])
 def test_the_slowest_pair_is_named_with_how_slow_it_is(pair):
     times, hosts = cluster(4, 4, jitter=0)

@@ -31,17 +31,18 @@ def test_what_is_written_is_read(path):
 
 @pytest.mark.parametrize("n", [2, 4, 64])
 def test_times_follow_the_group_by_the_bus_factor(n):
-    time_s = PROFILE.time_s("data", "node", "all_reduce", n, 10**7)
-    assert time_s == pytest.approx(LATENCY_S + 2 * (n - 1) / n * 10**7 * PER_BYTE_S)
-    far_s = PROFILE.time_s("data", "network", "all_reduce", n, 10**7)
-    assert far_s == pytest.approx(10 * time_s)
+    bus_bytes = 2 * (n - 1) / n * 10**7
+    time_s = PROFILE.line("data", "node", "all_reduce", "float32", n).time_s(bus_bytes)
+    assert time_s == pytest.approx(LATENCY_S + bus_bytes * PER_BYTE_S)
+    far = PROFILE.line("data", "network", "all_reduce", "float32", n)
+    assert far.time_s(bus_bytes) == pytest.approx(10 * time_s)
 
 
 def test_another_axis_borrows_a_link_and_a_link_never():
     near = profile_of(report(row(), row(size_bytes=2**10)))
-    assert near.time_s("pipe", "node", "all_reduce", 4, 10) is not None
-    assert near.time_s("data", "network", "all_reduce", 4, 10) is None
-    assert near.time_s("data", "node", "broadcast", 4, 10) is None
+    assert near.line("pipe", "node", "all_reduce", "float32", 4) is not None
+    assert near.line("data", "network", "all_reduce", "float32", 4) is None
+    assert near.line("data", "node", "broadcast", "float32", 4) is None
 
 
 def test_of_several_measurements_the_own_axis_and_all_groups_at_once_count():
@@ -55,8 +56,39 @@ def test_of_several_measurements_the_own_axis_and_all_groups_at_once_count():
         for size in (1000, 2000)
     ]
     found = profile_of(report(*rows))
-    assert found.time_s("data", "node", "all_reduce", 4, 0) == pytest.approx(3.0)
-    assert found.time_s("pipe", "node", "all_reduce", 4, 0) == pytest.approx(1.0)
+    for axis, time_s in [("data", 3.0), ("pipe", 1.0)]:
+        line = found.line(axis, "node", "all_reduce", "float32", 4)
+        assert line.time_s(0) == pytest.approx(time_s)
+
+
+@pytest.mark.parametrize("turned", [1, -1])
+@pytest.mark.parametrize(
+    ("dtype", "num_ranks", "time_s"),
+    [("float32", 2, 1.0), ("float32", 64, 2.0), ("int8", 64, 3.0), ("bf16", 2, 1.0)],
+)
+def test_then_the_element_type_counts_and_then_the_nearest_number_of_ranks(
+    dtype, num_ranks, time_s, turned
+):
+    measured = [("float32", 2, 1.0), ("float32", 16, 2.0), ("int8", 2, 3.0)][::turned]
+    rows = [
+        row(size_bytes=size, dtype=name, ranks=tuple(range(n)), p50_s=latency_s + size * 1e-9)
+        for name, n, latency_s in measured
+        for size in (1000, 2000)
+    ]
+    line = profile_of(report(*rows)).line("data", "node", "all_reduce", dtype, num_ranks)
+    assert line.time_s(0) == pytest.approx(time_s)
+
+
+def test_what_was_measured_ends_at_the_largest_bus_bytes(path):
+    lines = read(path).lines
+    assert {x.largest_bytes for x in lines if x.operation == "all_reduce"} == {1.5 * 2**20}
+    assert {x.largest_bytes for x in lines if x.operation == "p2p_both"} == {2**20}
+
+
+def test_where_size_made_no_difference_nothing_is_known_of_larger_ones():
+    rows = [row("p2p", size, p50_s=1e-5, ranks=(0, 1)) for size in (1, 2, 4)]
+    (line,) = profile_of(report(*rows)).lines
+    assert line.time_s(4) == pytest.approx(1e-5) and line.time_s(5) is None
 
 
 def test_one_size_gives_no_profile():
@@ -97,6 +129,8 @@ def change_line(**more):
         (change_line(bus_bytes_per_s=float("nan")), "bus_bytes_per_s is nan"),
         (change_line(bus_bytes_per_s=float("inf")), "bus_bytes_per_s is inf"),
         (change_line(latency_s=True), "latency_s is True"),
+        (change_line(largest_bytes=0), "largest_bytes is 0"),
+        (change_line(num_ranks=0), "num_ranks is 0"),
         (change_line(link="rope"), "a line of 'all_reduce' over 'rope'"),
         (lambda text: text.replace('"date"', '"day"'), "there is no 'date'"),
     ],

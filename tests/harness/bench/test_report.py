@@ -9,7 +9,7 @@ import pytest
 from tests.harness.bench.reports import LATENCY_S, report, row
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.bench.limits import below, parse_limits
-from torchdistpackage.harness.bench.pairs import find_suspects
+from torchdistpackage.harness.bench.pairs import Suspects, find_suspects
 from torchdistpackage.harness.bench.report import Cell, Pairs, Row, percentile, rows_of
 from torchdistpackage.harness.bench.table import duration, pairs_text, rate, size, text
 
@@ -88,6 +88,10 @@ def test_the_pairs_name_the_slowest_and_whom_to_exclude():
     three = Pairs(2**20, "float32", tuple((a, b, t) for (a, b), t in many.items()))
     alone = ["n0", "n1", "n2"]
     assert pairs_text(three, find_suspects(many, alone), alone).endswith("--exclude=n2")
+    found = Suspects((0, 7), 4.0, (), ((5, 6.0),), (("n0", "n2"), ("n1",)), ())
+    shown = pairs_text(PAIRS, found, hosts)
+    assert "slow rank: 5 on n1, to other hosts 6.0 x the time of the others there" in shown
+    assert "slow between these sets of hosts, and not within: n0 n2 | n1" in shown
 
 
 def test_figures_are_readable():

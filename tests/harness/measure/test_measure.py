@@ -1,5 +1,6 @@
 """The bench on real ranks: all is measured and verified, one wrong element ends it on all."""
 
+import itertools
 import time
 
 import pytest
@@ -195,6 +196,53 @@ def test_calls_take_turns_after_a_meeting_and_the_warm_up_is_not_kept():
     times = timing.in_turns(calls, together, torch.device("cpu"), iterations=3, warmup=2)
     assert "".join(seen) == "|a|b|b|a|a|b|b|a|a|b"
     assert [len(kept) for kept in times] == [3, 3]
+
+
+def spans_of_calls(config, request: Request) -> list[tuple[float, float]]:
+    """Begin and end of each timed call of this rank; those of rank 0's unit take longer."""
+    tpc.setup_process_groups(list(config))
+    spans, right = [], timing._host_s
+
+    def watched(call):
+        begin_s = time.monotonic()
+        seconds = right(call)
+        time.sleep(0.003 if 0 in tpc.get_ranks_in_group("data") else 0)
+        spans.append((begin_s, time.monotonic()))
+        return seconds
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "_host_s", watched)
+        measure(request)
+    return spans
+
+
+@pytest.mark.parametrize(
+    ("config", "operation"),
+    [
+        ((("data", 2), ("tensor", 2)), "all_reduce"),
+        ((("tensor", 2), ("data", 3)), "p2p"),
+    ],
+    ids=["groups", "neighbours, of which one sits out"],
+)
+def test_groups_that_are_busy_at_once_do_not_drift_apart(ranks, config, operation):
+    """No call begins before the one before it has ended everywhere."""
+    request = Request((operation,), (64,), over=("data",), alone=0, iterations=8, warmup=2)
+    spans = ranks(config[0][1] * config[1][1]).run(spans_of_calls, config, request)
+    if operation == "p2p":  # first the neighbours (0, 1) and (3, 4), then (1, 2) and (4, 5)
+        rounds = [[spans[0], spans[1][:20], spans[3], spans[4][:20]]]
+        rounds += [[spans[1][20:], spans[2], spans[4][20:], spans[5]]]
+    else:
+        rounds = [spans]
+    for busy in rounds:
+        assert {len(one) for one in busy} == {20}
+        for before, after in itertools.pairwise(zip(*busy, strict=True)):
+            assert max(end for _, end in before) <= min(begin for begin, _ in after)
+
+
+def test_of_pairs_too_who_sits_out_meets_the_others(ranks):
+    request = Request((), (64,), alone=0, pairs=True, iterations=3, warmup=1)
+    report, *_ = ranks(5).run(measured, (("data", 5),), request)
+    assert len(report.pairs.times) == 10
 
 
 def classic() -> list[tuple[float, float]]:

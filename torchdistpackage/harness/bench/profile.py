@@ -31,18 +31,25 @@ class Profile:
     topology: tuple[tuple[str, int], ...]
     lines: tuple[Line, ...]
 
-    def time_s(
-        self, axis: str, link: str, operation: str, num_ranks: int, counted_bytes: float
-    ) -> float | None:
-        """Seconds of one call; None where such a link was not measured with this operation.
+    def line(self, axis: str, link: str, operation: str, dtype: str, num_ranks: int) -> Line | None:
+        """The nearest that was measured; None where such a link was not, with this operation.
 
-        What was measured over the same axis, with all its groups at once, goes first.
+        The same axis goes first, then all its groups at once, the element type (else a floating
+        one), and the number of ranks, by its ratio.
         """
         fitting = [x for x in self.lines if (x.link, x.operation) == (link, operation)]
         if not fitting:
             return None
-        best = min(fitting, key=lambda x: (x.axis != axis, x.mode != TOGETHER))
-        return best.fit.time_s(counted_bytes * CASES[operation].bus_factor(num_ranks))
+        return min(
+            fitting,
+            key=lambda x: (
+                x.axis != axis,
+                x.mode != TOGETHER,
+                x.dtype != dtype,
+                "int" in x.dtype,
+                abs(math.log(x.num_ranks / num_ranks)),
+            ),
+        )
 
 
 def profile_of(report: Report) -> Profile:
@@ -128,7 +135,8 @@ def _line(found: dict[str, object]) -> Line:
         _as(str, operation),
         _as(str, found["mode"]),
         _as(str, found["dtype"]),
-        _as(int, found["num_ranks"]),
+        int(_number(found, "num_ranks", lambda x: x >= 1)),
+        _number(found, "largest_bytes", lambda x: x > 0),
         Fit(
             _number(found, "latency_s", lambda x: x >= 0),
             None if rate is None else _number(found, "bus_bytes_per_s", lambda x: x > 0),

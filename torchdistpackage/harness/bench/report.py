@@ -83,7 +83,10 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Time by *bus* bytes, size_bytes x bus factor, so that it holds for other group sizes too."""
+    """Time by *bus* bytes, size_bytes x bus factor, so that it holds for other group sizes too.
+
+    largest_bytes: bus bytes of the largest size that was measured.
+    """
 
     axis: str
     link: str
@@ -91,7 +94,14 @@ class Line:
     mode: str
     dtype: str
     num_ranks: int
+    largest_bytes: float
     fit: Fit
+
+    def time_s(self, bus_bytes: float) -> float | None:
+        """Seconds of one call; None where size made no difference as far as it was measured, and
+        these are more bytes."""
+        flat = self.fit.bytes_per_s is None
+        return None if flat and bus_bytes > self.largest_bytes else self.fit.time_s(bus_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +128,8 @@ class Report:
             key = (row.axis, row.link, row.operation, row.mode, row.dtype, row.num_ranks)
             bus_bytes = row.size_bytes * CASES[row.operation].bus_factor(row.num_ranks)
             found.setdefault(key, []).append((bus_bytes, row.p50_s))
-        fits = ((key, fit(points)) for key, points in found.items())
-        return tuple(Line(*key, line) for key, line in fits if line is not None)
+        fits = ((key, max(points)[0], fit(points)) for key, points in found.items())
+        return tuple(Line(*key, most, line) for key, most, line in fits if line is not None)
 
     def as_json(self) -> dict[str, object]:
         """Nothing in it but what JSON has; see docs/comm_bench.md for the fields."""

@@ -44,6 +44,14 @@ def pairs_text(pairs: Pairs, suspects: Suspects, hosts: Sequence[str]) -> str:
         f"{rate(pairs.busbw_bytes_per_s(times[a, b]))} GB/s, {suspects.times_slower:.1f} x the "
         f"median time"
     )
+    for rank, slower in suspects.ranks:
+        lines.append(
+            f"slow rank: {rank} on {hosts[rank]}, to other hosts {slower:.1f} x the time of the "
+            f"others there"
+        )
+    if suspects.sides:
+        sides = " | ".join(" ".join(members) for members in suspects.sides)
+        lines.append(f"slow between these sets of hosts, and not within: {sides}")
     for (first, second), slower in suspects.links:
         where = f"inside {first}" if first == second else f"between {first} and {second}"
         lines.append(f"slow link: {where}, {slower:.1f} x the time of the fast ones")

@@ -71,4 +71,14 @@ def innermost(stacks: Sequence[str]) -> str:
     return next(iter([*own[-1:], *places[-1:]]), "")
 
 
+def is_waiting(stacks: Sequence[str]) -> bool:
+    """Whether the loop stands in a call that waits for other ranks, or for its device."""
+    frames = re.split(r"^  (?=File )", stacks[0] if stacks else "", flags=re.MULTILINE)
+    return bool(_COLLECTIVE.search("".join(frames[-3:])) or _DEVICE.search(frames[-1]))
+
+
+_COLLECTIVE = re.compile(r"/torch/distributed/")
+_DEVICE = re.compile(
+    r"\.(item|tolist|cpu|synchronize|wait_stream)\(|\bin synchronize$", re.MULTILINE
+)
 _LIBRARY = re.compile(r'/lib/python3[.\d]*/|^"<')

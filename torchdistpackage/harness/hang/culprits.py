@@ -12,13 +12,14 @@ from enum import IntEnum
 from torchdistpackage.harness.hang.call_words import (
     called,
     innermost,
+    is_waiting,
     numbered,
     ranks_listed,
     words,
 )
 from torchdistpackage.harness.hang.dump import Dump, State, states
 from torchdistpackage.harness.hang.waits import Record, Wait, awaited, circles, waits
-from torchdistpackage.launch.failure import from_json, how, is_consequence
+from torchdistpackage.launch.failure import Failure, Kind, from_json, is_consequence
 from torchdistpackage.topology.mesh import Mesh
 
 _DOING = {
@@ -31,6 +32,9 @@ _DOING = {
     "validate": "in the validation",
     "messages": "between two messages of its pipeline",
 }
+
+
+_NEVER_CAME = "has never come to its first step, or its folder is another one"
 
 
 class Fault(IntEnum):
@@ -113,7 +117,7 @@ class Hang:
         """What is wrong with a rank that does not train any more, or does not answer."""
         dump = self.dumps.get(rank)
         if dump is None:
-            return Culprit(rank, "", 0, Fault.LOST, "has never come to its first step")
+            return Culprit(rank, "", 0, Fault.LOST, _NEVER_CAME)
         host, pid = dump.process.host, dump.process.pid
         if dump.state is State.DUMPED:
             return None
@@ -123,7 +127,7 @@ class Hang:
         if dump.state is State.RAISED:
             failure = from_json(dump.error)
             fault = Fault.FOLLOWED if is_consequence(failure) else Fault.RAISED
-            what = f"raised {failure.error or how(failure)}"
+            what = _raised(failure)
             return Culprit(rank, host, pid, fault, what, failure.detail)
         letter, stack = self.letters.get(rank), self.stacks.get(rank, "").strip()
         at = f", process {pid}"
@@ -206,11 +210,30 @@ class Hang:
         return " against ".join(f"{what} ({ranks_listed(of)})" for what, of in ranks.items())
 
     def _unexplained(self) -> Culprit:
-        """All answer, and nobody is known to be waited for: the rank whose stack is the rarest."""
+        """All answer, and nobody is known to be waited for: then the stacks decide.
+
+        Who stands in a call of others' libraries that waits is not to blame; of the rest, the rank
+        whose stack is the rarest.
+        """
+        waiting = {rank for rank in self.answered if is_waiting(self.stacks_of(rank))}
         by_stack: dict[tuple[str, ...], list[int]] = {}
-        for rank in sorted(self.answered):
+        for rank in sorted(self.answered - waiting or self.answered):
             by_stack.setdefault(self.stacks_of(rank)[:1], []).append(rank)
-        rarest = min(by_stack.values(), key=len)
-        over_s = self.dumps[rarest[0]].over_s
-        what = f"is {self._phase(rarest[0])}, in a step that has taken {over_s:.0f} s"
-        return self._of(rarest[0], Fault.BUSY, what)
+        num = min(map(len, by_stack.values()))
+        first, *alike = sorted(r for ranks in by_stack.values() if len(ranks) == num for r in ranks)
+        taken = f"in a step that has taken {self.dumps[first].over_s:.0f} s"
+        if not alike:
+            return self._of(first, Fault.BUSY, f"is {self._phase(first)}, {taken}")
+        phases = {self._phase(rank) for rank in (first, *alike)}
+        doing = phases.pop() if len(phases) == 1 else "in different parts of the step"
+        if first in waiting:
+            doing = "waiting, in calls that are not numbered"
+        unknown = "which of them holds up the others cannot be told"
+        what = f"and {ranks_listed(alike)} are {doing}, {taken}: {unknown}"
+        return self._of(first, Fault.BUSY, what)
+
+
+def _raised(failure: Failure) -> str:
+    if failure.kind is not Kind.EXIT:
+        return f"raised {failure.error}"
+    return f"left its loop by sys.exit({failure.error or failure.exit_code})"

@@ -10,13 +10,13 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from torchdistpackage.harness.hang.process import Process
 from torchdistpackage.launch.durable import write_whole
 
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_APPEND
@@ -32,35 +32,10 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
-    """One process of one host: a pid alone may come again, or mean another one elsewhere.
-
-    started: ticks since the host booted. space: the namespace that `pid` is a number of.
-    """
-
-    host: str
-    pid: int
-    started: str
-    space: str
-
-    @classmethod
-    def mine(cls) -> "Process":
-        pid = os.getpid()
-        return cls(socket.gethostname(), pid, _stat(pid)[1], _space())
-
-    def state(self) -> str | None:
-        """A letter as in /proc (R, S, D, T, ...), "" if it is gone; None: cannot be seen here."""
-        if self.host != socket.gethostname() or self.space != _space():
-            return None
-        letter, started = _stat(self.pid)
-        return letter if started == self.started and letter not in "ZX" else ""
-
-
-@dataclass(frozen=True, slots=True)
 class Dump:
     """What a rank says of itself; JSON.
 
-    step: the steps it has begun; over_s: how long the last one has taken. snapshot: of
+    step: the steps it has begun; over_s: how long the last one has taken, of limit_s. snapshot: of
     comm.record. stacks: a text for each thread, the main one first. error: a launch.failure.Failure
     as JSON. neighbours: letters of the other processes of its host, by rank. failure: where its
     supervisor looks for its failure. reports: it waits for the report before it ends.
@@ -78,6 +53,7 @@ class Dump:
     neighbours: dict[int, str] = field(default_factory=dict[int, str])
     failure: str | None = None
     reports: bool = False
+    limit_s: float = 0.0
 
     @property
     def answers(self) -> bool:
@@ -110,8 +86,8 @@ class Folder:
         self.path = parent / f"hang.{start}"
         self.report = parent / f"hang.{start}.txt"
 
-    def open(self, dump: Dump) -> int:
-        """Make what is missing, and the file of this rank; a descriptor for its stacks.
+    def make(self) -> None:
+        """The folder, and in it what all ranks have in common.
 
         Raises:
             OSError: the folder cannot be written.
@@ -119,6 +95,14 @@ class Folder:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for common in (self._alarm, self._reported):
             os.close(os.open(common, _OPEN, 0o600))
+
+    def open(self, dump: Dump) -> int:
+        """Make what is missing, and the file of this rank; a descriptor for its stacks.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        self.make()
         self.write(dump)
         return os.open(self._of(dump).with_suffix(".stacks"), _OPEN | os.O_TRUNC, 0o600)
 
@@ -226,20 +210,3 @@ def _is_marked(path: Path) -> bool:
     with contextlib.suppress(OSError), path.open("rb") as file:
         return bool(file.read(1))
     return False
-
-
-def _stat(pid: int) -> tuple[str, str]:
-    """(state, start time) of a process of this host; ("X", "") if there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace")
-    except OSError:
-        return "X", ""
-    fields = text.rpartition(")")[2].split()
-    return fields[0], fields[19]
-
-
-def _space() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - the text, which is no path
-    except OSError:
-        return ""

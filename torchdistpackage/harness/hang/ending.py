@@ -6,7 +6,6 @@ by then; if it does not, the next one does; and a rank ends even if no report ca
 
 import contextlib
 import os
-import signal
 import sys
 import threading
 import time
@@ -39,7 +38,6 @@ class Ending:
     rank: int
     world_size: int
     mesh: Mesh | None
-    timeout_s: float
     failure: Path | None
 
     def report(self, alarm_s: float) -> Diagnosis | None:
@@ -64,7 +62,7 @@ class Ending:
     def _write(self, dumps: dict[int, Dump], alarm_s: float) -> Diagnosis:
         silent = [rank for rank, dump in dumps.items() if not dump.answers]
         stacks = self.folder.stacks(silent)
-        found = diagnose(self.world_size, dumps, stacks, mesh=self.mesh, timeout_s=self.timeout_s)
+        found = diagnose(self.world_size, dumps, stacks, mesh=self.mesh)
         if self.failure is not None:
             write_whole(self.failure, to_json(found.failure(alarm_s)))
         self.folder.write_report(found.text)
@@ -90,6 +88,8 @@ class Ending:
         told.set()
         if dump.state is not State.DUMPED:
             time.sleep(_LINGER_S)
+        for child in dump.process.descendants():  # workers of a loader may hang as well
+            child.kill()
         os._exit(1)
 
     @property
@@ -102,8 +102,8 @@ class Ending:
             if rank != self.rank and not dump.answers and dump.process.state():
                 if dump.failure:
                     _leave_end(dump, Path(dump.failure))
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(dump.process.pid, signal.SIGKILL)
+                for process in (dump.process, *dump.process.descendants()):
+                    process.kill()
 
 
 def _complete(dumps: dict[int, Dump], world_size: int) -> bool:

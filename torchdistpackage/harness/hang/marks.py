@@ -50,7 +50,9 @@ class Clock:
         now_s = _now_s()
         gap_s, self._last_s = now_s - self._last_s, now_s
         if self._marks.since_s != self._mark_s:
-            self._mark_s, self._lost_s = self._marks.since_s, 0.0
+            # the mark may have come in the gap, just before the suspension
+            self._mark_s = self._marks.since_s
+            self._lost_s = min(gap_s, now_s - self._mark_s) if gap_s > _SUSPENDED_S else 0.0
         elif gap_s > _SUSPENDED_S:
             self._lost_s += gap_s
         return now_s - self._mark_s - self._lost_s

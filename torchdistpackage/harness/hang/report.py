@@ -36,13 +36,12 @@ def diagnose(
     stacks: Mapping[int, str] | None = None,
     *,
     mesh: Mesh | None = None,
-    timeout_s: float = 0.0,
 ) -> Diagnosis:
     """The culprits of a hang and the report; see `Hang` for the arguments."""
     hang = Hang(world_size, dumps, stacks or {}, mesh)
     culprits = hang.culprits()
     parts = [
-        _heads(hang, culprits, timeout_s),
+        _heads(hang, culprits),
         *_details(culprits),
         _waiting(hang),
         _others(hang),
@@ -51,16 +50,19 @@ def diagnose(
     return Diagnosis(culprits, "\n".join(part for part in parts if part))
 
 
-def _heads(hang: Hang, culprits: Sequence[Culprit], timeout_s: float) -> str:
+def _heads(hang: Hang, culprits: Sequence[Culprit]) -> str:
     blamed = _blamed(culprits)
     lines = [f"{hang.named(c.rank)} {c.what}" for c in blamed[:SHOWN]]
     if len(blamed) > SHOWN:
         lines.append(f"and {ranks_listed([c.rank for c in blamed[SHOWN:]])} as well")
     if followed := [c.rank for c in culprits if c not in blamed]:
         lines.append(f"then {ranks_listed(followed)} raised what the loss of a peer brings about")
-    over_s = max((dump.over_s for dump in hang.dumps.values()), default=0.0)
-    limit = f"the longest step has taken {over_s:.1f} s, and may take {timeout_s:g} s"
-    return "\n".join(["hang: " + "\n      ".join(lines), limit])
+    longest = max(hang.dumps.values(), key=lambda dump: dump.over_s, default=None)
+    parts = ["hang: " + "\n      ".join(lines)]
+    if longest is not None:
+        taken_s, limit_s = longest.over_s, longest.limit_s
+        parts.append(f"the longest step has taken {taken_s:.1f} s, and may take {limit_s:g} s")
+    return "\n".join(parts)
 
 
 def _blamed(culprits: Sequence[Culprit]) -> Sequence[Culprit]:

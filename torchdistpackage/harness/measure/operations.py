@@ -1,7 +1,8 @@
 """Each operation of harness/cases.py as a call: ours, and the bare one that it is compared with.
 
 One rule: both do the same on tensors that are made beforehand, so what differs between their times
-is our own work. A unit is the ranks that take part; of two neighbours the first one sends.
+is our own work. A unit is the ranks that take part; of two neighbours the first one sends. Rooms
+start as zeros, which nobody sends (harness/coded.py): what was there before does not pass for it.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from torchdistpackage.comm import bare, p2p, primitives
 from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.tpc import tpc
 
 MESSAGES = ("p2p", "p2p_both")
 Call = Callable[[], Tensor | None]
@@ -41,7 +43,7 @@ def ours(operation: str, x: Tensor, place: Place) -> Call:
     if operation == "p2p":
         return _message(p2p.send, p2p.receive, x, place)
     if operation == "p2p_both":
-        room = torch.empty_like(x)
+        room = torch.zeros_like(x)
 
         def both() -> Tensor:
             post = p2p.Post(group)
@@ -61,7 +63,7 @@ def of_torch(operation: str, x: Tensor, place: Place) -> Call:
     if operation == "p2p":
         return _message(bare.send, bare.receive, x, place)
     if operation == "p2p_both":
-        room = torch.empty_like(x)
+        room = torch.zeros_like(x)
         return lambda: bare.send_and_receive(x, room, group, place.peer)
     function = bare.COLLECTIVES[operation]
     return lambda: function(x, group)
@@ -81,6 +83,15 @@ def meet(operation: str, place: Place) -> Call:
     return there_and_back
 
 
+def meet_all() -> Call:
+    """The same for all ranks of the default group, whatever they take part in."""
+    whole = tpc.get_group("global")
+    if not primitives.is_nccl(whole):
+        return lambda: primitives.barrier(whole)  # in log2 of the ranks; a sum goes round all
+    x = torch.zeros(1, device=primitives.device_of(whole))
+    return lambda: bare.all_reduce(x, whole)
+
+
 def _message(
     send: Callable[[Tensor, Group, int], object],
     receive: Callable[[Tensor, Group, int], Tensor],
@@ -93,5 +104,5 @@ def _message(
             send(x, place.group, place.peer)
 
         return give
-    room = torch.empty_like(x)
+    room = torch.zeros_like(x)
     return lambda: receive(room, place.group, place.peer)

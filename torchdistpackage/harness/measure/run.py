@@ -6,6 +6,7 @@ arrives at the same report. All learn of a wrong element too, and stop.
 
 import getpass
 import socket
+import statistics
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import cast
@@ -20,13 +21,24 @@ from torchdistpackage.harness.bench.report import ALONE, TOGETHER, Cell, Pairs, 
 from torchdistpackage.harness.bench.request import ELEMENT_BYTES, Request, whole_elements
 from torchdistpackage.harness.bench.rounds import Round, Unit
 from torchdistpackage.harness.cases import CASES
+from torchdistpackage.harness.coded import compare
 from torchdistpackage.harness.measure import payload
-from torchdistpackage.harness.measure.operations import MESSAGES, Place, meet, of_torch, ours
-from torchdistpackage.harness.measure.timing import in_turns
+from torchdistpackage.harness.measure.operations import (
+    MESSAGES,
+    Call,
+    Place,
+    meet,
+    meet_all,
+    of_torch,
+    ours,
+)
+from torchdistpackage.harness.measure.timing import attend, in_turns
 
 LIMIT_S = 600.0
 """Longer than any rank waits for a round that it has no part in."""
 PAIRS = "pairs"
+NUM_SIDES = 2
+"""Of each call: ours and the bare one."""
 Times = tuple[Unit, Sequence[float], Sequence[float]]
 """A unit, and seconds of ours and of the bare call by iteration."""
 
@@ -103,7 +115,7 @@ def _pairs(request: Request, num_ranks: int) -> Pairs:
     times: list[tuple[int, int, float]] = []
     for part in rounds.tournament(num_ranks):
         for (a, b), mine, _ in _round(cell, part, request):
-            times.append((a, b, sorted(mine)[len(mine) // 2]))
+            times.append((a, b, statistics.median(mine)))
     return Pairs(size_bytes, dtype, tuple(sorted(times)))
 
 
@@ -115,11 +127,15 @@ def _round(cell: Cell, part: Round, request: Request) -> list[Times]:
     """
     number = request.iterations
     mine = next((unit for unit in part if tpc.rank in unit), None)
-    wrong, seconds = "", [0.0] * (2 * number)
+    wrong, seconds = "", [0.0] * (NUM_SIDES * number)
+    everybody = meet_all() if len(part) > 1 else None
     if mine is not None:
         group = tpc.get_group("global" if cell.axis == PAIRS else cell.axis)
         place = Place(mine, mine.index(tpc.rank), group)
-        wrong, seconds = _run(cell, place, request)
+        together = everybody if everybody is not None else meet(cell.operation, place)
+        wrong, seconds = _run(cell, place, request, together)
+    elif everybody is not None:
+        attend(everybody, NUM_SIDES, iterations=number, warmup=request.warmup)
     whole = tpc.get_group("global")
     told = torch.tensor(
         [[float(bool(wrong)), *seconds]],
@@ -127,8 +143,8 @@ def _round(cell: Cell, part: Round, request: Request) -> list[Times]:
         device=primitives.device_of(whole),
     )
     # on a device the host must also wait: who is not in the unit is silent until it is done
-    everybody = primitives.all_gather(told, whole).cpu()
-    if bool(everybody[:, 0].any()):
+    known = primitives.all_gather(told, whole).cpu()
+    if bool(known[:, 0].any()):
         texts = [text for text in primitives.gather_objects(wrong) if text]
         raise CommError(
             "data arrived wrong:\n  "
@@ -137,12 +153,12 @@ def _round(cell: Cell, part: Round, request: Request) -> list[Times]:
         )
     found: list[Times] = []
     for unit in part:
-        slowest = everybody[list(unit), 1:].amax(dim=0).tolist()
+        slowest = known[list(unit), 1:].amax(dim=0).tolist()
         found.append((unit, slowest[:number], slowest[number:]))
     return found
 
 
-def _run(cell: Cell, place: Place, request: Request) -> tuple[str, list[float]]:
+def _run(cell: Cell, place: Place, request: Request, together: Call) -> tuple[str, list[float]]:
     """What was wrong, or "", and seconds of this rank: of ours, then of the bare call."""
     dtype = getattr(torch, {"bf16": "bfloat16"}.get(cell.dtype, cell.dtype))
     kind = dtype, primitives.device_of(place.group)
@@ -151,7 +167,8 @@ def _run(cell: Cell, place: Place, request: Request) -> tuple[str, list[float]]:
 
     def verify() -> str:
         got = ours(cell.operation, payload.given(*what), place)()
-        if not (text := payload.compare(got, payload.expected(*what))):
+        wanted = payload.expected(*what)
+        if got is None or wanted is None or not (text := compare(got, wanted)):
             return ""
         return (
             f"{cell.operation} over {cell.axis} ranks {list(place.unit)}, {cell.size_bytes} bytes "
@@ -162,7 +179,7 @@ def _run(cell: Cell, place: Place, request: Request) -> tuple[str, list[float]]:
     sides = [make(cell.operation, payload.given(*what), place) for make in (ours, of_torch)]
     mine, bare = in_turns(
         sides,
-        meet(cell.operation, place),
+        together,
         kind[1],
         iterations=request.iterations,
         warmup=request.warmup,

@@ -1,7 +1,8 @@
 """Seconds of calls that take turns: the host's where a call blocks, the device's where it queues.
 
 One rule: nothing but the call is inside a time. Before each one the ranks that take part meet, so
-that nobody is timed waiting for a late peer or behind a full queue.
+that nobody is timed waiting for a late peer or behind a full queue. Where several units are busy
+at the same time all of them meet, or they would drift apart and each be measured alone.
 """
 
 import time
@@ -36,6 +37,12 @@ def in_turns(
                 times[i].append(seconds)
         order.append(order.pop(0))
     return times
+
+
+def attend(together: Call, num_calls: int, *, iterations: int, warmup: int) -> None:
+    """The meetings of `in_turns` with so many calls, for a rank that has none to time."""
+    for _ in range(num_calls * (warmup + iterations)):
+        together()
 
 
 def _host_s(call: Call) -> float:

@@ -15,13 +15,14 @@ from torch import Tensor
 from torchdistpackage.comm import p2p, primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.record import dtype_name
-from torchdistpackage.harness.verify.coded import EXACT_TO, Like, summand, total, written_by
+from torchdistpackage.harness.coded import Like, largest, summand, total, written_by
 
 NUM_ELEMENTS = 1000
 NUM_ROWS = 40
 LARGE_ELEMENTS = p2p.SMALL_BYTES // 8 + 1
 """Of 8 bytes, so that the receives of a batch are posted first."""
 
+_SUMMED = (torch.float32, torch.int64, torch.bfloat16)
 _MOVED = (torch.float32, torch.bfloat16, torch.int64, torch.float16, torch.complex64, torch.uint8)
 
 
@@ -50,12 +51,10 @@ class Check:
     run: Callable[[Seat], Found]
 
 
-def collectives(size: int) -> list[Check]:
-    """What is checked over each group of `size` ranks."""
-    sums = [torch.float32, torch.int64]
-    sums += [torch.bfloat16] if size <= EXACT_TO[torch.bfloat16] else []
+def collectives() -> list[Check]:
+    """What is checked over each group."""
     return [
-        *(Check(f"all_reduce sum of {dtype_name(t)}", _typed(_sum, t)) for t in sums),
+        *(Check(f"all_reduce sum of {dtype_name(t)}", _typed(_sum, t)) for t in _SUMMED),
         Check("all_reduce max of float64", _typed(_max, torch.float64)),
         Check("all_reduce average of float32", _typed(_average, torch.float32)),
         Check("all_gather of bfloat16", _typed(_all_gather, torch.bfloat16)),
@@ -93,25 +92,22 @@ def pair(first: int, second: int) -> Check:
 
 def _sum(seat: Seat, dtype: torch.dtype) -> Found:
     like = dtype, primitives.device_of(seat.group)
-    mine = summand(seat.rank, NUM_ELEMENTS, like)
+    mine = summand(seat.rank, seat.ranks, NUM_ELEMENTS, like)
     yield primitives.all_reduce(mine, seat.group), total(seat.ranks, NUM_ELEMENTS, like), ""
 
 
 def _max(seat: Seat, dtype: torch.dtype) -> Found:
     like = dtype, primitives.device_of(seat.group)
-    largest = written_by(seat.ranks[0], NUM_ELEMENTS, like)
-    for rank in seat.ranks[1:]:
-        largest = largest.maximum(written_by(rank, NUM_ELEMENTS, like))
-    mine = written_by(seat.rank, NUM_ELEMENTS, like)
-    yield primitives.all_reduce(mine, seat.group, primitives.MAX), largest, ""
+    mine = summand(seat.rank, seat.ranks, NUM_ELEMENTS, like)
+    got = primitives.all_reduce(mine, seat.group, primitives.MAX)
+    yield got, largest(seat.ranks, NUM_ELEMENTS, like), ""
 
 
 def _average(seat: Seat, dtype: torch.dtype) -> Found:
     like = dtype, primitives.device_of(seat.group)
     mean = total(seat.ranks, NUM_ELEMENTS, like) / len(seat.ranks)
-    got = primitives.all_reduce(
-        written_by(seat.rank, NUM_ELEMENTS, like), seat.group, primitives.AVG
-    )
+    mine = summand(seat.rank, seat.ranks, NUM_ELEMENTS, like)
+    got = primitives.all_reduce(mine, seat.group, primitives.AVG)
     # back ends divide before or after they add, so the last bits are theirs
     near = (got - mean).abs() <= len(seat.ranks) * torch.finfo(dtype).eps * mean
     yield torch.where(near, mean, got), mean, ""
@@ -131,13 +127,14 @@ def _all_gather_uneven(seat: Seat, dtype: torch.dtype) -> Found:
 
 def _reduce_scatter(seat: Seat, dtype: torch.dtype) -> Found:
     like, number = (dtype, primitives.device_of(seat.group)), NUM_ROWS * len(seat.ranks)
-    got = primitives.reduce_scatter(summand(seat.rank, number, like), seat.group)
+    mine = summand(seat.rank, seat.ranks, number, like)
+    got = primitives.reduce_scatter(mine, seat.group)
     yield got, total(seat.ranks, number, like).view(-1, NUM_ROWS)[seat.index], ""
 
 
 def _reduce_scatter_uneven(seat: Seat, dtype: torch.dtype) -> Found:
     like, sizes = (dtype, primitives.device_of(seat.group)), _uneven(len(seat.ranks))
-    mine = summand(seat.rank, sum(sizes), like)
+    mine = summand(seat.rank, seat.ranks, sum(sizes), like)
     expected = total(seat.ranks, sum(sizes), like).split(sizes)[seat.index]
     yield primitives.reduce_scatter(mine, seat.group, sizes), expected, ""
 

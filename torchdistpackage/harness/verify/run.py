@@ -175,7 +175,7 @@ def _kinds(used: list[str], pairs: bool) -> list[Kind]:
     for modes in same.values():
         ranks = tuple(tpc.get_ranks_in_group(modes[0]))
         seat = Seat(tpc.get_group(modes[0]), ranks, tpc.rank)
-        listed = checks.collectives(len(ranks)) + (checks.neighbours() if "pipe" in modes else [])
+        listed = checks.collectives() + (checks.neighbours() if "pipe" in modes else [])
         num_groups = tpc.topology.world_size // len(ranks)
         steps = tuple((check, seat) for check in listed)
         kinds.append(Kind(tuple(modes), f"{modes[0]} group", seat, num_groups, steps))

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.harness.coded import compare
 from torchdistpackage.harness.verify.checks import Check, Seat
-from torchdistpackage.harness.verify.coded import compare
 from torchdistpackage.harness.verify.verdict import Report, Stop
 
 _LOOK_S = 0.05
