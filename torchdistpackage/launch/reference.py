@@ -73,8 +73,8 @@ class Reference:
             return Reference(spec.name, qualname, path, is_main=True)
         if path is None or not Path(path).is_file():  # `python - < script.py` calls it <stdin>
             raise LaunchError(
-                f"{qualname} was defined in an interactive session, or read from stdin, which other "
-                "processes cannot load; put it in a file and import it from there"
+                f"{qualname} was defined in an interactive session, or read from stdin, which "
+                "other processes cannot load; put it in a file and import it from there"
             )
         return Reference(MAIN_ALIAS, qualname, path, is_main=True)
 
