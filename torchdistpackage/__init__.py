@@ -63,6 +63,7 @@ NAMES: dict[str, str] = {
     "LayoutError": "errors:LayoutError",
     "ScheduleError": "errors:ScheduleError",
     "LaunchError": "errors:LaunchError",
+    "AbsentError": "errors:AbsentError",
     "RankError": "errors:RankError",
     "CommError": "errors:CommError",
     "DataError": "errors:DataError",

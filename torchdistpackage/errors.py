@@ -6,6 +6,7 @@ TorchDistError
   LayoutError        a tensor does not divide over the axes it is split on
   ScheduleError      a pipeline program is incomplete, out of order or stuck
   LaunchError        the environment does not say who this process is, or ranks are missing
+    AbsentError      ranks are missing, by number
   RankError          a rank that this process started failed, hung or was killed
   CommError          a message or a group is not what the peers agreed on
   DataError          the data does not give what the run asks of it
@@ -38,6 +39,14 @@ class ScheduleError(TorchDistError, ValueError):
 
 class LaunchError(TorchDistError, RuntimeError):
     """The environment does not say who this process is, or ranks never came."""
+
+
+class AbsentError(LaunchError):
+    """Ranks never came. found: which. speaker: a rank that came, for who wants to say it once."""
+
+    def __init__(self, text: str, found: str = "", speaker: int = 0) -> None:
+        super().__init__(text)
+        self.found, self.speaker = found, speaker
 
 
 class RankError(TorchDistError, RuntimeError):

@@ -11,6 +11,7 @@ import pytest
 
 from torchdistpackage.cli import comm_test
 from torchdistpackage.cli.main import main
+from torchdistpackage.errors import AbsentError
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "configs" / "gpt_tiny.yaml")
@@ -68,8 +69,8 @@ def test_a_stopped_rank_is_named_once_and_all_ranks_end(monkeypatch, capfd):
     assert main(["comm", "test", "--axes", "data=3", "--timeout", "3"]) == 1
     said = capfd.readouterr()
     assert said.out == ""
-    assert said.err.startswith("tdp: 1 check of tpc's groups failed:\n  the roll call over")
-    assert said.err.count("rank 1 on ") == 1
+    assert said.err.startswith("tdp: 1 check failed:\n  the roll call over")
+    assert "look at the log of rank 1 on " in said.err and "same groups" not in said.err
     assert "rank 1 of 3 failed: stopped (process state T)" in said.err
     assert "Traceback" not in said.err
 
@@ -115,7 +116,7 @@ def test_under_a_launcher_the_culprit_is_named_once(tmp_path):
     script.write_text(BROKEN_UNDER_A_LAUNCHER, encoding="utf-8")
     run = torchrun(str(script))
     assert run.returncode == 1
-    assert run.stderr.count("tdp: 2 checks of tpc's groups failed") == 1
+    assert run.stderr.count("tdp: 2 checks failed") == 1
     assert (
         run.stderr.count("all_gather of bfloat16 over the data group of ranks [0, 1]: rank 1") == 1
     )
@@ -128,8 +129,8 @@ def test_under_a_launcher_the_culprit_is_named_once(tmp_path):
             ["--axes", "data=2,pipe=2", "--procs", "6"],
             ["is 4 ranks, but the world has 6"],
         ),
-        (["--axes", "data=auto"], ["the size of data is left open"]),
-        ([], ["the size of data is left open"]),
+        (["--axes", "data=auto"], ["the size of data is left open", "give --procs"]),
+        ([], ["give CONFIG, --axes or --procs"]),
         (
             ["--axes", "dta=2,pipe,pipe=0,tensor=2,tensor=2"],
             [
@@ -145,6 +146,7 @@ def test_under_a_launcher_the_culprit_is_named_once(tmp_path):
         (["--axes", "data=2", "--timeout", "0"], ["--timeout"]),
         (["--axes", "data=2", "--procs", "0"], ["--procs"]),
         (["none.yaml"], ["no such file"]),
+        ([TINY, "--procs", "7"], ["command line: --procs 7: it does not fit"]),
     ],
     ids=str,
 )
@@ -154,6 +156,26 @@ def test_all_that_is_wrong_is_refused_before_a_process_starts(words, texts, monk
     said = capsys.readouterr()
     assert all(text in said.err for text in texts), said.err
     assert not said.out
+
+
+def test_ranks_that_never_came_are_said_once_with_the_option_that_waits(monkeypatch, capsys):
+    waited = []
+
+    def nobody(*_, init_timeout_s, **__):
+        waited.append(init_timeout_s)
+        raise AbsentError("ranks; launch.init_timeout_s", "rank 0 did not come", speaker=1)
+
+    monkeypatch.setattr(comm_test, "on_ranks", nobody)
+    place = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    said = {}
+    for rank in "123":
+        for name, value in (place | {"RANK": rank}).items():
+            monkeypatch.setenv(name, value)
+        assert main(["comm", "test", "--axes", "data=4", "--timeout", "3"]) == 1
+        said[rank] = capsys.readouterr().err
+    assert said["1"].startswith("tdp: rank 0 did not come; ") and "--timeout" in said["1"]
+    assert "init_timeout_s" not in said["1"] and said["2"] == said["3"] == ""
+    assert waited == [10.0] * 3
 
 
 def test_a_refusal_is_said_by_rank_0_alone(monkeypatch, capsys):

@@ -10,6 +10,8 @@ import pytest
 
 from torchdistpackage.cli import comm_bench
 from torchdistpackage.cli.main import main
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.harness.bench import outputs
 from torchdistpackage.harness.bench.profile import read
 from torchdistpackage.launch.slurm.files import JobFiles
 from torchdistpackage.launch.slurm.records import read_records
@@ -63,6 +65,11 @@ def test_one_rank_has_nothing_to_measure(capsys):
         (["--min-busbw", "pairs=1"], "needs --pairs"),
         (["--min-busbw", "fast"], "write GB/s"),
         (["--json", "/nowhere/a.json"], "/nowhere/a.json cannot be written"),
+        (["--json", "/proc/a.json"], "/proc/a.json cannot be written"),
+        (["--plots", __file__], "cannot be written"),
+        (["--sizes", "64KiB", "--profile", "p.json"], "a profile needs times at two sizes"),
+        (["--operations", "allreduce"], "did you mean all_reduce?"),
+        (["--min-busbw", "data=1,tensor=2"], "nothing is measured over tensor"),
         (["--procs", "3"], "3"),
         ([TINY], "give one"),
         (["--slurm", TINY], "leave out --axes"),
@@ -78,9 +85,48 @@ def test_a_wrong_request_is_refused_before_a_process_is_started(words, said, cap
 
 def test_without_matplotlib_plots_are_refused_first(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(comm_bench, "on_ranks", lambda *a, **k: pytest.fail("started"))
-    monkeypatch.setattr("torchdistpackage.harness.bench.plots.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["comm", "bench", "--axes", "data=2", "--plots", str(tmp_path)]) == 2
-    assert "plots need matplotlib, which is not installed" in capsys.readouterr().err
+    assert "plots need matplotlib, which" in capsys.readouterr().err
+
+
+def test_a_matplotlib_that_does_not_import_is_refused_first(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(comm_bench, "on_ranks", lambda *a, **k: pytest.fail("started"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "matplotlib.py").write_text("raise AttributeError('numpy is another one')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["comm", "bench", "--axes", "data=2", "--plots", str(tmp_path / "p")]) == 2
+    assert "cannot be imported (AttributeError: numpy is another one)" in capsys.readouterr().err
+    monkeypatch.delitem(sys.modules, "matplotlib", raising=False)
+
+
+def test_what_cannot_be_written_afterwards_takes_no_other_file_and_no_limit_with_it(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(outputs.profile, "profile_of", refuse)
+    words = ["--axes", "data=2", "--operations", "p2p", "--sizes", "1KiB,4KiB", *QUICK]
+    words += ["--min-busbw", "1000000", "--profile", str(tmp_path / "p.json")]
+    assert main(["comm", "bench", *words, "--plots", str(tmp_path / "p")]) == 1
+    said = capsys.readouterr().err
+    assert "too slow: data" in said and "not written: no lines" in said
+    assert (tmp_path / "p" / "bandwidth.data.png").exists()
+
+
+def refuse(report):
+    raise ConfigError("no lines")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--min-busbw", "10"], ["--pairs", "--min-busbw", "pairs=1"], ["--profile", "p.json"]],
+    ids=" ".join,
+)
+def test_a_limit_or_profile_of_one_rank_is_refused(words, capsys, monkeypatch):
+    monkeypatch.setattr(comm_bench, "on_ranks", lambda *a, **k: pytest.fail("started"))
+    assert main(["comm", "bench", "--axes", "data=1", *words]) == 2
+    said = capsys.readouterr().err
+    assert "nothing is measured at all" in said or "nothing can be measured" in said
 
 
 @pytest.mark.full
@@ -139,7 +185,7 @@ def test_as_a_job_the_bench_is_the_command_of_the_tasks(work, capsys):
     command = (
         f"{sys.executable} -u -P -m torchdistpackage comm bench --operations p2p,broadcast "
         f"--dtypes float32 --sizes 1KiB:4KiB --iterations 20 --warmup 3 --alone 2 --over pipe "
-        f"--pairs --min-busbw pipe=2 --run-folder {files.run} "
+        f"--timeout 60 --pairs --min-busbw pipe=2 --run-folder {files.run} "
     )
     assert f'    {command}"$run/job/config.yaml"\n' in script
     assert "#SBATCH --nodes=2\n" in script and "#SBATCH --time=5\n" in script

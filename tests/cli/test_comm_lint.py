@@ -1,12 +1,37 @@
 """`tdp comm lint`: what it proves is printed, what it finds ends in code 1 with both stacks."""
 
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import yaml
 
+from torchdistpackage.cli import comm_lint
 from torchdistpackage.cli.main import main
 from torchdistpackage.harness.lint import linter
+from torchdistpackage.harness.lint.report import Report
 from torchdistpackage.train import build as builder
 
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "comm_lint.md"
+COMMANDS = re.findall(r"^tdp (comm lint .*)", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+PROVED = "proved: every group sees one order of calls, and no ranks wait in a circle"
+OWN = """
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss as loss
+
+def model():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+class Data:
+    def batch(self, split, seed, step, data_index, num_data, per_rank, *, first=0):
+        return torch.ones(per_rank, 4), torch.ones(per_rank, 4)
+"""
 SMALL = {
     "parallel": {"data": 2, "pipe": 2},
     "model": {"layers": 2, "dim": 16, "heads": 2, "vocab": 257, "tied": True},
@@ -33,14 +58,18 @@ def test_a_small_run_is_checked_on_paper_and_run(small, capsys):
     paper, ran = out.split("two steps, 4 threads as ranks")
     assert "on paper, 4 ranks: data=2 x pipe=2" in paper
     for part in (paper, ran):
-        assert "pipe             2 groups of 2" in part
+        assert re.search(r"^  pipe +2 groups of 2  ", part, re.MULTILINE)
+        assert re.search(r"^  global +1 group of 4  ", part, re.MULTILINE)
         assert part.count("orders agree") >= 3
+    assert ran.splitlines()[-1] == f"{PROVED} (on paper and in two steps)"
 
 
 def test_a_large_one_only_on_paper_unless_asked(small, capsys):
     assert main(["comm", "lint", small, "parallel.data=auto", "data.global_batch=512",
                  "--world", "256"]) == 0  # fmt: skip
-    assert "steps were not run (--run runs them)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "steps were not run (--run runs them)" in out
+    assert out.splitlines()[-1] == f"{PROVED} (on paper)"
     assert main(["comm", "lint", small, "--no-run"]) == 0
     assert "threads" not in capsys.readouterr().out
 
@@ -58,5 +87,89 @@ def test_a_disagreement_is_code_1_and_a_wrong_file_code_2(small, capsys, monkeyp
     capsys.readouterr()
     assert main(["comm", "lint", small]) == 1
     out = capsys.readouterr().out
-    assert "stack of rank" in out and "reducer.py" in out
+    assert "stack of rank" in out and "reducer.py" in out and "proved" not in out
     assert main(["comm", "lint", small, "--world", "5"]) == 2
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_of_the_page_are_accepted(command, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    if "--world" in command:  # it is for tests/train/test_order.py to look at thousands
+        monkeypatch.setattr(comm_lint, "static_report", lambda plan: Report(plan.topology, None))
+    assert main(shlex.split(command, comments=True)) == 0, capsys.readouterr().err
+    assert PROVED in capsys.readouterr().out
+
+
+def test_the_page_shows_commands():
+    assert len(COMMANDS) == 3
+
+
+def own(folder: Path, *changes: str) -> subprocess.CompletedProcess[str]:
+    """Lint a model, a loss and data that stand beside the file, from their folder."""
+    (folder / "beside.py").write_text(OWN)
+    (folder / "own.yaml").write_text(
+        """
+        parallel: {data: 1, pipe: 2}
+        pipeline: {microbatches: 2}
+        model: {target: "beside:model", loss: "beside:loss"}
+        data: {target: "beside:Data", global_batch: 2}
+        """
+    )
+    # the script that pip makes: `python -m` would have the working folder on its path
+    script = Path(sys.executable).with_name("tdp")
+    return subprocess.run(
+        [script, "comm", "lint", "own.yaml", "--run", *changes],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_the_script_finds_modules_beside_where_it_is_called(tmp_path):
+    done = own(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "two steps, 2 threads as ranks" in done.stdout and PROVED in done.stdout
+
+
+def test_the_snapshot_of_a_job_wins_over_the_working_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("TDP_CODE", str(tmp_path / "empty"))
+    done = own(tmp_path)
+    assert done.returncode == 2 and str(tmp_path / "empty") in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("data.target=nowhere:Data", "data.target nowhere:Data cannot be loaded: ModuleNotFound"),
+        ("data.target=beside:Date", "data.target beside:Date cannot be loaded"),
+        ("model.target=broken:model", "broken.py:1)"),
+        ("model.loss=beside:lost", "model.loss beside:lost cannot be loaded"),
+        ("data.args={a: 1}", "data.target beside:Data cannot be made with data.args {'a': 1}"),
+        ("data.target=beside:model", "without a batch(...) method"),
+    ],
+)
+def test_what_cannot_be_loaded_is_code_2_by_its_name(tmp_path, monkeypatch, capsys, change, said):
+    (tmp_path / "beside.py").write_text(OWN)
+    (tmp_path / "broken.py").write_text("x = undefined\n")
+    config = SMALL | {
+        "model": {"target": "beside:model", "loss": "beside:loss"},
+        "data": {"target": "beside:Data", "global_batch": 8},
+    }
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "beside", raising=False)
+    assert main(["comm", "lint", "own.yaml", "--run", change]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_under_a_launcher_one_rank_speaks(small, capsys, monkeypatch):
+    for rank in (0, 1):
+        for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": 1,
+                            "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "localhost"}.items():  # fmt: skip
+            monkeypatch.setenv(name, str(value))
+        assert main(["comm", "lint", small, "--no-run"]) == 0
+        assert bool(capsys.readouterr().out) == (rank == 0)

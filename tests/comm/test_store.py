@@ -82,8 +82,8 @@ def test_missing_ranks_are_named_within_the_time_limit(start):
     begin = time.monotonic()
     told = start(meet_within, [by_hand(r, 3, port) for r in (0, 2)], 2.0)
     assert 2 <= time.monotonic() - begin < 7
-    assert "1 of 3 ranks did not come (ranks 1) within 2 s" in told[0].error
-    assert "1 of 3 ranks did not come (ranks 1) within 2 s" in told[1].error
+    assert "1 of 3 ranks did not come (rank 1) within 2 s" in told[0].error
+    assert "1 of 3 ranks did not come (rank 1) within 2 s" in told[1].error
     assert "I am rank 2" in told[1].error
 
 
@@ -104,13 +104,13 @@ def test_a_rank_0_that_comes_late_leaves_no_more_time_than_agreed(start):
     begin = time.monotonic()
     told = start(late, [by_hand(r, 3, port) for r in (0, 1)], 4.0, 2.5)
     assert time.monotonic() - begin < 8
-    assert all("(ranks 2) within 4 s" in answer.error for answer in told)
+    assert all("(rank 2) within 4 s" in answer.error for answer in told)
 
 
 def test_missing_ranks_are_named_at_a_file_too(start, tmp_path: Path):
     env = {**by_hand(1, 2, 1), "LOCAL_WORLD_SIZE": "2", "TDP_STORE": str(tmp_path / "store")}
     (told,) = start(meet_within, [env], 1.0)
-    assert "1 of 2 ranks did not come (ranks 0) within 1 s" in told.error
+    assert "1 of 2 ranks did not come (rank 0) within 1 s" in told.error
 
 
 def test_nobody_at_the_address_says_where_was_looked(start):

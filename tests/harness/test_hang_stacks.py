@@ -8,7 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from tests.harness.test_hang import INSIDE, STACK, call, one, snapshot, told
+from tests.harness.test_hang import INSIDE, STACK, WAITING, call, one, snapshot, told
+from torchdistpackage.harness.hang.dump import State
 
 REDUCE = """\
   File "/home/me/train.py", line 9, in step
@@ -39,6 +40,62 @@ def test_who_stands_in_a_call_that_waits_is_not_blamed_for_it():
     assert "and rank 1 are waiting, in calls that are not numbered" in head
     head = told(one(0, quiet), one(1, quiet, stack=INSIDE)).text.splitlines()[0]
     assert "and rank 1 are in no call of ours" in head and "cannot be told" in head
+
+
+def crash(operation: str) -> str:
+    """As faulthandler writes it, of a rank that gloo aborts."""
+    return (
+        "Fatal Python error: Aborted\n\nThread 0x7f (most recent call first):\n"
+        '  File "/x/torch/distributed/distributed_c10d.py", line 3252 in ' + operation + "\n"
+        '  File "/x/torchdistpackage/comm/issue.py", line 34 in now\n'
+        '  File "/x/torchdistpackage/comm/primitives.py", line 197 in _' + operation + "\n"
+        '  File "/x/torchdistpackage/comm/primitives.py", line 76 in ' + operation + "\n"
+        '  File "/home/me/train.py", line 12 in <module>\n'
+    )
+
+
+def aborted(stack: str, *others: dict, group: tuple[int, ...] = (0, 1)) -> str:
+    """The first line of the report, where rank 0 has crashed with `stack`."""
+    gone = one(0, state=State.HERE)
+    rest = [one(r, snapshot(group, other), neighbours={0: ""}) for r, other in enumerate(others, 1)]
+    return told(gone, *rest, stacks={0: stack}).text.splitlines()[0]
+
+
+def test_who_aborts_in_a_collective_is_told_with_what_the_others_brought():
+    ours = call("all_reduce", 8, "failed", shape=[7])
+    head = aborted(crash("all_reduce"), call("all_reduce", 8, "failed", shape=[7]))
+    assert "inside all_reduce, collective number 8 of the data group of ranks 0, 1" in head
+    assert "brought all_reduce float32[7] (rank 1)" in head and "comm.checked_calls()" in head
+    head = aborted(crash("all_gather"), ours)
+    assert head.startswith(
+        "hang: rank 0 on node00 and rank 1 do not agree on collective number 8 of the data group "
+        "of ranks 0, 1: it crashed (Fatal Python error: Aborted) inside all_gather, where the "
+        "others have all_reduce float32[7] (rank 1)"
+    )
+    other = call("all_reduce", 8, shape=[3])
+    head = aborted(crash("all_reduce"), ours, other, group=(0, 1, 2))
+    assert "and ranks 1, 2 do not agree" in head
+    assert "all_reduce float32[7] (rank 1), all_reduce float32[3] (rank 2)" in head
+
+
+def test_a_crash_elsewhere_is_no_disagreement():
+    ours = call("all_reduce", 8)
+    elsewhere = 'Fatal Python error: Aborted\n  File "/home/me/train.py", line 9 in step\n'
+    fault = crash("all_reduce").replace("Aborted", "Segmentation fault")
+    for stack in (elsewhere, fault):
+        assert "is gone: its process (100) has crashed (Fatal" in aborted(stack, ours)
+
+
+def test_a_death_is_no_long_step():
+    text = told(one(0, WAITING, neighbours={1: ""}, limit_s=60.0), one(1, state=State.HERE)).text
+    assert "the longest step" not in text
+    over = told(one(0, WAITING, limit_s=8.0), one(1, WAITING, limit_s=8.0)).text
+    assert "the longest step has taken 9.0 s, and may take 8 s" in over
+
+
+def test_who_has_ended_its_loop_has_no_stack_of_ours():
+    text = told(one(0, WAITING, stack=INSIDE), one(1, state=State.LEFT)).text
+    assert "time.sleep(60)" not in text
 
 
 def test_a_fork_of_a_watched_rank_can_end(tmp_path):

@@ -33,7 +33,7 @@ def test_every_rank_has_tpc_groups_and_random_numbers_of_its_own():
 
 
 WRONG = [
-    (steps.swapped, 2, "disagreement", "call 1 of group world .ranks 0, 1. is"),
+    (steps.swapped, 2, "disagreement", "call 1 of group data .ranks 0, 1. is"),
     (steps.shapes, 2, "disagreement", "they differ in shape"),
     (steps.dtypes, 2, "disagreement", "they differ in dtype"),
     (steps.roots, 2, "disagreement", "they differ in root"),
@@ -43,7 +43,7 @@ WRONG = [
     (steps.not_received, 2, "missing", r"has issued send \(elements 3 dtype float32\) to rank 1"),
     (steps.sends_first, 2, "cycle", r"rank 0 \(data 0\) waits in send .* to rank 1 \(data 1\)"),
     (steps.batch_before_collective, 2, "cycle",
-     r"waits in call 1 of group world .* to which rank 1 \(data 1\) comes after a call"),
+     r"waits in call 1 of group data .* to which rank 1 \(data 1\) comes after a call"),
     (steps.message_against_collective, {"data": 2, "tensor": 2}, "cycle",
      r"rank 0 \(data 0 tensor 0\) waits in call 1 of group data \(ranks 0, 2\), all_reduce"),
     (steps.groups_in_a_circle, 3, "cycle", "new_group"),
@@ -99,7 +99,7 @@ def test_a_rank_that_computes_for_ever_is_named_after_the_limit():
     assert time.monotonic() - began < 5
     assert report.finding.kind == "time" and report.finding.ranks == (1,)
     assert "in for_ever" in str(report)
-    assert "rank 2 (data 2) waits in call 1 of group world (ranks 0, 1, 2), barrier" in str(report)
+    assert "rank 2 (data 2) waits in call 1 of group data (ranks 0, 1, 2), barrier" in str(report)
     assert not [t for t in threading.enumerate() if t.name.startswith("rank ")]
 
 
@@ -165,5 +165,5 @@ def test_real_groups_of_the_process_go_on(ranks):
 def test_a_report_prints_what_agreed():
     report = lint(lambda rank: dist.barrier(), 2)
     assert isinstance(report, Report)
-    assert str(report).startswith("world ") and "1 collectives" in str(report)
+    assert str(report).startswith("data  1 group of 2  1 collective, 0 messages")
     assert str(report).endswith("orders agree")

@@ -5,7 +5,7 @@ import pytest
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.lint.order import Call
 from torchdistpackage.harness.lint.programs import Collective, Messages, Part, Program, Wait, check
-from torchdistpackage.harness.lint.report import group_name, rank_name
+from torchdistpackage.harness.lint.report import GroupKind, Report, group_name, rank_name
 from torchdistpackage.topology.views import topology
 
 GRID = topology([("data", 2), ("tensor", 2)], 4)
@@ -46,7 +46,7 @@ def test_one_order_in_every_group_passes_and_is_counted():
     assert {(k.name, k.num_groups, k.num_ranks, k.num_calls) for k in report.kinds} == {
         ("data", 2, 2, 2),
         ("tensor", 2, 2, 4),
-        ("world", 1, 4, 1),
+        ("global", 1, 4, 1),
     }
 
 
@@ -64,7 +64,7 @@ def test_members_that_differ_in_one_call_are_both_named(other, told):
     assert finding.kind == "disagreement" and finding.ranks == (0, 1)
     with pytest.raises(CommError, match=told):
         run([world(BARRIER, SUM)], [world(BARRIER, other)]).check()
-    assert "call 2 of group world (ranks 0, 1)" in str(finding)
+    assert "call 2 of group data (ranks 0, 1)" in str(finding)
     assert "at 5F1" in str(finding) and "at 5F2" in str(finding)
 
 
@@ -107,7 +107,7 @@ def test_sends_are_not_buffered():
     both = run([Messages("world", (send(1),)), Messages("world", (receive(1),))],
                [Messages("world", (send(0),)), Messages("world", (receive(0),))])  # fmt: skip
     assert both.finding.kind == "cycle" and set(both.finding.ranks) == {0, 1}
-    assert "waits in send (elements 4) to rank 1 (data 1) on group world" in str(both.finding)
+    assert "waits in send (elements 4) to rank 1 (data 1) on group data" in str(both.finding)
     assert run([Messages("world", (send(1), receive(1)))],
                [Messages("world", (send(0), receive(0)))]).ok  # fmt: skip
 
@@ -119,7 +119,7 @@ def test_a_message_behind_a_collective_of_its_group_waits_for_it():
     finding = run(late, early).finding
     assert finding.kind == "cycle"
     assert "to which rank 1 (data 1) comes after a call that is not done" in str(finding)
-    assert "rank 1 (data 1) has issued call 1 of group world" in str(finding)
+    assert "rank 1 (data 1) has issued call 1 of group data" in str(finding)
     apart = [Messages("data", (receive(1),)), *late[1:]], [early[0], Messages("data", (send(0),))]
     programs = [Program(tuple(ops), {"world": ((0, 1), ""), "data": ((0, 1), "own")})
                 for ops in apart]  # fmt: skip
@@ -148,5 +148,17 @@ def test_groups_are_called_by_their_axes():
     mesh = topo.dense
     assert group_name(topo, tuple(mesh.group(5, ("pipe", "tensor")))) == "pipe+tensor"
     assert group_name(topo, (0, 4)) == "part of pipe"
-    assert group_name(topo, range(12)) == "world" and group_name(topo, (3,)) == "alone"
+    assert group_name(topo, range(12)) == "global" and group_name(topo, (3,)) == "alone"
     assert rank_name(topo, 9) == "rank 9 (data 1 pipe 1 tensor 1)"
+    one_long = topology([("data", 1), ("pipe", 3), ("tensor", 1)], 3)
+    assert group_name(one_long, range(3)) == "pipe"
+
+
+def test_a_long_name_moves_the_columns_of_all():
+    topo = topology([("data", 2), ("pipe", 4)], 8)
+    names = ("part of data+pipe", 1, 4, 1, 0), ("data", 4, 2, 5, 1)
+    lines = str(Report(topo, None, tuple(GroupKind(*name) for name in names))).splitlines()
+    assert lines == [
+        "part of data+pipe  1 group of 4   1 collective, 0 messages, orders agree",
+        "data               4 groups of 2  5 collectives, 1 message, orders agree",
+    ]

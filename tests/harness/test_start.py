@@ -63,7 +63,11 @@ def test_the_failure_of_a_new_rank_names_it():
     [
         ([("data", 2), ("pipe", 2)], 6, "data=2 x pipe=2 is 4 ranks, but the world has 6"),
         ([("data", None), ("pipe", 4)], 6, "does not divide the 6 ranks"),
-        ([("data", None)], None, "the size of data is left open"),
+        (
+            [("data", None)],
+            None,
+            "size of data is left open, .*; give --procs, or every size in --axes",
+        ),
         ([("data", 2)], 0, "of processes has size 0"),
         ([("data", 0)], None, "axis data has size 0"),
     ],

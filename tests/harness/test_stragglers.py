@@ -206,6 +206,11 @@ def test_what_is_said():
         "rank 5 (data 1 pipe 0 tensor 1) on node01: data loading takes 61.0 ms a step, its peers "
         "11.0 ms (50.0 ms or 455% more)"
     )
+    assert (
+        Straggler(5, "data", 0.06, 0.001)
+        .told(mesh, hosts)
+        .endswith("its peers 1.0 ms (59.0 ms more)")
+    )
 
 
 def test_it_is_said_once_and_again_when_it_changes_or_is_over():

@@ -87,11 +87,30 @@ def test_a_roll_call_names_the_absent_and_those_with_other_plans():
     assert "ranks 0, 1 on node0: data=4; rank 2 on node1: data=2" in differs
 
 
+def test_the_advice_is_for_what_was_found():
+    """Who was stopped is not told to set up groups, nor who got other data."""
+    silent = partial(stop, 5, "sum", 0, 1, 2, 3)
+    table = {
+        judge({0: OK, 1: OK, 2: OK}).advice: "look at the log of rank 3 on node1, and at the host; "
+        "if it is only slow, allow more with --timeout",
+        judge({0: OK, 1: OK, 2: OK, 3: silent(error="out of memory")}).advice: "look at the log of "
+        "rank 3 on node1, and at the host",
+        judge({0: OK, 1: OK, 2: OK, 3: Report(("got 9",))}).advice: "exclude the hosts that got",
+        judge_roll(dict.fromkeys(range(4), roll_text("a", ["other ranks"]))).advice: "give all",
+        judge_roll(
+            {r: roll_text("ab"[r % 2], []) for r in range(4)}
+        ).advice: "give all ranks the same CONFIG or --axes",
+    }
+    for (said,), text in table.items():
+        assert said.startswith(text)
+    assert judge(dict.fromkeys(range(4), OK)).advice == ()
+
+
 def test_long_lists_are_cut():
     with pytest.raises(
-        CommTestError, match=r"11 checks(?s:.*)problem 7\n  and 3 more\nsee whether"
+        CommTestError, match=r"11 checks(?s:.*)problem 7\n  and 3 more\nlook there$"
     ):
-        Verdict(tuple(f"problem {i}" for i in range(11))).raise_problems()
+        Verdict(tuple(f"problem {i}" for i in range(11)), advice=("look there",)).raise_problems()
     assert verdict.named(range(20), host_of).endswith("6, 7 on node3 and 12 more")
 
 
@@ -99,5 +118,5 @@ def test_reports_and_verdicts_travel_as_text():
     report = Report(("a", "b"), Stop(3, "sum", (1, 2), "why"), (0.5,))
     assert Report.from_json(report.to_json()) == report
     assert Report.from_json(OK.to_json()) == OK
-    said = Verdict(("a",), 2, (0.5, 1.0))
+    said = Verdict(("a",), 2, (0.5, 1.0), ("do",))
     assert Verdict.from_json(said.to_json()) == said

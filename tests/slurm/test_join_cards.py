@@ -136,7 +136,7 @@ def test_a_loopback_master_is_refused_on_both_nodes_at_once(cards):
 
 def test_a_rank_that_never_came_is_named_with_its_host_in_time(cards):
     seen = cards["absent"][0]
-    assert "1 of 2 ranks did not come (ranks 1 on n2) within 3 s" in seen["error"]
+    assert "1 of 2 ranks did not come (rank 1 on n2) within 3 s" in seen["error"]
     assert 2.5 < seen["took_s"] < 8
 
 

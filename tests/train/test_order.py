@@ -242,4 +242,4 @@ def test_thousands_of_ranks_are_checked_on_paper():
     plan = make_plan(parity.config(big), 1024)
     kinds = {kind.name: kind for kind in static_report(plan).check().kinds}
     assert kinds["pipe"].num_messages == 128 * 7 * 8 * 3  # headers, outputs, gradients
-    assert kinds["world"].num_ranks == 1024 and kinds["tensor"].num_groups == 128
+    assert kinds["global"].num_ranks == 1024 and kinds["tensor"].num_groups == 128

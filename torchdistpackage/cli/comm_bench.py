@@ -5,16 +5,18 @@ measure and return one value; all files and texts are made of it here.
 """
 
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, cast
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, cast
 
 import typer
 
 from torchdistpackage.cli import bench_job
 from torchdistpackage.cli.comm_groups import Asked, Axes, Procs, Words, asked
-from torchdistpackage.errors import ConfigError
+from torchdistpackage.errors import CommError, ConfigError, RankError
 from torchdistpackage.harness.bench import table
 from torchdistpackage.harness.bench.limits import EVERY, PAIRS, below, parse_limits
 from torchdistpackage.harness.bench.outputs import Outputs, into
@@ -27,12 +29,14 @@ from torchdistpackage.harness.bench.request import (
     parse_sizes,
 )
 from torchdistpackage.harness.cases import CASES
-from torchdistpackage.harness.start import on_ranks
+from torchdistpackage.harness.start import INIT_TIMEOUT_S, on_ranks
+from torchdistpackage.harness.verify.verdict import CommTestError
+from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.launch.slurm.files import JobFiles
 from torchdistpackage.topology.mesh import describe
 from torchdistpackage.topology.views import topology
 
-MEASURE = "torchdistpackage.harness.measure.run:bench"
+_RANK = "torchdistpackage.harness.measure.job:bench"
 Sizes = Sequence[tuple[str, int | None]]
 _SIZES, _DTYPES = "1KiB:4MiB:x16", "float32"
 
@@ -63,6 +67,10 @@ def bench(
         list[str] | None,
         typer.Option(metavar="[AXIS=]GB/S", help="Exit code 1 below it; axis or pairs."),
     ] = None,
+    timeout_s: Annotated[
+        float,
+        typer.Option("--timeout", metavar="S", min=1, help="Wait for a round so many seconds."),
+    ] = 60.0,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="All figures as JSON.")] = None,
     plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Pictures (PNG).")] = None,
     profile: Annotated[
@@ -87,6 +95,7 @@ def bench(
         warmup=warmup,
         alone=alone,
         pairs=pairs,
+        timeout_s=timeout_s,
     )
     limits = parse_limits(min_busbw or [])
     outputs = Outputs(json, profile, plots)
@@ -99,25 +108,23 @@ def bench(
         _submit(slurm, words or [], request, limits, _options(request, sizes, min_busbw or []))
         return
     want = asked(words or [], axes, procs)
-    _check_names(request, limits, want.axes)
+    _check_names(request, limits, want.axes, want.expert)
+    if profile is not None and math.prod(size or 2 for _, size in want.axes) == 1:
+        raise ConfigError("--profile: nothing can be measured, there is one rank; give more")
     if run_folder is None:
         raise typer.Exit(_run(request, want, outputs, limits))
     raise typer.Exit(
-        bench_job.watched(lambda: _run(request, want, into(run_folder), limits), run_folder)
+        bench_job.watched(
+            lambda: _run(request, want, into(run_folder, request), limits), run_folder
+        )
     )
 
 
 def _run(request: Request, want: Asked, outputs: Outputs, limits: Mapping[str, float]) -> int:
     """Measure, write and print; the exit code. Of several ranks only the first says anything."""
-    outputs.check()
-    found = on_ranks(
-        MEASURE,
-        (request,),
-        axes=want.axes,
-        procs=want.num_ranks,
-        expert=want.expert,
-        init_timeout_s=want.init_timeout_s,
-    )
+    outputs.check(request)
+    with TemporaryDirectory() as folder:
+        found = _measured(request, want, Path(folder) / "error")
     if found is None:
         return 0
     report = cast(Report, found[0])
@@ -125,31 +132,60 @@ def _run(request: Request, want: Asked, outputs: Outputs, limits: Mapping[str, f
         typer.echo(
             f"nothing to measure: no group of {describe(report.topology)} has more than one rank"
         )
-        return 0
-    typer.echo(table.text(report))
+    else:
+        typer.echo(table.text(report))
     if report.pairs is not None:
         suspects = find_suspects({(a, b): t for a, b, t in report.pairs.times}, report.hosts)
         typer.echo("\n" + table.pairs_text(report.pairs, suspects, report.hosts))
-    for path in outputs.write(report):
+    written, problems = outputs.write(report)
+    for path in written:
         typer.echo(f"wrote {path}")
     for line in (slow := below(report, limits)):
         typer.echo(f"too slow: {line}", err=True)
-    return 1 if slow else 0
+    for line in problems:
+        typer.echo(f"not written: {line}", err=True)
+    return 1 if slow or problems else 0
 
 
-def _check_names(request: Request, limits: Mapping[str, float], axes: Sizes) -> None:
+def _measured(request: Request, want: Asked, note: Path) -> list[Any] | None:
+    """What `on_ranks` returns; an error of all ranks is told once and without a traceback."""
+    try:
+        return on_ranks(
+            _RANK,
+            (request, str(note)),
+            axes=want.axes,
+            procs=want.num_ranks,
+            expert=want.expert,
+            init_timeout_s=want.init_timeout_s or INIT_TIMEOUT_S,
+        )
+    except CommTestError as error:
+        if error.speaker in (None, detect(os.environ).rank):
+            raise
+        raise typer.Exit(1) from error
+    except RankError as error:
+        if not note.exists():
+            raise
+        raise CommError(note.read_text(encoding="utf-8")) from error
+
+
+def _check_names(
+    request: Request, limits: Mapping[str, float], axes: Sizes, expert: int = 1
+) -> None:
     """Refuse names of groups that there are not, and limits for what is not measured."""
     known = [(name, size or 2) for name, size in axes]  # what is left open may be 2
-    world = topology(known, math.prod(size for _, size in known))
-    for name in request.over:
-        world.named(name)
-    measured = request.over or tuple(name for name, size in known if size > 1)
+    num_ranks = math.prod(size for _, size in known)
+    world = topology(known, num_ranks, expert=expert)
+    over = request.over or tuple(name for name, _ in known)
+    measured = [name for name in over if len(world.group(0, name)) > 1]
     for name in limits:
         if name == PAIRS and not request.pairs:
             raise ConfigError("--min-busbw pairs=... needs --pairs")
-        if name not in (EVERY, PAIRS, *measured):
+        if name not in (EVERY, PAIRS, *measured) or not (
+            num_ranks > 1 if name == PAIRS else measured
+        ):
+            what = f"over {name}" if name not in (EVERY, PAIRS) else "at all"
             raise ConfigError(
-                f"--min-busbw {name}=...: nothing is measured over {name}; measured are "
+                f"--min-busbw {name or 'for all axes'}: nothing is measured {what}; measured are "
                 f"{', '.join(measured) or 'no groups, all have one rank'}"
             )
 
@@ -160,6 +196,7 @@ def _options(request: Request, sizes: str, min_busbw: Sequence[str]) -> list[str
     words += ["--sizes", sizes, "--iterations", str(request.iterations)]
     words += ["--warmup", str(request.warmup), "--alone", str(request.alone)]
     words += ["--over", ",".join(request.over)] if request.over else []
+    words += ["--timeout", f"{request.timeout_s:g}"]
     words += ["--pairs"] if request.pairs else []
     return words + [word for limit in min_busbw for word in ("--min-busbw", limit)]
 
@@ -172,13 +209,14 @@ def _submit(
     options: Sequence[str],
 ) -> None:
     config = bench_job.bench_run(path, overrides)
-    _check_names(request, limits, bench_job.axes_of(config))
+    _check_names(request, limits, bench_job.axes_of(config), config.parallel.expert)
     prepared = bench_job.prepare_bench(config, options)
     for note in prepared.notes:
         print(f"note: {note}", file=sys.stderr)
     job, folder = bench_job.submit_bench(prepared)
-    files = into(folder)
+    files = into(folder, request)
+    figures = " and ".join(str(path) for path in (files.json, files.profile) if path is not None)
     typer.echo(
-        f"job {job}  {folder}\non {prepared.job.shape}; its figures will be in {files.json} and "
-        f"{files.profile}, its tables in {JobFiles(folder).main_log}"
+        f"job {job}  {folder}\non {prepared.job.shape}; its figures will be in {figures}, "
+        f"its tables in {JobFiles(folder).main_log}"
     )

@@ -5,7 +5,7 @@ One rule: all that is wrong is said at once, and before a process is started.
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import typer
@@ -40,12 +40,15 @@ Procs = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Groups along `axes` (outermost first) over `num_ranks` ranks; all that `on_ranks` wants."""
+    """Groups along `axes` (outermost first) over `num_ranks` ranks; all that `on_ranks` wants.
+
+    init_timeout_s: what CONFIG says; None: there is none.
+    """
 
     axes: tuple[tuple[str, int | None], ...]
     num_ranks: int
     expert: int = 1
-    init_timeout_s: float = 60.0
+    init_timeout_s: float | None = None
 
 
 def asked(words: Sequence[str], axes: str | None, procs: int | None) -> Asked:
@@ -61,6 +64,9 @@ def asked(words: Sequence[str], axes: str | None, procs: int | None) -> Asked:
         why = f"both CONFIG ({words[0]}) and --axes ({axes}) say which groups there are; give one"
         problems.append(Problem(_LINE, None, "", why))
     sizes = _parsed(axes, problems) if axes is not None else (("data", None),)
+    if not words and axes is None and procs is None and detect(os.environ).source == "alone":
+        why = "nothing says how many ranks there are; give CONFIG, --axes or --procs"
+        problems.append(Problem(_LINE, None, "", why))
     if words:
         found = _of_run(words[0], words[1:], procs, problems)
     else:
@@ -82,7 +88,16 @@ def _of_run(
         run = load(config, changes, launched)
         plan = make_plan(run, launched or local_procs(run), config)
     except ConfigProblems as error:
-        problems.extend(error.problems)
+        given = f"{PROCS}={procs}"  # as what we have made of the option
+        problems.extend(
+            replace(
+                problem,
+                file=problem.file.replace(given, f"--procs {procs}"),
+                path="" if problem.path == PROCS and procs is not None else problem.path,
+                text=problem.text.replace(f"{given} does", "it does"),
+            )
+            for problem in error.problems
+        )
     except TopologyError as error:
         problems.append(Problem(_LINE, None, "", str(error)))
     else:

@@ -11,13 +11,15 @@ from typing import Annotated, Any
 import typer
 
 from torchdistpackage.cli.comm_groups import Asked, Axes, Procs, Words, asked
-from torchdistpackage.errors import CommError, ConfigError, RankError
+from torchdistpackage.errors import AbsentError, CommError, ConfigError, LaunchError, RankError
 from torchdistpackage.harness.start import on_ranks
 from torchdistpackage.harness.verify.verdict import CommTestError
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.topology.mesh import describe
 
 _TEST = "torchdistpackage.harness.verify.run:test_and_note"
+MIN_MEET_S, PER_TIMEOUT = 10.0, 2.0
+"""How long ranks without CONFIG may take to meet, as they start one after the other."""
 _COLUMNS = ("group", "groups", "ranks in each", "operations", "ms")
 
 
@@ -33,7 +35,7 @@ def test(
         typer.Option("--timeout", metavar="S", min=1, help="Wait for a rank so many seconds."),
     ] = 30.0,
 ) -> None:
-    """Send known data over every group, and compare every element that arrives.
+    """Send known data over every group, and compare what arrives.
 
     Under torchrun or srun this process is one of the ranks; else it starts them. Ends with 1 and
     the culprit where something is wrong.
@@ -62,8 +64,16 @@ def _run(want: Asked, pairs: bool, timeout_s: float, note: Path) -> list[Any] | 
             axes=want.axes,
             procs=want.num_ranks,
             expert=want.expert,
-            init_timeout_s=want.init_timeout_s,
+            init_timeout_s=want.init_timeout_s or max(MIN_MEET_S, PER_TIMEOUT * timeout_s),
         )
+    except AbsentError as error:
+        if detect(os.environ).rank != error.speaker:
+            raise typer.Exit(1) from error
+        if want.init_timeout_s is not None:
+            raise
+        raise LaunchError(
+            f"{error.found}; look at their logs, or allow more with --timeout"
+        ) from None
     except CommTestError as error:
         # this process is one of the ranks, which all were told the same
         if error.speaker in (None, detect(os.environ).rank):

@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from torchdistpackage.errors import LaunchError
+from torchdistpackage.errors import AbsentError, LaunchError
 
 TOKEN_WAIT_S = 2.0
 """How long a candidate port may take to show its token before the next one is tried."""
@@ -164,7 +164,7 @@ def await_all(
     hosts: the host of each rank, or () if not known. source: who launched, for the message.
 
     Raises:
-        LaunchError: some did not sign in within `timeout_s`; names them.
+        AbsentError: some did not sign in within `timeout_s`; names them.
     """
     here = socket.gethostname()
     cause: Exception | None = None
@@ -182,10 +182,11 @@ def await_all(
         said = _give_up(store, world_size, hosts)
     if said == "yes":
         return
+    speaker = _lowest_here(store, rank)
     _hear(store, keeper)
-    raise LaunchError(
-        f"{said} within {timeout_s:g} s (I am rank {rank} on {here}, launched by {source}); look "
-        f"at their logs, or allow more with launch.init_timeout_s"
+    found = f"{said} within {timeout_s:g} s (I am rank {rank} on {here}, launched by {source})"
+    raise AbsentError(
+        f"{found}; look at their logs, or allow more with launch.init_timeout_s", found, speaker
     ) from cause
 
 
@@ -198,6 +199,13 @@ def _give_up(store: dist.Store, world_size: int, hosts: Sequence[str]) -> str:
         return store.get("complete").decode()
     except RuntimeError:
         return f"rank 0, which keeps the list of the {world_size} ranks, left: not all had come"
+
+
+def _lowest_here(store: dist.Store, rank: int) -> int:
+    """The lowest rank that came, as far as `rank` can see."""
+    with contextlib.suppress(RuntimeError):  # gone with its keeper
+        return next((r for r in range(rank) if store.check([f"here/{r}"])), rank)
+    return rank
 
 
 def _hear(store: dist.Store, keeper: bool) -> None:
@@ -214,7 +222,8 @@ def _hear(store: dist.Store, keeper: bool) -> None:
 def _who_is_missing(store: dist.Store, world_size: int, hosts: Sequence[str]) -> str:
     missing = [r for r in range(world_size) if not store.check([f"here/{r}"])]
     shown = [f"{r} on {hosts[r]}" if hosts else f"{r}" for r in missing]
-    return f"{len(missing)} of {world_size} ranks did not come (ranks {_listed(shown)})"
+    many = "s" * (len(missing) > 1)
+    return f"{len(missing)} of {world_size} ranks did not come (rank{many} {_listed(shown)})"
 
 
 def _listed(values: Sequence[object]) -> str:

@@ -74,7 +74,8 @@ def _degrees_fill_procs(c: RunConfig, world_size: int | None) -> str | None:
     try:
         c.parallel.resolve(procs)
     except ConfigError as error:
-        return f"launch.local.procs={procs} does not fit {error}; null starts as many as needed"
+        fix = "leave it out to start as many as needed"
+        return f"launch.local.procs={procs} does not fit {error}; {fix}"
     return None
 
 

@@ -22,6 +22,8 @@ from torchdistpackage.topology.views import topology
 Axes = Sequence[tuple[str, int | None]]
 """(axis, size), outermost first; the size of one may be None: what the others leave."""
 
+INIT_TIMEOUT_S = 60.0
+"""For the ranks to meet, which may start one after the other."""
 RANK = "torchdistpackage.harness.start_rank:call"
 PRELOAD = ("torch", "torch.distributed", "numpy", "torchdistpackage.harness.start_rank")
 
@@ -33,7 +35,7 @@ def on_ranks(
     axes: Axes,
     procs: int | None = None,
     expert: int = 1,
-    init_timeout_s: float = 60.0,
+    init_timeout_s: float = INIT_TIMEOUT_S,
 ) -> list[Any] | None:
     """Call `fn(*args)` on every rank, in groups along `axes`.
 
@@ -77,7 +79,7 @@ def num_ranks(axes: Axes, procs: int | None, here: Rendezvous) -> int:
         return whole_size("of processes", procs)
     if left_open := [name for name, size in axes if size is None]:
         raise TopologyError(
-            f"the size of {' and '.join(left_open)} is left open, which leaves the number of "
-            f"processes open too; give one of them"
+            f"the size of {' and '.join(left_open)} is left open, and so is the number of ranks; "
+            f"give --procs, or every size in --axes"
         )
     return math.prod(whole_size(name, size) for name, size in axes)

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from pathlib import Path
 from typing import TextIO, cast
 
 import torch
@@ -23,6 +22,7 @@ from torchdistpackage.train.folder import RESOLVED, prepare_folder, run_folder
 from torchdistpackage.train.life import begin, end, leave_word
 from torchdistpackage.train.log import Both, say
 from torchdistpackage.train.loop import Loop, finish
+from torchdistpackage.train.own_code import add_own_code
 from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.state import resume as resume_state
 
@@ -37,9 +37,7 @@ def rank_main(config: RunConfig, resume: str, noted: Noted | None = None) -> int
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # the ranks of a node would otherwise each take all its cores
-    # your own model, data and loss may stand beside where you called us, or in its snapshot
-    if (here := os.environ.get("TDP_CODE") or str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+    add_own_code(os.environ)
     if noted is None:
         noted = Noted()
         noted.listen(config.launch.requeue.signals)

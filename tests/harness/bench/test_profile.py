@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 
@@ -9,6 +10,7 @@ from tests.harness.bench.reports import LATENCY_S, PER_BYTE_S, both_links, repor
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.bench.outputs import Outputs
 from torchdistpackage.harness.bench.profile import dumps, profile_of, read
+from torchdistpackage.harness.bench.request import Request
 
 PROFILE = profile_of(report(*both_links("data", (0, 1, 2, 3), "all_reduce", "p2p_both")))
 
@@ -150,10 +152,12 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 
 def test_outputs_are_refused_before_anything_is_measured(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"none/a\.json cannot be written"):
-        Outputs(json=tmp_path / "none" / "a.json").check()
+        Outputs(json=tmp_path / "none" / "a.json").check(Request())
     with pytest.raises(ConfigError, match="cannot be written"):
-        Outputs(profile=tmp_path).check()
-    monkeypatch.setattr("torchdistpackage.harness.bench.plots.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"not installed; pip install 'torchdistpackage\[plot\]'"):
-        Outputs(plots=tmp_path / "p").check()
+        Outputs(profile=tmp_path).check(Request())
+    with pytest.raises(ConfigError, match="at two sizes or more"):
+        Outputs(profile=tmp_path / "p.json").check(Request(sizes_bytes=(1, 4)))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match="plots need matplotlib, which"):
+        Outputs(plots=tmp_path / "p").check(Request())
     assert list(tmp_path.iterdir()) == []

@@ -106,6 +106,7 @@ def test_limits_name_what_stays_below_at_its_best_size():
     (line,) = below(slow, parse_limits(["data=0.92"]))
     assert line.startswith("data, node, together: broadcast over ranks [0, 1, 2, 3] reaches 0.913")
     assert below(slow, parse_limits(["pipe=99"])) == []
+    assert parse_limits(["data=10, pipe=2"]) == {"data": 10e9, "pipe": 2e9}
     assert len(below(slow, parse_limits(["0.95", "data=0.1"]))) == 0
     (pair,) = below(slow, parse_limits(["pairs=0.2"]))
     assert pair == "pair of ranks 0 and 7 on n0 and n1: 0.131 GB/s, below 0.2"

@@ -60,7 +60,10 @@ def test_names_are_kept_in_order_and_once():
 @pytest.mark.parametrize(
     ("parse", "said"),
     [
-        (parse_operations, "there is no operation 'gahter'; the names are p2p, p2p_both, all_red"),
+        (
+            parse_operations,
+            r"'gahter' \(did you mean all_gather\?\); the names are p2p, p2p_both",
+        ),
         (parse_dtypes, "there is no dtype 'gahter'; the names are float32, float64"),
     ],
 )

@@ -16,7 +16,7 @@ from torchdistpackage.harness.measure import classic as classic_tests
 from torchdistpackage.harness.measure import run as measuring
 from torchdistpackage.harness.measure import timing
 from torchdistpackage.harness.measure.classic import test_all2all_balanced, test_collection
-from torchdistpackage.harness.measure.run import bench, measure
+from torchdistpackage.harness.measure.run import measure
 
 QUICK = {"iterations": 1, "warmup": 0}
 
@@ -90,19 +90,6 @@ def test_a_group_of_one_is_nothing_to_measure(ranks, config, over, axes):
     reports = ranks(world_size).run(measured, config, request)
     assert {row.axis for row in reports[0].rows} == axes
     assert reports[0].pairs is None
-
-
-def on_rank_zero() -> tuple[bool, bool]:
-    tpc.setup_process_groups([("data", 2)])
-    limits = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchdistpackage.comm.groups.set_timeout", lambda *a: limits.append(a[1]))
-        report = bench(Request(("p2p",), (4,), **QUICK))
-    return report is not None, {*limits} == {600.0}
-
-
-def test_as_a_job_rank_zero_has_the_report_and_nobody_times_out_while_others_measure(ranks):
-    assert ranks(2).run(on_rank_zero) == [(True, True), (False, True)]
 
 
 def one_wrong_element(operation: str, broken: int) -> str:

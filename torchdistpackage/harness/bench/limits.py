@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.bench.report import Report
+from torchdistpackage.harness.bench.request import parts_of
 from torchdistpackage.harness.bench.table import rate
 
 EVERY, PAIRS = "", "pairs"
@@ -11,14 +12,14 @@ EVERY, PAIRS = "", "pairs"
 
 
 def parse_limits(texts: Sequence[str]) -> dict[str, float]:
-    """`data=10` or `10` (every axis), in GB/s, as bytes a second by axis.
+    """`data=10,pipe=2` or `10` (every axis), in GB/s, as bytes a second by axis.
 
     Raises:
         ConfigError: no positive number, or one axis twice.
     """
     limits: dict[str, float] = {}
-    for text in texts:
-        axis, _, number = text.rpartition("=")
+    for text in (part for several in texts for part in parts_of(several, "limit")):
+        axis, _, number = (word.strip() for word in text.rpartition("="))
         try:
             value = float(number)
         except ValueError:

@@ -1,17 +1,22 @@
 """Where a bench's report goes: JSON, a cluster profile, pictures. No torch.
 
-One rule: what could make writing fail is looked at before anything is measured.
+One rule: what could make writing fail is tried before anything is measured, and what fails later
+all the same takes nothing else with it.
 """
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from errno import EISDIR
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.bench import plots, profile
 from torchdistpackage.harness.bench.report import Report
+from torchdistpackage.harness.bench.request import Request
 from torchdistpackage.launch.durable import write_whole
 
 
@@ -23,43 +28,69 @@ class Outputs:
     profile: Path | None = None
     plots: Path | None = None
 
-    def check(self) -> None:
-        """Raises:
-        ConfigError: matplotlib is missing, or a file cannot be written there.
-        """
-        if self.plots is not None:
-            plots.require()
-        for path in filter(None, (self.json, self.profile)):
-            folder = path.parent
-            if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-                raise ConfigError(
-                    f"{path} cannot be written; name a file in a folder that exists and is yours"
-                )
-
-    def write(self, report: Report) -> list[Path]:
-        """Write them; the paths written.
+    def check(self, request: Request) -> None:
+        """Try all of it; `plots` is made.
 
         Raises:
-            ConfigError: a file cannot be written, or the report gives no profile.
+            ConfigError: matplotlib is missing or broken, a file cannot be written there, or
+                `request` gives no profile.
         """
+        if self.profile is not None and not request.gives_lines:
+            raise ConfigError(
+                "a profile needs times at two sizes or more for a line through them; give "
+                "a range, e.g. --sizes 1KiB:4MiB:x4"
+            )
+        if self.plots is not None:
+            plots.require()
+            with _told(self.plots, "name a folder that is yours, or a new one in it"):
+                self.plots.mkdir(parents=True, exist_ok=True)
+                _try(self.plots)
+        for path in filter(None, (self.json, self.profile)):
+            with _told(path, "name a file in a folder that exists and is yours"):
+                if path.is_dir():
+                    raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
+                _try(path.parent)
+
+    def write(self, report: Report) -> tuple[list[Path], list[str]]:
+        """Write each of them, whatever becomes of the others: the paths, and what went wrong."""
         written: list[Path] = []
+        problems: list[str] = []
 
-        def keep(path: Path | None, text: Callable[[], str]) -> None:
+        def save(path: Path | None, make: Callable[[Path], list[Path]]) -> None:
             if path is not None:
-                write_whole(path, text())
-                written.append(path)
+                try:
+                    with _told(path, "the figures stand above"):
+                        written.extend(make(path))
+                except ConfigError as error:
+                    problems.append(str(error))
 
-        try:
-            keep(self.json, lambda: json.dumps(report.as_json(), indent=1) + "\n")
-            keep(self.profile, lambda: profile.dumps(profile.profile_of(report)))
-            if self.plots is not None:
-                written += plots.draw(report, self.plots)
-        except OSError as error:
-            raise ConfigError(f"{error.filename} cannot be written: {error.strerror}") from error
-        return written
+        save(self.json, lambda p: _whole(p, json.dumps(report.as_json(), indent=1) + "\n"))
+        save(self.profile, lambda p: _whole(p, profile.dumps(profile.profile_of(report))))
+        save(self.plots, lambda p: plots.draw(report, p))
+        return written, problems
 
 
-def into(folder: Path) -> Outputs:
-    """All of them, in one folder; pictures where matplotlib is."""
-    pictures = folder / "plots" if plots.is_there() else None
-    return Outputs(folder / "bench.json", folder / "profile.json", pictures)
+def into(folder: Path, request: Request) -> Outputs:
+    """All that `request` gives, in one folder; pictures where matplotlib is."""
+    pictures = None if plots.what_is_wrong() else folder / "plots"
+    lines = folder / "profile.json" if request.gives_lines else None
+    return Outputs(folder / "bench.json", lines, pictures)
+
+
+def _whole(path: Path, text: str) -> list[Path]:
+    write_whole(path, text)
+    return [path]
+
+
+def _try(folder: Path) -> None:
+    """Write in `folder`; being allowed to says little of /proc, a full disk or a quota."""
+    with NamedTemporaryFile(dir=folder, prefix=".tdp-") as file:
+        file.write(b"\n")
+
+
+@contextmanager
+def _told(path: Path, advice: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; {advice}") from error

@@ -128,7 +128,7 @@ def _line(found: dict[str, object]) -> Line:
     link, operation = found["link"], found["operation"]
     if link not in (NODE, NETWORK) or operation not in CASES:
         raise ValueError(f"a line of {operation!r} over {link!r}")
-    rate = found["bus_bytes_per_s"]
+    rate, deviation = found["bus_bytes_per_s"], found["deviation"]
     return Line(
         _as(str, found["axis"]),
         _as(str, link),
@@ -140,7 +140,7 @@ def _line(found: dict[str, object]) -> Line:
         Fit(
             _number(found, "latency_s", lambda x: x >= 0),
             None if rate is None else _number(found, "bus_bytes_per_s", lambda x: x > 0),
-            _number(found, "deviation", lambda x: x >= 0),
+            None if deviation is None else _number(found, "deviation", lambda x: x >= 0),
         ),
     )
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from torchdistpackage.config.names import nearest
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.cases import CASES
 
@@ -34,7 +35,8 @@ class Request:
 
     over: names of groups as tpc knows them; () for every axis longer than 1.
     sizes_bytes: counted bytes, ascending. alone: how many groups of a kind are measured while all
-    others are silent; 0 for none. pairs: also each rank with each other one.
+    others are silent; 0 for none. pairs: also each rank with each other one. timeout_s: for one
+    round, all iterations of one operation at one size.
     """
 
     operations: tuple[str, ...] = tuple(CASES)
@@ -45,6 +47,15 @@ class Request:
     warmup: int = 3
     alone: int = 2
     pairs: bool = False
+    timeout_s: float = 60.0
+
+    @property
+    def gives_lines(self) -> bool:
+        """Whether there are two sizes in whole elements, as a line through times needs."""
+        return any(
+            len({whole_elements(size, dtype, 1) for size in self.sizes_bytes}) > 1
+            for dtype in self.dtypes
+        )
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
@@ -54,7 +65,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
         ConfigError: a part reads as no size, is zero, or a range goes down.
     """
     found: set[int] = set()
-    for part in _parts(text, "size"):
+    for part in parts_of(text, "size"):
         first, *rest = part.split(":")
         if not rest:
             found.add(_size(first))
@@ -115,14 +126,23 @@ def _factor(text: str, part: str) -> int:
 
 
 def _known(text: str, what: str, names: Collection[str]) -> tuple[str, ...]:
-    parts = _parts(text, what)
+    parts = parts_of(text, what)
     for part in parts:
         if part not in names:
-            raise ConfigError(f"there is no {what} {part!r}; the names are {', '.join(names)}")
+            close = nearest(part, names)
+            meant = f" (did you mean {close}?)" if close else ""
+            raise ConfigError(
+                f"there is no {what} {part!r}{meant}; the names are {', '.join(names)}"
+            )
     return tuple(dict.fromkeys(parts))
 
 
-def _parts(text: str, what: str) -> Sequence[str]:
+def parts_of(text: str, what: str) -> Sequence[str]:
+    """What stands between commas.
+
+    Raises:
+        ConfigError: nothing does.
+    """
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
         raise ConfigError(f"no {what} is named in {text!r}; write one, or several with commas")

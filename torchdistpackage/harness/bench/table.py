@@ -113,8 +113,12 @@ def _fits(lines: Sequence[Line]) -> str:
         return ""
     shown = [
         f"  {x.operation} {x.dtype}: {duration(x.fit.latency_s)}"
-        + (f" + bytes x bus factor / {rate(x.fit.bytes_per_s)} GB/s" if x.fit.bytes_per_s else "")
-        + f", {x.fit.deviation:.0%} off"
+        + (
+            f" + bytes x bus factor / {rate(x.fit.bytes_per_s)} GB/s, "
+            if x.fit.bytes_per_s
+            else ", bandwidth not seen, use larger sizes; "
+        )
+        + ("two sizes" if x.fit.deviation is None else f"{x.fit.deviation:.0%} off")
         for x in lines
     ]
     return "\nfitted\n" + "\n".join(shown)

@@ -17,6 +17,7 @@ from torchdistpackage.harness.hang.call_words import (
     ranks_listed,
     words,
 )
+from torchdistpackage.harness.hang.crashes import aborted
 from torchdistpackage.harness.hang.dump import Dump, State, states
 from torchdistpackage.harness.hang.waits import Record, Wait, awaited, circles, waits
 from torchdistpackage.launch.failure import Failure, Kind, from_json, is_consequence
@@ -76,6 +77,7 @@ class Hang:
         self.answered = answered
         told = {r: d.snapshot for r, d in dumps.items() if d.answers and d.snapshot is not None}
         records = {rank: Record(snapshot) for rank, snapshot in told.items()}
+        self.records = records
         self.waits = waits(records, answered & records.keys())
         self.awaited = awaited(self.waits)
 
@@ -123,7 +125,7 @@ class Hang:
             return None
         if dump.state is State.LEFT:
             what = f"has ended its loop after {dump.step} steps, and the others have not"
-            return Culprit(rank, host, pid, Fault.LEFT, what, "".join(dump.stacks[:1]))
+            return Culprit(rank, host, pid, Fault.LEFT, what)
         if dump.state is State.RAISED:
             failure = from_json(dump.error)
             fault = Fault.FOLLOWED if is_consequence(failure) else Fault.RAISED
@@ -140,7 +142,8 @@ class Hang:
         if letter == "":
             crash = stack.startswith("Fatal") and stack.partition("\n")[0]
             ended = f"crashed ({crash})" if crash else "ended without a word, as by a kill"
-            what = f"is gone: its process ({pid}) has {ended}"
+            gone = f"is gone: its process ({pid}) has {ended}"
+            what = aborted(rank, stack, self.records) or gone
             return Culprit(rank, host, pid, Fault.GONE, what, stack if crash else "")
         if letter in "Tt":
             by = "by a debugger" if letter == "t" else "by SIGSTOP or Ctrl-Z"

@@ -59,7 +59,7 @@ def _heads(hang: Hang, culprits: Sequence[Culprit]) -> str:
         lines.append(f"then {ranks_listed(followed)} raised what the loss of a peer brings about")
     longest = max(hang.dumps.values(), key=lambda dump: dump.over_s, default=None)
     parts = ["hang: " + "\n      ".join(lines)]
-    if longest is not None:
+    if longest is not None and longest.over_s > longest.limit_s:
         taken_s, limit_s = longest.over_s, longest.limit_s
         parts.append(f"the longest step has taken {taken_s:.1f} s, and may take {limit_s:g} s")
     return "\n".join(parts)

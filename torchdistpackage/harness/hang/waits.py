@@ -65,7 +65,7 @@ class Wait:
 
     @property
     def disagrees(self) -> bool:
-        return self.other is not None and _differ(self.call, self.other)
+        return self.other is not None and differ(self.call, self.other)
 
 
 class Record:
@@ -146,7 +146,7 @@ class _Meeting:
         if self.behind:
             return Wait(rank, call, self.behind, self.issued)
         for member in sorted(self.kinds.values()):
-            if member != rank and _differ(call, self.calls[member]):
+            if member != rank and differ(call, self.calls[member]):
                 return Wait(rank, call, (member,), other=self.calls[member])
         if call.state != "waiting":
             return None
@@ -172,7 +172,8 @@ def waits(records: Mapping[int, Record], blocked: Iterable[int]) -> list[Wait]:
     return found
 
 
-def _differ(one: Call, other: Call) -> bool:
+def differ(one: Call, other: Call) -> bool:
+    """Whether two calls of one number cannot be meant for each other."""
     if one.peer is not None:
         return (one.shape, one.dtype) != (other.shape, other.dtype)
     if one.operation != other.operation or one.dtype != other.dtype:

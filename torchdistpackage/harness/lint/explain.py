@@ -68,8 +68,9 @@ def stuck(board: Board, entries: Sequence[Entry], name: Name) -> Finding:
     A call that a rank which has returned did not make goes before a circle of waits.
     """
     for kind in ("missing", "cycle"):
+        seen: set[Entry] = set()  # what was gone through in vain leads nowhere from another start
         for entry in entries:
-            path = _search(board, entry, kind)
+            path = _search(board, entry, kind, seen)
             if path is not None:
                 return _told(board, path, kind, name)
     raise AssertionError("an entry that waits for nobody")
@@ -126,12 +127,15 @@ def _needs(entry: Entry) -> Iterator[tuple[int | Entry, Message | None]]:
             yield from ((rank, message) for rank in group.ranks if rank != entry.rank)
 
 
-def _search(board: Board, start: Entry, kind: str) -> Path | None:
+def _search(board: Board, start: Entry, kind: str, seen: set[Entry]) -> Path | None:
     """The way from `start` to a rank that has ended, or to an entry that is on the way already."""
+    if start in seen:
+        return None
+    seen.add(start)
     path: Path = []
     # no recursion: a way may be longer than Python's stack
     ways = [(start, _needs(start))]
-    seen, place = {start}, {start: 0}
+    place = {start: 0}
     while ways:
         entry, needs = ways[-1]
         del path[len(ways) - 1 :]

@@ -24,10 +24,11 @@ class GroupKind:
     num_calls: int
     num_messages: int
 
-    def __str__(self) -> str:
-        groups = f"{self.num_groups} group{'s' * (self.num_groups != 1)} of {self.num_ranks}"
-        traffic = f"{self.num_calls} collectives, {self.num_messages} messages"
-        return f"{self.name:<16} {groups:<24} {traffic}"
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        """A row of a table: name, groups, traffic."""
+        traffic = f"{_many(self.num_calls, 'collective')}, {_many(self.num_messages, 'message')}"
+        return self.name, f"{_many(self.num_groups, 'group')} of {self.num_ranks}", traffic
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,12 @@ class Report:
     def __str__(self) -> str:
         if self.finding is not None:
             return f"on {describe(self.topology.dense.axes)}: {self.finding}"
-        verdict = "orders agree" if self.kinds else "no calls"
-        lines = [f"{kind}, orders agree" for kind in self.kinds] or [verdict]
+        rows = [kind.cells for kind in self.kinds]
+        wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            f"{name:<{wide[0]}}  {groups:<{wide[1]}}  {traffic}, orders agree"
+            for name, groups, traffic in rows
+        ] or ["no calls"]
         return "\n".join([*lines, *(f"not known: {text}" for text in self.unknown)])
 
 
@@ -77,14 +82,15 @@ def rank_name(topology: Topology, rank: int) -> str:
 
 
 def group_name(topology: Topology, ranks: Sequence[int]) -> str:
-    """The axes along which the ranks differ, `data+tensor`; `world` for all.
+    """The axes along which the ranks differ, `data+tensor`; `global` for all, if by several.
 
     Ranks that are not all of those along their axes are a `part of` them, as the two stages that
     share a weight are.
     """
     mesh = topology.dense
     if len(ranks) == mesh.size:
-        return "world"
+        long = [name for name, size in mesh.axes if size > 1]
+        return long[0] if len(long) == 1 else "global"
     coords = [mesh.coord(rank) for rank in ranks]
     axes = [name for name in mesh.names if len({coord[name] for coord in coords}) > 1]
     name = "+".join(axes) or "alone"
@@ -102,3 +108,7 @@ def group_kinds(groups: Iterable[Group]) -> tuple[GroupKind, ...]:
             calls[key] += group.num_calls
             messages[key] += group.num_messages
     return tuple(GroupKind(n, number[n, s], s, calls[n, s], messages[n, s]) for n, s in number)
+
+
+def _many(number: int, word: str) -> str:
+    return f"{number} {word}{'s' * (number != 1)}"

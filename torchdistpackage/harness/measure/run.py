@@ -7,7 +7,7 @@ arrives at the same report. All learn of a wrong element too, and stop.
 import getpass
 import socket
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import cast
 
@@ -34,34 +34,31 @@ from torchdistpackage.harness.measure.operations import (
 )
 from torchdistpackage.harness.measure.timing import attend, in_turns
 
-LIMIT_S = 600.0
-"""Longer than any rank waits for a round that it has no part in."""
 PAIRS = "pairs"
 NUM_SIDES = 2
 """Of each call: ours and the bare one."""
 Times = tuple[Unit, Sequence[float], Sequence[float]]
 """A unit, and seconds of ours and of the bare call by iteration."""
+Begin = Callable[[Cell, Round], object]
+"""Told of each round as it begins, on every rank."""
 
 
-def bench(request: Request) -> Report | None:
-    """`measure` as a job of its own: the report on rank 0, None on the others."""
-    tpc.groups.set_timeout(LIMIT_S)
-    report = measure(request)
-    return report if tpc.rank == 0 else None
+class DamagedError(CommError):
+    """Data arrived other than it was sent; all ranks raise it alike."""
 
 
-def measure(request: Request) -> Report:
+def measure(request: Request, begin: Begin = lambda *_: None) -> Report:
     """All that was asked for, over the groups of `tpc`; all ranks call it and get the same.
 
     Raises:
-        CommError: an element arrived wrong; on every rank, naming which. Also when the backend
-            fails.
+        DamagedError: an element arrived wrong; on every rank, naming which.
+        CommError: the backend failed.
         TopologyError: there is no group of a name in `request.over`.
     """
     hosts = tuple(cast(list[str], primitives.gather_objects(socket.gethostname())))
     found: list[Row] = []
     for cell, plan in _cells(request, hosts):
-        times = [one for part in plan for one in _round(cell, part, request)]
+        times = [one for part in plan for one in _round(cell, part, request, begin)]
         links = {unit: rounds.link_of(unit, hosts) for unit, _, _ in times}
         found += rows_of(cell, times, links)
     whole = tpc.get_group("global")
@@ -76,7 +73,7 @@ def measure(request: Request) -> Report:
         iterations=request.iterations,
         warmup=request.warmup,
         rows=tuple(found),
-        pairs=_pairs(request, len(hosts)) if request.pairs and len(hosts) > 1 else None,
+        pairs=_pairs(request, len(hosts), begin) if request.pairs and len(hosts) > 1 else None,
     )
 
 
@@ -107,24 +104,25 @@ def _counted(sizes_bytes: Sequence[int], dtype: str, num_parts: int) -> list[int
     return list(dict.fromkeys(sizes))
 
 
-def _pairs(request: Request, num_ranks: int) -> Pairs:
+def _pairs(request: Request, num_ranks: int, begin: Begin) -> Pairs:
     """Each rank with each other one, as many at the same time as there can be."""
     dtype = request.dtypes[0]
     (size_bytes,) = _counted(request.sizes_bytes[-1:], dtype, 1)
     cell = Cell(PAIRS, "p2p_both", TOGETHER, dtype, size_bytes)
     times: list[tuple[int, int, float]] = []
     for part in rounds.tournament(num_ranks):
-        for (a, b), mine, _ in _round(cell, part, request):
+        for (a, b), mine, _ in _round(cell, part, request, begin):
             times.append((a, b, statistics.median(mine)))
     return Pairs(size_bytes, dtype, tuple(sorted(times)))
 
 
-def _round(cell: Cell, part: Round, request: Request) -> list[Times]:
+def _round(cell: Cell, part: Round, request: Request, begin: Begin) -> list[Times]:
     """Times of every unit of one round, known to all ranks.
 
     Raises:
-        CommError: some rank received other data than was sent, on all ranks alike.
+        DamagedError: some rank received other data than was sent, on all ranks alike.
     """
+    begin(cell, part)
     number = request.iterations
     mine = next((unit for unit in part if tpc.rank in unit), None)
     wrong, seconds = "", [0.0] * (NUM_SIDES * number)
@@ -146,7 +144,7 @@ def _round(cell: Cell, part: Round, request: Request) -> list[Times]:
     known = primitives.all_gather(told, whole).cpu()
     if bool(known[:, 0].any()):
         texts = [text for text in primitives.gather_objects(wrong) if text]
-        raise CommError(
+        raise DamagedError(
             "data arrived wrong:\n  "
             + "\n  ".join(map(str, texts[:8]))
             + "\nfigures of such a network mean nothing; see tdp comm test, and these hosts"

@@ -41,6 +41,8 @@ units of how far the difference lies from its own median in the steps that agree
 
 Times = Mapping[str, Sequence[Sequence[float]]]
 """Busy seconds, [phase][rank][step of the window]."""
+MOST_SHARE = 10
+"""Times the peers' time up to which the excess is also told as a share of it."""
 ROUGH, CLOSE = 1.0, 0.15
 """By what part of the expected time a planned cost may be wrong, and a measured one."""
 
@@ -78,7 +80,7 @@ class Straggler:
         """In words: `rank 5 (data 1 pipe 0) on node07: data loading takes 61.0 ms a step, its
         peers 11.0 ms (50.0 ms or 455% more)`. hosts: by rank."""
         more = f"{1000 * self.excess_s:.1f} ms"
-        if self.peers_s > 0:
+        if self.excess_s <= MOST_SHARE * self.peers_s:
             more += f" or {self.excess_s / self.peers_s:.0%}"
         return (
             f"{self.who(mesh, hosts)}: {self.what} takes {1000 * self.time_s:.1f} ms a step, its "

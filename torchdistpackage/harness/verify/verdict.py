@@ -16,7 +16,11 @@ HostOf = Callable[[int], str]
 """The host of a rank, "" where it is not known."""
 
 _SHOWN = 8
-_ADVICE = "see whether all ranks set up the same groups in the same order"
+_DIFFERENT = "give all ranks the same CONFIG or --axes, so that they set up the same groups"
+_DAMAGED = (
+    "exclude the hosts that got other data, or those that sent it; `tdp comm bench --pairs` shows "
+    "which links are bad"
+)
 
 
 class CommTestError(CommError):
@@ -68,11 +72,12 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What all ranks are told. times_s: of each group, the slowest rank's."""
+    """What all ranks are told. times_s: of each group, the slowest rank's. advice: what to do."""
 
     problems: tuple[str, ...] = ()
     speaker: int = 0
     times_s: tuple[float, ...] = field(default=())
+    advice: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -81,7 +86,12 @@ class Verdict:
     def from_json(text: str) -> Verdict:
         """Back from `to_json`."""
         fields = json.loads(text)
-        return Verdict(tuple(fields["problems"]), fields["speaker"], tuple(fields["times_s"]))
+        return Verdict(
+            tuple(fields["problems"]),
+            fields["speaker"],
+            tuple(fields["times_s"]),
+            tuple(fields["advice"]),
+        )
 
     def raise_problems(self) -> None:
         """Raises CommTestError if there are any."""
@@ -91,7 +101,7 @@ class Verdict:
             left_out = len(self.problems) - _SHOWN
             more = f"\n  and {left_out} more" if left_out > 0 else ""
             raise CommTestError(
-                f"{many} of tpc's groups failed:\n  {shown}{more}\n{_ADVICE}", self.speaker
+                "\n".join([f"{many} failed:\n  {shown}{more}", *self.advice]), self.speaker
             )
 
 
@@ -104,19 +114,22 @@ def judge_roll(
     """
     rolls = {rank: json.loads(text) for rank, text in texts.items()}
     problems = [text for _, roll in sorted(rolls.items()) for text in roll["wrong"]]
+    advice = [_DIFFERENT] if problems else []
     if absent := sorted(set(range(world_size)) - set(rolls)):
         problems.append(
             f"the roll call over the global group of {world_size} ranks: "
             f"{named(absent, host_of)} did not come within {limit_s:g} s; "
             f"{named(sorted(rolls), host_of)} came"
         )
+        advice.append(_look_for(absent, host_of))
     by_plan: dict[str, list[int]] = {}
     for rank, roll in sorted(rolls.items()):
         by_plan.setdefault(roll["plan"], []).append(rank)
     if len(by_plan) > 1:
         sides = "; ".join(f"{named(ranks, host_of)}: {plan}" for plan, ranks in by_plan.items())
         problems.append(f"the ranks are set up for different groups: {sides}")
-    return Verdict(tuple(problems), min(rolls))
+        advice = list(dict.fromkeys([_DIFFERENT, *advice]))
+    return Verdict(tuple(problems), min(rolls), advice=tuple(advice))
 
 
 def roll_text(plan: str, wrong: Sequence[str]) -> str:
@@ -131,17 +144,21 @@ def judge(
     absent = sorted(set(range(world_size)) - set(reports))
     stops = {rank: r.stop for rank, r in sorted(reports.items()) if r.stop is not None}
     problems = _absences(absent, stops, host_of, limit_s)
+    advice = [_look_for(absent, host_of)] if absent else []
     if not absent:
         failed = {rank: stop for rank, stop in stops.items() if stop.error}
         problems += [
             f"{stop.what}: {named([rank], host_of)} failed: {stop.error}"
             for rank, stop in failed.items()
         ]
+        advice += [_look_at(list(failed), host_of)] if failed else []
         problems += [] if failed else _silences(stops, host_of, limit_s)
-    problems += [text for _, report in sorted(reports.items()) for text in report.wrong]
+    wrong = [text for _, report in sorted(reports.items()) for text in report.wrong]
+    problems += wrong
+    advice += [_DAMAGED] if wrong else []
     times = [report.times_s for report in reports.values()]
     slowest = tuple(map(max, zip(*times, strict=True))) if not problems else ()
-    return Verdict(tuple(problems), min(reports), slowest)
+    return Verdict(tuple(problems), min(reports), slowest, tuple(advice))
 
 
 def named(ranks: Sequence[int], host_of: HostOf) -> str:
@@ -154,6 +171,15 @@ def named(ranks: Sequence[int], host_of: HostOf) -> str:
     )
     more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
+
+
+def _look_at(ranks: Sequence[int], host_of: HostOf) -> str:
+    one = len(ranks) == 1
+    return f"look at the {'log' if one else 'logs'} of {named(ranks, host_of)}, and at the host"
+
+
+def _look_for(ranks: Sequence[int], host_of: HostOf) -> str:
+    return f"{_look_at(ranks, host_of)}; if it is only slow, allow more with --timeout"
 
 
 def _absences(

@@ -1,0 +1,121 @@
+"""The bench of one rank in a thread that is watched, so that no rank waits for ever.
+
+One rule: who does not come is named by those who do. Who waits in a round for too long, or fails in
+it, raises the alarm beside the groups (comm/bulletin.py), and all who hear it are told the same.
+"""
+
+import contextvars
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.bulletin import Bulletin
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.errors import CommError
+from torchdistpackage.harness.bench.report import Cell, Report
+from torchdistpackage.harness.bench.request import Request
+from torchdistpackage.harness.bench.rounds import Round
+from torchdistpackage.harness.measure.run import DamagedError, measure
+from torchdistpackage.harness.verify.verdict import CommTestError, Stop, Verdict, judge
+from torchdistpackage.harness.verify.verdict import Report as Witness
+
+MARGIN_S = 60.0
+"""The backend waits longer than the watcher by this, for NCCL's limit ends the process unheard."""
+_LOOK_S, _SETTLE_S = 0.5, 3.0
+
+
+def watched(request: Request, on_round: Callable[[Cell], object] = lambda _: None) -> Report:
+    """`measure`, each round of which must end within `request.timeout_s`.
+
+    on_round: called as each one begins, in another thread.
+
+    Raises:
+        CommTestError: ranks did not come, or failed; names them and the operation.
+        CommError: an element arrived wrong, on all ranks alike.
+    """
+    timeout_s = request.timeout_s
+    tpc.groups.set_timeout(timeout_s + MARGIN_S)
+    if tpc.topology.world_size == 1:
+        return measure(request)
+    with Bulletin("comm bench") as bulletin:
+        run = _Run(request, on_round)
+        while not run.ended.wait(_LOOK_S):
+            if time.monotonic() - run.since_s > timeout_s or bulletin.alarmed():
+                break
+        failure = run.failure
+        if run.report is not None:
+            return run.report
+        if isinstance(failure, DamagedError) or not isinstance(
+            failure, CommError | RuntimeError | None
+        ):
+            raise failure
+        stop = Stop(run.number, run.what, tuple(range(tpc.topology.world_size)), _first(failure))
+        raise _told(bulletin, stop, timeout_s) from failure
+
+
+class _Run:
+    """The thread, and where it is."""
+
+    def __init__(self, request: Request, on_round: Callable[[Cell], object]) -> None:
+        self.number, self.what, self.since_s = 0, "the start of the bench", time.monotonic()
+        self.report: Report | None = None
+        self.failure: Exception | None = None
+        self.ended = threading.Event()
+        self._request, self._on_round = request, on_round
+        self._device = primitives.device_of(tpc.get_group("global"))
+        # tpc belongs to a context, and a thread begins in an empty one
+        run = contextvars.copy_context().run
+        threading.Thread(target=run, args=(self._go,), name="comm bench", daemon=True).start()
+
+    def _go(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # a thread begins on the first one
+        try:
+            self.report = measure(self._request, self._begin)
+        except Exception as error:  # handed to the thread that waits, which raises it
+            self.failure = error
+        self.ended.set()
+
+    def _begin(self, cell: Cell, part: Round) -> None:
+        groups = f"ranks {list(part[0])}" if len(part) == 1 else f"{len(part)} groups at once"
+        self.what = (
+            f"{cell.operation} over {cell.axis}, {groups}, {cell.size_bytes} bytes of {cell.dtype}"
+        )
+        self.number, self.since_s = self.number + 1, time.monotonic()
+        self._on_round(cell)
+
+
+def _told(bulletin: Bulletin, stop: Stop, timeout_s: float) -> CommTestError:
+    size = tpc.topology.world_size
+    try:
+        text = bulletin.meet(
+            "end",
+            Witness(stop=stop).to_json(),
+            lambda texts, host_of: judge(
+                {rank: Witness.from_json(text) for rank, text in texts.items()},
+                host_of,
+                world_size=size,
+                limit_s=timeout_s,
+            ).to_json(),
+            wait_s=0.0,  # the others come when they hear the alarm
+            settle_s=_SETTLE_S,
+        )
+    except CommError as error:
+        return CommTestError(f"{error}; it was in {stop.what}")
+    verdict = Verdict.from_json(text)
+    problems = "\n  ".join(verdict.problems)
+    return CommTestError(
+        f"the bench cannot go on:\n  {problems}\nlook at these ranks and hosts; where a round "
+        f"only takes long, give it more with --timeout",
+        verdict.speaker,
+    )
+
+
+def _first(failure: Exception | None) -> str:
+    """The first line of what the backend said, "" where the rank still waits."""
+    if failure is None:
+        return ""
+    return str(failure).partition("\n")[0] or type(failure).__name__
