@@ -197,7 +197,10 @@ def test_through_submitit_the_same_comes_out(others, local):
     assert told(found.run) == local
     assert [s["restart"] for s in found.starts] == [0, 1]
     assert all(len(expand(s["nodes"])) == 4 for s in found.starts)
-    assert found.decision(0) == f"requeue after step {found.starts[1]['step']}: SIGUSR2\n"
+    step = found.starts[1]["step"]
+    # all ranks were told; whether rank 0 had taken notice when another rank's wish came is chance
+    reasons = ("SIGUSR2", "a signal to another rank")
+    assert found.decision(0) in [f"requeue after step {step}: {reason}\n" for reason in reasons]
     assert found.states[-1] == "COMPLETED"
     assert "validation loss" in found.log, "the main log is where it is for every run"
     import submitit
