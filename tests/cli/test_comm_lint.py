@@ -134,6 +134,7 @@ def test_the_script_finds_modules_beside_where_it_is_called(tmp_path):
     assert "two steps, 2 threads as ranks" in done.stdout and PROVED in done.stdout
 
 
+@pytest.mark.full
 def test_the_snapshot_of_a_job_wins_over_the_working_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("TDP_CODE", str(tmp_path / "empty"))
     done = own(tmp_path)

@@ -115,6 +115,7 @@ def store_kept_by_rank_0() -> tuple[str, float]:
     return timed((("data", 3),), partial(stopped_first, 0))
 
 
+@pytest.mark.full
 def test_a_store_that_stopped_with_its_rank_is_named(ranks):
     _, *found = ranks(3).run(store_kept_by_rank_0)
     for rank, (text, time_s) in enumerate(found, 1):

@@ -30,6 +30,7 @@ def with_a_stopped_rank(stopped: int) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - begin_s
 
 
+@pytest.mark.full
 def test_a_stopped_rank_is_named_with_operation_and_group_by_all_others(ranks):
     texts = ranks(4).run(with_a_stopped_rank, 3)
     for text, time_s in texts[:3]:
