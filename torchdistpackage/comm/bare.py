@@ -10,11 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchdistpackage.comm.primitives import Group
-
-# torch 2.13 renamed the flat collectives; the older names warn there
-_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from torchdistpackage.comm.primitives import Group, gather_into, scatter_into
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
@@ -24,13 +20,13 @@ def all_reduce(x: Tensor, group: Group) -> Tensor:
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
     out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
-    _gather_into(out, x, group=group)
+    gather_into(out, x, group=group)
     return out
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     out = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
-    _scatter_into(out, x, group=group)
+    scatter_into(out, x, group=group)
     return out
 
 

@@ -35,8 +35,8 @@ Group = dist.ProcessGroup
 SUM, AVG, MAX, MIN = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN
 
 # torch 2.13 renamed the flat collectives; the older names warn there
-_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Sizes = Sequence[int]
 """Rows of each rank of the group, in its order."""
@@ -206,7 +206,7 @@ def _all_gather(x: Tensor, group: Group, sizes: Sizes | None, go: Go) -> Result:
     if calls.line(group).direct:
         return go(*ask, exchange, GATHERED, [mine] * len(lengths), whole.split(lengths))
     if sizes is None:
-        return go(*ask, _gather_into, whole, mine)
+        return go(*ask, gather_into, whole, mine)
     return go(*ask, dist.all_gather, list(whole.split(lengths)), mine)
 
 
@@ -222,7 +222,7 @@ def _reduce_scatter(x: Tensor, group: Group, sizes: Sizes | None, go: Go) -> Res
     out = wire.new_empty((length, *shape))
     finish = lambda: from_added(out, x.dtype)  # noqa: E731
     if sizes is None:
-        return go(*ask, finish, _scatter_into, out, wire)
+        return go(*ask, finish, scatter_into, out, wire)
     return go(*ask, finish, dist.reduce_scatter, out, list(wire.split(lengths)))
 
 
