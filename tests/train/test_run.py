@@ -8,6 +8,7 @@ import torch
 
 from tests.train import parity
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.record import calls
 
 TINY = [
     "model.layers=2", "model.dim=16", "model.heads=4", "data.seq_len=16", "data.global_batch=24",
@@ -180,3 +181,28 @@ def sources(folder: str) -> None:
 
 def test_text_and_token_files_are_read_as_the_yaml_names_them(ranks, tmp_path):
     ranks(1).run(sources, str(tmp_path))
+
+
+def checked(extra: list[str]) -> list[float]:
+    """Two steps in which all ranks compare every call first, and the same two steps without."""
+    losses = []
+    for check in ("true", "false"):
+        run = parity.trainer([*TINY, *extra, f"train.check_calls={check}"])
+        assert calls.checks is (check == "true")
+        losses += [run.train_step(step).read().loss for step in (1, 2)]
+    return losses
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["parallel.pipe=4", "pipeline.microbatches=6"],
+        ["parallel.data=2", "parallel.pipe=2", "model.tied=true", "pipeline.microbatches=3"],
+        ["parallel.pipe=2", "parallel.tensor=2", "parallel.sequence_parallel=true"],
+    ],
+    ids=str,
+)
+def test_calls_that_fit_pass_the_debug_mode_and_give_the_same(ranks, extra):
+    extra = ["model.layers=4", *extra]
+    for losses in ranks(4).run(checked, extra):
+        assert losses[:2] == losses[2:]
