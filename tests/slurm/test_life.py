@@ -32,6 +32,9 @@ from tests.slurm.lives import (
 )
 from torchdistpackage.launch.hostlist import expand
 
+# every rank is told; whether rank 0 has taken notice when another rank's wish arrives is chance
+OTHER = "a signal to another rank"
+
 
 def submit(cluster: Cluster, folder: Path):
     alone = cluster.beside(reference, folder)
@@ -147,10 +150,9 @@ def test_each_end_brought_one_start_at_the_step_that_was_saved(survivor):
     assert [s["nodes"] for s in survivor.starts] == ["n[1-4]"] * 3 + ["n[1,3-5]"]
     for restart in (0, 1):
         step = steps[restart + 1]
-        # preemption sends SIGUSR1 as well, in no order
-        assert re.fullmatch(
-            rf"requeue after step {step}: SIG(TERM|USR1)\n", survivor.decision(restart)
-        )
+        # preemption sends SIGUSR1 as well, in no order; see also `OTHER`
+        reason = rf"requeue after step {step}: (SIGTERM|SIGUSR1|{OTHER})\n"
+        assert re.fullmatch(reason, survivor.decision(restart))
     assert survivor.decision(3).startswith("finished")
 
 
@@ -198,8 +200,7 @@ def test_through_submitit_the_same_comes_out(others, local):
     assert [s["restart"] for s in found.starts] == [0, 1]
     assert all(len(expand(s["nodes"])) == 4 for s in found.starts)
     step = found.starts[1]["step"]
-    # all ranks were told; whether rank 0 had taken notice when another rank's wish came is chance
-    reasons = ("SIGUSR2", "a signal to another rank")
+    reasons = ("SIGUSR2", OTHER)
     assert found.decision(0) in [f"requeue after step {step}: {reason}\n" for reason in reasons]
     assert found.states[-1] == "COMPLETED"
     assert "validation loss" in found.log, "the main log is where it is for every run"
