@@ -1,20 +1,15 @@
 """Sums gradients over groups while the backward still runs, in one fixed order of buckets.
 
-A parameter's hook runs when its gradient is complete for this backward. The gradient lives
-in a flat bucket of which `.grad` is a view; a fresh one (after `set_to_none`) is copied in
-and dropped. A bucket leaves when its members are complete and all before it have left, or, if it
-is `last` (shared.py), in `finish`: every rank issues the same collectives in the same order.
+A parameter's hook runs when its gradient is complete for this backward; its home is the memory
+of its bucket (gradients.py). A bucket leaves when its members are complete and all before it have
+left, or, if it is `last` (shared.py), in `finish`: every rank issues the same collectives in the
+same order. The reducer says when; what becomes of a bucket is its carrier's (carrier.py).
 
 Which backward counts. `watch` hangs a hook on a module's outputs. The first such hook to run in
 a backward *arms* the reducer for that backward (autograd calls it a graph task) and asks the
 engine to call `_end` when all of it is done. Gradients that arrive in a backward nested inside,
 as reentrant checkpointing has them, may come again, so their buckets wait for `_end`; which
 parameters do so is learned in the first reduction, in which therefore nothing leaves early.
-
-Used or not. A parameter without gradient contributes zeros and an unset mark at the bucket's
-end. After the sum the mark tells whether any rank used it; if none did, `.grad` stays
-None, as in one process. Marks are read only for parameters this rank did not use, so the usual
-step has no device synchronisation.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +21,8 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.primitives import Pending
-from torchdistpackage.ddp.buckets import Bucket, Entry, plan
+from torchdistpackage.ddp.buckets import Entry, plan
+from torchdistpackage.ddp.carrier import AllReduced, Carry
 from torchdistpackage.ddp.outputs import hook_outputs
 from torchdistpackage.ddp.shared import Shared
 from torchdistpackage.errors import CommError
@@ -46,7 +41,8 @@ class Reducer:
 
     cap_bytes: size of a bucket. num_backwards: a reduction is due in every so manieth backward.
     overlap: False lets all leave at the end. strict: raise on every rank, by name, for parameters
-    that some rank did not use. on_launch: called with the number of each that leaves.
+    that some rank did not use. on_launch: called with the number of each that leaves. carry: makes
+    the carrier of a bucket.
     """
 
     def __init__(
@@ -58,6 +54,7 @@ class Reducer:
         overlap: bool = True,
         strict: bool = False,
         on_launch: Callable[[int], object] = lambda b: None,
+        carry: Carry = AllReduced,
     ):
         self._shared = list(shared)
         self._num_backwards, self._overlap, self._strict = num_backwards, overlap, strict
@@ -67,15 +64,16 @@ class Reducer:
             for i, s in enumerate(self._shared)
         ]
         last = [s.last for s in self._shared]
-        self._buckets = sorted(plan(entries, cap_bytes), key=lambda b: last[b.members[0]])
-        self._num_early = sum(not last[b.members[0]] for b in self._buckets)
-        self._flats = [self._flat(bucket) for bucket in self._buckets]
-        self._views: list[Tensor] = [torch.empty(0)] * len(self._shared)
-        self._bucket_of = [0] * len(self._shared)
-        for b, (bucket, flat) in enumerate(zip(self._buckets, self._flats, strict=True)):
-            for i, offset in zip(bucket.members, bucket.offsets, strict=True):
-                self._views[i] = self._shared[i].view(flat, offset)
-                self._bucket_of[i] = b
+        buckets = sorted(plan(entries, cap_bytes), key=lambda b: last[b.members[0]])
+        self._num_early = sum(not last[b.members[0]] for b in buckets)
+        self._carriers = [carry(b, [self._shared[i] for i in b.members]) for b in buckets]
+        self._homes: list[Tensor] = [torch.empty(0)] * len(self._shared)
+        self._place_of = [(0, 0)] * len(self._shared)  # (bucket, place in it)
+        for b, (bucket, carrier) in enumerate(zip(buckets, self._carriers, strict=True)):
+            for place, (i, view) in enumerate(
+                zip(bucket.members, carrier.gradients.views, strict=True)
+            ):
+                self._homes[i], self._place_of[i] = view, (b, place)
 
         self._held = False
         self._task = -1  # the graph task that armed us, -1 for none
@@ -94,7 +92,7 @@ class Reducer:
 
     @property
     def num_buckets(self) -> int:
-        return len(self._buckets)
+        return len(self._carriers)
 
     @property
     def held(self) -> bool:
@@ -143,11 +141,9 @@ class Reducer:
             if not self._open:
                 return
             self._begin(Phase.REDUCING)
-        self._launch_until(len(self._buckets))
-        for b, pending in enumerate(self._pending):
-            assert pending is not None
-            pending.wait()
-            self._settle(b)
+        self._launch_until(len(self._carriers))
+        for carrier in self._carriers:
+            carrier.settle()
         fired = self._fired
         self._learning, self._open, self._num_done = False, False, 0
         self._fired = [False] * len(self._shared)
@@ -164,8 +160,7 @@ class Reducer:
 
     def _begin(self, phase: Phase) -> None:
         self._phase = phase
-        self._pending: list[Pending | None] = [None] * len(self._buckets)
-        self._missing = [len(bucket.members) for bucket in self._buckets]
+        self._missing = [len(carrier.gradients.members) for carrier in self._carriers]
         self._next = 0
 
     def _reached(self, made_in: int, wait: bool, grad: Tensor) -> None:
@@ -198,21 +193,21 @@ class Reducer:
 
     def _abandon(self) -> None:
         """An exception ended a backward: let what has left arrive, and start over."""
-        for pending in self._pending:
-            if pending is not None:
-                pending.wait()
+        for carrier in self._carriers:
+            carrier.abandon()
         self._task, self._num_done = -1, 0
         self._begin(Phase.IDLE)
 
     def _accumulated(self, i: int, parameter: Tensor) -> None:
         """Hook of a parameter: this graph task has added all it has to its gradient."""
-        if parameter.grad is not self._views[i]:
-            self._adopt(i)
+        b, place = self._place_of[i]
+        carrier = self._carriers[b]
+        if parameter.grad is not self._homes[i]:
+            carrier.gradients.adopt(place)
         self._fired[i] = self._open = True
         if self._phase is Phase.IDLE:
             return
-        b = self._bucket_of[i]
-        if self._pending[b] is not None:
+        if carrier.launched:
             raise CommError(
                 f"parameter {self._shared[i].name} received a gradient after its bucket had left: "
                 f"call finish() before the next backward, and where reentrant checkpointing uses "
@@ -233,46 +228,21 @@ class Reducer:
         self._next, self._phase = end, Phase.SENT
 
     def _launch(self, b: int) -> None:
-        bucket, flat = self._buckets[b], self._flats[b]
-        group = self._shared[bucket.members[0]].group
-        if group.size() > 1:
-            flat[bucket.marks :].fill_(1)
-            for place, i in enumerate(bucket.members):
-                parameter = self._shared[i].parameter
-                if parameter.grad is None:
-                    self._views[i].zero_()
-                    flat[bucket.marks + place] = 0
-                elif parameter.grad is not self._views[i]:
-                    self._adopt(i)
         self.on_launch(b)
-        op = primitives.AVG if self._divides_itself(b) else primitives.SUM
-        self._pending[b] = primitives.start_all_reduce(flat, group, op)
-
-    def _settle(self, b: int) -> None:
-        """After the sum: divide, and give parameters unused here what the others found."""
-        bucket, flat = self._buckets[b], self._flats[b]
-        first = self._shared[bucket.members[0]]
-        if first.group.size() == 1:
-            return
-        if first.divide > 1 and not self._divides_itself(b):
-            flat[: bucket.marks].div_(first.divide)
-        for place, i in enumerate(bucket.members):
-            parameter = self._shared[i].parameter
-            if parameter.grad is None and flat[bucket.marks + place].item() != 0:
-                parameter.grad = self._views[i]
-
-    def _divides_itself(self, b: int) -> bool:
-        """NCCL takes the mean on the way; elsewhere a pass over the bucket does."""
-        first = self._shared[self._buckets[b].members[0]]
-        return first.divide == first.group.size() > 1 and primitives.is_nccl(first.group)
+        self._carriers[b].launch()
 
     def _check_used(self, fired: Sequence[bool]) -> None:
         unused: list[str] = []
-        for bucket, flat in zip(self._buckets, self._flats, strict=True):
-            group = self._shared[bucket.members[0]].group
-            used = torch.tensor([fired[i] for i in bucket.members], dtype=torch.int32)
-            primitives.all_reduce(used := used.to(flat.device), group, primitives.MIN)
-            names = [self._shared[i].name for i in bucket.members]
+        by_bucket: list[list[int]] = [[] for _ in self._carriers]
+        for i, (b, _) in enumerate(self._place_of):
+            by_bucket[b].append(i)
+        for members in by_bucket:
+            first = self._shared[members[0]]
+            used = torch.tensor([fired[i] for i in members], dtype=torch.int32)
+            primitives.all_reduce(
+                used := used.to(first.parameter.device), first.group, primitives.MIN
+            )
+            names = [self._shared[i].name for i in members]
             unused += [
                 name for name, all_used in zip(names, used.tolist(), strict=True) if not all_used
             ]
@@ -282,19 +252,3 @@ class Reducer:
                 f"in this step: {', '.join(sorted(unused)[:20])}; freeze them, use them, or "
                 f"leave strict off"
             )
-
-    def _adopt(self, i: int) -> None:
-        """Move a gradient that autograd or the user made into its bucket."""
-        parameter = self._shared[i].parameter
-        grad = parameter.grad
-        assert grad is not None
-        if grad.is_sparse:
-            raise CommError(
-                f"parameter {self._shared[i].name} has a sparse gradient, which buckets cannot "
-                f"hold; use Embedding(sparse=False)"
-            )
-        self._views[i].copy_(grad)
-        parameter.grad = self._views[i]
-
-    def _flat(self, bucket: Bucket) -> Tensor:
-        return self._shared[bucket.members[0]].parameter.new_zeros(bucket.num_elements)
