@@ -78,15 +78,20 @@ def show(title: str, table: Mapping[str, Mapping[str, float]], unit: str, peer: 
         print(line + (f"{row['median'] / table[peer]['median']:9.2f}" if peer else ""), flush=True)
 
 
-def write(path: Path | None, results: Mapping[str, object]) -> None:
-    """The results with what they were measured on."""
-    machine = {
+def machine() -> dict[str, object]:
+    """What the results were measured on."""
+    return {
         "cores": os.cpu_count(),
         "load": os.getloadavg(),
         "system": platform.platform(),
         "torch": torch.__version__,
         "cuda": torch.cuda.is_available(),
     }
+
+
+def write(path: Path | None, results: Mapping[str, object]) -> None:
+    """The results with what they were measured on."""
     if path is not None:
-        found = {"date": datetime.now().astimezone().isoformat(), "machine": machine, **results}
+        now = datetime.now().astimezone().isoformat()
+        found = {"date": now, "machine": machine(), **results}
         path.write_text(json.dumps(found, indent=2) + "\n")

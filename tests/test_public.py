@@ -55,7 +55,7 @@ def test_all_errors_are_public():
 def test_dir_shows_what_there_is():
     shown = dir(torchdistpackage)
     assert set(torchdistpackage.__all__) <= set(shown)
-    assert "__version__" in shown and "ShardedEMA" not in shown
+    assert "__version__" in shown and "get_model_profile" not in shown
     with pytest.raises(AttributeError, match="'torchdistpackage' has no attribute 'NaivDDP'"):
         torchdistpackage.NaivDDP  # noqa: B018
 

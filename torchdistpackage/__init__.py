@@ -50,12 +50,27 @@ NAMES: dict[str, str] = {
     "load_config": "config.load:load",
     # a training step
     "NaiveDDP": "ddp.naive_ddp:NaiveDDP",
+    "bf16_compress": "ddp.compress:bf16_compress",
+    "fp16_compress": "ddp.compress:fp16_compress",
+    "PowerSGD": "ddp.power_sgd:PowerSGD",
+    "join": "ddp.join:join",
+    "convert_sync_batchnorm": "ddp.sync_batch_norm:convert_sync_batchnorm",
+    "check_replicas": "ddp.replicas:check_replicas",
+    "create_moe_dp_hooks": "ddp.moe:create_moe_dp_hooks",
+    "moe_dp_iter_step": "ddp.moe:moe_dp_iter_step",
+    "ShardedEMA": "ddp.ema:ShardedEMA",
+    "partition_params": "ddp.partition:partition_params",
+    "ZeroOptimizer": "ddp.zero.optimizer:ZeroOptimizer",
+    "Bf16ZeroOptimizer": "ddp.zero.bf16:Bf16ZeroOptimizer",
+    "same_place": "ddp.zero.replicas:same_place",
     "forward_backward": "parallel.pipeline.forward_backward:forward_backward",
     "forward_eval": "parallel.pipeline.forward_backward:forward_eval",
     "partition_uniform": "parallel.pipeline.flatten:partition_uniform",
     "partition_balanced": "parallel.pipeline.flatten:partition_balanced",
     "flatten_model": "parallel.pipeline.flatten:flatten_model",
     "clip_grad_norm_": "optim.clip:clip_grad_norm_",
+    "GradScaler": "optim.scaler:GradScaler",
+    "NativeScalerPP": "optim.native_scaler:NativeScalerPP",
     # what may be raised
     "TorchDistError": "errors:TorchDistError",
     "ConfigError": "errors:ConfigError",
@@ -68,6 +83,7 @@ NAMES: dict[str, str] = {
     "CommError": "errors:CommError",
     "DataError": "errors:DataError",
     "CheckpointError": "errors:CheckpointError",
+    "NonFiniteError": "errors:NonFiniteError",
 }
 """Public name -> "module:attribute" inside this package."""
 

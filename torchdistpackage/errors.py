@@ -11,6 +11,7 @@ TorchDistError
   CommError          a message or a group is not what the peers agreed on
   DataError          the data does not give what the run asks of it
   CheckpointError    a checkpoint is missing, damaged or of another run
+  NonFiniteError     a loss or a gradient is not a finite number
 
 Each message gives, in this order: what was wrong and where, the numbers that show
 it, and what to change. An `assert` means a bug in this package, never in its input.
@@ -63,3 +64,7 @@ class DataError(TorchDistError, ValueError):
 
 class CheckpointError(TorchDistError, RuntimeError):
     """A checkpoint is missing, damaged or belongs to another run."""
+
+
+class NonFiniteError(TorchDistError, ArithmeticError):
+    """A loss or a gradient is not a finite number; names rank, stage and parameter."""

@@ -19,7 +19,8 @@ from torch import nn
 from torchdistpackage.checkpoint import save as saving
 from torchdistpackage.checkpoint.commit import latest
 from torchdistpackage.checkpoint.load import latest_together, load
-from torchdistpackage.checkpoint.save import Params, save
+from torchdistpackage.checkpoint.parts import Params
+from torchdistpackage.checkpoint.save import save
 from torchdistpackage.comm import primitives
 from torchdistpackage.errors import RankError
 from torchdistpackage.layout.layout import Layout

@@ -1,5 +1,6 @@
 """A manifest comes back as it was written, or not at all."""
 
+import itertools
 import json
 import re
 
@@ -78,9 +79,23 @@ def test_reading_names_the_file(tmp_path):
         manifests.read(tmp_path)
 
 
-def test_a_piece_is_found_by_its_exact_box():
-    halves = (Piece("a", "0", (0, 0), (2, 2)), Piece("b", "0", (2, 0), (2, 2)))
-    entry = Entry((4, 2), "float32", halves)
-    assert entry.find((2, 0), (2, 2)) == halves[1]
-    assert entry.find((2, 0), (1, 2)) is None
-    assert entry.find((0, 0), (4, 2)) is None
+@given(st.integers(0, 3), st.integers(1, 4), st.integers(0, 1), st.integers(1, 2))
+def test_a_box_is_covered_once_by_whatever_pieces_overlap_it(row, rows, column, columns):
+    pieces = (
+        Piece("a", "0", (0, 0), (1, 2)),
+        Piece("b", "0", (1, 0), (3, 1)),
+        Piece("c", "0", (1, 1), (3, 1)),
+    )
+    box = (slice(row, min(row + rows, 4)), slice(column, min(column + columns, 2)))
+    filled = {}
+    for piece, of_piece, of_box in Entry((4, 2), "float32", pieces).covering(box):
+        cells = (
+            itertools.product(*(range(s.start, s.stop) for s in x)) for x in (of_piece, of_box)
+        )
+        for source, target in zip(*cells, strict=True):
+            assert target not in filled
+            filled[target] = tuple(o + i for o, i in zip(piece.offset, source, strict=True))
+    wanted = itertools.product(*(range(s.start, s.stop) for s in box))
+    assert sorted(filled.values()) == sorted(wanted)
+    for target, cell in filled.items():
+        assert cell == tuple(s.start + i for s, i in zip(box, target, strict=True))

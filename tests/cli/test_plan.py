@@ -60,7 +60,8 @@ def groups(text: str, kind: str) -> list[list[int]]:
 
 def stages(text: str) -> list[tuple[int, int]]:
     """(parameters, bytes) of each stage."""
-    rows = re.findall(r"^ +\d+ .* ([\d,]+) +([\d,]+) +[\d.]+%$", text, re.MULTILINE)
+    numbers = r" +([\d,]+) +[\d,]+ +[\d,]+ +[\d,]+ +([\d,]+) +[\d.]+%$"
+    rows = re.findall(r"^ +\d+ .*?" + numbers, text, re.MULTILINE)
     return [(int(p.replace(",", "")), int(b.replace(",", ""))) for p, b in rows]
 
 
@@ -95,6 +96,18 @@ def test_stages_hold_the_whole_model_at_sixteen_bytes_a_parameter(plan):
     assert len(held) == 4
     assert sum(count for count, _ in held) == total
     assert all(num_bytes == 16 * count for count, num_bytes in held)
+
+
+@pytest.mark.parametrize(("stage", "words"), [(1, "optimizer state in"), (3, "all in")])
+def test_zero_is_said_with_what_it_leaves_in_parts(plan, stage, words):
+    more = ["parallel.data=4", "parallel.pipe=1", "pipeline.microbatches=1"]
+    whole, parts = (
+        plan(TINY, *more, f"parallel.zero={zero}", "--world", "4") for zero in (0, stage)
+    )
+    assert "add up whole" in plan(TINY, *more[:2], "parallel.zero=2", "pipeline.microbatches=2")
+    assert f"ZeRO stage {stage} leaves" in parts and words in parts and "ZeRO" not in whole
+    ((_, before),), ((_, after),) = stages(whole), stages(parts)
+    assert after / before == pytest.approx({1: 10 / 16, 3: 4 / 16}[stage], rel=0.01)
 
 
 def test_the_tied_weight_is_held_at_both_ends(plan):

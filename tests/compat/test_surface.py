@@ -58,7 +58,7 @@ def test_a_name_is_where_it_was(entry: dict):
     pytest.importorskip("torch")
     thing = found(entry)
     assert all(import_from(place, entry["name"]) is thing for place in places(entry))
-    assert entry["kind"] == "value" or callable(thing)
+    assert entry["kind"] == "value" or callable(thing) or isinstance(thing, property)
 
 
 @by_name([entry for entry in HERE if "signature" in entry])
@@ -166,8 +166,8 @@ def test_import_statements_work_as_written():
     assert topo.torch_parallel_context is torchdistpackage.tpc
     assert forward_backward is torchdistpackage.forward_backward
     assert fix_rand is torchdistpackage.fix_rand
-    with pytest.raises(ImportError, match="ShardedEMA is not there yet: averaged weights come"):
-        from torchdistpackage import ShardedEMA  # noqa: F401
+    with pytest.raises(ImportError, match="get_model_profile is not there yet: modules cannot be"):
+        from torchdistpackage import get_model_profile  # noqa: F401
     with pytest.raises(ImportError, match="cannot import name 'ShardedEmu'"):
         from torchdistpackage.dist.sharded_ema import ShardedEmu  # noqa: F401
 

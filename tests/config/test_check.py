@@ -20,13 +20,10 @@ def run(**values: Any) -> RunConfig:
 
 
 def test_all_violations_come_at_once() -> None:
-    config = run(
-        parallel__data=2, parallel__tensor=3, parallel__zero=2, model__vocab=9, train__steps=1
-    )
+    config = run(parallel__data=2, parallel__tensor=3, model__vocab=9, train__steps=1)
     paths = [problem.path for problem in violations(config, 8)]
     assert paths == [
         "parallel.data",
-        "parallel.zero",
         "model.heads",
         "model.mlp_ratio",
         "model.vocab",

@@ -56,7 +56,25 @@ def run(**values: Any) -> RunConfig:
             "parallel.expert",
             "parallel.expert=2 is not available yet",
         ),
-        ({"parallel__zero": 1}, None, "parallel.zero", "=1 is not available yet; set it to 0"),
+        (
+            {"parallel__zero": 3, "parallel__pipe": 2},
+            None,
+            "parallel.zero",
+            "the first and the last of parallel.pipe=2 stages wait for each other to gather the "
+            "weight that model.tied=true gives to both; set zero to 2, tied to false, or pipe to 1",
+        ),
+        (
+            {"precision__dtype": "bf16", "precision__weights": "bf16"},
+            None,
+            "precision.weights",
+            "which only ZeRO keeps; set parallel.zero to 1, 2 or 3, or precision.weights to",
+        ),
+        (
+            {"precision__weights": "bf16"},
+            None,
+            "precision.weights",
+            "precision.weights=bf16 with precision.dtype=float32; set dtype to bf16, or weights to",
+        ),
         (
             {"model__heads": 4, "parallel__tensor": 8},
             None,

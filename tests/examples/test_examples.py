@@ -50,6 +50,16 @@ def test_own_loop_ddp_learns_the_digits(num_procs: int | None, tmp_path: Path):
 
 
 @started
+def test_zero_keeps_a_part_of_the_state(num_procs: int | None, tmp_path: Path):
+    text = printed("zero", tmp_path, num_procs)
+    pattern = r"(\d+) ranks: accuracy ([\d.]+), (\d+) of (\d+) numbers of state"
+    world_size, accuracy, here, whole = numbers(pattern, text)
+    assert world_size == (num_procs or 4)
+    assert accuracy > 0.93
+    assert here / whole < 1.02 / world_size
+
+
+@started
 def test_own_loop_pipeline_trains_as_one_piece_does(num_procs: int | None, tmp_path: Path):
     text = printed("own_loop_pipeline", tmp_path, num_procs)
     stages, loss, whole = numbers(r"(\d+) stages: loss ([\d.]+), in one piece ([\d.]+)", text)
@@ -73,6 +83,28 @@ def test_topology_gives_each_model_replica_one_tensor(num_procs: int | None, tmp
     found = numbers(r"(\d+) ranks hold (\d+) different tensors in (\d+) model", text)
     world_size = num_procs or 8
     assert found == [world_size, world_size // 4, world_size // 4]
+
+
+@pytest.mark.parametrize("num_procs", [None, pytest.param(2, marks=pytest.mark.full)])
+def test_sharded_ema_tries_out_and_saves_averages(num_procs: int | None, tmp_path: Path):
+    text = printed("sharded_ema", tmp_path, num_procs)
+    last, averaged = numbers(r"accuracy ([\d.]+) with the last weights, ([\d.]+) with their", text)
+    assert averaged > max(last, 0.93)
+    mine, whole = numbers(r"rank 0 keeps (\d+) of (\d+) bytes", text)
+    assert mine < 1.1 * whole / (num_procs or 4)
+    assert (tmp_path / "averages.pt").stat().st_size > whole
+
+
+@pytest.mark.parametrize("num_procs", [None, pytest.param(3, marks=pytest.mark.full)])
+def test_fully_shard_offload_gives_memory_back_and_changes_nothing(
+    num_procs: int | None, tmp_path: Path
+):
+    text = printed("fully_shard_offload", tmp_path, num_procs)
+    size, whole, mine = numbers(r"1/(\d) of ([\d.]+) MiB: ([\d.]+) MiB on the", text)
+    assert size == (num_procs or 2)
+    assert mine == pytest.approx(whole / size, abs=0.02)
+    assert numbers(r"offloaded: ([\d.]+) MiB on the \w+, ([\d.]+) MiB", text) == [0, mine]
+    assert numbers(r"change ([\d.e-]+): ([\d.]+) MiB on the", text) == [0, mine]
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)

@@ -8,8 +8,14 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.train import parity
+from torchdistpackage.comm.nodes import setup_node_groups
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
+from torchdistpackage.ddp.zero.replicas import same_place
+from torchdistpackage.models.gpt import GPT
+from torchdistpackage.models.gpt_layout import GPTShape
 from torchdistpackage.optim.clip import clip_grad_norm_
+from torchdistpackage.parallel.tensor.init import initialize
 from torchdistpackage.topology.views import topology
 
 BASE = [
@@ -84,3 +90,88 @@ def with_an_empty_stage(p: float) -> None:
 @pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
 def test_an_empty_stage_counts_as_zero_and_a_bad_gradient_is_seen_by_all(ranks, p):
     ranks(3).run(with_an_empty_stage, p)
+
+
+def net_of(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+
+
+def batch(step: int = 0) -> torch.Tensor:
+    return torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+
+
+def expect_shards(zero: ZeroOptimizer, grads: dict[str, torch.Tensor], factor: float) -> None:
+    for shard in zero.shards:
+        expected = grads[shard.name].flatten()[shard.start : shard.stop] * factor
+        torch.testing.assert_close(shard.tensor.grad.flatten(), expected, rtol=1e-12, atol=0)
+
+
+def of_shards(kind: str, stage: int) -> None:
+    """Whole replicas in one group, in nodes that are replicas, or under two tensor ranks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups, parts, index = {}, 1, rank
+    if kind == "nodes":
+        node = setup_node_groups(2)
+        groups = {"group": node, "replicas": same_place(node)}
+    if kind == "tensor":
+        tpc.setup_process_groups([("data", size // 2), ("tensor", 2)])
+        parts, index = 2, tpc.get_dp_rank()
+    nets = [net_of(seed) for seed in range(parts)]
+    for net in nets:
+        net(batch()).square().mean().backward()
+    every = [p.grad for net in nets for p in net.parameters()]
+    mine = 0 if parts == 1 else tpc.get_tp_rank()
+    grads = {n: p.grad for n, p in nets[mine].named_parameters()}
+    for p in (1.0, 2.0, math.inf):
+        net = net_of(mine)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        zero = ZeroOptimizer(optimizer, net, stage=stage, **groups)
+        net(batch().chunk(size // parts)[index]).square().mean().backward()
+        truth = float(torch.nn.utils.get_total_norm(every, p))
+        norm = clip_grad_norm_(zero, truth / 3, p)
+        assert float(norm) == pytest.approx(truth, rel=1e-9)
+        expect_shards(zero, grads, truth / 3 / (truth + 1e-6))
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        ("one group", 2),
+        ("nodes", 1),
+        ("tensor", 1),
+        pytest.param("one group", 1, marks=pytest.mark.full),
+        pytest.param("nodes", 3, marks=pytest.mark.full),
+        pytest.param("tensor", 3, marks=pytest.mark.full),
+    ],
+)
+def test_shards_count_once_and_are_clipped(ranks, kind, stage):
+    ranks(4).run(of_shards, kind, stage)
+
+
+def of_a_layout(
+    data: int, tensor: int, sequence: bool, p: float, clip: float
+) -> tuple[float, float]:
+    """Norm of a GPT whose layouts say what is split, partial, replicated; the norm once clipped."""
+    tpc.setup_process_groups([("data", data), ("tensor", tensor)])
+    shape = GPTShape(2, 8, 2, 17, 6, sequence_parallel=sequence)
+    model = GPT(shape, dtype=torch.float64)
+    initialize(model, model.layouts(), tpc.topology.dense, dist.get_rank(), 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    zero = ZeroOptimizer(optimizer, model, layouts=model.layouts())
+    ids = torch.randint(17, (4, 7), generator=torch.Generator().manual_seed(0))
+    mine = ids.chunk(data)[tpc.get_dp_rank()]
+    total, count = model.loss(model(mine[:, :-1]), mine[:, 1:])
+    (total / count).backward()
+    norm = float(clip_grad_norm_(zero, clip, p))
+    again = float(clip_grad_norm_(zero, clip * 2, p))
+    return norm, again
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("degrees", [(4, 1, False), (2, 2, False), (2, 2, True)], ids=str)
+def test_the_norm_of_shards_under_layouts_is_that_of_one_process(ranks, degrees, p):
+    (truth, _), *_ = ranks(1).run(of_a_layout, 1, 1, False, p, 1e9)
+    for norm, again in ranks(4).run(of_a_layout, *degrees, p, truth / 3):
+        assert norm == pytest.approx(truth, rel=1e-9)
+        assert again == pytest.approx(truth / 3, rel=1e-5)

@@ -6,14 +6,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchdistpackage.checkpoint.parts import Place, Sharded
 from torchdistpackage.config.load import loads
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.layout.derive import blocks
 from torchdistpackage.train.build import build
 from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.step import Trainer
 
-Held = list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor | None]]
+Held = list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]]
 """(global name, global shape, where, elements) of what one rank holds."""
 
 
@@ -29,15 +29,17 @@ def trainer(overrides: list[str]) -> Trainer:
 
 
 def held(run: Trainer, pick: str) -> Held:
-    """Every block of parameters ("data") or gradients ("grad") of this rank."""
-    found: Held = []
-    for name, parameter in run.stage.named_parameters():
-        layout = run.layouts[name]
-        tensor = getattr(parameter, pick)
-        for where, local in blocks(layout, run.plan.topology.view(layout.view), run.rank):
-            value = None if tensor is None else tensor.detach()[local].clone()
-            found.append((layout.name, layout.shape, where, value))
-    return found
+    """Every block of parameters ("data") or gradients ("grad") of this rank, or of its shards."""
+    place = Place(run.plan.topology, run.rank)
+    if pick == "data" and isinstance(run.optimizer, Sharded):
+        run.optimizer.finish()
+    named = [(run.layouts[name], p) for name, p in run.stage.named_parameters()]
+    mine = [place.whole(layout, x) for layout, p in named if (x := getattr(p, pick)) is not None]
+    if pick == "grad" and isinstance(run.optimizer, Sharded):
+        layouts = {p: layout for layout, p in named}
+        shards = run.optimizer.shards
+        mine = [place.sliced(layouts[s.parameter], s, s.tensor.grad) for s in shards]
+    return [(x.name, x.shape, where, t.clone()) for x in mine for where, t in x.parts]
 
 
 def whole(ranks: Iterable[Held], *, rtol: float = 1e-12, atol: float = 1e-14) -> dict[str, Tensor]:
@@ -45,7 +47,6 @@ def whole(ranks: Iterable[Held], *, rtol: float = 1e-12, atol: float = 1e-14) ->
     tensors: dict[str, Tensor] = {}
     for pieces in ranks:
         for name, shape, where, value in pieces:
-            assert value is not None, f"{name} has no gradient"
             full = tensors.setdefault(name, torch.full(shape, float("nan"), dtype=value.dtype))
             known = full[where]
             seen = ~known.isnan()
@@ -54,3 +55,13 @@ def whole(ranks: Iterable[Held], *, rtol: float = 1e-12, atol: float = 1e-14) ->
     for name, full in tensors.items():
         assert not full.isnan().any(), f"{name}: an element is on no rank"
     return tensors
+
+
+def expect_close(results: Iterable[Held], truth: Iterable[Held]) -> None:
+    """Put together, every tensor is within 1e-9 of the largest element of the one in `truth`."""
+    mine, reference = whole(results), whole(truth)
+    assert mine.keys() == reference.keys()
+    for name, true in reference.items():
+        scale = true.abs().max().clamp(min=1e-30)
+        worst = ((mine[name] - true).abs().max() / scale).item()
+        assert worst < 1e-9, f"{name}: off by {worst:.2e} of its largest element"

@@ -40,6 +40,24 @@ def test_gradients_are_summed_once_a_step_in_buckets():
     assert number > 1 and found.time_s == pytest.approx(seconds)
 
 
+def test_zero_sums_in_parts_and_brings_parameters_back():
+    """Together what one sum of whole gradients takes, and a latency more."""
+    rows = (*both_links("data", (0, 1), "all_reduce", "reduce_scatter", "all_gather"),)
+    profile = profile_of(report(*rows))
+    for stage, num_sums in ((1, 1), (2, 2), (3, 2)):
+        plan = planned(4, "data=4", f"zero={stage}")
+        section = plan.config.train.model_copy(update={"accumulate": 2})
+        twice = make_plan(plan.config.model_copy(update={"train": section}), 4)
+        (found,) = estimates(twice, profile, None)
+        num_gathers = 2 if stage == 3 else 1
+        once_s = LATENCY_S + 0.75 * 4 * num_parameters(plan) * PER_BYTE_S
+        assert found.time_s == pytest.approx((num_sums + num_gathers) * once_s)
+        assert "reduce_scatter" in found.what and "all_gather" in found.what
+    without = profile_of(report(*both_links("data", (0, 1), "all_reduce", "reduce_scatter")))
+    (found,) = estimates(planned(4, "data=4", "zero=1"), without, None)
+    assert found.time_s is None and "no all_gather" in found.what
+
+
 @pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bf16", 2), ("float64", 8)])
 def test_each_microbatch_crosses_a_boundary_forth_and_back(dtype, width):
     config = loads(RUN, overrides=["parallel.pipe=4", f"precision.dtype={dtype}"], world_size=4)

@@ -15,8 +15,8 @@ from torchdistpackage.train import loop as loops
 from torchdistpackage.train.life import Life
 from torchdistpackage.train.log import read_metrics
 from torchdistpackage.train.loop import Loop
+from torchdistpackage.train.result import StepResult
 from torchdistpackage.train.state import TrainState
-from torchdistpackage.train.step import StepResult
 
 
 @dataclass
@@ -48,6 +48,7 @@ class Counting:
                 "eval_every": 0,
                 "step_timeout_s": 1,
                 "straggler_every": 0,
+                "check_replicas_every": 0,
             },
             "log": {"every": 1},
             "checkpoint": {"save_every": 0, "save_every_min": 1.0},

@@ -8,12 +8,13 @@ is listed has the size and checksum given here.
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torchdistpackage.errors import CheckpointError
+from torchdistpackage.layout.flat import Box, overlap, shifted
 
 FORMAT = 1
 NAME = "manifest.json"
@@ -30,6 +31,10 @@ class Piece:
     offset: tuple[int, ...]
     lengths: tuple[int, ...]
 
+    @property
+    def box(self) -> Box:
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.lengths, strict=True))
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -39,10 +44,17 @@ class Entry:
     dtype: str
     pieces: tuple[Piece, ...]
 
-    def find(self, offset: tuple[int, ...], lengths: tuple[int, ...]) -> Piece | None:
-        """The piece that is exactly this box."""
-        box = (offset, lengths)
-        return next((p for p in self.pieces if (p.offset, p.lengths) == box), None)
+    def covering(self, box: Box) -> Iterator[tuple[Piece, Box, Box]]:
+        """(piece, what of it is in `box`, in its own coordinates, and where that lies in `box`).
+
+        Pieces that were checked to tile the tensor cover every box in it exactly once.
+        """
+        for piece in self.pieces:
+            common = overlap(piece.box, box)
+            if common is not None:
+                of_piece = tuple(shifted(c, -o) for c, o in zip(common, piece.offset, strict=True))
+                of_box = tuple(shifted(c, -b.start) for c, b in zip(common, box, strict=True))
+                yield piece, of_piece, of_box
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +78,7 @@ class Manifest:
     degrees: tuple[tuple[str, int], ...]
     tensors: Mapping[str, Entry]
     files: Mapping[str, FileFacts]
-    facts: Mapping[str, Fact] = field(default_factory=dict)
+    facts: Mapping[str, Fact] = field(default_factory=dict[str, Fact])
     format: int = FORMAT
 
     def to_json(self) -> str:

@@ -9,7 +9,8 @@ exchange nothing but how it went.
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -21,16 +22,13 @@ from torch import Tensor
 from torchdistpackage.checkpoint.agree import together
 from torchdistpackage.checkpoint.commit import commit, folder_name, make_temporary, retain, settle
 from torchdistpackage.checkpoint.manifest import Entry, Fact, FileFacts, Manifest, Piece
+from torchdistpackage.checkpoint.parts import Params, Place, held
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.record import dtype_name
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.errors import CheckpointError
-from torchdistpackage.layout.derive import blocks, owns
-from torchdistpackage.layout.layout import Layout
 from torchdistpackage.topology.views import Topology
-
-Params = Mapping[str, tuple[Tensor, Layout]]
-"""Local name -> (parameter or buffer, its layout); the checkpoint knows it as `layout.name`."""
 
 Extras = Mapping[str, int | Tensor]
 """What belongs to one rank alone: random states, positions."""
@@ -56,8 +54,9 @@ def save(
     """Write `folder`/step_NNNNNN, all ranks together, and return its path.
 
     Optimizer state is saved beside each parameter, as `name#exp_avg` with the parameter's layout
-    or, for scalars, `name#step`. Afterwards only the last `keep_last` complete checkpoints
-    stay. group: all ranks (default).
+    or, for scalars, `name#step`. Under ZeRO both are written by the ranks that hold their slices,
+    and wide copies of narrow parameters as `name#master`. Afterwards only the last `keep_last`
+    complete checkpoints stay. group: all ranks (default).
 
     Raises:
         CheckpointError: on all ranks if any could not write; then `folder` is as before.
@@ -107,17 +106,17 @@ def write_shard(
     file = file_name(rank)
     tensors: dict[str, Tensor] = {}
     entries: dict[str, Entry] = {}
-    for layout, tensor in _named(params, optimizer):
-        mesh = topology.view(layout.view)
-        if layout.name in entries or not owns(layout, mesh, rank):
+    for each in held(params, Place(topology, rank), optimizer):
+        if not each.speaks:
             continue
-        pieces: list[Piece] = []
-        for where, local in blocks(layout, mesh, rank):
-            key = f"{layout.name}[{len(pieces)}]"
+        known = entries.get(each.name, Entry(each.shape, dtype_name(each.dtype), ()))
+        pieces = list(known.pieces)
+        for where, tensor in each.parts:
+            key = f"{each.name}[{len(pieces)}]"
             # safetensors writes contiguous memory that nobody shares
-            tensors[key] = tensor.detach()[local].cpu().contiguous()
+            tensors[key] = tensor.cpu().contiguous()
             pieces.append(Piece(file, key, *box_of(where)))
-        entries[layout.name] = Entry(layout.shape, dtype_name(tensor), tuple(pieces))
+        entries[each.name] = replace(known, pieces=tuple(pieces))
     integers: dict[str, int] = {}
     for name, value in extras.items():
         if isinstance(value, Tensor):
@@ -164,11 +163,6 @@ def file_name(rank: int) -> str:
     return f"rank{rank:05d}.safetensors"
 
 
-def dtype_name(tensor: Tensor) -> str:
-    """`float32`."""
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def degrees_of(topology: Topology) -> tuple[tuple[str, int], ...]:
     """(axis, size) of every axis longer than 1, outermost first, then of the expert axis."""
     expert = topology.expert.axis_size("expert")
@@ -178,31 +172,3 @@ def degrees_of(topology: Topology) -> tuple[tuple[str, int], ...]:
 def box_of(where: tuple[slice, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(offset, lengths) of a block."""
     return tuple(s.start for s in where), tuple(s.stop - s.start for s in where)
-
-
-def scalar_layout(of: Layout, name: str) -> Layout:
-    """Layout of a number kept beside a parameter, such as its step."""
-    return Layout(name, (), view=of.view, stages=of.stages)
-
-
-def _named(
-    params: Params, optimizer: torch.optim.Optimizer | None
-) -> Iterator[tuple[Layout, Tensor]]:
-    """Every tensor to save, parameters and what the optimizer keeps for them."""
-    for param, layout in params.values():
-        yield layout, param
-        state = optimizer.state.get(param, {}) if optimizer is not None else {}
-        for key, value in state.items():
-            name = f"{layout.name}#{key}"
-            if value is None:
-                continue
-            tensor = value if isinstance(value, Tensor) else torch.tensor(value)
-            if tensor.ndim == 0:
-                yield scalar_layout(layout, name), tensor
-            elif tensor.shape == param.shape:
-                yield layout.named(name), tensor
-            else:
-                raise CheckpointError(
-                    f"optimizer state {name} has shape {tuple(tensor.shape)}, its parameter "
-                    f"{tuple(param.shape)}; only state of that shape and scalars can be saved"
-                )

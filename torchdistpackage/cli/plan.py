@@ -35,6 +35,8 @@ GROUPS = ("data", "pipe", "context", "tensor", "model", "expert", "expert_data")
 """Kinds of groups, by the names that Topology knows."""
 LIMIT = 64
 """Ranks listed in each part, without --all."""
+_ZERO = ("", "optimizer state", "gradients and optimizer state", "all")
+"""What ranks hold in parts, by parallel.zero."""
 _WIDTH = 100
 _SHOWN = 8
 """Counts of nodes named, where there is a choice."""
@@ -152,14 +154,25 @@ def _more(number: int, what: str, before: str = "\n") -> str:
 def _stages(plan: Plan) -> str:
     if plan.shape is None:
         return f"stages: their parameters are known once {plan.config.model.target} has built them"
-    rows: list[Sequence[object]] = [("stage", "pieces", "parameters", "bytes", "compute")]
+    rows: list[Sequence[object]] = [
+        ("stage", "pieces", "parameters", "weights", "gradients", "optimizer", "bytes", "compute")
+    ]
     for held in stage_loads(plan):
         pieces = " to ".join(dict.fromkeys((*held.pieces[:1], *held.pieces[-1:]))) or "none"
-        count, num_bytes = f"{held.num_parameters:,}", f"{held.state_bytes:,}"
-        rows.append((held.index, pieces, count, num_bytes, f"{held.share:.1%}"))
+        m = held.memory
+        parts = (m.weights_bytes, m.gradients_bytes, m.optimizer_bytes, m.state_bytes)
+        num_bytes = [f"{n:,}" for n in parts]
+        rows.append(
+            (held.index, pieces, f"{held.num_parameters:,}", *num_bytes, f"{held.share:.1%}")
+        )
+    zero, note = plan.config.parallel.zero, ""
+    if zero:
+        note = f",\nof which ZeRO stage {zero} leaves {_ZERO[zero]} in parts"
+    if zero >= 2 and plan.config.pipeline.microbatches > 1:
+        note += "; gradients of a round's microbatches add up whole"
     return (
         f"{num_parameters(plan):,} parameters; on each rank of a stage, with bytes of weights, "
-        f"gradients and optimizer state\n{_table(rows)}"
+        f"gradients and optimizer state{note}\n{_table(rows)}"
     )
 
 

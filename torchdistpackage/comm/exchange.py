@@ -8,7 +8,7 @@ Messages of a call meet those of the same kind and number of call alone, so rank
 for each other, as in any collective, and do not take one for the other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -16,25 +16,66 @@ from torch import Tensor
 from torchdistpackage.comm.record import calls
 
 Group = dist.ProcessGroup
-GATHERED, SUMMED = 0, 1
+GATHERED, SUMMED, EXPECTED_GATHERED, EXPECTED_SUMMED = range(4)
 """Kinds of calls that are made of messages."""
+PIECE_BYTES = 2**20
+"""Longer messages travel in pieces, so that a notice of readiness to receive, which queues behind
+what is being sent, waits for no more than this."""
 _FIRST_TAG, _NUM_TAGS = 2**12, 2**28
 """Above what messages by themselves use over the same group; gloo's tags have 31 bits."""
 
 
 def exchange(
-    kind: int, send: Sequence[Tensor], receive: Sequence[Tensor], group: Group
+    kind: int,
+    send: Sequence[Tensor],
+    receive: Sequence[Tensor],
+    group: Group,
+    async_op: bool = False,
 ) -> list[dist.Work]:
-    """send[i] to rank i of the group, receive[i] from it; mine are copied.
+    """send[i] to rank i of the group, receive[i] from it; mine are copied. The caller waits.
 
     All are contiguous. Empty ones do not travel, so both sides must know which are.
     """
-    mine, size, line = group.rank(), group.size(), calls.line(group)
+    mine, line = group.rank(), calls.line(group)
     line.settle()
-    tag = _FIRST_TAG + 2 * (line.issued % _NUM_TAGS) + kind
+    tag = tag_of(kind, line.issued)
     receive[mine].copy_(send[mine])
-    # each begins with another peer, so that no rank is everybody's first
-    others = [(mine + step) % size for step in range(1, size)]
-    works = [group.recv([receive[i]], i, tag) for i in reversed(others) if receive[i].numel()]
-    works += [group.send([send[i]], i, tag) for i in others if send[i].numel()]
-    return works
+    return post_receives(receive, group, tag) + post_sends(send, group, tag)
+
+
+def expected_tag(kind: int, group: Group) -> int:
+    """For a call of which receives are posted ahead: members count these alike, apart from calls
+    in general, of which others may come first."""
+    line = calls.line(group)
+    line.settle()
+    line.expected += 1
+    return tag_of(kind, line.expected)
+
+
+def tag_of(kind: int, number: int) -> int:
+    return _FIRST_TAG + 4 * (number % _NUM_TAGS) + kind
+
+
+def post_receives(parts: Sequence[Tensor], group: Group, tag: int) -> list[dist.Work]:
+    """parts[i] from rank i of the group, except mine."""
+    # the first to be sent to me is the first of which I tell that I am ready
+    others = reversed(_others(group))
+    return [group.recv([x], i, tag) for i in others for x in _pieces(parts[i])]
+
+
+def post_sends(parts: Sequence[Tensor], group: Group, tag: int) -> list[dist.Work]:
+    """parts[i] to rank i of the group, except mine."""
+    return [group.send([x], i, tag) for i in _others(group) for x in _pieces(parts[i])]
+
+
+def _others(group: Group) -> list[int]:
+    """Each begins with another peer, so that no rank is everybody's first."""
+    mine, size = group.rank(), group.size()
+    return [(mine + step) % size for step in range(1, size)]
+
+
+def _pieces(x: Tensor) -> Sequence[Tensor] | Iterator[Tensor]:
+    num_bytes = x.numel() * x.itemsize
+    if num_bytes <= PIECE_BYTES:
+        return (x,) if num_bytes else ()
+    return x.view(-1).split(PIECE_BYTES // x.itemsize)

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchdistpackage.comm import checking
-from torchdistpackage.comm.exchange import exchange
 from torchdistpackage.comm.pending import Pending, await_works, failed
 from torchdistpackage.comm.record import LINE, calls
 
@@ -46,8 +45,9 @@ def later(operation: str, group: Group, x, facts, finish, function, *args) -> Pe
         checking.agree(operation, group, x, facts)
     call = calls.begin(operation, group, x)
     try:
-        if function is exchange:
-            return Pending(x, exchange(*args, group=group), call, finish, call[LINE].limit)
-        return Pending(x, (function(*args, group=group, async_op=True),), call, finish)
+        works = function(*args, group=group, async_op=True)
     except RuntimeError as error:
         raise failed(call, error) from error
+    if works.__class__ is list:  # messages (comm/exchange.py), each of which may take the limit
+        return Pending(x, works, call, finish, call[LINE].limit)
+    return Pending(x, (works,), call, finish)

@@ -34,11 +34,12 @@ class Line:
 
     queued: calls return before they are done; passed: the state of one that has returned.
     direct: parts go by messages (comm/exchange.py), each of which may take `limit`; None: as
-    long as the back end says. left: messages for which nobody waits any more.
+    long as the back end says. left: messages for which nobody waits any more. expected: calls
+    whose receives were posted ahead (comm/slices.py).
     """
 
     __slots__ = (
-        "axis", "direct", "done", "issued", "left", "limit",
+        "axis", "direct", "done", "expected", "issued", "left", "limit",
         "passed", "queued", "ranks", "received", "sent",
     )  # fmt: skip
 
@@ -48,7 +49,7 @@ class Line:
         self.passed = ISSUED if self.queued else DONE
         self.limit: timedelta | None = None
         self.left: list[dist.Work] = []
-        self.issued = self.done = 0
+        self.issued = self.done = self.expected = 0
         self.sent: dict[int, int] = {}
         self.received: dict[int, int] = {}
 

@@ -22,12 +22,7 @@ class Later(str):
     __slots__ = ()
 
 
-_ZERO = Later("optimizer states are not sharded over the data ranks yet")
-_EMA = Later("averaged weights come with optimizer states that are sharded")
-_MOE = Later("there are no expert layers yet whose gradients it would average")
-_SCALER = Later("float16 with loss scaling is not supported yet; bf16 needs none")
 _MESSAGES = Later("stages exchange messages through the executor only, so far")
-_SUFFIX = Later("a checkpoint is one folder with a manifest and needs no suffix a rank")
 _TRACES = Later("profiler ranges and per-rank printing are not offered yet")
 _PROFILE = Later("modules cannot be profiled yet")
 _NAN = Later("tracing of NaN and Inf is not offered yet")
@@ -49,7 +44,10 @@ _PARTITION: Names = {
         "CallableModule",
     ),
 }
-_CLIP: Names = {"optim.clip": ("clip_grad_norm_",), _SCALER: ("NativeScalerPP",)}
+_CLIP: Names = {
+    "optim.clip": ("clip_grad_norm_",),
+    "optim.native_scaler": ("NativeScalerPP",),
+}
 _P2P: Names = {
     _MESSAGES: (
         "send_obj_meta",
@@ -67,7 +65,7 @@ _P2P: Names = {
         "gather_split_1d_tensor",
     ),
 }
-_ZERO_OPTIMIZER: Names = {_ZERO: ("Bf16ZeroOptimizer",)}
+_ZERO_OPTIMIZER: Names = {"ddp.zero.bf16": ("Bf16ZeroOptimizer",)}
 _PROFILER = (
     "register_profile_hooks",
     "report_prof",
@@ -77,9 +75,6 @@ _PROFILER = (
 
 OLD_PATHS: dict[str, Names] = {
     "": {
-        _MOE: ("create_moe_dp_hooks", "moe_dp_iter_step"),
-        _ZERO: ("Bf16ZeroOptimizer",),
-        _EMA: ("ShardedEMA",),
         _PROFILE: tuple(name for name in _PROFILER if name != "sort_mem_time_ratio"),
         _REPLACE: ("replace_all_module", "replace_linear_by_bnb", "replace_linear_by_bminf"),
     },
@@ -92,8 +87,8 @@ OLD_PATHS: dict[str, Names] = {
         "harness.verify.run": ("test_comm",),
     },
     "dist.node_group": {"comm.nodes": ("setup_node_groups",)},
-    "dist.model_parallel_ckpt": {_SUFFIX: ("get_mp_ckpt_suffix",)},
-    "dist.sharded_ema": {_EMA: ("ShardedEMA",)},
+    "dist.model_parallel_ckpt": {"checkpoint.suffix": ("get_mp_ckpt_suffix",)},
+    "dist.sharded_ema": {"ddp.ema": ("ShardedEMA",)},
     "dist.py_comm_test": {"harness.measure.classic": ("test_collection", "test_all2all_balanced")},
     "dist.utils": {
         _TRACES: (
@@ -105,8 +100,8 @@ OLD_PATHS: dict[str, Names] = {
         ),
         _NAN: ("_has_inf_or_nan",),
     },
-    "utils": {"comm.random": ("fix_rand",), _ZERO: ("partition_params",)},
-    "ddp.naive_ddp": {_MOE: ("create_moe_dp_hooks", "moe_dp_iter_step")},
+    "utils": {"comm.random": ("fix_rand",), "ddp.partition": ("partition_params",)},
+    "ddp.naive_ddp": {"ddp.moe": ("create_moe_dp_hooks", "moe_dp_iter_step")},
     "ddp.zero_optim": _ZERO_OPTIMIZER,
     "ddp.zer_optim": _ZERO_OPTIMIZER,
     "parallel.pipeline_sched": _SCHEDULER,

@@ -1,12 +1,9 @@
 """The rules that join keys of several sections, each a pure function of the whole run.
 
-One rule about rules: each declares the keys it reads, so that it can be left out when one of
-them is already wrong. What it says gives names, values and the nearest values that would do.
+One rule: what it says gives names, values and the nearest values that would do.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
+from torchdistpackage.config.rule import Rule, divisors, multiples, reads
 from torchdistpackage.config.schema import Data, Model, RunConfig
 from torchdistpackage.errors import ConfigError
 
@@ -16,33 +13,7 @@ _OWN_PIECES = 2  # the embedding and the head are pieces of the pipeline beside 
 _GPT_KEYS = ("layers", "dim", "heads", "mlp_ratio", "dropout", "tied", "position", "norm_eps")
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """`fields`: the keys it reads; `says`: what is wrong, given the run and the world size."""
-
-    fields: tuple[str, ...]
-    says: Callable[[RunConfig, int | None], str | None]
-
-
-def _reads(*fields: str) -> Callable[[Callable[[RunConfig, int | None], str | None]], Rule]:
-    return lambda says: Rule(fields, says)
-
-
-def _divisors(number: int, near: int) -> str:
-    """The divisors of `number` at or around `near`, e.g. "2 or 4"."""
-    near = min(near, number)
-    below = next(d for d in range(near, 0, -1) if number % d == 0)
-    above = next((d for d in range(near + 1, min(number, 64 * near) + 1) if number % d == 0), below)
-    return f"{below}" if above == below else f"{below} or {above}"
-
-
-def _multiples(number: int, near: int) -> str:
-    """The multiples of `number` around `near`, e.g. "96 or 104"."""
-    below = near // number * number
-    return f"{below} or {below + number}" if below else f"{number}"
-
-
-@_reads("parallel.order", *DEGREES)
+@reads("parallel.order", *DEGREES)
 def _order_names_axes(c: RunConfig, world_size: int | None) -> str | None:
     p = c.parallel
     degrees = {"data": p.data, "pipe": p.pipe, "context": p.context, "tensor": p.tensor}
@@ -55,7 +26,7 @@ def _order_names_axes(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
-@_reads(*DEGREES, "parallel.order")
+@reads(*DEGREES, "parallel.order")
 def _degrees_fill_world(c: RunConfig, world_size: int | None) -> str | None:
     if world_size is None:
         return None
@@ -66,7 +37,7 @@ def _degrees_fill_world(c: RunConfig, world_size: int | None) -> str | None:
     return None
 
 
-@_reads("launch.local.procs", *DEGREES, "parallel.order")
+@reads("launch.local.procs", *DEGREES, "parallel.order")
 def _degrees_fill_procs(c: RunConfig, world_size: int | None) -> str | None:
     procs = c.launch.local.procs
     if procs is None or world_size is not None:
@@ -79,18 +50,18 @@ def _degrees_fill_procs(c: RunConfig, world_size: int | None) -> str | None:
     return None
 
 
-@_reads("model.heads", "parallel.tensor", "model.name")
+@reads("model.heads", "parallel.tensor", "model.name")
 def _heads_over_tensor(c: RunConfig, world_size: int | None) -> str | None:
     heads, tensor = c.model.heads, c.parallel.tensor
     if c.model.name is None or heads % tensor == 0:
         return None
     return (
         f"model.heads={heads} cannot be shared evenly by parallel.tensor={tensor} ranks; set "
-        f"tensor to {_divisors(heads, tensor)}, or heads to {_multiples(tensor, heads)}"
+        f"tensor to {divisors(heads, tensor)}, or heads to {multiples(tensor, heads)}"
     )
 
 
-@_reads("model.dim", "model.heads", "model.position", "model.name")
+@reads("model.dim", "model.heads", "model.position", "model.name")
 def _dim_over_heads(c: RunConfig, world_size: int | None) -> str | None:
     dim, heads = c.model.dim, c.model.heads
     unit = 2 if c.model.position == "rotary" else 1
@@ -100,13 +71,13 @@ def _dim_over_heads(c: RunConfig, world_size: int | None) -> str | None:
     if dim % heads == 0:
         why = f"model.dim={dim} / model.heads={heads} gives heads of {dim // heads}, an odd width, "
         why += "but model.position=rotary turns pairs"
-    offers = f"set dim to {_multiples(heads * unit, dim)}"
+    offers = f"set dim to {multiples(heads * unit, dim)}"
     if dim % unit == 0:
-        offers += f", or heads to {_divisors(dim // unit, heads)}"
+        offers += f", or heads to {divisors(dim // unit, heads)}"
     return f"{why}; {offers}"
 
 
-@_reads("model.mlp_ratio", "model.dim", "parallel.tensor", "model.name")
+@reads("model.mlp_ratio", "model.dim", "parallel.tensor", "model.name")
 def _hidden_over_tensor(c: RunConfig, world_size: int | None) -> str | None:
     hidden, tensor = c.model.hidden, c.parallel.tensor
     if c.model.name is None or hidden % tensor == 0:
@@ -119,19 +90,19 @@ def _hidden_over_tensor(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
-@_reads("data.seq_len", "parallel.tensor", "parallel.sequence_parallel")
+@reads("data.seq_len", "parallel.tensor", "parallel.sequence_parallel")
 def _sequence_over_tensor(c: RunConfig, world_size: int | None) -> str | None:
     seq_len, tensor = c.data.seq_len, c.parallel.tensor
     if not c.parallel.sequence_parallel or seq_len % tensor == 0:
         return None
     return (
         f"data.seq_len={seq_len} cannot be split over parallel.tensor={tensor} ranks, as "
-        f"parallel.sequence_parallel asks; set seq_len to {_multiples(tensor, seq_len)}, or "
+        f"parallel.sequence_parallel asks; set seq_len to {multiples(tensor, seq_len)}, or "
         f"sequence_parallel to false"
     )
 
 
-@_reads("model.vocab", "data.name", "model.name")
+@reads("model.vocab", "data.name", "model.name")
 def _vocab_holds_bytes(c: RunConfig, world_size: int | None) -> str | None:
     if c.model.name is None or c.data.name not in ("python_stdlib", "text"):
         return None
@@ -143,7 +114,7 @@ def _vocab_holds_bytes(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
-@_reads("parallel.pipe", "model.layers", "model.name")
+@reads("parallel.pipe", "model.layers", "model.name")
 def _pipe_has_pieces(c: RunConfig, world_size: int | None) -> str | None:
     pipe, layers = c.parallel.pipe, c.model.layers
     if c.model.name is None or pipe <= layers + _OWN_PIECES:
@@ -155,7 +126,37 @@ def _pipe_has_pieces(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
-@_reads("data.global_batch", "parallel.data", "train.accumulate")
+@reads("parallel.zero", "parallel.pipe", "model.tied", "model.name")
+def _stage_3_has_whole_ties(c: RunConfig, world_size: int | None) -> str | None:
+    zero, pipe = c.parallel.zero, c.parallel.pipe
+    if zero < 3 or pipe == 1 or not c.model.tied or c.model.name is None:
+        return None
+    return (
+        f"parallel.zero={zero} would have the first and the last of parallel.pipe={pipe} stages "
+        f"wait for each other to gather the weight that model.tied=true gives to both; set zero to "
+        f"2, tied to false, or pipe to 1"
+    )
+
+
+@reads("precision.weights", "precision.dtype", "parallel.zero")
+def _narrow_weights_have_copies(c: RunConfig, world_size: int | None) -> str | None:
+    if c.precision.weights != "bf16":
+        return None
+    if c.precision.dtype != "bf16":
+        return (
+            f"precision.weights=bf16 with precision.dtype={c.precision.dtype}; set dtype to bf16, "
+            f"or weights to float32"
+        )
+    if c.parallel.zero:
+        return None
+    return (
+        "precision.weights=bf16 would train without the float32 copy of each weight that small "
+        "updates add up in, which only ZeRO keeps; set parallel.zero to 1, 2 or 3, or "
+        "precision.weights to float32"
+    )
+
+
+@reads("data.global_batch", "parallel.data", "train.accumulate")
 def _batch_over_data(c: RunConfig, world_size: int | None) -> str | None:
     batch, data, rounds = c.data.global_batch, c.parallel.data, c.train.accumulate
     if data == "auto" or batch % (data * rounds) == 0:
@@ -163,11 +164,11 @@ def _batch_over_data(c: RunConfig, world_size: int | None) -> str | None:
     return (
         f"data.global_batch={batch} is not a multiple of parallel.data={data} x "
         f"train.accumulate={rounds} = {data * rounds}; set global_batch to "
-        f"{_multiples(data * rounds, batch)}"
+        f"{multiples(data * rounds, batch)}"
     )
 
 
-@_reads("pipeline.microbatches", "data.global_batch", "parallel.data", "train.accumulate")
+@reads("pipeline.microbatches", "data.global_batch", "parallel.data", "train.accumulate")
 def _microbatches_are_equal(c: RunConfig, world_size: int | None) -> str | None:
     batch, data, rounds = c.data.global_batch, c.parallel.data, c.train.accumulate
     pieces = c.pipeline.microbatches
@@ -179,12 +180,12 @@ def _microbatches_are_equal(c: RunConfig, world_size: int | None) -> str | None:
     return (
         f"pipeline.microbatches={pieces} cannot cut {samples} samples into equal pieces, which is "
         f"what a data rank has in one round (data.global_batch={batch} / (parallel.data={data} x "
-        f"train.accumulate={rounds})); set microbatches to {_divisors(samples, pieces)}, or "
-        f"global_batch to {_multiples(data * rounds * pieces, batch)}"
+        f"train.accumulate={rounds})); set microbatches to {divisors(samples, pieces)}, or "
+        f"global_batch to {multiples(data * rounds * pieces, batch)}"
     )
 
 
-@_reads("optim.warmup_steps", "train.steps")
+@reads("optim.warmup_steps", "train.steps")
 def _warmup_fits(c: RunConfig, world_size: int | None) -> str | None:
     warmup, steps = c.optim.warmup_steps, c.train.steps
     if warmup <= steps:
@@ -194,12 +195,12 @@ def _warmup_fits(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
-@_reads("model.name", "model.target", "model.args")
+@reads("model.name", "model.target", "model.args")
 def _model_is_named_once(c: RunConfig, world_size: int | None) -> str | None:
     return _named_once(c.model, "model")
 
 
-@_reads(*(f"model.{key}" for key in _GPT_KEYS), "model.name", "model.target")
+@reads(*(f"model.{key}" for key in _GPT_KEYS), "model.name", "model.target")
 def _model_keys_are_read(c: RunConfig, world_size: int | None) -> str | None:
     default = Model()
     unread = [f"model.{k}" for k in _GPT_KEYS if getattr(c.model, k) != getattr(default, k)]
@@ -211,7 +212,7 @@ def _model_keys_are_read(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
-@_reads("data.name", "data.target", "data.args", "data.path", "data.dtype")
+@reads("data.name", "data.target", "data.args", "data.path", "data.dtype")
 def _data_is_named_once(c: RunConfig, world_size: int | None) -> str | None:
     if text := _named_once(c.data, "data"):
         return text
@@ -254,12 +255,13 @@ RULES: tuple[Rule, ...] = (
     _degrees_fill_procs,
     _not_yet("context", 1),
     _not_yet("expert", 1),
-    _not_yet("zero", 0),
     _heads_over_tensor,
     _dim_over_heads,
     _hidden_over_tensor,
     _sequence_over_tensor,
     _pipe_has_pieces,
+    _stage_3_has_whole_ties,
+    _narrow_weights_have_copies,
     _model_is_named_once,
     _model_keys_are_read,
     _data_is_named_once,

@@ -5,50 +5,15 @@ and the resolved file follow from it. Sections know nothing of each other: rules
 keys stand in check.py.
 """
 
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
 
 from torchdistpackage.config import kinds as k
 from torchdistpackage.config.document import write
+from torchdistpackage.config.section import Named, Section, default
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.topology.views import DEFAULT_ORDER
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, unknown keys refused, types strict."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _empty_means_defaults(cls, value: object) -> object:
-        """`log:` with nothing under it, because all its keys are commented out."""
-        return {} if value is None else value
-
-    def __hash__(self) -> int:
-        return hash(tuple(v for v in self.__dict__.values() if not isinstance(v, dict)))
-
-
-_SectionT = TypeVar("_SectionT", bound=Section)
-
-
-def _default(section: type[_SectionT]) -> _SectionT:
-    """A section as a key: left out it holds its defaults; its docstring describes it."""
-    return Field(default_factory=section, description=section.__doc__)
-
-
-class Named(Section):
-    """A section that takes one of our names, or the user's own code by import path."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _target_needs_no_name(cls, value: Any) -> Any:
-        """The default name steps back for a target; a name that was written does not."""
-        if not isinstance(value, dict):
-            return value
-        keys = cast(dict[str, Any], value)
-        return keys if "name" in keys or keys.get("target") is None else {**keys, "name": None}
 
 
 class Run(Section):
@@ -73,7 +38,10 @@ class Parallel(Section):
     sequence_parallel: k.Flag = Field(
         default=False, description="Split norms and residuals along the sequence."
     )
-    zero: k.ZeroStage = Field(default=0, description="ZeRO stage; 1 splits optimizer state.")
+    zero: k.ZeroStage = Field(
+        default=0,
+        description="ZeRO stage: 1 splits optimizer state, 2 gradients too, 3 weights too.",
+    )
 
     @property
     def model_size(self) -> int:
@@ -185,7 +153,10 @@ class Precision(Section):
     """Number formats."""
 
     dtype: k.Dtype = Field(
-        default="float32", description="Type of activations; bf16 keeps weights in float32."
+        default="float32", description="Type of activations, and of weights unless it is bf16."
+    )
+    weights: k.WeightDtype = Field(
+        default="float32", description="Type of weights if dtype is bf16; bf16 needs ZeRO."
     )
 
 
@@ -202,6 +173,12 @@ class Train(Section):
         default=120.0, description="Seconds after which a step counts as hung."
     )
     check_calls: k.Flag = Field(default=False, description="Compare calls between ranks; slow.")
+    on_nonfinite: k.OnNonfinite = Field(
+        default="stop", description="On a loss or gradient that is no finite number, on any rank."
+    )
+    check_replicas_every: k.CountOrZero = Field(
+        default=0, description="Steps between comparisons of replicas bit by bit; 0 is off."
+    )
     straggler_every: k.CountOrZero = Field(
         default=10, description="Steps between searches for a slow rank; 0 is off."
     )
@@ -250,9 +227,9 @@ class Requeue(Section):
 class Launch(Section):
     """How the processes come to be."""
 
-    local: Local = _default(Local)
+    local: Local = default(Local)
     slurm: k.SlurmOptions = Field(default_factory=dict, description="Options of the Slurm job.")
-    requeue: Requeue = _default(Requeue)
+    requeue: Requeue = default(Requeue)
     init_timeout_s: k.Positive = Field(
         default=60.0, description="Seconds to wait for all ranks at the start."
     )
@@ -268,17 +245,17 @@ class Log(Section):
 class RunConfig(Section):
     """One training run, everything the YAML file says."""
 
-    run: Run = _default(Run)
-    parallel: Parallel = _default(Parallel)
-    pipeline: Pipeline = _default(Pipeline)
-    model: Model = _default(Model)
-    data: Data = _default(Data)
-    optim: Optim = _default(Optim)
-    precision: Precision = _default(Precision)
-    train: Train = _default(Train)
-    checkpoint: Checkpoint = _default(Checkpoint)
-    launch: Launch = _default(Launch)
-    log: Log = _default(Log)
+    run: Run = default(Run)
+    parallel: Parallel = default(Parallel)
+    pipeline: Pipeline = default(Pipeline)
+    model: Model = default(Model)
+    data: Data = default(Data)
+    optim: Optim = default(Optim)
+    precision: Precision = default(Precision)
+    train: Train = default(Train)
+    checkpoint: Checkpoint = default(Checkpoint)
+    launch: Launch = default(Launch)
+    log: Log = default(Log)
 
     def resolve(self, world_size: int) -> Self:
         """The same run with `parallel.data` filled in for `world_size` ranks.

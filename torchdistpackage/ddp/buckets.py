@@ -1,7 +1,7 @@
 """Which gradients travel together: a plan that is the same on every rank.
 
-Parameters are taken in reverse order of registration, roughly the order in which a backward
-finishes them, and packed into flat buckets by (dtype, device, group). A bucket ends with one
+Parameters are taken in the order in which a backward finishes them, roughly the reverse of that
+of registration, and packed into flat buckets by (dtype, device, group). A bucket ends with one
 extra element for each member: the mark by which ranks tell each other whom they used. This
 file is arithmetic on sizes and imports no torch.
 """
@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 ALIGN_BYTES = 64
 """Members start on a cache line, so that copies and kernels run at full width."""
+
+SLIGHT = 1 / 16
+"""Part of the cap up to which what lies in a bucket waits for one more, of whatever size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,27 +40,44 @@ class Bucket:
     num_elements: int
 
 
-def plan(entries: Sequence[Entry], cap_bytes: int) -> tuple[Bucket, ...]:
-    """Pack entries, last first, into buckets of at most `cap_bytes`.
+def plan(
+    entries: Sequence[Entry],
+    cap_bytes: int,
+    *,
+    order: Sequence[int] | None = None,
+    first_bytes: int | None = None,
+) -> tuple[Bucket, ...]:
+    """Pack entries, as their gradients come, into buckets of at most `cap_bytes`.
 
-    A larger entry has a bucket of its own. Buckets are ordered by their last member, which is
-    when they can leave.
+    order: indices of the entries, the first gradient first; by default the last entry's is.
+    first_bytes: cap of the very first bucket. A larger entry has a bucket of its own, but for
+    slight ones that come just before: the bias of a matrix would else cost a call. Buckets are
+    ordered by their last member, which is when they can leave.
     """
+    by_index = {entry.index: entry for entry in entries}
+    coming = list(entries)[::-1] if order is None else [by_index[index] for index in order]
+    place = {entry.index: n for n, entry in enumerate(coming)}
     open_buckets: dict[Hashable, list[Entry]] = {}
     closed: list[list[Entry]] = []
     used_bytes: dict[Hashable, int] = {}
-    for entry in reversed(entries):
+    first_key = coming[0].key if coming and first_bytes is not None else None
+    for entry in coming:
         size = _aligned(entry) * entry.element_bytes
+        is_first = first_key is not None and entry.key == first_key
+        limit = first_bytes if is_first and first_bytes is not None else cap_bytes
         held = open_buckets.setdefault(entry.key, [])
-        if held and used_bytes[entry.key] + size > cap_bytes:
+        used = used_bytes.get(entry.key, 0)
+        if held and used + size > limit and used > limit * SLIGHT:
             closed.append(held)
             held = open_buckets[entry.key] = []
+            if is_first:
+                first_key = None
         if not held:
             used_bytes[entry.key] = 0
         held.append(entry)
         used_bytes[entry.key] += size
     closed += [held for held in open_buckets.values() if held]
-    closed.sort(key=lambda held: -held[-1].index)
+    closed.sort(key=lambda held: place[held[-1].index])
     return tuple(_bucket(held) for held in closed)
 
 

@@ -2,6 +2,9 @@
 
 The reducer says when; a carrier says how. `AllReduced` leaves the mean in every rank's bucket.
 
+Narrow or wide. Gradients of bf16 and fp16 parameters are summed in fp32; with `keep_wide` their
+`.grad` stays so, else it becomes a copy in the parameter's dtype as its bucket arrives.
+
 Used or not. A parameter without gradient contributes zeros and an unset mark at the bucket's
 end. After the sum the mark tells whether any rank used it; if none did, `.grad` stays
 None, as in one process. Marks are read only for parameters this rank did not use, so the usual
@@ -12,13 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.primitives import Group, Pending
+from torchdistpackage.comm.primitives import Group
 from torchdistpackage.ddp.buckets import Bucket
+from torchdistpackage.ddp.compress import Hook, Member, Waiting, bind
 from torchdistpackage.ddp.gradients import Gradients
 from torchdistpackage.ddp.shared import Shared
-
-Start = Callable[..., Pending]
-"""(flat, group, op) -> Pending: begins to reduce `flat` in place, a communication hook."""
 
 
 class Carrier(Protocol):
@@ -48,20 +49,27 @@ Carry = Callable[[Bucket, Sequence[Shared]], Carrier]
 
 
 class AllReduced:
-    """Each rank gets the whole sum, in the bucket itself."""
+    """Each rank gets the whole sum, in the bucket itself.
+
+    hook: begins the reduction (compress.py).
+    """
 
     def __init__(
         self,
         bucket: Bucket,
         members: Sequence[Shared],
-        start: Start = primitives.start_all_reduce,
+        *,
+        hook: Hook = primitives.start_all_reduce,
+        keep_wide: bool = False,
     ):
         self.gradients = Gradients(members, bucket.offsets, bucket.num_elements)
         self._group: Group = members[0].group
-        self._divide, self._start = members[0].divide, start
+        self._divide = members[0].divide
+        self._start = bind(hook, _facts(bucket, self.gradients), bucket.num_elements)
+        self._narrows = self.gradients.is_wider and not keep_wide
         self._sums, self._marks = self.gradients.flat.tensor_split([bucket.marks])
         self._without: list[int] = []
-        self._pending: Pending | None = None
+        self._pending: Waiting | None = None
         # NCCL takes the mean on the way; elsewhere a pass over the bucket does
         self._averages = self._divide == self._group.size() > 1 and primitives.is_nccl(self._group)
 
@@ -70,9 +78,9 @@ class AllReduced:
         return self._pending is not None
 
     def launch(self) -> None:
+        self._without = self.gradients.complete()
         if self._group.size() > 1:
             self._marks.fill_(1)
-            self._without = self.gradients.complete()
             for place in self._without:
                 self._marks[place] = 0
         op = primitives.AVG if self._averages else primitives.SUM
@@ -82,15 +90,25 @@ class AllReduced:
         assert self._pending is not None
         self._pending.wait()
         self._pending = None
-        if self._group.size() == 1:
-            return
         if self._divide > 1 and not self._averages:
             self._sums.div_(self._divide)
-        for place in self._without:
-            if self._marks[place].item() != 0:
-                self.gradients.members[place].parameter.grad = self.gradients.views[place]
+        if self._group.size() > 1:
+            for place in self._without:
+                if self._marks[place].item() != 0:
+                    self.gradients.members[place].parameter.grad = self.gradients.views[place]
+        if self._narrows:
+            self.gradients.narrow()
 
     def abandon(self) -> None:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
+
+
+def _facts(bucket: Bucket, gradients: Gradients) -> list[Member]:
+    return [
+        Member(shared.name, view.shape, view.stride(), offset, shared.parameter)
+        for shared, view, offset in zip(
+            gradients.members, gradients.views, bucket.offsets, strict=True
+        )
+    ]

@@ -5,31 +5,42 @@ Nothing needs to be called after `loss.backward()`; it returns with reduced grad
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from torchdistpackage.comm import primitives
-from torchdistpackage.comm.primitives import Group
-from torchdistpackage.comm.tpc import resolve_group, tpc
+from torchdistpackage.comm import hierarchy, primitives
+from torchdistpackage.comm.primitives import Group, ranks_of
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.ddp.buckets import Bucket
+from torchdistpackage.ddp.carrier import AllReduced, Carrier
+from torchdistpackage.ddp.compress import Hook
+from torchdistpackage.ddp.embeddings import Embeddings
+from torchdistpackage.ddp.fit import Fit
+from torchdistpackage.ddp.membership import Membership
+from torchdistpackage.ddp.order import DEFAULT_CAP_BYTES, MIB
 from torchdistpackage.ddp.reducer import Reducer
+from torchdistpackage.ddp.replicas import Replica, agree
 from torchdistpackage.ddp.shared import Shared
-from torchdistpackage.layout.derive import BATCH_AXES, gradient_ranks, num_replicas
+from torchdistpackage.ddp.wrapper import Wrapper
+from torchdistpackage.layout.derive import gradient_ranks, num_replicas
 from torchdistpackage.layout.layout import Layout
 
-MIB = 2**20
+SMALLEST_BY_NODE = 4
+"""Two nodes with two ranks each."""
 _LOG = logging.getLogger(__name__)
 
 
-class NaiveDDP(nn.Module):
+class NaiveDDP(Wrapper):
     """Wrap `module` so that gradients are averaged over the ranks that hold the same parameters.
 
     module: on its device already. It may use parameters differently on each rank, share them,
         freeze them, checkpoint (reentrant or not), and return any nest of tensors.
     sync: reduce at the end of the backward instead of during it.
-    bucket_cap_mb: MiB of gradients that travel together. On slow links 4 overlaps better.
+    bucket_cap_mb: MiB of gradients that travel together; None: chosen from what the first steps
+        show, 4 until then.
     gradient_as_bucket_view: accepted for compatibility; `.grad` always is a view of its bucket.
     process_group: ranks that hold the same parameters; default tpc's data (and context) ranks,
         or everybody where tpc is not set up.
@@ -42,20 +53,38 @@ class NaiveDDP(nn.Module):
         not list count as replicated over the group.
     strict: raise on all ranks, by name, when some rank leaves parameters unused.
     broadcast_buffers: before each training forward buffers follow the group's first rank.
+    comm_hook: how buckets travel (compress.py); by default in full.
+    fp32_grads: leave gradients of bf16 and fp16 parameters in fp32, in which they are summed, for
+        an optimizer that takes them so; else `.grad` is a copy in the parameter's dtype.
+    keep_order: buckets as registered and of one size, not as gradients are seen to come, so that
+        the calls of a step are those of a plan on paper.
+    embedding_rows: gradients of lookups in `nn.Embedding` travel as rows, where these are few.
+        Such a lookup cannot be differentiated twice.
+
+    Parameters that the module gains later, or that are no longer frozen, are taken in at the next
+    forward, on all ranks. Those frozen or removed later count as unused until `refresh()`.
+    A deep copy, or one from a pickle, reduces on its own, over the same ranks.
 
     Parameters in `module._ddp_params_and_buffers_to_ignore` are left alone. `state_dict` and
     `load_state_dict` use the module's own names.
 
     Raises:
-        CommError: `dp_rank0` is not in a parameter's group.
+        CommError: `dp_rank0` is not in a parameter's group, or modules differ between ranks.
         ValueError: `reduce_op` is neither "avg" nor "sum".
     """
+
+    _of_this_process = ("_group", "_by_node", "_reducer", "_membership", "_embeddings")
+    _shared_by_copies = ("_group", "_by_node", "_comm_hook")
+    _reducer: Reducer | None = None
+    _membership: Membership | None = None
+    _embeddings: Embeddings | None = None
+    _by_node: dict[tuple[int, ...], Hook] | None = None
 
     def __init__(
         self,
         module: nn.Module,
         sync: bool = False,
-        bucket_cap_mb: float = 25,
+        bucket_cap_mb: float | None = None,
         gradient_as_bucket_view: bool = False,
         process_group: Group | None = None,
         dp_rank0: int | None = None,
@@ -66,36 +95,57 @@ class NaiveDDP(nn.Module):
         *,
         strict: bool = False,
         broadcast_buffers: bool = True,
+        comm_hook: Hook = primitives.start_all_reduce,
+        fp32_grads: bool = False,
+        keep_order: bool = False,
+        embedding_rows: bool = False,
     ):
-        super().__init__()
+        super().__init__(module, process_group)
         if reduce_op.lower() not in ("avg", "sum"):
             raise ValueError(f"reduce_op is {reduce_op!r}; use 'avg' or 'sum'")
-        self.module = module
+        self.source, self.broadcast_buffers = dp_rank0, broadcast_buffers
         self._mean = reduce_op.lower() == "avg"
         self._layouts = dict(layouts or {})
-        self._group = process_group if process_group is not None else _batch_group()
-        self._source = dp_rank0
         self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self._broadcast_buffers = broadcast_buffers
-        self.register_state_dict_post_hook(_strip)
-        self.register_load_state_dict_pre_hook(_add)
+        self._cap_bytes = None if bucket_cap_mb is None else int(bucket_cap_mb * MIB)
+        self._num_backwards, self._overlap, self._strict = num_grad_acc_iter, not sync, strict
+        self._comm_hook, self._fp32_grads, self._keep_order = comm_hook, fp32_grads, keep_order
+        self._embedding_rows, self._verbose, self._by_node = embedding_rows, verbose, None
         if self._layouts:
             tpc.groups.prepare(map(self._ranks, self._layouts.values()))
+        agree(self.replicas())
         self.broadcast_params()
-        self.reducer = Reducer(
-            [self._share(name, p) for name, p in self._own_parameters() if p.requires_grad],
-            cap_bytes=int(bucket_cap_mb * MIB),
-            num_backwards=num_grad_acc_iter,
-            overlap=not sync,
-            strict=strict,
-        )
-        if verbose:
-            _LOG.info("%s: %d buckets", type(module).__name__, self.reducer.num_buckets)
+        self._start()
 
     def forward(self, *args, **kwargs):
-        if self._broadcast_buffers and self.training and not self.reducer.held:
-            self._follow_buffers()
-        return self.reducer.watch(self.module(*args, **kwargs))
+        if self._reducer is None:
+            self._start()
+        elif self._membership.has_changed():
+            self.refresh()
+        if self.broadcast_buffers and self.training and not self._reducer.held:
+            self.follow_buffers()
+        return self._reducer.watch(self.module(*args, **kwargs))
+
+    @property
+    def reducer(self) -> Reducer:
+        """Owns the gradients; `hold` and `release` are `no_sync` without a block."""
+        if self._reducer is None:
+            self._start()
+        return self._reducer
+
+    def refresh(self) -> None:
+        """Own the parameters that the module has now; the new ones start from the first rank's.
+
+        Collective. Only after parameters were frozen or removed must it be called by hand.
+        """
+        known = {id(parameter) for parameter in self.reducer.parameters}
+        replicas = self.replicas()
+        agree(replicas)
+        with torch.no_grad():
+            for _, tensor, group in replicas:
+                if id(tensor) not in known:
+                    self._equalise(tensor, group)
+        self._start()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -113,17 +163,89 @@ class NaiveDDP(nn.Module):
     def broadcast_params(self) -> None:
         """Set parameters and buffers, frozen ones too, to those of their group's first rank."""
         with torch.no_grad():
-            for name, parameter in self._own_parameters():
-                self._equalise(parameter.data, self._get_group(name, parameter))
+            for _, tensor, group in self.replicas():
+                self._equalise(tensor, group)
+
+    def follow_buffers(self) -> None:
+        """Set buffers to those of global rank `source`, by default the group's first."""
+        with torch.no_grad():
             for name, buffer in self.module.named_buffers():
                 if name not in self._ignored:
-                    self._equalise(buffer, self._group)
+                    self._equalise(buffer, self.group)
+
+    def replicas(self) -> list[Replica]:
+        """All that ranks hold alike, and which ranks: parameters, frozen ones too, and buffers."""
+        found = [Replica(n, p, self._get_group(n, p)) for n, p in self._own_parameters()]
+        return found + [
+            Replica(name, buffer, self.group)
+            for name, buffer in self.module.named_buffers()
+            if name not in self._ignored
+        ]
+
+    # -- what is reduced, and how ----------------------------------------------------------
+
+    def _start(self) -> None:
+        """Make the reducer, or let it own what there is now."""
+        if self._embeddings is not None:
+            self._embeddings.remove()
+        trained = [(n, p) for n, p in self._own_parameters() if p.requires_grad]
+        shared = [s for s in (self._share(n, p) for n, p in trained) if _must_be_owned(s)]
+        self._embeddings = Embeddings(
+            self.module,
+            shared,
+            lookups=self._embedding_rows,
+            counts=lambda: self.reducer.is_reducing,
+        )
+        shared, after = self._embeddings.shared, self._embeddings.after
+        if self._by_node is None:
+            self._by_node = _ways_by_node(shared)
+        fit, cap_bytes = None, self._cap_bytes or DEFAULT_CAP_BYTES
+        if not self._keep_order and self._overlap and any(s.is_early for s in shared):
+            fit = Fit(shared, cap_bytes, sizes=self._cap_bytes is None)
+        self._membership = Membership(self.module)
+        if self._reducer is not None:
+            self._reducer.renew(shared, after=after, fit=fit)
+            return
+        self._reducer = Reducer(
+            shared,
+            cap_bytes=cap_bytes,
+            num_backwards=self._num_backwards,
+            overlap=self._overlap,
+            strict=self._strict,
+            carry=self._carry,
+            after=after,
+            fit=fit,
+        )
+        self._log(shared)
+
+    def _carry(self, bucket: Bucket, members: Sequence[Shared]) -> Carrier:
+        if members[0].rows:
+            return self._embeddings.carry(members[0])
+        hook = self._comm_hook
+        if hook is primitives.start_all_reduce:
+            hook = self._by_node.get(ranks_of(members[0].group), hook)
+        return AllReduced(bucket, members, hook=hook, keep_wide=self._fp32_grads)
+
+    def _log(self, shared: Sequence[Shared]) -> None:
+        name = type(self.module).__name__
+        if self._verbose:
+            _LOG.info("%s: %d buckets", name, self._reducer.num_buckets)
+        wider = [s for s in shared if s.is_wider]
+        if wider:
+            dtype = str(wider[0].parameter.dtype).removeprefix("torch.")
+            kept = "fp32 too" if self._fp32_grads else f"cast to {dtype} (fp32_grads=True keeps it)"
+            _LOG.info(
+                "%s: gradients of %d %s elements are summed in fp32, 4 bytes each; .grad is %s",
+                *(name, sum(s.parameter.numel() for s in wider), dtype, kept),
+            )
+        if self._comm_hook is not primitives.start_all_reduce:
+            _LOG.info("%s: gradients travel as %s has them", name, self._comm_hook)
 
     def _get_group(self, name: str, parameter: nn.Parameter) -> Group:
         """Ranks over which this gradient is summed. Override to choose for each parameter."""
         layout = self._layouts.get(name)
         if layout is None:
-            return self._group
+            return self.group
         return tpc.groups.of(self._ranks(layout))
 
     @staticmethod
@@ -148,39 +270,26 @@ class NaiveDDP(nn.Module):
         if not x.numel():
             return
         if x.is_contiguous():
-            primitives.broadcast(x, group, self._source)
+            primitives.broadcast(x, group, self.source)
         else:
-            x.copy_(primitives.broadcast(x.contiguous(), group, self._source))
+            x.copy_(primitives.broadcast(x.contiguous(), group, self.source))
 
-    def _follow_buffers(self) -> None:
-        with torch.no_grad():
-            for name, buffer in self.module.named_buffers():
-                if name not in self._ignored:
-                    self._equalise(buffer, self._group)
+
+def _must_be_owned(shared: Shared) -> bool:
+    """Alone, gradients are what autograd makes, unless they must be added up in more bits."""
+    return shared.group.size() > 1 or shared.is_wider
+
+
+def _ways_by_node(shared: Sequence[Shared]) -> dict[tuple[int, ...], Hook]:
+    """How buckets of those groups travel whose nodes have several ranks each; collective."""
+    groups = {ranks_of(s.group): s.group for s in shared if s.group.size() >= SMALLEST_BY_NODE}
+    found = {ranks: hierarchy.of(group) for ranks, group in sorted(groups.items(), key=_first)}
+    return {ranks: start for ranks, start in found.items() if start is not None}
+
+
+def _first(item: tuple[tuple[int, ...], object]) -> tuple[int, ...]:
+    return item[0]
 
 
 def _is_tied(layout: Layout | None) -> bool:
     return layout is not None and len(layout.stages) > 1
-
-
-def _batch_group() -> Group:
-    """Ranks that see different tokens: tpc's data and context axes, else everybody."""
-    if tpc.is_set:
-        return tpc.groups.along(tpc.topology.dense, BATCH_AXES)
-    return resolve_group(None, "data")
-
-
-def _strip(module: nn.Module, state: dict[str, Tensor], prefix: str, local: dict) -> None:
-    """The module's own names in `state_dict`, not those of the wrapper."""
-    old = f"{prefix}module."
-    for key in [key for key in state if key.startswith(old)]:
-        state[prefix + key.removeprefix(old)] = state.pop(key)
-
-
-def _add(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
-    """The reverse of `_strip`, before loading."""
-    own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
-    for name in own:
-        plain = prefix + name.removeprefix("module.")
-        if plain in state:
-            state[prefix + name] = state.pop(plain)

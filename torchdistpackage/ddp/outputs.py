@@ -17,7 +17,7 @@ def hook_outputs(outputs: object, hook: Hook) -> object:
     tensor that does not require a gradient is replaced by one that does, though nothing behind it
     gets any.
     """
-    return _map_tensors(outputs, partial(_hooked, hook))
+    return map_tensors(outputs, partial(_hooked, hook))
 
 
 def _hooked(hook: Hook, output: Tensor) -> Tensor:
@@ -41,20 +41,20 @@ class _Anchor(torch.autograd.Function):
         return None, None
 
 
-def _map_tensors(value, apply: Callable[[Tensor], Tensor]):
+def map_tensors(value, apply: Callable[[Tensor], Tensor]):
     """`apply` on every tensor inside tuples, lists and dicts; other values as they are."""
     if isinstance(value, Tensor):
         return apply(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map_tensors(v, apply) for v in value))
+        return type(value)(*(map_tensors(v, apply) for v in value))
     if isinstance(value, tuple | list):
-        return type(value)(_map_tensors(v, apply) for v in value)
+        return type(value)(map_tensors(v, apply) for v in value)
     if isinstance(value, dict):
         for key, item in value.items():
-            value[key] = _map_tensors(item, apply)
+            value[key] = map_tensors(item, apply)
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             item = getattr(value, field.name)
-            if (mapped := _map_tensors(item, apply)) is not item:
+            if (mapped := map_tensors(item, apply)) is not item:
                 object.__setattr__(value, field.name, mapped)
     return value

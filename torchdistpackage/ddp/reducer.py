@@ -12,19 +12,21 @@ as reentrant checkpointing has them, may come again, so their buckets wait for `
 parameters do so is learned in the first reduction, in which therefore nothing leaves early.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from torchdistpackage.comm import primitives
-from torchdistpackage.ddp.buckets import Entry, plan
-from torchdistpackage.ddp.carrier import AllReduced, Carry
+from torchdistpackage.ddp.carrier import AllReduced, Carrier, Carry
+from torchdistpackage.ddp.fit import Fit
+from torchdistpackage.ddp.order import Packing
 from torchdistpackage.ddp.outputs import hook_outputs
+from torchdistpackage.ddp.packed import Packed, Slot
 from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.used import check_used
 from torchdistpackage.errors import CommError
 
 
@@ -36,13 +38,19 @@ class Phase(Enum):
     SENT = "sent"
 
 
+# on the way of every gradient names are looked up once
+_IDLE, _REDUCING = Phase.IDLE, Phase.REDUCING
+_current_graph_task_id = torch._C._current_graph_task_id
+
+
 class Reducer:
     """Owns the gradients of its parameters; see the module's text.
 
     cap_bytes: size of a bucket. num_backwards: a reduction is due in every so manieth backward.
     overlap: False lets all leave at the end. strict: raise on every rank, by name, for parameters
     that some rank did not use. on_launch: called with the number of each that leaves. carry: makes
-    the carrier of a bucket.
+    the carrier of a bucket. after: carriers without parameters, which leave after all others.
+    fit: lets order and sizes follow what is measured; None keeps both, as on a plan on paper.
     """
 
     def __init__(
@@ -55,44 +63,66 @@ class Reducer:
         strict: bool = False,
         on_launch: Callable[[int], object] = lambda b: None,
         carry: Carry = AllReduced,
+        after: Sequence[Carrier] = (),
+        fit: Fit | None = None,
     ):
-        self._shared = list(shared)
         self._num_backwards, self._overlap, self._strict = num_backwards, overlap, strict
-        self.on_launch = on_launch
-        entries = [
-            Entry(i, s.parameter.numel(), s.parameter.element_size(), s.key)
-            for i, s in enumerate(self._shared)
-        ]
-        last = [s.last for s in self._shared]
-        buckets = sorted(plan(entries, cap_bytes), key=lambda b: last[b.members[0]])
-        self._num_early = sum(not last[b.members[0]] for b in buckets)
-        self._carriers = [carry(b, [self._shared[i] for i in b.members]) for b in buckets]
-        self._homes: list[Tensor] = [torch.empty(0)] * len(self._shared)
-        self._place_of = [(0, 0)] * len(self._shared)  # (bucket, place in it)
-        for b, (bucket, carrier) in enumerate(zip(buckets, self._carriers, strict=True)):
-            for place, (i, view) in enumerate(
-                zip(bucket.members, carrier.gradients.views, strict=True)
-            ):
-                self._homes[i], self._place_of[i] = view, (b, place)
-
+        self.on_launch, self._carry, self._cap_bytes = on_launch, carry, cap_bytes
         self._held = False
         self._task = -1  # the graph task that armed us, -1 for none
         self._num_done = 0  # backwards since the last reduction
         self._open = False  # a forward or a gradient is waiting for a reduction
-        self._fired = [False] * len(self._shared)
-        self._late = [False] * len(self._shared)
+        self._own(shared, after, fit, ())
+
+    def renew(
+        self, shared: Sequence[Shared], *, after: Sequence[Carrier] = (), fit: Fit | None = None
+    ) -> None:
+        """Own these parameters from here on, on all ranks; gradients that are there stay.
+
+        Raises:
+            CommError: a reduction has begun that nobody has finished.
+        """
+        if self._phase is not Phase.IDLE:
+            raise CommError("parameters changed during a reduction; call finish() before")
+        self.remove()
+        self._own(shared, after, fit, self._packed.leave())
+
+    def _own(
+        self,
+        shared: Sequence[Shared],
+        after: Sequence[Carrier],
+        fit: Fit | None,
+        moving: Collection[nn.Parameter],
+    ) -> None:
+        self._shared, self._fit = list(shared), fit
+        self._packed = Packed(self._shared, Packing(self._cap_bytes), self._carry, after, moving)
+        self._next_packing: Packing | None = None
         self._learning = True
         self._begin(Phase.IDLE)
         self._handles = [
-            s.parameter.register_post_accumulate_grad_hook(partial(self._accumulated, i))
-            for i, s in enumerate(self._shared)
+            s.parameter.register_post_accumulate_grad_hook(partial(self._accumulated, slot))
+            for s, slot in zip(self._shared, self._packed.slots, strict=True)
         ]
 
     # -- what callers use --------------------------------------------------------------
 
     @property
     def num_buckets(self) -> int:
-        return len(self._carriers)
+        return len(self._packed.carriers)
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        return tuple(s.parameter for s in self._shared)
+
+    @property
+    def open(self) -> bool:
+        """Whether a forward or a gradient waits for a reduction."""
+        return self._open
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether gradients of the backward that runs are for a reduction of their own."""
+        return self._phase is Phase.REDUCING
 
     @property
     def held(self) -> bool:
@@ -122,11 +152,15 @@ class Reducer:
         reduces, with zeros. wait: whether the end of that backward waits for the sums; if not,
         `finish()` does.
         """
+        if not self._shared:
+            return outputs
         current = torch._C._current_graph_task_id()
         if current == -1:
             # no backward is running, so whatever is still armed ended in an exception
             if self._task != -1:
                 self._abandon()
+            if not self._open and self._phase is Phase.IDLE:
+                self._repack()
         elif self._task == -1 and not self._held:
             # recomputed inside somebody's backward: that one is the outermost
             self._arm(current, wait)
@@ -141,15 +175,22 @@ class Reducer:
             if not self._open:
                 return
             self._begin(Phase.REDUCING)
-        self._launch_until(len(self._carriers))
-        for carrier in self._carriers:
+        self._launch_until(len(self._packed.carriers))
+        fit = self._fit
+        if fit is not None:
+            fit.arrived(0)
+        for b, carrier in enumerate(self._packed.carriers):
             carrier.settle()
-        fired = self._fired
+            if fit is not None and b < self._packed.num_early:
+                fit.arrived(self._packed.num_bytes(b))
+        if fit is not None:
+            late = [slot.index for slot in self._packed.slots if slot.late]
+            self._next_packing = fit.decide(late)
+            self._fit = None if fit.is_over else fit
         self._learning, self._open, self._num_done = False, False, 0
-        self._fired = [False] * len(self._shared)
         self._begin(Phase.IDLE)
         if self._strict:
-            self._check_used(fired)
+            check_used(self._shared, self._packed.take_fired())
 
     def remove(self) -> None:
         """Take the hooks off the parameters; gradients stay where they are."""
@@ -159,18 +200,38 @@ class Reducer:
     # -- the life of one backward ------------------------------------------------------
 
     def _begin(self, phase: Phase) -> None:
+        if phase is Phase.REDUCING:
+            self._repack()
+            if self._fit is not None:
+                self._fit.begin()
         self._phase = phase
-        self._missing = [len(carrier.gradients.members) for carrier in self._carriers]
+        self._missing = [len(bucket.members) for bucket in self._packed.buckets]
         self._next = 0
+
+    def _repack(self) -> None:
+        """Go over to the packing that was agreed on last, before anything leaves in the old one."""
+        packing, self._next_packing = self._next_packing, None
+        if packing is not None:
+            self._packed.repack(packing)
 
     def _reached(self, made_in: int, wait: bool, grad: Tensor) -> None:
         """Hook of an output that a forward made in graph task `made_in`: a backward is at it."""
         current = torch._C._current_graph_task_id()
         if current == self._task or (made_in != -1 and made_in == self._task):
             return
+        if torch.is_grad_enabled() and not self._is_for_parameters():
+            return  # autograd.grad(..., create_graph=True) inside a loss
         if self._task != -1:
             self._abandon()
         self._arm(current, wait)
+
+    def _is_for_parameters(self) -> bool:
+        """Whether the backward that runs gives any parameter its `.grad`."""
+        edges = (torch.autograd.graph.get_gradient_edge(s.parameter) for s in self._shared)
+        try:
+            return any(torch._C._will_engine_execute_node(edge.node) for edge in edges)
+        except RuntimeError:  # so torch answers of a leaf that autograd.grad was asked for
+            return False
 
     def _arm(self, task: int, wait: bool) -> None:
         if self._phase is not Phase.IDLE:
@@ -187,38 +248,44 @@ class Reducer:
             return
         self._task = -1
         if self._phase is Phase.REDUCING:
-            self._launch_until(self._num_early)
+            self._launch_until(self._packed.num_early)
             if wait:
                 self.finish()
 
     def _abandon(self) -> None:
         """An exception ended a backward: let what has left arrive, and start over."""
-        for carrier in self._carriers:
+        for carrier in self._packed.carriers:
             carrier.abandon()
         self._task, self._num_done = -1, 0
+        self._packed.forget_fresh()
         self._begin(Phase.IDLE)
 
-    def _accumulated(self, i: int, parameter: Tensor) -> None:
+    def _accumulated(self, slot: Slot, parameter: Tensor) -> None:
         """Hook of a parameter: this graph task has added all it has to its gradient."""
-        b, place = self._place_of[i]
-        carrier = self._carriers[b]
-        if parameter.grad is not self._homes[i]:
-            carrier.gradients.adopt(place)
-        self._fired[i] = self._open = True
-        if self._phase is Phase.IDLE:
+        self._open = slot.fired = True
+        phase = self._phase
+        if phase is _REDUCING and slot.is_small:
+            self._packed.wait_for_more(slot)
+        elif parameter.grad is not slot.home:
+            slot.carrier.gradients.adopt(slot.place)
+        if phase is _IDLE:
             return
-        if carrier.launched:
+        bucket = slot.bucket
+        if bucket < self._next:
             raise CommError(
-                f"parameter {self._shared[i].name} received a gradient after its bucket had left: "
-                f"call finish() before the next backward, and where reentrant checkpointing uses "
-                f"it at times, give torch.utils.checkpoint use_reentrant=False"
+                f"parameter {self._shared[slot.index].name} received a gradient after its bucket "
+                f"had left: call finish() before the next backward, and where reentrant "
+                f"checkpointing uses it at times, give torch.utils.checkpoint use_reentrant=False"
             )
-        if torch._C._current_graph_task_id() != self._task:
-            self._late[i] = True
-        if self._late[i] or self._learning or not self._overlap:
+        if self._fit is not None:
+            self._fit.came(slot.index)
+        if _current_graph_task_id() != self._task:
+            slot.late = True
+        if slot.late or self._learning or not self._overlap:
             return
-        self._missing[b] -= 1
-        while self._next < self._num_early and self._missing[self._next] == 0:
+        missing = self._missing
+        missing[bucket] -= 1
+        while self._next < self._packed.num_early and missing[self._next] == 0:
             self._launch(self._next)
             self._next += 1
 
@@ -228,27 +295,6 @@ class Reducer:
         self._next, self._phase = end, Phase.SENT
 
     def _launch(self, b: int) -> None:
+        self._packed.bring_in()
         self.on_launch(b)
-        self._carriers[b].launch()
-
-    def _check_used(self, fired: Sequence[bool]) -> None:
-        unused: list[str] = []
-        by_bucket: list[list[int]] = [[] for _ in self._carriers]
-        for i, (b, _) in enumerate(self._place_of):
-            by_bucket[b].append(i)
-        for members in by_bucket:
-            first = self._shared[members[0]]
-            used = torch.tensor([fired[i] for i in members], dtype=torch.int32)
-            primitives.all_reduce(
-                used := used.to(first.parameter.device), first.group, primitives.MIN
-            )
-            names = [self._shared[i].name for i in members]
-            unused += [
-                name for name, all_used in zip(names, used.tolist(), strict=True) if not all_used
-            ]
-        if unused:
-            raise CommError(
-                f"{len(unused)} of {len(self._shared)} parameters got no gradient on some rank "
-                f"in this step: {', '.join(sorted(unused)[:20])}; freeze them, use them, or "
-                f"leave strict off"
-            )
+        self._packed.carriers[b].launch()

@@ -99,6 +99,12 @@ def owns(layout: Layout, mesh: Mesh, rank: int, among: Axes | None = None) -> bo
     return all(coord[axis] == 0 for axis in axes if among is None or axis in among)
 
 
+def owner(layout: Layout, mesh: Mesh, rank: int) -> int:
+    """The rank that speaks for the shard of `rank`: of those that hold it, the one that `owns`."""
+    coord = mesh.coord(rank) | dict.fromkeys(replicated_axes(layout, mesh), 0)
+    return mesh.rank(coord | ({"pipe": layout.stages[0]} if layout.stages else {}))
+
+
 def gradient_axes(layout: Layout, mesh: Mesh) -> Axes:
     """Axes to sum the gradient over: where tokens differ and where it is a partial sum."""
     replicated = replicated_axes(layout, mesh)
@@ -143,7 +149,16 @@ def gradient_ranks(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
 
     Along the gradient axes, and for a tied parameter the same ranks of every stage that holds it.
     """
-    axes = gradient_axes(layout, mesh)
+    return _holders(layout, mesh, rank, gradient_axes(layout, mesh))
+
+
+def replica_ranks(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
+    """Ranks that hold the same elements as `rank`, ascending, `rank` included."""
+    return _holders(layout, mesh, rank, replicated_axes(layout, mesh))
+
+
+def _holders(layout: Layout, mesh: Mesh, rank: int, axes: Axes) -> tuple[int, ...]:
+    """Ranks along `axes`, in every stage that holds it."""
     ranks = set(mesh.group(rank, axes))
     if len(layout.stages) > 1:
         coord = mesh.coord(rank)

@@ -13,9 +13,11 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.random import seed_rank
 from torchdistpackage.comm.record import calls
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.config.schema import Optim
+from torchdistpackage.config.schema import Optim, RunConfig
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
+from torchdistpackage.errors import LayoutError
 from torchdistpackage.launch.reference import Reference
 from torchdistpackage.layout.derive import BATCH_AXES, gradient_ranks
 from torchdistpackage.layout.layout import Layout
@@ -26,10 +28,9 @@ from torchdistpackage.schedule.generate import build as build_schedule
 from torchdistpackage.train import corpus
 from torchdistpackage.train.data import DataSource, TokenDataset
 from torchdistpackage.train.loss import LossFn, from_user, token_cross_entropy
+from torchdistpackage.train.memory import weight_format
 from torchdistpackage.train.plan import BUCKET_BYTES, Plan
 from torchdistpackage.train.step import Trainer
-
-WEIGHT_DTYPE = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.float32}
 
 
 def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None = None) -> Trainer:
@@ -46,6 +47,9 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
     tpc.setup(plan.topology, rank, timeout_s=slow)
     seed_rank(config.run.seed, plan.topology.dense, rank)
     stage, layouts, loss = _stage(plan, device)
+    _check_declared(stage, layouts)
+    inner = _optimizer(stage, config.optim)
+    reducer, optimizer = _sharing(stage, layouts, inner, config)
     pipe = tpc.get_group("pipe")
 
     def executor(schedule: str) -> Executor:
@@ -65,8 +69,9 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
         layouts=layouts,
         loss=loss,
         data=data if data is not None else build_data(plan),
-        reducer=_reducer(stage, layouts),
-        optimizer=_optimizer(stage, config.optim),
+        reducer=reducer,
+        optimizer=optimizer,
+        inner=inner,
         executor=executor(config.pipeline.schedule),
         evaluator=executor("forward"),
         autocast=torch.bfloat16 if config.precision.dtype == "bf16" else None,
@@ -108,7 +113,7 @@ def user_object(path: str) -> Callable:
 def _stage(plan: Plan, device: torch.device) -> tuple[nn.Module, dict[str, Layout], LossFn]:
     """My stage with its initial weights, its layouts by local name, and the loss of the last."""
     config, mesh = plan.config, plan.topology.dense
-    dtype = WEIGHT_DTYPE[config.precision.dtype]
+    dtype = getattr(torch, weight_format(config.precision).dtype)
     index, num_stages = tpc.get_pp_rank(), config.parallel.pipe
     loss: LossFn
     if plan.model is not None:
@@ -137,6 +142,16 @@ def _stage(plan: Plan, device: torch.device) -> tuple[nn.Module, dict[str, Layou
     return stage, layouts, loss
 
 
+def _check_declared(stage: nn.Module, layouts: dict[str, Layout]) -> None:
+    """A parameter of which nobody says how it is cut would be summed over nobody."""
+    missing = [name for name, _ in stage.named_parameters() if name not in layouts]
+    if missing:
+        raise LayoutError(
+            f"{len(missing)} parameters have no layout: {', '.join(missing[:5])}; the module that "
+            f"makes them declares in layouts() what each is split and replicated over"
+        )
+
+
 def _equalise(stage: nn.Module) -> None:
     """Whatever a user's build drew, replicas start alike; buffers too."""
     group = tpc.groups.along(tpc.topology.dense, BATCH_AXES)
@@ -145,19 +160,40 @@ def _equalise(stage: nn.Module) -> None:
             primitives.broadcast(x.data, group)
 
 
-def _reducer(stage: nn.Module, layouts: dict[str, Layout]) -> Reducer:
-    """Gradients are summed, over what each layout says; the step divides by the tokens."""
+def _sharing(
+    stage: nn.Module,
+    layouts: dict[str, Layout],
+    inner: torch.optim.Optimizer | None,
+    config: RunConfig,
+) -> tuple[Reducer, torch.optim.Optimizer | None]:
+    """What sums gradients, over what each layout says, and what updates; the step divides."""
     ranks = {
         name: gradient_ranks(layout, tpc.topology.view(layout.view), tpc.rank)
         for name, layout in layouts.items()
     }
     tpc.groups.prepare(ranks.values())
+    tied = [x.name for x in layouts.values() if len(x.stages) > 1]
+    if config.parallel.zero == 3 and tied:
+        raise LayoutError(
+            f"parallel.zero=3: {tied[0]} is held by several stages, which would wait for each "
+            f"other to gather it; set parallel.zero to 2 or tie no weights"
+        )
+    if config.parallel.zero and inner is not None:
+        optimizer = ZeroOptimizer(
+            inner,
+            stage,
+            stage=config.parallel.zero,
+            layouts=layouts,
+            bucket_cap_mb=BUCKET_BYTES / 2**20,
+            reduce_op="sum",
+        )
+        return optimizer.reducer, optimizer
     shared = [
         Shared(name, parameter, tpc.groups.of(ranks[name]), last=len(layouts[name].stages) > 1)
         for name, parameter in stage.named_parameters()
         if parameter.requires_grad
     ]
-    return Reducer(shared, cap_bytes=BUCKET_BYTES)
+    return Reducer(shared, cap_bytes=BUCKET_BYTES), inner
 
 
 def _optimizer(stage: nn.Module, section: Optim) -> torch.optim.AdamW | None:

@@ -5,11 +5,9 @@ a test holds the two together, call by call. Not in it: what a rank does before 
 beside its steps (groups, initial weights, checkpoints).
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 
-from torchdistpackage.ddp.buckets import Bucket, Entry
-from torchdistpackage.ddp.buckets import plan as plan_buckets
 from torchdistpackage.harness.lint.order import Call
 from torchdistpackage.harness.lint.programs import (
     Collective,
@@ -21,14 +19,12 @@ from torchdistpackage.harness.lint.programs import (
     check,
 )
 from torchdistpackage.harness.lint.report import Report
-from torchdistpackage.layout.derive import gradient_axes, gradient_ranks, num_elements
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.schedule.actions import Action, Batch, Kind
-from torchdistpackage.train.plan import BUCKET_BYTES, Plan
+from torchdistpackage.train.gradient_calls import GradientCalls, Sum, parameters
+from torchdistpackage.train.plan import Plan
 from torchdistpackage.train.products import Activations, gather, loss_calls, piece_calls, reduction
 
-WIDTHS = {"float64": ("float64", 8), "float32": ("float32", 4), "bf16": ("float32", 4)}
-"""Of a weight and its gradient, by precision: dtype and bytes."""
 HEADER = (("elements", 1024), ("dtype", "uint8"))
 STATISTICS = 6
 """Numbers of a step that all ranks add up."""
@@ -51,7 +47,7 @@ class StepPrograms:
         self._plan, self._first = plan, first
         self._mesh = plan.topology.dense
         config = plan.config
-        self._dtype, self._bytes = WIDTHS[config.precision.dtype]
+        self._gradients = GradientCalls(plan)
         self._flow = Activations(
             config.data.seq_len,
             plan.samples_per_microbatch,
@@ -59,19 +55,24 @@ class StepPrograms:
             config.parallel.sequence_parallel,
             config.precision.dtype if config.precision.dtype != "bf16" else "as autocast has it",
         )
-        self._ranks: dict[Hashable, tuple[int, ...]] = {}
         self._by_role: dict[tuple[int, int], tuple[tuple[Op, ...], list[tuple[str, Layout]]]] = {}
 
     @property
     def unknown(self) -> tuple[str, ...]:
         """What the plan cannot say about this run, in words."""
-        if self._plan.shape is not None:
-            return ()
-        target = self._plan.config.model.target
-        return (
-            f"calls inside {target}, shapes of its messages and the gradients that it reduces; "
-            f"only its build can tell (--run looks)",
-        )
+        unknown: list[str] = []
+        if self._plan.shape is None:
+            target = self._plan.config.model.target
+            unknown.append(
+                f"calls inside {target}, shapes of its messages and the gradients that it reduces; "
+                f"only its build can tell (--run looks)"
+            )
+        if self._plan.config.parallel.zero == 3:
+            unknown.append(
+                "gathers of parameters, which parallel.zero=3 makes where they are read (--run "
+                "looks)"
+            )
+        return tuple(unknown)
 
     def of(self, rank: int) -> Program:
         """The program of one rank."""
@@ -87,32 +88,34 @@ class StepPrograms:
             "world": (range(self._mesh.size), ""),
         }
         for name, layout in shared:
-            groups[name] = self._gradient_ranks(layout, rank), ""
+            groups[name] = self._gradients.ranks(layout, rank), ""
         return Program(ops, groups)
 
     def _role(
         self, stage: int, tensor: int, rank: int
     ) -> tuple[tuple[Op, ...], list[tuple[str, Layout]]]:
         """(operations, the groups that gradients are summed over) of ranks in one place."""
-        buckets = self._buckets(stage, rank)
+        sums = self._gradients.sums(stage, rank)
+        early, late = ([x for x in sums if x.is_late == is_late] for is_late in (False, True))
         ops: list[Op] = []
         if self._mesh.axis_size(*self._plan.topology.model_axes) > 1:
             ops.append(Collective("model", (gather((1,), "int64"),), label="check of the batch"))
         rounds = self._plan.config.train.accumulate
-        early = [bucket for bucket in buckets if len(bucket[1].stages) == 1]
         for index in range(rounds):
-            ops += self._round(stage, early if index == rounds - 1 else [], index == 0)
-        # see ddp/shared.py
-        ops += [_reduction(*bucket) for bucket in buckets if bucket not in early]
-        ops.append(Wait())
+            # see Trainer.accumulate
+            due = index == rounds - 1 or self._plan.config.parallel.zero >= 2
+            ops += self._round(stage, early if due else [], index == 0)
+            if due:
+                # see ddp/shared.py
+                ops += self._gradients.reductions(late)
+                ops.append(Wait())
         if self._mesh.size > 1:
             wide = reduction("all_reduce", (STATISTICS,), "float64")
             ops.append(Collective("world", (wide,), label="numbers of the step"))
-        return tuple(ops), [(name, layout) for name, layout, _ in buckets]
+        ops += self._gradients.gathers(sums)
+        return tuple(ops), [(x.group, x.layout) for x in sums]
 
-    def _round(
-        self, stage: int, buckets: list[tuple[str, Layout, Call]], headers: bool
-    ) -> Iterator[Op]:
+    def _round(self, stage: int, sums: Sequence[Sum], headers: bool) -> Iterator[Op]:
         """One pass over the microbatches; the buckets leave when the last backward ends."""
         program = self._plan.schedule.programs[stage]
         last = [s for s in program if isinstance(s, Action) and s.kind is Kind.B][-1:]
@@ -125,7 +128,7 @@ class StepPrograms:
             if calls:
                 yield Collective("tensor", calls, label=str(step))
             if step in last:
-                yield from (_reduction(*bucket) for bucket in buckets)
+                yield from self._gradients.reductions(sums)
 
     def _messages(self, actions: Sequence[Action], label: str, headers: bool) -> Iterator[Op]:
         if headers:
@@ -153,64 +156,10 @@ class StepPrograms:
         forward: list[Call] = []
         backward: list[Call] = []
         for index in self._plan.stages[stage]:
-            layouts = [layout for _, layout in self._parameters(index)]
+            layouts = [layout for _, layout in parameters(self._plan, index)]
             there, back = piece_calls(layouts, self._flow, takes_ids=index == 0)
             forward += there
             backward[:0] = back
         if stage == len(self._plan.stages) - 1:
             forward += loss_calls(self._flow)
         return tuple(forward), tuple(backward)
-
-    def _parameters(self, piece: int) -> list[tuple[str, Layout]]:
-        """Of one piece, by local name, in the order in which its module registers them."""
-        plan = self._plan
-        prefix = f"{plan.pieces[piece]}."
-        found = [(n, layout) for n, layout in plan.layouts.items() if n.startswith(prefix)]
-        is_tied_head = piece == len(plan.pieces) - 1 and plan.shape is not None and plan.shape.tied
-        if is_tied_head:
-            tied = plan.layouts[f"{plan.pieces[0]}.weight"]
-            found.append((f"{prefix}weight", tied))
-        # what a module holds itself comes before what its parts hold
-        return sorted(found, key=lambda item: item[0].removeprefix(prefix).count(".") > 0)
-
-    def _buckets(self, stage: int, rank: int) -> list[tuple[str, Layout, Call]]:
-        """Gradients of the stage that travel together: (group, one of them, call)."""
-        if self._plan.shape is None:
-            return []
-        held: dict[str, Layout] = {}
-        for index in self._plan.stages[stage]:
-            held |= {
-                layout.name: layout
-                for _, layout in self._parameters(index)
-                if layout.name not in held
-            }
-        layouts = list(held.values())
-        view = self._plan.topology.view
-        keys = [gradient_ranks(x, view(x.view), rank) for x in layouts]
-        entries = [
-            Entry(i, num_elements(x, view(x.view), rank), self._bytes, keys[i])
-            for i, x in enumerate(layouts)
-        ]
-        return [
-            (f"gradients {bucket.key}", layouts[bucket.members[0]], self._sum(bucket))
-            for bucket in plan_buckets(entries, BUCKET_BYTES)
-            if len(keys[bucket.members[0]]) > 1
-        ]
-
-    def _sum(self, bucket: Bucket) -> Call:
-        return reduction("all_reduce", (bucket.num_elements,), self._dtype)
-
-    def _gradient_ranks(self, layout: Layout, rank: int) -> tuple[int, ...]:
-        """One tuple for all ranks in it."""
-        mesh = self._plan.topology.view(layout.view)
-        axes, stages = gradient_axes(layout, mesh), tuple(layout.stages)
-        coord = mesh.coord(rank)
-        inside = {*axes, "pipe"} if len(stages) > 1 else {*axes}
-        key = (layout.view, axes, stages, *(i for a, i in coord.items() if a not in inside))
-        if key not in self._ranks:
-            self._ranks[key] = gradient_ranks(layout, mesh, rank)
-        return self._ranks[key]
-
-
-def _reduction(name: str, _: Layout, call: Call) -> Collective:
-    return Collective(name, (call,), blocks=False, label="gradients")

@@ -17,7 +17,8 @@ from torchdistpackage.models.gpt_layout import EMBED, HEAD, GPTShape
 from torchdistpackage.schedule.actions import Kind
 from torchdistpackage.schedule.simulate import Timeline, simulate
 from torchdistpackage.topology.placement import crossings
-from torchdistpackage.train.plan import BUCKET_BYTES, WEIGHT_BYTES, Plan, stage_loads
+from torchdistpackage.train.memory import gradient_format, weight_format
+from torchdistpackage.train.plan import BUCKET_BYTES, Plan, stage_loads
 
 ACTIVATION_BYTES = {"float64": 8, "float32": 4, "bf16": 2}
 """Bytes of an element of what travels between layers."""
@@ -88,41 +89,47 @@ def _estimate(plan: Plan, profile: Profile, axis: str, link: str) -> Estimate:
     traffic = _traffic(plan, plan.shape, axis)
     if isinstance(traffic, str):
         return Estimate(axis, traffic, None)
+    found = [_of_calls(each, profile, axis, link) for each in traffic]
+    unknown = [what for what, time_s in found if time_s is None]
+    if unknown:
+        return Estimate(axis, unknown[0], None)
+    times_s = [time_s for _, time_s in found if time_s is not None]
+    return Estimate(axis, " and ".join(what for what, _ in found), sum(times_s))
+
+
+def _of_calls(
+    traffic: _Traffic, profile: Profile, axis: str, link: str
+) -> tuple[str, float | None]:
+    """(what is called, seconds of it all), or why nobody knows and None."""
     calls = f"{traffic.operation} of {_megabytes(traffic.num_bytes)} {_LINKS[link]}"
     line = traffic.line(profile, axis, link)
     if line is None:
-        why = f"the profile has no {traffic.operation} {_LINKS[link]}"
-        return Estimate(axis, why, None)
+        return f"the profile has no {traffic.operation} {_LINKS[link]}", None
     once_s = line.time_s(traffic.bus_bytes)
     if once_s is None:
         why = (
             f"{calls}: the profile ends at {_megabytes(line.largest_bytes)}, up to which the size "
             f"made no difference; measure larger ones"
         )
-        return Estimate(axis, why, None)
+        return why, None
     what = f"{traffic.number} x {calls}: {traffic.note}"
     if traffic.bus_bytes > line.largest_bytes:
         what += (
             f" (extrapolated: {_megabytes(traffic.bus_bytes)} on the bus, measured up to "
             f"{_megabytes(line.largest_bytes)})"
         )
-    return Estimate(axis, what, traffic.number * once_s)
+    return what, traffic.number * once_s
 
 
-def _traffic(plan: Plan, shape: GPTShape, axis: str) -> _Traffic | str:
+def _traffic(plan: Plan, shape: GPTShape, axis: str) -> tuple[_Traffic, ...] | str:
     """What one rank takes part in along `axis` in a step; a text says why nobody knows."""
     config = plan.config
     rounds = config.pipeline.microbatches * config.train.accumulate
     dtype, size = config.precision.dtype, plan.topology.dense.axis_size(axis)
     if axis == "data":
-        held = max(load.num_parameters for load in stage_loads(plan))
-        num_bytes = held * WEIGHT_BYTES[config.precision.dtype]
-        number = math.ceil(num_bytes / BUCKET_BYTES)
-        note = "gradients of the fullest stage"
-        wide = "float32" if dtype == "bf16" else dtype  # as are the weights
-        return _Traffic("all_reduce", number, num_bytes / number, wide, size, note)
+        return _shared(plan, size)
     if axis == "pipe":
-        return replace(_message(plan, shape), number=2 * rounds)
+        return (replace(_message(plan, shape), number=2 * rounds),)
     if axis == "tensor" and not shape.sequence_parallel:
         # Two products in a block, each summed once forward and once backward; the embedding is
         # summed forward only, the input of the head backward only.
@@ -130,10 +137,29 @@ def _traffic(plan: Plan, shape: GPTShape, axis: str) -> _Traffic | str:
             sum(1 if plan.pieces[i] in (EMBED, HEAD) else 4 for i in span) for span in plan.stages
         )
         num_bytes, note = _activation_bytes(plan, shape), "sums inside the layers"
-        return _Traffic("all_reduce", number * rounds, num_bytes, dtype, size, note)
+        return (_Traffic("all_reduce", number * rounds, num_bytes, dtype, size, note),)
     if axis == "tensor":
         return "under sequence parallelism gathers and scatters are not counted yet"
     return f"what travels along {axis} is not counted yet"
+
+
+def _shared(plan: Plan, size: int) -> tuple[_Traffic, ...]:
+    """Of the fullest stage: sums of gradients, and under ZeRO what brings the parameters back."""
+    config = plan.config
+    held = max(load.num_parameters for load in stage_loads(plan))
+    wide, weight = gradient_format(config.precision), weight_format(config.precision)
+    number = math.ceil(held * wide.num_bytes / BUCKET_BYTES)
+    sum_bytes, gather_bytes = (held * x.num_bytes / number for x in (wide, weight))
+    note = "gradients of the fullest stage"
+    zero, rounds = config.parallel.zero, config.train.accumulate
+    narrow = "bf16" if weight.num_bytes == 2 else weight.dtype  # as profiles call it
+    if not zero:
+        return (_Traffic("all_reduce", number, sum_bytes, wide.dtype, size, note),)
+    num_sums, num_gathers = (number * (rounds if zero >= least else 1) for least in (2, 3))
+    return (
+        _Traffic("reduce_scatter", num_sums, sum_bytes, wide.dtype, size, note),
+        _Traffic("all_gather", num_gathers, gather_bytes, narrow, size, "its parameters"),
+    )
 
 
 def _message(plan: Plan, shape: GPTShape) -> _Traffic:

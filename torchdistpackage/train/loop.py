@@ -14,6 +14,7 @@ import torch
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.errors import NonFiniteError
 from torchdistpackage.harness.hang.marks import Marks
 from torchdistpackage.harness.watch import Watch
 from torchdistpackage.train.corpus import MAX_TABLE_VOCAB, entropies
@@ -21,8 +22,11 @@ from torchdistpackage.train.data import TokenDataset
 from torchdistpackage.train.generate import generate
 from torchdistpackage.train.life import Life
 from torchdistpackage.train.log import MetricsLog, Progress, plot_loss, say
+from torchdistpackage.train.nonfinite import explain
+from torchdistpackage.train.replicas import ReplicaCheck
+from torchdistpackage.train.result import Issued, StepResult
 from torchdistpackage.train.state import TrainState, save_state
-from torchdistpackage.train.step import Issued, StepResult, Trainer
+from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.stragglers import comparison
 
 PROMPT = b"import "
@@ -65,6 +69,10 @@ class Loop:
         self._flops_per_token = model and shape and model.flops_per_token(shape)
         self._compare = comparison(trainer)
         self._stragglers: list[str] = []
+        self._say: list[str] = []
+        self._check_replicas = (
+            ReplicaCheck(trainer) if self.config.train.check_replicas_every else None
+        )
         self._entropies: tuple[float, float] | None = None
 
     def run(self) -> float | None:
@@ -108,6 +116,9 @@ class Loop:
             self._pending = issued
             if self._compare is not None:
                 self._stragglers += self._compare(step)
+            if self._check_replicas and _every(self.config.train.check_replicas_every, step):
+                with self.marks.slow():
+                    self._check_replicas()
             validate = step == total or _every(config.train.eval_every, step)
             save = _every(config.checkpoint.save_every, step) or (step == total and self._saves)
             # A device is not stopped for the numbers; without one they are there already.
@@ -173,22 +184,40 @@ class Loop:
         """Wait for the numbers of a step, and note what all ranks agreed on with them."""
         result = issued.read()
         self._pending = None
+        if result.skipped:
+            self._left_out(issued)
         self._asked_to_save |= result.save
         self._asked_to_stop |= result.stop
         self.state.step = result.step
         self.state.tokens += result.tokens
         return result
 
+    def _left_out(self, issued: Issued) -> None:
+        """A number of this step was not finite, on every rank's account: say where, or end."""
+        with self.marks.slow():
+            text = explain(self.trainer, issued)
+        if self.config.train.on_nonfinite == "stop":
+            raise NonFiniteError(
+                f"{text}. No rank has updated anything since; go on from the last checkpoint with "
+                f"other data or a lower optim.lr, or leave such steps out with "
+                f"train.on_nonfinite=skip"
+            )
+        self.state.skipped += 1
+        self._say.append(f"{text}; left out, {self.state.skipped} so far")
+
     def _tell(
         self, result: StepResult, more: Mapping[str, float | str] = MappingProxyType({})
     ) -> None:
         """Write and show a step, once."""
         speed = result.tokens / result.time_s
+        if self.state.skipped:
+            more = {**more, "skipped": self.state.skipped}
         if self._stragglers and self._bar is not None:
             more = {**more, "stragglers": "; ".join(self._stragglers)}
-            for line in self._stragglers:
+        if self._bar is not None:
+            for line in (*self._stragglers, *self._say):
                 self._bar.say(line)
-            self._stragglers = []
+        self._stragglers, self._say = [], []
         if self._metrics is not None:
             self._metrics.write(
                 result.step,
@@ -255,7 +284,8 @@ def sample_text(trainer: Trainer) -> str | None:
     if not num or trainer.plan.shape is None or config.data.name not in ("python_stdlib", "text"):
         return None
     text = None
-    if tpc.get_dp_rank() == 0:
+    # from stage 3 on no replica has weights of its own
+    if tpc.get_dp_rank() == 0 or config.parallel.zero == 3:
         prompt = torch.tensor(list(PROMPT), dtype=torch.int64)
         ids = generate(trainer, prompt, num)
         text = bytes(ids.clamp(max=255).to(torch.uint8).tolist()).decode(errors="replace")

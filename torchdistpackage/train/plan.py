@@ -21,11 +21,8 @@ from torchdistpackage.schedule.generate import build
 from torchdistpackage.schedule.simulate import Timeline, simulate
 from torchdistpackage.topology.placement import advice
 from torchdistpackage.topology.views import Topology, topology
+from torchdistpackage.train.memory import Memory, memory
 
-WEIGHT_BYTES = {"float64": 8, "float32": 4, "bf16": 4}
-"""Bytes of a weight: under bf16 only activations are narrow."""
-COPIES = 4
-"""A weight, its gradient and AdamW's two means."""
 BUCKET_BYTES = 4 * 2**20
 """Of gradients that travel together: large enough that latency does not count, small enough that
 the first leaves early."""
@@ -123,14 +120,13 @@ def model_shape(kind: Model, config: RunConfig) -> GPTShape:
 class StageLoad:
     """What one rank of a stage holds and does.
 
-    num_parameters: in its shard. state_bytes: weights, gradients and optimizer state.
-    share: of the model's computation.
+    num_parameters: in its shard. share: of the model's computation.
     """
 
     index: int
     pieces: tuple[str, ...]
     num_parameters: int
-    state_bytes: int
+    memory: Memory
     share: float
 
 
@@ -139,7 +135,7 @@ def stage_loads(plan: Plan) -> tuple[StageLoad, ...]:
     if plan.model is None or plan.shape is None:
         return ()
     costs = plan.model.piece_costs(plan.shape)
-    mesh, width = plan.topology.dense, WEIGHT_BYTES[plan.config.precision.dtype]
+    mesh = plan.topology.dense
     loads: list[StageLoad] = []
     for index, span in enumerate(plan.stages):
         rank = mesh.rank({"pipe": index})
@@ -147,7 +143,8 @@ def stage_loads(plan: Plan) -> tuple[StageLoad, ...]:
         count = sum(num_elements(layout, mesh, rank) for layout in held)
         share = sum(costs[i] for i in span) / (sum(costs) or 1)
         names = tuple(plan.pieces[i] for i in span)
-        loads.append(StageLoad(index, names, count, count * width * COPIES, share))
+        held_bytes = memory(plan.config, plan.topology, held, rank)
+        loads.append(StageLoad(index, names, count, held_bytes, share))
     return tuple(loads)
 
 

@@ -1,5 +1,6 @@
 """What a run must remember to go on exactly: weights, optimizer, random state, counters."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,25 +8,31 @@ import torch
 
 from torchdistpackage.checkpoint.commit import set_aside
 from torchdistpackage.checkpoint.load import latest_together, load
-from torchdistpackage.checkpoint.save import save
+from torchdistpackage.checkpoint.save import degrees_of, save
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CheckpointError
+from torchdistpackage.topology.mesh import describe
 from torchdistpackage.train.step import Trainer
+
+log = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
 OWES = "owes_validation"
+SKIPPED = "skipped_steps"
 
 
 @dataclass
 class TrainState:
     """Where the run is: optimizer steps done and tokens seen. Data follow from the step.
 
-    owes_validation: the validation that belongs to `step` was cut short.
+    owes_validation: the validation that belongs to `step` was cut short. skipped: steps that were
+    left out because a number was not finite.
     """
 
     step: int = 0
     tokens: int = 0
     owes_validation: bool = False
+    skipped: int = 0
 
 
 def save_state(trainer: Trainer, state: TrainState, run_folder: Path) -> Path:
@@ -43,8 +50,13 @@ def save_state(trainer: Trainer, state: TrainState, run_folder: Path) -> Path:
         topology=tpc.topology,
         rank=trainer.rank,
         optimizer=trainer.optimizer,
-        extras={**_random_state(trainer), OWES: int(state.owes_validation)},
-        facts={"seed": config.run.seed, "name": config.run.name},
+        extras=_random_state(trainer),
+        facts={
+            "seed": config.run.seed,
+            "name": config.run.name,
+            OWES: state.owes_validation,
+            SKIPPED: state.skipped,
+        },
         keep_last=config.checkpoint.keep_last,
     )
 
@@ -52,8 +64,11 @@ def save_state(trainer: Trainer, state: TrainState, run_folder: Path) -> Path:
 def resume(trainer: Trainer, run_folder: Path, how: str) -> TrainState:
     """Load the state that `how` names into the trainer: auto, never, or a checkpoint's path.
 
+    It may be of other degrees or another ZeRO stage. Weights, optimizer and data go on exactly;
+    only dropout then draws anew.
+
     Raises:
-        CheckpointError: the named one is missing or damaged, or another layout's.
+        CheckpointError: the named one is missing or damaged, or of another model.
     """
     if how == "never":
         return TrainState()
@@ -76,14 +91,19 @@ def resume(trainer: Trainer, run_folder: Path, how: str) -> TrainState:
     )
     if how != "auto" and trainer.rank == 0 and path.resolve().parent == own.resolve():
         set_aside(own, loaded.step)
-    cpu = loaded.extras["rng_cpu"]
-    assert isinstance(cpu, torch.Tensor)
-    torch.set_rng_state(cpu)
-    if trainer.device.type == "cuda" and isinstance(
-        cuda := loaded.extras.get("rng_cuda"), torch.Tensor
-    ):
+    if isinstance(cpu := loaded.extras.get("rng_cpu"), torch.Tensor):
+        torch.set_rng_state(cpu)
+    elif trainer.rank == 0:
+        now = describe(degrees_of(tpc.topology))
+        log.info(
+            "%s was written under %s and goes on under %s", path, describe(loaded.degrees), now
+        )
+    cuda = loaded.extras.get("rng_cuda")
+    if trainer.device.type == "cuda" and isinstance(cuda, torch.Tensor):
         torch.cuda.set_rng_state(cuda, trainer.device)
-    return TrainState(loaded.step, loaded.tokens, bool(loaded.extras.get(OWES)))
+    skipped = loaded.facts.get(SKIPPED) or 0
+    assert isinstance(skipped, int)
+    return TrainState(loaded.step, loaded.tokens, bool(loaded.facts.get(OWES)), skipped)
 
 
 def _params(trainer: Trainer):

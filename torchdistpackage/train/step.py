@@ -1,8 +1,8 @@
-"""One step, one validation, one text: what a rank does with the objects that `build` made.
+"""One step, one validation: what a rank does with the objects that `build` made.
 
 Losses are summed in every microbatch, gradients over microbatches and ranks; the number of
-tokens is summed with them, and one factor at the end makes the mean and clips. One small
-all-reduce a step carries loss, tokens and norm.
+tokens is summed with them, and one factor at the end makes the mean and clips (update.py). One
+small all-reduce a step carries loss, tokens and norm.
 """
 
 import time
@@ -13,20 +13,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from torchdistpackage.checkpoint.parts import Place
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.messages import Message
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import DataError
 from torchdistpackage.harness.stragglers.phases import Phases
-from torchdistpackage.layout.derive import owns
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.optim.clip import local_power, scale_gradients
-from torchdistpackage.optim.lr import warmup_cosine
 from torchdistpackage.parallel.pipeline.executor import Executor, autograd
 from torchdistpackage.train.data import DataSource, Split, check_fingerprints, fingerprint
 from torchdistpackage.train.loss import LossFn
 from torchdistpackage.train.plan import Plan
+from torchdistpackage.train.result import Issued
+from torchdistpackage.train.update import Update, summed
 
 Wish = Callable[[], bool]
 """Whether this rank wants the run to end now."""
@@ -36,54 +36,13 @@ def never() -> bool:
     return False
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """One step of the whole run, equal on all ranks.
-
-    loss: mean over the tokens of the global batch, in nats. bubble: share of the step, over all
-    ranks, in which nothing was computed; None where it was not measured. save: rank 0 asks
-    for a checkpoint. stop: some rank asks for the end of this start.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    tokens: int
-    time_s: float
-    lr: float
-    bubble: float | None
-    save: bool
-    stop: bool
-
-
-@dataclass
-class Issued:
-    """A step whose numbers may still be on their way: `read()` waits for them."""
-
-    step: int
-    stats: Tensor
-    time_s: float
-    lr: float
-    measured: bool
-
-    def read(self) -> StepResult:
-        loss, tokens, power, busy, save, stop = self.stats.tolist()
-        return StepResult(
-            self.step,
-            loss / max(tokens, 1),
-            power**0.5 / max(tokens, 1),
-            int(tokens),
-            self.time_s,
-            self.lr,
-            1 - busy / tpc.topology.world_size if self.measured else None,
-            save > 0,
-            stop > 0,
-        )
-
-
 @dataclass
 class Trainer:
-    """The objects of one rank. `stage` and `layouts` go by local parameter names."""
+    """The objects of one rank. `stage` and `layouts` go by local parameter names.
+
+    optimizer: None for a stage without parameters. inner: the one that updates, which is
+    `optimizer` itself unless that shards for it.
+    """
 
     plan: Plan
     rank: int
@@ -94,6 +53,7 @@ class Trainer:
     data: DataSource
     reducer: Reducer
     optimizer: torch.optim.Optimizer | None
+    inner: torch.optim.Optimizer | None
     executor: Executor
     evaluator: Executor
     autocast: torch.dtype | None
@@ -102,11 +62,9 @@ class Trainer:
         self.phases = Phases(self.device)
         config = self.plan.config
         mesh = self.plan.topology.dense
-        self._mine = [
-            p
-            for name, p in self.stage.named_parameters()
-            if owns(self.layouts[name], self.plan.topology.view(self.layouts[name].view), self.rank)
-        ]
+        place = Place(self.plan.topology, self.rank)
+        gradients = summed(self.stage, self.layouts, place, self.optimizer)
+        self.update = Update(config, gradients, self.optimizer, self.inner, self.device)
         coord = mesh.coord(self.rank)
         last = config.parallel.pipe - 1
         # of the ranks that compute one loss, one tells it
@@ -127,63 +85,45 @@ class Trainer:
         phases = self.phases
         began = time.perf_counter()
         phases.begin(step)
+        random = random_states(self.device)
         with phases("optimizer"):
             if self.optimizer is not None:
                 self.optimizer.zero_grad()
             self.stage.train()
         totals = self.accumulate(step)
-        with phases("reduce"):
-            self.reducer.finish()
         clock = self.executor.clock
         busy = clock.computed_s() / clock.elapsed_s() if measure else 0.0
         with phases("optimizer"):
-            power = local_power(self._mine, 2.0, self.device)
+            power, norms = self.update.measure()
         # filled on the device: a copy from the host would wait for it
         rest = [power.new_full((), value) for value in (busy, float(save), float(stop()))]
         stats = torch.stack([*totals.to(power.dtype), power, *rest])
         with phases("reduce"):
             primitives.all_reduce(stats, self._world)
         with phases("optimizer"):
-            lr = self._update(step, stats)
+            lr = self.update.step(step, *stats[:3])
         phases.end()
-        return Issued(step, stats, time.perf_counter() - began, lr, measure)
+        time_s = time.perf_counter() - began
+        return Issued(step, stats, time_s, lr, measure, self.update.names, norms, random)
 
-    def _update(self, step: int, stats: Tensor) -> float:
-        """Scale the gradients and follow them; the learning rate of the step."""
-        self.scale(stats[1], stats[2])
-        config = self.plan.config
-        lr = config.optim.lr * warmup_cosine(
-            step - 1,
-            warmup_steps=config.optim.warmup_steps,
-            num_steps=config.train.steps,
-            min_ratio=config.optim.min_lr_ratio,
-        )
-        if self.optimizer is not None:
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
-        return lr
+    def accumulate(self, step: int, *, reduce: bool = True) -> Tensor:
+        """Gradients of the sum of all losses of a step; (loss sum, count) of what I tell.
 
-    def accumulate(self, step: int) -> Tensor:
-        """Gradients of the sum of all losses of a step; (loss sum, count) of what I tell."""
+        reduce: the sum over ranks begins in the last backward.
+        """
         rounds = self.plan.config.train.accumulate
         totals = self._zeros()
         for index in range(rounds):
             batch = self._batch("train", step, index)
             if step == 1 and index == 0:
                 check_batch(*batch, self.device)
-            reducer = self.reducer if index == rounds - 1 else None
-            totals += self._pass(self.executor, batch, reducer)
+            # from stage 2 on there is no room for whole gradients beyond a round
+            due = index == rounds - 1 or self.plan.config.parallel.zero >= 2
+            totals += self._pass(self.executor, batch, self.reducer if reduce and due else None)
+            if reduce and due:
+                with self.phases("reduce"):
+                    self.reducer.finish()
         return totals
-
-    def scale(self, tokens: Tensor, power: Tensor) -> None:
-        """Make gradients of sums those of the mean, clipped to optim.clip."""
-        factor = 1.0 / tokens.clamp(min=1)
-        clip = self.plan.config.optim.clip
-        if clip:
-            norm = power.sqrt() * factor
-            factor = factor * (clip / (norm + 1e-6)).clamp(max=1.0)
-        scale_gradients(self.stage.parameters(), factor)
 
     def forward(self, x: Message) -> Tensor:
         """My stage, in the precision of the run."""
@@ -251,12 +191,14 @@ class Trainer:
         weight = next(self.stage.parameters(), None)
         with phases("data"):
             inputs, targets = (self._place(x, weight).split(size) for x in batch)
-        totals = self._zeros()
+        totals, last = self._zeros(), executor.last_backward
 
         def forward(m: int, received: Message) -> Message:
             with phases("forward"):
                 x = inputs[m] if executor.is_first else received
-                output = self.forward(x)
+                # ZeRO's own hook would have every backward sum
+                with nullcontext() if m == last and reducer else self.reducer.no_sync():
+                    output = self.forward(x)
                 if not executor.is_last:
                     return output
                 with self._autocast():
@@ -292,6 +234,14 @@ def check_batch(inputs: Tensor, targets: Tensor, device: torch.device) -> None:
     """All ranks of one model must hold the same batch (tensor, context and pipe peers)."""
     value = (fingerprint(inputs) * 31 + fingerprint(targets)) % 2**62
     check_fingerprints(value, tpc.get_group("model"), "model", device)
+
+
+def random_states(device: torch.device) -> tuple[Tensor, ...]:
+    """From which this rank draws next, without waiting for the device."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return tuple(states)
 
 
 def _cuda_indices(device: torch.device) -> list[int]:

@@ -77,7 +77,7 @@ class Executor:
         self._sent: dict[int, Description] = {}
         self._received: dict[int, Description] = {}
         backwards = [a.microbatch for a in flatten(self._program) if a.kind is Kind.B]
-        self._last_backward = backwards[-1] if backwards else None
+        self.last_backward = backwards[-1] if backwards else None
 
     @property
     def is_first(self) -> bool:
@@ -109,7 +109,7 @@ class Executor:
         self._forward, self._backward = forward, backward or autograd
         self._reducer, self._keep = reducer, keep
         self.clock.restart()
-        with torch.set_grad_enabled(self._last_backward is not None):
+        with torch.set_grad_enabled(self.last_backward is not None):
             for step in self._program:
                 calls.action = step
                 if isinstance(step, Batch):
@@ -137,9 +137,9 @@ class Executor:
             live.arrival = None
         with self.clock:
             output = self._forward(m, live.received)
-        if self._last_backward is None:
+        if self.last_backward is None:
             live.received, live.room = None, []
-        elif m == self._last_backward and self._reducer is not None and _any_grad(output):
+        elif m == self.last_backward and self._reducer is not None and _any_grad(output):
             output = self._reducer.watch(output, wait=False)
         if self._keep is not None:
             self._keep(m, output)
@@ -186,7 +186,7 @@ class Executor:
                     live.arrival = flight
                 case Kind.RECV_B:
                     live.gradients_arrival = flight
-                case Kind.SEND_F if self._last_backward is not None:
+                case Kind.SEND_F if self.last_backward is not None:
                     live.departure = flight
                 case Kind.SEND_F:
                     # nothing comes back for this output: let it go once the one before is gone
@@ -223,7 +223,7 @@ class Executor:
         live.room = self._received[m].empty(self._device)
         for room, member in zip(live.room, self._received[m].members, strict=True):
             if room is not None and member is not None and member.wants_gradient:
-                room.requires_grad_(self._last_backward is not None)
+                room.requires_grad_(self.last_backward is not None)
         post.receive([None if r is None else r.detach() for r in live.room], source)
 
     def _send_forward(self, m: int, post: Post) -> None:

@@ -1,0 +1,76 @@
+"""What the numbers must show, computed from the results file alone.
+
+A bar is a ratio of medians of one interleaved run, below which we must stay; `aim` is where we
+want to be. A bar whose sides were not run yields nothing.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from benchmarks.data_parallel.link import RATES
+
+BEST, OURS = "torch DDP, best cap", "NaiveDDP"
+ROOFLINE = "roofline"
+DENSE, ROWS = "NaiveDDP", "NaiveDDP, rows"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """`side` may take at most `bar` times as long as `peer`; None: shown, not judged."""
+
+    side: str
+    peer: str
+    link: str
+    model: str
+    bar: float | None
+    aim: float
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A bar's text, and the ratio that was measured."""
+
+    what: str
+    ratio: float
+    bar: float | None
+    aim: float | None
+
+    @property
+    def holds(self) -> bool:
+        return self.bar is None or self.ratio <= self.bar
+
+
+MODELS = ("mlp", "gpts", "gpt")
+FAST = ("4g", "free")
+BARS = [
+    *(Bar(OURS, BEST, link, model, 1.03, 1.00) for link in RATES for model in MODELS),
+    Bar(OURS, "torch DDP", "1g", "mlp", 0.84, 0.80),
+    Bar(OURS, "torch DDP", "1g", "gpts", 0.95, 0.90),
+    Bar("ZeRO-1", BEST, "1g", "mlp", 0.92, 0.84),
+    Bar("ZeRO-1", ROOFLINE, "1g", "mlp", 1 / 0.85, 1 / 0.90),
+    Bar("ZeRO-1", "torch DDP + ZeroRedundancy", "1g", "mlp", 0.60, 0.50),
+    *(Bar("ZeRO, chosen", OURS, link, model, 1.05, 1.00) for link in FAST for model in MODELS),
+    *(
+        Bar("ZeRO-1, bf16 wire", "torch DDP, bf16 hook", "1g", model, 0.90, 0.80)
+        for model in ("mlp", "gpts")
+    ),
+    *(Bar("ZeRO-3", "FSDP2", "1g", model, 0.55, 0.45) for model in ("mlp", "gpts")),
+    Bar(OURS, BEST, "free", "tiny", 1.00, 0.85),
+    *(Bar(ROWS, DENSE, "1g", model, None, 0.90) for model in ("gpts", "gptu")),
+]
+
+
+def judge(results: Mapping) -> Iterator[Judged]:
+    """Every bar for which `results`, the contents of the results file, has both numbers."""
+    for bar in BARS:
+        case = results.get("cases", {}).get(bar.link, {}).get(bar.model)
+        if case is None:
+            continue
+        ms = {name: side["median"] for name, side in case["sides"].items()}
+        ms[ROOFLINE] = case["roofline_ms"][0]
+        if bar.side in ms and bar.peer in ms:
+            what = f"{bar.side} / {bar.peer}, {bar.link} {bar.model}"
+            yield Judged(what, ms[bar.side] / ms[bar.peer], bar.bar, bar.aim)
+    for part in ("collectives", "hierarchy", "memory"):
+        for what, found in results.get(part, {}).get("bars", {}).items():
+            yield Judged(what, found["ratio"], found["bar"], found.get("aim"))

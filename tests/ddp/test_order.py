@@ -1,0 +1,89 @@
+"""What is worked out on paper: the order of gradients, when a step ends, the best sizes."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchdistpackage.ddp.buckets import Entry, plan
+from torchdistpackage.ddp.order import CAPS_BYTES, FIRST_BYTES, MIB, Wire, choose, coming, end_s
+
+times = st.dictionaries(st.integers(0, 9), st.floats(0, 1), max_size=10)
+GBIT = Wire(bytes_per_s=119e6, call_s=0.0007)
+
+
+@given(times, st.sets(st.integers(0, 9)))
+def test_gradients_go_as_they_came_and_those_that_hold_up_others_last(ready_s, late):
+    order = coming(range(10), ready_s, late)
+    assert sorted(order) == list(range(10))
+    prompt = [i for i in order if i in ready_s and i not in late]
+    assert order[: len(prompt)] == tuple(prompt)
+    assert [ready_s[i] for i in prompt] == sorted(ready_s[i] for i in prompt)
+    assert {*order[len(order) - (10 - len(ready_s)) :]} >= {*range(10)} - {*ready_s}
+
+
+def mlp(num_layers: int = 8, layer_s: float = 0.015) -> tuple[list[Entry], dict[int, float]]:
+    """Layers of 4 MiB, the last of which has its gradient first."""
+    entries = [Entry(i, MIB, 4, "f4") for i in range(num_layers)]
+    return entries, {i: layer_s * (num_layers - i) for i in range(num_layers)}
+
+
+def test_a_step_ends_when_the_wire_has_carried_everything_from_the_first_bucket_on():
+    entries, ready_s = mlp()
+    buckets = plan(entries, 4 * MIB)
+    wire_s = sum(GBIT.call_s + b.num_elements * 4 / GBIT.bytes_per_s for b in buckets)
+    assert abs(end_s(buckets, entries, ready_s, GBIT) - (0.015 + wire_s)) < 1e-9
+
+
+def test_on_a_wire_that_waits_for_gradients_a_step_ends_one_bucket_after_the_last():
+    entries, ready_s = mlp()
+    fast = Wire(bytes_per_s=1e12, call_s=0.0)
+    assert abs(end_s(plan(entries, 4 * MIB), entries, ready_s, fast) - max(ready_s.values())) < 1e-4
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 2 * MIB), st.floats(0, 0.01)), min_size=1, max_size=12),
+    st.floats(1e7, 1e10),
+    st.floats(0, 0.002),
+)
+def test_what_is_chosen_is_about_as_good_as_any_other(layers, bytes_per_s, call_s):
+    entries = [Entry(i, n, 4, "f4") for i, (n, _) in enumerate(layers)]
+    ready_s = {i: sum(s for _, s in layers[i:]) for i in range(len(layers))}
+    wire, order = Wire(bytes_per_s, call_s), coming(range(len(layers)), ready_s, ())
+    best = choose(entries, ready_s, order, wire)
+
+    def took_s(cap: int, first: int) -> float:
+        buckets = plan(entries, cap, order=order, first_bytes=first)
+        return end_s(buckets, entries, ready_s, wire) - min(ready_s.values())
+
+    assert best.first_bytes is not None and best.order == order
+    mine = took_s(best.cap_bytes, best.first_bytes)
+    for cap in CAPS_BYTES[::2]:
+        assert mine <= 1.006 * min(took_s(cap, first) for first in FIRST_BYTES if first <= cap)
+
+
+def test_a_slow_wire_begins_with_a_small_bucket_and_goes_on_with_large_ones():
+    entries = [Entry(i, MIB // 16, 4, "f4") for i in range(160)]
+    ready_s = {i: 0.001 * (160 - i) for i in range(160)}
+    order = coming(range(160), ready_s, ())
+    slow = choose(entries, ready_s, order, Wire(bytes_per_s=20e6, call_s=0.002))
+    assert slow.first_bytes is not None
+    assert slow.first_bytes <= 5 * MIB and slow.cap_bytes >= 8 * MIB
+    fast = choose(entries, ready_s, order, Wire(bytes_per_s=1e9, call_s=0.0001))
+    assert fast.cap_bytes < slow.cap_bytes
+
+
+def test_the_first_bucket_has_a_cap_of_its_own():
+    entries = [Entry(i, 1000, 4, i % 2) for i in range(12)]
+    buckets = plan(entries, 20_000, order=range(12), first_bytes=8_192)
+    expected = [(0, 2), (1, 3, 5, 7), (4, 6, 8, 10), (9, 11)]
+    assert [b.members for b in buckets] == expected
+
+
+def test_a_bias_travels_with_its_matrix():
+    """As a backward of matrices of 4 MiB gives them, each bias before its weight."""
+    sizes = [MIB, 1024] * 8
+    entries = [Entry(i, n, 4, "f4") for i, n in enumerate(sizes)]
+    ready_s = {i: 0.0075 * (16 - i) for i in range(16)}
+    order = coming(range(16), ready_s, ())
+    best = choose(entries, ready_s, order, GBIT)
+    buckets = plan(entries, best.cap_bytes, order=order, first_bytes=best.first_bytes)
+    assert [b.members for b in buckets] == [(i + 1, i) for i in range(14, -1, -2)]

@@ -1,0 +1,114 @@
+"""Gradients that travel as rows are those of the dense way, exactly, whatever is looked up."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchdistpackage.comm.record import calls
+from torchdistpackage.ddp.naive_ddp import NaiveDDP
+
+VOCAB, DIM, STEPS = 40, 4, 3
+
+
+class Words(nn.Module):
+    """tokens (B, S) -> logits (B, S, VOCAB); the head tied to the table, to itself, or by hand."""
+
+    def __init__(self, head: str, padding: int | None = None):
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, DIM, padding_idx=padding)
+        self.mix = nn.Linear(DIM, DIM)
+        self.head = nn.Linear(DIM, VOCAB, bias=False)
+        self.by_hand = head == "by hand"
+        if head == "tied":
+            self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        x += 1  # in place, as a sum with positions may be
+        x = torch.tanh(self.mix(x))
+        return x @ self.table.weight.t() if self.by_hand else self.head(x)
+
+
+def tokens_of(step: int, num: int) -> Tensor:
+    draw = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randint(VOCAB, (num, 2), generator=draw)
+
+
+def as_dense(head: str, options: dict, num_tokens: tuple[int, ...], set_to_none: bool) -> None:
+    """Both ways side by side, with weights that move; num_tokens: of each rank."""
+    torch.manual_seed(0)
+    nets = [Words(head, options.pop("padding", None)).double() for _ in range(1)]
+    nets.append(Words(head, nets[0].table.padding_idx).double())
+    nets[1].load_state_dict(nets[0].state_dict())
+    rows = NaiveDDP(nets[0], embedding_rows=True, **options)
+    dense = NaiveDDP(nets[1], **options)
+    num = num_tokens[dist.get_rank()]
+    for step in range(STEPS):
+        for ddp in (rows, dense):
+            ddp.zero_grad(set_to_none=set_to_none)
+            for micro in range(options.get("num_grad_acc_iter", 1)):
+                ddp(tokens_of(10 * step + micro, num)).square().mean().backward()
+        for (name, p), q in zip(
+            rows.module.named_parameters(), dense.module.parameters(), strict=True
+        ):
+            if q.grad is None:
+                assert p.grad is None, name
+                continue
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-13, msg=name)
+            with torch.no_grad():
+                p -= 0.1 * p.grad
+                q -= 0.1 * q.grad
+
+
+@pytest.mark.parametrize("head", ["tied", "own", "by hand"])
+@pytest.mark.parametrize(
+    ("options", "num_tokens", "set_to_none"),
+    [
+        ({}, (3, 4), True),
+        ({"padding": 1}, (3, 3), False),
+        ({"num_grad_acc_iter": 2, "bucket_cap_mb": 0.0001}, (2, 3), True),
+        ({"reduce_op": "sum"}, (3, 30), True),
+    ],
+    ids=["means", "padding, zeroed in place", "accumulated", "too many on one rank"],
+)
+def test_rows_add_up_to_the_dense_gradient(ranks, head, options, num_tokens, set_to_none):
+    ranks(2).run(as_dense, head, options, num_tokens, set_to_none)
+
+
+def few_elements(head: str, expected: int) -> None:
+    """Of all that is sent in a step, nothing has the size of the table unless a head needs it."""
+    ddp = NaiveDDP(Words(head), embedding_rows=True, bucket_cap_mb=0.00001)
+    sent: list[int] = []
+    begin = calls.begin
+
+    def noted(operation: str, group: object, x: Tensor) -> object:
+        sent.append(x.numel())
+        return begin(operation, group, x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calls, "begin", noted)
+        for _ in range(STEPS):
+            sent.clear()
+            ddp.zero_grad()
+            ddp(tokens_of(0, 2)).sum().backward()
+    assert sum(size >= VOCAB * DIM for size in sent) == expected
+    assert max(size for size in sent if size < VOCAB * DIM) <= 4 * DIM + 1 + DIM * DIM
+
+
+@pytest.mark.parametrize("head", ["tied", "own"])
+def test_a_table_is_sent_only_for_its_head(ranks, head):
+    ranks(2).run(few_elements, head, 1)
+
+
+def equal_to_the_bit() -> None:
+    ddp = NaiveDDP(Words("own"), embedding_rows=True)
+    ddp(tokens_of(0, 5)).sum().backward()
+    grad = ddp.module.table.weight.grad
+    others = [torch.empty_like(grad) for _ in range(3)]
+    dist.all_gather(others, grad)
+    assert all(torch.equal(other, grad) for other in others)
+
+
+def test_all_ranks_end_with_the_same_bits(ranks):
+    ranks(3).run(equal_to_the_bit)

@@ -1,0 +1,141 @@
+"""A model's parameters shared out by hand, so that what reads pieces is tested without an engine.
+
+The pieces do as little as they can: they get their part of a gradient, and give their values back.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.slices import start_gather_slices
+from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.zero.held import Held
+from torchdistpackage.ddp.zero.whole import owners
+from torchdistpackage.ddp.zero.wrapped import Wrapped
+
+
+class Model(nn.Module):
+    """Sizes that no number of ranks divides, a scalar, a matrix by columns, a frozen one."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64):
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            x = torch.randn(shape, generator=draw, dtype=torch.float64)
+            return nn.Parameter(x.to(dtype))
+
+        self.scale = parameter()
+        self.first = parameter(5, 7)
+        self.columns = nn.Parameter(parameter(3, 4).detach().t())
+        self.frozen = parameter(6).requires_grad_(False)
+        self.spare = parameter(4)
+        self.tiny = parameter(1)
+        self.last = parameter(11)
+
+    def groups(self) -> list[dict]:
+        """Two param groups, in an order that is not that of registration."""
+        return [
+            {"params": [self.last, self.first, self.frozen, self.scale]},
+            {"params": [self.columns, self.tiny, self.spare], "lr": 3e-3},
+        ]
+
+
+def gradients(model: Model, step: int) -> None:
+    """The same on every rank and at every size; `spare` gets none."""
+    draw = torch.Generator().manual_seed(100 + step)
+    for name, p in model.named_parameters():
+        grad = torch.randn(p.shape, generator=draw, dtype=torch.float64)
+        if name not in ("frozen", "spare"):
+            p.grad = torch.empty_like(p).copy_(grad)
+
+
+class ByHand(Wrapped):
+    """Each parameter cut by itself, at places that favour the first ranks, or owned whole."""
+
+    def __init__(
+        self,
+        model: Model,
+        inner: Optimizer,
+        group: Group,
+        whole: bool = False,
+        of_last: Group | None = None,
+    ):
+        """of_last: the ranks that share the parameters of the last param group, if others do."""
+        names = {p: name for name, p in model.named_parameters()}
+        held: list[list[Held]] = []
+        for number, members in enumerate(g["params"] for g in inner.param_groups):
+            is_last = of_last is not None and number == len(inner.param_groups) - 1
+            shared_by = of_last if is_last else group
+            places = owners([p.numel() for p in members], shared_by.size())
+            held.append(
+                [
+                    self.share(Shared(names[p], p, shared_by), owner, whole)
+                    for p, owner in zip(members, places, strict=True)
+                ]
+            )
+        super().__init__(inner, held)
+
+    def share(self, shared: Shared, owner: int, whole: bool) -> Held:
+        p, num_ranks, index = shared.parameter, shared.group.size(), shared.group.rank()
+        if not p.requires_grad:
+            return Held(shared, (0,) * (num_ranks + 1), None)
+        step = -(-p.numel() // num_ranks)
+        bounds = tuple(min(p.numel(), r * step) for r in range(num_ranks + 1))
+        if whole:
+            bounds = tuple(0 if r <= owner else p.numel() for r in range(num_ranks + 1))
+        start, stop = bounds[index], bounds[index + 1]
+        held = Held(shared, bounds, None, whole, master=p.dtype != torch.float64)
+        if start < stop:
+            values = p.detach().clone() if whole else held.flat(p.detach())[start:stop].clone()
+            held = replace(held, mine=nn.Parameter(values.double()))
+        return held
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for held in (h for members in self.held for h in members):
+            grad, (start, stop) = held.shared.parameter.grad, held.range
+            if held.mine is not None and grad is not None:
+                mine = grad if held.whole else held.flat(grad)[start:stop]
+                held.mine.grad = mine.to(held.mine.dtype)
+        self.inner.step()
+        for held in (h for members in self.held for h in members):
+            if held.bounds[-1]:
+                held.shared.parameter.copy_(self.joined(held))
+
+    def joined(self, held: Held) -> Tensor:
+        p = held.shared.parameter
+        flat = torch.zeros(p.numel(), dtype=torch.float64)
+        start, stop = held.range
+        if held.mine is not None:
+            flat[start:stop] = held.flat(held.mine) if held.whole else held.mine
+        return held.shaped(start_gather_slices(flat, held.bounds, held.shared.group).wait())
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        for held in (h for members in self.held for h in members):
+            if held.mine is not None and held.master:
+                start, stop = held.range
+                value = held.shared.parameter
+                held.mine.copy_(value if held.whole else held.flat(value)[start:stop])
+
+
+def assert_same(a: object, b: object, where: str = "") -> None:
+    """Equal to the bit, in all that dicts, lists and tensors hold; dtypes, devices and strides."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        assert (a.dtype, a.device, a.stride()) == (b.dtype, b.device, b.stride()), where
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=where)
+    elif isinstance(a, dict) and isinstance(b, dict):
+        assert list(a) == list(b), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where} {key}")
+    elif isinstance(a, Sequence) and not isinstance(a, str) and isinstance(b, Sequence):
+        assert len(a) == len(b), where
+        for number, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{where} {number}")
+    else:
+        assert a == b, where

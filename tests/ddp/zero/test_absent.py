@@ -1,0 +1,101 @@
+"""A parameter that is elsewhere: whoever reads it waits, whoever only looks at it does not."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from torchdistpackage.ddp.zero.absent import Absent, leave, present
+
+
+class Kept:
+    """Brings at once, and counts."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def bring(self, parameter: nn.Parameter) -> None:
+        self.asked += 1
+        present(parameter, nn.Parameter)
+
+
+X = torch.ones(2, 3)
+READS = {
+    "forward": lambda m, w: m(X),
+    "by hand": lambda m, w: X @ w.t(),
+    "in a list": lambda m, w: torch.cat([w, w]),
+    "by keyword": lambda m, w: torch.nn.functional.linear(X, weight=w),
+    "foreach": lambda m, w: torch._foreach_norm([w]),
+    "item": lambda m, w: w[0, 0].item(),
+    "data": lambda m, w: w.data,
+    "detach": lambda m, w: w.detach(),
+    "state_dict": lambda m, w: m.state_dict(),
+    "deepcopy": lambda m, w: copy.deepcopy(m),
+    "pickle": lambda m, w: pickle.dumps(m),
+    "address": lambda m, w: w.data_ptr(),
+    "dtype": lambda m, w: m.double(),
+    "text": lambda m, w: repr(w),
+    "function": lambda m, w: torch.autograd.grad(m(X).sum(), w),
+}
+LOOKS = {
+    "shape": lambda m, w: (w.shape, w.size(), w.numel(), w.dim(), w.ndim, len(w), w.stride()),
+    "kind": lambda m, w: (w.dtype, w.device, w.is_cuda, w.is_leaf, w.requires_grad, w.is_complex()),
+    "gradient": lambda m, w: (w.grad, setattr(w, "grad", None)),
+    "zero_grad": lambda m, w: m.zero_grad(),
+    "freeze": lambda m, w: m.requires_grad_(True),
+    "identity": lambda m, w: (
+        w in {w},
+        w in [w],
+        isinstance(w, nn.Parameter),
+        list(m.parameters()),
+    ),
+    "repr of the module": lambda m, w: repr(m),
+}
+
+
+def absent_linear() -> tuple[nn.Linear, Kept]:
+    module, source = nn.Linear(3, 2), Kept()
+    leave(module.weight, source)
+    return module, source
+
+
+@pytest.mark.parametrize("name", READS)
+def test_who_reads_brings(name: str):
+    module, source = absent_linear()
+    READS[name](module, module.weight)
+    assert source.asked == 1
+    assert type(module.weight) is nn.Parameter
+    assert not vars(module.weight)
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_who_only_looks_does_not(name: str):
+    module, source = absent_linear()
+    LOOKS[name](module, module.weight)
+    assert source.asked == 0
+    assert type(module.weight) is Absent
+
+
+def test_copies_are_plain_parameters():
+    module, _ = absent_linear()
+    assert type(copy.deepcopy(module).weight) is nn.Parameter
+    module, _ = absent_linear()
+    assert type(pickle.loads(pickle.dumps(module)).weight) is nn.Parameter  # noqa: S301
+
+
+def test_a_parameter_class_of_ones_own_comes_back():
+    class Own(nn.Parameter):
+        pass
+
+    module = nn.Linear(3, 2)
+    module.weight = Own(module.weight.detach())
+
+    class Source:
+        def bring(self, parameter: nn.Parameter) -> None:
+            present(parameter, Own)
+
+    leave(module.weight, Source())
+    module(X)
+    assert type(module.weight) is Own

@@ -1,0 +1,264 @@
+"""Bf16ZeroOptimizer: built over an optimizer alone, on whatever group of ranks."""
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.utils.checkpoint import checkpoint
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.groups import Groups
+from torchdistpackage.comm.nodes import setup_node_groups
+from torchdistpackage.comm.world import world
+from torchdistpackage.ddp.zero.bf16 import Bf16ZeroOptimizer
+from torchdistpackage.ddp.zero.replicas import same_place
+from torchdistpackage.errors import TopologyError
+
+STEPS, WIDTH = 5, 6
+BF16 = torch.bfloat16
+
+
+def build(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Sequential:
+    """Two of its parameters have another dtype than the first one."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(4, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3), nn.Linear(3, 3))
+    return net.to(dtype)
+
+
+def adamw(net: nn.Module) -> optim.Optimizer:
+    return optim.AdamW(
+        [{"params": net[2].parameters()}, {"params": net[0].parameters(), "lr": 2e-3}]
+    )
+
+
+def inputs(step: int, num: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """(num, 2, 4): a part for each rank."""
+    draw = torch.Generator().manual_seed(step)
+    return torch.randn(num, 2, 4, generator=draw, dtype=torch.float64).to(dtype)
+
+
+def used(net: nn.Module, x: Tensor) -> Tensor:
+    return net[2](torch.tanh(net[0](x.flatten(0, -2)))).square().mean()
+
+
+def train(net: nn.Module, optimizer: optim.Optimizer, parts: list[Tensor], num_backwards: int):
+    for first in range(0, len(parts), num_backwards):
+        for x in parts[first : first + num_backwards]:
+            used(net, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def is_the_plain_one(num_backwards: int, options: dict) -> None:
+    """Started elsewhere on each rank and stepped on its part: the plain one's on the whole."""
+    me, size = world().rank(), world().size()
+    net, twin = build(seed=me), build(seed=0)
+    optimizer, reference = Bf16ZeroOptimizer(adamw(net), **options), adamw(twin)
+    scheduler, other = (optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (optimizer, reference))
+    parts = [inputs(step, size) for step in range(STEPS * num_backwards)]
+    for _ in range(2):
+        train(net, optimizer, [x[me] for x in parts], num_backwards)
+        train(twin, reference, parts, num_backwards)
+        scheduler.step()
+        other.step()
+    trained = [0, 2]
+    for i in trained:
+        torch.testing.assert_close(net[i].state_dict(), twin[i].state_dict(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(optimizer.state_dict(), reference.state_dict(), rtol=0, atol=1e-12)
+    held = sum(shard.tensor.numel() for shard in optimizer.shards)
+    everything = sum(p.numel() for i in trained for p in twin[i].parameters())
+    assert held <= -(-everything // size) + 16  # padding to a cache line
+
+
+@pytest.mark.parametrize("num_backwards", [pytest.param(1, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"stage": 1},
+        {"stage": 1, "overlap_comm": True},
+        {"stage": 2, "overlap_comm": True, "bucketize": False},
+        {"stage": 1, "bucket_size": 10},
+    ],
+    ids=str,
+)
+def test_every_mode_is_the_plain_optimizer_on_the_whole_batch(ranks, num_backwards, options):
+    ranks(2).run(is_the_plain_one, num_backwards, options)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_group_of_one_steps_too(ranks, stage: int):
+    ranks(1).run(is_the_plain_one, 2, {"stage": stage, "bucketize": False})
+
+
+def when_they_leave(in_backward: bool, options: dict) -> None:
+    net = build()
+    optimizer = Bf16ZeroOptimizer(adamw(net), **options)
+    used(net, inputs(0, 2)[world().rank()]).backward()
+    assert all((p.grad is None) == in_backward for i in (0, 2) for p in net[i].parameters())
+    assert (optimizer.reducer.num_buckets > 1) == (not options.get("bucketize", True))
+
+
+@pytest.mark.parametrize(
+    ("in_backward", "options"),
+    [
+        (True, {}),
+        (True, {"stage": 1, "overlap_comm": True}),
+        (False, {"stage": 1, "bucketize": False}),
+    ],
+    ids=str,
+)
+def test_gradients_leave_in_the_backward_or_in_the_step(ranks, in_backward: bool, options: dict):
+    ranks(2).run(when_they_leave, in_backward, options)
+
+
+def on_a_group_that_is_not_the_first() -> None:
+    """Ranks 1 and 3 share; 0 and 2 are another group with numbers of their own."""
+    rank = world().rank()
+    group = Groups(rank).of([rank % 2, rank % 2 + 2])
+    net, twin = build(seed=rank), build(seed=rank % 2)
+    optimizer, reference = Bf16ZeroOptimizer(adamw(net), group), adamw(twin)
+    parts = [inputs(step, 4) for step in range(STEPS)]
+    train(net, optimizer, [x[rank] for x in parts], 1)
+    train(twin, reference, [x[rank % 2 :: 2] for x in parts], 1)
+    torch.testing.assert_close(net[0].state_dict(), twin[0].state_dict(), rtol=0, atol=1e-12)
+
+
+def test_any_group_of_ranks(ranks):
+    ranks(4).run(on_a_group_that_is_not_the_first)
+
+
+def inside_nodes() -> None:
+    """Shards stay inside a node of two ranks, sums go over all four."""
+    rank, size = world().rank(), world().size()
+    node = setup_node_groups(2)
+    net, twin = build(seed=rank), build(seed=0)
+    optimizer = Bf16ZeroOptimizer(adamw(net), node, replicas=same_place(node))
+    reference = adamw(twin)
+    parts = [inputs(step, size) for step in range(STEPS)]
+    train(net, optimizer, [x[rank] for x in parts], 1)
+    train(twin, reference, parts, 1)
+    torch.testing.assert_close(net[0].state_dict(), twin[0].state_dict(), rtol=0, atol=1e-12)
+    held = sum(shard.tensor.numel() for shard in optimizer.shards)
+    assert held <= (2 * WIDTH * 4 + WIDTH * 2 + 3) // 2 + 16, "half of it, not a quarter"
+
+
+def test_shards_inside_a_node(ranks):
+    ranks(4).run(inside_nodes)
+
+
+def places() -> None:
+    rank = world().rank()
+    assert same_place(None) is None and same_place(world()) is None
+    node = setup_node_groups(2)
+    assert primitives.ranks_of(same_place(node)) == (rank % 2, rank % 2 + 2)
+    group = Groups(rank).of([3] if rank == 3 else [0, 1, 2])
+    with pytest.raises(TopologyError, match=r"\(3,\)\] do not tile"):
+        same_place(group)
+
+
+def test_the_same_place_of_other_groups(ranks):
+    ranks(4).run(places)
+
+
+def masters(is_bf16: bool) -> None:
+    """16 steps of 2^-12 from one are 2^-8 in fp32, and none at all in bf16, whose step is 2^-8."""
+    module = nn.ParameterList([torch.ones(3, 5, dtype=BF16), torch.ones(2, dtype=BF16)])
+    inner = optim.SGD(module.parameters(), lr=2.0**-12)
+    optimizer = Bf16ZeroOptimizer(inner, bf16_master_weights=is_bf16)
+    for _ in range(16):
+        # gradients of 0.5 and 1.5, 1 in the mean
+        (torch.cat([p.flatten() for p in module]).sum() * (world().rank() + 0.5)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = 1.0 if is_bf16 else 1 - 2.0**-8
+    for number, p in enumerate(module):
+        assert p.dtype == BF16 and (p == expected).all()
+        state = optimizer.state_dict()["state"].get(number, {})
+        assert is_bf16 or (state["master"].dtype == torch.float32 and (state["master"] == p).all())
+        assert ("master" in state) != is_bf16
+    held = {shard.tensor.dtype for shard in optimizer.shards}
+    assert held == {BF16 if is_bf16 else torch.float32}
+
+
+@pytest.mark.parametrize("is_bf16", [False, True])
+def test_bf16_parameters_have_fp32_masters_unless_told_otherwise(ranks, is_bf16: bool):
+    ranks(2).run(masters, is_bf16)
+
+
+def mixed_dtypes() -> None:
+    """Buckets are of one dtype each, whichever parameter comes first."""
+    net = build(torch.float32)
+    net[0].to(BF16)
+    optimizer = Bf16ZeroOptimizer(optim.AdamW([*net[0].parameters(), *net[2].parameters()]))
+    x = inputs(0, 2, BF16)[world().rank()]
+    net[2](torch.tanh(net[0](x)).float()).square().mean().backward()
+    optimizer.step()
+    assert {p.dtype for p in net[0].parameters()} == {BF16}
+    assert {p.dtype for p in net[2].parameters()} == {torch.float32}
+    whole = optimizer.state_dict()["state"]
+    assert ["master" in whole[i] for i in range(4)] == [True, True, False, False]
+    assert {value.dtype for one in whole.values() for value in one.values()} == {torch.float32}
+
+
+def test_dtypes_may_mix(ranks):
+    ranks(2).run(mixed_dtypes)
+
+
+def after_a_failure(options: dict) -> None:
+    """A backward that failed leaves nothing behind once gradients are dropped."""
+    me, size = world().rank(), world().size()
+    net, twin = build(), build()
+    optimizer, reference = Bf16ZeroOptimizer(adamw(net), **options), adamw(twin)
+
+    class Fail(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ArithmeticError
+
+    train(net, optimizer, [inputs(0, size)[me]], 1)
+    train(twin, reference, [inputs(0, size)], 1)
+    with pytest.raises(ArithmeticError):
+        net[2](Fail.apply(torch.tanh(net[0](inputs(1, size)[me])))).sum().backward()
+    optimizer.zero_grad()
+    train(net, optimizer, [inputs(2, size)[me]], 1)
+    train(twin, reference, [inputs(2, size)], 1)
+    torch.testing.assert_close(net[0].state_dict(), twin[0].state_dict(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap_comm": True}, {"stage": 1}], ids=str)
+def test_a_failed_backward_is_forgotten(ranks, options: dict):
+    ranks(2).run(after_a_failure, options)
+
+
+def checkpointed(options: dict) -> None:
+    """Each reentrant checkpoint is a backward of its own, inside another."""
+    me, size = world().rank(), world().size()
+    net, twin = build(), build()
+    optimizer, reference = Bf16ZeroOptimizer(adamw(net), **options), adamw(twin)
+
+    def block(model: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: torch.tanh(model[0](x)), x, use_reentrant=True)
+
+    for step in range(STEPS):
+        x = inputs(step, size).requires_grad_()
+        for model, part in ((net, x[me]), (twin, x)):
+            y = block(model, part)[..., :4].contiguous()
+            checkpoint(model[2], block(model, y), use_reentrant=True).square().mean().backward()
+        for o in (optimizer, reference):
+            o.step()
+            o.zero_grad()
+    torch.testing.assert_close(net[0].state_dict(), twin[0].state_dict(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap_comm": True}], ids=str)
+def test_checkpoints_inside_a_backward(ranks, options: dict):
+    ranks(2).run(checkpointed, options)
+
+
+def test_stage_3_needs_the_module():
+    with pytest.raises(ValueError, match="ZeroOptimizer with the module for stage 3"):
+        Bf16ZeroOptimizer(adamw(build()), stage=3)

@@ -1,0 +1,37 @@
+"""The choice between the two designs, against what was measured of them."""
+
+import pytest
+
+from torchdistpackage.ddp.zero.choose import Work, all_reduced_s, scattered_s, scatters
+
+MIB = 2**20
+MLP = Work(0.048, 0.090, 0.007, 33_600_000, 4 * MIB, exchange_s=0.034)
+LONG = Work(0.330, 0.880, 0.012, 55_300_000, 13 * MIB, exchange_s=0.055)
+SLOW, MIDDLE, FAST = 119e6, 478e6, 1300e6
+
+
+@pytest.mark.parametrize(
+    ("work", "bytes_per_s", "zero"),
+    [(MLP, SLOW, True), (MLP, FAST, False), (LONG, MIDDLE, False), (LONG, FAST, False)],
+)
+def test_it_chooses_what_was_measured_to_be_faster(work: Work, bytes_per_s: float, zero: bool):
+    assert scatters(work, bytes_per_s, 2) is zero
+
+
+def test_on_a_slow_link_both_are_near_their_measured_times():
+    """torch DDP at its best cap 0.359 s, ZeRO-1 0.327 s: two hosts joined by 1 Gbit/s."""
+    assert all_reduced_s(MLP, SLOW) == pytest.approx(0.359, rel=0.07)
+    assert scattered_s(MLP, SLOW, 2) == pytest.approx(0.315, rel=0.07)
+
+
+def test_alone_there_is_nothing_to_share():
+    assert not scatters(MLP, SLOW, 1)
+
+
+def test_a_faster_link_never_makes_a_step_longer():
+    rates = [10**e for e in range(6, 12)]
+    for step_s in (
+        [all_reduced_s(MLP, r) for r in rates],
+        [scattered_s(MLP, r, 4) for r in rates],
+    ):
+        assert step_s == sorted(step_s, reverse=True)

@@ -1,0 +1,88 @@
+"""Which optimizers may be cut, and how whole parameters are shared out: arithmetic, no torch."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchdistpackage.ddp.zero.whole import ELEMENTWISE, MATRIXWISE, REFUSED, needs_whole, owners
+from torchdistpackage.errors import LayoutError
+
+SIZES = st.lists(st.integers(0, 1000), max_size=40)
+
+
+def made(name: str, module: str = "torch.optim.some", base: type = object, **options: object):
+    kind = type(name, (base,), {"__module__": module, "param_groups": [options]})
+    return kind()
+
+
+@given(SIZES, st.integers(1, 9))
+def test_no_rank_owns_more_than_the_mean_and_one_parameter(sizes: list[int], num_ranks: int):
+    """Balanced over all of them: an embedding does not leave the later ranks idle."""
+    totals = [0] * num_ranks
+    for size, owner in zip(sizes, owners(sizes, num_ranks), strict=True):
+        totals[owner] += size
+    assert sum(totals) == sum(sizes)
+    assert max(totals) <= Fraction(sum(sizes), num_ranks) + max(sizes, default=0)
+    # within 4/3 of the best there is, which no less than the mean or the largest can be
+    most = max(Fraction(sum(sizes), num_ranks), max(sizes, default=0))
+    pair = sorted(sizes, reverse=True)[num_ranks - 1 : num_ranks + 1]
+    assert max(totals) <= Fraction(4, 3) * max(most, sum(pair) if len(pair) == 2 else 0)
+
+
+def test_every_rank_finds_the_same_owners():
+    sizes = [7, 7, 7, 3, 3, 0, 9]
+    assert owners(sizes, 3) == owners(tuple(sizes), 3) == (1, 2, 1, 2, 0, 2, 0)
+    assert owners(sizes, 1) == (0,) * len(sizes)
+
+
+@pytest.mark.parametrize("name", sorted(ELEMENTWISE))
+def test_elementwise_classes_of_torch_may_be_cut(name: str):
+    assert needs_whole(made(name)) is False
+    assert needs_whole(made(name), split=["w"]) is False
+    assert needs_whole(made(name), whole=True) is True
+
+
+@pytest.mark.parametrize("name", sorted(MATRIXWISE))
+def test_matrixwise_classes_get_whole_parameters_or_a_reason(name: str):
+    assert needs_whole(made(name)) is True
+    with pytest.raises(LayoutError, match="rows and columns"):
+        needs_whole(made(name), whole=False)
+    with pytest.raises(LayoutError, match=r"1 are split over ranks of the model: blocks\.0\.w"):
+        needs_whole(made(name), split=["blocks.0.w"])
+
+
+def test_what_is_not_known_gets_whole_parameters_unless_the_user_knows_it():
+    own = made("Lion", "somebody.optim")
+    assert needs_whole(own) is True
+    assert needs_whole(own, whole=False) is False
+    made_from_adam = made("Adam", "somebody.optim", base=type(made("Adam")))
+    assert needs_whole(made_from_adam) is True, "a class made from one may do anything"
+    with pytest.raises(LayoutError, match="whole=False if its update is element-wise"):
+        needs_whole(own, split=["w"])
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_cannot_be_sharded_is_refused_with_the_reason(name: str):
+    reason = f"{name} cannot be sharded: {REFUSED[name]}"
+    for whole in (None, True, False):
+        with pytest.raises(LayoutError, match=reason):
+            needs_whole(made(name), whole)
+    with pytest.raises(LayoutError, match=REFUSED[name]):
+        needs_whole(made("Mine", "somebody", base=type(made(name))))
+
+
+def test_a_step_that_wants_gradients_itself_is_refused():
+    with pytest.raises(LayoutError, match="param group 0 of SGD is differentiable"):
+        needs_whole(made("SGD", differentiable=True))
+
+
+def test_every_class_of_torch_is_in_one_of_the_lists():
+    optim = pytest.importorskip("torch.optim")
+    classes = {
+        name
+        for name, kind in vars(optim).items()
+        if isinstance(kind, type) and issubclass(kind, optim.Optimizer)
+    }
+    assert classes - {"Optimizer"} == ELEMENTWISE | MATRIXWISE | REFUSED.keys()

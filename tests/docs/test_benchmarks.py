@@ -1,0 +1,34 @@
+"""The page on data parallel benchmarks says what was measured, and against the right limits."""
+
+import json
+
+import pytest
+
+from benchmarks.data_parallel.limits import CAP_BYTES, Trace, bound_s, roofline_s
+from benchmarks.data_parallel.table import MARKER, PAGE, RESULTS, page
+
+
+@pytest.mark.skipif(not RESULTS.exists(), reason="nothing was measured yet")
+def test_the_tables_follow_the_results():
+    shown = PAGE.read_text(encoding="utf-8").partition(MARKER)[2]
+    assert shown == "\n" + page(json.loads(RESULTS.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize(
+    ("buckets_per_s", "share", "expected_s"),
+    [
+        (1, 1.0, 1 + 3 + 0.5),  # the link is busy from the first bucket on
+        (1, 0.5, 2.5 + 0.5 + 0.5),  # it waits for the last one
+        (10, 1.0, 2.5 + 0.1 + 0.5),
+    ],
+)
+def test_the_bound_is_first_bucket_and_wire_or_last_gradient(buckets_per_s, share, expected_s):
+    half = CAP_BYTES // 2
+    ready = [(0.9, half), (1.0, half), (2.0, CAP_BYTES), (2.4, half), (2.5, half)]
+    trace: Trace = {"ready": ready, "optimizer_s": 0.5}
+    assert bound_s(trace, buckets_per_s * CAP_BYTES, share) == pytest.approx(expected_s)
+
+
+def test_the_roofline_is_the_busier_of_processor_and_link():
+    assert roofline_s(2.0, 30.0, 10.0) == 3.0
+    assert roofline_s(4.0, 30.0, 10.0) == 4.0

@@ -1,0 +1,195 @@
+"""What a rank holds of a run's tensors, as parts in global coordinates, whole or sharded by ZeRO.
+
+One rule: a part is a box of a global tensor and the elements that lie there, as a view of memory
+that the run uses. Whoever writes copies out of the views, whoever reads copies into them; neither
+asks again how a tensor is cut.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.comm.primitives import Group, ranks_of
+from torchdistpackage.errors import CheckpointError
+from torchdistpackage.layout.derive import blocks, owner, owns
+from torchdistpackage.layout.flat import Box, parts
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.topology.views import Topology
+
+Params = Mapping[str, tuple[Tensor, Layout]]
+"""Local name -> (parameter or buffer, its layout); the checkpoint knows it as `layout.name`."""
+
+MASTER = "master"
+"""Key of the wide copy of a narrow parameter; all other keys are the inner optimizer's."""
+
+
+class Shard(Protocol):
+    """Elements [start, stop) of `parameter` in memory order, as an optimizer that shards has them.
+
+    tensor: what it updates here: 1-D, or of the parameter's shape if it is all of it.
+    """
+
+    tensor: Tensor
+    parameter: Tensor
+    start: int
+    stop: int
+    group: Group
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """An optimizer over shards, as ddp/zero has it.
+
+    held: for each param group its parameters; `bounds` of each say who has which elements, all
+    zero where it is frozen. finish: parameters are whole and current.
+    """
+
+    state: Any
+    shards: Sequence[Any]
+    held: Sequence[Sequence[Any]]
+
+    def finish(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """One tensor as far as this rank holds it: parts, and whether it speaks for them."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[tuple[Box, Tensor], ...]
+    speaks: bool
+
+
+class Place:
+    """One rank of a topology: what follows from its layouts."""
+
+    def __init__(self, topology: Topology, rank: int):
+        self.topology, self.rank = topology, rank
+
+    def whole(self, layout: Layout, tensor: Tensor) -> Held:
+        """All of the rank's shard; `tensor` has its shape."""
+        mesh = self.topology.view(layout.view)
+        found = tuple(
+            (where, tensor.detach()[local]) for where, local in blocks(layout, mesh, self.rank)
+        )
+        speaks = owns(layout, mesh, self.rank)
+        return Held(layout.name, layout.shape, tensor.dtype, found, speaks)
+
+    def sliced(self, layout: Layout, shard: Shard, tensor: Tensor) -> Held:
+        """The elements of a shard; `tensor` is its own, or the optimizer's state for it.
+
+        Of groups that hold the same elements the one with the owner of the whole tensor speaks.
+        """
+        mesh = self.topology.view(layout.view)
+        order = _memory_order(shard.parameter)
+        back = sorted(range(len(order)), key=order.__getitem__)
+        flat = _flat(tensor.detach())
+        found: list[tuple[Box, Tensor]] = []
+        for part in parts(layout, mesh, self.rank, shard.start, shard.stop, order):
+            at = part.run.start - shard.start
+            run = flat[at : at + math.prod(part.run.lengths)].view(part.run.lengths)
+            found.append((part.where, run[part.inside].permute(back)))
+        speaks = self.speaks(layout, shard)
+        return Held(layout.name, layout.shape, tensor.dtype, tuple(found), speaks)
+
+    def number(self, layout: Layout, tensor: Tensor) -> Held:
+        """A number kept beside a parameter, such as its step."""
+        return self.whole(_scalar(layout), tensor)
+
+    def number_of(self, layout: Layout, shard: Shard, tensor: Tensor) -> Held:
+        """The same beside a shard: who has the parameter's first element speaks."""
+        speaks = shard.start == 0 and self.speaks(_scalar(layout), shard)
+        return Held(layout.name, (), tensor.dtype, (((), tensor.detach()),), speaks)
+
+    def speaks(self, layout: Layout, shard: Shard) -> bool:
+        """Whether this rank answers for the elements of a shard, over all ranks and stages."""
+        mesh = self.topology.view(layout.view)
+        return owner(layout, mesh, self.rank) in ranks_of(shard.group)
+
+
+def _scalar(layout: Layout) -> Layout:
+    """Of a number: no axis cuts it."""
+    return Layout(layout.name, (), view=layout.view, stages=layout.stages)
+
+
+def _memory_order(x: Tensor) -> tuple[int, ...]:
+    """The dims from the slowest varying in memory to the fastest."""
+    return tuple(sorted(range(x.dim()), key=lambda dim: -x.stride(dim)))
+
+
+def _flat(x: Tensor) -> Tensor:
+    """A dense tensor as one dim, in memory order."""
+    return x.permute(_memory_order(x)).view(-1)
+
+
+def held(params: Params, place: Place, optimizer: torch.optim.Optimizer | None) -> Iterator[Held]:
+    """Every tensor to save: parameters, and what the optimizer keeps for them.
+
+    Of several that share a name, as tied ones do, the first.
+
+    Raises:
+        CheckpointError: the optimizer has state of a kind that has no place.
+    """
+    first: dict[str, tuple[Tensor, Layout]] = {}
+    for param, layout in params.values():
+        first.setdefault(layout.name, (param, layout))
+    sharded = _sharded(optimizer)
+    for param, layout in first.values():
+        if param not in sharded:
+            yield place.whole(layout, param)
+    if isinstance(optimizer, Sharded):
+        yield from _of_shards(optimizer, dict(first.values()), place)
+    elif optimizer is not None:
+        for param, layout in first.values():
+            for name, tensor in _state(optimizer, param, layout):
+                one = layout.named(name)
+                yield place.whole(one, tensor) if tensor.ndim else place.number(one, tensor)
+
+
+def _sharded(optimizer: torch.optim.Optimizer | None) -> set[Tensor]:
+    """Parameters that are saved from shards, of which this rank may have none."""
+    if not isinstance(optimizer, Sharded):
+        return set()
+    return {h.shared.parameter for members in optimizer.held for h in members if any(h.bounds)}
+
+
+def _of_shards(
+    optimizer: Sharded, layouts: Mapping[Tensor, Layout], place: Place
+) -> Iterator[Held]:
+    """The parameters too: nobody needs to have one whole to save it."""
+    for shard in optimizer.shards:
+        layout = layouts.get(shard.parameter)
+        if layout is None:
+            continue
+        yield place.sliced(layout, shard, shard.tensor.to(shard.parameter.dtype))
+        if has_master(shard):
+            yield place.sliced(layout.named(f"{layout.name}#{MASTER}"), shard, shard.tensor)
+        for name, tensor in _state(optimizer, shard.tensor, layout):
+            one = layout.named(name)
+            yield (place.sliced if tensor.ndim else place.number_of)(one, shard, tensor)
+
+
+def has_master(shard: Shard) -> bool:
+    """Whether the shard is a wide copy, which says more than the parameter does."""
+    return shard.tensor.dtype != shard.parameter.dtype
+
+
+def _state(optimizer: Any, of: Tensor, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    """(name in the checkpoint, tensor) of all that the optimizer keeps for one of its tensors."""
+    for key, value in optimizer.state.get(of, {}).items():
+        if value is None:
+            continue
+        name = f"{layout.name}#{key}"
+        tensor = value if isinstance(value, Tensor) else torch.tensor(value)
+        if tensor.ndim and tensor.shape != of.shape:
+            raise CheckpointError(
+                f"optimizer state {name} has shape {tuple(tensor.shape)}, its parameter "
+                f"{tuple(of.shape)}; only state of that shape and scalars can be saved"
+            )
+        yield name, tensor

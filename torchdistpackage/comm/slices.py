@@ -1,0 +1,226 @@
+"""Reduce-scatter and all-gather in place on one flat tensor, of which each rank owns a slice.
+
+One rule: an element is summed in group order, whoever owns it, so how a tensor is cut changes no
+number. On gloo both are made of messages (exchange.py), and what arrived is added up in `wait()`.
+
+A slice that finds its receiver ready leaves at once, also while this process computes; else it
+waits for a notice that queues behind what the receiver itself is sending. So who knows what comes
+next tells it with an `expect_` function, before the sends of the calls ahead.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchdistpackage.comm.exchange import (
+    EXPECTED_GATHERED,
+    EXPECTED_SUMMED,
+    expected_tag,
+    post_receives,
+    post_sends,
+)
+from torchdistpackage.comm.issue import later
+from torchdistpackage.comm.pending import Pending
+from torchdistpackage.comm.primitives import gather_into, scatter_into
+from torchdistpackage.comm.record import calls, dtype_name
+from torchdistpackage.comm.wire import as_added, as_moved
+from torchdistpackage.errors import CommError
+
+Group = dist.ProcessGroup
+
+
+def start_reduce_slices(
+    flat: Tensor, bounds: Sequence[int], group: Group, *, wire: torch.dtype | None = None
+) -> Pending:
+    """Begin to sum `flat` (n,) over the group: rank i gets elements bounds[i] to bounds[i + 1].
+
+    After `wait()` my slice holds its sum, and what others own is undefined; until then `flat` must
+    be left alone, and its memory stay.
+    bounds: one more than the group has ranks, ascending; slices may be uneven or empty.
+    wire: the float dtype in which parts travel; sums are made in flat's own, narrow ones in
+        float32.
+
+    Raises:
+        CommError: flat, bounds or wire do not fit, or the backend failed.
+    """
+    return expect_reduce_slices(flat, bounds, group, wire=wire)()
+
+
+def start_gather_slices(
+    flat: Tensor, bounds: Sequence[int], group: Group, *, wire: torch.dtype | None = None
+) -> Pending:
+    """Begin to fill `flat` (n,), of which rank i has elements bounds[i] to bounds[i + 1].
+
+    Until `wait()` it must be left alone, and its memory stay.
+    wire: the float dtype in which slices travel; mine is rounded to it in `wait()`, so that all
+        ranks end with equal numbers.
+
+    Raises:
+        CommError: flat, bounds or wire do not fit, or the backend failed.
+    """
+    return expect_gather_slices(flat, bounds, group, wire=wire)()
+
+
+def expect_reduce_slices(
+    flat: Tensor, bounds: Sequence[int], group: Group, *, wire: torch.dtype | None = None
+) -> Callable[[], Pending]:
+    """`start_reduce_slices`, ready to receive; what comes back starts it, once.
+
+    `flat` is read, and written, from the start on. All ranks expect in the same order, and start
+    what they expect in one order too; one that is not started must be dropped by all.
+    """
+    if group.size() == 1:
+        return partial(Pending, flat)
+    cut = _Cut("sum", flat, as_added(flat), bounds, group, wire)
+    if calls.line(group).direct:
+        rooms = [cut.mine.new_empty(cut.mine.shape, dtype=cut.wire) for _ in cut.parts]
+        tag = expected_tag(EXPECTED_SUMMED, group)
+        works = post_receives(rooms, group, tag)
+        return partial(cut.start, "reduce_scatter", partial(cut.add, rooms), _send, works, cut, tag)
+    if cut.wire is cut.mine.dtype:
+        into = scatter_into, cut.mine, cut.whole
+        if not cut.even:
+            into = dist.reduce_scatter, cut.mine, cut.parts
+        return partial(cut.start, "reduce_scatter", None, *into)
+    return partial(_start_by_all_to_all, cut)
+
+
+def expect_gather_slices(
+    flat: Tensor, bounds: Sequence[int], group: Group, *, wire: torch.dtype | None = None
+) -> Callable[[], Pending]:
+    """`start_gather_slices`, ready to receive; what comes back starts it, once.
+
+    From here on what others own of `flat` may be overwritten, so its memory must stay. All ranks
+    expect in the same order, and start what they expect in one order too; one that is not started
+    must be dropped by all.
+    """
+    if group.size() == 1:
+        return partial(Pending, flat)
+    cut = _Cut("gather", flat, as_moved(flat), bounds, group, wire)
+    whole, parts, finish = cut.whole, cut.parts, None
+    if cut.wire is not cut.mine.dtype:
+        whole = torch.empty_like(cut.whole, dtype=cut.wire)
+        parts = list(whole.split(cut.lengths))
+        finish = partial(cut.write, whole)
+    if calls.line(group).direct:
+        tag = expected_tag(EXPECTED_GATHERED, group)
+        works = post_receives(parts, group, tag)
+        return partial(cut.start, "all_gather", finish, _spread, works, cut, parts, tag)
+    into = (gather_into, whole) if cut.even else (dist.all_gather, parts)
+    return partial(cut.start, "all_gather", finish, _gather, cut, parts, *into)
+
+
+class _Cut:
+    """A tensor and whose its parts are; dtype on the wire.
+
+    Raises:
+        CommError: they do not fit.
+    """
+
+    def __init__(
+        self,
+        what: Literal["sum", "gather"],
+        flat: Tensor,
+        body: Tensor,
+        bounds: Sequence[int],
+        group: Group,
+        wire: torch.dtype | None,
+    ):
+        lengths = [stop - start for start, stop in pairwise(bounds)]
+        if len(lengths) != group.size() or min(lengths) < 0 or bounds[0] < 0:
+            raise CommError(
+                f"bounds {list(bounds)} must be {group.size() + 1} ascending indices: where the "
+                f"slice of each of the {group.size()} ranks begins, and the end of the last"
+            )
+        if flat.dim() != 1 or bounds[-1] > len(flat) or body.data_ptr() != flat.data_ptr():
+            raise CommError(
+                f"cannot {what} slices up to element {bounds[-1]} in place in a tensor of shape "
+                f"{tuple(flat.shape)}, stride {flat.stride()} and dtype {dtype_name(flat.dtype)}; "
+                f"use a contiguous one of one dim that is long enough, of floats or int64"
+            )
+        if wire is not None and not (wire.is_floating_point and flat.is_floating_point()):
+            raise CommError(
+                f"{dtype_name(flat.dtype)} cannot be rounded to {dtype_name(wire)} for the wire; "
+                f"only floats can, to floats, so leave wire out"
+            )
+        self.flat, self.group, self.lengths = flat, group, lengths
+        self.even = len({*lengths}) == 1
+        self.whole = body[bounds[0] : bounds[-1]]
+        self.parts = list(self.whole.split(lengths))
+        self.place = group.rank()
+        self.mine = self.parts[self.place]
+        self.wire = wire or body.dtype
+
+    def start(
+        self, operation: str, finish: Callable[[], Tensor] | None, function, *args
+    ) -> Pending:
+        facts = ("rows of each rank", *self.lengths)
+        return later(operation, self.group, self.flat, facts, finish, function, *args)
+
+    @torch.no_grad()
+    def add(self, rooms: Sequence[Tensor]) -> Tensor:
+        """My slice becomes the sum in group order of it and what came into the rooms."""
+        mine, place = self.mine, self.place
+        narrow = mine.is_floating_point() and mine.itemsize < 4
+        total = mine.float() if narrow else mine
+        if place:  # those before me add up first
+            before = rooms[0].to(total.dtype)
+            for room in rooms[1:place]:
+                before += room
+            total += before
+        for room in rooms[place + 1 :]:
+            total += room
+        if narrow:
+            mine.copy_(total)
+        return self.flat
+
+    @torch.no_grad()
+    def write(self, arrived: Tensor) -> Tensor:
+        self.whole.copy_(arrived)
+        return self.flat
+
+
+def _send(
+    works: list[dist.Work], cut: _Cut, tag: int, *, group: Group, async_op: bool
+) -> list[dist.Work]:
+    """Its part to each rank that was told to expect one."""
+    parts = [cut.mine if part is cut.mine else part.to(cut.wire) for part in cut.parts]
+    return works + post_sends(parts, group, tag)
+
+
+def _spread(
+    works: list[dist.Work],
+    cut: _Cut,
+    parts: list[Tensor],
+    tag: int,
+    *,
+    group: Group,
+    async_op: bool,
+) -> list[dist.Work]:
+    """My part to all ranks that expect it."""
+    return works + post_sends([_rounded(cut, parts)] * len(parts), group, tag)
+
+
+def _gather(cut: _Cut, parts: list[Tensor], function, into, *, group: Group, async_op: bool):
+    return function(into, _rounded(cut, parts), group=group, async_op=async_op)
+
+
+def _rounded(cut: _Cut, parts: list[Tensor]) -> Tensor:
+    """My part as it travels, which is where the others' will be."""
+    mine = parts[cut.place]
+    return mine if mine is cut.mine else mine.copy_(cut.mine)
+
+
+def _start_by_all_to_all(cut: _Cut) -> Pending:
+    """A sum over NCCL whose parts are narrower than it: NCCL would add in their dtype."""
+    num, length = len(cut.parts), len(cut.mine)
+    room = cut.mine.new_empty((num * length,), dtype=cut.wire)
+    finish = partial(cut.add, room.view(num, length).unbind())
+    splits = [length] * num, cut.lengths
+    sent = cut.whole.to(cut.wire)
+    return cut.start("reduce_scatter", finish, dist.all_to_all_single, room, sent, *splits)

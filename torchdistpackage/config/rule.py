@@ -1,0 +1,36 @@
+"""What a rule across sections is, and the words that rules share.
+
+One rule about rules: each declares the keys it reads, so that it can be left out when one of
+them is already wrong.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torchdistpackage.config.schema import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`fields`: the keys it reads; `says`: what is wrong, given the run and the world size."""
+
+    fields: tuple[str, ...]
+    says: Callable[[RunConfig, int | None], str | None]
+
+
+def reads(*fields: str) -> Callable[[Callable[[RunConfig, int | None], str | None]], Rule]:
+    return lambda says: Rule(fields, says)
+
+
+def divisors(number: int, near: int) -> str:
+    """The divisors of `number` at or around `near`, e.g. "2 or 4"."""
+    near = min(near, number)
+    below = next(d for d in range(near, 0, -1) if number % d == 0)
+    above = next((d for d in range(near + 1, min(number, 64 * near) + 1) if number % d == 0), below)
+    return f"{below}" if above == below else f"{below} or {above}"
+
+
+def multiples(number: int, near: int) -> str:
+    """The multiples of `number` around `near`, e.g. "96 or 104"."""
+    below = near // number * number
+    return f"{below} or {below + number}" if below else f"{number}"

@@ -1,0 +1,101 @@
+"""Buckets that travel in fewer bytes: communication hooks for NaiveDDP.
+
+One rule: a hook gives back in the bucket what the plain reduction would, only less exactly. It is
+`start(flat, group, op)`, which begins, and the `wait()` of what that returns, both called in the
+same order on all ranks. A hook that must know what lies in a bucket has a method `bind` besides,
+called for each bucket that is made, which returns that bucket's own `start`.
+
+Behind its last member a bucket holds marks, which count users: they arrive zero or positive, as
+they were.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.primitives import Group
+
+
+class Waiting(Protocol):
+    """A reduction under way."""
+
+    def wait(self) -> object:
+        """Return when the bucket holds the result; on CUDA the current stream waits."""
+        ...
+
+
+Start = Callable[..., Waiting]
+"""(flat, group, op) -> Waiting: begins to reduce `flat` in place."""
+
+
+class Member(NamedTuple):
+    """A gradient in a bucket: `flat.as_strided(shape, stride, offset)`, all in elements.
+
+    parameter: whose it is, by which it is known again when buckets are packed anew.
+    """
+
+    name: str
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    parameter: Tensor
+
+
+class Bound(Protocol):
+    """A hook with something to keep for each bucket."""
+
+    def bind(self, members: Sequence[Member], num_elements: int) -> Start:
+        """The `start` of one bucket of `num_elements`, marks included."""
+        ...
+
+
+Hook = Start | Bound
+
+
+def bind(hook: Hook, members: Sequence[Member], num_elements: int) -> Start:
+    """What begins the reductions of one bucket under `hook`."""
+    make = getattr(hook, "bind", None)
+    return hook if make is None else make(members, num_elements)  # type: ignore[return-value]
+
+
+def bf16_compress(flat: Tensor, group: Group, op: object = primitives.SUM) -> Waiting:
+    """Half the bytes of fp32: numbers are rounded to 8 bits, and so are their sums."""
+    return _narrow(flat, group, op, torch.bfloat16, 1.0)
+
+
+def fp16_compress(flat: Tensor, group: Group, op: object = primitives.SUM) -> Waiting:
+    """Half the bytes of fp32, in 11 bits: smaller rounding than bf16, and a smaller range.
+
+    Numbers are divided by the size of the group on the wire, so that a sum overflows only
+    where the mean does, beyond 65504.
+    """
+    scale = 1.0
+    while scale < group.size():  # a power of two rounds nothing
+        scale *= 2
+    return _narrow(flat, group, op, torch.float16, scale)
+
+
+def _narrow(flat: Tensor, group: Group, op: object, dtype: torch.dtype, scale: float) -> Waiting:
+    narrower = flat.is_floating_point() and flat.element_size() > dtype.itemsize
+    if group.size() == 1 or not narrower:
+        return primitives.start_all_reduce(flat, group, op)
+    wire = torch.mul(flat, 1 / scale, out=torch.empty_like(flat, dtype=dtype))
+    return _Narrowed(flat, wire, primitives.start_all_reduce(wire, group, op), scale)
+
+
+class _Narrowed:
+    """Rounded numbers on their way."""
+
+    __slots__ = ("_flat", "_pending", "_scale", "_wire")
+
+    def __init__(self, flat: Tensor, wire: Tensor, pending: Waiting, scale: float):
+        self._flat, self._wire, self._pending, self._scale = flat, wire, pending, scale
+
+    def wait(self) -> None:
+        self._pending.wait()
+        self._flat.copy_(self._wire)
+        if self._scale != 1:
+            self._flat.mul_(self._scale)

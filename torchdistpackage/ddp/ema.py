@@ -1,0 +1,256 @@
+"""Averages of a model's parameters over time, each kept by one of the ranks that hold the model.
+
+One rule: an average is whole and has one owner, so the shards of all ranks are together a plain
+state dict. Parameters are shared out by size (partition.py). A cut to the element would balance
+a model with one huge parameter better, but nobody could read a shard without the others.
+
+Averages are float32 at least: bf16 would round a ten-thousandth of a difference away. Buffers
+are not averaged: the group's first rank, whose buffers its replicas follow, keeps copies.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.objects import broadcast_tensors
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.tpc import resolve_group
+from torchdistpackage.ddp.owned import Owned, receive_all, send_all
+from torchdistpackage.ddp.partition import share_out
+from torchdistpackage.ddp.plain import aliases, plain_module
+from torchdistpackage.errors import CheckpointError, LayoutError
+
+Places = list[tuple[str, Tensor, dict[str, Tensor | None], str]]
+"""(name, what I keep of it, the dict of its submodule, its key there): tensors may be replaced."""
+
+
+class ShardedEMA:
+    """Exponential moving averages of `model`: each of n ranks keeps 1/n of them in float32.
+
+    Starts from the parameters and buffers as they are. All ranks of the group make it, and hold
+    equal parameters whenever they call `update`.
+
+    model: wrapped in NaiveDDP, torch's DDP or torch.compile or not, here and later; names are
+        always those of the plain module.
+    group: ranks that hold the same model; default tpc's data group, or everybody.
+    """
+
+    def __init__(self, model: nn.Module, group: Group | None = None):
+        self._group = resolve_group(group, "data")
+        ranks = primitives.ranks_of(self._group)
+        self._rank = ranks[self._group.rank()]
+        self._is_first = self._rank == ranks[0]
+        module = plain_module(model)
+        named = dict(module.named_parameters())
+        dtypes = [_kept_as(p.dtype) for p in named.values()]
+        sizes = [p.numel() * d.itemsize for p, d in zip(named.values(), dtypes, strict=True)]
+        shares = share_out(sizes, len(ranks))
+        owner = {i: rank for rank, share in zip(ranks, shares, strict=True) for i in share}
+        self._owned = {
+            name: Owned(owner[i], p.shape, dtypes[i], p.device)
+            for i, (name, p) in enumerate(named.items())
+        }
+        self._averages = {
+            name: named[name].detach().to(held.dtype, copy=True)
+            for name, held in self._owned.items()
+            if held.owner == self._rank
+        }
+        saved = module.state_dict(keep_vars=True).keys()
+        buffers = {name: b for name, b in module.named_buffers() if name in saved}
+        self._buffer_names = tuple(buffers)
+        self._buffers: dict[str, Tensor] = {}
+        if self._is_first:
+            self._buffers = {name: b.detach().clone() for name, b in buffers.items()}
+        self._aliases = {more: name for more, name in aliases(module).items() if more in saved}
+        self._known: nn.Module | None = None
+        self._places: Places = []
+        self._buffer_places: Places = []
+
+    # -- training ----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, decay: float = 0.9999, only_trainable: bool = True) -> None:
+        """average = decay * average + (1 - decay) * parameter, of mine. No communication.
+
+        only_trainable: leave the averages of frozen parameters alone. Parameters of integers are
+            copied.
+
+        Raises:
+            LayoutError: a parameter is not there or has another shape, as one whose elements a
+                sharded optimizer has put elsewhere.
+        """
+        if model is not self._known:
+            module = plain_module(model)
+            self._places = _find(self._averages, module, "_parameters")
+            self._buffer_places = _find(self._buffers, module, "_buffers")
+            self._known = model
+        alike: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
+        for name, average, holder, key in self._places:
+            parameter = holder[key]
+            if parameter is None or parameter.shape != average.shape:
+                raise _unlike(name, average.shape, parameter)
+            if parameter.requires_grad or not only_trainable:
+                kind = parameter.dtype, parameter.device
+                averages, parameters = alike.setdefault(kind, ([], []))
+                averages.append(average)
+                # one that ZeRO sends around arrives here, or is refused before anything moved
+                parameters.append(parameter.detach())
+        for averages, parameters in alike.values():
+            _move(averages, parameters, decay)
+        if self._buffers:
+            now = [holder[key] for _, _, holder, key in self._buffer_places]
+            torch._foreach_copy_(list(self._buffers.values()), now)
+
+    @contextmanager
+    def applied_to(self, model: nn.Module) -> Iterator[None]:
+        """Inside, the model's parameters are the averages, in the model's own dtypes.
+
+        All ranks of the group enter. Meanwhile a copy of the parameters is kept, from which
+        they come back bit for bit whatever happens inside, without communication.
+
+        Raises:
+            LayoutError: a parameter is not there or has another shape.
+        """
+        named = dict(plain_module(model).named_parameters())
+        for name, held in self._owned.items():
+            if name not in named or named[name].shape != held.shape:
+                raise _unlike(name, held.shape, named.get(name))
+        before = {name: named[name].detach().clone() for name in self._owned}
+        try:
+            with torch.no_grad():
+                for name, average in self._averages.items():
+                    named[name].copy_(average)
+                for rank in primitives.ranks_of(self._group):
+                    theirs = [named[n] for n, held in self._owned.items() if held.owner == rank]
+                    broadcast_tensors(theirs, self._group, rank)
+            yield
+        finally:
+            with torch.no_grad():
+                for name, parameter in before.items():
+                    named[name].copy_(parameter)
+
+    # -- saving and resuming -----------------------------------------------------------
+
+    def state_dict_shard(self) -> dict[str, Tensor]:
+        """Name -> average of those that I keep, and on the group's first rank the buffers.
+
+        The tensors themselves, not copies.
+        """
+        return {**self._averages, **self._buffers}
+
+    def state_dict_cpu(self) -> dict[str, Tensor]:
+        """All of it in host memory on the group's first rank, nothing on the others.
+
+        Loads into the plain module. All ranks of the group call it. What the first rank does not
+        keep comes to it tensor by tensor, so that no other ever has more than its shard.
+        """
+        if not self._is_first:
+            send_all(self._averages, self._group)
+            return {}
+        whole = {name: x.to("cpu", copy=True) for name, x in self.state_dict_shard().items()}
+        whole |= {name: x.cpu() for name, x in receive_all(self._owned, self._group)}
+        whole |= {more: whole[name] for more, name in self._aliases.items()}
+        return {name: whole[name] for name in (*self._owned, *self._buffer_names, *self._aliases)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what was saved. No communication.
+
+        state: what `state_dict_shard` gave to this rank of as many ranks; or, on every rank,
+            something whole of any number: `state_dict_cpu` or a plain model's state.
+
+        Raises:
+            CheckpointError: names or shapes are not those kept here; nothing is changed then.
+        """
+        mine = self.state_dict_shard()
+        known = {*self._owned, *self._buffer_names, *self._aliases}
+        missing = [name for name in mine if name not in state]
+        unknown = [name for name in state if name not in known]
+        if missing or unknown:
+            raise CheckpointError(
+                f"averages of rank {self._rank}: {len(missing)} of the {len(mine)} kept here are "
+                f"missing{_first_of(missing)}, and {len(unknown)} of the {len(state)} given belong "
+                f"to another model{_first_of(unknown)}; give the shard of this rank out of "
+                f"{self._group.size()}, or a whole state on every rank"
+            )
+        for name, x in mine.items():
+            if state[name].shape != x.shape:
+                raise CheckpointError(
+                    f"{name} was saved in shape {tuple(state[name].shape)} and is kept in "
+                    f"{tuple(x.shape)}; load the averages of this model"
+                )
+        for name, x in mine.items():
+            x.copy_(state[name])
+
+    def verify_with_gt(self, gt_ema: nn.Module | Mapping[str, Tensor]) -> None:
+        """Compare each average with that of a model or dict which was averaged in one piece.
+
+        All ranks of the group call it, each with that model.
+
+        Raises:
+            AssertionError: some are not equal bit for bit; on all ranks, with names and owners.
+        """
+        if isinstance(gt_ema, nn.Module):
+            gt_ema = dict(plain_module(gt_ema).named_parameters())
+        wrong: list[str] = []
+        for name, average in self._averages.items():
+            truth = gt_ema[name].detach().to(average) if name in gt_ema else None
+            if truth is None:
+                wrong.append(f"{name} is not there to compare with")
+            elif not torch.equal(truth, average):
+                difference = (truth - average).abs().max().item()
+                wrong.append(f"{name} on rank {self._rank} differs by up to {difference:g}")
+        found = [line for lines in primitives.gather_objects(wrong, self._group) for line in lines]
+        if found:
+            raise AssertionError(
+                f"{len(found)} of {len(self._owned)} averages differ: {'; '.join(found[:10])}"
+            )
+
+
+def _kept_as(dtype: torch.dtype) -> torch.dtype:
+    """Wide enough for small steps; integers as they are."""
+    averaged = dtype.is_floating_point or dtype.is_complex
+    return torch.promote_types(dtype, torch.float32) if averaged else dtype
+
+
+def _move(averages: list[Tensor], parameters: list[Tensor], decay: float) -> None:
+    if not averages[0].is_floating_point() and not averages[0].is_complex():
+        torch._foreach_copy_(averages, parameters)
+        return
+    # not as a lerp: bit for bit what `average.mul_(decay).add_(parameter, alpha=...)` makes
+    torch._foreach_mul_(averages, decay)
+    torch._foreach_add_(averages, parameters, alpha=1 - decay)
+
+
+def _find(kept: Mapping[str, Tensor], module: nn.Module, kind: str) -> Places:
+    """Where the module has them now; kind: `_parameters` or `_buffers`."""
+    inside = dict(module.named_modules(remove_duplicate=False))
+    places: Places = []
+    for name, x in kept.items():
+        path, _, key = name.rpartition(".")
+        holder = vars(inside[path])[kind] if path in inside else {}
+        if key not in holder:
+            raise _unlike(name, x.shape, None)
+        places.append((name, x, holder, key))
+    return places
+
+
+def _unlike(name: str, shape: Sequence[int], found: Tensor | None) -> LayoutError:
+    if found is None:
+        return LayoutError(
+            f"the model has no {name}, of which an average is kept; give the model that it was "
+            f"made from, wrapped or not"
+        )
+    why = "give the model that it was made from"
+    if not found.numel():
+        why = "its elements are elsewhere: call finish() of the optimizer that shards it first"
+    return LayoutError(
+        f"{name} has shape {tuple(found.shape)} and its average {tuple(shape)}; {why}"
+    )
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return f" ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})" if names else ""

@@ -1,0 +1,74 @@
+"""Which embeddings of a module have gradients that travel as rows, and what carries these.
+
+One rule: those with sparse gradients always do; others where it was asked for, and then a weight
+that only embeddings hold is in no bucket at all, while one that a head holds too is in its bucket
+with the head's part and gets the rows on top.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from torchdistpackage.ddp.buckets import plan
+from torchdistpackage.ddp.carrier import AllReduced, Carrier
+from torchdistpackage.ddp.lookups import Table, can_leave_rows, hook_lookups
+from torchdistpackage.ddp.rows import RowsSummed, SparseSummed
+from torchdistpackage.ddp.shared import Shared
+
+
+class Embeddings:
+    """Those of `module`, of whose parameters `shared` are reduced.
+
+    lookups: whether dense gradients may travel as rows too. counts: whether the backward that runs
+    is one that reduces.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        shared: Sequence[Shared],
+        *,
+        lookups: bool,
+        counts: Callable[[], bool],
+    ):
+        self._tables: dict[str, Table] = {}
+        names = {id(s.parameter): s.name for s in shared}
+        sparse = {names.get(id(m.weight)) for m in module.modules() if _is_sparse(m)}
+        looking: list[nn.Embedding] = []
+        if lookups:
+            by_name = {s.name: s for s in shared}
+            for m in module.modules():
+                s = by_name.get(names.get(id(m.weight), "")) if can_leave_rows(m) else None
+                if s is not None and s.group.size() > 1 and not s.last:
+                    looking.append(m)
+                    self._tables.setdefault(s.name, Table(s, counts))
+        elsewhere = {
+            names.get(id(parameter))
+            for m in module.modules()
+            if m not in looking
+            for parameter in m._parameters.values()
+        }
+        alone = {*self._tables} - elsewhere
+        self.shared = [replace(s, rows=True) if s.name in sparse | alone else s for s in shared]
+        self.after: list[Carrier] = [
+            RowsSummed(table, None) for name, table in self._tables.items() if name not in alone
+        ]
+        self._handles = [hook_lookups(m, self._tables[names[id(m.weight)]]) for m in looking]
+
+    def carry(self, shared: Shared) -> Carrier:
+        """The carrier of one of those that travel as rows."""
+        table = self._tables.get(shared.name)
+        if table is None:
+            return SparseSummed(shared)
+        whole = replace(shared, rows=False)
+        return RowsSummed(table, AllReduced(plan([whole.entry(0)], 0)[0], [whole]))
+
+    def remove(self) -> None:
+        """Let lookups be plain again."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _is_sparse(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse

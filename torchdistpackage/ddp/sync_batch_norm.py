@@ -1,0 +1,134 @@
+"""Batch normalisation over the batches of all ranks.
+
+One rule: every rank normalises with the mean and variance of the whole batch, as one process would
+that sees all of it, however unevenly it is cut. Means and variances of the parts are joined as
+in Chan, Golub, LeVeque (1983), through a collective that autograd sees, so that the backward needs
+no formula of its own.
+"""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from torchdistpackage.comm import collectives
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.tpc import resolve_group
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """torch's module of that name, which on CUDA it is; on the CPU it works too.
+
+    x (N, C, ...) -> the same shape; N may differ between the ranks and be 0 on some. `eval()` needs
+    no other rank. All ranks call it in the same order, in the backward too: beside a wrapper whose
+    ranks use different parameters, give it a `process_group` of its own.
+
+    process_group: default tpc's data ranks, or everybody, where a forward first needs it; so it
+        is too after unpickling. A deepcopy shares it.
+
+    Raises:
+        ValueError: the whole batch has one value a channel, or x has fewer than 2 dims.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.process_group is None:
+            self.process_group = resolve_group(None, "data")
+        if x.is_cuda or not self.training:
+            return super().forward(x)
+        self._check_input_dim(x)
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        mean, variance, count = _moments(wide, self.process_group)
+        if count < 2:
+            raise ValueError(
+                f"batch norm over {count} value a channel, on all ranks together: input of shape "
+                f"{tuple(x.shape)} here; train with more than one value, or call eval()"
+            )
+        if self.track_running_stats:
+            self._follow(mean.detach(), variance.detach() * (count / (count - 1)))
+        out = (wide - _on_channels(mean, x)) * _on_channels(torch.rsqrt(variance + self.eps), x)
+        if self.weight is not None:
+            out = out * _on_channels(self.weight, x)
+        if self.bias is not None:
+            out = out + _on_channels(self.bias, x)
+        return out.to(x.dtype)
+
+    def _follow(self, mean: Tensor, variance: Tensor) -> None:
+        """Move the running statistics; `momentum` None: they are the means over all steps."""
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        weight = self.momentum
+        if weight is None:
+            weight = 1.0 / self.num_batches_tracked.item()
+        for running, now in ((self.running_mean, mean), (self.running_var, variance)):
+            assert running is not None
+            running.lerp_(now.to(running.dtype), weight)
+
+    def __deepcopy__(self, memo: dict) -> "SyncBatchNorm":
+        memo[id(self.process_group)] = self.process_group
+        other = self.__class__.__new__(self.__class__)
+        memo[id(self)] = other
+        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return other
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"process_group": None}
+
+
+def convert_sync_batchnorm(module: nn.Module, group: Group | None = None) -> nn.Module:
+    """`module` with every batch norm in it replaced by `SyncBatchNorm` over `group`.
+
+    The new modules hold the old parameters and buffers, so names and optimizers stay right. A
+    `module` that is a batch norm itself is returned as a new one.
+    """
+    return _converted(module, group, {})
+
+
+def _converted(module: nn.Module, group: Group | None, done: dict[nn.Module, nn.Module]):
+    if module in done:
+        return done[module]
+    if isinstance(module, _BatchNorm):
+        done[module] = _synchronised(module, group)
+        return done[module]
+    done[module] = module
+    for name, child in list(module._modules.items()):
+        if child is not None:
+            module._modules[name] = _converted(child, group, done)
+    return module
+
+
+def _synchronised(norm: _BatchNorm, group: Group | None) -> SyncBatchNorm:
+    sync = SyncBatchNorm(
+        norm.num_features,
+        norm.eps,
+        norm.momentum,
+        affine=False,
+        track_running_stats=False,
+        process_group=group,
+    )
+    sync.affine, sync.track_running_stats = norm.affine, norm.track_running_stats
+    sync.weight, sync.bias = norm.weight, norm.bias
+    sync.running_mean, sync.running_var = norm.running_mean, norm.running_var
+    sync.num_batches_tracked, sync.training = norm.num_batches_tracked, norm.training
+    return sync
+
+
+def _moments(x: Tensor, group: Group) -> tuple[Tensor, Tensor, int]:
+    """Mean and variance of each channel over the batches of all ranks, and how many values."""
+    dims = [0, *range(2, x.dim())]
+    count = x.numel() // x.shape[1]
+    mean = x.sum(dims) / max(count, 1)
+    spread = (x - _on_channels(mean, x)).square().sum(dims)
+    mine = torch.cat([x.new_tensor([count]), mean, spread])
+    counts, means, spreads = collectives.all_gather(mine[None], 0, group).split(
+        [1, x.shape[1], x.shape[1]], dim=1
+    )
+    total = counts.sum()
+    whole = (counts * means).sum(0) / total
+    between = (counts * (means - whole).square()).sum(0)
+    return whole, (spreads.sum(0) + between) / total, int(total)
+
+
+def _on_channels(values: Tensor, x: Tensor) -> Tensor:
+    """(C) -> (1, C, 1, ...) of x (N, C, ...)."""
+    return values.view(1, -1, *[1] * (x.dim() - 2))

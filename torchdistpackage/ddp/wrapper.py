@@ -1,0 +1,98 @@
+"""A module around another that talks over a group: its names, its copies, its pickles.
+
+One rule: from outside it is the module it wraps. `state_dict` and `load_state_dict` use that one's
+names. A copy, or what comes out of a pickle, is a wrapper of its own over the same ranks: groups
+and hooks can be neither copied nor pickled, so what belongs to a process is made anew there.
+"""
+
+from collections.abc import Sequence
+from copy import deepcopy
+
+from torch import Tensor, nn
+
+from torchdistpackage.comm.primitives import Group, ranks_of
+from torchdistpackage.comm.tpc import resolve_group, tpc
+from torchdistpackage.errors import CommError
+from torchdistpackage.layout.derive import BATCH_AXES
+
+
+class Wrapper(nn.Module):
+    """Holds `module`.
+
+    process_group: default tpc's data (and context) ranks, or everybody where tpc is not set up.
+    """
+
+    _of_this_process: tuple[str, ...] = ("_group",)
+    """Attributes that are None after unpickling, until they are needed."""
+    _shared_by_copies: tuple[str, ...] = ("_group",)
+
+    def __init__(self, module: nn.Module, process_group: Group | None):
+        super().__init__()
+        self.module = module
+        self._group = process_group
+        self._ranks_given = None if process_group is None else ranks_of(process_group)
+        self.register_state_dict_post_hook(_strip)
+        self.register_load_state_dict_pre_hook(_add)
+
+    @property
+    def group(self) -> Group:
+        """Ranks that see different batches."""
+        if self._group is None:
+            given = self._ranks_given
+            self._group = _batch_group() if given is None else _group_of(given)
+        return self._group
+
+    def __getstate__(self) -> dict[str, object]:
+        return {k: v for k, v in self.__dict__.items() if k not in self._of_this_process}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__(state)
+        self.__dict__.update(dict.fromkeys(self._of_this_process))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Wrapper":
+        copy = memo[id(self)] = type(self).__new__(type(self))
+        kept = {name: self.__dict__[name] for name in self._shared_by_copies}
+        state = {k: v for k, v in self.__getstate__().items() if k not in kept}
+        copy.__setstate__(deepcopy(state, memo))
+        copy.__dict__.update(kept)
+        return copy
+
+
+def _batch_group() -> Group:
+    """Ranks that see different tokens: tpc's data and context axes, else everybody."""
+    if tpc.is_set:
+        return tpc.groups.along(tpc.topology.dense, BATCH_AXES)
+    return resolve_group(None, "data")
+
+
+def _group_of(ranks: Sequence[int]) -> Group:
+    """The group of these ranks in a process that has no handle of it.
+
+    Raises:
+        CommError: nobody here made it.
+    """
+    if tpc.is_set:
+        return tpc.groups.of(ranks)
+    everybody = resolve_group(None, "data")
+    if ranks_of(everybody) == tuple(ranks):
+        return everybody
+    raise CommError(
+        f"before it was pickled this wrapper reduced over ranks {tuple(ranks)}, the default group "
+        f"has {everybody.size()}: set up tpc here, or wrap its module anew with process_group="
+    )
+
+
+def _strip(module: nn.Module, state: dict[str, Tensor], prefix: str, local: dict) -> None:
+    """The module's own names in `state_dict`, not those of the wrapper."""
+    old = f"{prefix}module."
+    for key in [key for key in state if key.startswith(old)]:
+        state[prefix + key.removeprefix(old)] = state.pop(key)
+
+
+def _add(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
+    """The reverse of `_strip`, before loading."""
+    own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
+    for name in own:
+        plain = prefix + name.removeprefix("module.")
+        if plain in state:
+            state[prefix + name] = state.pop(plain)

@@ -1,0 +1,155 @@
+"""One bucket of ZeRO: its line, its parameters, the carrier of its gradients, my shards of both."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from torchdistpackage.comm.primitives import ranks_of
+from torchdistpackage.ddp.buckets import Bucket
+from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.zero.copies import Copies
+from torchdistpackage.ddp.zero.held import Held
+from torchdistpackage.ddp.zero.line import Line, cut_between, cut_evenly
+from torchdistpackage.ddp.zero.marks import Marks
+from torchdistpackage.ddp.zero.parameters import Parameters
+from torchdistpackage.ddp.zero.scattered import Scattered
+from torchdistpackage.ddp.zero.shards import Shard, make_shards
+from torchdistpackage.ddp.zero.sharing import Sharing
+from torchdistpackage.ddp.zero.whole import owners
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A bucket, cut.
+
+    is_whole: between members. is_rounded: parameters have fewer digits than their masters.
+    """
+
+    line: Line
+    parameters: Parameters
+    carrier: Scattered
+    shards: list[Shard]
+    is_whole: bool
+    is_rounded: bool
+
+    def held(self) -> list[Held]:
+        """For each member, who owns what of it."""
+        mine = {shard.place: shard.tensor for shard in self.shards}
+        return [
+            Held(
+                shared,
+                self.line.bounds_of(place),
+                mine.get(place),
+                whole=self.is_whole,
+                master=self.is_rounded,
+            )
+            for place, shared in enumerate(self.line.members)
+        ]
+
+
+@dataclass
+class Cutter:
+    """Makes the buckets of one optimizer.
+
+    stage, wire, master_dtype: as ZeroOptimizer has them. offload: makes what keeps copies of slices
+    of a device elsewhere.
+    need: told when a freed parameter is read.
+    owner_of: name -> index in its group, where each parameter has one owner.
+    """
+
+    stage: int
+    sharing: Sharing
+    wire: torch.dtype | None
+    master_dtype: torch.dtype | None
+    need: Callable[[Parameters], None]
+    owner_of: Mapping[str, int] | None
+    offload: Callable[[torch.device], Copies] | None
+    _marks: dict[object, Marks] = field(default_factory=dict)
+    _copies: dict[torch.device, Copies] = field(default_factory=dict)
+
+    def wait(self) -> None:
+        """Until what has been settled may be read."""
+        for copies in self._copies.values():
+            copies.wait()
+
+    def cut(
+        self,
+        bucket: Bucket,
+        members: Sequence[Shared],
+        left: Callable[[], object],
+        settled: Callable[[], object],
+    ) -> Sharded:
+        """left, settled: called when gradients leave, and when sums have come to the shards."""
+        is_whole = self.owner_of is not None
+        line = cut_between(members, self.owner_of) if is_whole else cut_evenly(bucket, members)
+        first = members[0]
+        dtype, replicas = first.parameter.dtype, self.sharing.replicas_of(first)
+        wire = self.wire if _is_narrower(self.wire, dtype) else None
+        # fp32 where gradients are added up in it, unless told otherwise
+        wide = dtype if first.sum_dtype == dtype else self.master_dtype or first.sum_dtype
+        device = first.parameter.device
+        copies = None
+        if self.offload is not None:
+            if device not in self._copies:
+                self._copies[device] = self.offload(device)
+            copies = self._copies[device]
+        is_rounded = wide != dtype or wire is not None
+        parameters = Parameters(
+            line,
+            replicas=replicas,
+            master=wide if is_rounded or self.stage == 3 or copies else None,
+            copies=copies,
+            wire=wire,
+            need=self.need if self.stage == 3 else None,
+        )
+        shards = make_shards(line, parameters.values, self.sharing.layouts, is_whole)
+        key = ranks_of(first.group), first.last, device
+        if key not in self._marks:
+            self._marks[key] = Marks(first.group, replicas, device)
+        carrier = Scattered(
+            line,
+            shards,
+            self._marks[key],
+            dtype=wide,
+            freed=self.stage > 1,
+            copies=copies,
+            wire=self.wire if _is_narrower(self.wire, first.sum_dtype) else None,
+            replicas=replicas,
+            left=left,
+            settled=settled,
+        )
+        return Sharded(line, parameters, carrier, shards, is_whole, is_rounded)
+
+
+def whole_owners(shared: Iterable[Shared]) -> dict[str, int]:
+    """name -> index in its group of the one who owns it all; each owns about as much."""
+    by_group: dict[tuple[int, ...], list[Shared]] = {}
+    for s in shared:
+        by_group.setdefault(ranks_of(s.group), []).append(s)
+    owner_of: dict[str, int] = {}
+    for members in by_group.values():
+        sizes = [s.parameter.numel() for s in members]
+        found = owners(sizes, members[0].group.size())
+        owner_of |= {s.name: owner for s, owner in zip(members, found, strict=True)}
+    return owner_of
+
+
+def held_by_group(
+    param_groups: Sequence[Mapping[str, Sequence[nn.Parameter]]],
+    buckets: Sequence[Sharded],
+    sharing: Sharing,
+    names: Mapping[int, str],
+) -> list[list[Held]]:
+    """Of each parameter of the user's groups, in his order; nobody owns what is frozen."""
+    held = {id(h.shared.parameter): h for bucket in buckets for h in bucket.held()}
+    for p in (p for group in param_groups for p in group["params"]):
+        if id(p) not in held:
+            shared = sharing.of(names[id(p)], p)
+            held[id(p)] = Held(shared, (0,) * (shared.group.size() + 1), None)
+    return [[held[id(p)] for p in group["params"]] for group in param_groups]
+
+
+def _is_narrower(wire: torch.dtype | None, dtype: torch.dtype) -> bool:
+    return wire is not None and dtype.is_floating_point and wire.itemsize < dtype.itemsize

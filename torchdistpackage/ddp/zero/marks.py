@@ -1,0 +1,67 @@
+"""Which parameters any rank used in a backward; the others are left alone, as in one process.
+
+One rule: ranks ask each other in every reduction, in one small sum begun after the last bucket of
+a group, but read the answer only about what they did not use themselves: the usual step does not
+wait for it.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from torchdistpackage.comm.primitives import Group, Pending, start_all_reduce
+
+
+class Marks:
+    """The marks of all buckets over one group; `replicas` as in the module's buckets."""
+
+    def __init__(self, group: Group, replicas: Group | None, device: torch.device):
+        self._groups = [group] if replicas is None else [group, replicas]
+        self._device = device
+        self._num_marks = self._num_buckets = self._num_left = 0
+        self._marks: torch.Tensor | None = None
+        self._pending: Pending | None = None
+        self._num_sums = 0
+
+    def add(self, num_members: int) -> int:
+        """Another bucket; returns the place of its first mark."""
+        first = self._num_marks
+        self._num_marks += num_members
+        self._num_buckets += 1
+        self._num_left = self._num_buckets
+        return first
+
+    def leave(self, first: int, num_members: int, without: Iterable[int]) -> None:
+        """A bucket leaves, `without` gradients at these places; the last of all begins the sum."""
+        if self._marks is None:
+            self._marks = torch.empty(self._num_marks, dtype=torch.int32, device=self._device)
+        if self._num_left == self._num_buckets:
+            if self._pending is not None:
+                self._pending.wait()  # last step's, in the same memory
+            self._marks.fill_(1)
+        for place in without:
+            self._marks[first + place] = 0
+        self._num_left -= 1
+        if self._num_left == 0:
+            self._num_left = self._num_buckets
+            self._num_sums = 1
+            self._pending = start_all_reduce(self._marks, self._groups[0])
+
+    def land(self) -> None:
+        """If marks go on to replicas, let them; every rank calls it before it settles."""
+        if len(self._groups) > 1 and self._num_sums == 1 and self._pending is not None:
+            self._num_sums = 2
+            self._pending = start_all_reduce(self._pending.wait(), self._groups[1])
+
+    def used(self, mark: int) -> bool:
+        """Whether some rank had a gradient; waits for the device."""
+        assert self._marks is not None and self._pending is not None
+        self._pending.wait()
+        return self._marks[mark].item() != 0
+
+    def forget(self) -> None:
+        """The backward failed: let what has left arrive, and begin anew."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        self._num_left = self._num_buckets

@@ -1,0 +1,278 @@
+"""ZeRO: each rank holds, and steps, its part of the optimizer (Rajbhandari et al., 2019).
+
+Source: arXiv:1910.02054. One rule: a sum and a gather cost what an all-reduce does, so the link
+that data parallelism leaves idle during the forward carries half of it. A bucket's gradients are
+summed to their owners while the backward runs (scattered.py); `step` steps each bucket as its sum
+lands and sends the parameters back, which arrive under the next forward, each waited for by
+whoever reads it (absent.py).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.ddp.buckets import Bucket
+from torchdistpackage.ddp.reducer import Reducer
+from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.zero.bucket import Cutter, Sharded, held_by_group, whole_owners
+from torchdistpackage.ddp.zero.hooks import Hook
+from torchdistpackage.ddp.zero.offload import Offload, check_offload
+from torchdistpackage.ddp.zero.parameters import Parameters
+from torchdistpackage.ddp.zero.passage import Passage
+from torchdistpackage.ddp.zero.scattered import Scattered
+from torchdistpackage.ddp.zero.shards import Shard
+from torchdistpackage.ddp.zero.sharing import Sharing, names_of, packed
+from torchdistpackage.ddp.zero.stepping import Stepping
+from torchdistpackage.ddp.zero.whole import needs_whole
+from torchdistpackage.ddp.zero.wrapped import Wrapped
+from torchdistpackage.layout.layout import Layout
+
+MIB = 2**20
+DEFAULT_CAP_MIB = 5
+UNLIMITED_BYTES = 2**62
+"""Buckets are packed here (units.py), not by the reducer."""
+
+AHEAD = 2
+"""Sums expected beyond the one that leaves, and in stages 2 and 3 sums under way when it does."""
+
+
+class ZeroOptimizer(Wrapped):
+    """Shard `optimizer` over the ranks that hold the same parameters; train as without.
+
+    optimizer: any class of torch.optim, or yours, built over parameters of `module`, param groups
+        and all. Its groups become ours, holding pieces of parameters.
+    module: not wrapped; its forward is watched. None: nothing is summed before `step`.
+    stage: 1 shards the optimizer's state, 2 gradients too, 3 parameters too.
+    group: ranks that share; default tpc's data (and context) ranks, or everybody where tpc is not
+        set up. replicas: ranks that hold the same shard, so that a node can be a `group` and the
+        same place on all nodes `replicas`.
+    layouts: name -> Layout, as in NaiveDDP; each parameter is shared by whom its layout says.
+    overlap: send under backward and forward; False waits at the end of the backward and of `step`.
+    bucket_cap_mb: MiB of gradients that travel together.
+    wire_dtype: dtype in which gradients and parameters travel, torch.bfloat16 for example; sums and
+        the optimizer's own copy of the parameters stay wide.
+    offload: keep the optimizer's copy, its state and what it steps in host memory, and step there.
+    num_grad_acc_iter: stage 1 sums in every so manieth backward only, the pipeline's number of
+        microbatches for example; stages 2 and 3, which have no room for whole gradients, in each.
+    reduce_op: "avg", or "sum".
+    reshard_after_forward: in stage 3, free parameters between forward and backward as well; all
+        ranks then run the same submodules.
+    whole: whether each parameter has one owner, for an optimizer that looks at whole ones; by
+        default so for all classes that are not known to be element-wise.
+    master_dtype: of the optimizer's copy of bf16 and fp16 parameters; torch.bfloat16: no copy.
+
+    A parameter's `.grad` is None once its gradient has left. `reducer.finish()` waits for the
+    sums, then in the `.grad` of what param_groups hold; `step` does so by itself, and uses them up.
+
+    Raises:
+        LayoutError: the optimizer cannot work on a part of the parameters.
+        ValueError: `stage` or `reduce_op` is none of those above.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        module: nn.Module | None = None,
+        *,
+        stage: int = 1,
+        group: Group | None = None,
+        layouts: Mapping[str, Layout] | None = None,
+        overlap: bool = True,
+        bucket_cap_mb: float | None = None,
+        wire_dtype: torch.dtype | None = None,
+        offload: bool = False,
+        replicas: Group | None = None,
+        num_grad_acc_iter: int = 1,
+        reduce_op: str = "avg",
+        reshard_after_forward: bool = False,
+        whole: bool | None = None,
+        master_dtype: torch.dtype | None = None,
+    ):
+        if stage not in (1, 2, 3):
+            raise ValueError(f"stage is {stage}; use 1, 2 or 3")
+        if reduce_op.lower() not in ("avg", "sum"):
+            raise ValueError(f"reduce_op is {reduce_op!r}; use 'avg' or 'sum'")
+        self.stage, self._module, self._overlap = stage, module, overlap
+        if offload:
+            check_offload(optimizer)
+        sharing = Sharing.over(group, replicas, layouts, reduce_op.lower() == "avg")
+        self._sharing = sharing
+        names = names_of(optimizer, module)
+        shared = self._share(optimizer, names)
+        split = [s.name for s in shared if sharing.is_split(s.name)]
+        owner_of = whole_owners(shared) if needs_whole(optimizer, whole, split) else None
+        self._cutter = Cutter(
+            stage,
+            sharing,
+            wire_dtype,
+            master_dtype,
+            self._need,
+            owner_of,
+            Offload if offload else None,
+        )
+        self._buckets: list[Sharded] = []
+        self._passage: Passage | None = None
+        self._in_step, self._num_stepped = False, 0
+        if module is not None:
+            sharing.equalise(module, {id(s.parameter) for s in shared})
+        self.reducer = Reducer(
+            packed(shared, int((bucket_cap_mb or DEFAULT_CAP_MIB) * MIB)),
+            cap_bytes=UNLIMITED_BYTES,
+            num_backwards=num_grad_acc_iter if stage == 1 else 1,
+            overlap=self._overlap,
+            carry=self._carry,
+        )
+        for b, bucket in enumerate(self._buckets):
+            bucket.carrier.next = [other.carrier for other in self._buckets[b + 1 : b + 1 + AHEAD]]
+            if stage > 1 and b >= AHEAD:
+                bucket.carrier.before = self._buckets[b - AHEAD].carrier
+        super().__init__(
+            optimizer, held_by_group(optimizer.param_groups, self._buckets, sharing, names)
+        )
+        self._stepping = Stepping(
+            optimizer, [[shard.tensor for shard in bucket.shards] for bucket in self._buckets]
+        )
+        # what another class does across parameters it must do once
+        self._by_bucket = type(optimizer).__module__.startswith("torch.optim.")
+        if module is not None:
+            module.register_forward_hook(Hook(self._watch))
+            module.register_state_dict_pre_hook(Hook(self._before_state_dict))
+            module.register_load_state_dict_pre_hook(Hook(self._before_state_dict))
+            module.register_load_state_dict_post_hook(Hook(self._loaded))
+            if stage == 3:
+                order = [bucket.parameters for bucket in reversed(self._buckets)]
+                self._passage = Passage(module, order, keeps=not reshard_after_forward)
+
+    # -- what callers use --------------------------------------------------------------
+
+    @property
+    def shards(self) -> list[Shard]:
+        """What this rank owns, a piece of a parameter each."""
+        return [shard for bucket in self._buckets for shard in bucket.shards]
+
+    def step(self, closure: Callable[[], object] | None = None):
+        """Wait for the sums, step what this rank owns, and begin to send the parameters around.
+
+        closure: computes the loss and its gradients; its value is returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with self._stepping.once():
+            self._step()
+        if not self._overlap:
+            self.finish()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, or set those to zero that there are."""
+        if any(bucket.carrier.launched for bucket in self._buckets):
+            self.reducer.finish()
+        for bucket in self._buckets:
+            if set_to_none:
+                bucket.carrier.drop()
+            else:
+                bucket.carrier.zero()
+
+    def finish(self) -> None:
+        """Wait until all parameters are whole and current on this rank.
+
+        In stage 3 all ranks call it, and they stay whole until the next backward or step.
+        """
+        if self._passage is not None:
+            self._passage.fetch_all()
+            return
+        for bucket in self._buckets:
+            bucket.parameters.arrive()
+
+    def refresh_masters(self) -> None:
+        """Set the optimizer's copies to the parameters, after somebody wrote to these."""
+        self.finish()
+        for bucket in self._buckets:
+            bucket.parameters.refresh()
+
+    # -- one step ----------------------------------------------------------------------
+
+    def _step(self) -> None:
+        if self._passage is None:
+            for bucket in reversed(self._buckets):
+                bucket.parameters.expect()
+        self._num_stepped, self._in_step = 0, self._by_bucket
+        try:
+            self.reducer.finish()
+        finally:
+            self._in_step = False
+        if not self._by_bucket:
+            self.inner.step()
+            for bucket in self._buckets:
+                bucket.carrier.stepped()
+        # what the forward reads first, and whose sum came last, goes first
+        for b in reversed(range(len(self._buckets))):
+            if self._by_bucket and self._num_stepped == 0:
+                self._step_bucket(b)
+            if self._passage is None and not (self._num_stepped and self._goes_early(b)):
+                self._buckets[b].parameters.send()
+        if self._passage is not None:
+            self._passage.stepped()
+
+    def _goes_early(self, bucket: int) -> bool:
+        """While the last sum comes in and is stepped, the link has the bucket before it."""
+        return bucket == len(self._buckets) - 2 and self._passage is None
+
+    def _left(self, bucket: int) -> None:
+        if self._passage is not None:
+            self._passage.used(self._buckets[bucket].parameters)
+
+    def _settled(self, bucket: int) -> None:
+        """The sums of a bucket are in its shards, in the order in which they were begun."""
+        self._cutter.wait()
+        if not self._in_step:
+            return
+        self._step_bucket(bucket)
+        self._num_stepped += 1
+        if self._goes_early(bucket):
+            self._buckets[bucket].parameters.send()
+
+    def _step_bucket(self, bucket: int) -> None:
+        self._stepping.step(bucket)
+        self._buckets[bucket].carrier.stepped()
+
+    # -- hooks -------------------------------------------------------------------------
+
+    def _watch(self, module: nn.Module, args: object, outputs: object) -> object:
+        return self.reducer.watch(outputs, wait=not self._overlap)
+
+    def _before_state_dict(self, *args: object) -> None:
+        self.finish()
+
+    def _need(self, parameters: Parameters) -> None:
+        if self._passage is not None:
+            self._passage.need(parameters)
+
+    def _loaded(self, module: nn.Module, incompatible: object) -> None:
+        self.refresh_masters()
+
+    def _settle(self) -> None:
+        self.reducer.finish()
+        for bucket in self._buckets:
+            bucket.parameters.arrive()
+
+    # -- at the start ------------------------------------------------------------------
+
+    def _share(self, optimizer: Optimizer, names: Mapping[int, str]) -> list[Shared]:
+        """The trained parameters, in the module's order."""
+        given = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        order = () if self._module is None else self._module.parameters()
+        ordered = {id(p): p for p in order if id(p) in given} | given
+        return [self._sharing.of(names[i], p) for i, p in ordered.items() if p.requires_grad]
+
+    def _carry(self, bucket: Bucket, members: Sequence[Shared]) -> Scattered:
+        number = len(self._buckets)
+        left, settled = partial(self._left, number), partial(self._settled, number)
+        self._buckets.append(self._cutter.cut(bucket, members, left, settled))
+        return self._buckets[-1].carrier

@@ -1,0 +1,125 @@
+"""The memory of one bucket's parameters: mine are stepped, everybody's are gathered.
+
+One rule: parameters are views of one flat tensor, of which I own a slice. Where the optimizer may
+work on that slice itself it does; else it works on `master`, a copy of the slice that is wider, or
+elsewhere, or there while the rest is freed, and each gather begins with writing it down.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from torchdistpackage.comm.primitives import Group, Pending, broadcast
+from torchdistpackage.comm.slices import expect_gather_slices
+from torchdistpackage.ddp.zero.absent import leave, present
+from torchdistpackage.ddp.zero.copies import Beside, Copies
+from torchdistpackage.ddp.zero.line import Line
+
+
+class Parameters:
+    """Takes over the parameters of `line`; afterwards they are views of `flat`.
+
+    master: dtype of the copy that the optimizer works on, None if it works on the slice itself.
+    copies: where that is. wire: dtype in which slices travel. need: told when somebody
+    reads a parameter that is freed, to `fetch` it or say why not.
+    """
+
+    def __init__(
+        self,
+        line: Line,
+        *,
+        replicas: Group | None = None,
+        master: torch.dtype | None = None,
+        copies: Copies | None = None,
+        wire: torch.dtype | None = None,
+        need: Callable[["Parameters"], None] | None = None,
+    ):
+        self.line, self._wire, self._need = line, wire, need
+        self._copies = copies or Beside()
+        self._held = [shared.parameter for shared in line.members]
+        self._kinds = [type(parameter) for parameter in self._held]
+        self.flat = self._held[0].detach().new_zeros(line.num_elements)
+        with torch.no_grad():
+            for parameter, view in zip(self._held, line.views(self.flat), strict=True):
+                view.copy_(parameter)
+                parameter.data = view
+            broadcast(self.flat, line.group)
+            if replicas is not None:
+                broadcast(self.flat, replicas)
+        self.slice = line.mine(self.flat)
+        self.master = None if master is None else self._copies.keep(self.slice, master)
+        self.refresh()
+        self._num_bytes = self.flat.untyped_storage().nbytes()
+        self._go: Callable[[], Pending] | None = None  # begins the gather that is expected
+        self._pending: Pending | None = None
+        self.is_free = False
+
+    @property
+    def values(self) -> Tensor:
+        """What the optimizer works on: the elements that I own."""
+        return self.slice if self.master is None else self.master
+
+    def refresh(self) -> None:
+        """Masters become what the parameters are."""
+        if self.master is not None:
+            self._copies.to_host(self.master, self.slice)
+            self._copies.wait()
+
+    def expect(self) -> None:
+        """Be ready for what others send; from here until `arrive` nobody reads the parameters."""
+        self.arrive()
+        line = self.line
+        self._go = expect_gather_slices(self.flat, line.bounds, line.group, wire=self._wire)
+
+    def send(self) -> None:
+        """The optimizer has stepped: begin the gather. Parameters are absent until `arrive`."""
+        self.changed()
+        self._start()
+        if self.line.group.size() > 1:
+            self._leave()
+
+    def arrive(self) -> None:
+        """Wait for the gather, if there is one."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+            for parameter, kind in zip(self._held, self._kinds, strict=True):
+                present(parameter, kind)
+
+    def free(self) -> None:
+        """Give back the memory of all but my master. Parameters are absent until `fetch`."""
+        if not self.is_free:
+            self.arrive()
+            self._leave()
+            self.is_free = True
+            # views that autograd keeps are of this storage, so it is the same that comes back
+            self.flat.untyped_storage().resize_(0)
+
+    def fetch(self) -> None:
+        """Begin to gather what was freed; all ranks of the group call it."""
+        if self.is_free:
+            self.flat.untyped_storage().resize_(self._num_bytes)
+            self.is_free = False
+            self._start()
+
+    def bring(self, parameter: nn.Parameter) -> None:
+        if self._need is not None:
+            self._need(self)
+        self.arrive()
+
+    def changed(self) -> None:
+        """A graph of before this step that is still alive must see that its weights changed."""
+        torch.autograd.graph.increment_version(self._held)
+
+    def _leave(self) -> None:
+        for parameter in self._held:
+            leave(parameter, self)
+
+    def _start(self) -> None:
+        if self._go is None:
+            self.expect()
+        if self.master is not None:
+            self._copies.to_device(self.master, self.slice)
+        assert self._go is not None
+        self._pending, self._go = self._go(), None

@@ -1,0 +1,165 @@
+"""A bucket whose sum is shared out: each rank ends with its own slice of it.
+
+One rule: the slice counts until the optimizer has stepped. Sums of several backwards before that
+add up; the first after it begins anew. `Shard.tensor.grad` is a view of it for every shard that
+some rank used, None for the others, just as one process has it.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.comm.primitives import Group, Pending, start_all_reduce
+from torchdistpackage.comm.slices import expect_reduce_slices
+from torchdistpackage.ddp.zero.copies import Beside, Copies
+from torchdistpackage.ddp.zero.incoming import Incoming
+from torchdistpackage.ddp.zero.line import Line
+from torchdistpackage.ddp.zero.marks import Marks
+from torchdistpackage.ddp.zero.shards import Shard
+
+
+class Scattered:
+    """Carrier of the gradients on `line`.
+
+    shards: mine, whose gradients these become. dtype: of the shards. freed: keep the slice alone
+    once it is made (stages 2 and 3). copies: of slices, if not beside them. wire: dtype in which
+    gradients travel. left, settled: called when they leave, and when the shards have their sum.
+    """
+
+    def __init__(
+        self,
+        line: Line,
+        shards: Sequence[Shard],
+        marks: Marks,
+        *,
+        dtype: torch.dtype,
+        freed: bool = False,
+        copies: Copies | None = None,
+        wire: torch.dtype | None = None,
+        replicas: Group | None = None,
+        left: Callable[[], object] = lambda: None,
+        settled: Callable[[], object] = lambda: None,
+    ):
+        self.line, self.shards = line, shards
+        self.next: Sequence[Scattered] = ()  # those that leave after it, as many as are expected
+        self.before: Scattered | None = None  # whose memory must be free by the time this leaves
+        self.gradients = Incoming(line, freed, self._begin)
+        self._slice = line.mine(self.gradients.flat)
+        self.gradients.free()
+        self._apart = freed or copies is not None or dtype != self._slice.dtype
+        self._copies: Copies = copies or Beside()
+        self.total = self._copies.keep(self._slice, dtype) if self._apart else self._slice
+        self._views = [shard.view(self.total) for shard in shards]
+        self._marks, self._first_mark = marks, marks.add(len(line.members))
+        self._wire, self._replicas = wire, replicas
+        self._left, self._settled = left, settled
+        self._divide = line.members[0].divide
+        self._without: list[int] = []
+        self._go: Callable[[], Pending] | None = None  # begins the sum that is expected
+        self._pending: Pending | None = None
+        self._landed = False
+        self._counts = False  # total is a sum that has not been stepped
+        self._stepped = False  # gradients of the shards are of a step that is over
+        self._before: Tensor | None = None  # the total, while its memory is used otherwise
+
+    @property
+    def launched(self) -> bool:
+        return self._pending is not None
+
+    def launch(self) -> None:
+        self._without = self.gradients.complete()
+        if self.before is not None:
+            self.before.land()
+        self.expect()
+        for carrier in self.next:
+            carrier.expect()
+        assert self._go is not None
+        self._pending, self._go = self._go(), None
+        self.gradients.release()
+        self._marks.leave(self._first_mark, len(self.line.members), self._without)
+        self._left()
+
+    def expect(self) -> None:
+        """Be ready for what others send of this bucket."""
+        if self._go is None:
+            line = self.line
+            self.gradients.have_memory()
+            self._go = expect_reduce_slices(
+                self.gradients.flat, line.bounds, line.group, wire=self._wire
+            )
+
+    def land(self) -> None:
+        """Wait for the sum over the group; if there are replicas, begin that over them."""
+        if self._pending is None or self._landed:
+            return
+        self._pending.wait()
+        self._landed = True
+        if self._replicas is not None:
+            self._pending = start_all_reduce(self._slice, self._replicas)
+        else:
+            self._add_up()
+
+    def settle(self) -> None:
+        self.land()
+        if self._replicas is not None:
+            assert self._pending is not None
+            self._pending.wait()
+            self._add_up()
+            self._marks.land()
+        self._pending, self._landed = None, False
+        for shard, view in zip(self.shards, self._views, strict=True):
+            if shard.place not in self._without or self._marks.used(self._first_mark + shard.place):
+                shard.tensor.grad = view
+            elif self._stepped:
+                shard.tensor.grad = None
+        self._stepped = False
+        self._settled()
+
+    def abandon(self) -> None:
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending, self._landed = None, False
+            self.drop()
+        self._marks.forget()
+
+    def stepped(self) -> None:
+        """The optimizer has used the gradients."""
+        self._counts, self._stepped = False, True
+
+    def drop(self) -> None:
+        """Forget all gradients, of the shards and of the parameters."""
+        for shard in self.shards:
+            shard.tensor.grad = None
+        if not self.gradients.empty:
+            self.gradients.release()
+            self.gradients.free()
+        self._counts, self._before = False, None
+
+    def zero(self) -> None:
+        """Set all gradients to zero that there are."""
+        for shard in self.shards:
+            if shard.tensor.grad is not None:
+                shard.tensor.grad.zero_()
+        if not self.gradients.empty:
+            self.gradients.zero()
+        self._stepped, self._before = False, None
+
+    def _begin(self) -> None:
+        """A gradient is about to come in."""
+        if self._counts and not self._apart:
+            self._before = self.total.clone()
+
+    def _add_up(self) -> None:
+        if self._divide > 1:
+            self._slice.div_(self._divide)
+        if self._before is not None:
+            self._slice.add_(self._before)
+            self._before = None
+        elif self._apart and self._counts:
+            self._copies.wait()
+            self.total.add_(self._slice.to(self.total))
+        elif self._apart:
+            self._copies.to_host(self.total, self._slice)
+        self.gradients.free()
+        self._counts = True

@@ -1,0 +1,103 @@
+"""What the inner optimizer works on here: pieces of parameters, each a parameter of its own.
+
+One rule: one shard is one piece of one parameter, so state, norms, checkpoints and the skipping of
+parameters that nobody used go by parameter, as without sharding.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.zero.cut import Piece, pieces
+from torchdistpackage.ddp.zero.line import Line
+from torchdistpackage.layout.layout import Layout
+
+
+@dataclass(frozen=True)
+class ShardPiece:
+    """Elements [start, stop) of `parameter` in memory order, `offset` into my slice of a bucket."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    offset: int
+    layout: Layout | None
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """The part of one parameter that this rank owns.
+
+    tensor: what the inner optimizer steps, 1-D, or of the parameter's shape where one rank owns
+        all of it; its `.grad` is set once the sum is here. whole: the latter.
+    shared: the parameter and the ranks that share it. place: of the parameter in its bucket.
+    """
+
+    tensor: nn.Parameter
+    shared: Shared
+    piece: ShardPiece
+    place: int
+    whole: bool
+
+    @property
+    def pieces(self) -> tuple[ShardPiece, ...]:
+        return (self.piece,)
+
+    @property
+    def name(self) -> str:
+        return self.piece.name
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.piece.parameter
+
+    @property
+    def start(self) -> int:
+        return self.piece.start
+
+    @property
+    def stop(self) -> int:
+        return self.piece.stop
+
+    @property
+    def layout(self) -> Layout | None:
+        return self.piece.layout
+
+    @property
+    def group(self) -> Group:
+        return self.shared.group
+
+    def view(self, slice_: Tensor) -> Tensor:
+        """My elements in a tensor that is laid out like my slice."""
+        if self.whole:
+            return self.shared.view(slice_, slice_.storage_offset() + self.piece.offset)
+        return slice_.narrow(0, self.piece.offset, self.stop - self.start)
+
+
+def make_shards(line: Line, values: Tensor, layouts: dict[str, Layout], whole: bool) -> list[Shard]:
+    """My shards of a bucket, in memory order; `values` are the elements that I own."""
+    group = line.members[0].group
+    order = line.order
+    offsets = [line.offsets[place] for place in order]
+    sizes = [line.members[place].parameter.numel() for place in order]
+    shards: list[Shard] = []
+    for piece in pieces(offsets, sizes, line.bounds, group.rank()):
+        place = order[piece.member]
+        shards.append(_shard(line, place, piece, values, layouts, whole))
+    return shards
+
+
+def _shard(
+    line: Line, place: int, piece: Piece, values: Tensor, layouts: dict[str, Layout], whole: bool
+) -> Shard:
+    shared = line.members[place]
+    layout = layouts.get(shared.name)
+    described = ShardPiece(
+        shared.name, shared.parameter, piece.start, piece.stop, piece.offset, layout
+    )
+    shard = Shard(nn.Parameter(values.new_empty(0)), shared, described, place, whole)
+    shard.tensor.data = shard.view(values)
+    return shard

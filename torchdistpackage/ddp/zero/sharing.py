@@ -1,0 +1,138 @@
+"""Which parameters of an optimizer are shared with whom: from a module, its layouts, and groups."""
+
+from collections.abc import Container, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.primitives import Group, ranks_of
+from torchdistpackage.comm.tpc import resolve_group, tpc
+from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.zero.units import Member, pack
+from torchdistpackage.layout.derive import BATCH_AXES, gradient_ranks, num_replicas
+from torchdistpackage.layout.layout import Layout
+
+
+@dataclass(frozen=True)
+class Packed(Shared):
+    """It travels with those that have its bucket number."""
+
+    bucket: int = 0
+
+    @property
+    def key(self) -> Hashable:
+        return super().key, self.bucket
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Parameters without layout are shared by `group` and copied over `replicas`.
+
+    mean: gradients are divided by the number of batches.
+    """
+
+    group: Group
+    replicas: Group | None
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    mean: bool = True
+    both: frozenset[int] = frozenset()
+
+    @classmethod
+    def over(
+        cls,
+        group: Group | None,
+        replicas: Group | None,
+        layouts: Mapping[str, Layout] | None,
+        mean: bool,
+    ) -> "Sharing":
+        """Collective over `replicas`, whose members learn what ranks the others share with."""
+        layouts = dict(layouts or {})
+        if group is None:
+            group = _batch_group()
+        both = frozenset(ranks_of(group))
+        if replicas is not None:
+            told = primitives.gather_objects(ranks_of(group), replicas)
+            both = frozenset(rank for ranks in told for rank in ranks)  # type: ignore[union-attr]
+        sharing = cls(group, replicas, layouts, mean, both)
+        if layouts:
+            tpc.groups.prepare(map(sharing.ranks, layouts.values()))
+        return sharing
+
+    def ranks(self, layout: Layout) -> tuple[int, ...]:
+        """Over which this gradient is summed."""
+        return gradient_ranks(layout, tpc.topology.view(layout.view), tpc.rank)
+
+    def of(self, name: str, parameter: nn.Parameter) -> Shared:
+        layout = self.layouts.get(name)
+        if layout is None:
+            copies = 1 if self.replicas is None else self.replicas.size()
+            return Shared(name, parameter, self.group, self._divide(self.group.size() * copies))
+        ranks = self.ranks(layout)
+        group = self.group if frozenset(ranks) == self.both else tpc.groups.of(ranks)
+        batches = num_replicas(layout, tpc.topology.view(layout.view))
+        return Shared(name, parameter, group, self._divide(batches), last=len(layout.stages) > 1)
+
+    def replicas_of(self, shared: Shared) -> Group | None:
+        """Ranks with a copy of this rank's shard."""
+        return self.replicas if ranks_of(shared.group) == ranks_of(self.group) else None
+
+    def is_split(self, name: str) -> bool:
+        """Whether this rank holds a part of the parameter only."""
+        return name in self.layouts and bool(self.layouts[name].split_axes)
+
+    def equalise(self, module: nn.Module, trained: Container[int]) -> None:
+        """Set buffers, and parameters whose id is not in `trained`, to those of the first rank."""
+        with torch.no_grad():
+            for name, p in module.named_parameters():
+                if id(p) not in trained:
+                    _follow(p, self.of(name, p).group, self.replicas)
+            for buffer in module.buffers():
+                _follow(buffer, self.group, self.replicas)
+
+    def _divide(self, batches: int) -> int:
+        return batches if self.mean else 1
+
+
+def packed(shared: Sequence[Shared], cap_bytes: int) -> list[Packed]:
+    """The same, each with its bucket."""
+    members = [
+        Member(
+            s.name.rpartition(".")[0] or s.name, s.parameter.numel() * s.sum_dtype.itemsize, s.key
+        )
+        for s in shared
+    ]
+    return [
+        Packed(s.name, s.parameter, s.group, s.divide, s.last, bucket=bucket)
+        for s, bucket in zip(shared, pack(members, cap_bytes), strict=True)
+    ]
+
+
+def names_of(optimizer: Optimizer, module: nn.Module | None) -> dict[int, str]:
+    """id of a parameter -> the module's name for it, else the optimizer's, else its number."""
+    names: dict[int, str] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        known = group.get("param_names") or [
+            f"group {number} parameter {i}" for i in range(len(group["params"]))
+        ]
+        names |= {id(p): name for p, name in zip(group["params"], known, strict=True)}
+    if module is not None:
+        names |= {id(p): name for name, p in module.named_parameters()}
+    return names
+
+
+def _batch_group() -> Group:
+    """Ranks that see different tokens: tpc's data and context axes, else everybody."""
+    if tpc.is_set:
+        return tpc.groups.along(tpc.topology.dense, BATCH_AXES)
+    return resolve_group(None, "data")
+
+
+def _follow(x: Tensor, group: Group, replicas: Group | None) -> None:
+    if x.numel():
+        same = primitives.broadcast(x.contiguous(), group)
+        if replicas is not None:
+            primitives.broadcast(same, replicas)
+        x.copy_(same)

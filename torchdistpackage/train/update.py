@@ -1,0 +1,126 @@
+"""From summed gradients to new weights: their norm, one factor for mean and clip, one step.
+
+One rule: nothing waits for the device. Whether the numbers of all ranks are finite is known there
+first, so the step is left out there: the optimizer's kernels take a flag and touch nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from torchdistpackage.checkpoint.parts import Place, Sharded
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.layout.derive import owns
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.optim.clip import scale_gradients
+from torchdistpackage.optim.lr import warmup_cosine
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """One gradient after the sum, `holder.grad`: whole, or the part that ZeRO leaves to this rank.
+
+    speaks: it counts for the norm of the whole model.
+    """
+
+    name: str
+    holder: Tensor
+    speaks: bool
+
+
+def summed(
+    stage: nn.Module,
+    layouts: Mapping[str, Layout],
+    place: Place,
+    optimizer: torch.optim.Optimizer | None,
+) -> tuple[Summed, ...]:
+    """Every gradient that this rank holds after the sum, in the order of its parameters."""
+    trained = [(layouts[n], p) for n, p in stage.named_parameters() if p.requires_grad]
+    if isinstance(optimizer, Sharded):
+        layout_of = {parameter: layout for layout, parameter in trained}
+        order = {parameter: i for i, (_, parameter) in enumerate(trained)}
+        shards = sorted(optimizer.shards, key=lambda shard: order[shard.parameter])
+        pairs = [(layout_of[shard.parameter], shard) for shard in shards]
+        return tuple(Summed(x.name, s.tensor, place.speaks(x, s)) for x, s in pairs)
+    view = place.topology.view
+    return tuple(Summed(x.name, p, owns(x, view(x.view), place.rank)) for x, p in trained)
+
+
+class Update:
+    """The update of one rank. optimizer: None for a stage without parameters.
+
+    inner: the optimizer that updates, where `optimizer` shards for it.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        gradients: Sequence[Summed],
+        optimizer: torch.optim.Optimizer | None,
+        inner: torch.optim.Optimizer | None,
+        device: torch.device,
+    ):
+        self._config, self._optimizer, self._inner = config, optimizer, inner
+        self._gradients = gradients
+        self._holders = [g.holder for g in gradients]
+        self._wide = torch.float64 if device.type == "cpu" else torch.float32
+        self._none = torch.zeros(0, dtype=self._wide, device=device)
+        speaks = [float(g.speaks) for g in gradients]
+        self._counts = torch.tensor(speaks, dtype=self._wide, device=device)
+        self.names: list[str] = []
+        self._halted = torch.zeros((), dtype=torch.float32, device=device)
+
+    def measure(self) -> tuple[Tensor, Tensor]:
+        """(sum of the squares of what I speak for, norm of each gradient in `names`).
+
+        One that is not finite makes the sum so, whoever speaks for it.
+        """
+        grads = {i: g for i, x in enumerate(self._gradients) if (g := x.holder.grad) is not None}
+        if not grads:
+            self.names = []
+            return self._none.sum(), self._none
+        self.names = [self._gradients[i].name for i in grads]
+        found = torch._foreach_norm(list(grads.values()), 2.0)
+        norms = torch.stack([norm.to(self._wide) for norm in found])
+        counts = self._counts
+        if len(grads) < len(counts):
+            counts = torch.stack([counts[i] for i in grads])
+        return (norms.square() * counts).sum(), norms
+
+    def step(self, step: int, loss: Tensor, tokens: Tensor, power: Tensor) -> float:
+        """Follow the gradients of sums as those of the mean; the learning rate of the step.
+
+        loss, tokens, power: of all ranks. If one is not finite nothing is updated, and under
+        `train.on_nonfinite: stop` nothing ever after.
+        """
+        section = self._config.optim
+        lr = section.lr * warmup_cosine(
+            step - 1,
+            warmup_steps=section.warmup_steps,
+            num_steps=self._config.train.steps,
+            min_ratio=section.min_lr_ratio,
+        )
+        if self._optimizer is None or self._inner is None:
+            return lr
+        scale_gradients(self._holders, self._factor(tokens, power))
+        finite = torch.stack([loss, tokens, power]).isfinite().all()
+        broken = torch.maximum(self._halted, (~finite).float())
+        if self._config.train.on_nonfinite == "stop":
+            self._halted = broken
+        # what torch's own gradient scaler sets, read by its fused kernels
+        self._inner.found_inf = broken
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        return lr
+
+    def _factor(self, tokens: Tensor, power: Tensor) -> Tensor:
+        """From gradients of sums to those of the mean, clipped to optim.clip."""
+        factor = 1.0 / tokens.clamp(min=1)
+        clip = self._config.optim.clip
+        if not clip:
+            return factor
+        norm = power.sqrt() * factor
+        return factor * (clip / (norm + 1e-6)).clamp(max=1.0)
