@@ -49,6 +49,7 @@ NAMES: dict[str, str] = {
     "RunConfig": "config.schema:RunConfig",
     "load_config": "config.load:load",
     # a training step
+    "data_parallel": "ddp.data_parallel:data_parallel",
     "NaiveDDP": "ddp.naive_ddp:NaiveDDP",
     "bf16_compress": "ddp.compress:bf16_compress",
     "fp16_compress": "ddp.compress:fp16_compress",

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.data_parallel.models import Case
 from torchdistpackage.ddp.compress import bf16_compress
+from torchdistpackage.ddp.data_parallel import data_parallel
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 
@@ -114,6 +115,15 @@ def zero(model: nn.Module, case: Case, **options: object) -> Trained:
     return Trained(model, optimizer, finish=optimizer.finish)
 
 
+def chosen(model: nn.Module, case: Case) -> Trained:
+    batch = case.draw(torch.Generator().manual_seed(0))
+    trained, optimizer = data_parallel(
+        model, adamw(model.parameters()), lambda net: case.loss(net, *batch)
+    )
+    shares = isinstance(optimizer, ZeroOptimizer)
+    return Trained(trained, optimizer, finish=optimizer.finish if shares else None)
+
+
 ALONE = "no communication"
 SIDES = {
     ALONE: Side(alone, tolerance=None),
@@ -133,6 +143,7 @@ SIDES = {
     "ZeRO-1": Side(partial(zero, stage=1)),
     "ZeRO-2": Side(partial(zero, stage=2)),
     "ZeRO-3": Side(partial(zero, stage=3)),
+    "ZeRO, chosen": Side(chosen, warm_up_steps=4),
     "ZeRO-1, bf16 wire": Side(partial(zero, stage=1, wire_dtype=torch.bfloat16), BF16, share=0.5),
 }
 CAPS = {f"torch DDP, {cap} MiB": Side(partial(torch_ddp, cap_mb=cap)) for cap in (1, 2, 4, 8)}

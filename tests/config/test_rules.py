@@ -57,13 +57,6 @@ def run(**values: Any) -> RunConfig:
             "parallel.expert=2 is not available yet",
         ),
         (
-            {"parallel__zero": 3, "parallel__pipe": 2},
-            None,
-            "parallel.zero",
-            "the first and the last of parallel.pipe=2 stages wait for each other to gather the "
-            "weight that model.tied=true gives to both; set zero to 2, tied to false, or pipe to 1",
-        ),
-        (
             {"precision__dtype": "bf16", "precision__weights": "bf16"},
             None,
             "precision.weights",

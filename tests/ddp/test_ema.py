@@ -229,6 +229,22 @@ def test_wrappers_change_no_name_and_averages_can_be_tried_out(ranks):
     ranks(2).run(wrapped)
 
 
+def changed_module() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    ema = ShardedEMA(net)
+    ema.update(net, decay=0.5)
+    net[1] = nn.Linear(2, 2)
+    ema.update(net, decay=0.0)
+    ema.verify_with_gt(net)
+    net.append(nn.Linear(2, 3))
+    with pytest.raises(LayoutError, match=r"2\.weight of shape \(3, 2\) was not in the model"):
+        ema.update(net)
+
+
+def test_replaced_layers_are_followed_and_new_ones_refused_by_name(ranks):
+    ranks(2).run(changed_module)
+
+
 def with_zero(stage: int) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double()

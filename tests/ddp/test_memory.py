@@ -138,3 +138,33 @@ def zero_states(stage: int, dtype: torch.dtype) -> None:
 )
 def test_zero_states_are_one_nth_and_at_most_two_percent_more(ranks, size, stage, dtype):
     ranks(size).run(zero_states, stage, dtype)
+
+
+def even_layers() -> nn.Module:
+    return nn.Sequential(nn.Unflatten(1, (4, DIM)), *(nn.Linear(DIM, DIM) for _ in range(24)))
+
+
+def zero_at_its_worst(stage: int) -> None:
+    """Whole are parameters, which the forward reads, and in stage 1 gradients; all else is 1/n, or
+    of the few buckets that are under way."""
+    meter, size = Meter(), dist.get_world_size()
+    model = meter.run(even_layers)
+    adamw = torch.optim.AdamW(model.parameters(), foreach=False)
+    optimizer = meter.run(ZeroOptimizer, adamw, model, stage=stage, bucket_cap_mb=0.07)
+    whole, bucket = 4 * num_elements(model), 4 * (DIM + 1) * DIM
+    kept = (
+        whole + 2 * whole / size + bucket
+    )  # parameters, state, a gradient that has just been made
+    if stage == 1:
+        kept += whole + whole * (size - 1) / size  # gradients, and what is to be added to mine
+    else:
+        kept += whole / size * (stage - 1)  # sums; in stage 3 what is stepped too
+        kept += 5 * bucket + 3 * bucket * (size - 1) / size  # here or expected; on their way to me
+    worst = [train(meter, model, optimizer) for _ in range(2)]
+    assert worst[stage > 1] <= kept * ROUNDED_UP, "in stages 2 and 3 not in the first step"
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_at_its_worst_holds_what_the_stage_says(ranks, size, stage):
+    ranks(size).run(zero_at_its_worst, stage)

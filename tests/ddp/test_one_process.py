@@ -145,3 +145,35 @@ def exception_then_good_step() -> None:
 
 def test_a_good_step_follows_an_exception_in_the_middle_of_backward(ranks):
     ranks(2).run(exception_then_good_step)
+
+
+def moved(net: torch.nn.Module) -> None:
+    net.float().double()
+
+
+def replaced(net: torch.nn.Module) -> None:
+    for parameter in net.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data = parameter.grad.data * 0.5
+
+
+def gradients_with_other_memory(change, set_to_none: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = batches(size)[0, 0]
+    mine = x[rank * PER_RANK : (rank + 1) * PER_RANK]
+    one, ddp = build("plain"), NaiveDDP(build("plain"), bucket_cap_mb=0.0002)
+    for _ in range(3):
+        for net, part in ((one, x), (ddp, mine)):
+            net.zero_grad(set_to_none=set_to_none)
+            net(part).square().mean().backward()
+        expect_same(
+            [{n: p.grad for n, p in ddp.module.named_parameters()}],
+            [{n: p.grad for n, p in one.named_parameters()}],
+        )
+        change(one), change(ddp)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("change", [moved, replaced])
+def test_gradients_that_were_given_other_memory_come_back(ranks, change, set_to_none):
+    ranks(2).run(gradients_with_other_memory, change, set_to_none)

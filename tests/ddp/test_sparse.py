@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm.record import calls
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
+from torchdistpackage.errors import CommError
 
 VOCAB, DIM = 50, 4
 
@@ -96,3 +97,42 @@ def penalised(num_grad_acc_iter: int) -> None:
 @pytest.mark.parametrize("num_grad_acc_iter", [1, 2])
 def test_a_gradient_penalty_reduces_once(ranks, num_grad_acc_iter):
     ranks(2).run(penalised, num_grad_acc_iter)
+
+
+class Unannounced(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Parameter(torch.ones(VOCAB, DIM))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return nn.functional.embedding(tokens, self.words, sparse=True)
+
+
+def unannounced() -> None:
+    ddp = NaiveDDP(Unannounced())
+    with pytest.raises(CommError, match=r"words has a sparse gradient.*sparse=False"):
+        ddp(tokens_of(0, 0)).sum().backward()
+
+
+def test_a_sparse_gradient_that_no_embedding_announced_is_refused_by_name(ranks):
+    ranks(2).run(unannounced)
+
+
+def asked_by_one_rank() -> None:
+    """A slope by the inputs, inside `no_sync`, is nobody's backward."""
+    torch.manual_seed(0)
+    net = nn.Linear(DIM, 1).double()
+    ddp, order = NaiveDDP(net, num_grad_acc_iter=2), []
+    ddp.reducer.on_launch = order.append
+    x = torch.ones(3, DIM, dtype=torch.float64, requires_grad=True)
+    if dist.get_rank() == 0:
+        with ddp.no_sync():
+            torch.autograd.grad(ddp(x).sum(), x)
+    ddp(x.detach()).sum().backward()
+    assert not order and not net.weight.grad.ne(3).any()
+    ddp(x.detach() * dist.get_rank()).sum().backward()
+    assert order == [0] and not net.weight.grad.ne(4.5).any()
+
+
+def test_a_slope_by_the_inputs_inside_no_sync_counts_as_no_backward(ranks):
+    ranks(2).run(asked_by_one_rank)

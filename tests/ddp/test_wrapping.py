@@ -1,6 +1,8 @@
 """What wrapping keeps and sets: sums, dtypes, strides, buffers, names, groups."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 
 from tests.ddp.one_process import DIM, build
 from torchdistpackage.comm import primitives
+from torchdistpackage.ddp import equal
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.replicas import check_replicas
 from torchdistpackage.errors import CommError
@@ -69,6 +72,87 @@ def test_buffers_follow_the_first_rank_before_each_training_forward(ranks):
     ranks(2).run(buffers_follow)
 
 
+class Sent:
+    """Stands for `primitives.broadcast`; notes what it sends."""
+
+    def __init__(self):
+        self.send, self.sizes = primitives.broadcast, []
+
+    def __call__(self, x: torch.Tensor, *args: object) -> torch.Tensor:
+        self.sizes.append(x.numel())
+        return self.send(x, *args)
+
+
+def many_at_a_time() -> None:
+    torch.manual_seed(dist.get_rank())
+    norms = [nn.BatchNorm1d(DIM) for _ in range(9)]
+    net = nn.Sequential(*norms, nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last))
+    net.register_buffer("none", torch.empty(0))
+    net.register_buffer("turned", torch.randn(2, 5).t())
+    net.register_buffer("large", torch.randn(equal.MESSAGE_BYTES // 4 - 1))
+    net.forward = nn.Sequential(*norms).forward
+    sent = Sent()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(primitives, "broadcast", sent)
+        ddp = NaiveDDP(net)
+        first = sum(p.numel() for p in net.parameters()) + net.turned.numel()
+        assert sorted(sent.sizes) == [9, 9 * 2 * DIM, first, net.large.numel()]
+        check_replicas(ddp.replicas())
+        sent.sizes.clear()
+        net.large = None
+        out = ddp(torch.randn(4, DIM))
+        assert sorted(sent.sizes) == [9, 9 * 2 * DIM + 10]
+    (out + ddp(torch.randn(4, DIM))).sum().backward()  # whose graph knows the buffers
+
+
+def test_what_is_equalised_travels_many_tensors_at_a_time(ranks):
+    ranks(2).run(many_at_a_time)
+
+
+class Versioned(nn.Linear):
+    """Has extra state, and a version that its states must bring."""
+
+    _version = 3
+    loaded: object = None
+
+    def get_extra_state(self) -> object:
+        return self.loaded
+
+    def set_extra_state(self, state: object) -> None:
+        self.loaded = state
+
+    def _load_from_state_dict(self, state, prefix, local, *rest):
+        assert local.get("version") == 3
+        super()._load_from_state_dict(state, prefix, local, *rest)
+
+
+class Outer(nn.Module):
+    """A child has the name that the wrapper's has."""
+
+    def __init__(self):
+        super().__init__()
+        self.module, self.other = Versioned(2, 2), Versioned(2, 2)
+
+
+def extra_state() -> None:
+    for build_one in (lambda: Versioned(2, 2), lambda: nn.Sequential(Versioned(2, 2)), Outer):
+        plain = build_one()
+        for number, part in enumerate(m for m in plain.modules() if isinstance(m, Versioned)):
+            part.loaded = number + 1
+        saved = NaiveDDP(plain).state_dict()
+        assert saved.keys() == plain.state_dict().keys()
+        for target in (build_one(), NaiveDDP(build_one())):
+            for state in (saved, plain.state_dict()):
+                target.load_state_dict(state)
+                parts = [m for m in target.modules() if isinstance(m, Versioned)]
+                assert [m.loaded for m in parts] == [n + 1 for n in range(len(parts))]
+                assert torch.equal(parts[-1].weight, list(plain.modules())[-1].weight)
+
+
+def test_extra_state_and_versions_load_into_wrappers_and_plain_modules(ranks):
+    ranks(1).run(extra_state)
+
+
 def names_are_the_modules() -> None:
     plain = build("plain")
     ddp = NaiveDDP(copy.deepcopy(plain))
@@ -83,6 +167,40 @@ def names_are_the_modules() -> None:
 
 def test_state_dict_has_the_names_of_the_module(ranks):
     ranks(1).run(names_are_the_modules)
+
+
+def fewer_microbatches() -> None:
+    """Six with num_grad_acc_iter=4: two are left over, and four come after them."""
+    layer = nn.Linear(1, 1, bias=False).double()
+    ddp, x = NaiveDDP(layer, num_grad_acc_iter=4), torch.ones(1, 1, dtype=torch.float64)
+    for number, total in ((4, 4), (2, 2), (4, 4)):
+        ddp.zero_grad()
+        for _ in range(number):
+            ddp(x * dist.get_rank()).sum().backward()
+        if number < 4:
+            assert layer.weight.grad.item() == total * dist.get_rank()
+            ddp.reduce_gradients()
+        assert layer.weight.grad.item() == total * (dist.get_world_size() - 1) / 2
+
+
+def test_microbatches_left_over_are_reduced_by_hand(ranks):
+    ranks(2).run(fewer_microbatches)
+
+
+def wrapped_again() -> None:
+    net = nn.Sequential(nn.Embedding(64, 2), nn.Linear(2, 2))
+    for _ in range(2):
+        ddp = NaiveDDP(net, embedding_rows=True)
+        ddp(torch.tensor([dist.get_rank()])).sum().backward()
+        gone = weakref.ref(ddp), weakref.ref(ddp.reducer)
+        del ddp
+        gc.collect()
+        assert [ref() for ref in gone] == [None, None]
+        assert not net[1].weight._post_accumulate_grad_hooks
+
+
+def test_a_wrapper_that_is_dropped_goes_with_its_hooks(ranks):
+    ranks(2).run(wrapped_again)
 
 
 def group_not_at_zero() -> None:
@@ -134,6 +252,19 @@ def unlike_modules() -> None:
 
 def test_modules_that_differ_between_ranks_are_refused_on_all_of_them(ranks):
     ranks(3).run(unlike_modules)
+
+
+def not_to_be_sent() -> None:
+    with pytest.raises(CommError, match=r"0\.weight is not yet initialised: run one forward"):
+        NaiveDDP(nn.Sequential(nn.LazyLinear(3)))
+    net = nn.Linear(2, 2)
+    net.register_buffer("ones", torch.ones(1).expand(3))
+    with pytest.raises(CommError, match=r"ones, \(3,\) float32 expanded, .* ones\.clone\(\)"):
+        NaiveDDP(net)
+
+
+def test_lazy_parameters_and_expanded_buffers_are_refused_by_name(ranks):
+    ranks(2).run(not_to_be_sent)
 
 
 def bit_flipped() -> None:

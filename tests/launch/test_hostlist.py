@@ -83,10 +83,10 @@ def test_the_largest_list_is_one_full_range():
     ids=["range", "product", "name", "ranges", "digits", "padding", "open", "sum"],
 )
 def test_a_list_that_explodes_is_refused_before_it_is_built(text):
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(LaunchError) as error:
         expand(text)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
     assert len(str(error.value)) < 1000
 
 

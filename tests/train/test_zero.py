@@ -22,16 +22,9 @@ REFERENCES: dict[tuple[str, ...], tuple] = {}
 
 def matrix():
     for stage in STAGES:
-        for case, (degrees, _, tied) in CASES.items():
-            if stage == 3 and tied and degrees["pipe"] > 1:
-                continue
+        for case in CASES:
             marks = [] if case in SMALL_SET else [pytest.mark.full]
             yield pytest.param(case, stage, id=f"{case}-zero{stage}", marks=marks)
-
-
-def test_what_is_left_out_of_the_matrix_is_refused():
-    with pytest.raises(ValueError, match="wait for each other"):
-        parity.config(["parallel.zero=3", "parallel.pipe=2", "model.tied=true"])
 
 
 def two_steps(extra: list[str]) -> tuple[parity.Held, parity.Held, list[float]]:
@@ -84,6 +77,7 @@ def hundred_steps(extra: list[str]) -> tuple[parity.Held, list[float]]:
         pytest.param(1, 1, marks=pytest.mark.full),
         pytest.param(2, 1, marks=pytest.mark.full),
         pytest.param(2, 2),
+        pytest.param(2, 3, marks=pytest.mark.full),
     ],
 )
 def test_tied_weights_stay_equal_to_the_bit_for_100_steps(ranks, data, stage):

@@ -78,7 +78,11 @@ def expect_reduce_slices(
         return partial(Pending, flat)
     cut = _Cut("sum", flat, as_added(flat), bounds, group, wire)
     if calls.line(group).direct:
-        rooms = [cut.mine.new_empty(cut.mine.shape, dtype=cut.wire) for _ in cut.parts]
+        mine = cut.mine
+        rooms = [
+            part[:0] if part is mine else torch.empty_like(mine, dtype=cut.wire)
+            for part in cut.parts
+        ]
         tag = expected_tag(EXPECTED_SUMMED, group)
         works = post_receives(rooms, group, tag)
         return partial(cut.start, "reduce_scatter", partial(cut.add, rooms), _send, works, cut, tag)

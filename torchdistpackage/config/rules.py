@@ -126,18 +126,6 @@ def _pipe_has_pieces(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
-@reads("parallel.zero", "parallel.pipe", "model.tied", "model.name")
-def _stage_3_has_whole_ties(c: RunConfig, world_size: int | None) -> str | None:
-    zero, pipe = c.parallel.zero, c.parallel.pipe
-    if zero < 3 or pipe == 1 or not c.model.tied or c.model.name is None:
-        return None
-    return (
-        f"parallel.zero={zero} would have the first and the last of parallel.pipe={pipe} stages "
-        f"wait for each other to gather the weight that model.tied=true gives to both; set zero to "
-        f"2, tied to false, or pipe to 1"
-    )
-
-
 @reads("precision.weights", "precision.dtype", "parallel.zero")
 def _narrow_weights_have_copies(c: RunConfig, world_size: int | None) -> str | None:
     if c.precision.weights != "bf16":
@@ -260,7 +248,6 @@ RULES: tuple[Rule, ...] = (
     _hidden_over_tensor,
     _sequence_over_tensor,
     _pipe_has_pieces,
-    _stage_3_has_whole_ties,
     _narrow_weights_have_copies,
     _model_is_named_once,
     _model_keys_are_read,

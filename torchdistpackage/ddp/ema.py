@@ -18,6 +18,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.objects import broadcast_tensors
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
+from torchdistpackage.ddp.membership import Membership
 from torchdistpackage.ddp.owned import Owned, receive_all, send_all
 from torchdistpackage.ddp.partition import share_out
 from torchdistpackage.ddp.plain import aliases, plain_module
@@ -66,6 +67,7 @@ class ShardedEMA:
             self._buffers = {name: b.detach().clone() for name, b in buffers.items()}
         self._aliases = {more: name for more, name in aliases(module).items() if more in saved}
         self._known: nn.Module | None = None
+        self._membership: Membership | None = None
         self._places: Places = []
         self._buffer_places: Places = []
 
@@ -79,14 +81,11 @@ class ShardedEMA:
             copied.
 
         Raises:
-            LayoutError: a parameter is not there or has another shape, as one whose elements a
-                sharded optimizer has put elsewhere.
+            LayoutError: a parameter is not there, is new, or has another shape, as one whose
+                elements a sharded optimizer has put elsewhere.
         """
-        if model is not self._known:
-            module = plain_module(model)
-            self._places = _find(self._averages, module, "_parameters")
-            self._buffer_places = _find(self._buffers, module, "_buffers")
-            self._known = model
+        if model is not self._known or self._membership.has_changed():
+            self._look_up(model)
         alike: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
         for name, average, holder, key in self._places:
             parameter = holder[key]
@@ -103,6 +102,20 @@ class ShardedEMA:
         if self._buffers:
             now = [holder[key] for _, _, holder, key in self._buffer_places]
             torch._foreach_copy_(list(self._buffers.values()), now)
+
+    def _look_up(self, model: nn.Module) -> None:
+        """Find what is averaged in this model, as it is now."""
+        module = plain_module(model)
+        places = _find(self._averages, module, "_parameters")
+        buffer_places = _find(self._buffers, module, "_buffers")
+        for name, parameter in module.named_parameters():
+            if name not in self._owned:
+                raise LayoutError(
+                    f"{name} of shape {tuple(parameter.shape)} was not in the model when its "
+                    f"averages began; make a ShardedEMA of the model as it is now"
+                )
+        self._places, self._buffer_places = places, buffer_places
+        self._known, self._membership = model, Membership(module)
 
     @contextmanager
     def applied_to(self, model: nn.Module) -> Iterator[None]:

@@ -7,6 +7,7 @@ Nothing needs to be called after `loss.backward()`; it returns with reduced grad
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +19,16 @@ from torchdistpackage.ddp.buckets import Bucket
 from torchdistpackage.ddp.carrier import AllReduced, Carrier
 from torchdistpackage.ddp.compress import Hook
 from torchdistpackage.ddp.embeddings import Embeddings
+from torchdistpackage.ddp.equal import equalise
 from torchdistpackage.ddp.fit import Fit
 from torchdistpackage.ddp.membership import Membership
 from torchdistpackage.ddp.order import DEFAULT_CAP_BYTES, MIB
+from torchdistpackage.ddp.outputs import tensors_in
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.replicas import Replica, agree
 from torchdistpackage.ddp.shared import Shared
 from torchdistpackage.ddp.wrapper import Wrapper
+from torchdistpackage.errors import CommError
 from torchdistpackage.layout.derive import gradient_ranks, num_replicas
 from torchdistpackage.layout.layout import Layout
 
@@ -55,7 +59,8 @@ class NaiveDDP(Wrapper):
     broadcast_buffers: before each training forward buffers follow the group's first rank.
     comm_hook: how buckets travel (compress.py); by default in full.
     fp32_grads: leave gradients of bf16 and fp16 parameters in fp32, in which they are summed, for
-        an optimizer that takes them so; else `.grad` is a copy in the parameter's dtype.
+        an optimizer that takes them so, as torch's SGD, Muon and Adafactor do and its Adam and
+        AdamW do not; else `.grad` is a copy in the parameter's dtype.
     keep_order: buckets as registered and of one size, not as gradients are seen to come, so that
         the calls of a step are those of a plan on paper.
     embedding_rows: gradients of lookups in `nn.Embedding` travel as rows, where these are few.
@@ -69,7 +74,8 @@ class NaiveDDP(Wrapper):
     `load_state_dict` use the module's own names.
 
     Raises:
-        CommError: `dp_rank0` is not in a parameter's group, or modules differ between ranks.
+        CommError: `dp_rank0` is not in a parameter's group, or modules differ between ranks; in
+            a training forward: it returns no tensor.
         ValueError: `reduce_op` is neither "avg" nor "sum".
     """
 
@@ -124,7 +130,21 @@ class NaiveDDP(Wrapper):
             self.refresh()
         if self.broadcast_buffers and self.training and not self._reducer.held:
             self.follow_buffers()
-        return self._reducer.watch(self.module(*args, **kwargs))
+        outputs = self.module(*args, **kwargs)
+        if self.training and torch.is_grad_enabled() and not self._reducer.held:
+            self._check_reachable(outputs)
+        return self._reducer.watch(outputs)
+
+    def _check_reachable(self, outputs: object) -> None:
+        """No backward could be seen to come if there were no tensor to hook."""
+        if isinstance(outputs, Tensor) or not self._reducer.parameters or tensors_in(outputs):
+            return
+        raise CommError(
+            f"the forward of {type(self.module).__name__} returned {type(outputs).__name__}, in "
+            f"which NaiveDDP finds no tensor, so that no backward would reduce; return tuples, "
+            f"lists, dicts or dataclasses of tensors, or call it under no_sync() and "
+            f"reduce_gradients() after the backward"
+        )
 
     @property
     def reducer(self) -> Reducer:
@@ -141,10 +161,7 @@ class NaiveDDP(Wrapper):
         known = {id(parameter) for parameter in self.reducer.parameters}
         replicas = self.replicas()
         agree(replicas)
-        with torch.no_grad():
-            for _, tensor, group in replicas:
-                if id(tensor) not in known:
-                    self._equalise(tensor, group)
+        equalise((r for r in replicas if id(r.tensor) not in known), self.source)
         self._start()
 
     @contextmanager
@@ -162,25 +179,16 @@ class NaiveDDP(Wrapper):
 
     def broadcast_params(self) -> None:
         """Set parameters and buffers, frozen ones too, to those of their group's first rank."""
-        with torch.no_grad():
-            for _, tensor, group in self.replicas():
-                self._equalise(tensor, group)
+        equalise(self.replicas(), self.source)
 
     def follow_buffers(self) -> None:
         """Set buffers to those of global rank `source`, by default the group's first."""
-        with torch.no_grad():
-            for name, buffer in self.module.named_buffers():
-                if name not in self._ignored:
-                    self._equalise(buffer, self.group)
+        equalise(self._own_buffers(), self.source)
 
     def replicas(self) -> list[Replica]:
         """All that ranks hold alike, and which ranks: parameters, frozen ones too, and buffers."""
         found = [Replica(n, p, self._get_group(n, p)) for n, p in self._own_parameters()]
-        return found + [
-            Replica(name, buffer, self.group)
-            for name, buffer in self.module.named_buffers()
-            if name not in self._ignored
-        ]
+        return found + self._own_buffers()
 
     # -- what is reduced, and how ----------------------------------------------------------
 
@@ -190,11 +198,12 @@ class NaiveDDP(Wrapper):
             self._embeddings.remove()
         trained = [(n, p) for n, p in self._own_parameters() if p.requires_grad]
         shared = [s for s in (self._share(n, p) for n, p in trained) if _must_be_owned(s)]
+        me = ref(self)  # hooks of embeddings stay when this goes, and must not keep it
         self._embeddings = Embeddings(
             self.module,
             shared,
             lookups=self._embedding_rows,
-            counts=lambda: self.reducer.is_reducing,
+            counts=lambda: (ddp := me()) is not None and ddp.reducer.is_reducing,
         )
         shared, after = self._embeddings.shared, self._embeddings.after
         if self._by_node is None:
@@ -266,13 +275,9 @@ class NaiveDDP(Wrapper):
     def _own_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.module.named_parameters() if n not in self._ignored]
 
-    def _equalise(self, x: Tensor, group: Group) -> None:
-        if not x.numel():
-            return
-        if x.is_contiguous():
-            primitives.broadcast(x, group, self.source)
-        else:
-            x.copy_(primitives.broadcast(x.contiguous(), group, self.source))
+    def _own_buffers(self) -> list[Replica]:
+        held = self.module.named_buffers()
+        return [Replica(n, b, self.group) for n, b in held if n not in self._ignored]
 
 
 def _must_be_owned(shared: Shared) -> bool:

@@ -27,14 +27,13 @@ class Slot:
 
     __slots__ = (
         "bucket", "carrier", "fired", "home", "index",
-        "is_small", "late", "num_bytes", "parameter", "place",
+        "is_small", "late", "num_bytes", "place",
     )  # fmt: skip
     carrier: Carrier
     home: Tensor | None
 
     def __init__(self, index: int, shared: Shared):
         self.index, self.fired, self.late = index, False, False
-        self.parameter = shared.parameter
         self.bucket = self.place = 0
         self.home = None
         # what must be added up in fp32 goes to its bucket at once
@@ -106,7 +105,7 @@ class Packed:
             slots, self._fresh, self._fresh_bytes = self._fresh, [], 0
             for carrier in {slot.bucket: slot.carrier for slot in slots}.values():
                 carrier.gradients.open()  # ZeRO's memory goes between reductions
-            move([slot.home for slot in slots], [slot.parameter for slot in slots])
+            move([slot.home for slot in slots], [self._shared[slot.index] for slot in slots])
 
     def forget_fresh(self) -> None:
         """After a backward that failed: what waits stays where it is."""

@@ -7,8 +7,8 @@ same order. The reducer says when; what becomes of a bucket is its carrier's (ca
 
 Which backward counts. `watch` hangs a hook on a module's outputs. The first such hook to run in
 a backward *arms* the reducer for that backward (autograd calls it a graph task) and asks the
-engine to call `_end` when all of it is done. Gradients that arrive in a backward nested inside,
-as reentrant checkpointing has them, may come again, so their buckets wait for `_end`; which
+engine to say when all of it is done (turns.py). Gradients that arrive in a backward nested inside,
+as reentrant checkpointing has them, may come again, so their buckets wait for the end; which
 parameters do so is learned in the first reduction, in which therefore nothing leaves early.
 """
 
@@ -22,10 +22,13 @@ from torch import Tensor, nn
 
 from torchdistpackage.ddp.carrier import AllReduced, Carrier, Carry
 from torchdistpackage.ddp.fit import Fit
+from torchdistpackage.ddp.gradients import came_late, gives_any
 from torchdistpackage.ddp.order import Packing
 from torchdistpackage.ddp.outputs import hook_outputs
-from torchdistpackage.ddp.packed import Packed, Slot
+from torchdistpackage.ddp.packed import Packed
 from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.told import Told
+from torchdistpackage.ddp.turns import NO_TURNS, turns_of
 from torchdistpackage.ddp.used import check_used
 from torchdistpackage.errors import CommError
 
@@ -68,7 +71,7 @@ class Reducer:
     ):
         self._num_backwards, self._overlap, self._strict = num_backwards, overlap, strict
         self.on_launch, self._carry, self._cap_bytes = on_launch, carry, cap_bytes
-        self._held = False
+        self._held, self._turns = False, NO_TURNS
         self._task = -1  # the graph task that armed us, -1 for none
         self._num_done = 0  # backwards since the last reduction
         self._open = False  # a forward or a gradient is waiting for a reduction
@@ -99,10 +102,7 @@ class Reducer:
         self._next_packing: Packing | None = None
         self._learning = True
         self._begin(Phase.IDLE)
-        self._handles = [
-            s.parameter.register_post_accumulate_grad_hook(partial(self._accumulated, slot))
-            for s, slot in zip(self._shared, self._packed.slots, strict=True)
-        ]
+        self._told = Told(self._accumulated, self.parameters)
 
     # -- what callers use --------------------------------------------------------------
 
@@ -159,6 +159,8 @@ class Reducer:
             # no backward is running, so whatever is still armed ended in an exception
             if self._task != -1:
                 self._abandon()
+            if self._held and self._phase is Phase.SENT:
+                self.finish()  # what accumulates now is not of the sums under way
             if not self._open and self._phase is Phase.IDLE:
                 self._repack()
         elif self._task == -1 and not self._held:
@@ -194,8 +196,7 @@ class Reducer:
 
     def remove(self) -> None:
         """Take the hooks off the parameters; gradients stay where they are."""
-        for handle in self._handles:
-            handle.remove()
+        self._told.remove()
 
     # -- the life of one backward ------------------------------------------------------
 
@@ -219,19 +220,11 @@ class Reducer:
         current = torch._C._current_graph_task_id()
         if current == self._task or (made_in != -1 and made_in == self._task):
             return
-        if torch.is_grad_enabled() and not self._is_for_parameters():
+        if torch.is_grad_enabled() and not gives_any(self.parameters):
             return  # autograd.grad(..., create_graph=True) inside a loss
         if self._task != -1:
             self._abandon()
         self._arm(current, wait)
-
-    def _is_for_parameters(self) -> bool:
-        """Whether the backward that runs gives any parameter its `.grad`."""
-        edges = (torch.autograd.graph.get_gradient_edge(s.parameter) for s in self._shared)
-        try:
-            return any(torch._C._will_engine_execute_node(edge.node) for edge in edges)
-        except RuntimeError:  # so torch answers of a leaf that autograd.grad was asked for
-            return False
 
     def _arm(self, task: int, wait: bool) -> None:
         if self._phase is not Phase.IDLE:
@@ -240,16 +233,18 @@ class Reducer:
         self._num_done += 1
         if self._num_done >= self._num_backwards:
             self._begin(Phase.REDUCING)
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task, wait))
+        self._turns = turns_of(task)
+        self._turns.join(self, wait)
 
-    def _end(self, task: int, wait: bool) -> None:
+    def send_early(self, task: int) -> None:
         """The outermost backward is over."""
-        if self._task != task:
-            return
-        self._task = -1
-        if self._phase is Phase.REDUCING:
+        if self._task == task and self._phase is _REDUCING:
             self._launch_until(self._packed.num_early)
-            if wait:
+
+    def end(self, task: int, wait: bool) -> None:
+        if self._task == task:
+            self._task = -1
+            if wait and self._phase is Phase.SENT:
                 self.finish()
 
     def _abandon(self) -> None:
@@ -260,32 +255,37 @@ class Reducer:
         self._packed.forget_fresh()
         self._begin(Phase.IDLE)
 
-    def _accumulated(self, slot: Slot, parameter: Tensor) -> None:
+    def _accumulated(self, index: int, parameter: Tensor) -> None:
         """Hook of a parameter: this graph task has added all it has to its gradient."""
+        slot = self._packed.slots[index]
+        bucket, phase = slot.bucket, self._phase
+        if bucket < self._next:
+            raise came_late(self._shared[index])
         self._open = slot.fired = True
-        phase = self._phase
         if phase is _REDUCING and slot.is_small:
             self._packed.wait_for_more(slot)
         elif parameter.grad is not slot.home:
             slot.carrier.gradients.adopt(slot.place)
         if phase is _IDLE:
             return
-        bucket = slot.bucket
-        if bucket < self._next:
-            raise CommError(
-                f"parameter {self._shared[slot.index].name} received a gradient after its bucket "
-                f"had left: call finish() before the next backward, and where reentrant "
-                f"checkpointing uses it at times, give torch.utils.checkpoint use_reentrant=False"
-            )
         if self._fit is not None:
             self._fit.came(slot.index)
         if _current_graph_task_id() != self._task:
             slot.late = True
         if slot.late or self._learning or not self._overlap:
             return
-        missing = self._missing
-        missing[bucket] -= 1
-        while self._next < self._packed.num_early and missing[self._next] == 0:
+        self._missing[bucket] -= 1
+        if not self._missing[bucket] and bucket == self._next:
+            self._turns.go()
+
+    @property
+    def has_early(self) -> bool:
+        """Whether buckets are still to leave in the backward that runs."""
+        return self._phase is _REDUCING and self._next < self._packed.num_early
+
+    def send_complete(self) -> None:
+        """Launch the early buckets that are complete, in their order."""
+        while self.has_early and self._missing[self._next] == 0:
             self._launch(self._next)
             self._next += 1
 

@@ -15,12 +15,14 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.errors import CommError
 
 COLUMNS, WORD_BYTES = 4096, 8
+LAZY, EXPANDED = "not yet initialised", "expanded"
 _ODD = 0x5851F42D4C957F2D
 
 
@@ -51,12 +53,14 @@ def agree(replicas: Iterable[Replica]) -> None:
 
     Raises:
         CommError: they do not; with the first difference and both sides, on all ranks of the group.
+            Or one of them cannot be sent.
     """
     for group, held in by_group(replicas):
         facts = [(r.name, _kind(r.tensor)) for r in held]
         digest = hashlib.sha256(repr(facts).encode()).digest()
         mine = [int.from_bytes(digest[at : at + 8], "big", signed=True) for at in (0, 8)]
         if _all_equal(torch.tensor(mine, device=primitives.device_of(group)), group):
+            _check_sendable(facts)
             continue
         lists = primitives.gather_objects(facts, group)
         raise CommError(_first_difference(cast(list[list[tuple[str, str]]], lists), group))
@@ -110,8 +114,23 @@ def by_group(replicas: Iterable[Replica]) -> list[tuple[Group, list[Replica]]]:
     return [(held[ranks][0].group, held[ranks]) for ranks in sorted(held)]
 
 
+def _check_sendable(facts: Sequence[tuple[str, str]]) -> None:
+    for name, kind in facts:
+        if kind == LAZY:
+            raise CommError(f"{name} is {kind}: run one forward of the module before wrapping it")
+        if kind.endswith(EXPANDED):
+            raise CommError(
+                f"{name}, {kind}, has several elements in one place of memory, where nothing can "
+                f"be received; register {name}.clone() instead"
+            )
+
+
 def _kind(x: Tensor) -> str:
-    return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+    if is_lazy(x):
+        return LAZY
+    kind = f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+    is_expanded = any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True))
+    return f"{kind} {EXPANDED}" if is_expanded else kind
 
 
 def _all_equal(mine: Tensor, group: Group) -> bool:

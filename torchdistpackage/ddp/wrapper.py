@@ -5,7 +5,8 @@ names. A copy, or what comes out of a pickle, is a wrapper of its own over the s
 and hooks can be neither copied nor pickled, so what belongs to a process is made anew there.
 """
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 
 from torch import Tensor, nn
@@ -39,8 +40,24 @@ class Wrapper(nn.Module):
         """Ranks that see different batches."""
         if self._group is None:
             given = self._ranks_given
-            self._group = _batch_group() if given is None else _group_of(given)
+            self._group = batch_group() if given is None else _group_of(given)
         return self._group
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], *args, **kwargs):
+        """As any module's; takes the names of the wrapped one, and the wrapper's too."""
+        state: OrderedDict[str, Tensor] = OrderedDict(state_dict)
+        versions = getattr(state_dict, "_metadata", None)
+        if versions is not None:
+            known = self._own_names()
+            if not any(f"{name}.".startswith(known) for name in versions):
+                inside = {f"module.{n}".removesuffix("."): v for n, v in versions.items()}
+                versions = {**versions, **inside}
+            state._metadata = versions
+        return super().load_state_dict(state, *args, **kwargs)
+
+    def _own_names(self) -> str:
+        """How names begin that can only be the wrapper's: a child may be called `module` too."""
+        return "module.module." if hasattr(self.module, "module") else "module."
 
     def __getstate__(self) -> dict[str, object]:
         return {k: v for k, v in self.__dict__.items() if k not in self._of_this_process}
@@ -58,7 +75,7 @@ class Wrapper(nn.Module):
         return copy
 
 
-def _batch_group() -> Group:
+def batch_group() -> Group:
     """Ranks that see different tokens: tpc's data and context axes, else everybody."""
     if tpc.is_set:
         return tpc.groups.along(tpc.topology.dense, BATCH_AXES)
@@ -87,12 +104,14 @@ def _strip(module: nn.Module, state: dict[str, Tensor], prefix: str, local: dict
     old = f"{prefix}module."
     for key in [key for key in state if key.startswith(old)]:
         state[prefix + key.removeprefix(old)] = state.pop(key)
+    versions, inside = getattr(state, "_metadata", {}), old[:-1]
+    # under both names: a plain module looks for its own, and a wrapper inside others for its own
+    for name in [name for name in versions if f"{name}.".startswith(old)]:
+        versions[(prefix[:-1] + name.removeprefix(inside)).removeprefix(".")] = versions[name]
 
 
-def _add(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
-    """The reverse of `_strip`, before loading."""
-    own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
-    for name in own:
-        plain = prefix + name.removeprefix("module.")
-        if plain in state:
-            state[prefix + name] = state.pop(plain)
+def _add(module: "Wrapper", state: dict[str, Tensor], prefix: str, *_: object) -> None:
+    """The reverse of `_strip`, before loading; names of the wrapper may stand there too."""
+    known = prefix + module._own_names()
+    for key in [k for k in state if k.startswith(prefix) and not k.startswith(known)]:
+        state[f"{prefix}module.{key.removeprefix(prefix)}"] = state.pop(key)

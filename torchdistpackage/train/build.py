@@ -172,12 +172,6 @@ def _sharing(
         for name, layout in layouts.items()
     }
     tpc.groups.prepare(ranks.values())
-    tied = [x.name for x in layouts.values() if len(x.stages) > 1]
-    if config.parallel.zero == 3 and tied:
-        raise LayoutError(
-            f"parallel.zero=3: {tied[0]} is held by several stages, which would wait for each "
-            f"other to gather it; set parallel.zero to 2 or tie no weights"
-        )
     if config.parallel.zero and inner is not None:
         optimizer = ZeroOptimizer(
             inner,

@@ -61,8 +61,9 @@ def memory(config: RunConfig, topology: Topology, layouts: Iterable[Layout], ran
         mesh = topology.view(layout.view)
         count = num_elements(layout, mesh, rank)
         part = -(-count // len(gradient_ranks(layout, mesh, rank)))
-        # from stage 3 on what the optimizer updates is a part apart, so a wide one is no copy
-        weights += (part * (not has_copy) if zero == 3 else count) * weight.num_bytes
+        # what the optimizer updates is a part apart then, so a wide one is no copy
+        is_freed = zero == 3 and len(layout.stages) <= 1
+        weights += (part * (not has_copy) if is_freed else count) * weight.num_bytes
         gradients += (count * adds_up + part * (zero >= 2)) * wide.num_bytes
         optimizer += (part if zero >= 1 else count) * wide.num_bytes * (2 + has_copy)
     return Memory(weights, gradients, optimizer)

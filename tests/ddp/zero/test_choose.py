@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchdistpackage.ddp.zero.choose import Work, all_reduced_s, scattered_s, scatters
+from torchdistpackage.ddp.zero.choose import WORTH_IT, Work, all_reduced_s, scattered_s, scatters
 
 MIB = 2**20
 MLP = Work(0.048, 0.090, 0.007, 33_600_000, 4 * MIB, exchange_s=0.034)
@@ -35,3 +35,14 @@ def test_a_faster_link_never_makes_a_step_longer():
         [scattered_s(MLP, r, 4) for r in rates],
     ):
         assert step_s == sorted(step_s, reverse=True)
+
+
+def test_a_gain_within_the_doubt_is_left_alone():
+    """At some rate both are equal; there, and a little below, the drop-in stays."""
+    gains = {
+        rate: 1 - scattered_s(MLP, rate, 2) / all_reduced_s(MLP, rate)
+        for rate in (10**6 * n for n in range(50, 2000))
+    }
+    small = [rate for rate, gain in gains.items() if 0 < gain < WORTH_IT]
+    assert small and not any(scatters(MLP, rate, 2) for rate in small)
+    assert all(scatters(MLP, rate, 2) for rate, gain in gains.items() if gain > WORTH_IT)

@@ -228,6 +228,41 @@ def test_what_cannot_be_is_refused(ranks):
     ranks(1).run(refusals)
 
 
+def unfrozen() -> None:
+    net = Net()
+    optimizer = ZeroOptimizer(build("AdamW", net), net)
+    net.frozen.weight.requires_grad_()
+    loss_of(net, batch(0, 1)).backward()
+    with pytest.raises(LayoutError, match=r"^1 parameters were frozen .*: frozen.weight; freeze"):
+        optimizer.step()
+    net.frozen.requires_grad_(False)
+    optimizer.step()
+
+
+def test_a_parameter_that_is_no_longer_frozen_is_named(ranks):
+    ranks(1).run(unfrozen)
+
+
+def frozen_later(stage: int) -> None:
+    net, me = Net(), world().rank()
+    optimizer = ZeroOptimizer(build("AdamW", net, weight_decay=0.5), net, stage=stage)
+    weights = []
+    for step in range(3):
+        loss_of(net, batch(step, 2)[me]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.finish()
+        weights.append((net.first.weight.clone(), net.last.weight.clone()))
+        net.first.weight.requires_grad_(False)
+    assert all(torch.equal(first, weights[0][0]) for first, _ in weights)
+    assert not torch.equal(weights[1][1], weights[2][1])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_parameter_that_is_frozen_later_stays_as_it_is(ranks, stage: int):
+    ranks(2).run(frozen_later, stage)
+
+
 # -- a run that changes its size -----------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchdistpackage.comm.primitives import Group
+from torchdistpackage.ddp.zero.hooks import Hook
 from torchdistpackage.ddp.zero.optimizer import DEFAULT_CAP_MIB, MIB, ZeroOptimizer
 
 
@@ -63,7 +64,7 @@ class Bf16ZeroOptimizer(ZeroOptimizer):
         self._in_backward = overlap_comm or stage == 2
         if self._in_backward:
             for parameter in self.reducer.parameters:
-                parameter.register_hook(self._arm)
+                self._ties.handles.append(parameter.register_hook(Hook(self._arm)))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of parameters and pieces, or set them to zero."""

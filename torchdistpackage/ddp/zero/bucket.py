@@ -25,6 +25,7 @@ class Sharded:
     """A bucket, cut.
 
     is_whole: between members. is_rounded: parameters have fewer digits than their masters.
+    passes: parameters are whole only where they are used, as stage 3 has it.
     """
 
     line: Line
@@ -33,6 +34,7 @@ class Sharded:
     shards: list[Shard]
     is_whole: bool
     is_rounded: bool
+    passes: bool
 
     def held(self) -> list[Held]:
         """For each member, who owns what of it."""
@@ -96,13 +98,16 @@ class Cutter:
                 self._copies[device] = self.offload(device)
             copies = self._copies[device]
         is_rounded = wide != dtype or wire is not None
+        # stages that hold one weight are not in the same places at the same time, so a gather amid
+        # the forward of one would wait for the other's
+        passes = self.stage == 3 and not first.last
         parameters = Parameters(
             line,
             replicas=replicas,
-            master=wide if is_rounded or self.stage == 3 or copies else None,
+            master=wide if is_rounded or passes or copies else None,
             copies=copies,
             wire=wire,
-            need=self.need if self.stage == 3 else None,
+            need=self.need if passes else None,
         )
         shards = make_shards(line, parameters.values, self.sharing.layouts, is_whole)
         key = ranks_of(first.group), first.last, device
@@ -120,7 +125,7 @@ class Cutter:
             left=left,
             settled=settled,
         )
-        return Sharded(line, parameters, carrier, shards, is_whole, is_rounded)
+        return Sharded(line, parameters, carrier, shards, is_whole, is_rounded, passes)
 
 
 def whole_owners(shared: Iterable[Shared]) -> dict[str, int]:

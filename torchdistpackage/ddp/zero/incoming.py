@@ -19,13 +19,13 @@ class Incoming(Gradients):
 
     def __init__(self, line: Line, freed: bool, begins: Callable[[], object]):
         super().__init__(line.members, line.offsets, line.num_elements)
-        self._freed, self._begins = freed, begins
+        self._freed, self._at_first = freed, begins
         self.empty = True
 
     def open(self) -> None:
         if self.empty:
             self.empty = False
-            self._begins()
+            self._at_first()
             self.have_memory()
 
     def have_memory(self) -> None:

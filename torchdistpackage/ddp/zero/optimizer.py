@@ -19,7 +19,8 @@ from torchdistpackage.ddp.buckets import Bucket
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.shared import Shared
 from torchdistpackage.ddp.zero.bucket import Cutter, Sharded, held_by_group, whole_owners
-from torchdistpackage.ddp.zero.hooks import Hook
+from torchdistpackage.ddp.zero.compiled import bring_ahead, may_overlap
+from torchdistpackage.ddp.zero.hooks import hooked
 from torchdistpackage.ddp.zero.offload import Offload, check_offload
 from torchdistpackage.ddp.zero.parameters import Parameters
 from torchdistpackage.ddp.zero.passage import Passage
@@ -27,6 +28,7 @@ from torchdistpackage.ddp.zero.scattered import Scattered
 from torchdistpackage.ddp.zero.shards import Shard
 from torchdistpackage.ddp.zero.sharing import Sharing, names_of, packed
 from torchdistpackage.ddp.zero.stepping import Stepping
+from torchdistpackage.ddp.zero.ties import Ties, refuse_owned
 from torchdistpackage.ddp.zero.whole import needs_whole
 from torchdistpackage.ddp.zero.wrapped import Wrapped
 from torchdistpackage.layout.layout import Layout
@@ -96,13 +98,15 @@ class ZeroOptimizer(Wrapped):
             raise ValueError(f"stage is {stage}; use 1, 2 or 3")
         if reduce_op.lower() not in ("avg", "sum"):
             raise ValueError(f"reduce_op is {reduce_op!r}; use 'avg' or 'sum'")
-        self.stage, self._module, self._overlap = stage, module, overlap
+        self.stage, self._module = stage, module
+        self._overlap = overlap and may_overlap(module, stage)
         if offload:
             check_offload(optimizer)
         sharing = Sharing.over(group, replicas, layouts, reduce_op.lower() == "avg")
         self._sharing = sharing
         names = names_of(optimizer, module)
         shared = self._share(optimizer, names)
+        refuse_owned(shared)
         split = [s.name for s in shared if sharing.is_split(s.name)]
         owner_of = whole_owners(shared) if needs_whole(optimizer, whole, split) else None
         self._cutter = Cutter(
@@ -136,16 +140,18 @@ class ZeroOptimizer(Wrapped):
         self._stepping = Stepping(
             optimizer, [[shard.tensor for shard in bucket.shards] for bucket in self._buckets]
         )
+        lines = [(bucket.line, bucket.parameters.flat) for bucket in self._buckets]
+        self._ties = Ties(module, lines, (h.shared for members in self.held for h in members))
         # what another class does across parameters it must do once
         self._by_bucket = type(optimizer).__module__.startswith("torch.optim.")
         if module is not None:
-            module.register_forward_hook(Hook(self._watch))
-            module.register_state_dict_pre_hook(Hook(self._before_state_dict))
-            module.register_load_state_dict_pre_hook(Hook(self._before_state_dict))
-            module.register_load_state_dict_post_hook(Hook(self._loaded))
-            if stage == 3:
-                order = [bucket.parameters for bucket in reversed(self._buckets)]
+            handles = self._ties.handles
+            handles += hooked(module, self._watch, self._before_state_dict, self._loaded)
+            order = [bucket.parameters for bucket in reversed(self._buckets) if bucket.passes]
+            if order:
                 self._passage = Passage(module, order, keeps=not reshard_after_forward)
+                handles += self._passage.handles
+            handles += bring_ahead(module, may_follow=stage < 3 or not reshard_after_forward)
 
     # -- what callers use --------------------------------------------------------------
 
@@ -158,11 +164,16 @@ class ZeroOptimizer(Wrapped):
         """Wait for the sums, step what this rank owns, and begin to send the parameters around.
 
         closure: computes the loss and its gradients; its value is returned.
+
+        Raises:
+            LayoutError: a parameter that was frozen when this was made no longer is, or one is
+                no longer what is stepped.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._ties.check()
         with self._stepping.once():
             self._step()
         if not self._overlap:
@@ -186,9 +197,18 @@ class ZeroOptimizer(Wrapped):
         """
         if self._passage is not None:
             self._passage.fetch_all()
-            return
         for bucket in self._buckets:
             bucket.parameters.arrive()
+
+    def remove(self) -> None:
+        """Leave the module as a plain one, whole and current; all ranks call it.
+
+        Afterwards this has its state to save or load elsewhere, and can no longer step.
+        """
+        self._settle()
+        self.finish()
+        self.reducer.remove()
+        self._ties.cut()
 
     def refresh_masters(self) -> None:
         """Set the optimizer's copies to the parameters, after somebody wrote to these."""
@@ -199,8 +219,8 @@ class ZeroOptimizer(Wrapped):
     # -- one step ----------------------------------------------------------------------
 
     def _step(self) -> None:
-        if self._passage is None:
-            for bucket in reversed(self._buckets):
+        for bucket in reversed(self._buckets):
+            if not bucket.passes:
                 bucket.parameters.expect()
         self._num_stepped, self._in_step = 0, self._by_bucket
         try:
@@ -212,10 +232,11 @@ class ZeroOptimizer(Wrapped):
             for bucket in self._buckets:
                 bucket.carrier.stepped()
         # what the forward reads first, and whose sum came last, goes first
-        for b in reversed(range(len(self._buckets))):
+        order = sorted(range(len(self._buckets)), key=lambda b: (not self._goes_early(b), -b))
+        for b in order:  # the same on all ranks, whoever had waited for the sums before
             if self._by_bucket and self._num_stepped == 0:
                 self._step_bucket(b)
-            if self._passage is None and not (self._num_stepped and self._goes_early(b)):
+            if not (self._buckets[b].passes or (self._num_stepped and self._goes_early(b))):
                 self._buckets[b].parameters.send()
         if self._passage is not None:
             self._passage.stepped()
@@ -225,7 +246,7 @@ class ZeroOptimizer(Wrapped):
         return bucket == len(self._buckets) - 2 and self._passage is None
 
     def _left(self, bucket: int) -> None:
-        if self._passage is not None:
+        if self._passage is not None and self._buckets[bucket].passes:
             self._passage.used(self._buckets[bucket].parameters)
 
     def _settled(self, bucket: int) -> None:
@@ -255,6 +276,7 @@ class ZeroOptimizer(Wrapped):
             self._passage.need(parameters)
 
     def _loaded(self, module: nn.Module, incompatible: object) -> None:
+        self._ties.check_objects()
         self.refresh_masters()
 
     def _settle(self) -> None:

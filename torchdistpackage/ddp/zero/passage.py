@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import ranks_of
 from torchdistpackage.ddp.outputs import hook_outputs, map_tensors
+from torchdistpackage.ddp.zero.compiled import Handle, around, eager_parts, is_compiled
 from torchdistpackage.ddp.zero.hooks import Hook
 from torchdistpackage.ddp.zero.parameters import Parameters
 from torchdistpackage.errors import CommError
@@ -41,11 +42,12 @@ class Passage:
         self._waiting = [set(owners) for owners in self._owners]  # have not run in this forward
         self._running: list[nn.Module] = []
         self._pinned: set[int] = set()  # read while none of their owners ran
-        module.register_forward_pre_hook(Hook(self._enter), prepend=True)
+        self.handles: list[Handle] = [
+            module.register_forward_pre_hook(Hook(self._enter), prepend=True)
+        ]
         for owner in () if keeps else self._owned:
-            owner.register_forward_pre_hook(Hook(self._owner_enters))
-            owner.register_forward_hook(Hook(self._owner_exits))
-        module.register_forward_hook(Hook(self._exit), always_call=True)
+            self.handles += around(owner, self._owner_enters, self._owner_exits)
+        self.handles.append(module.register_forward_hook(Hook(self._exit), always_call=True))
         for parameters in order:
             parameters.free()
 
@@ -179,15 +181,17 @@ class Passage:
 
 
 def _owned_places(module: nn.Module, order: Sequence[Parameters]) -> dict[nn.Module, list[int]]:
-    """For each submodule with parameters of its own, which buckets these are in."""
+    """For each submodule with parameters of its own, which buckets these are in; of a compiled one
+    all are its own."""
     place_of = {
         id(shared.parameter): place
         for place, parameters in enumerate(order)
         for shared in parameters.line.members
     }
     owned: dict[nn.Module, list[int]] = {}
-    for m in module.modules():
-        held = {place_of[id(p)] for p in m.parameters(recurse=False) if id(p) in place_of}
+    for m in eager_parts(module):
+        own = m.parameters(recurse=is_compiled(m))
+        held = {place_of[id(p)] for p in own if id(p) in place_of}
         if held:
             owned[m] = sorted(held)
     return owned

@@ -59,6 +59,7 @@ class Scattered:
         self._go: Callable[[], Pending] | None = None  # begins the sum that is expected
         self._pending: Pending | None = None
         self._landed = False
+        self._is_lost = False  # the backward that failed had sent others
         self._counts = False  # total is a sum that has not been stepped
         self._stepped = False  # gradients of the shards are of a step that is over
         self._before: Tensor | None = None  # the total, while its memory is used otherwise
@@ -119,8 +120,12 @@ class Scattered:
     def abandon(self) -> None:
         if self._pending is not None:
             self._pending.wait()
-            self._pending, self._landed = None, False
+            self._pending, self._landed, self._is_lost = None, False, True
+        if self._is_lost:  # and with it what has not left: ranks keep all sums or none
             self.drop()
+            self._is_lost = False
+            for carrier in self.next:
+                carrier._is_lost = True
         self._marks.forget()
 
     def stepped(self) -> None:
@@ -133,7 +138,8 @@ class Scattered:
             shard.tensor.grad = None
         if not self.gradients.empty:
             self.gradients.release()
-            self.gradients.free()
+            if self._go is None:
+                self.gradients.free()
         self._counts, self._before = False, None
 
     def zero(self) -> None:
@@ -148,7 +154,14 @@ class Scattered:
     def _begin(self) -> None:
         """A gradient is about to come in."""
         if self._counts and not self._apart:
+            self._begin_anew()
             self._before = self.total.clone()
+
+    def _begin_anew(self) -> None:
+        """Where the user threw away what there was, by `.grad = None` of a shard."""
+        for shard, view in zip(self.shards, self._views, strict=True):
+            if shard.tensor.grad is None:
+                view.zero_()
 
     def _add_up(self) -> None:
         if self._divide > 1:
@@ -158,6 +171,7 @@ class Scattered:
             self._before = None
         elif self._apart and self._counts:
             self._copies.wait()
+            self._begin_anew()
             self.total.add_(self._slice.to(self.total))
         elif self._apart:
             self._copies.to_host(self.total, self._slice)

@@ -73,7 +73,7 @@ class Wrapped(Optimizer):
         raise LayoutError(
             f"{type(self).__name__} cannot take a param group later: its {len(self.param_groups)} "
             f"groups are cut and laid out over the ranks; give all groups to the optimizer before "
-            f"it is wrapped, or wrap a new one and load this one's state_dict() into it"
+            f"it is wrapped, or take its state_dict(), remove() it, wrap a new one and load that"
         )
 
     def refresh_masters(self) -> None:

@@ -1,0 +1,71 @@
+"""Hooks on parameters, which tell their listener of gradients and do not keep it alive.
+
+One rule: torch keeps the hooks of a parameter where the garbage collector does not look. One that
+held its listener, and so the model, would keep both for ever; these hold it weakly, and go with it.
+"""
+
+import gc
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+from weakref import ReferenceType, WeakSet, finalize, ref
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+
+class Told:
+    """Hooks on `parameters` until `remove`, or the end of this.
+
+    method: of the listener; called with a parameter's number and it when its gradient is there.
+    """
+
+    def __init__(self, method: Any, parameters: Sequence[nn.Parameter]):
+        heard, me = method.__func__, ref(method.__self__)
+        self._ids = frozenset(map(id, parameters))
+        handles = [
+            p.register_post_accumulate_grad_hook(partial(_tell, heard, me, i))
+            for i, p in enumerate(parameters)
+        ]
+        self._end = finalize(self, take_off, handles)
+        self._end.atexit = False
+        _all.add(self)
+
+    def remove(self) -> None:
+        self._end()
+        _all.discard(self)
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._ids
+
+
+_all: WeakSet[Told] = WeakSet()
+
+
+def already_told(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Those whose gradients somebody hears of who is still in use."""
+    parameters = list(parameters)
+    found = _heard_of(parameters)
+    if found:
+        gc.collect()  # somebody who was dropped may only wait for this
+        found = _heard_of(parameters)
+    return found
+
+
+def _heard_of(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    told = list(_all)
+    return [p for p in parameters if any(t.has(p) for t in told)]
+
+
+def _tell(
+    heard: Callable[..., None], listener: ReferenceType, index: int, parameter: Tensor
+) -> None:
+    there = listener()
+    if there is not None:
+        heard(there, index, parameter)
+
+
+def take_off(handles: Iterable[RemovableHandle]) -> None:
+    """Remove these hooks."""
+    for handle in handles:
+        handle.remove()
