@@ -8,7 +8,6 @@ from benchmarks.data_parallel.limits import CAP_BYTES, Trace, bound_s, roofline_
 from benchmarks.data_parallel.table import MARKER, PAGE, RESULTS, page
 
 
-@pytest.mark.skipif(not RESULTS.exists(), reason="nothing was measured yet")
 def test_the_tables_follow_the_results():
     shown = PAGE.read_text(encoding="utf-8").partition(MARKER)[2]
     assert shown == "\n" + page(json.loads(RESULTS.read_text(encoding="utf-8")))

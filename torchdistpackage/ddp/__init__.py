@@ -1,6 +1,6 @@
 """Data parallelism: ranks with equal parameters and different batches average their gradients.
 
-To read it in order, an hour in all. What it computes, with nothing else: specification.
+To read in this order. What it computes, with nothing else: specification.
 
 What users hold      naive_ddp (the wrapper NaiveDDP), on wrapper (names, copies, pickles).
 One backward         reducer (which backward counts, when a bucket leaves) and what calls it:

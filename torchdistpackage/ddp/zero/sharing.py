@@ -3,16 +3,18 @@
 from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group, ranks_of
-from torchdistpackage.comm.tpc import resolve_group, tpc
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.ddp.equal import equalise
+from torchdistpackage.ddp.replicas import Replica
 from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.wrapper import batch_group
 from torchdistpackage.ddp.zero.units import Member, pack
-from torchdistpackage.layout.derive import BATCH_AXES, gradient_ranks, num_replicas
+from torchdistpackage.layout.derive import gradient_ranks, num_replicas
 from torchdistpackage.layout.layout import Layout
 
 
@@ -51,7 +53,7 @@ class Sharing:
         """Collective over `replicas`, whose members learn what ranks the others share with."""
         layouts = dict(layouts or {})
         if group is None:
-            group = _batch_group()
+            group = batch_group()
         both = frozenset(ranks_of(group))
         if replicas is not None:
             told = primitives.gather_objects(ranks_of(group), replicas)
@@ -85,12 +87,15 @@ class Sharing:
 
     def equalise(self, module: nn.Module, trained: Container[int]) -> None:
         """Set buffers, and parameters whose id is not in `trained`, to those of the first rank."""
-        with torch.no_grad():
-            for name, p in module.named_parameters():
-                if id(p) not in trained:
-                    _follow(p, self.of(name, p).group, self.replicas)
-            for buffer in module.buffers():
-                _follow(buffer, self.group, self.replicas)
+        held = [
+            Replica(name, p, self.of(name, p).group)
+            for name, p in module.named_parameters()
+            if id(p) not in trained
+        ]
+        held += [Replica(name, x, self.group) for name, x in module.named_buffers()]
+        equalise(held)
+        if self.replicas is not None:
+            equalise(Replica(x.name, x.tensor, self.replicas) for x in held)
 
     def _divide(self, batches: int) -> int:
         return batches if self.mean else 1
@@ -121,18 +126,3 @@ def names_of(optimizer: Optimizer, module: nn.Module | None) -> dict[int, str]:
     if module is not None:
         names |= {id(p): name for name, p in module.named_parameters()}
     return names
-
-
-def _batch_group() -> Group:
-    """Ranks that see different tokens: tpc's data and context axes, else everybody."""
-    if tpc.is_set:
-        return tpc.groups.along(tpc.topology.dense, BATCH_AXES)
-    return resolve_group(None, "data")
-
-
-def _follow(x: Tensor, group: Group, replicas: Group | None) -> None:
-    if x.numel():
-        same = primitives.broadcast(x.contiguous(), group)
-        if replicas is not None:
-            primitives.broadcast(same, replicas)
-        x.copy_(same)
