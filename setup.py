@@ -6,7 +6,8 @@ from setuptools import find_packages, setup
 
 PLOT = ["matplotlib>=3.7"]
 TOOLS = ["pytest>=8", "hypothesis>=6", "ruff>=0.9", "pyright[nodejs]>=1.1.390"]
-DEV = [*TOOLS, *PLOT, "scikit-learn>=1.4"]
+HF = ["transformers>=4.50"]
+DEV = [*TOOLS, *PLOT, *HF, "scikit-learn>=1.4"]
 
 setup(
     name="torchdistpackage",
@@ -29,6 +30,6 @@ setup(
         "safetensors>=0.4.3",
         "submitit>=1.5",
     ],
-    extras_require={"plot": PLOT, "dev": DEV},
+    extras_require={"plot": PLOT, "hf": HF, "dev": DEV},
     entry_points={"console_scripts": ["tdp=torchdistpackage.cli.main:main"]},
 )

@@ -39,7 +39,7 @@ def summarise(first: Mapping, second: Mapping) -> dict:
     size = limits.num_bytes(trace)
     sides = {}
     for name, times in first["times_s"].items():
-        sides[name] = _spread_ms([*map(max, times, second["times_s"][name])])
+        sides[name] = spread_ms([*map(max, times, second["times_s"][name])])
         sides[name]["phases_ms"] = [round(s * 1e3, 1) for s in first["phases_s"][name]]
     compute_s = sides[ALONE]["median"] / 1e3 if ALONE in sides else 0.0
     roofs = {s: limits.roofline_s(compute_s, size * s, rate) * 1e3 for s in (1.0, 0.5)}
@@ -88,7 +88,7 @@ def show(title: str, case: Mapping) -> None:
         print(f"{name:28}{times}{ratio:7.3f}{side['roofline']:9.2f}{phases}", flush=True)
 
 
-def _spread_ms(times_s: Sequence[float]) -> dict[str, object]:
+def spread_ms(times_s: Sequence[float]) -> dict[str, object]:
     """Median, the quarter points, the ends."""
     ordered = sorted(times_s)
 

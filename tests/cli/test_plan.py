@@ -123,6 +123,16 @@ def test_the_schedule_is_described(plan):
     assert "live microbatches  2 1 " in text
 
 
+def test_of_several_stages_a_rank_each_has_its_line(plan):
+    text = plan(TINY, "pipeline.schedule=zb-v")
+    assert "chunks             2   (stages on a pipe rank, 4 in all)" in text
+    rows = re.findall(r"^ +(\d+ +)?(\d) +(\S+ to \S+)(?: |$)", text, re.MULTILINE)
+    assert [int(stage) for _, stage, _ in rows] == [0, 3, 1, 2]
+    assert rows[0][2].startswith("embed to") and rows[1][2].endswith("to head")
+    assert "(at most, of all stages of a pipe rank)" in text
+    assert "held until the gradients of the weights are there" in text
+
+
 def test_the_world_is_that_of_the_command_line_or_of_the_file_or_of_the_degrees(plan):
     def world(*args: str) -> int:
         return len(coordinates(plan(*args)))

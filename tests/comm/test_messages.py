@@ -5,16 +5,17 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm.groups import Groups
+from torchdistpackage.comm.headers import Headers
 from torchdistpackage.comm.messages import (
     HEADER_BYTES,
     decode,
     describe,
     encode,
-    receive_described,
     tensors_of,
 )
 from torchdistpackage.comm.p2p import SMALL_BYTES, Post
 from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.templates import Template
 from torchdistpackage.errors import CommError
 
 CPU = torch.device("cpu")
@@ -63,24 +64,23 @@ def test_a_description_survives_its_header(message):
 
 def round_trip() -> None:
     group, rank = dist.group.WORLD, dist.get_rank()
+    headers = Headers(group, CPU, 20, always=True)
     for message in MESSAGES:
+        post = Post(group, timeout_s=20)
         if rank == 0:
-            post = Post(group, timeout_s=20)
-            for header in encode(describe(message), CPU):
-                post.send([header], 1)
+            assert headers.send(describe(message), 1).fits(message)
             post.send(tensors_of(message), 1)
             post.go().wait()
         else:
-            description = receive_described(0, group, CPU, 20)
-            room = description.empty(CPU)
-            post = Post(group, timeout_s=20)
+            template = headers.receive(0)
+            room = template.room()
             post.receive(room, 0)
             post.go().wait()
-            got = description.build(room)
-            for x, member in zip(room, description.members, strict=True):
-                if x is not None and member.wants_gradient:
-                    x.requires_grad_()
+            for i in template.wanting:
+                room[i].requires_grad_()
+            got = template.description.build(room)
             assert same(got, message), message
+    headers.settle()
 
 
 def test_every_kind_of_message_arrives_unchanged(ranks):
@@ -141,6 +141,15 @@ def test_what_cannot_travel_is_refused_by_name():
 
 
 def test_gradients_go_back_only_for_what_wants_one():
-    sent = describe((torch.zeros(2, requires_grad=True), torch.arange(2), None, torch.zeros(1)))
-    back = sent.gradient()
-    assert [m is not None for m in back.members] == [True, False, False, False]
+    wanted = torch.zeros(2, dtype=torch.complex64, requires_grad=True)
+    template = Template(describe((wanted, torch.arange(2), None, torch.zeros(1))), CPU)
+    (gradient,) = template.gradient_room()
+    assert gradient.shape == (2,) and gradient.dtype is torch.complex64
+    assert template.spread([gradient]) == (gradient, None, None, None)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=range(len(MESSAGES)))
+def test_a_template_fits_its_own_message_alone(message):
+    for other in MESSAGES:
+        fits = Template(describe(message), CPU).fits(other)
+        assert fits == (describe(other) == describe(message))

@@ -76,9 +76,9 @@ def problems(text: str, *overrides: str) -> list[str]:
         ("run: {name: ../x}", "r.yaml:1: run.name: wants a folder name"),
         (
             "pipeline: {schedule: 1f1}",
-            'pipeline.schedule: wants gpipe or 1f1b, got the text "1f1"; did you mean 1f1b?',
+            'or custom, got the text "1f1"; did you mean 1f1b?',
         ),
-        ("pipeline: {schedule: forward}", "r.yaml:1: pipeline.schedule: wants gpipe or 1f1b, got"),
+        ("pipeline: {schedule: forward}", "r.yaml:1: pipeline.schedule: wants gpipe or 1f1b or "),
         ("parallel: {order: [data, pip]}", "did you mean pipe?"),
         ("parallel: {order: [data, data]}", "got the list ['data', 'data']"),
         (

@@ -34,7 +34,7 @@ def batch(step: int) -> Tensor:
 
 
 def members(ddp: NaiveDDP) -> list[list[str]]:
-    shared = ddp.reducer._shared
+    shared = ddp.reducer.shared
     return [[shared[i].name for i in b.members] for b in ddp.reducer._packed.buckets]
 
 
@@ -84,6 +84,35 @@ def one_decides() -> None:
 
 def test_the_first_rank_decides_for_all(ranks):
     ranks(2).run(one_decides)
+
+
+def disturbed_steps() -> None:
+    """Something else on the machine holds up another half of two of the steps that are watched."""
+    seen: list[list[float]] = []
+    delay_s = {0: (0.0, 5.0), 1: (0.0, 0.0), 2: (5.0, 5.0)}
+    came: list[int] = []
+
+    def note(self, index: int) -> None:
+        step, place = divmod(len(came), 8)
+        came.append(index)
+        self._came[index] = place + delay_s[step][place // 4] * (place > 0)
+
+    def choose(entries, ready_s, order, wire) -> Packing:
+        seen.append(sorted(ready_s.values()))
+        return Packing(MIB)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fit, "choose", choose)
+        patch.setattr(fit.Fit, "came", note)
+        ddp = NaiveDDP(nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4))))
+        for step in range(3):
+            ddp.zero_grad()
+            ddp(batch(step)).sum().backward()
+    assert seen == ([[float(i) for i in range(8)]] if dist.get_rank() == 0 else [])
+
+
+def test_sizes_are_chosen_by_when_gradients_come_at_the_soonest(ranks):
+    ranks(2).run(disturbed_steps)
 
 
 def groups_in_a_chain() -> None:

@@ -1,16 +1,18 @@
-"""The page on data parallel benchmarks says what was measured, and against the right limits."""
+"""The pages on benchmarks say what was measured, and against the right limits."""
 
 import json
 
 import pytest
 
+from benchmarks.data_parallel import table as data_parallel
 from benchmarks.data_parallel.limits import CAP_BYTES, Trace, bound_s, roofline_s
-from benchmarks.data_parallel.table import MARKER, PAGE, RESULTS, page
+from benchmarks.pipeline import table as pipeline
 
 
-def test_the_tables_follow_the_results():
-    shown = PAGE.read_text(encoding="utf-8").partition(MARKER)[2]
-    assert shown == "\n" + page(json.loads(RESULTS.read_text(encoding="utf-8")))
+@pytest.mark.parametrize("table", [data_parallel, pipeline], ids=["data_parallel", "pipeline"])
+def test_the_tables_follow_the_results(table):
+    shown = table.PAGE.read_text(encoding="utf-8").partition(table.MARKER)[2]
+    assert shown == "\n" + table.page(json.loads(table.RESULTS.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ from torchdistpackage.models.flops import flops_per_token
 from torchdistpackage.models.gpt_layout import (
     GPTShape,
     layouts,
+    module_of,
     piece_costs,
+    piece_layouts,
     piece_parameters,
     pieces,
 )
@@ -26,26 +28,40 @@ SHAPES = [
 ]
 
 
-def test_pieces_are_embed_blocks_head():
-    assert pieces(SHAPE) == ("embed", "blocks.0", "blocks.1", "blocks.2", "head")
+def test_pieces_are_embed_halves_of_blocks_head():
+    short = replace(SHAPE, layers=2)
+    assert pieces(short) == (
+        *("embed", "blocks.0.attention", "blocks.0.mlp", "blocks.1.attention", "blocks.1.mlp"),
+        "head",
+    )
+    assert list(dict.fromkeys(map(module_of, pieces(short)))) == [
+        *("embed", "blocks.0", "blocks.1", "head")
+    ]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=range(3))
 def test_names_and_cuts_do_not_depend_on_the_stages(shape: GPTShape):
     alone = layouts(shape)
-    staged = layouts(shape, [0, 0, 1, 1, 2])
+    staged = layouts(shape, [0, 0, 1, 1, 1, 1, 2, 2])
     assert {name: replace(layout, stages=()) for name, layout in staged.items()} == alone
     assert all(name == layout.name for name, layout in alone.items())
-    assert staged["blocks.1.mlp.up.weight"].stages == (1,)
+    assert staged["blocks.0.attention.qkv.weight"].stages == (0,)
+    assert staged["blocks.0.mlp.up.weight"].stages == staged["blocks.0.norm2.weight"].stages == (1,)
     assert staged["head.norm.weight"].stages == (2,)
 
 
+def test_halves_hold_each_parameter_of_a_block_once():
+    attention, mlp = (piece_layouts(SHAPE, f"blocks.0.{half}") for half in ("attention", "mlp"))
+    whole = {n.removeprefix("blocks.0.") for n in layouts(SHAPE) if n.startswith("blocks.0.")}
+    assert attention.keys() | mlp.keys() == whole and not attention.keys() & mlp.keys()
+
+
 def test_a_tied_weight_is_listed_once_on_both_stages():
-    staged = layouts(SHAPE, [0, 1, 1, 2, 3])
+    staged = layouts(SHAPE, [0, 0, 1, 1, 1, 2, 2, 3])
     assert staged["embed.weight"].stages == (0, 3)
     assert "head.weight" not in staged
-    assert layouts(SHAPE, [0, 0, 0, 0, 0])["embed.weight"].stages == (0,)
-    apart = layouts(replace(SHAPE, tied=False), [0, 1, 1, 2, 3])
+    assert layouts(SHAPE, [0, 1, 1, 1, 1, 1, 1, 0])["embed.weight"].stages == (0,)
+    apart = layouts(replace(SHAPE, tied=False), [0, 0, 1, 1, 1, 2, 2, 3])
     assert (apart["embed.weight"].stages, apart["head.weight"].stages) == ((0,), (3,))
 
 
@@ -56,7 +72,7 @@ def test_pieces_count_every_parameter_once(shape: GPTShape):
     mesh = Mesh((("data", 2), ("pipe", 2), ("tensor", 2)))
     owned = sum(
         num_elements(layout, mesh, rank)
-        for layout in layouts(shape, [0, 0, 0, 1, 1]).values()
+        for layout in layouts(shape, [0, 0, 0, 0, 1, 1, 1, 1]).values()
         for rank in range(mesh.size)
         if owns(layout, mesh, rank)
     )
@@ -74,10 +90,10 @@ def test_known_sizes_of_a_small_gpt():
 def test_costs_follow_the_blocks():
     costs = piece_costs(SHAPE)
     assert costs[0] == 0
-    assert len(set(costs[1:4])) == 1
-    assert costs[4] == 2 * 8 * 13
+    assert costs[1:3] == costs[3:5] == costs[5:7]
+    assert costs[2] == 2 * 2 * 8 * SHAPE.hidden and costs[7] == 2 * 8 * 13
     longer = piece_costs(replace(SHAPE, seq_len=32))
-    assert longer[1] - costs[1] == 4 * 16 * 8
+    assert longer[1] - costs[1] == 4 * 16 * 8 and longer[2] == costs[2]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +101,7 @@ def test_costs_follow_the_blocks():
     [
         (lambda: replace(SHAPE, heads=3), r"gpt: dim 8 cannot be cut into 3 heads"),
         (lambda: replace(SHAPE, heads=8), r"8 heads of dim 8 are 1 wide, but rotary"),
-        (lambda: layouts(SHAPE, [0, 1]), r"gives 2 stages for the 5 pieces"),
+        (lambda: layouts(SHAPE, [0, 1]), r"gives 2 stages for the 8 pieces"),
     ],
 )
 def test_what_does_not_fit_is_refused(make, text):

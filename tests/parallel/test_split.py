@@ -1,13 +1,34 @@
 """The cut is the best there is, found by trying all of them."""
 
 import itertools
+from collections import defaultdict
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.parallel.pipeline.split import split_by_cost, split_evenly
+from torchdistpackage.parallel.pipeline.piece_cost import (
+    PieceCost,
+    block_weights,
+    split_measured,
+    stage_costs,
+)
+from torchdistpackage.parallel.pipeline.split import Memory, split_by_cost, split_evenly
+
+
+def every_cut(num_pieces, num_stages):
+    for inner in itertools.combinations(range(1, num_pieces), num_stages - 1):
+        edges = (0, *inner, num_pieces)
+        yield [range(a, b) for a, b in itertools.pairwise(edges)]
+
+
+def by_rank(values, ranges, placement):
+    """Largest sum of `values(stage, pieces)` over the stages of one rank."""
+    sums = defaultdict(int)
+    for stage, (pieces, rank) in enumerate(zip(ranges, placement, strict=True)):
+        sums[rank] += values(stage, pieces)
+    return max(sums.values())
 
 
 @given(st.lists(st.integers(0, 9), max_size=8), st.integers(1, 6))
@@ -17,25 +38,68 @@ def test_no_other_cut_has_a_smaller_largest_stage(costs, num_stages):
     assert [i for r in ranges for i in r] == list(range(len(costs)))
     used = min(num_stages, len(costs))
     assert all(len(r) > 0 for r in ranges[:used])
-    cuts = itertools.combinations(range(1, len(costs)), used - 1) if used else []
-    best = min(
-        (
-            max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cut, len(costs))))
-            for cut in cuts
-        ),
-        default=0,
-    )
-    assert max((sum(costs[i] for i in r) for r in ranges), default=0) == best
+    largest = lambda cut: max(sum(costs[i] for i in r) for r in cut)  # noqa: E731
+    assert not used or largest(ranges) == min(map(largest, every_cut(len(costs), used)))
+
+
+@st.composite
+def chunked(draw):
+    """Costs of at least as many pieces as there are stages, and a loop or a zigzag over ranks."""
+    p, v = draw(st.sampled_from([(1, 3), (2, 2), (2, 3), (3, 2)]))
+    loop = list(range(p)) * v
+    zigzag = [s % p if s // p % 2 == 0 else p - 1 - s % p for s in range(p * v)]
+    costs = draw(st.lists(st.integers(0, 9), min_size=p * v, max_size=9))
+    return costs, draw(st.sampled_from([loop, zigzag]))
+
+
+@given(chunked())
+def test_no_other_cut_has_a_less_busy_rank_where_ranks_run_several_stages(case):
+    costs, placement = case
+    ranges = split_by_cost(costs, len(placement), placement=placement)
+    assert [i for r in ranges for i in r] == list(range(len(costs)))
+    spent = lambda stage, pieces: sum(costs[i] for i in pieces)  # noqa: E731
+    found = (by_rank(spent, cut, placement) for cut in every_cut(len(costs), len(placement)))
+    assert by_rank(spent, ranges, placement) == min(found)
+
+
+def test_of_cuts_with_equally_busy_ranks_the_one_with_the_smallest_stage_is_taken():
+    ranges = split_by_cost([1] * 8, 4, placement=[0, 1, 0, 1])
+    assert [len(r) for r in ranges] == [2, 2, 2, 2]
+    ranges = split_by_cost([0, *[1] * 12, 4], 4, placement=[0, 1, 1, 0])
+    sizes = [sum([0, *[1] * 12, 4][i] for i in r) for r in ranges]
+    assert (sizes[0] + sizes[3], max(sizes)) == (8, 4)
+
+
+@given(chunked(), st.data())
+def test_no_rank_holds_more_than_its_cap_and_nothing_faster_would(case, data):
+    costs, placement = case
+    numbers = st.lists(st.integers(0, 5), min_size=len(costs), max_size=len(costs))
+    live = data.draw(st.lists(st.integers(1, 4), min_size=len(placement), max_size=len(placement)))
+    memory = Memory(data.draw(st.integers(5, 60)), data.draw(numbers), data.draw(numbers), live)
+    spent = lambda stage, pieces: sum(costs[i] for i in pieces)  # noqa: E731
+
+    def held(stage, pieces):
+        one = sum(memory.live_bytes[i] for i in pieces)
+        return sum(memory.held_bytes[i] for i in pieces) + live[stage] * one
+
+    fitting = [
+        cut
+        for cut in every_cut(len(costs), len(placement))
+        if by_rank(held, cut, placement) <= memory.cap_bytes
+    ]
+    if not fitting:
+        with pytest.raises(ScheduleError, match="the one that holds least needs"):
+            split_by_cost(costs, len(placement), placement=placement, memory=memory)
+        return
+    ranges = split_by_cost(costs, len(placement), placement=placement, memory=memory)
+    assert by_rank(held, ranges, placement) <= memory.cap_bytes
+    best = min(by_rank(spent, cut, placement) for cut in fitting)
+    assert by_rank(spent, ranges, placement) == best
 
 
 def test_among_equal_cuts_the_more_even_one_is_taken():
     assert split_by_cost([5, 1, 1, 1, 1], 3) == (range(1), range(1, 3), range(3, 5))
-    assert [len(r) for r in split_by_cost([1] * 7, 4)] in (
-        [2, 2, 2, 1],
-        [1, 2, 2, 2],
-        [2, 1, 2, 2],
-        [2, 2, 1, 2],
-    )
+    assert sorted(len(r) for r in split_by_cost([1] * 7, 4)) == [1, 2, 2, 2]
 
 
 @given(st.integers(0, 30), st.integers(1, 9))
@@ -50,3 +114,30 @@ def test_nonsense_is_refused():
         split_by_cost([1.0], 0)
     with pytest.raises(ScheduleError, match="lowest: -1"):
         split_by_cost([1.0, -1.0], 1)
+    with pytest.raises(ScheduleError, match=r"\[0, 1\] is of 2 stages, the cut of 3"):
+        split_by_cost([1.0] * 4, 3, placement=[0, 1])
+
+
+def test_a_stage_with_many_live_microbatches_gets_less_where_memory_is_short():
+    """1F1B's first stage keeps most: it pays for balance with memory, until there is none."""
+    pieces = [PieceCost(1.0, 2.0, 1.0, parameter_bytes=1, activation_bytes=10)] * 8
+    assert [len(r) for r in split_measured(pieces, range(2))] == [4, 4]
+    # 4 pieces: 4 x 4 + 2 x 40 = 96 bytes on the first stage, 3 pieces 72; 5 on the last 70
+    tight = split_measured(pieces, range(2), cap_bytes=80)
+    assert [len(r) for r in tight] == [3, 5]
+    with pytest.raises(ScheduleError, match=r"holds at most 70 bytes a rank; .* needs 72"):
+        split_measured(pieces, range(2), cap_bytes=70)
+
+
+def test_costs_of_stages_are_the_sums_of_their_pieces():
+    pieces = [PieceCost(1.0, 2.0, 0.5), PieceCost(2.0, 5.0, 2.0), PieceCost(3.0, 5.0, 6.0)]
+    costs = stage_costs(pieces, (range(1), range(1, 3)), message_s=0.25)
+    assert (costs.forward, costs.backward) == ((1.0, 5.0), (2.0, 10.0))
+    assert costs.input == (0.0, 8.0)  # nobody wants the gradient of the first stage's input
+    assert costs.weight == (2.0, 2.0)
+    assert costs.message == (0.25, 0.25)
+
+
+def test_embedding_and_head_count_as_they_are_told():
+    assert block_weights(4, first=0.0, last=3.0) == [0.0, 1.0, 1.0, 3.0]
+    assert [len(r) for r in split_by_cost(block_weights(8, 0.0, 3.0), 2)] == [5, 3]

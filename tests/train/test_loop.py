@@ -61,7 +61,7 @@ class Counting:
 
     def limit(self, seconds: float) -> None: ...
 
-    def train_step(self, step: int, *, measure: bool, save: bool, stop: Callable[[], bool]):
+    def train_step(self, step: int, *, save: bool, stop: Callable[[], bool], **how: bool):
         wish, self.updates = stop(), step
         return Issued(StepResult(step, 1.0, 1.0, 10, 0.01, 1e-3, None, save, wish))
 

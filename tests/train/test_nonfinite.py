@@ -134,6 +134,27 @@ def test_nothing_is_updated_and_the_culprit_is_named(ranks, case):
         assert "microbatch 0 is not finite on rank" in text
 
 
+def broken_chunk(how: str) -> tuple[str, str]:
+    """(what is said, parameter that was hit) of a fault in the second stage of rank 1, stage 2."""
+    run = parity.trainer([*BASE, "parallel.pipe=2", "pipeline.schedule=zb-v"])
+    name, parameter = list(run.stage.named_parameters())[-1]
+    if dist.get_rank() == 1 and how == "gradient":
+        parameter.register_hook(lambda g: g * float("nan"))
+    elif dist.get_rank() == 1:
+        run.stage.register_forward_hook(lambda m, a, y: y * float("nan") if a[0] == 2 else y)
+    issued = run.train_step(1)
+    assert issued.read().skipped
+    return explain(run, issued), run.layouts[name].name
+
+
+def test_of_several_stages_on_a_rank_the_one_is_named(ranks):
+    (text, _), (same, name) = ranks(2).run(broken_chunk, "gradient")
+    assert text == same
+    assert text == f"step 1: on rank 1, stage 2 the gradient of {name} is not finite"
+    (text, _), _ = ranks(2).run(broken_chunk, "output")
+    assert "the output of microbatch 0 is not finite on rank 1, stage 2" in text
+
+
 def whole_run(folder: str, extra: list[str]) -> tuple[str, int]:
     """(how the run ended, steps that were left out) of a run whose third step fails on rank 1."""
     run = parity.trainer([*BASE, *extra, "train.check_replicas_every=2"])

@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.train import parity
+from torchdistpackage.config.kinds import SCHEDULES
 from torchdistpackage.config.load import load
+from torchdistpackage.schedule.actions import Action, Kind, Schedule
+from torchdistpackage.schedule.csv import to_csv
 from torchdistpackage.topology.views import DEFAULT_ORDER
 
 BUILT = ("data", "pipe", "tensor")
@@ -103,6 +106,65 @@ def test_one_step_is_that_of_one_process(ranks, case):
     mine.append(f"parallel.sequence_parallel={str(sequence_parallel).lower()}")
     results = ranks(math.prod(degrees.values())).run(one_step, mine)
     expect_same(results, one_process(ranks, base))
+
+
+SCHEDULED = {
+    "pipe2": {"pipe": 2},
+    "pipe3": {"pipe": 3},
+    "pipe4": {"pipe": 4},
+    "data2xpipe2": {"data": 2, "pipe": 2},
+    "pipe2xtensor2": {"pipe": 2, "tensor": 2},
+}
+"""Layouts under which every schedule is tried."""
+ZERO_OF = {
+    "gpipe": 0, "1f1b": 3, "interleaved": 1, "looped-bfs": 2, "zb-h1": 2, "zb-h2": 1,
+    "interleaved-zb": 3, "zb-v": 2, "dualpipe-v": 1, "auto": 3, "custom": 0,
+}  # fmt: skip
+"""In the small set each schedule runs on data 2 x pipe 2 under one stage of ZeRO."""
+
+
+def scheduled():
+    for name in SCHEDULES:
+        for layout, degrees in SCHEDULED.items():
+            for zero in range(4 if "data" in degrees else 1):
+                for tied in (True, False):
+                    small = tied and layout == "data2xpipe2" and zero == ZERO_OF[name]
+                    small |= tied and layout == "pipe3" and name in ("zb-v", "interleaved")
+                    case = name, degrees, zero, tied
+                    label = f"{name}-{layout}{f'-zero{zero}' * bool(zero)}{'-tied' * tied}"
+                    yield pytest.param(case, id=label, marks=[] if small else [pytest.mark.full])
+
+
+@pytest.mark.parametrize("case", list(scheduled()))
+def test_every_schedule_gives_the_step_of_one_process(ranks, case, tmp_path):
+    name, degrees, zero, tied = case
+    base = [
+        *overrides({"data": 1, "pipe": 1, "tensor": 1} | degrees, tied),
+        *("model.layers=3", "pipeline.microbatches=4"),
+    ]
+    mine = [*base, *(f"parallel.{axis}={size}" for axis, size in degrees.items())]
+    mine += [f"parallel.zero={zero}", f"pipeline.schedule={name}"]
+    if name == "custom":
+        # three stages on two ranks, the last two on one
+        path = tmp_path / "mine.csv"
+        path.write_text(to_csv(uneven(degrees["pipe"], 4)))
+        mine.append(f"pipeline.file={path}")
+    results = ranks(math.prod(degrees.values())).run(one_step, mine)
+    expect_same(results, one_process(ranks, base))
+
+
+def uneven(num_ranks: int, num_microbatches: int) -> Schedule:
+    """GPipe over one stage more than there are ranks, the last rank with two."""
+    placement = (*range(num_ranks), num_ranks - 1)
+    stages = [[s for s, place in enumerate(placement) if place == r] for r in range(num_ranks)]
+    programs = tuple(
+        (
+            *(Action(s, Kind.F, m) for m in range(num_microbatches) for s in held),
+            *(Action(s, Kind.B, m) for m in range(num_microbatches) for s in reversed(held)),
+        )
+        for held in stages
+    )
+    return Schedule("uneven", num_ranks + 1, num_microbatches, placement, programs)
 
 
 LAYOUTS = {

@@ -1,4 +1,4 @@
-"""A run goes on under other degrees and another ZeRO stage as if nothing had happened."""
+"""A run goes on under other degrees, schedules and ZeRO stages as if nothing had happened."""
 
 from pathlib import Path
 
@@ -25,6 +25,11 @@ RUNS = {
     "data3-zero2": (3, ["parallel.data=3", "parallel.zero=2"]),
     "data2-zero3": (2, ["parallel.data=2", "parallel.zero=3"]),
     "data2xpipe2-zero2": (4, ["parallel.data=2", "parallel.pipe=2", "parallel.zero=2"]),
+    "data2xpipe2-zbv-zero1": (
+        4,
+        ["parallel.data=2", "parallel.pipe=2", "parallel.zero=1", "pipeline.schedule=zb-v"],
+    ),
+    "pipe2-three": (2, ["parallel.pipe=2", "pipeline.schedule=interleaved", "pipeline.chunks=3"]),
     "data2xtensor2-zero1": (
         4,
         [
@@ -36,6 +41,7 @@ RUNS = {
 SMALL_SET = [
     ("data4-zero1", "one"), ("one", "data4-zero1"), ("data2xpipe2-zero2", "data2xtensor2-zero1"),
     ("data2-zero3", "data2-zero1"), ("data2-zero1", "data2-zero3"),
+    ("data2xpipe2-zbv-zero1", "pipe2-three"),
 ]  # fmt: skip
 
 

@@ -67,8 +67,13 @@ def train_with(extra: list[str], evaluate: bool) -> tuple[parity.Held, list[floa
     "extra",
     [
         ["parallel.data=2", "parallel.pipe=2", "pipeline.microbatches=3"],
+        ["parallel.data=2", "parallel.pipe=2", "pipeline.schedule=zb-v"],
         pytest.param(
             ["parallel.pipe=2", "parallel.tensor=2", "parallel.sequence_parallel=true"],
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            ["parallel.pipe=4", "pipeline.schedule=interleaved-zb", "model.layers=3"],
             marks=pytest.mark.full,
         ),
     ],
@@ -81,7 +86,8 @@ def test_evaluation_is_that_of_one_process_and_leaves_training_bitwise_alone(ran
     for (before, _), (after, _) in zip(plain, evaluated, strict=True):
         assert all(torch.equal(a[3], b[3]) for a, b in zip(before, after, strict=True))
     assert len({tuple(losses) for _, losses in evaluated}) == 1, "one loss on every rank"
-    ((_, truth),) = ranks(1).run(train_with, ["pipeline.microbatches=1"], True)
+    layers = [x for x in extra if x.startswith("model.layers")]
+    ((_, truth),) = ranks(1).run(train_with, [*layers, "pipeline.microbatches=1"], True)
     (_, losses), *_ = ranks(4).run(train_with, [*extra, "model.dropout=0.0"], True)
     assert losses == pytest.approx(truth, abs=1e-12)
 
@@ -105,15 +111,18 @@ def initial(extra: list[str]) -> parity.Held:
     return parity.held(parity.trainer([*TINY, *extra]), "data")
 
 
+LAYOUTS = [
+    {"data": 2}, {"pipe": 2}, {"tensor": 2}, {"pipe": 4}, {"tensor": 4}, {"data": 2, "tensor": 2},
+    {"pipe": 2, "tensor": 2}, {"data": 2, "pipe": 2, "tensor": 2},
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "degrees",
-    [{"data": 2}, {"pipe": 2}, {"tensor": 2}, {"pipe": 4}, {"tensor": 4}, {"data": 2, "tensor": 2},
-     {"pipe": 2, "tensor": 2}, {"data": 2, "pipe": 2, "tensor": 2}],
-    ids=str,
-)  # fmt: skip
-def test_initial_weights_are_bitwise_equal_under_every_layout(ranks, degrees):
+    ("degrees", "schedule"), [*((d, "1f1b") for d in LAYOUTS), ({"pipe": 2}, "zb-v")], ids=str
+)
+def test_initial_weights_are_bitwise_equal_under_every_layout(ranks, degrees, schedule):
     size = 1
-    extra = []
+    extra = [f"pipeline.schedule={schedule}"]
     for axis, degree in degrees.items():
         size *= degree
         extra.append(f"parallel.{axis}={degree}")

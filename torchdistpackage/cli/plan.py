@@ -12,12 +12,14 @@ from typing import Annotated
 import typer
 
 from torchdistpackage.cli.arguments import PROCS, Config, Overrides
+from torchdistpackage.config.kinds import AUTO
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm_shape import JobShape
 from torchdistpackage.harness.bench.profile import Profile
 from torchdistpackage.harness.bench.profile import read as read_profile
 from torchdistpackage.launch.slurm.job import job_shape, preview
+from torchdistpackage.schedule.actions import Kind, flatten
 from torchdistpackage.topology.mesh import Mesh, Ranks, describe
 from torchdistpackage.train.estimate import estimates, timeline_with_messages
 from torchdistpackage.train.plan import (
@@ -37,6 +39,7 @@ LIMIT = 64
 """Ranks listed in each part, without --all."""
 _ZERO = ("", "optimizer state", "gradients and optimizer state", "all")
 """What ranks hold in parts, by parallel.zero."""
+_BYTES = ("weights", "gradients", "optimizer", "bytes")
 _WIDTH = 100
 _SHOWN = 8
 """Counts of nodes named, where there is a choice."""
@@ -154,36 +157,51 @@ def _more(number: int, what: str, before: str = "\n") -> str:
 def _stages(plan: Plan) -> str:
     if plan.shape is None:
         return f"stages: their parameters are known once {plan.config.model.target} has built them"
-    rows: list[Sequence[object]] = [
-        ("stage", "pieces", "parameters", "weights", "gradients", "optimizer", "bytes", "compute")
-    ]
+    rows: list[Sequence[object]] = [("rank", "stage", "pieces", "parameters", *_BYTES, "compute")]
     for held in stage_loads(plan):
-        pieces = " to ".join(dict.fromkeys((*held.pieces[:1], *held.pieces[-1:]))) or "none"
         m = held.memory
         parts = (m.weights_bytes, m.gradients_bytes, m.optimizer_bytes, m.state_bytes)
-        num_bytes = [f"{n:,}" for n in parts]
-        rows.append(
-            (held.index, pieces, f"{held.num_parameters:,}", *num_bytes, f"{held.share:.1%}")
-        )
+        counts = [f"{n:,}" for n in (held.num_parameters, *parts)]
+        first, *more = [(s, _span(names)) for s, names in held.stages.items()]
+        rows.append((held.index, *first, *counts, f"{held.share:.1%}"))
+        rows += [("", *chunk, *[""] * 6) for chunk in more]
     zero, note = plan.config.parallel.zero, ""
     if zero:
         note = f",\nof which ZeRO stage {zero} leaves {_ZERO[zero]} in parts"
     if zero >= 2 and plan.config.pipeline.microbatches > 1:
         note += "; gradients of a round's microbatches add up whole"
     return (
-        f"{num_parameters(plan):,} parameters; on each rank of a stage, with bytes of weights, "
+        f"{num_parameters(plan):,} parameters; on each rank along pipe, with bytes of weights, "
         f"gradients and optimizer state{note}\n{_table(rows)}"
     )
 
 
+def _span(names: Sequence[str]) -> str:
+    return " to ".join(dict.fromkeys((*names[:1], *names[-1:]))) or "none"
+
+
 def _schedule(plan: Plan) -> str:
-    number, samples = plan.schedule.num_microbatches, plan.samples_per_microbatch
-    live = " ".join(map(str, plan.timeline.peak_live))
-    return (
-        f"schedule           {plan.schedule.name}, {number} x {samples} samples on a data rank\n"
-        f"predicted bubble   {plan.timeline.bubble:.1%}\n"
-        f"live microbatches  {live}   (at most, by stage)"
-    )
+    schedule, timeline = plan.schedule, plan.timeline
+    number, samples = schedule.num_microbatches, plan.samples_per_microbatch
+    chunks = max(len(schedule.stages_of(i)) for i in range(len(schedule.programs)))
+    ranks = " ".join(map(str, timeline.peak_live_of_rank))
+    lines = [
+        f"schedule           {schedule.name}, {number} x {samples} samples on a data rank",
+        f"chunks             {chunks}   (stages on a pipe rank, {schedule.num_stages} in all)",
+        f"predicted bubble   {timeline.bubble:.1%}{_by_costs(plan)}",
+        f"live microbatches  {' '.join(map(str, timeline.peak_live))}   (at most, by stage)",
+    ]
+    if chunks > 1:
+        lines.append(f"                   {ranks}   (at most, of all stages of a pipe rank)")
+    if any(a.kind is Kind.W for program in schedule.programs for a in flatten(program)):
+        lines.append("                   (held until the gradients of the weights are there)")
+    return "\n".join(lines)
+
+
+def _by_costs(plan: Plan) -> str:
+    if plan.config.pipeline.costs is not None:
+        return f"   (by the costs in {plan.config.pipeline.costs})"
+    return "   (by operations)" if plan.config.pipeline.schedule == AUTO else ""
 
 
 def _communication(
@@ -223,6 +241,6 @@ def _table(rows: Iterable[Sequence[object]]) -> str:
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in cells
     )

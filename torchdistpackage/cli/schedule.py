@@ -1,60 +1,176 @@
-"""`tdp schedule`: a pipeline schedule as a picture and in numbers, with no file and no device."""
+"""`tdp schedule`: a pipeline schedule as a picture and in numbers, with no device."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from torchdistpackage.errors import ConfigError
+from torchdistpackage.errors import ConfigError, ScheduleError
 from torchdistpackage.schedule import draw
-from torchdistpackage.schedule.actions import Kind, to_csv
+from torchdistpackage.schedule.actions import Kind, Schedule
+from torchdistpackage.schedule.costs import Costs
+from torchdistpackage.schedule.costs_file import read_costs
+from torchdistpackage.schedule.csv import from_csv, to_csv
+from torchdistpackage.schedule.draw_png import png
 from torchdistpackage.schedule.generate import GENERATORS, build
-from torchdistpackage.schedule.simulate import DEFAULT_COSTS, simulate
+from torchdistpackage.schedule.simulate import DEFAULT_COSTS, Timeline, simulate
+from torchdistpackage.schedule.trace import trace
+
+WIDEST_CELLS = 200
 
 
-def _cost(of: str) -> typer.models.OptionInfo:
+def _cost(of: Kind, words: str) -> typer.models.OptionInfo:
     # Whole numbers, because a cell of the table is one unit; any ratio can be written with two.
-    return typer.Option(metavar="N", min=1, help=f"Time units of one {of}.")
+    text = f"Time units of one {words} on every stage; {DEFAULT_COSTS[of]:g} if not given."
+    return typer.Option(metavar="N", min=1, help=text)
+
+
+def _file(what: str) -> typer.models.OptionInfo:
+    return typer.Option(metavar="FILE", help=f"Write {what} into this file.")
 
 
 def schedule(
-    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(GENERATORS)}.")],
-    stages: Annotated[int, typer.Option(metavar="P", help="Pipeline stages, one a rank.")],
-    microbatches: Annotated[int, typer.Option(metavar="M", help="Microbatches in one round.")],
-    forward_cost: Annotated[int, _cost("forward")] = int(DEFAULT_COSTS[Kind.F]),
-    backward_cost: Annotated[int, _cost("backward")] = int(DEFAULT_COSTS[Kind.B]),
-    svg: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw it into this file.")
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help=f"One of {', '.join(GENERATORS)}, or a file FILE.csv in the format of "
+            "torch.distributed.pipelining.",
+        ),
+    ],
+    stages: Annotated[
+        int | None,
+        typer.Option(
+            metavar="P",
+            help="Pipe ranks. Each runs V stages (see --chunks), so the model has P x V in all.",
+        ),
     ] = None,
-    csv: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write its actions into this file.")
+    microbatches: Annotated[
+        int | None, typer.Option(metavar="M", help="Microbatches in one step.")
     ] = None,
+    chunks: Annotated[
+        int | None,
+        typer.Option(
+            metavar="V", help="Stages on each pipe rank; the schedule's own if not given."
+        ),
+    ] = None,
+    costs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="YAML or JSON with forward, backward or input and weight, and message: a list of "
+            "one number a stage, or one number for all.",
+        ),
+    ] = None,
+    forward_cost: Annotated[int | None, _cost(Kind.F, "forward")] = None,
+    backward_cost: Annotated[int | None, _cost(Kind.B, "backward")] = None,
+    steps: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Steps back to back, no rank waiting for all.")
+    ] = 1,
+    svg: Annotated[Path | None, _file("a drawing (SVG)")] = None,
+    png_file: Annotated[
+        Path | None, typer.Option("--png", metavar="FILE", help="The same as PNG (matplotlib).")
+    ] = None,
+    trace_file: Annotated[
+        Path | None, typer.Option("--trace", metavar="FILE", help="A Chrome trace (JSON).")
+    ] = None,
+    csv: Annotated[Path | None, _file("its computations, as torch reads them (CSV),")] = None,
 ) -> None:
     """Show a pipeline schedule and how long its ranks are idle."""
-    built = build(name, stages, microbatches)
-    timeline = simulate(built, {Kind.F: float(forward_cost), Kind.B: float(backward_cost)})
-    idle, turns = stages - 1, microbatches + stages - 1
+    made = _schedule(name, stages, microbatches, chunks)
+    taken, words = _costs(costs, made.num_stages, forward_cost, backward_cost)
+    timeline = simulate(made, taken, steps)
+    unit = 1.0 if costs is None and _is_whole(timeline) else _unit(timeline)
+    typer.echo("\n".join(_report(made, timeline, words, unit, steps)))
+    for path, content in (
+        (svg, lambda: draw.svg(timeline).encode()),
+        (png_file, lambda: png(timeline)),
+        (trace_file, lambda: trace(timeline).encode()),
+        (csv, lambda: to_csv(made).encode()),
+    ):
+        if path is not None:
+            _write(path, content())
+            typer.echo(f"wrote {path}")
+
+
+def _schedule(
+    name: str, ranks: int | None, microbatches: int | None, chunks: int | None
+) -> Schedule:
+    if Path(name).suffix != ".csv":
+        if ranks is None or microbatches is None:
+            raise ConfigError(f"{name} needs --stages P (pipe ranks) and --microbatches M")
+        return build(name, ranks, microbatches, chunks)
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name} cannot be read: {error}; name a CSV file") from error
+    try:
+        made = from_csv(text, Path(name).stem.replace(" ", "_"))
+    except ScheduleError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    held = {
+        "--stages": (ranks, len(made.programs)),
+        "--microbatches": (microbatches, made.num_microbatches),
+        "--chunks": (chunks, made.num_stages // len(made.programs)),
+    }
+    for option, (asked, found) in held.items():
+        if asked is not None and asked != found:
+            raise ConfigError(f"{name} has {option} {found}, not {asked}; leave the option out")
+    return made
+
+
+def _costs(
+    path: Path | None, num_stages: int, forward: int | None, backward: int | None
+) -> tuple[Costs, str]:
+    """The costs, and how to say them."""
+    if path is None:
+        numbers = {
+            Kind.F: float(forward or DEFAULT_COSTS[Kind.F]),
+            Kind.B: float(backward or DEFAULT_COSTS[Kind.B]),
+        }
+        return numbers, f"a forward takes {numbers[Kind.F]:g}, a backward {numbers[Kind.B]:g}"
+    if forward is not None or backward is not None:
+        raise ConfigError("--costs says what all actions cost; leave out the other cost options")
+    return read_costs(path).of(num_stages), f"costs of {path}"
+
+
+def _is_whole(timeline: Timeline) -> bool:
+    return all(span.end.is_integer() for row in timeline.spans for span in row)
+
+
+def _unit(timeline: Timeline) -> float:
+    """Half the shortest action a cell, unless the table would be too wide."""
+    spans = [span for row in timeline.spans for span in row if span.end > span.start]
+    shortest = min((span.end - span.start for span in spans), default=1.0)
+    return max(shortest / 2, timeline.total / WIDEST_CELLS)
+
+
+def _report(made: Schedule, timeline: Timeline, costs: str, unit: float, steps: int) -> list[str]:
+    ranks, microbatches = len(made.programs), made.num_microbatches
+    idle, turns = ranks - 1, microbatches + ranks - 1
+    chunks = "" if made.num_stages == ranks else f" on {ranks} pipe ranks"
+    repeated = "" if steps == 1 else f", {steps} steps"
     lines = [
-        f"{name}, {stages} stages, {microbatches} microbatches; "
-        f"a forward takes {forward_cost}, a backward {backward_cost}",
+        f"{made.name}, {made.num_stages} stages{chunks}, {microbatches} microbatches{repeated}; "
+        f"{costs}",
         "",
-        draw.table(timeline),
+        draw.table(timeline, unit),
         "",
         f"total              {timeline.total:g} units",
         f"bubble             {timeline.bubble:.1%}",
+        f"by pipe rank       {' '.join(f'{bubble:.1%}' for bubble in timeline.bubbles)}",
         f"(p-1)/(m+p-1)      {idle}/{turns} = {idle / turns:.1%}",
         f"live microbatches  {' '.join(map(str, timeline.peak_live))}   (at most, by stage)",
     ]
-    for path, text in ((svg, draw.svg(timeline)), (csv, to_csv(built) + "\n")):
-        if path is not None:
-            _write(path, text)
-            lines.append(f"wrote {path}")
-    typer.echo("\n".join(lines))
+    if chunks:
+        live = " ".join(map(str, timeline.peak_live_of_rank))
+        lines.append(f"                   {live}   (at most, by pipe rank)")
+    return lines
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, content: bytes) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(content)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written: {error.strerror}; name a file in a folder that exists"

@@ -8,7 +8,7 @@ Messages of a call meet those of the same kind and number of call alone, so rank
 for each other, as in any collective, and do not take one for the other.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,8 +19,8 @@ Group = dist.ProcessGroup
 GATHERED, SUMMED, EXPECTED_GATHERED, EXPECTED_SUMMED = range(4)
 """Kinds of calls that are made of messages."""
 PIECE_BYTES = 2**20
-"""Longer messages travel in pieces, so that a notice of readiness to receive, which queues behind
-what is being sent, waits for no more than this."""
+"""Longer messages travel in even pieces of about this, so that a notice of readiness to receive,
+which queues behind what is being sent, waits for no more than half as much again."""
 _FIRST_TAG, _NUM_TAGS = 2**12, 2**28
 """Above what messages by themselves use over the same group; gloo's tags have 31 bits."""
 
@@ -74,8 +74,9 @@ def _others(group: Group) -> list[int]:
     return [(mine + step) % size for step in range(1, size)]
 
 
-def _pieces(x: Tensor) -> Sequence[Tensor] | Iterator[Tensor]:
-    num_bytes = x.numel() * x.itemsize
-    if num_bytes <= PIECE_BYTES:
-        return (x,) if num_bytes else ()
-    return x.view(-1).split(PIECE_BYTES // x.itemsize)
+def _pieces(x: Tensor) -> Sequence[Tensor]:
+    num_elements = x.numel()
+    num_pieces = round(num_elements * x.itemsize / PIECE_BYTES)
+    if num_pieces <= 1:
+        return (x,) if num_elements else ()
+    return x.view(-1).split(-(-num_elements // num_pieces))

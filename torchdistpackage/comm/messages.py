@@ -2,9 +2,8 @@
 
 A message is one tensor, a tuple, or a flat dict of tensors and None. Its `Description` says
 structure, shapes, dtypes and which members want a gradient. A receiver must know it before
-it can post its receive; it travels ahead of the tensors as a small header when the peers have
-not agreed on it yet, and not at all afterwards. Gradients go back in the shape of what was
-sent, so they need no header ever.
+it can post its receive (headers.py). Gradients go back in the shape of what was sent, so they need
+no description ever.
 """
 
 import json
@@ -14,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchdistpackage.comm.p2p import Post
-from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import CommError
 
 Message = Tensor | None | tuple[Tensor | None, ...] | dict[str, Tensor | None]
@@ -31,10 +28,6 @@ class Member:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-
-    @property
-    def wants_gradient(self) -> bool:
-        return self.requires_grad and self.dtype.is_floating_point
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
@@ -54,13 +47,6 @@ class Description:
             shown = [f"{k}: {m}" for k, m in zip(self.keys, shown, strict=True)]
         return shown[0] if self.form == "tensor" else f"{self.form}({', '.join(shown)})"
 
-    def empty(self, device: torch.device) -> list[Tensor | None]:
-        """Room for the members, contiguous."""
-        return [
-            None if m is None else torch.empty(m.shape, dtype=m.dtype, device=device)
-            for m in self.members
-        ]
-
     def build(self, tensors: Sequence[Tensor | None]) -> Message:
         """The message again, from its members."""
         if self.form == "tensor":
@@ -68,14 +54,6 @@ class Description:
         if self.form == "dict":
             return dict(zip(self.keys, tensors, strict=True))
         return tuple(tensors)
-
-    def gradient(self) -> "Description":
-        """What comes back: the gradients of the members that want one, None for the others."""
-        members = tuple(
-            Member(m.shape, m.dtype, False) if m is not None and m.wants_gradient else None
-            for m in self.members
-        )
-        return Description("tuple", (), members)
 
 
 def tensors_of(message: Message) -> tuple[Tensor | None, ...]:
@@ -158,21 +136,3 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise CommError(f"a peer sent a tensor of dtype {name!r}, which this torch does not have")
     return dtype
-
-
-def receive_described(
-    source: int, group: Group, device: torch.device, timeout_s: float | None = None
-) -> Description:
-    """Wait for the description of the next message of global rank `source`."""
-    header = header_room(device)
-    _receive_now(header, source, group, timeout_s)
-    rest = rest_room(header)
-    if rest is not None:
-        _receive_now(rest, source, group, timeout_s)
-    return decode(header, rest)
-
-
-def _receive_now(room: Tensor, source: int, group: Group, timeout_s: float | None) -> None:
-    post = Post(group, timeout_s)
-    post.receive([room], source)
-    post.go().wait()

@@ -5,7 +5,7 @@ where a send is large receives are posted first, which uses both directions of t
 Small ones go out first instead: that saves the peer a wait (see benchmarks/pipeline.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch import Tensor
 from torchdistpackage.comm import checking
 from torchdistpackage.comm.pending import Pending, failed
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.comm.record import LINE, STATE, WAITING, Call, calls
+from torchdistpackage.comm.record import LINE, STATE, WAITING, Call, Line, calls
 from torchdistpackage.comm.wire import as_moved, in_place_of
 from torchdistpackage.errors import CommError
 
@@ -85,73 +85,79 @@ class Flight:
 
     def __init__(
         self,
-        works: list[dist.Work],
-        keep: list[_Posted],
-        made: list[Call],
-        timeout: timedelta | None,
+        works: Sequence[dist.Work] = (),
+        keep: object = None,
+        made: Sequence[Call] = (),
+        timeout: timedelta | None = None,
     ):
         self._works, self._keep, self._calls, self._timeout = works, keep, made, timeout
 
     def wait(self) -> None:
-        """On CUDA the current stream waits, not the host.
+        """On CUDA the current stream waits, not the host. Safe to call twice.
 
         Raises:
             CommError: a message failed, or did not come in time.
         """
-        since_s = calls.clock_s()
+        if not self._works:
+            return
+        since_s, timeout = calls.clock_s(), self._timeout
         # NCCL runs a batch as one, and may give one work for all of its messages
         for call, work in zip(self._calls, self._works, strict=False):
             call[STATE] = WAITING
             try:
-                work.wait() if self._timeout is None else work.wait(self._timeout)
+                work.wait() if timeout is None else work.wait(timeout)
             except RuntimeError as error:
                 raise failed(call, error) from error
             call[STATE] = call[LINE].passed
         calls.waited_s += calls.clock_s() - since_s
-        self._works, self._keep, self._calls = [], [], []
+        self._works, self._keep, self._calls = (), None, ()
 
 
 class Post:
-    """Messages of one rank, to be posted together. All tensors contiguous, of plain dtypes."""
+    """Messages of one rank, to be posted together by `go()`."""
+
+    __slots__ = ("_flight", "_group", "_line", "_receives", "_sends")
 
     def __init__(self, group: Group, timeout_s: float | None = None):
         self._group, self._line = group, calls.line(group)
-        # with a limit, a wait on NCCL would block the host; its watchdog has the limit already
-        limited = timeout_s is not None and self._line.direct
-        self._timeout = timedelta(seconds=timeout_s) if limited and timeout_s else None
+        self._flight = Flight(timeout=_limit(self._line, timeout_s))
         self._receives: list[_Posted] = []
         self._sends: list[_Posted] = []
 
-    def receive(self, tensors: Sequence[Tensor | None], source: int) -> None:
-        """Room to be filled by global rank `source`; empty tensors travel too, as nothing."""
+    def receive(self, tensors: Sequence[Tensor | None], source: int) -> Flight:
+        """Room to be filled by global rank `source`; contiguous. Empty tensors do not travel."""
         for x in tensors:
             if x is not None and x.numel():
-                self._receives.append(("receive", x, source, calls.action))
+                self._receives.append(("receive", as_moved(x), source, calls.action))
+        return self._flight
 
-    def send(self, tensors: Sequence[Tensor | None], target: int) -> None:
-        """Tensors for global rank `target`; they must stay as they are until `wait`."""
+    def send(self, tensors: Sequence[Tensor | None], target: int) -> Flight:
+        """Tensors for global rank `target`; they must stay as they are until they have left."""
         for x in tensors:
             if x is not None and x.numel():
-                sent = x.detach() if x.requires_grad else x
-                self._sends.append(("send", sent.contiguous(), target, calls.action))
+                self._sends.append(("send", as_moved(x), target, calls.action))
+        return self._flight
 
     def go(self) -> Flight:
+        """Begin all; in the debug mode compare them with the peers' first."""
         messages = self._sends + self._receives
         for _, x, _, _ in self._sends:
             if x.nbytes > SMALL_BYTES:
                 messages = self._receives + self._sends
                 break
+        flight = self._flight
         if not messages:
-            return Flight([], [], [], None)
+            return flight
         if calls.checks:
             checking.agree_messages(self._group, [message[:3] for message in messages])
         begin, line = calls.begin_message, self._line
         made = [begin(what, line, x, peer, action) for what, x, peer, action in messages]
         try:
-            works = self._issue(messages)
+            flight._works = self._issue(messages)
         except RuntimeError as error:
             raise failed(made[0], error) from error
-        return Flight(works, messages, made, self._timeout)
+        flight._keep, flight._calls = messages, made
+        return flight
 
     def _issue(self, messages: list[_Posted]) -> list[dist.Work]:
         group, ranks = self._group, self._line.ranks
@@ -170,6 +176,61 @@ class Post:
             else group.recv([x], ranks.index(peer), 0)
             for what, x, peer, _ in messages
         ]
+
+
+class Wire:
+    """Messages that go one by one, as soon as they are said: for gloo, where none holds up another.
+
+    The k-th `send` to a rank meets its k-th `receive` from this one. Tensors are contiguous, of
+    plain dtypes, and want no gradient (`wire.as_moved`). tag: messages of another one are apart.
+    """
+
+    __slots__ = ("_group", "_line", "_place", "_tag", "_timeout")
+
+    def __init__(self, group: Group, timeout_s: float | None = None, *, tag: int = 0):
+        self._group, self._line = group, calls.line(group)
+        self._tag, self._timeout = tag, _limit(self._line, timeout_s)
+        self._place = {rank: i for i, rank in enumerate(self._line.ranks)}
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether messages of the group may go so."""
+        return self._line.direct
+
+    def limit(self, timeout_s: float | None) -> None:
+        """How long a message may take from now on."""
+        self._timeout = _limit(self._line, timeout_s)
+
+    def receive(self, tensors: Sequence[Tensor], source: int) -> Flight:
+        """Room to be filled by global rank `source`."""
+        return self._begin("receive", self._group.recv, tensors, source)
+
+    def send(self, tensors: Sequence[Tensor], target: int) -> Flight:
+        """Tensors for global rank `target`; they must stay as they are until they have left."""
+        return self._begin("send", self._group.send, tensors, target)
+
+    def _begin(
+        self,
+        what: str,
+        issue: Callable[[list[Tensor], int, int], dist.Work],
+        tensors: Sequence[Tensor],
+        peer: int,
+    ) -> Flight:
+        line, place, action = self._line, self._place[peer], calls.action
+        made: list[Call] = []
+        works: list[dist.Work] = []
+        for x in tensors:
+            made.append(calls.begin_message(what, line, x, peer, action))
+            try:
+                works.append(issue([x], place, self._tag))
+            except RuntimeError as error:
+                raise failed(made[-1], error) from error
+        return Flight(works, tensors, made, self._timeout)
+
+
+def _limit(line: Line, timeout_s: float | None) -> timedelta | None:
+    # with a limit, a wait on NCCL would block the host; its watchdog has the limit already
+    return timedelta(seconds=timeout_s) if timeout_s and line.direct else None
 
 
 def _peer(group: Group, rank: int, what: str) -> int:

@@ -173,9 +173,9 @@ class _Cut:
         narrow = mine.is_floating_point() and mine.itemsize < 4
         total = mine.float() if narrow else mine
         if place:  # those before me add up first
-            before = rooms[0].to(total.dtype)
+            before = rooms[0]
             for room in rooms[1:place]:
-                before += room
+                before = before.to(total.dtype).add_(room)
             total += before
         for room in rooms[place + 1 :]:
             total += room

@@ -22,7 +22,6 @@ class Later(str):
     __slots__ = ()
 
 
-_MESSAGES = Later("stages exchange messages through the executor only, so far")
 _TRACES = Later("profiler ranges and per-rank printing are not offered yet")
 _PROFILE = Later("modules cannot be profiled yet")
 _NAN = Later("tracing of NaN and Inf is not offered yet")
@@ -35,13 +34,11 @@ _SCHEDULER: Names = {
     "parallel.pipeline.forward_backward": ("forward_backward", "forward_eval"),
 }
 _PARTITION: Names = {
-    "parallel.pipeline.flatten": (
+    "parallel.pipeline.flatten": ("flatten_model", "flatten_sequence", "CallableModule"),
+    "parallel.pipeline.partition": (
         "partition_uniform",
         "partition_balanced",
-        "flatten_model",
-        "flatten_sequence",
         "flat_and_partition",
-        "CallableModule",
     ),
 }
 _CLIP: Names = {
@@ -49,7 +46,7 @@ _CLIP: Names = {
     "optim.native_scaler": ("NativeScalerPP",),
 }
 _P2P: Names = {
-    _MESSAGES: (
+    "parallel.pipeline.p2p": (
         "send_obj_meta",
         "recv_obj_meta",
         "recv_forward",

@@ -11,10 +11,11 @@ from typing import Annotated, Any, Literal, cast, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
 
 from torchdistpackage.config.slurm_options import OPTIONS, OURS
-from torchdistpackage.schedule.generate import GENERATORS
+from torchdistpackage.schedule.generate import GENERATORS, canonical
 from torchdistpackage.topology.views import DEFAULT_ORDER
 
-SCHEDULES = tuple(name for name in GENERATORS if name != "forward")
+AUTO, CUSTOM = "auto", "custom"
+SCHEDULES = (*(name for name in GENERATORS if name != "forward"), AUTO, CUSTOM)
 """Pipeline schedules that train; `forward` computes no gradient, so no run can ask for it."""
 
 
@@ -47,9 +48,11 @@ def _different(value: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _schedule(value: str) -> str:
-    if value not in SCHEDULES:
+    """One name for all spellings: zb_h1 and ZB-H1 are zb-h1."""
+    name = value if value in SCHEDULES else canonical(value)
+    if name not in SCHEDULES:
         raise ValueError("no such schedule")
-    return value
+    return name
 
 
 def _axis(value: str) -> str:
@@ -153,6 +156,7 @@ Signals = Annotated[
 
 _RequeueMode = Literal["requeue", "chain", "never"]
 _ModelName = Literal["gpt"]
+_Partition = Literal["cost", "parameters", "uniform", "time"]
 _DataName = Literal["python_stdlib", "text", "tokens"]
 _Optimizer = Literal["adamw"]
 _Dtype = Literal["float32", "float64", "bf16"]
@@ -163,6 +167,7 @@ _TokenDtype = Literal["uint8", "uint16"]
 ModelName = Annotated[_ModelName | None, _names(_ModelName)]
 DataName = Annotated[_DataName | None, _names(_DataName)]
 OptimizerName = Annotated[_Optimizer, _names(_Optimizer)]
+Partition = Annotated[_Partition, _names(_Partition)]
 RequeueMode = Annotated[_RequeueMode, _names(_RequeueMode)]
 Dtype = Annotated[_Dtype, BeforeValidator(_bf16), _names(_Dtype)]
 OnNonfinite = Annotated[_OnNonfinite, _names(_OnNonfinite)]

@@ -3,13 +3,13 @@
 One rule: what it says gives names, values and the nearest values that would do.
 """
 
+from torchdistpackage.config.pipeline_rules import PIPELINE_RULES
 from torchdistpackage.config.rule import Rule, divisors, multiples, reads
 from torchdistpackage.config.schema import Data, Model, RunConfig
 from torchdistpackage.errors import ConfigError
 
 DEGREES = ("parallel.data", "parallel.pipe", "parallel.context", "parallel.tensor")
 _NUM_BYTES = 256
-_OWN_PIECES = 2  # the embedding and the head are pieces of the pipeline beside the layers
 _GPT_KEYS = ("layers", "dim", "heads", "mlp_ratio", "dropout", "tied", "position", "norm_eps")
 
 
@@ -111,18 +111,6 @@ def _vocab_holds_bytes(c: RunConfig, world_size: int | None) -> str | None:
     return (
         f"model.vocab={c.model.vocab} is too small for data.name={c.data.name}, whose tokens are "
         f"bytes; set vocab to {_NUM_BYTES} or more"
-    )
-
-
-@reads("parallel.pipe", "model.layers", "model.name")
-def _pipe_has_pieces(c: RunConfig, world_size: int | None) -> str | None:
-    pipe, layers = c.parallel.pipe, c.model.layers
-    if c.model.name is None or pipe <= layers + _OWN_PIECES:
-        return None
-    return (
-        f"parallel.pipe={pipe} stages for model.layers={layers}, which with embedding and head "
-        f"makes {layers + _OWN_PIECES} pieces; set pipe to {layers + _OWN_PIECES} or less, or "
-        f"layers to {pipe - _OWN_PIECES} or more"
     )
 
 
@@ -247,7 +235,7 @@ RULES: tuple[Rule, ...] = (
     _dim_over_heads,
     _hidden_over_tensor,
     _sequence_over_tensor,
-    _pipe_has_pieces,
+    *PIPELINE_RULES,
     _narrow_weights_have_copies,
     _model_is_named_once,
     _model_keys_are_read,

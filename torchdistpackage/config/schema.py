@@ -31,7 +31,7 @@ class Parallel(Section):
         default=DEFAULT_ORDER, description="Axes, outermost first; those left out have size 1."
     )
     data: k.Degree = Field(default="auto", description="Model replicas; auto: as many as fit.")
-    pipe: k.Count = Field(default=1, description="Pipeline stages the model is cut into.")
+    pipe: k.Count = Field(default=1, description="Ranks the model is cut over.")
     context: k.Count = Field(default=1, description="Ranks that share one sequence.")
     tensor: k.Count = Field(default=1, description="Ranks that share each weight matrix.")
     expert: k.Count = Field(default=1, description="Ranks that share the experts.")
@@ -84,11 +84,26 @@ class Parallel(Section):
 
 
 class Pipeline(Section):
-    """Order of work on the pipeline stages."""
+    """Where the model is cut, and the order of work on the stages."""
 
-    schedule: k.ScheduleName = Field(default="1f1b", description="Order of forwards and backwards.")
+    schedule: k.ScheduleName = Field(
+        default="1f1b", description="Order of work; auto: found from costs; custom: from file."
+    )
     microbatches: k.Count = Field(
         default=4, description="Equal pieces of a data rank's samples in one round."
+    )
+    chunks: k.CountOrNull = Field(
+        default=None, description="Stages on each pipe rank; null: as the schedule has it."
+    )
+    file: k.TextOrNull = Field(
+        default=None, description="CSV of a custom schedule, in torch's format."
+    )
+    costs: k.TextOrNull = Field(
+        default=None, description="YAML of measured seconds, such as a run's costs.yaml."
+    )
+    partition: k.Partition = Field(
+        default="cost",
+        description="What stages share evenly: computation, parameters, number of pieces, or time.",
     )
 
 

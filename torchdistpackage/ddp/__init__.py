@@ -3,9 +3,10 @@
 To read in this order. What it computes, with nothing else: specification.
 
 What users hold      naive_ddp (the wrapper NaiveDDP), on wrapper (names, copies, pickles).
-One backward         reducer (which backward counts, when a bucket leaves) and what calls it:
-                     outputs (hooks on what a forward returns), told (hooks on parameters), turns
-                     (several reducers in one backward).
+One backward         reducer (which backward counts) and what calls it: outputs (hooks on what a
+                     forward returns), told (hooks on parameters), turns (several reducers in one
+                     backward), steered (a pipeline that knows which is the last); departures (when
+                     a bucket leaves).
 Where gradients lie  shared (a parameter and its group), buckets (which travel together), packed
                      (slots in buckets), gradients (a bucket's memory), carrier (its all-reduce).
 How sizes are found  order (the best packing, on paper), fit (what a run shows, and who decides).
@@ -13,7 +14,7 @@ Fewer bytes          compress, power_sgd; rows, embeddings, lookups for tables o
                      are used.
 What stands around   equal (starting values, buffers), replicas (are they still equal?), membership
                      (did the module change?), used (did all ranks use all?), join (uneven inputs),
-                     sync_batch_norm.
+                     hooks (gone on copies of a module), sync_batch_norm.
 The family           moe (experts), ema with owned, partition and plain (averages of parameters),
                      data_parallel (NaiveDDP or ZeRO, by measurement), zero/ (sharded optimizers).
 """

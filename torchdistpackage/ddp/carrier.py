@@ -62,16 +62,18 @@ class AllReduced:
         hook: Hook = primitives.start_all_reduce,
         keep_wide: bool = False,
     ):
-        self.gradients = Gradients(members, bucket.offsets, bucket.num_elements)
         self._group: Group = members[0].group
-        self._divide = members[0].divide
+        divide = members[0].divide
+        # NCCL takes the mean on the way
+        self._averages = divide == self._group.size() > 1 and primitives.is_nccl(self._group)
+        self.gradients = Gradients(
+            members, bucket.offsets, bucket.num_elements, divide=1 if self._averages else divide
+        )
         self._start = bind(hook, _facts(bucket, self.gradients), bucket.num_elements)
         self._narrows = self.gradients.is_wider and not keep_wide
-        self._sums, self._marks = self.gradients.flat.tensor_split([bucket.marks])
+        self._marks = self.gradients.flat[bucket.marks :]
         self._without: list[int] = []
         self._pending: Waiting | None = None
-        # NCCL takes the mean on the way; elsewhere a pass over the bucket does
-        self._averages = self._divide == self._group.size() > 1 and primitives.is_nccl(self._group)
 
     @property
     def launched(self) -> bool:
@@ -90,8 +92,6 @@ class AllReduced:
         assert self._pending is not None
         self._pending.wait()
         self._pending = None
-        if self._divide > 1 and not self._averages:
-            self._sums.div_(self._divide)
         if self._group.size() > 1:
             for place in self._without:
                 if self._marks[place].item() != 0:
@@ -103,6 +103,7 @@ class AllReduced:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
+        self.gradients.undivide()
 
 
 def _facts(bucket: Bucket, gradients: Gradients) -> list[Member]:

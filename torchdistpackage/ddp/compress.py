@@ -63,39 +63,33 @@ def bind(hook: Hook, members: Sequence[Member], num_elements: int) -> Start:
 
 def bf16_compress(flat: Tensor, group: Group, op: object = primitives.SUM) -> Waiting:
     """Half the bytes of fp32: numbers are rounded to 8 bits, and so are their sums."""
-    return _narrow(flat, group, op, torch.bfloat16, 1.0)
+    return _narrow(flat, group, op, torch.bfloat16)
 
 
 def fp16_compress(flat: Tensor, group: Group, op: object = primitives.SUM) -> Waiting:
     """Half the bytes of fp32, in 11 bits: smaller rounding than bf16, and a smaller range.
 
-    Numbers are divided by the size of the group on the wire, so that a sum overflows only
-    where the mean does, beyond 65504.
+    It overflows beyond 65504, where the result does: a mean is divided before it is summed.
     """
-    scale = 1.0
-    while scale < group.size():  # a power of two rounds nothing
-        scale *= 2
-    return _narrow(flat, group, op, torch.float16, scale)
+    return _narrow(flat, group, op, torch.float16)
 
 
-def _narrow(flat: Tensor, group: Group, op: object, dtype: torch.dtype, scale: float) -> Waiting:
+def _narrow(flat: Tensor, group: Group, op: object, dtype: torch.dtype) -> Waiting:
     narrower = flat.is_floating_point() and flat.element_size() > dtype.itemsize
     if group.size() == 1 or not narrower:
         return primitives.start_all_reduce(flat, group, op)
-    wire = torch.mul(flat, 1 / scale, out=torch.empty_like(flat, dtype=dtype))
-    return _Narrowed(flat, wire, primitives.start_all_reduce(wire, group, op), scale)
+    wire = flat.to(dtype)
+    return _Narrowed(flat, wire, primitives.start_all_reduce(wire, group, op))
 
 
 class _Narrowed:
     """Rounded numbers on their way."""
 
-    __slots__ = ("_flat", "_pending", "_scale", "_wire")
+    __slots__ = ("_flat", "_pending", "_wire")
 
-    def __init__(self, flat: Tensor, wire: Tensor, pending: Waiting, scale: float):
-        self._flat, self._wire, self._pending, self._scale = flat, wire, pending, scale
+    def __init__(self, flat: Tensor, wire: Tensor, pending: Waiting):
+        self._flat, self._wire, self._pending = flat, wire, pending
 
     def wait(self) -> None:
         self._pending.wait()
         self._flat.copy_(self._wire)
-        if self._scale != 1:
-            self._flat.mul_(self._scale)

@@ -5,7 +5,8 @@ first of the widest group. Where that does not have all groups of all its ranks 
 decides, and the order stays that of registration.
 
 The first reduction, in which nothing leaves early, shows the order of gradients and the rate of the
-wire. A later one, warm, shows when gradients are there; from it sizes are chosen (order.py).
+wire. From when gradients are there, at the soonest of a few, sizes are chosen (order.py): what else
+the machine does only makes them late.
 """
 
 import time
@@ -42,6 +43,7 @@ class Fit:
         self._group: Group | None = None
         self._wire = Wire(1.0, 0.0)
         self._order: tuple[int, ...] = ()
+        self._soonest_s: dict[int, float] = {}
         self.begin()
 
     @property
@@ -67,20 +69,21 @@ class Fit:
         late: indices whose gradients may come again until the end of a backward.
         """
         self._rounds += 1
+        self._note_soonest()
         if self._rounds == ORDERED:
             self._group = self._widest()
             if self._group is None:
                 self._rounds = SIZED
                 return None
             self._wire = self._measure(self._group)
-            order = coming([i for i, _ in self._shared], self._seconds(), late)
+            order = coming([i for i, _ in self._shared], self._soonest_s, late)
             self._order = self._agreed(order)
             return Packing(self._cap_bytes, order=self._order)
         if self._rounds == SIZED:
             mine = Packing(self._cap_bytes)
             if self._group is not None and self._group.rank() == 0:
                 entries = [s.entry(i) for i, s in self._shared]
-                mine = choose(entries, self._seconds(), self._order, self._wire)
+                mine = choose(entries, self._soonest_s, self._order, self._wire)
             cap, first = self._agreed((mine.cap_bytes, mine.first_bytes or mine.cap_bytes))
             return Packing(cap, first, self._order)
         return None
@@ -127,10 +130,11 @@ class Fit:
             return event
         return time.perf_counter()
 
-    def _seconds(self) -> dict[int, float]:
-        """When gradients came, after some moment."""
+    def _note_soonest(self) -> None:
         zero = next(iter(self._came.values()), 0.0)
-        return {index: _between_s(zero, at) for index, at in self._came.items()}
+        for index, at in self._came.items():
+            took_s = _between_s(zero, at)
+            self._soonest_s[index] = min(took_s, self._soonest_s.get(index, took_s))
 
     def _measure(self, group: Group) -> Wire:
         """The rate of buckets that were all sent at once, and what a small call takes."""

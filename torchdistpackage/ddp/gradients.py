@@ -3,6 +3,8 @@
 A parameter's `.grad` is a view of the bucket or nothing. What autograd or the user put there
 instead (a fresh one, after `set_to_none`) is copied in and dropped. Where another reducer has the
 parameter too, its gradient stays in whichever bucket it came to until the other one sends.
+
+A mean is divided before it is summed, while a gradient is copied in: that costs no pass of its own.
 Gradients of bf16 and fp16 parameters live here in fp32, in which autograd then adds up
 microbatches; `narrow` gives an optimizer that wants them in the parameters' dtype a copy, and lets
 go of the memory meanwhile.
@@ -22,10 +24,22 @@ _living: "WeakValueDictionary[int, Gradients]" = WeakValueDictionary()
 
 
 class Gradients:
-    """`flat` holds `num_elements`; the gradient of member i begins at `offsets[i]`."""
+    """`flat` holds `num_elements`; the gradient of member i begins at `offsets[i]`.
 
-    def __init__(self, members: Sequence[Shared], offsets: Sequence[int], num_elements: int):
+    divide: by what gradients are divided before they leave.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Shared],
+        offsets: Sequence[int],
+        num_elements: int,
+        *,
+        divide: int = 1,
+    ):
         self.members = tuple(members)
+        self._divide = divide
+        self._divided: set[int] = set()
         self.is_wider = members[0].is_wider
         self.flat = members[0].parameter.new_zeros(num_elements, dtype=members[0].sum_dtype)
         self.views = [m.view(self.flat, at) for m, at in zip(members, offsets, strict=True)]
@@ -39,13 +53,37 @@ class Gradients:
             for member in members:
                 member.parameter.grad_dtype = None  # `.grad` is now this fp32, now a narrow copy
 
-    def adopt(self, place: int) -> None:
-        """Move the gradient that autograd or the user made for this member in here."""
+    def adopt(self, place: int, *, is_final: bool = False) -> None:
+        """Move the gradient that autograd or the user made for this member in here.
+
+        is_final: nothing is added to it before it leaves.
+        """
         self.open()
-        move([self.views[place]], [self.members[place]])
+        view = self.views[place]
+        grad = _taken(view, self.members[place])
+        if grad is None:
+            return
+        if is_final and self._divide > 1 and grad.dtype == view.dtype:
+            torch.div(grad, self._divide, out=view)
+            self._divided.add(place)
+        else:
+            view.copy_(grad)
+
+    def is_divided(self, place: int) -> bool:
+        """Whether it is too late to add to this gradient."""
+        return place in self._divided
+
+    def undivide(self) -> None:
+        """They do not leave after all."""
+        for place in self._divided:
+            self.views[place].mul_(self._divide)
+        self._divided.clear()
 
     def complete(self) -> list[int]:
-        """Bring in what is elsewhere, zeros for members without gradient; returns these."""
+        """Bring in what is elsewhere, zeros for members without gradient, and divide the rest.
+
+        Returns the members without gradient.
+        """
         self.open()
         self._come_back()
         without: list[int] = []
@@ -58,8 +96,19 @@ class Gradients:
             elif grad is not view:
                 elsewhere.append(place)
         for place in elsewhere:
-            move([self.views[place]], [self.members[place]], shared_too=True)
+            grad = _taken(self.views[place], self.members[place], shared_too=True)
+            if grad is not None:
+                self.views[place].copy_(grad)
+        if self._divide > 1:
+            self._divide_rest()
         return without
+
+    def _divide_rest(self) -> None:
+        divided, self._divided = self._divided, set()
+        if not divided:
+            self.flat.div_(self._divide)
+        elif rest := [view for place, view in enumerate(self.views) if place not in divided]:
+            torch._foreach_div_(rest, self._divide)
 
     def _come_back(self) -> None:
         """Views that were given other memory, by `.grad.data = ` or `module.to`, lie here again."""
@@ -94,10 +143,8 @@ class Gradients:
             self.flat.zero_()
 
 
-def move(views: Sequence[Tensor], members: Sequence[Shared], *, shared_too: bool = False) -> None:
-    """Copy each member's gradient to its view, which takes its place.
-
-    shared_too: also from the bucket of another reducer; if not, one in there stays.
+def move(views: Sequence[Tensor], members: Sequence[Shared]) -> None:
+    """Copy each member's gradient to its view, which takes its place, many at a time.
 
     Raises:
         CommError: a gradient is sparse.
@@ -105,21 +152,30 @@ def move(views: Sequence[Tensor], members: Sequence[Shared], *, shared_too: bool
     homes: list[Tensor] = []
     grads: list[Tensor] = []
     for view, shared in zip(views, members, strict=True):
-        parameter = shared.parameter
-        grad = parameter.grad
-        if grad is not view and grad is not None:
-            if grad.is_sparse:
-                raise _sparse(shared)
-            if not shared_too and _is_of_another(grad, view):
-                continue
-            # after backward(create_graph=True) it is part of a graph, which no sum can be
-            grads.append(grad.detach() if grad.requires_grad else grad)
+        grad = _taken(view, shared)
+        if grad is not None:
             homes.append(view)
-            parameter.grad = view
-    if len(grads) == 1:
-        homes[0].copy_(grads[0])
-    elif grads:
+            grads.append(grad)
+    if grads:
         torch._foreach_copy_(homes, grads)
+
+
+def _taken(view: Tensor, shared: Shared, *, shared_too: bool = False) -> Tensor | None:
+    """The gradient to copy to `view`, which has taken its place; None if it stays where it is.
+
+    shared_too: also one in the bucket of another reducer.
+    """
+    parameter = shared.parameter
+    grad = parameter.grad
+    if grad is None or grad is view:
+        return None
+    if grad.is_sparse:
+        raise _sparse(shared)
+    if not shared_too and _is_of_another(grad, view):
+        return None
+    parameter.grad = view
+    # after backward(create_graph=True) it is part of a graph, which no sum can be
+    return grad.detach() if grad.requires_grad else grad
 
 
 def _is_of_another(grad: Tensor, view: Tensor) -> bool:
@@ -138,9 +194,9 @@ def gives_any(parameters: Iterable[nn.Parameter]) -> bool:
 
 def came_late(shared: Shared) -> CommError:
     return CommError(
-        f"parameter {shared.name} received a gradient after its bucket had left: call finish() "
-        f"before the next backward, and where reentrant checkpointing uses it at times, give "
-        f"torch.utils.checkpoint use_reentrant=False"
+        f"parameter {shared.name} received a gradient after it was taken for complete: call "
+        f"finish() before the next backward, and where reentrant checkpointing uses it at times, "
+        f"give torch.utils.checkpoint use_reentrant=False"
     )
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from torchdistpackage.ddp.hooks import Hook
 from torchdistpackage.ddp.shared import Shared
-from torchdistpackage.ddp.zero.hooks import Hook
 
 
 class Table:

@@ -1,6 +1,7 @@
-"""Whether a module has gained parameters, found by comparing what it holds with what it held.
+"""Whether a module has gained parameters, found by comparing what it holds with what it held,
+and whether it has buffers.
 
-One rule: the comparison is one pass over its tables, in C, so that every forward can afford it.
+One rule: each is one pass over its tables, in C, so that every forward can afford it.
 """
 
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ class Membership:
     def __init__(self, module: nn.Module):
         modules = list(module.modules())
         self._tables = [table for m in modules for table in (m._modules, m._parameters)]
+        self._buffers = [m._buffers for m in modules]
         self._held = self._all()
         frozen = (p for p in module.parameters() if not p.requires_grad)
         self._frozen = list(frozen)
@@ -30,6 +32,10 @@ class Membership:
             or not all(map(is_, now, self._held))
             or any(map(_requires_grad, self._frozen))
         )
+
+    def has_buffers(self) -> bool:
+        """Whether there are any; those of modules that came later do not count."""
+        return any(self._buffers)
 
     def _all(self) -> list[object]:
         values: Iterable[Iterable[object]] = (table.values() for table in self._tables)

@@ -7,6 +7,7 @@ Nothing needs to be called after `loss.backward()`; it returns with reduced grad
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from weakref import ref
 
 import torch
@@ -27,6 +28,7 @@ from torchdistpackage.ddp.outputs import tensors_in
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.replicas import Replica, agree
 from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.told import refuse_sharded
 from torchdistpackage.ddp.wrapper import Wrapper
 from torchdistpackage.errors import CommError
 from torchdistpackage.layout.derive import gradient_ranks, num_replicas
@@ -70,8 +72,7 @@ class NaiveDDP(Wrapper):
     forward, on all ranks. Those frozen or removed later count as unused until `refresh()`.
     A deep copy, or one from a pickle, reduces on its own, over the same ranks.
 
-    Parameters in `module._ddp_params_and_buffers_to_ignore` are left alone. `state_dict` and
-    `load_state_dict` use the module's own names.
+    Those in `module._ddp_params_and_buffers_to_ignore` are left alone. State dicts have its names.
 
     Raises:
         CommError: `dp_rank0` is not in a parameter's group, or modules differ between ranks; in
@@ -128,7 +129,8 @@ class NaiveDDP(Wrapper):
             self._start()
         elif self._membership.has_changed():
             self.refresh()
-        if self.broadcast_buffers and self.training and not self._reducer.held:
+        follows = self.broadcast_buffers and self.training and self._membership.has_buffers()
+        if follows and not self._reducer.held:
             self.follow_buffers()
         outputs = self.module(*args, **kwargs)
         if self.training and torch.is_grad_enabled() and not self._reducer.held:
@@ -186,8 +188,9 @@ class NaiveDDP(Wrapper):
         equalise(self._own_buffers(), self.source)
 
     def replicas(self) -> list[Replica]:
-        """All that ranks hold alike, and which ranks: parameters, frozen ones too, and buffers."""
-        found = [Replica(n, p, self._get_group(n, p)) for n, p in self._own_parameters()]
+        """What ranks hold alike, by the names of layouts: parameters, frozen too, and buffers."""
+        own, names = self._own_parameters(), {n: x.name for n, x in self._layouts.items()}
+        found = [Replica(names.get(n, n), p, self._get_group(n, p)) for n, p in own]
         return found + self._own_buffers()
 
     # -- what is reduced, and how ----------------------------------------------------------
@@ -198,6 +201,7 @@ class NaiveDDP(Wrapper):
             self._embeddings.remove()
         trained = [(n, p) for n, p in self._own_parameters() if p.requires_grad]
         shared = [s for s in (self._share(n, p) for n, p in trained) if _must_be_owned(s)]
+        refuse_sharded(shared)
         me = ref(self)  # hooks of embeddings stay when this goes, and must not keep it
         self._embeddings = Embeddings(
             self.module,
@@ -270,7 +274,8 @@ class NaiveDDP(Wrapper):
             divide = group.size()
         else:
             divide = num_replicas(layout, tpc.topology.view(layout.view))
-        return Shared(name, parameter, group, divide, last=_is_tied(layout))
+        is_tied = layout is not None and len(layout.stages) > 1
+        return Shared(name, parameter, group, divide, last=is_tied)
 
     def _own_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.module.named_parameters() if n not in self._ignored]
@@ -288,13 +293,7 @@ def _must_be_owned(shared: Shared) -> bool:
 def _ways_by_node(shared: Sequence[Shared]) -> dict[tuple[int, ...], Hook]:
     """How buckets of those groups travel whose nodes have several ranks each; collective."""
     groups = {ranks_of(s.group): s.group for s in shared if s.group.size() >= SMALLEST_BY_NODE}
-    found = {ranks: hierarchy.of(group) for ranks, group in sorted(groups.items(), key=_first)}
+    found = {
+        ranks: hierarchy.of(group) for ranks, group in sorted(groups.items(), key=itemgetter(0))
+    }
     return {ranks: start for ranks, start in found.items() if start is not None}
-
-
-def _first(item: tuple[tuple[int, ...], object]) -> tuple[int, ...]:
-    return item[0]
-
-
-def _is_tied(layout: Layout | None) -> bool:
-    return layout is not None and len(layout.stages) > 1

@@ -27,13 +27,13 @@ class Slot:
 
     __slots__ = (
         "bucket", "carrier", "fired", "home", "index",
-        "is_small", "late", "num_bytes", "place",
+        "is_small", "late", "num_bytes", "place", "shared",
     )  # fmt: skip
     carrier: Carrier
     home: Tensor | None
 
     def __init__(self, index: int, shared: Shared):
-        self.index, self.fired, self.late = index, False, False
+        self.index, self.shared, self.fired, self.late = index, shared, False, False
         self.bucket = self.place = 0
         self.home = None
         # what must be added up in fp32 goes to its bucket at once
@@ -73,7 +73,7 @@ class Packed:
         for bucket in self.buckets:
             slots = [self.slots[i] for i in bucket.members]
             left = slots[0].carrier.gradients.leave()
-            moving.update(self._shared[slots[place].index].parameter for place in left)
+            moving.update(slots[place].shared.parameter for place in left)
             for slot in slots:
                 del slot.carrier
                 slot.home = None
@@ -86,7 +86,7 @@ class Packed:
 
     def take_fired(self) -> list[bool]:
         """Whether each parameter got a gradient since this was asked last; rows count as if."""
-        fired = [slot.fired or s.rows for slot, s in zip(self.slots, self._shared, strict=True)]
+        fired = [slot.fired or slot.shared.rows for slot in self.slots]
         for slot in self.slots:
             slot.fired = False
         return fired
@@ -103,9 +103,9 @@ class Packed:
         """Copy what waits for it, so that every gradient is in its bucket."""
         if self._fresh:
             slots, self._fresh, self._fresh_bytes = self._fresh, [], 0
-            for carrier in {slot.bucket: slot.carrier for slot in slots}.values():
+            for carrier in {slot.carrier for slot in slots}:
                 carrier.gradients.open()  # ZeRO's memory goes between reductions
-            move([slot.home for slot in slots], [self._shared[slot.index] for slot in slots])
+            move([slot.home for slot in slots], [slot.shared for slot in slots])
 
     def forget_fresh(self) -> None:
         """After a backward that failed: what waits stays where it is."""

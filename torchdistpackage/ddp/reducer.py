@@ -10,36 +10,30 @@ a backward *arms* the reducer for that backward (autograd calls it a graph task)
 engine to say when all of it is done (turns.py). Gradients that arrive in a backward nested inside,
 as reentrant checkpointing has them, may come again, so their buckets wait for the end; which
 parameters do so is learned in the first reduction, in which therefore nothing leaves early.
+
+Or whoever runs the backwards says which are the last (steered.py), and no output is watched.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from torchdistpackage.ddp.carrier import AllReduced, Carrier, Carry
+from torchdistpackage.ddp.departures import Departures, Phase
 from torchdistpackage.ddp.fit import Fit
 from torchdistpackage.ddp.gradients import came_late, gives_any
 from torchdistpackage.ddp.order import Packing
 from torchdistpackage.ddp.outputs import hook_outputs
-from torchdistpackage.ddp.packed import Packed
+from torchdistpackage.ddp.packed import Packed, Slot
 from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.steered import Steered
 from torchdistpackage.ddp.told import Told
-from torchdistpackage.ddp.turns import NO_TURNS, turns_of
+from torchdistpackage.ddp.turns import NO_TURNS, by_itself, turns_of
 from torchdistpackage.ddp.used import check_used
 from torchdistpackage.errors import CommError
-
-
-class Phase(Enum):
-    """IDLE: no bucket has left. REDUCING: buckets may leave. SENT: all early ones have left."""
-
-    IDLE = "idle"
-    REDUCING = "reducing"
-    SENT = "sent"
-
 
 # on the way of every gradient names are looked up once
 _IDLE, _REDUCING = Phase.IDLE, Phase.REDUCING
@@ -51,9 +45,10 @@ class Reducer:
 
     cap_bytes: size of a bucket. num_backwards: a reduction is due in every so manieth backward.
     overlap: False lets all leave at the end. strict: raise on every rank, by name, for parameters
-    that some rank did not use. on_launch: called with the number of each that leaves. carry: makes
-    the carrier of a bucket. after: carriers without parameters, which leave after all others.
+    that some rank did not use. carry: makes the carrier of a bucket. after: carriers without
+    parameters, which leave after all others.
     fit: lets order and sizes follow what is measured; None keeps both, as on a plan on paper.
+    alone: no wrapper may have a reducer of its own for these parameters.
     """
 
     def __init__(
@@ -64,18 +59,19 @@ class Reducer:
         num_backwards: int = 1,
         overlap: bool = True,
         strict: bool = False,
-        on_launch: Callable[[int], object] = lambda b: None,
         carry: Carry = AllReduced,
         after: Sequence[Carrier] = (),
         fit: Fit | None = None,
+        alone: bool = False,
     ):
         self._num_backwards, self._overlap, self._strict = num_backwards, overlap, strict
-        self.on_launch, self._carry, self._cap_bytes = on_launch, carry, cap_bytes
+        self._carry, self._cap_bytes, self._alone = carry, cap_bytes, alone
         self._held, self._turns = False, NO_TURNS
         self._task = -1  # the graph task that armed us, -1 for none
+        self._steered: Steered | None = None
         self._num_done = 0  # backwards since the last reduction
         self._open = False  # a forward or a gradient is waiting for a reduction
-        self._own(shared, after, fit, ())
+        self._own(shared, after, fit, (), lambda b: None)
 
     def renew(
         self, shared: Sequence[Shared], *, after: Sequence[Carrier] = (), fit: Fit | None = None
@@ -85,10 +81,10 @@ class Reducer:
         Raises:
             CommError: a reduction has begun that nobody has finished.
         """
-        if self._phase is not Phase.IDLE:
+        if self.departures.phase is not Phase.IDLE:
             raise CommError("parameters changed during a reduction; call finish() before")
         self.remove()
-        self._own(shared, after, fit, self._packed.leave())
+        self._own(shared, after, fit, self._packed.leave(), self.departures.on_launch)
 
     def _own(
         self,
@@ -96,15 +92,23 @@ class Reducer:
         after: Sequence[Carrier],
         fit: Fit | None,
         moving: Collection[nn.Parameter],
+        on_launch: Callable[[int], object],
     ) -> None:
-        self._shared, self._fit = list(shared), fit
-        self._packed = Packed(self._shared, Packing(self._cap_bytes), self._carry, after, moving)
-        self._next_packing: Packing | None = None
-        self._learning = True
-        self._begin(Phase.IDLE)
-        self._told = Told(self._accumulated, self.parameters)
+        self.shared, self._learning = list(shared), True
+        self._packed = Packed(self.shared, Packing(self._cap_bytes), self._carry, after, moving)
+        self.departures = Departures(self._packed, fit, on_launch)
+        self._told = Told(self._accumulated, self.parameters, alone=self._alone)
 
     # -- what callers use --------------------------------------------------------------
+
+    @property
+    def on_launch(self) -> Callable[[int], object]:
+        """Called with the number of each bucket that leaves."""
+        return self.departures.on_launch
+
+    @on_launch.setter
+    def on_launch(self, function: Callable[[int], object]) -> None:
+        self.departures.on_launch = function
 
     @property
     def num_buckets(self) -> int:
@@ -112,7 +116,7 @@ class Reducer:
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        return tuple(s.parameter for s in self._shared)
+        return tuple(s.parameter for s in self.shared)
 
     @property
     def open(self) -> bool:
@@ -122,7 +126,7 @@ class Reducer:
     @property
     def is_reducing(self) -> bool:
         """Whether gradients of the backward that runs are for a reduction of their own."""
-        return self._phase is Phase.REDUCING
+        return self.departures.phase is Phase.REDUCING
 
     @property
     def held(self) -> bool:
@@ -134,6 +138,29 @@ class Reducer:
 
     def release(self) -> None:
         self._held = False
+
+    @contextmanager
+    def steered(self) -> Iterator[Steered]:
+        """A run of backwards of which the caller says which are the last, by what this yields.
+
+        Backwards of the block only accumulate where it does not say so. What is complete leaves
+        at once, the rest at the end of the block, in `finish()` what is `last`.
+        """
+        self.watch(())  # nothing runs: forget a backward that failed
+        if self.departures.phase is not Phase.IDLE:
+            self.finish()
+        held, self._held, self._open = self._held, True, True
+        self._steered, self._turns = Steered(self), by_itself(self)
+        is_over = False
+        try:
+            yield self._steered
+            is_over = True
+        finally:
+            self._steered, self._held = None, held
+            if not is_over:
+                self._abandon()
+            elif self.departures.phase is _REDUCING:
+                self.departures.send_early()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -152,17 +179,17 @@ class Reducer:
         reduces, with zeros. wait: whether the end of that backward waits for the sums; if not,
         `finish()` does.
         """
-        if not self._shared:
+        if not self.shared:
             return outputs
         current = torch._C._current_graph_task_id()
         if current == -1:
             # no backward is running, so whatever is still armed ended in an exception
             if self._task != -1:
                 self._abandon()
-            if self._held and self._phase is Phase.SENT:
+            if self._held and self.departures.phase is Phase.SENT:
                 self.finish()  # what accumulates now is not of the sums under way
-            if not self._open and self._phase is Phase.IDLE:
-                self._repack()
+            if not self._open and self.departures.phase is Phase.IDLE:
+                self.departures.repack()
         elif self._task == -1 and not self._held:
             # recomputed inside somebody's backward: that one is the outermost
             self._arm(current, wait)
@@ -173,47 +200,20 @@ class Reducer:
 
     def finish(self) -> None:
         """Send what has not left and wait for all sums. Idempotent: a second call does nothing."""
-        if self._phase is Phase.IDLE:
+        if self.departures.phase is Phase.IDLE:
             if not self._open:
                 return
-            self._begin(Phase.REDUCING)
-        self._launch_until(len(self._packed.carriers))
-        fit = self._fit
-        if fit is not None:
-            fit.arrived(0)
-        for b, carrier in enumerate(self._packed.carriers):
-            carrier.settle()
-            if fit is not None and b < self._packed.num_early:
-                fit.arrived(self._packed.num_bytes(b))
-        if fit is not None:
-            late = [slot.index for slot in self._packed.slots if slot.late]
-            self._next_packing = fit.decide(late)
-            self._fit = None if fit.is_over else fit
+            self.departures.begin()
+        self.departures.finish()
         self._learning, self._open, self._num_done = False, False, 0
-        self._begin(Phase.IDLE)
         if self._strict:
-            check_used(self._shared, self._packed.take_fired())
+            check_used(self.shared, self._packed.take_fired())
 
     def remove(self) -> None:
         """Take the hooks off the parameters; gradients stay where they are."""
         self._told.remove()
 
     # -- the life of one backward ------------------------------------------------------
-
-    def _begin(self, phase: Phase) -> None:
-        if phase is Phase.REDUCING:
-            self._repack()
-            if self._fit is not None:
-                self._fit.begin()
-        self._phase = phase
-        self._missing = [len(bucket.members) for bucket in self._packed.buckets]
-        self._next = 0
-
-    def _repack(self) -> None:
-        """Go over to the packing that was agreed on last, before anything leaves in the old one."""
-        packing, self._next_packing = self._next_packing, None
-        if packing is not None:
-            self._packed.repack(packing)
 
     def _reached(self, made_in: int, wait: bool, grad: Tensor) -> None:
         """Hook of an output that a forward made in graph task `made_in`: a backward is at it."""
@@ -227,74 +227,68 @@ class Reducer:
         self._arm(current, wait)
 
     def _arm(self, task: int, wait: bool) -> None:
-        if self._phase is not Phase.IDLE:
+        if self.departures.phase is not Phase.IDLE:
             self.finish()
         self._task = task
         self._num_done += 1
         if self._num_done >= self._num_backwards:
-            self._begin(Phase.REDUCING)
+            self.departures.begin()
         self._turns = turns_of(task)
         self._turns.join(self, wait)
 
     def send_early(self, task: int) -> None:
         """The outermost backward is over."""
-        if self._task == task and self._phase is _REDUCING:
-            self._launch_until(self._packed.num_early)
+        if self._task == task and self.departures.phase is _REDUCING:
+            self.departures.send_early()
 
     def end(self, task: int, wait: bool) -> None:
         if self._task == task:
             self._task = -1
-            if wait and self._phase is Phase.SENT:
+            if wait and self.departures.phase is Phase.SENT:
                 self.finish()
 
     def _abandon(self) -> None:
-        """An exception ended a backward: let what has left arrive, and start over."""
-        for carrier in self._packed.carriers:
-            carrier.abandon()
+        """An exception ended a backward."""
         self._task, self._num_done = -1, 0
-        self._packed.forget_fresh()
-        self._begin(Phase.IDLE)
+        self.departures.abandon()
 
     def _accumulated(self, index: int, parameter: Tensor) -> None:
         """Hook of a parameter: this graph task has added all it has to its gradient."""
-        slot = self._packed.slots[index]
-        bucket, phase = slot.bucket, self._phase
-        if bucket < self._next:
-            raise came_late(self._shared[index])
+        slot, phase = self._packed.slots[index], self.departures.phase
+        if slot.bucket < self.departures.next:
+            raise came_late(self.shared[index])
         self._open = slot.fired = True
+        if phase is _IDLE:
+            is_final = False
+        elif self._steered is not None:
+            is_final = self._steered.is_final(slot, parameter)
+        else:
+            is_final = self._is_alone(slot) and phase is _REDUCING and self.leaves_early
         if phase is _REDUCING and slot.is_small:
             self._packed.wait_for_more(slot)
         elif parameter.grad is not slot.home:
-            slot.carrier.gradients.adopt(slot.place)
-        if phase is _IDLE:
-            return
-        if self._fit is not None:
-            self._fit.came(slot.index)
+            slot.carrier.gradients.adopt(slot.place, is_final=is_final)
+        if phase is not _IDLE:
+            self.departures.came(index)
+        if is_final and self.departures.count(slot.bucket):
+            self._turns.go()
+
+    def _is_alone(self, slot: Slot) -> bool:
+        """Whether no other gradient comes to this slot in the backward that armed us."""
         if _current_graph_task_id() != self._task:
             slot.late = True
-        if slot.late or self._learning or not self._overlap:
-            return
-        self._missing[bucket] -= 1
-        if not self._missing[bucket] and bucket == self._next:
-            self._turns.go()
+            if slot.carrier.gradients.is_divided(slot.place):
+                raise came_late(self.shared[slot.index])
+        return not slot.late
+
+    @property
+    def leaves_early(self) -> bool:
+        """Whether anything may leave before all is done."""
+        return self._overlap and not self._learning
 
     @property
     def has_early(self) -> bool:
-        """Whether buckets are still to leave in the backward that runs."""
-        return self._phase is _REDUCING and self._next < self._packed.num_early
+        return self.departures.has_early
 
     def send_complete(self) -> None:
-        """Launch the early buckets that are complete, in their order."""
-        while self.has_early and self._missing[self._next] == 0:
-            self._launch(self._next)
-            self._next += 1
-
-    def _launch_until(self, end: int) -> None:
-        for b in range(self._next, end):
-            self._launch(b)
-        self._next, self._phase = end, Phase.SENT
-
-    def _launch(self, b: int) -> None:
-        self._packed.bring_in()
-        self.on_launch(b)
-        self._packed.carriers[b].launch()
+        self.departures.send_complete()

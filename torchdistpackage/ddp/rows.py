@@ -31,9 +31,13 @@ class Unpacked:
         self.members, self.views = (shared,), (None,)
         self._arrived = arrived
 
-    def adopt(self, place: int) -> None:
+    def adopt(self, place: int, *, is_final: bool = False) -> None:
         """A gradient came."""
         self._arrived()
+
+    def is_divided(self, place: int) -> bool:
+        """Not before it is summed."""
+        return False
 
     def leave(self) -> list[int]:
         """Nothing lives here."""

@@ -13,15 +13,19 @@ from weakref import ReferenceType, WeakSet, finalize, ref
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.errors import CommError
+
 
 class Told:
     """Hooks on `parameters` until `remove`, or the end of this.
 
     method: of the listener; called with a parameter's number and it when its gradient is there.
+    alone: whether it must stay the only one.
     """
 
-    def __init__(self, method: Any, parameters: Sequence[nn.Parameter]):
-        heard, me = method.__func__, ref(method.__self__)
+    def __init__(self, method: Any, parameters: Sequence[nn.Parameter], *, alone: bool = False):
+        heard, me, self.alone = method.__func__, ref(method.__self__), alone
         self._ids = frozenset(map(id, parameters))
         handles = [
             p.register_post_accumulate_grad_hook(partial(_tell, heard, me, i))
@@ -42,18 +46,37 @@ class Told:
 _all: WeakSet[Told] = WeakSet()
 
 
-def already_told(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Those whose gradients somebody hears of who is still in use."""
+def already_told(parameters: Iterable[nn.Parameter], *, alone: bool = False) -> list[nn.Parameter]:
+    """Those whose gradients somebody hears of who is still in use.
+
+    alone: somebody who must stay the only one.
+    """
     parameters = list(parameters)
-    found = _heard_of(parameters)
+    found = _heard_of(parameters, alone)
     if found:
         gc.collect()  # somebody who was dropped may only wait for this
-        found = _heard_of(parameters)
+        found = _heard_of(parameters, alone)
     return found
 
 
-def _heard_of(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    told = list(_all)
+def refuse_sharded(shared: Sequence[Shared]) -> None:
+    """None may belong to a ZeroOptimizer.
+
+    Raises:
+        CommError: some does.
+    """
+    found = set(map(id, already_told((s.parameter for s in shared), alone=True)))
+    if found:
+        names = [s.name for s in shared if id(s.parameter) in found]
+        raise CommError(
+            f"{len(names)} of {len(shared)} parameters belong to a ZeroOptimizer, which reduces "
+            f"their gradients itself: {', '.join(names[:3])}; train the module without NaiveDDP, "
+            f"or call the remove() of that optimizer first"
+        )
+
+
+def _heard_of(parameters: Sequence[nn.Parameter], alone: bool) -> list[nn.Parameter]:
+    told = [t for t in _all if t.alone or not alone]
     return [p for p in parameters if any(t.has(p) for t in told)]
 
 

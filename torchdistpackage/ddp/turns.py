@@ -75,3 +75,10 @@ def turns_of(task: int) -> Turns:
     if turns is None:
         turns = _of_task[task] = Turns(task)
     return turns
+
+
+def by_itself(reducer: Sends) -> Turns:
+    """Of one that waits for nobody, in no backward."""
+    turns = Turns(-1)
+    turns.join(reducer, False)
+    return turns

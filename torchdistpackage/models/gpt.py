@@ -1,9 +1,9 @@
 """A decoder-only transformer whose every stage is the same class.
 
-One rule: a GPT holds a run of consecutive pieces (embed, blocks, head), none, some or all, under
-names that do not depend on the run. What it takes and gives follows: token ids go into the
-embedding, activations pass between blocks, logits come out of the head. Activations are (S, B, D),
-and (S/n, B, D) under sequence parallelism.
+One rule: a GPT holds a run of consecutive pieces (embed, halves of blocks, head), none, some or
+all, under names that do not depend on the run. What it takes and gives follows: token ids go into
+the embedding, activations pass between blocks, logits come out of the head. Activations are
+(S, B, D), and (S/n, B, D) under sequence parallelism.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import DataError, LayoutError
 from torchdistpackage.models import gpt_layout
-from torchdistpackage.models.gpt_layout import EMBED, HEAD, TIED, GPTShape
+from torchdistpackage.models.gpt_layout import ATTENTION, EMBED, HEAD, MLP, TIED, GPTShape
 from torchdistpackage.parallel.tensor.attention import ParallelAttention
 from torchdistpackage.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from torchdistpackage.parallel.tensor.dropout import Dropout
@@ -67,12 +67,13 @@ class GPT(Grouped):
         self.shape, self.stage_of = shape, stage_of
         common = {"group": self.group, "axis": axis, "dtype": dtype, "device": device}
         self.embed = Embed(shape, dropout, **common) if EMBED in held else None
+        halves: dict[str, list[str]] = {}
+        for name in held:
+            if name not in (EMBED, HEAD):
+                _, index, half = name.split(".")
+                halves.setdefault(index, []).append(half)
         self.blocks = nn.ModuleDict(
-            {
-                name.removeprefix("blocks."): Block(shape, dropout, **common)
-                for name in held
-                if name not in (EMBED, HEAD)
-            }
+            {index: Block(shape, dropout, held, **common) for index, held in halves.items()}
         )
         self.head = Head(shape, **common) if HEAD in held else None
         if shape.tied and self.embed is not None and self.head is not None:
@@ -159,36 +160,44 @@ class Embed(VocabParallelEmbedding):
 
 
 class Block(nn.Module):
-    """Pre-norm block: x + attention(norm1(x)), then x + mlp(norm2(x))."""
+    """Pre-norm block: x + attention(norm1(x)), then x + mlp(norm2(x)); `halves` of it are here."""
 
-    def __init__(self, shape: GPTShape, dropout: float, **common):
+    def __init__(self, shape: GPTShape, dropout: float, halves: Sequence[str], **common):
         super().__init__()
         dim, sequence_parallel = shape.dim, shape.sequence_parallel
         # each of 2L branches adds to the residual stream, whose variance should not grow with L
         branch = Initial("normal", NORMAL.std / (2 * shape.layers) ** 0.5)
         norm = {key: common[key] for key in ("axis", "dtype", "device")}
         norm |= {"eps": shape.norm_eps, "sequence_parallel": sequence_parallel}
-        self.norm1 = LayerNorm(dim, **norm)
-        self.attention = ParallelAttention(
-            dim,
-            shape.heads,
-            causal=True,
-            dropout=dropout,
-            sequence_parallel=sequence_parallel,
-            out_initial=branch,
-            **common,
-        )
-        self.norm2 = LayerNorm(dim, **norm)
-        self.mlp = ParallelMlp(
-            dim, shape.hidden, sequence_parallel=sequence_parallel, down_initial=branch, **common
-        )
+        self.attention = self.mlp = None
+        if ATTENTION in halves:
+            self.norm1 = LayerNorm(dim, **norm)
+            self.attention = ParallelAttention(
+                dim,
+                shape.heads,
+                causal=True,
+                dropout=dropout,
+                sequence_parallel=sequence_parallel,
+                out_initial=branch,
+                **common,
+            )
+        if MLP in halves:
+            self.norm2 = LayerNorm(dim, **norm)
+            self.mlp = ParallelMlp(
+                dim,
+                shape.hidden,
+                sequence_parallel=sequence_parallel,
+                down_initial=branch,
+                **common,
+            )
         self.drop = Dropout(
             dropout, split=sequence_parallel, group=common["group"], axis=common["axis"]
         )
 
     def forward(self, x: Tensor, rotary: Tables | None = None) -> Tensor:
-        x = x + self.drop(self.attention(self.norm1(x), rotary))
-        return x + self.drop(self.mlp(self.norm2(x)))
+        if self.attention is not None:
+            x = x + self.drop(self.attention(self.norm1(x), rotary))
+        return x if self.mlp is None else x + self.drop(self.mlp(self.norm2(x)))
 
 
 class Head(Grouped):

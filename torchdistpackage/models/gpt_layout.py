@@ -2,7 +2,7 @@
 
 One rule: the modules in gpt.py and a plan on a laptop read the same functions. Names are
 global, `blocks.3.mlp.up.weight`, and do not depend on how the model is cut into stages. The
-pieces, in order, are what a pipeline may be cut between: embed, each block, head.
+pieces, in order, are what a pipeline may be cut between: embed, the two halves of each block, head.
 """
 
 import math
@@ -16,6 +16,9 @@ from torchdistpackage.parallel.tensor import layouts as cut
 from torchdistpackage.parallel.tensor.layouts import Layouts, heads_per_rank, prefixed
 
 EMBED, HEAD = "embed", "head"
+ATTENTION, MLP = "attention", "mlp"
+HALVES = (ATTENTION, MLP)
+"""Of a block, each with the norm before it: between them travels what travels between blocks."""
 TIED = "embed.weight"
 """Global name of the one weight that embedding and output head share when tied."""
 
@@ -63,20 +66,30 @@ class GPTShape:
 
 def pieces(shape: GPTShape) -> tuple[str, ...]:
     """Names of what a pipeline may be cut between, first to last."""
-    return (EMBED, *(f"blocks.{index}" for index in range(shape.layers)), HEAD)
+    blocks = (f"blocks.{index}.{half}" for index in range(shape.layers) for half in HALVES)
+    return (EMBED, *blocks, HEAD)
+
+
+def module_of(piece: str) -> str:
+    """Name of the module that holds a piece: a block holds both its halves."""
+    return piece if piece in (EMBED, HEAD) else piece.rpartition(".")[0]
 
 
 def piece_layouts(shape: GPTShape, piece: str, axis: str = "tensor") -> Layouts:
-    """Layouts of one piece, by name inside it. A tied head lists its weight like any other."""
+    """Layouts of one piece, by name inside its module. A tied head lists its weight like any
+    other."""
     if piece == EMBED:
         learned = shape.position == "learned"
         return embed(shape, axis) | (position(shape, axis) if learned else {})
     if piece == HEAD:
         return prefixed("norm", norm(shape, axis)) | embed(shape, axis)
     dim, sequence_parallel = shape.dim, shape.sequence_parallel
+    if piece.endswith(ATTENTION):
+        return {
+            **prefixed("norm1", norm(shape, axis)),
+            **prefixed("attention", cut.attention(dim, True, axis, sequence_parallel)),
+        }
     return {
-        **prefixed("norm1", norm(shape, axis)),
-        **prefixed("attention", cut.attention(dim, True, axis, sequence_parallel)),
         **prefixed("norm2", norm(shape, axis)),
         **prefixed("mlp", cut.mlp(dim, shape.hidden, True, axis, sequence_parallel)),
     }
@@ -109,12 +122,13 @@ def layouts(
     if stage_of is not None and len(stage_of) != len(names):
         raise LayoutError(
             f"gpt: stage_of gives {len(stage_of)} stages for the {len(names)} pieces of a model "
-            f"of {shape.layers} layers; give one a piece: {names[0]}, {names[1]}, ..., {names[-1]}"
+            f"of {shape.layers} layers; give one a piece: {', '.join(names[:3])}, ..., {names[-1]}"
         )
     result: dict[str, Layout] = {}
     for index, piece in enumerate(names):
         stages = () if stage_of is None else (stage_of[index],)
-        for name, layout in prefixed(piece, piece_layouts(shape, piece, axis)).items():
+        held = prefixed(module_of(piece), piece_layouts(shape, piece, axis))
+        for name, layout in held.items():
             result[name] = replace(layout, stages=stages)
     if shape.tied:
         head = result.pop("head.weight")
@@ -138,6 +152,6 @@ def piece_costs(shape: GPTShape) -> tuple[float, ...]:
     A multiply-add is two. Counted are the matrix products and, in attention, those of scores and
     values over the whole sequence, causal or not (as in PaLM, arXiv:2204.02311, appendix B).
     """
-    products = 2.0 * shape.dim * (4 * shape.dim + 2 * shape.hidden)
-    block = products + 4.0 * shape.seq_len * shape.dim
-    return (0.0, *([block] * shape.layers), 2.0 * shape.dim * shape.vocab)
+    attention = 8.0 * shape.dim * shape.dim + 4.0 * shape.seq_len * shape.dim
+    mlp = 4.0 * shape.dim * shape.hidden
+    return (0.0, *((attention, mlp) * shape.layers), 2.0 * shape.dim * shape.vocab)

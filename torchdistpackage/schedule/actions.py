@@ -6,18 +6,25 @@ index, a schedule one program for each; both print and parse back.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from torchdistpackage.errors import ScheduleError
 
 
 class Kind(StrEnum):
-    """F and B compute; the others move the output of an F on, or the gradient of a B back."""
+    """F, B, I and W compute; the others move the output of an F on, or a gradient back.
+
+    B is the whole backward. A schedule may split it: I gives the gradient of the stage's input,
+    which the stage before waits for, W those of its weights, for which nobody waits.
+    """
 
     F = "F"
     B = "B"
+    I = "I"  # noqa: E741 - the name that papers and torch use
+    W = "W"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
@@ -25,16 +32,26 @@ class Kind(StrEnum):
 
     @property
     def is_message(self) -> bool:
-        return self not in (Kind.F, Kind.B)
+        return self not in _COMPUTES
+
+    @property
+    def gives_gradient(self) -> bool:
+        """Whether the gradient of the stage's input is there after it."""
+        return self in (Kind.B, Kind.I)
 
     @property
     def is_send(self) -> bool:
         return self in (Kind.SEND_F, Kind.SEND_B)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Action:
-    """One thing that one stage does for one microbatch."""
+_COMPUTES = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
+
+
+class Action(NamedTuple):
+    """One thing that one stage does for one microbatch.
+
+    A named tuple, as schedules hold thousands, and tuples are made, compared and hashed in C.
+    """
 
     stage: int
     kind: Kind
@@ -80,6 +97,8 @@ Program = tuple[Step, ...]
 class Schedule:
     """Who computes what when: one program for each pipe index.
 
+    num_stages: pieces of the model in order; more than there are programs where a pipe index
+        has several (*chunks*).
     placement: for each stage the pipe index that runs it.
     """
 
@@ -96,7 +115,11 @@ class Schedule:
 
     @property
     def has_backward(self) -> bool:
-        return any(a.kind is Kind.B for program in self.programs for a in flatten(program))
+        return any(a.kind.gives_gradient for program in self.programs for a in flatten(program))
+
+    def stages_of(self, index: int) -> tuple[int, ...]:
+        """The stages that pipe index `index` runs, ascending."""
+        return tuple(s for s, place in enumerate(self.placement) if place == index)
 
 
 def flatten(program: Iterable[Step]) -> Iterable[Action]:
@@ -105,7 +128,7 @@ def flatten(program: Iterable[Step]) -> Iterable[Action]:
         yield from step.actions if isinstance(step, Batch) else (step,)
 
 
-_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B)(\d+)")
+_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)")
 _HEAD = re.compile(r"(\S+) stages=(\d+) microbatches=(\d+) placement=([\d,]*)")
 
 
@@ -142,15 +165,6 @@ def parse(text: str) -> Schedule:
     return Schedule(found[1], int(found[2]), int(found[3]), placement, tuple(programs))
 
 
-def to_csv(schedule: Schedule) -> str:
-    """One row a pipe index, one cell a step."""
-    return "\n".join(",".join(map(str, program)) for program in schedule.programs)
-
-
 def _parse_step(text: str) -> Step:
     actions = tuple(parse_action(part) for part in text.split("+"))
     return actions[0] if len(actions) == 1 else Batch(actions)
-
-
-Costs = Mapping[Kind, float]
-"""Duration of an action by kind, in any unit; kinds left out cost nothing."""

@@ -2,37 +2,52 @@
 
 Messages are checked as *unbuffered*: a send ends only when its receive has been posted, and
 the other way round. Real transports buffer sometimes; a program that is safe here is safe
-on all of them.
+on all of them. They match the messages between two ranks by order, so that is checked too.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from itertools import zip_longest
 
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.schedule.actions import Action, Batch, Kind, Program, Schedule, flatten
+from torchdistpackage.schedule.actions import Action, Batch, Kind, Schedule, Step, flatten
 
 
 def check(schedule: Schedule) -> None:
     """Raise unless every action is there once, in a possible order, and all ranks finish.
 
+    Each microbatch on each stage needs an F and, in a schedule with backwards, either a B or one
+    I and one W; stages on different ranks need a message both ways, those on one rank none.
+
     Raises:
         ScheduleError: lists what is missing, doubled, misplaced, or whom each rank waits for.
     """
-    _check_complete(schedule)
+    _check_complete(schedule, messages=True)
     _check_order(schedule)
+    _check_pairs(schedule)
     _check_unbuffered(schedule)
 
 
-def _check_complete(schedule: Schedule) -> None:
-    p, m = schedule.num_stages, schedule.num_microbatches
-    kinds = (Kind.F, Kind.B) if schedule.has_backward else (Kind.F,)
-    expected = {Action(s, k, i) for s in range(p) for k in kinds for i in range(m)}
-    for action in tuple(expected):
-        forward = action.kind is Kind.F
-        target = action.stage + (1 if forward else -1)
-        if 0 <= target < p and schedule.placement[target] != schedule.placement[action.stage]:
-            send = Action(action.stage, Kind.SEND_F if forward else Kind.SEND_B, action.microbatch)
-            expected |= {send, send.match}
+def check_computations(schedule: Schedule) -> None:
+    """The same of a schedule that has no messages yet, as far as its computations can tell.
+
+    Raises:
+        ScheduleError: lists what is missing, doubled or misplaced.
+    """
+    _check_complete(schedule, messages=False)
+    _check_order(schedule)
+
+
+def _check_complete(schedule: Schedule, *, messages: bool) -> None:
+    p, num_ranks = schedule.num_stages, len(schedule.programs)
+    placement = schedule.placement
+    if len(placement) != p or not set(placement) <= set(range(num_ranks)):
+        raise ScheduleError(
+            f"{schedule.name} places {p} stages on {placement} with {num_ranks} programs; give "
+            f"each stage a pipe index from 0 to {num_ranks - 1}"
+        )
     found = Counter(a for program in schedule.programs for a in flatten(program))
+    expected = _expected(schedule, found.keys(), messages=messages)
     problems = {
         "missing": expected - found.keys(),
         "unexpected": found.keys() - expected,
@@ -41,71 +56,129 @@ def _check_complete(schedule: Schedule) -> None:
             a
             for i, program in enumerate(schedule.programs)
             for a in flatten(program)
-            if a.stage < p and schedule.placement[a.stage] != i
+            if a.stage < p and placement[a.stage] != i
         },
     }
     texts = [f"{what}: {_some(actions)}" for what, actions in problems.items() if actions]
     if texts:
         raise ScheduleError(
-            f"{schedule.name} with {p} stages, {m} microbatches: {'; '.join(texts)}"
+            f"{schedule.name} with {p} stages, {schedule.num_microbatches} microbatches: "
+            f"{'; '.join(texts)}"
         )
+
+
+def _expected(schedule: Schedule, found: Iterable[Action], *, messages: bool) -> set[Action]:
+    split = {(a.stage, a.microbatch) for a in found if a.kind in (Kind.I, Kind.W)}
+    both_ways, place = schedule.has_backward, schedule.placement
+    expected: set[Action] = set()
+    for s in range(schedule.num_stages):
+        cut = messages and s > 0 and place[s] != place[s - 1]
+        for m in range(schedule.num_microbatches):
+            expected.add(Action(s, Kind.F, m))
+            if cut:
+                expected |= {Action(s - 1, Kind.SEND_F, m), Action(s, Kind.RECV_F, m)}
+            if not both_ways:
+                continue
+            if (s, m) in split:
+                expected |= {Action(s, Kind.I, m), Action(s, Kind.W, m)}
+            else:
+                expected.add(Action(s, Kind.B, m))
+            if cut:
+                expected |= {Action(s, Kind.SEND_B, m), Action(s - 1, Kind.RECV_B, m)}
+    return expected
 
 
 def _check_order(schedule: Schedule) -> None:
     """On its own rank each action comes after what it uses."""
     for index, program in enumerate(schedule.programs):
-        place = {action: i for i, step in enumerate(program) for action in _opened(step)}
-        for action, i in place.items():
-            for need in needs(action, schedule):
-                if need in place and place[need] >= i:
+        places = {_result(a): (i, a) for i, step in enumerate(program) for a in _opened(step)}
+        for i, action in places.values():
+            for need in _needs(action, schedule):
+                place, used = places.get(need, (-1, need))
+                if place >= i:
                     raise ScheduleError(
-                        f"{schedule.name}: rank {index} runs {action} at step {i} but {need}, "
-                        f"which it uses, only at step {place[need]}"
+                        f"{schedule.name}: rank {index} runs {action} at step {i} but {used}, "
+                        f"which it uses, only at step {place}; move it before"
                     )
 
 
-def needs(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    """The actions of the same rank that must have ended before `action` starts."""
-    s, m = action.stage, action.microbatch
-    last = schedule.num_stages - 1
+def _result(action: Action) -> Action:
+    """B stands for I too: what uses the gradient of a stage's input takes either."""
+    return action._replace(kind=Kind.B) if action.kind is Kind.I else action
 
-    def from_stage(other: int, kind: Kind, receive: Kind) -> tuple[Action, ...]:
-        if not 0 <= other <= last:
+
+def _needs(action: Action, schedule: Schedule) -> tuple[Action, ...]:
+    """The results that `action` uses; on its own rank they must be there before it starts."""
+    s, kind, m = action
+
+    def from_stage(other: int, sent: Kind, receive: Kind) -> tuple[Action, ...]:
+        if not 0 <= other < schedule.num_stages:
             return ()
         near = schedule.placement[other] == schedule.placement[s]
-        return (Action(other, kind, m) if near else Action(s, receive, m),)
+        return (Action(other, sent, m) if near else Action(s, receive, m),)
 
-    match action.kind:
+    match kind:
         case Kind.F:
             return from_stage(s - 1, Kind.F, Kind.RECV_F)
-        case Kind.B:
+        case Kind.B | Kind.I:
             return (Action(s, Kind.F, m), *from_stage(s + 1, Kind.B, Kind.RECV_B))
         case Kind.SEND_F:
             return (Action(s, Kind.F, m),)
-        case Kind.SEND_B:
+        case Kind.W | Kind.SEND_B:
             return (Action(s, Kind.B, m),)
         case _:
             return ()
 
 
+def _check_pairs(schedule: Schedule) -> None:
+    """Of any two ranks, one receives in the order in which the other sends."""
+    place = schedule.placement
+    sent: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
+    taken: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
+    for program in schedule.programs:
+        for action in flatten(program):
+            if action.kind.is_send:
+                sent[place[action.stage], place[action.peer]].append(action)
+            elif action.kind.is_message:
+                taken[place[action.peer], place[action.stage]].append(action)
+    for (source, target), sends in sent.items():
+        for send, receive in zip_longest(sends, taken[source, target]):
+            if receive is None or send is None or send.match != receive:
+                raise ScheduleError(
+                    f"{schedule.name}: rank {source} sends {send} to rank {target}, which "
+                    f"then receives {receive}; messages between two ranks are matched by their "
+                    f"order, so list both in the same one"
+                )
+
+
 def _check_unbuffered(schedule: Schedule) -> None:
-    """Run all programs with messages that end only when both ends are posted."""
-    at = [0] * len(schedule.programs)
-    posted: set[Action] = set()
-    moved = True
-    while moved:
-        moved = False
-        for index, program in enumerate(schedule.programs):
-            while at[index] < len(program):
-                messages = [a for a in _opened(program[at[index]]) if a.kind.is_message]
-                posted.update(messages)
-                if not posted.issuperset(a.match for a in messages):
-                    break
-                at[index] += 1
-                moved = True
+    """Run all programs with batches that end only when all their messages have both ends."""
+    programs = schedule.programs
+    at, unmet = [0] * len(programs), [0] * len(programs)
+    posted: dict[Action, int] = {}
+    runnable = list(range(len(programs)))
+    while runnable:
+        rank = runnable.pop()
+        program = programs[rank]
+        while at[rank] < len(program) and not unmet[rank]:
+            for action in _opened(program[at[rank]]):
+                if not action.kind.is_message:
+                    continue
+                peer = posted.pop(action.match, None)
+                if peer is None:
+                    posted[action] = rank
+                    unmet[rank] += 1
+                else:
+                    unmet[peer] -= 1
+                    if not unmet[peer] and peer != rank:
+                        at[peer] += 1
+                        runnable.append(peer)
+            if not unmet[rank]:
+                at[rank] += 1
     stuck = [
-        f"rank {i} at {program[at[i]]} waits for {_some(_unmet(program, at[i], posted))}"
-        for i, program in enumerate(schedule.programs)
+        f"rank {i} at {program[at[i]]} waits for "
+        f"{_some({a.match for a in _opened(program[at[i]]) if a in posted})}"
+        for i, program in enumerate(programs)
         if at[i] < len(program)
     ]
     if stuck:
@@ -115,11 +188,7 @@ def _check_unbuffered(schedule: Schedule) -> None:
         )
 
 
-def _unmet(program: Program, at: int, posted: set[Action]) -> set[Action]:
-    return {a.match for a in _opened(program[at]) if a.match not in posted}
-
-
-def _opened(step: Action | Batch) -> tuple[Action, ...]:
+def _opened(step: Step) -> tuple[Action, ...]:
     return step.actions if isinstance(step, Batch) else (step,)
 
 

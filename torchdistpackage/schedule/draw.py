@@ -1,61 +1,179 @@
 """A timeline for the eye: a table of characters, and an SVG.
 
 Both put one row to a pipe index and time to the right, one box to each action that
-computes, exactly where the timeline has it.
+computes, exactly where the timeline has it. Two timelines in one picture share their time axis.
 """
+
+import math
+from collections.abc import Iterable
+from html import escape
 
 from torchdistpackage.schedule.actions import Kind
 from torchdistpackage.schedule.simulate import Span, Timeline
 
-ROW_PX, BOX_PX, LEFT_PX, UNIT_PX, TOP_PX = 30, 24, 64, 26, 34
-COLOURS = {Kind.F: "#7aa6da", Kind.B: "#8fc98f"}
+ROW_PX, BOX_PX, LEFT_PX, UNIT_PX, TOP_PX, AXIS_PX = 30, 24, 64, 26, 34, 34
+COLOURS = {Kind.F: "#7aa6da", Kind.B: "#8fc98f", Kind.I: "#e8b86d", Kind.W: "#c79fd6"}
+WAIT_COLOUR = "#d9d9d9"
+WIDEST_PX = 24_000
+_TICKS = 8
+_WORDS = {
+    Kind.F: "F forward",
+    Kind.B: "B backward",
+    Kind.I: "I input part",
+    Kind.W: "W weight part",
+}
 
 
-def table(timeline: Timeline) -> str:
-    """One line a rank; a cell is one time unit wide, `.` is idle, the microbatch opens its box.
+def table(timeline: Timeline, unit: float = 1.0) -> str:
+    """One line a rank; a cell is one unit of time wide, `.` is idle.
 
-    Times are rounded to whole units, so give costs that are whole numbers.
+    A box opens with its action, without the stage where a rank has only one. Times are rounded to
+    whole cells, so let `unit` divide them, or be well below the shortest action.
     """
-    width = max(2, *(len(str(s.action.microbatch)) + 1 for row in timeline.spans for s in row)) + 1
+    stages = [sorted({s.action.stage for s in _compute(row)}) for row in timeline.spans]
+    whole = any(len(found) > 1 for found in stages)
+    labels = [
+        [(s, str(s.action) if whole else str(s.action)[len(str(s.action.stage)) :]) for s in row]
+        for row in map(_compute, timeline.spans)
+    ]
+    width = max((len(label) for row in labels for _, label in row), default=2)
     lines: list[str] = []
-    for index, row in enumerate(timeline.spans):
-        cells = ["." * (width - 1)] * round(timeline.total)
-        for span in _compute(row):
-            start, end = round(span.start), round(span.end)
-            label = f"{span.action.kind}{span.action.microbatch}".ljust(width - 1, "-")
-            cells[start:end] = [label, *["-" * (width - 1)] * (end - start - 1)]
+    for index, row in enumerate(labels):
+        cells = ["." * width] * round(timeline.total / unit)
+        for span, label in row:
+            start, end = round(span.start / unit), round(span.end / unit)
+            if start < end:
+                cells[start:end] = [label.ljust(width, "-"), *["-" * width] * (end - start - 1)]
         lines.append(f"{index:>3} | " + " ".join(cells))
     return "\n".join(lines)
 
 
 def svg(timeline: Timeline) -> str:
-    """A picture of the timeline: one `rect` with a `data-action` for each F and B.
+    """A picture of the timeline: one `rect` with a `data-action` for each computation.
 
-    The box of a span starts at x = LEFT_PX + start * UNIT_PX and is (end - start) * UNIT_PX wide.
+    The box of a span starts at x = LEFT_PX + start * px and is (end - start) * px wide, where px =
+    `px_per_unit(timeline)`. Colours tell F, B, I and W apart, lighter ones later chunks.
     """
-    width = LEFT_PX + timeline.total * UNIT_PX + 10
-    height = TOP_PX + len(timeline.spans) * ROW_PX + 10
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
-        f'font-family="sans-serif" font-size="11">',
-        f'<text x="6" y="20">{timeline.name}: {timeline.total:g} units, '
-        f"bubble {timeline.bubble:.1%}, live microbatches "
-        f"{'/'.join(map(str, timeline.peak_live))}</text>",
-    ]
-    for index, row in enumerate(timeline.spans):
-        top = TOP_PX + index * ROW_PX
-        parts.append(f'<text x="6" y="{top + 16}">pipe {index}</text>')
-        for span in _compute(row):
-            x, box = LEFT_PX + span.start * UNIT_PX, (span.end - span.start) * UNIT_PX
+    return _svg({"predicted": (timeline, head(timeline))}, px_per_unit(timeline))
+
+
+def svg_pair(predicted: Timeline, measured: Timeline) -> str:
+    """Predicted above measured on one time axis, in seconds.
+
+    Each is a group (`g`) with its `data-timeline`; the boxes are those of `svg`. The measured
+    waits for messages are grey, with a `data-wait` in place of the `data-action`.
+    """
+    return _svg(
+        {
+            "predicted": (predicted, f"predicted: {head(predicted, 's')}"),
+            "measured": (measured, f"measured: {head(measured, 's')}"),
+        },
+        px_per_unit(predicted, measured),
+    )
+
+
+def px_per_unit(*timelines: Timeline) -> float:
+    """UNIT_PX for the shortest computation of the first, less if a picture would be too wide."""
+    longest = max(timeline.total for timeline in timelines)
+    durations = [s.end - s.start for row in timelines[0].spans for s in _compute(row)]
+    shortest = min((d for d in durations if d > 0), default=1.0)
+    return min(UNIT_PX / shortest, WIDEST_PX / longest) if longest else UNIT_PX
+
+
+def head(timeline: Timeline, unit: str = "units") -> str:
+    """Name, length, bubble and memory in one line."""
+    live = "/".join(map(str, timeline.peak_live))
+    return (
+        f"{timeline.name}: {timeline.total:.4g} {unit}, bubble {timeline.bubble:.1%}, "
+        f"live microbatches {live}"
+    )
+
+
+def colours(row: tuple[Span, ...]) -> dict[tuple[int, Kind], str]:
+    """Of each (stage, kind) of a rank: by kind, further stages (chunks) nearer to white."""
+    stages = sorted({span.action.stage for span in row if not span.action.kind.is_message})
+    found = {(span.action.stage, span.action.kind): WAIT_COLOUR for span in row}
+    for i, stage in enumerate(stages):
+        white = 0.5 * i / max(1, len(stages) - 1)
+        for kind, colour in COLOURS.items():
+            parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+            pale = (round(part + (255 - part) * white) for part in parts)
+            found[stage, kind] = "#" + "".join(f"{part:02x}" for part in pale)
+    return found
+
+
+def ticks(total: float) -> list[float]:
+    """Round times from 0 to `total`, some _TICKS of them."""
+    if total <= 0:
+        return [0.0]
+    rough = total / _TICKS
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(n * power for n in (1, 2, 5, 10) if n * power >= rough * (1 - 1e-9))
+    return [i * step for i in range(int(total / step * (1 + 1e-9)) + 1)]
+
+
+def _svg(panels: dict[str, tuple[Timeline, str]], px: float) -> str:
+    """panels: by name a timeline and the line above it."""
+    timelines = [timeline for timeline, _ in panels.values()]
+    total = max(timeline.total for timeline in timelines)
+    parts: list[str] = []
+    top = 0
+    for name, (timeline, text) in panels.items():
+        parts += [
+            f'<g data-timeline="{name}">',
+            f'<text x="6" y="{top + 20}">{escape(text)}</text>',
+        ]
+        for index, row in enumerate(timeline.spans):
+            parts += _row(index, row, top + TOP_PX + index * ROW_PX, px)
+        parts.append("</g>")
+        top += TOP_PX + len(timeline.spans) * ROW_PX
+    width = max(LEFT_PX + total * px + 10, 480)
+    open_tag = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{top + AXIS_PX}" '
+        f'font-family="sans-serif" font-size="11">'
+    )
+    return "\n".join([open_tag, *parts, *_axis(timelines, total, top, px), "</svg>", ""])
+
+
+def _row(index: int, row: tuple[Span, ...], top: int, px: float) -> list[str]:
+    parts = [f'<text x="6" y="{top + 16}">pipe {index}</text>']
+    fills = colours(row)
+    for span in row:
+        action, wait = span.action, span.action.kind.is_message
+        x, box = LEFT_PX + span.start * px, (span.end - span.start) * px
+        what = "wait" if wait else "action"
+        parts.append(
+            f'<rect data-{what}="{action}" x="{x:g}" y="{top}" width="{box:g}" '
+            f'height="{BOX_PX}" fill="{fills[action.stage, action.kind]}" stroke="white">'
+            f"<title>{action}: {span.start:.6g} to {span.end:.6g}</title></rect>"
+        )
+        if not wait and box >= 8 * len(str(action.microbatch)):
             parts.append(
-                f'<rect data-action="{span.action}" x="{x:g}" y="{top}" width="{box:g}" '
-                f'height="{BOX_PX}" fill="{COLOURS[span.action.kind]}" stroke="white"/>'
+                f'<text x="{x + box / 2:g}" y="{top + 16}" text-anchor="middle" '
+                f'pointer-events="none">{action.microbatch}</text>'
             )
-            parts.append(
-                f'<text x="{x + box / 2:g}" y="{top + 16}" text-anchor="middle">'
-                f"{span.action.microbatch}</text>"
-            )
-    return "\n".join([*parts, "</svg>", ""])
+    return parts
+
+
+def _axis(timelines: list[Timeline], total: float, top: int, px: float) -> list[str]:
+    """Times below the rows, and what the colours mean."""
+    parts: list[str] = []
+    for time in ticks(total):
+        x = LEFT_PX + time * px
+        parts.append(f'<line x1="{x:g}" y1="{top}" x2="{x:g}" y2="{top + 4}" stroke="black"/>')
+        parts.append(f'<text x="{x:g}" y="{top + 15}" text-anchor="middle">{time:g}</text>')
+    for i, (text, colour) in enumerate(legend(timelines).items()):
+        parts.append(
+            f'<text x="{LEFT_PX + 104 * i}" y="{top + 30}" fill="{colour}">■ {text}</text>'
+        )
+    return parts
+
+
+def legend(timelines: Iterable[Timeline]) -> dict[str, str]:
+    """The colour of each word, for what the timelines hold."""
+    kinds = {s.action.kind for timeline in timelines for row in timeline.spans for s in row}
+    words = {_WORDS[kind]: colour for kind, colour in COLOURS.items() if kind in kinds}
+    return words | ({"wait": WAIT_COLOUR} if kinds - COLOURS.keys() else {})
 
 
 def _compute(row: tuple[Span, ...]) -> list[Span]:

@@ -1,78 +1,104 @@
-"""Compute orders of the pipeline schedules with one stage a rank: forward, gpipe, 1f1b.
+"""The schedules by name: each a compute order, made ready to run by `build`.
 
-A generator says only who computes what in which order; messages are added by the passes,
-and `build` is the way from a name to a schedule that has passed the checks.
+A generator says only who computes what in which order, for any number of ranks, microbatches and
+chunks; messages are added by the passes. Where the published schedule does not reach, the
+order is the nearest legal one, and its name says so after a `~`, such as `interleaved~uneven`.
 """
 
+import re
 from collections.abc import Callable
 
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.schedule.actions import Action, Kind, Program, Schedule
+from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.check import check
+from torchdistpackage.schedule.greedy import Rules, deepest_first, list_order, room
+from torchdistpackage.schedule.interleaved import interleaved, looped_bfs
+from torchdistpackage.schedule.one_chunk import forward_only, gpipe, one_f_one_b
 from torchdistpackage.schedule.passes import add_messages, fuse_messages
+from torchdistpackage.schedule.vee import dualpipe_v, zb_v
+from torchdistpackage.schedule.work import Work
+from torchdistpackage.schedule.zero_bubble import interleaved_zb, zb_h1, zb_h2
 
-Generator = Callable[[int, int], tuple[Program, ...]]
-
-
-def forward_only(num_stages: int, num_microbatches: int) -> tuple[Program, ...]:
-    """Every stage runs its forwards in order: evaluation and generation."""
-    return tuple(_run(stage, Kind.F, num_microbatches) for stage in range(num_stages))
-
-
-def gpipe(num_stages: int, num_microbatches: int) -> tuple[Program, ...]:
-    """All forwards, then all backwards (GPipe, arXiv:1811.06965)."""
-    return tuple(
-        (*_run(stage, Kind.F, num_microbatches), *_run(stage, Kind.B, num_microbatches))
-        for stage in range(num_stages)
-    )
-
-
-def one_f_one_b(num_stages: int, num_microbatches: int) -> tuple[Program, ...]:
-    """One forward, one backward in turn (PipeDream-Flush, arXiv:2006.09503).
-
-    Stage s of p first runs p - s - 1 forwards, so it never holds the activations of more
-    than p - s microbatches.
-    """
-    programs: list[Program] = []
-    for stage in range(num_stages):
-        warmup = min(num_stages - stage - 1, num_microbatches)
-        fwd = _run(stage, Kind.F, num_microbatches)
-        bwd = _run(stage, Kind.B, num_microbatches)
-        steady = [a for pair in zip(fwd[warmup:], bwd, strict=False) for a in pair]
-        programs.append((*fwd[:warmup], *steady, *bwd[num_microbatches - warmup :]))
-    return tuple(programs)
-
+Generator = Callable[[int, int, int], Schedule]
+"""(ranks, microbatches, chunks), each 1 or more, to a Schedule of computations only."""
 
 GENERATORS: dict[str, Generator] = {
     "forward": forward_only,
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "looped-bfs": looped_bfs,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "interleaved-zb": interleaved_zb,
+    "zb-v": zb_v,
+    "dualpipe-v": dualpipe_v,
+}
+
+TWO_CHUNKS = frozenset({"interleaved", "looped-bfs", "interleaved-zb", "zb-v", "dualpipe-v"})
+"""Schedules that have two stages a rank unless they are asked for another number."""
+
+_OTHER_NAMES = {
+    "interleaved1f1b": "interleaved",
+    "interleavedzerobubble": "interleaved-zb",
+    "zbvzerobubble": "zb-v",
 }
 
 
-def build(name: str, num_stages: int, num_microbatches: int) -> Schedule:
+def canonical(name: str) -> str:
+    """The name in GENERATORS of any spelling: case, `-` and `_` do not count, torch's names do.
+
+    Raises:
+        ScheduleError: no schedule by that name.
+    """
+    plain = re.sub(r"[-_ ]", "", name.lower()).removeprefix("schedule")
+    spellings = {ours.replace("-", ""): ours for ours in GENERATORS} | _OTHER_NAMES
+    if plain not in spellings:
+        raise ScheduleError(f"no schedule {name!r}; the names are {', '.join(GENERATORS)}")
+    return spellings[plain]
+
+
+def build(name: str, num_ranks: int, num_microbatches: int, chunks: int | None = None) -> Schedule:
     """The named schedule with its messages, fused and checked: ready to run or draw.
+
+    chunks: stages a rank; None means the schedule's own number, 1 or 2.
 
     Raises:
         ScheduleError: no generator by that name, or a count below 1.
     """
-    if name not in GENERATORS:
-        raise ScheduleError(f"no schedule {name!r}; the names are {', '.join(GENERATORS)}")
-    if num_stages < 1 or num_microbatches < 1:
+    ours = canonical(name)
+    if chunks is None:
+        chunks = 2 if ours in TWO_CHUNKS else 1
+    if min(num_ranks, num_microbatches, chunks) < 1:
         raise ScheduleError(
-            f"{name}: {num_stages} stages, {num_microbatches} microbatches; use 1 or more of each"
+            f"{ours}: {num_ranks} ranks, {num_microbatches} microbatches, {chunks} chunks; "
+            f"use 1 or more of each"
         )
-    compute = Schedule(
-        name,
-        num_stages,
-        num_microbatches,
-        tuple(range(num_stages)),
-        GENERATORS[name](num_stages, num_microbatches),
+    return _ready(GENERATORS[ours](num_ranks, num_microbatches, chunks))
+
+
+def evaluation(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """Forwards alone on the placement of `schedule`, with messages: what eval_step runs.
+
+    Raises:
+        ScheduleError: there are no microbatches.
+    """
+    if num_microbatches < 1:
+        raise ScheduleError(f"{num_microbatches} microbatches to evaluate; use 1 or more")
+    work = Work(schedule.placement, num_microbatches)
+    everything = sum(room(work)) * num_microbatches
+    rules = Rules(
+        deepest_first(work.num_stages),
+        (everything,) * work.num_ranks,
+        (num_microbatches,) * work.num_stages,
+        ((0, 0),) * work.num_stages,
+        (0,) * work.num_ranks,
+        backward=False,
     )
+    return _ready(work.schedule("forward", list_order(work, rules)))
+
+
+def _ready(compute: Schedule) -> Schedule:
     schedule = fuse_messages(add_messages(compute))
     check(schedule)
     return schedule
-
-
-def _run(stage: int, kind: Kind, num_microbatches: int) -> tuple[Action, ...]:
-    return tuple(Action(stage, kind, m) for m in range(num_microbatches))

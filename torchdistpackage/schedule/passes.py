@@ -1,42 +1,72 @@
-"""Schedule to schedule: add the messages that a compute order needs, then batch them.
+"""Schedule to schedule: add the messages that a compute order needs, batch them, post them early.
 
-A pass never reorders computation. `fuse_messages` puts adjacent messages of a rank into one
-batch: two neighbours that each send first would otherwise wait for each other for ever.
+A pass never reorders computation. Messages are placed along one global order of everything that
+happens, so each rank's program is a part of that order, and no rank can wait for one that waits
+for it. That stays true when neighbouring messages are posted together.
 """
 
 from dataclasses import replace
 
-from torchdistpackage.schedule.actions import Action, Batch, Kind, Program, Schedule, Step
+from torchdistpackage.schedule.actions import (
+    Action,
+    Batch,
+    Kind,
+    Program,
+    Schedule,
+    Step,
+    flatten,
+)
+from torchdistpackage.schedule.costs import Costs
+from torchdistpackage.schedule.simulate import DEFAULT_COSTS, replay
+
+_SENDS = {Kind.F: (Kind.SEND_F, 1), Kind.B: (Kind.SEND_B, -1), Kind.I: (Kind.SEND_B, -1)}
 
 
-def add_messages(schedule: Schedule) -> Schedule:
-    """A receive before each action that needs one, a send after each that feeds another rank.
+def add_messages(schedule: Schedule, costs: Costs = DEFAULT_COSTS) -> Schedule:
+    """Each send where its action ends, its receive at the same point of the other rank's program.
 
+    The points are those of the simulation at `costs`; messages already there are placed anew.
     Stages on the same rank hand over in memory and get no message.
+
+    Raises:
+        ScheduleError: the computations cannot run in this order.
     """
-    last = schedule.num_stages - 1
+    programs: list[list[Step]] = [[] for _ in schedule.programs]
+    place = schedule.placement
+    ended: list[Action] = []
+    now = 0.0
 
-    def apart(stage: int, other: int) -> bool:
-        return 0 <= other <= last and schedule.placement[stage] != schedule.placement[other]
+    def deliver() -> None:
+        for send in ended:
+            programs[place[send.stage]].append(send)
+            programs[place[send.peer]].append(send.match)
+        ended.clear()
 
-    def around(action: Action) -> tuple[Action, ...]:
-        stage, m = action.stage, action.microbatch
-        forward = action.kind is Kind.F
-        source, target = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
-        receive, send = (Kind.RECV_F, Kind.SEND_F) if forward else (Kind.RECV_B, Kind.SEND_B)
-        before = (Action(stage, receive, m),) if apart(stage, source) else ()
-        after = (Action(stage, send, m),) if apart(stage, target) else ()
-        return (*before, action, *after)
+    for action, start, end in sorted(replay(schedule, costs), key=lambda span: span.end):
+        # Actions that end together come first, then their messages, side by side, to be fused. One
+        # that takes no time may use a message of this very moment.
+        if end > now or start == end:
+            deliver()
+            now = end
+        programs[place[action.stage]].append(action)
+        if send := _send(action, schedule):
+            ended.append(send)
+    deliver()
+    return replace(schedule, programs=tuple(map(tuple, programs)))
 
-    programs = tuple(
-        tuple(a for step in program if isinstance(step, Action) for a in around(step))
-        for program in schedule.programs
-    )
-    return replace(schedule, programs=programs)
+
+def _send(action: Action, schedule: Schedule) -> Action | None:
+    kind, step = _SENDS.get(action.kind, (action.kind, 0))
+    target = action.stage + step
+    if not step or not 0 <= target < schedule.num_stages:
+        return None
+    if schedule.placement[target] == schedule.placement[action.stage]:
+        return None
+    return Action(action.stage, kind, action.microbatch)
 
 
 def fuse_messages(schedule: Schedule) -> Schedule:
-    """Adjacent messages of a rank become one batch, receives first.
+    """Adjacent messages of a rank become one batch, receives first, else in their order.
 
     Receives first because a transport may only drain what it has been told to expect: posted
     the other way round, both directions of a link take turns.
@@ -44,17 +74,54 @@ def fuse_messages(schedule: Schedule) -> Schedule:
     return replace(schedule, programs=tuple(map(_fuse, schedule.programs)))
 
 
+def receives_ahead(schedule: Schedule, ahead: int) -> Schedule:
+    """Post each receive `ahead` computations earlier, for transports where that holds up nothing.
+
+    All receives of a rank keep their order. Whoever runs the result must not wait for a batch
+    as a whole, only for the message that the next computation uses: it is not unbuffered-safe.
+    """
+    if ahead < 0:
+        raise ValueError(f"receives can be posted 0 or more computations ahead, not {ahead}")
+    return fuse_messages(
+        replace(schedule, programs=tuple(_ahead(program, ahead) for program in schedule.programs))
+    )
+
+
+def _ahead(program: Program, ahead: int) -> Program:
+    """Messages stand in the gaps before, between and after the computations."""
+    gaps: list[list[Action]] = [[]]
+    computations: list[Action] = []
+    for action in flatten(program):
+        if action.kind.is_message:
+            gaps[-1].append(action)
+        else:
+            computations.append(action)
+            gaps.append([])
+    moved: list[list[Action]] = [[] for _ in gaps]
+    for i, gap in enumerate(gaps):
+        for action in gap:
+            moved[i if action.kind.is_send else max(0, i - ahead)].append(action)
+    steps = list(moved[0])
+    for action, gap in zip(computations, moved[1:], strict=True):
+        steps += [action, *gap]
+    return tuple(steps)
+
+
 def _fuse(program: Program) -> Program:
     fused: list[Step] = []
     run: list[Action] = []
-    for step in (*program, None):
-        if isinstance(step, Action) and step.kind.is_message:
-            run.append(step)
-            continue
+
+    def close() -> None:
+        run.sort(key=lambda action: action.kind.is_send)
         if run:
-            run.sort(key=lambda a: a.kind.is_send)
             fused.append(run[0] if len(run) == 1 else Batch(tuple(run)))
-            run = []
-        if step is not None:
-            fused.append(step)
+        run.clear()
+
+    for action in flatten(program):
+        if action.kind.is_message:
+            run.append(action)
+        else:
+            close()
+            fused.append(action)
+    close()
     return tuple(fused)

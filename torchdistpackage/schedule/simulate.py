@@ -1,20 +1,27 @@
 """A schedule on paper: when each action runs, if every action takes a known time.
 
-A rank follows its program; a message starts when both ends have reached it. The result, a
-Timeline, is what is drawn and what the measured step is compared with.
+A rank computes in the order of its program, each action as soon as what it uses is there. A
+message leaves when its action ends and arrives a known time later; it holds up neither rank, as
+receives are posted ahead. The result, a Timeline, is what is drawn and what a measured step is
+compared with.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple, Self
 
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.schedule.actions import Action, Batch, Costs, Kind, Schedule
+from torchdistpackage.schedule.actions import Action, Kind, Program, Schedule, flatten
+from torchdistpackage.schedule.costs import Costs, StageCosts
 
-DEFAULT_COSTS: Costs = {Kind.F: 1.0, Kind.B: 2.0}
+DEFAULT_COSTS: Mapping[Kind, float] = {Kind.F: 1.0, Kind.B: 2.0}
 """A backward is two matrix products for each of the forward's one; messages are free."""
 
+_LIVE = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
 
-@dataclass(frozen=True, slots=True)
-class Span:
+
+class Span(NamedTuple):
     """One action on the time axis, in the unit of the costs."""
 
     action: Action
@@ -26,10 +33,13 @@ class Span:
 class Timeline:
     """When everything happened.
 
-    spans: for each pipe index its actions in order of start.
+    spans: for each pipe index its actions in order of start. Simulated, these are the ones that
+        compute; measured, the waits for messages are there too, under the message's kind.
     total: end of the last action.
     bubble: share of the ranks' time in which they computed nothing.
-    peak_live: for each stage the most microbatches whose forward ran but not yet their backward.
+    peak_live: for each stage the most microbatches held at once: from the start of their F to
+        the end of their B, or of their W where the backward is split. 0 without backwards.
+    peak_live_of_rank: for each pipe index the same, counted over all its stages together.
     """
 
     name: str
@@ -37,63 +47,160 @@ class Timeline:
     total: float
     bubble: float
     peak_live: tuple[int, ...]
+    peak_live_of_rank: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, spans: Iterable[Iterable[Span]], num_stages: int) -> Self:
+        """The timeline of these spans, one row for each pipe index, in order of start."""
+        rows = tuple(map(tuple, spans))
+        total = max((span.end for row in rows for span in row), default=0.0)
+        bubble = 1 - sum(map(busy, rows)) / (len(rows) * total) if total else 0.0
+        return cls(name, rows, total, bubble, *_peak_live(rows, num_stages))
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """For each pipe index the share of `total` in which it computed nothing."""
+        return tuple(1 - busy(row) / self.total if self.total else 0.0 for row in self.spans)
 
 
-def simulate(schedule: Schedule, costs: Costs = DEFAULT_COSTS) -> Timeline:
+def busy(row: Iterable[Span]) -> float:
+    """How long one rank computed."""
+    return sum(span.end - span.start for span in row if not span.action.kind.is_message)
+
+
+def simulate(schedule: Schedule, costs: Costs = DEFAULT_COSTS, steps: int = 1) -> Timeline:
     """Run `schedule` on paper; see Timeline for what comes out.
+
+    steps: run it so many times back to back. A rank starts the next step when it has ended its
+        own, not when all have; microbatch i of step k is written as i + k x num_microbatches.
 
     Raises:
         ScheduleError: no rank can move; the text lists what each one waits for.
     """
-    num_ranks = len(schedule.programs)
-    clock, at = [0.0] * num_ranks, [0] * num_ranks
-    reached: dict[Action, float] = {}
-    spans: list[list[Span]] = [[] for _ in range(num_ranks)]
+    schedule = _repeated(schedule, steps)
+    spans: list[list[Span]] = [[] for _ in schedule.programs]
+    for span in replay(schedule, costs):
+        spans[schedule.placement[span.action.stage]].append(span)
+    return Timeline.of(schedule.name, spans, schedule.num_stages)
 
-    def advance(rank: int) -> bool:
-        """One step of `rank`, if all it takes part in has been reached by both ends."""
-        step = schedule.programs[rank][at[rank]]
-        actions = step.actions if isinstance(step, Batch) else (step,)
-        for action in actions:
-            reached.setdefault(action, clock[rank])
-        messages = [a for a in actions if a.kind.is_message]
-        if any(a.match not in reached for a in messages):
-            return False
-        done = clock[rank]
-        for action in actions:
-            both = max(reached[action], reached[action.match]) if messages else clock[rank]
-            end = both + costs.get(action.kind, 0.0)
-            spans[rank].append(Span(action, both, end))
-            done = max(done, end)
-        clock[rank], at[rank] = done, at[rank] + 1
-        return True
 
-    moved = True
-    while moved:
-        moved = False
-        for rank, program in enumerate(schedule.programs):
-            while at[rank] < len(program) and advance(rank):
-                moved = True
-    stuck = [r for r in range(num_ranks) if at[r] < len(schedule.programs[r])]
+def replay(schedule: Schedule, costs: Costs = DEFAULT_COSTS) -> list[Span]:
+    """All computations with their times, listed so that each comes after those it uses.
+
+    The messages of a program are passed over: when they travel follows from the computations.
+
+    Raises:
+        ScheduleError: as of `simulate`.
+    """
+    # A number for each of F, B or I, and W of a microbatch on a stage: three blocks of `block`,
+    # so that what an action feeds on its own stage always stands one block further on.
+    num_microbatches = schedule.num_microbatches
+    block = schedule.num_stages * num_microbatches
+    missing = [1 if i >= num_microbatches else 0 for i in range(block)]
+    missing += [2 if i < block - num_microbatches else 1 for i in range(block)]
+    missing += [1] * block
+    ready = [0.0] * (3 * block)
+    parked: dict[int, int] = {}
+    rows = _rows(schedule, StageCosts.of(costs, schedule.num_stages), block)
+    programs = [_computations(program) for program in schedule.programs]
+    at, clock = [0] * len(programs), [0.0] * len(programs)
+    spans: list[Span] = []
+    runnable = list(range(len(programs)))[::-1]
+    while runnable:
+        rank = runnable.pop()
+        program, now = programs[rank], clock[rank]
+        for place in range(at[rank], len(program)):
+            action = program[place]
+            stage, kind, microbatch = action
+            base, cost, onward, lag = rows[kind][stage]
+            number = base + microbatch
+            if missing[number] > 0:
+                parked[number] = rank
+                at[rank], clock[rank] = place, now
+                break
+            start = max(now, ready[number])
+            now = start + cost
+            spans.append(Span(action, start, now))
+            if kind is not Kind.W:
+                missing[number + block] -= 1
+            if onward:
+                fed = number + onward
+                missing[fed] -= 1
+                ready[fed] = now + lag
+                if fed in parked and missing[fed] <= 0:
+                    runnable.append(parked.pop(fed))
+        else:
+            at[rank] = len(program)
+    stuck = [r for r, program in enumerate(programs) if at[r] < len(program)]
     if stuck:
-        waiting = ", ".join(f"rank {r} at {schedule.programs[r][at[r]]}" for r in stuck)
-        raise ScheduleError(f"{schedule.name}: nobody can move; {waiting}")
-    total = max(clock)
-    busy = sum(s.end - s.start for row in spans for s in row if not s.action.kind.is_message)
-    bubble = 1 - busy / (num_ranks * total) if total else 0.0
-    return Timeline(
-        schedule.name, tuple(map(tuple, spans)), total, bubble, _peak_live(schedule, spans)
+        waiting = ", ".join(f"rank {r} at {programs[r][at[r]]}" for r in stuck)
+        raise ScheduleError(
+            f"{schedule.name}: nobody can move; {waiting}: each uses what never comes or stands "
+            f"later in the order; put it after the actions that it uses"
+        )
+    return spans
+
+
+_Row = tuple[int, float, int, float]
+
+
+def _rows(schedule: Schedule, costs: StageCosts, block: int) -> dict[Kind, list[_Row]]:
+    """By kind and stage: number of microbatch 0, cost, steps to the number fed, and its lag.
+
+    0 steps: no other stage waits for it.
+    """
+    num_stages, size, place = schedule.num_stages, schedule.num_microbatches, schedule.placement
+    near = (a == b for a, b in pairwise(place))
+    lags = [0.0 if same else lag for same, lag in zip(near, costs.message, strict=False)]
+    up = [*([size] * (num_stages - 1)), 0]
+    down = [0, *([-size] * (num_stages - 1))]
+
+    def table(first: int, cost: Sequence[float], onward: list[int], lag: list[float]) -> list[_Row]:
+        return [(first + s * size, cost[s], onward[s], lag[s]) for s in range(num_stages)]
+
+    none = [0] * num_stages
+    return {
+        Kind.F: table(0, costs.forward, up, [*lags, 0.0]),
+        Kind.B: table(block, costs.backward, down, [0.0, *lags]),
+        Kind.I: table(block, costs.input, down, [0.0, *lags]),
+        Kind.W: table(2 * block, costs.weight, none, [0.0] * num_stages),
+    }
+
+
+def _computations(program: Program) -> list[Action]:
+    return [action for action in flatten(program) if not action.kind.is_message]
+
+
+def _repeated(schedule: Schedule, steps: int) -> Schedule:
+    if steps < 1:
+        raise ScheduleError(f"{schedule.name}: {steps} steps; simulate 1 or more")
+    if steps == 1:
+        return schedule
+    m = schedule.num_microbatches
+    programs = tuple(
+        tuple(
+            action._replace(microbatch=action.microbatch + step * m)
+            for step in range(steps)
+            for action in _computations(program)
+        )
+        for program in schedule.programs
     )
+    return replace(schedule, num_microbatches=steps * m, programs=programs)
 
 
-def _peak_live(schedule: Schedule, spans: list[list[Span]]) -> tuple[int, ...]:
-    live, peak = [0] * schedule.num_stages, [0] * schedule.num_stages
-    for row in spans:
-        for span in row:
-            stage = span.action.stage
-            if span.action.kind is Kind.F and schedule.has_backward:
-                live[stage] += 1
-                peak[stage] = max(peak[stage], live[stage])
-            elif span.action.kind is Kind.B:
-                live[stage] -= 1
-    return tuple(peak)
+def _peak_live(
+    rows: tuple[tuple[Span, ...], ...], num_stages: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    live, peak = [0] * num_stages, [0] * num_stages
+    peak_of_rank = [0] * len(rows)
+    if not any(span.action.kind.gives_gradient for row in rows for span in row):
+        return tuple(peak), tuple(peak_of_rank)
+    for rank, row in enumerate(rows):
+        held = 0
+        for (stage, kind, _), _, _ in row:
+            change = _LIVE.get(kind, 0)
+            live[stage] += change
+            held += change
+            peak[stage] = max(peak[stage], live[stage])
+            peak_of_rank[rank] = max(peak_of_rank[rank], held)
+    return tuple(peak), tuple(peak_of_rank)

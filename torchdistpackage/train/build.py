@@ -13,6 +13,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.random import seed_rank
 from torchdistpackage.comm.record import calls
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.config.pipeline_rules import measured_costs
 from torchdistpackage.config.schema import Optim, RunConfig
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.shared import Shared
@@ -22,10 +23,12 @@ from torchdistpackage.launch.reference import Reference
 from torchdistpackage.layout.derive import BATCH_AXES, gradient_ranks
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.pipeline.executor import Executor
-from torchdistpackage.parallel.pipeline.stage import cut
+from torchdistpackage.parallel.pipeline.stage import chunks_of
 from torchdistpackage.parallel.tensor.init import initialize
-from torchdistpackage.schedule.generate import build as build_schedule
+from torchdistpackage.schedule.actions import Schedule
+from torchdistpackage.schedule.generate import evaluation
 from torchdistpackage.train import corpus
+from torchdistpackage.train.chunks import Chunks, tie
 from torchdistpackage.train.data import DataSource, TokenDataset
 from torchdistpackage.train.loss import LossFn, from_user, token_cross_entropy
 from torchdistpackage.train.memory import weight_format
@@ -52,14 +55,8 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
     reducer, optimizer = _sharing(stage, layouts, inner, config)
     pipe = tpc.get_group("pipe")
 
-    def executor(schedule: str) -> Executor:
-        micro = config.pipeline.microbatches
-        checked = (
-            plan.schedule
-            if schedule == plan.schedule.name
-            else build_schedule(schedule, pipe.size(), micro)
-        )
-        return Executor(checked, pipe, device=device, timeout_s=slow)
+    def executor(schedule: Schedule) -> Executor:
+        return Executor(schedule, pipe, device=device, timeout_s=slow)
 
     return Trainer(
         plan=plan,
@@ -72,8 +69,8 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
         reducer=reducer,
         optimizer=optimizer,
         inner=inner,
-        executor=executor(config.pipeline.schedule),
-        evaluator=executor("forward"),
+        executor=executor(plan.schedule),
+        evaluator=executor(evaluation(plan.schedule, config.pipeline.microbatches)),
         autocast=torch.bfloat16 if config.precision.dtype == "bf16" else None,
     )
 
@@ -110,36 +107,63 @@ def user_object(path: str) -> Callable:
     return Reference.of(path).resolve()
 
 
-def _stage(plan: Plan, device: torch.device) -> tuple[nn.Module, dict[str, Layout], LossFn]:
-    """My stage with its initial weights, its layouts by local name, and the loss of the last."""
+def _stage(plan: Plan, device: torch.device) -> tuple[Chunks, dict[str, Layout], LossFn]:
+    """My stages with their initial weights, layouts by local name, and the loss of the last."""
     config, mesh = plan.config, plan.topology.dense
     dtype = getattr(torch, weight_format(config.precision).dtype)
-    index, num_stages = tpc.get_pp_rank(), config.parallel.pipe
-    loss: LossFn
+    loss: LossFn = token_cross_entropy
     if plan.model is not None:
-        stage_of = [s for s, span in enumerate(plan.stages) for _ in span]
-        stage = plan.model.load()(
-            plan.shape,
-            pieces=plan.stages[index],
-            stage_of=stage_of,
-            group=tpc.get_group("tensor"),
-            dropout=config.model.dropout,
-            dtype=dtype,
-            device=device,
-        )
-        layouts, loss = stage.layouts(), stage.loss
+        stages = _named(plan, dtype, device)
+        layouts = {s: module.layouts() for s, module in stages.items()}
+        tie(stages, layouts)
+        loss = next(iter(stages.values())).loss
+        by_name = {f"{s}.{n}": x for s, held in layouts.items() for n, x in held.items()}
     else:
         torch.manual_seed(config.run.seed)
         whole = user_object(config.model.target)(**config.model.args)
-        stage, layouts = cut(whole, num_stages, index)
-        stage.to(device=device, dtype=dtype)
+        place = plan.schedule.placement
+        stages, by_name = chunks_of(whole, place, tpc.get_pp_rank(), costs=_own_costs(plan, whole))
+        for module in stages.values():
+            module.to(device=device, dtype=dtype)
         seed_rank(config.run.seed, mesh, tpc.rank)
-        loss = token_cross_entropy
+    stage = Chunks(stages)
+    named = {name for name, _ in stage.named_parameters()}
+    layouts = {name: layout for name, layout in by_name.items() if name in named}
     if config.model.loss is not None:
         loss = from_user(user_object(config.model.loss))
     initialize(stage, layouts, mesh, tpc.rank, config.run.seed)
     _equalise(stage)
     return stage, layouts, loss
+
+
+def _named(plan: Plan, dtype: torch.dtype, device: torch.device) -> dict[int, nn.Module]:
+    """My stages of one of our models."""
+    assert plan.model is not None
+    make = plan.model.load()
+    return {
+        stage: make(
+            plan.shape,
+            pieces=plan.stages[stage],
+            stage_of=plan.place_of,
+            group=tpc.get_group("tensor"),
+            dropout=plan.config.model.dropout,
+            dtype=dtype,
+            device=device,
+        )
+        for stage in plan.schedule.stages_of(tpc.get_pp_rank())
+    }
+
+
+def _own_costs(plan: Plan, whole: nn.Module) -> list[float] | None:
+    """What the stages of a user's own chain share evenly, child by child; None: parameters."""
+    partition, names = plan.config.pipeline.partition, [n for n, _ in whole.named_children()]
+    if partition == "uniform":
+        return [1.0] * len(names)
+    measured = measured_costs(plan.config)
+    if partition != "time" or measured is None:
+        return None
+    found = measured.of_cut([(name,) for name in names])
+    return [f + b for f, b in zip(found.forward, found.backward, strict=True)]
 
 
 def _check_declared(stage: nn.Module, layouts: dict[str, Layout]) -> None:

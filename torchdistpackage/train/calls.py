@@ -92,10 +92,10 @@ class StepPrograms:
         return Program(ops, groups)
 
     def _role(
-        self, stage: int, tensor: int, rank: int
+        self, place: int, tensor: int, rank: int
     ) -> tuple[tuple[Op, ...], list[tuple[str, Layout]]]:
         """(operations, the groups that gradients are summed over) of ranks in one place."""
-        sums = self._gradients.sums(stage, rank)
+        sums = self._gradients.sums(place, rank)
         early, late = ([x for x in sums if x.is_late == is_late] for is_late in (False, True))
         ops: list[Op] = []
         if self._mesh.axis_size(*self._plan.topology.model_axes) > 1:
@@ -104,7 +104,7 @@ class StepPrograms:
         for index in range(rounds):
             # see Trainer.accumulate
             due = index == rounds - 1 or self._plan.config.parallel.zero >= 2
-            ops += self._round(stage, early if due else [], index == 0)
+            ops += self._round(place, early if due else [], index == 0)
             if due:
                 # see ddp/shared.py
                 ops += self._gradients.reductions(late)
@@ -115,37 +115,41 @@ class StepPrograms:
         ops += self._gradients.gathers(sums)
         return tuple(ops), [(x.group, x.layout) for x in sums]
 
-    def _round(self, stage: int, sums: Sequence[Sum], headers: bool) -> Iterator[Op]:
+    def _round(self, place: int, sums: Sequence[Sum], headers: bool) -> Iterator[Op]:
         """One pass over the microbatches; the buckets leave when the last backward ends."""
-        program = self._plan.schedule.programs[stage]
-        last = [s for s in program if isinstance(s, Action) and s.kind is Kind.B][-1:]
+        program = self._plan.schedule.programs[place]
+        last = [s for s in program if isinstance(s, Action) and s.kind in (Kind.B, Kind.W)][-1:]
         for step in program:
             if isinstance(step, Batch) or step.kind.is_message:
                 actions = step.actions if isinstance(step, Batch) else (step,)
                 yield from self._messages(actions, str(step), headers and self._first)
                 continue
-            calls = self._stage_calls(stage)[step.kind is Kind.B]
-            if calls:
+            calls = self._stage_calls(step.stage)[step.kind.gives_gradient]
+            if calls and step.kind is not Kind.W:
                 yield Collective("tensor", calls, label=str(step))
             if step in last:
                 yield from self._gradients.reductions(sums)
 
     def _messages(self, actions: Sequence[Action], label: str, headers: bool) -> Iterator[Op]:
-        if headers:
-            # all that are to be sent go together, each that is received is waited for
-            ahead = [Part(Call("send", HEADER), a.peer) for a in actions if a.kind is Kind.SEND_F]
-            if ahead:
-                yield Messages("pipe", tuple(ahead), f"header of {label}")
+        place = self._plan.schedule.placement
+        for kind in (Kind.SEND_F, Kind.RECV_F) if headers else ():
+            # all that go are sent before one that comes is waited for
             for a in actions:
-                if a.kind is Kind.RECV_F:
-                    part = Part(Call("receive", HEADER), a.peer)
-                    yield Messages("pipe", (part,), f"header of {label}")
+                if a.kind is kind:
+                    word, ends = (
+                        ("send", (a.stage, a.peer))
+                        if a.kind.is_send
+                        else ("receive", (a.peer, a.stage))
+                    )
+                    part = Part(Call(word, HEADER), place[a.peer])
+                    road = place[ends[0]], place[ends[1]]
+                    yield Messages("pipe", (part,), f"header of {label}", road=road)
         facts = ()
         if self._plan.shape is not None:
             elements = self._flow.elements(self._plan.shape.dim)
             facts = (("elements", elements), ("dtype", self._flow.dtype))
         words = ("receive", "send")
-        parts = tuple(Part(Call(words[a.kind.is_send], facts), a.peer) for a in actions)
+        parts = tuple(Part(Call(words[a.kind.is_send], facts), place[a.peer]) for a in actions)
         yield Messages("pipe", parts, label)
 
     @cache  # noqa: B019  lives as long as the plan is looked at

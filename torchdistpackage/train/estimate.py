@@ -6,15 +6,17 @@ of the messages alone, as if nothing ran beside them.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from torchdistpackage.harness.bench.profile import Profile
 from torchdistpackage.harness.bench.report import Line
 from torchdistpackage.harness.bench.rounds import NETWORK, NODE
 from torchdistpackage.harness.cases import CASES
 from torchdistpackage.models.gpt_layout import EMBED, HEAD, GPTShape
-from torchdistpackage.schedule.actions import Kind
+from torchdistpackage.schedule.actions import Kind, Schedule
 from torchdistpackage.schedule.simulate import Timeline, simulate
 from torchdistpackage.topology.placement import crossings
 from torchdistpackage.train.memory import gradient_format, weight_format
@@ -129,18 +131,29 @@ def _traffic(plan: Plan, shape: GPTShape, axis: str) -> tuple[_Traffic, ...] | s
     if axis == "data":
         return _shared(plan, size)
     if axis == "pipe":
-        return (replace(_message(plan, shape), number=2 * rounds),)
+        number = _busiest_link(plan.schedule) * config.train.accumulate
+        return (replace(_message(plan, shape), number=number),)
     if axis == "tensor" and not shape.sequence_parallel:
-        # Two products in a block, each summed once forward and once backward; the embedding is
-        # summed forward only, the input of the head backward only.
+        # A product in each half of a block, summed once forward and once backward; the embedding
+        # is summed forward only, the input of the head backward only.
         number = max(
-            sum(1 if plan.pieces[i] in (EMBED, HEAD) else 4 for i in span) for span in plan.stages
+            sum(1 if plan.pieces[i] in (EMBED, HEAD) else 2 for i in plan.pieces_on(place))
+            for place in range(len(plan.schedule.programs))
         )
         num_bytes, note = _activation_bytes(plan, shape), "sums inside the layers"
         return (_Traffic("all_reduce", number * rounds, num_bytes, dtype, size, note),)
     if axis == "tensor":
         return "under sequence parallelism gathers and scatters are not counted yet"
     return f"what travels along {axis} is not counted yet"
+
+
+def _busiest_link(schedule: Schedule) -> int:
+    """Messages of one round between the two ranks that have most, either way."""
+    pairs = Counter[frozenset[int]]()
+    for one, other in pairwise(schedule.placement):
+        if one != other:
+            pairs[frozenset((one, other))] += 2 * schedule.num_microbatches
+    return max(pairs.values(), default=0)
 
 
 def _shared(plan: Plan, size: int) -> tuple[_Traffic, ...]:

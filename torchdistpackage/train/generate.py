@@ -9,7 +9,7 @@ from torchdistpackage.comm.messages import Message
 from torchdistpackage.comm.random import seed_from
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.parallel.pipeline.executor import Executor
-from torchdistpackage.schedule.generate import build
+from torchdistpackage.schedule.generate import evaluation
 from torchdistpackage.train.step import Trainer
 
 
@@ -27,7 +27,7 @@ def generate(
     pipe, group = tpc.get_group("pipe"), tpc.get_group("tensor")
     model = tpc.get_group("model")
     executor = Executor(
-        build("forward", pipe.size(), 1),
+        evaluation(trainer.plan.schedule, 1),
         pipe,
         device=trainer.device,
         timeout_s=trainer.executor.timeout_s,
@@ -35,7 +35,8 @@ def generate(
     # the ranks of the last stage all know the token; the first of them in the model tells it
     mesh = trainer.plan.topology.dense
     source = mesh.rank(
-        mesh.coord(trainer.rank) | {"pipe": pipe.size() - 1, "tensor": 0, "context": 0}
+        mesh.coord(trainer.rank)
+        | {"pipe": trainer.plan.schedule.placement[-1], "tensor": 0, "context": 0}
     )
     draw = torch.Generator().manual_seed(seed_from(trainer.plan.config.run.seed, "generate"))
     tokens = prompt.to(trainer.device)
@@ -45,9 +46,12 @@ def generate(
         padded = F.pad(context, (0, shape.seq_len - len(context)))[None]
         choice = torch.zeros(1, dtype=torch.int64, device=trainer.device)
 
-        def forward(m: int, received: Message, context=context, padded=padded, choice=choice):
-            output = trainer.forward(padded if executor.is_first else received)
-            if executor.is_last:
+        def forward(
+            stage: int, m: int, received: Message, context=context, padded=padded, choice=choice
+        ):
+            x = padded if executor.is_first_stage(stage) else received
+            output = trainer.forward(stage, x)
+            if executor.is_last_stage(stage):
                 logits = _whole(output[len(context) - 1, 0], group, shape.vocab)
                 chances = (logits.float().cpu() / temperature).softmax(-1)
                 choice.copy_(torch.multinomial(chances, 1, generator=draw))

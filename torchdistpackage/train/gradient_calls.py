@@ -47,12 +47,13 @@ class GradientCalls:
         self._weight = weight_format(plan.config.precision)
         self._ranks: dict[Hashable, tuple[int, ...]] = {}
 
-    def sums(self, stage: int, rank: int) -> list[Sum]:
-        """What the rank shares with others, in the order in which it leaves."""
+    def sums(self, place: int, rank: int) -> list[Sum]:
+        """What the rank, at `place` along pipe, shares with others, in the order in which it
+        leaves."""
         if self._plan.shape is None:
             return []
         held: dict[str, Layout] = {}
-        for index in self._plan.stages[stage]:
+        for index in self._plan.pieces_on(place):
             for _, layout in parameters(self._plan, index):
                 held.setdefault(layout.name, layout)
         layouts = list(held.values())
@@ -109,11 +110,12 @@ class GradientCalls:
 
 def parameters(plan: Plan, piece: int) -> list[tuple[str, Layout]]:
     """Of one piece, by local name, in the order in which its module registers them."""
-    prefix = f"{plan.pieces[piece]}."
-    found = [(n, layout) for n, layout in plan.layouts.items() if n.startswith(prefix)]
-    is_tied_head = piece == len(plan.pieces) - 1 and plan.shape is not None and plan.shape.tied
-    if is_tied_head:
-        tied = plan.layouts[f"{plan.pieces[0]}.weight"]
-        found.append((f"{prefix}weight", tied))
+    assert plan.model is not None and plan.shape is not None
+    name = plan.pieces[piece]
+    prefix = plan.model.module_of(name)
+    held = [f"{prefix}.{local}" for local in plan.model.piece_layouts(plan.shape, name)]
+    is_tied_head = piece == len(plan.pieces) - 1 and plan.shape.tied
+    tied = {f"{prefix}.weight": f"{plan.pieces[0]}.weight"} if is_tied_head else {}
+    found = [(n, plan.layouts[tied.get(n, n)]) for n in held]
     # what a module holds itself comes before what its parts hold
-    return sorted(found, key=lambda item: item[0].removeprefix(prefix).count(".") > 0)
+    return sorted(found, key=lambda item: item[0].removeprefix(f"{prefix}.").count(".") > 0)

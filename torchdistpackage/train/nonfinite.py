@@ -16,26 +16,28 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.schedule.actions import Kind, flatten
 from torchdistpackage.train.result import Issued
 from torchdistpackage.train.step import Trainer
+
+_NOBODY = (-1, "")
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What one rank saw when the step was repeated, and what it had after the sum.
 
-    forward: number of the microbatch and kind (output, loss) of what first came out of its stage
+    forward: microbatch, stage and kind (output, loss) of what first came out of one of its stages
     not finite, though all that went in was. parameter, number: the first, in the order of the
     backward, whose own gradient was not finite, and how many were; after, after_number: the same
-    after the sum.
+    after the sum. Each parameter with its stage.
     """
 
     rank: int
-    stage: int
-    forward: tuple[int, str] | None
-    parameter: str
+    forward: tuple[int, int, str] | None
+    parameter: tuple[int, str]
     number: int
-    after: str
+    after: tuple[int, str]
     after_number: int
 
 
@@ -52,6 +54,7 @@ def explain(trainer: Trainer, issued: Issued) -> str:
             if trainer.optimizer is not None:
                 trainer.optimizer.zero_grad()
             trainer.accumulate(issued.step, reduce=False)
+    stage_of = {layout.name: _stage_of(name) for name, layout in trainer.layouts.items()}
     own = [
         trainer.layouts[name].name
         for name, p in trainer.stage.named_parameters()
@@ -61,11 +64,10 @@ def explain(trainer: Trainer, issued: Issued) -> str:
         trainer.optimizer.zero_grad()
     mine = Seen(
         trainer.rank,
-        tpc.get_pp_rank(),
         witness.first,
-        own[-1] if own else "",
+        (stage_of[own[-1]], own[-1]) if own else _NOBODY,
         len(own),
-        after[-1] if after else "",
+        (stage_of[after[-1]], after[-1]) if after else _NOBODY,
         len(after),
     )
     seen = [x for x in primitives.gather_objects(mine) if isinstance(x, Seen)]
@@ -76,16 +78,17 @@ def _words(seen: Sequence[Seen]) -> str:
     forward = [x for x in seen if x.forward is not None]
     backward = [x for x in seen if x.number]
     if forward:
-        first = min(forward, key=lambda x: (x.forward[0] if x.forward else 0, x.stage, x.rank))
+        first = min(forward, key=lambda x: (x.forward or (0, 0, ""), x.rank))
         assert first.forward is not None
-        number, what = first.forward
-        text = f"the {what} of microbatch {number} is not finite on {_place(first)}"
+        number, stage, what = first.forward
+        at = f"rank {first.rank}, stage {stage}"
+        text = f"the {what} of microbatch {number} is not finite on {at}"
         if first.number:
-            text += f", and then {_gradients(first.parameter, first.number)}"
+            text += f", and then {_gradients(first.parameter[1], first.number)}"
     elif backward:
         # a backward runs from the last stage to the first
-        first = min(backward, key=lambda x: (-x.stage, x.rank))
-        text = f"on {_place(first)} {_gradients(first.parameter, first.number)}"
+        first = min(backward, key=lambda x: (-x.parameter[0], x.rank))
+        text = f"on {_place(first.rank, first.parameter, first.number)}"
     else:
         summed = [x for x in seen if x.after_number]
         if not summed:
@@ -93,12 +96,12 @@ def _words(seen: Sequence[Seen]) -> str:
                 "the sum over all gradients or losses is not finite though each of them is: they "
                 "are too large for their type; lower optim.lr, or look at the samples of the step"
             )
-        first = min(summed, key=lambda x: (-x.stage, x.rank))
+        first = min(summed, key=lambda x: (-x.after[0], x.rank))
         ranks = ", ".join(str(x.rank) for x in summed)
         return (
-            f"after the sum {_gradients(first.after, first.after_number)} on {_place(first)} "
-            f"(seen on rank {ranks}); the same step done again was finite everywhere, so look "
-            f"for a faulty device or network there"
+            f"after the sum {_gradients(first.after[1], first.after_number)} on rank "
+            f"{first.rank}, stage {first.after[0]} (seen on rank {ranks}); the same step done "
+            f"again was finite everywhere, so look for a faulty device or network there"
         )
     others = [x.rank for x in (*forward, *backward) if x.rank != first.rank]
     if others:
@@ -106,8 +109,14 @@ def _words(seen: Sequence[Seen]) -> str:
     return text
 
 
-def _place(seen: Seen) -> str:
-    return f"rank {seen.rank}, stage {seen.stage}"
+def _place(rank: int, parameter: tuple[int, str], number: int) -> str:
+    stage, name = parameter
+    return f"rank {rank}, stage {stage} {_gradients(name, number)}"
+
+
+def _stage_of(name: str) -> int:
+    """Of a parameter by its local name, see chunks.py."""
+    return int(name.partition(".")[0])
 
 
 def _gradients(first: str, number: int) -> str:
@@ -116,11 +125,20 @@ def _gradients(first: str, number: int) -> str:
 
 
 class _Witness:
-    """Looks at what goes into and comes out of the stage, and at the loss."""
+    """Looks at what goes into and comes out of each stage, and at the loss."""
 
     def __init__(self, trainer: Trainer):
-        self._trainer, self._number, self._finite_so_far = trainer, -1, True
-        self.first: tuple[int, str] | None = None
+        self._trainer, self._finite_so_far = trainer, True
+        self._stage, self._microbatch = 0, 0
+        schedule = trainer.plan.schedule
+        self._number = schedule.num_microbatches
+        # of each stage the microbatches of its forwards, in the order in which they come
+        self._order: dict[int, list[int]] = {}
+        for action in flatten(schedule.programs[tpc.get_pp_rank()]):
+            if action.kind is Kind.F:
+                self._order.setdefault(action.stage, []).append(action.microbatch)
+        self._done = dict.fromkeys(self._order, 0)
+        self.first: tuple[int, int, str] | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -134,9 +152,12 @@ class _Witness:
             handle.remove()
             trainer.loss = loss
 
-    def _output(self, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
-        self._number += 1
-        self._finite_so_far = _finite(inputs)
+    def _output(self, module: nn.Module, inputs: tuple[int, object], output: object) -> None:
+        self._stage, x = inputs
+        rounds, at = divmod(self._done[self._stage], self._number)
+        self._done[self._stage] += 1
+        self._microbatch = rounds * self._number + self._order[self._stage][at]
+        self._finite_so_far = _finite(x)
         self._note("output", output)
 
     def _loss(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,7 +169,7 @@ class _Witness:
         if self._finite_so_far and not _finite(value):
             self._finite_so_far = False
             if self.first is None:
-                self.first = (self._number, what)
+                self.first = (self._microbatch, self._stage, what)
 
 
 def _finite(value: object) -> bool:

@@ -6,7 +6,7 @@ into objects; neither decides anything anew.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchdistpackage.config.check import violations
 from torchdistpackage.config.problem import ConfigProblems
@@ -15,13 +15,13 @@ from torchdistpackage.layout.derive import num_elements
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.gpt_layout import GPTShape
 from torchdistpackage.models.registry import Model, model
-from torchdistpackage.parallel.pipeline.split import split_by_cost
 from torchdistpackage.schedule.actions import Schedule
-from torchdistpackage.schedule.generate import build
-from torchdistpackage.schedule.simulate import Timeline, simulate
+from torchdistpackage.schedule.simulate import Timeline
 from torchdistpackage.topology.placement import advice
 from torchdistpackage.topology.views import Topology, topology
 from torchdistpackage.train.memory import Memory, memory
+from torchdistpackage.train.stages import Pieces, Stages
+from torchdistpackage.train.stages import stages as find_stages
 
 BUCKET_BYTES = 4 * 2**20
 """Of gradients that travel together: large enough that latency does not count, small enough that
@@ -34,7 +34,7 @@ class Plan:
 
     config: with `parallel.data` filled in.
     model, shape: of a named model; None for a user's own, whose pieces only its build can tell.
-    pieces: names a pipeline may be cut between. stages: for each pipe index its pieces.
+    pieces: names a pipeline may be cut between. pipeline: stages, their order and its prediction.
     layouts: by global parameter name.
     """
 
@@ -43,10 +43,32 @@ class Plan:
     model: Model | None
     shape: GPTShape | None
     pieces: tuple[str, ...]
-    stages: tuple[range, ...]
+    pipeline: Stages
     layouts: dict[str, Layout]
-    schedule: Schedule
-    timeline: Timeline
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.pipeline.schedule
+
+    @property
+    def timeline(self) -> Timeline:
+        """The schedule on paper."""
+        return self.pipeline.timeline
+
+    @property
+    def stages(self) -> tuple[range, ...]:
+        """For each stage its pieces; () for a user's own model."""
+        return self.pipeline.cut
+
+    def pieces_on(self, index: int) -> tuple[int, ...]:
+        """All pieces of the stages that pipe index `index` runs, in order."""
+        return tuple(i for s in self.schedule.stages_of(index) for i in self.stages[s])
+
+    @property
+    def place_of(self) -> tuple[int, ...]:
+        """For each piece the pipe index that holds it."""
+        placement = self.schedule.placement
+        return tuple(placement[s] for s, span in enumerate(self.stages) for _ in span)
 
     @property
     def world_size(self) -> int:
@@ -72,25 +94,13 @@ def make_plan(config: RunConfig, world_size: int, source: str = "the configurati
     config = config.resolve(world_size)
     parallel = config.parallel
     kind = None if config.model.name is None else model(config.model.name)
-    shape, pieces, stages, layouts = None, (), (), {}
-    if kind is not None:
-        shape = model_shape(kind, config)
-        pieces = kind.pieces(shape)
-        stages = split_by_cost(kind.piece_costs(shape), parallel.pipe)
-        stage_of = [stage for stage, span in enumerate(stages) for _ in span]
-        layouts = kind.layouts(shape, stage_of)
-    schedule = build(config.pipeline.schedule, parallel.pipe, config.pipeline.microbatches)
-    return Plan(
-        config,
-        topology(parallel.axes(), world_size, expert=parallel.expert),
-        kind,
-        shape,
-        pieces,
-        stages,
-        layouts,
-        schedule,
-        simulate(schedule),
-    )
+    world = topology(parallel.axes(), world_size, expert=parallel.expert)
+    if kind is None:
+        return Plan(config, world, None, None, (), find_stages(config, None), {})
+    shape = model_shape(kind, config)
+    pieces = Pieces.of(kind, shape)
+    plan = Plan(config, world, kind, shape, pieces.names, find_stages(config, pieces), {})
+    return replace(plan, layouts=kind.layouts(shape, plan.place_of))
 
 
 def local_procs(config: RunConfig) -> int:
@@ -118,13 +128,13 @@ def model_shape(kind: Model, config: RunConfig) -> GPTShape:
 
 @dataclass(frozen=True)
 class StageLoad:
-    """What one rank of a stage holds and does.
+    """What one rank of a pipe index holds and does, over all its stages.
 
-    num_parameters: in its shard. share: of the model's computation.
+    stages: with each its pieces. num_parameters: in its shard. share: of the model's computation.
     """
 
     index: int
-    pieces: tuple[str, ...]
+    stages: dict[int, tuple[str, ...]]
     num_parameters: int
     memory: Memory
     share: float
@@ -137,12 +147,14 @@ def stage_loads(plan: Plan) -> tuple[StageLoad, ...]:
     costs = plan.model.piece_costs(plan.shape)
     mesh = plan.topology.dense
     loads: list[StageLoad] = []
-    for index, span in enumerate(plan.stages):
+    for index in range(len(plan.schedule.programs)):
         rank = mesh.rank({"pipe": index})
         held = [x for x in plan.layouts.values() if not x.stages or index in x.stages]
         count = sum(num_elements(layout, mesh, rank) for layout in held)
-        share = sum(costs[i] for i in span) / (sum(costs) or 1)
-        names = tuple(plan.pieces[i] for i in span)
+        share = sum(costs[i] for i in plan.pieces_on(index)) / (sum(costs) or 1)
+        names = {
+            s: tuple(plan.pieces[i] for i in plan.stages[s]) for s in plan.schedule.stages_of(index)
+        }
         held_bytes = memory(plan.config, plan.topology, held, rank)
         loads.append(StageLoad(index, names, count, held_bytes, share))
     return tuple(loads)

@@ -18,10 +18,11 @@ from torchdistpackage.launch.signals import Noted
 from torchdistpackage.launch.slurm.files import JobFiles, start_id
 from torchdistpackage.launch.slurm.starts import correct
 from torchdistpackage.train.build import build
+from torchdistpackage.train.ending import finish
 from torchdistpackage.train.folder import RESOLVED, prepare_folder, run_folder
 from torchdistpackage.train.life import begin, end, leave_word
 from torchdistpackage.train.log import Both, say
-from torchdistpackage.train.loop import Loop, finish
+from torchdistpackage.train.loop import Loop
 from torchdistpackage.train.own_code import add_own_code
 from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.state import resume as resume_state

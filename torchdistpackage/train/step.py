@@ -7,11 +7,11 @@ small all-reduce a step carries loss, tokens and norm.
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchdistpackage.checkpoint.parts import Place
 from torchdistpackage.comm import primitives
@@ -21,7 +21,9 @@ from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import DataError
 from torchdistpackage.harness.stragglers.phases import Phases
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.parallel.pipeline.executor import Executor, autograd
+from torchdistpackage.parallel.pipeline.executor import Executor
+from torchdistpackage.schedule.actions import Kind
+from torchdistpackage.train.chunks import Chunks
 from torchdistpackage.train.data import DataSource, Split, check_fingerprints, fingerprint
 from torchdistpackage.train.loss import LossFn
 from torchdistpackage.train.plan import Plan
@@ -38,7 +40,7 @@ def never() -> bool:
 
 @dataclass
 class Trainer:
-    """The objects of one rank. `stage` and `layouts` go by local parameter names.
+    """The objects of one rank. `stage`, all its stages, and `layouts` go by local names.
 
     optimizer: None for a stage without parameters. inner: the one that updates, which is
     `optimizer` itself unless that shards for it.
@@ -47,7 +49,7 @@ class Trainer:
     plan: Plan
     rank: int
     device: torch.device
-    stage: nn.Module
+    stage: Chunks
     layouts: dict[str, Layout]
     loss: LossFn
     data: DataSource
@@ -66,20 +68,28 @@ class Trainer:
         gradients = summed(self.stage, self.layouts, place, self.optimizer)
         self.update = Update(config, gradients, self.optimizer, self.inner, self.device)
         coord = mesh.coord(self.rank)
-        last = config.parallel.pipe - 1
+        last = self.plan.schedule.placement[-1]
         # of the ranks that compute one loss, one tells it
         self._tells = coord["pipe"] == last and coord["tensor"] == 0 and coord["context"] == 0
         self._data_index, self._num_data = coord["data"], mesh.axis_size("data")
         self._per_round = config.pipeline.microbatches * self.plan.samples_per_microbatch
         self._world = tpc.groups.of(range(mesh.size))
+        self._trained = self.stage.trained()
 
     # -- training ----------------------------------------------------------------------
 
     def train_step(
-        self, step: int, *, measure: bool = True, save: bool = False, stop: Wish = never
+        self,
+        step: int,
+        *,
+        measure: bool = True,
+        record: bool = False,
+        save: bool = False,
+        stop: Wish = never,
     ) -> Issued:
         """Forward, backward, reduction, clipping and update of step `step` (the first is 1).
 
+        record: `executor.spans` is afterwards the timeline of the last round.
         stop: asked as late as the ranks can still agree on it: when the step's numbers are summed.
         """
         phases = self.phases
@@ -90,7 +100,7 @@ class Trainer:
             if self.optimizer is not None:
                 self.optimizer.zero_grad()
             self.stage.train()
-        totals = self.accumulate(step)
+        totals = self.accumulate(step, record=record)
         clock = self.executor.clock
         busy = clock.computed_s() / clock.elapsed_s() if measure else 0.0
         with phases("optimizer"):
@@ -106,7 +116,7 @@ class Trainer:
         time_s = time.perf_counter() - began
         return Issued(step, stats, time_s, lr, measure, self.update.names, norms, random)
 
-    def accumulate(self, step: int, *, reduce: bool = True) -> Tensor:
+    def accumulate(self, step: int, *, reduce: bool = True, record: bool = False) -> Tensor:
         """Gradients of the sum of all losses of a step; (loss sum, count) of what I tell.
 
         reduce: the sum over ranks begins in the last backward.
@@ -119,16 +129,17 @@ class Trainer:
                 check_batch(*batch, self.device)
             # from stage 2 on there is no room for whole gradients beyond a round
             due = index == rounds - 1 or self.plan.config.parallel.zero >= 2
-            totals += self._pass(self.executor, batch, self.reducer if reduce and due else None)
+            reducer = self.reducer if reduce and due else None
+            totals += self._pass(self.executor, batch, reducer, record)
             if reduce and due:
                 with self.phases("reduce"):
                     self.reducer.finish()
         return totals
 
-    def forward(self, x: Message) -> Tensor:
-        """My stage, in the precision of the run."""
+    def forward(self, stage: int, x: Message) -> Message:
+        """One of my stages, in the precision of the run."""
         with self._autocast():
-            return self.stage(x)
+            return self.stage(stage, x)
 
     def limit(self, seconds: float) -> None:
         """Time limit of every later collective and message."""
@@ -184,36 +195,43 @@ class Trainer:
         return inputs, targets
 
     def _pass(
-        self, executor: Executor, batch: tuple[Tensor, Tensor], reducer: Reducer | None
+        self,
+        executor: Executor,
+        batch: tuple[Tensor, Tensor],
+        reducer: Reducer | None,
+        record: bool = False,
     ) -> Tensor:
         """(loss sum, count) of the round if I tell it, else zeros."""
         phases, size = self.phases, self.plan.samples_per_microbatch
         weight = next(self.stage.parameters(), None)
         with phases("data"):
             inputs, targets = (self._place(x, weight).split(size) for x in batch)
-        totals, last = self._zeros(), executor.last_backward
+        totals, last = self._zeros(), executor.schedule.num_stages - 1
 
-        def forward(m: int, received: Message) -> Message:
-            with phases("forward"):
-                x = inputs[m] if executor.is_first else received
-                # ZeRO's own hook would have every backward sum
-                with nullcontext() if m == last and reducer else self.reducer.no_sync():
-                    output = self.forward(x)
-                if not executor.is_last:
-                    return output
-                with self._autocast():
-                    total, count = self.loss(output, targets[m])
-                if self._tells:
-                    totals.add_(torch.stack([total.detach().to(totals), count.to(totals)]))
-                return total
+        def forward(stage: int, m: int, received: Message) -> Message:
+            output = self.forward(stage, received if stage else inputs[m])
+            if stage < last:
+                return output
+            with self._autocast():
+                total, count = self.loss(output, targets[m])
+            if self._tells:
+                totals.add_(torch.stack([total.detach().to(totals), count.to(totals)]))
+            return total
 
-        def backward(m: int, output: Message, gradients: tuple[Tensor | None, ...] | None) -> None:
-            with phases("backward"):
-                autograd(m, output, gradients)
-
-        with phases("messages"):
-            executor.run(forward, backward, reducer=reducer)
+        # modules of ZeRO have hooks of their own, which would have every backward sum
+        held = nullcontext() if reducer is not None else self.reducer.no_sync()
+        with phases("messages"), held:
+            executor.run(
+                forward,
+                parameters=self._trained,
+                reducer=reducer,
+                around=self._around,
+                record=record,
+            )
         return totals
+
+    def _around(self, kind: Kind) -> AbstractContextManager[None]:
+        return self.phases("forward" if kind is Kind.F else "backward")
 
     def _zeros(self) -> Tensor:
         wide = torch.float64 if self.device.type == "cpu" else torch.float32

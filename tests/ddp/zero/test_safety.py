@@ -14,7 +14,7 @@ from tests.ddp.zero.test_stages import STAGES, stages
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.zero.bf16 import Bf16ZeroOptimizer
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
-from torchdistpackage.errors import LayoutError
+from torchdistpackage.errors import CommError, LayoutError
 
 
 def net() -> nn.Sequential:
@@ -98,6 +98,19 @@ def wrapped_twice() -> None:
 
 def test_what_naive_ddp_owns_is_refused(ranks):
     ranks(2).run(wrapped_twice)
+
+
+def wrapped_after() -> None:
+    model = net()
+    zero = wrap(model, {})
+    with pytest.raises(CommError, match=r"parameters belong to a ZeroOptimizer.*: 0.weight"):
+        NaiveDDP(model)
+    zero.remove()
+    train(NaiveDDP(model), adamw(model), some(1))
+
+
+def test_what_it_owns_itself_is_refused_by_naive_ddp(ranks):
+    ranks(2).run(wrapped_after)
 
 
 # -- other memory, other objects -----------------------------------------------------------

@@ -9,8 +9,7 @@ Who owns what       sharing (parameters and groups), whole (which optimizers may
 One bucket          bucket (all there is of one), shards and held (what the inner optimizer sees),
                     scattered with incoming and marks (gradients in), stepping (a few parameters at
                     a time), parameters with absent (out again, and who waits for them).
-Stage 3             passage (whole only where used), compiled and hooks (under torch.compile, and
-                    on copies of the module).
+Stage 3             passage (whole only where used), compiled (under torch.compile).
 Elsewhere           copies and offload (host memory), replicas (shards held several times).
 State               state (as the plain optimizer has it), on forms and gathered.
 ZeRO or all-reduces choose, on measured.

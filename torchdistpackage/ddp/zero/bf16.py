@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.ddp.zero.hooks import Hook
+from torchdistpackage.ddp.hooks import Hook
 from torchdistpackage.ddp.zero.optimizer import DEFAULT_CAP_MIB, MIB, ZeroOptimizer
 
 

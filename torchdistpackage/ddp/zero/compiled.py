@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from torchdistpackage.ddp.hooks import Hook
 from torchdistpackage.ddp.zero.absent import Absent
-from torchdistpackage.ddp.zero.hooks import Hook
 from torchdistpackage.errors import LayoutError
 
 Before = Callable[[nn.Module, tuple], object]

@@ -18,7 +18,8 @@ class Incoming(Gradients):
     """
 
     def __init__(self, line: Line, freed: bool, begins: Callable[[], object]):
-        super().__init__(line.members, line.offsets, line.num_elements)
+        divide = line.members[0].divide
+        super().__init__(line.members, line.offsets, line.num_elements, divide=divide)
         self._freed, self._at_first = freed, begins
         self.empty = True
 
@@ -37,6 +38,7 @@ class Incoming(Gradients):
         """They have left: no `.grad` shows the memory any more."""
         for shared in self.members:
             shared.parameter.grad = None
+        self._divided.clear()
         self.empty = True
 
     def free(self) -> None:

@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.ddp.buckets import Bucket
+from torchdistpackage.ddp.hooks import hooked
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.shared import Shared
 from torchdistpackage.ddp.zero.bucket import Cutter, Sharded, held_by_group, whole_owners
 from torchdistpackage.ddp.zero.compiled import bring_ahead, may_overlap
-from torchdistpackage.ddp.zero.hooks import hooked
 from torchdistpackage.ddp.zero.offload import Offload, check_offload
 from torchdistpackage.ddp.zero.parameters import Parameters
 from torchdistpackage.ddp.zero.passage import Passage
@@ -129,6 +129,7 @@ class ZeroOptimizer(Wrapped):
             num_backwards=num_grad_acc_iter if stage == 1 else 1,
             overlap=self._overlap,
             carry=self._carry,
+            alone=True,
         )
         for b, bucket in enumerate(self._buckets):
             bucket.carrier.next = [other.carrier for other in self._buckets[b + 1 : b + 1 + AHEAD]]
@@ -185,10 +186,7 @@ class ZeroOptimizer(Wrapped):
         if any(bucket.carrier.launched for bucket in self._buckets):
             self.reducer.finish()
         for bucket in self._buckets:
-            if set_to_none:
-                bucket.carrier.drop()
-            else:
-                bucket.carrier.zero()
+            (bucket.carrier.drop if set_to_none else bucket.carrier.zero)()
 
     def finish(self) -> None:
         """Wait until all parameters are whole and current on this rank.

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import ranks_of
+from torchdistpackage.ddp.hooks import Hook
 from torchdistpackage.ddp.outputs import hook_outputs, map_tensors
 from torchdistpackage.ddp.zero.compiled import Handle, around, eager_parts, is_compiled
-from torchdistpackage.ddp.zero.hooks import Hook
 from torchdistpackage.ddp.zero.parameters import Parameters
 from torchdistpackage.errors import CommError
 

@@ -54,7 +54,6 @@ class Scattered:
         self._marks, self._first_mark = marks, marks.add(len(line.members))
         self._wire, self._replicas = wire, replicas
         self._left, self._settled = left, settled
-        self._divide = line.members[0].divide
         self._without: list[int] = []
         self._go: Callable[[], Pending] | None = None  # begins the sum that is expected
         self._pending: Pending | None = None
@@ -118,6 +117,7 @@ class Scattered:
         self._settled()
 
     def abandon(self) -> None:
+        self.gradients.undivide()
         if self._pending is not None:
             self._pending.wait()
             self._pending, self._landed, self._is_lost = None, False, True
@@ -164,8 +164,6 @@ class Scattered:
                 view.zero_()
 
     def _add_up(self) -> None:
-        if self._divide > 1:
-            self._slice.div_(self._divide)
         if self._before is not None:
             self._slice.add_(self._before)
             self._before = None

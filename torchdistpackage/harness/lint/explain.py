@@ -101,7 +101,7 @@ def stack(where: Where) -> str:
 
 def _needs(entry: Entry) -> Iterator[tuple[int | Entry, Message | None]]:
     """What an entry waits for, and with which of its messages."""
-    group, queue = entry.group, entry.group.queues[entry.rank]
+    group, queue = entry.group, entry.group.queue_of(entry)
     if queue and queue[0] is not entry:
         yield queue[0], None
         return

@@ -94,7 +94,9 @@ def _again(board: Board, trace: Trace, groups: dict[Group, Group]) -> Iterator[E
             yield new[entry]
             continue
         group, parts = groups[entry.group], entry.messages
-        again = new[entry] = Entry(entry.rank, group, entry.calls, len(parts), entry.where)
+        again = new[entry] = Entry(
+            *(entry.rank, group, entry.calls, len(parts), entry.where), road=entry.road
+        )
         board.issue(again)
         for m in parts:
             board.post(again, Message(m.call, m.source, m.target, m.tag, m.where))

@@ -6,6 +6,8 @@ in which it was issued, as on the one stream that NCCL gives a group. A buffer o
 No torch.
 
 Groups may share their queues (`launch.py`): then all that a rank has issued is done in one order.
+Messages may have a *road* of their own, as descriptions have that go through host memory: between
+two ranks one way they are done in order, and hold up nothing else.
 Calls may come from threads that run (`threads.py`) or from programs on paper (`programs.py`).
 """
 
@@ -41,11 +43,18 @@ class Group:
     def __init__(self, ranks: Sequence[int], name: str = "", queues: "Queues | None" = None):
         self.ranks, self.name = tuple(ranks), name
         self.queues: Queues = {rank: deque() for rank in ranks} if queues is None else queues
+        self.roads: dict[tuple[int, Hashable], deque[Entry]] = {}
         self.issued = dict.fromkeys(ranks, 0)
         self.meetings: dict[int, dict[int, Entry]] = {}
         self.posted: defaultdict[Hashable, deque[Message]] = defaultdict(deque)
         self.from_anybody = False
         self.num_calls = self.num_messages = 0
+
+    def queue_of(self, entry: "Entry") -> "deque[Entry]":
+        """What stands before and behind an entry on its rank."""
+        if entry.road is None:
+            return self.queues[entry.rank]
+        return self.roads.setdefault((entry.rank, entry.road), deque())
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
@@ -86,11 +95,12 @@ class Entry:
     """What one rank has issued on one group: a collective, or messages that go together.
 
     calls: usually one; a run of calls that block one by one may stand for itself as a whole.
-    number: of the first of them among the group's collectives, from 1.
+    number: of the first of them among the group's collectives, from 1. road: see the module.
     """
 
     __slots__ = (
-        "calls", "done", "group", "messages", "number", "open", "payload", "rank", "where",
+        "calls", "done", "group", "messages", "number", "open", "payload", "rank", "road",
+        "where",
     )  # fmt: skip
 
     def __init__(
@@ -101,8 +111,10 @@ class Entry:
         num_messages: int = 0,
         where: Where = "",
         payload: object = None,
+        road: Hashable = None,
     ):
         self.rank, self.group, self.calls, self.where = rank, group, calls, where
+        self.road = road
         self.messages: list[Message] = []
         self.payload, self.open = payload, num_messages
         self.number = 0
@@ -146,7 +158,7 @@ class Board:
             Disagreement: it is not what another member has issued in its place.
         """
         group, rank = entry.group, entry.rank
-        queue = group.queues[rank]
+        queue = group.queue_of(entry)
         queue.append(entry)
         if entry.calls:
             number = entry.number = group.issued[rank] + 1
@@ -170,7 +182,7 @@ class Board:
         entry.messages.append(message)
         group.posted[message.key].append(message)
         group.from_anybody |= message.source is None
-        if group.queues[entry.rank][0] is entry:
+        if group.queue_of(entry)[0] is entry:
             heads: list[Entry] = []
             message.active = True
             self._match(message, heads)
@@ -178,7 +190,8 @@ class Board:
 
     def leftovers(self, groups: Sequence[Group]) -> list[Entry]:
         """Entries that never met, of the lowest rank first."""
-        left = [queue[0] for group in groups for queue in group.queues.values() if queue]
+        queues = [q for group in groups for q in (*group.queues.values(), *group.roads.values())]
+        left = [queue[0] for queue in queues if queue]
         return sorted(left, key=lambda entry: entry.rank)
 
     def _activate(self, heads: list[Entry]) -> None:
@@ -247,7 +260,7 @@ class Board:
         return None
 
     def _finish(self, entry: Entry, heads: list[Entry]) -> None:
-        queue = entry.group.queues[entry.rank]
+        queue = entry.group.queue_of(entry)
         queue.popleft()
         entry.done = True
         if self._done is not None:

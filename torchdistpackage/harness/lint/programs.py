@@ -7,7 +7,7 @@ Ranks share operations: what two of them do alike is one tuple, and a run of col
 block one by one on one group is one meeting, so that thousands of ranks take seconds.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -43,11 +43,15 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class Messages:
     """Messages that go together, waited for before what comes next: stricter than any executor
-    is, and so a proof for all."""
+    is, and so a proof for all.
+
+    road: of one message that has a road of its own (see order.py), and is not waited for.
+    """
 
     group: str
     parts: tuple[Part, ...]
     label: str = ""
+    road: Hashable = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +125,14 @@ def _steps(
                 yield entry
         elif isinstance(op, Messages):
             group = groups[op.group]
-            entry = Entry(rank, group, (), len(op.parts), op.label)
+            entry = Entry(rank, group, (), len(op.parts), op.label, road=op.road)
             board.issue(entry)
             for part in op.parts:
                 ends = rank, group.ranks[part.peer]
                 if part.call.operation != "send":
                     ends = ends[::-1]
-                board.post(entry, Message(part.call, *ends, where=op.label))
-            if not entry.done:
+                board.post(entry, Message(part.call, *ends, int(op.road is not None), op.label))
+            if not entry.done and op.road is None:
                 yield entry
         else:
             for entry in under_way:

@@ -5,12 +5,13 @@ One rule: this file translates and moves nothing along. When a call is done the 
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
 
+from torchdistpackage.comm.headers import TAG
 from torchdistpackage.comm.record import dtype_name
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.lint import delivery
@@ -150,11 +151,12 @@ class ThreadGroup(dist.ProcessGroup):
         where, batch = self._wire.stack()
         message = Message(call, source, target, tag, where, x)
         self._note(call, message.peer)
-        entry = self._entry_for(batch, where)
+        road = (source, target) if tag == TAG else None
+        entry = self._entry_for(batch, where, road)
         threads.act(entry.rank, partial(threads.board.post, entry, message))
         return ThreadWork(self._wire, entry, [x], message)
 
-    def _entry_for(self, batch: object, where: Where) -> Entry:
+    def _entry_for(self, batch: object, where: Where, road: Hashable) -> Entry:
         """The entry that a message belongs to: its batch's, or one of its own."""
         threads, num_messages = self._wire.threads, 1
         if batch is not None:
@@ -163,7 +165,7 @@ class ThreadGroup(dist.ProcessGroup):
                 self._batch = (batch, entry, left - 1) if left > 1 else None
                 return entry
             num_messages = len(batch.f_locals["p2p_op_list"])  # type: ignore[attr-defined]
-        entry = Entry(self._global_rank, self._group, (), num_messages, where)
+        entry = Entry(self._global_rank, self._group, (), num_messages, where, road=road)
         self._batch = (batch, entry, num_messages - 1) if num_messages > 1 else None
         threads.act(entry.rank, partial(threads.board.issue, entry))
         self._wire.note(entry)

@@ -1,61 +1,47 @@
 """Runs one rank's program of a checked schedule over real messages.
 
-The program is the one that was checked, step by step. Messages are posted where it says and
-waited for only where their content is needed, which is never earlier than the check assumed, so
-what could not get stuck on paper cannot get stuck here.
+The program is the one that was checked, made once into a list of bound functions. Messages are
+begun where it says and waited for only where their content is needed, which is never earlier than
+the check assumed, so what could not get stuck on paper cannot get stuck here. Where a posted
+receive holds up nothing (gloo), receives are posted ahead of their place.
 
 Shapes. In its first run the executor sends a description ahead of each message; later runs
 send tensors alone, and a stage whose output then differs is refused before anything is sent.
 `dynamic_shapes` sends the description every time.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import nn
 
-from torchdistpackage.comm.messages import (
-    Description,
-    Message,
-    describe,
-    encode,
-    receive_described,
-    tensors_of,
-)
-from torchdistpackage.comm.p2p import Flight, Post
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.record import calls
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.errors import CommError
+from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.clock import Clock
-from torchdistpackage.schedule.actions import Action, Batch, Kind, Schedule, flatten
+from torchdistpackage.parallel.pipeline.local_stage import Backward, Forward, Keep, autograd
+from torchdistpackage.parallel.pipeline.recording import Recording
+from torchdistpackage.parallel.pipeline.reduction import Reduction
+from torchdistpackage.parallel.pipeline.steps import COMPUTES, Step, Steps, within
+from torchdistpackage.schedule.actions import Kind, Schedule
+from torchdistpackage.schedule.simulate import Span
 
-Forward = Callable[[int, Message], Message]
-"""(microbatch, what the previous stage sent, None on the first) -> what goes on."""
-Backward = Callable[[int, Message, tuple[Tensor | None, ...] | None], None]
-"""(microbatch, what Forward returned, gradients for its members, None on the last stage)."""
-
-
-@dataclass
-class _Live:
-    """What one microbatch keeps between its forward and its backward."""
-
-    received: Message = None
-    room: list[Tensor | None] = field(default_factory=list)
-    arrival: Flight | None = None
-    output: Message = None
-    departure: Flight | None = None
-    gradients: list[Tensor | None] | None = None
-    gradients_arrival: Flight | None = None
+__all__ = ["Backward", "Executor", "Forward", "autograd"]
 
 
 class Executor:
-    """One rank's side of a schedule with one stage a rank. Reusable step after step.
+    """One rank's side of a schedule. Reusable step after step.
 
     schedule: a checked one, with as many programs as the group has ranks.
-    group: the pipe group; its order is the order of the stages.
-    timeout_s: how long a message may take (gloo; NCCL's watchdog has its own limit).
+    group: the pipe group; its order is that of the schedule's pipe indices.
+    device: where messages arrive. timeout_s: how long one may take (gloo; NCCL's watchdog has its
+    own limit). dynamic_shapes: messages may change their form in every microbatch and run.
+
+    Raises:
+        ScheduleError: the schedule is for another number of ranks.
     """
 
     def __init__(
@@ -67,197 +53,92 @@ class Executor:
         timeout_s: float | None = None,
         dynamic_shapes: bool = False,
     ):
-        assert len(schedule.programs) == group.size(), "one program for each rank of the group"
+        if len(schedule.programs) != group.size():
+            raise ScheduleError(
+                f"{schedule.name} is for {len(schedule.programs)} pipe ranks, but the group has "
+                f"{group.size()}: {ranks_of(group)}; build it for as many"
+            )
         self.schedule, self.clock = schedule, Clock(device)
-        self._group, self._device, self.timeout_s = group, device, timeout_s
-        self._ranks = ranks_of(group)
-        self._stage = group.rank()
-        self._program = schedule.programs[self._stage]
-        self._dynamic = dynamic_shapes
-        self._sent: dict[int, Description] = {}
-        self._received: dict[int, Description] = {}
-        backwards = [a.microbatch for a in flatten(self._program) if a.kind is Kind.B]
-        self.last_backward = backwards[-1] if backwards else None
+        self._steps = Steps(schedule, group, device, timeout_s, dynamic_shapes, self.clock)
+        self.stages = tuple(self._steps.stages)
+        self._recording: Recording | None = None
+
+    def is_first_stage(self, stage: int) -> bool:
+        return stage == 0
+
+    def is_last_stage(self, stage: int) -> bool:
+        return stage == self.schedule.num_stages - 1
 
     @property
-    def is_first(self) -> bool:
-        return self._stage == 0
+    def spans(self) -> list[Span]:
+        """Of the last run, if it was recorded, in order of their start."""
+        return [] if self._recording is None else self._recording.spans()
 
     @property
-    def is_last(self) -> bool:
-        return self._stage == len(self._ranks) - 1
+    def timeout_s(self) -> float | None:
+        return self._steps.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float | None) -> None:
+        self._steps.limit(seconds)
 
     def run(
         self,
         forward: Forward,
         backward: Backward | None = None,
         *,
+        parameters: Mapping[int, Sequence[nn.Parameter]] | None = None,
         reducer: Reducer | None = None,
-        keep: Callable[[int, Message], None] | None = None,
+        keep: Keep | None = None,
+        around: Callable[[Kind], AbstractContextManager[object]] | None = None,
+        record: bool = False,
     ) -> None:
         """One pass over all microbatches. Without a backward in the schedule no graph is kept.
 
-        forward, backward: see the types; backward defaults to autograd's.
-        reducer: its buckets leave during the last backward; the caller calls `finish()`.
-        keep: called with each output of this stage that somebody wants to keep.
+        forward, backward: see the types. backward None is autograd's, which can be split; a
+            caller's own runs whole where a schedule splits it.
+        parameters: of each stage here; says which parameters several stages share. Without it a
+            reducer sums in the last backward of this rank only, or in `finish()`.
+        reducer: held for the whole run, but for the last backward of each parameter, in which its
+            buckets leave; the caller calls `finish()`. Without one, wrap the run in the reducer's
+            `no_sync()` where modules have hooks of their own.
+        keep: called with each output of a stage here; what it does not keep is let go.
+        around: a context for each computation, by its kind.
+        record: `spans` says afterwards when each computation and each wait for a message began and
+            ended, in seconds from the start of the run; on CUDA in the time of the stream.
 
         Raises:
-            CommError: a peer did not answer in time, or a shape changed with `dynamic_shapes` off.
+            CommError: a peer did not answer in time, or a message changed its form with
+                `dynamic_shapes` off.
         """
-        self._live: dict[int, _Live] = {}
-        self._flights: list[Flight] = []
-        self._forward, self._backward = forward, backward or autograd
-        self._reducer, self._keep = reducer, keep
-        self.clock.restart()
-        with torch.set_grad_enabled(self.last_backward is not None):
-            for step in self._program:
-                calls.action = step
-                if isinstance(step, Batch):
-                    self._post(step.actions)
-                elif step.kind.is_message:
-                    self._post((step,))
-                elif step.kind is Kind.F:
-                    self._run_forward(step.microbatch)
-                else:
-                    self._run_backward(step.microbatch)
+        steps = self._steps
+        for stage in steps.stages.values():
+            stage.forward_fn, stage.backward_fn, stage.keep = forward, backward, keep
+        program = steps.begin()
+        if around is not None:
+            program = [
+                within(partial(around, s[2].kind), s) if s[3] == COMPUTES else s for s in program
+            ]
+        trains = self.schedule.has_backward
+        steered = reducer.steered() if reducer is not None and trains else nullcontext()
+        try:
+            self.clock.restart()
+            with steered as told, torch.set_grad_enabled(trains):
+                if told is not None:
+                    mine = reducer.parameters
+                    program = Reduction(told, steps.stages, parameters, mine).within(program)
+                recording = Recording(self.clock.device) if record else None
+                (recording.run if recording else run)(program)
+            steps.end()
+        finally:
+            steps.reset()
+            self.clock.stop()
         calls.action = None
-        for flight in self._flights:
-            flight.wait()
-        self._live.clear()
-        del self._forward, self._backward, self._reducer, self._keep
-        self.clock.stop()
-
-    # -- computation -------------------------------------------------------------------
-
-    def _run_forward(self, m: int) -> None:
-        live = self._of(m)
-        if live.arrival is not None:
-            live.arrival.wait()
-            live.received = self._received[m].build(live.room)
-            live.arrival = None
-        with self.clock:
-            output = self._forward(m, live.received)
-        if self.last_backward is None:
-            live.received, live.room = None, []
-        elif m == self.last_backward and self._reducer is not None and _any_grad(output):
-            output = self._reducer.watch(output, wait=False)
-        if self._keep is not None:
-            self._keep(m, output)
-        live.output = output
-
-    def _run_backward(self, m: int) -> None:
-        live = self._live[m]
-        if live.gradients_arrival is not None:
-            live.gradients_arrival.wait()
-        if live.departure is not None:
-            # the next stage has sent the gradient, so it has the output
-            live.departure.wait()
-        with self.clock:
-            gradients = None if live.gradients is None else tuple(live.gradients)
-            self._backward(m, live.output, gradients)
-        live.output, live.gradients, live.departure = None, None, None
-        if self.is_first:
-            del self._live[m]
-
-    # -- messages ----------------------------------------------------------------------
-
-    def _post(self, actions: tuple[Action, ...]) -> None:
-        """Headers first, where one is due, then all tensors in one batch."""
-        sends = [a for a in actions if a.kind is Kind.SEND_F]
-        headers = Post(self._group, self.timeout_s)
-        for action in sends:
-            calls.action = action
-            self._describe_output(action.microbatch, headers)
-        headers.go().wait()
-        post = Post(self._group, self.timeout_s)
-        for action in actions:
-            calls.action = action
-            {
-                Kind.RECV_F: self._receive_forward,
-                Kind.SEND_F: self._send_forward,
-                Kind.RECV_B: self._receive_backward,
-                Kind.SEND_B: self._send_backward,
-            }[action.kind](action.microbatch, post)
-        flight = post.go()
-        for action in actions:
-            live = self._live.get(action.microbatch)
-            match action.kind:
-                case Kind.RECV_F:
-                    live.arrival = flight
-                case Kind.RECV_B:
-                    live.gradients_arrival = flight
-                case Kind.SEND_F if self.last_backward is not None:
-                    live.departure = flight
-                case Kind.SEND_F:
-                    # nothing comes back for this output: let it go once the one before is gone
-                    self._await_older(1)
-                    self._flights.append(flight)
-                    del self._live[action.microbatch]
-                case Kind.SEND_B:
-                    self._await_older(2)
-                    self._flights.append(flight)
-                    del self._live[action.microbatch]
-
-    def _await_older(self, kept: int) -> None:
-        """Bound the sends under way, so that what they hold does not grow with microbatches."""
-        while len(self._flights) > kept:
-            self._flights.pop(0).wait()
-
-    def _describe_output(self, m: int, headers: Post) -> None:
-        description = describe(self._live[m].output)
-        agreed = self._sent.get(m)
-        if agreed is None or self._dynamic:
-            headers.send(encode(description, self._device), self._ranks[self._stage + 1])
-        elif agreed != description:
-            raise CommError(
-                f"stage {self._stage} sends {description} for microbatch {m}, but agreed on "
-                f"{agreed} in the first step; keep shapes and dtypes, or set dynamic_shapes"
-            )
-        self._sent[m] = description
-
-    def _receive_forward(self, m: int, post: Post) -> None:
-        source = self._ranks[self._stage - 1]
-        if m not in self._received or self._dynamic:
-            self._received[m] = receive_described(source, self._group, self._device, self.timeout_s)
-        live = self._of(m)
-        live.room = self._received[m].empty(self._device)
-        for room, member in zip(live.room, self._received[m].members, strict=True):
-            if room is not None and member is not None and member.wants_gradient:
-                room.requires_grad_(self.last_backward is not None)
-        post.receive([None if r is None else r.detach() for r in live.room], source)
-
-    def _send_forward(self, m: int, post: Post) -> None:
-        post.send(tensors_of(self._live[m].output), self._ranks[self._stage + 1])
-
-    def _receive_backward(self, m: int, post: Post) -> None:
-        live = self._live[m]
-        live.gradients = self._sent[m].gradient().empty(self._device)
-        post.receive(live.gradients, self._ranks[self._stage + 1])
-
-    def _send_backward(self, m: int, post: Post) -> None:
-        gradients: list[Tensor | None] = []
-        for x, member in zip(self._live[m].room, self._received[m].members, strict=True):
-            if x is None or member is None or not member.wants_gradient:
-                gradients.append(None)
-            else:
-                gradients.append(x.grad if x.grad is not None else torch.zeros_like(x))
-        post.send(gradients, self._ranks[self._stage - 1])
-
-    def _of(self, m: int) -> _Live:
-        return self._live.setdefault(m, _Live())
+        self._recording = recording
 
 
-def autograd(m: int, output: Message, gradients: tuple[Tensor | None, ...] | None) -> None:
-    """Backward of what was sent on from its gradients, or of a scalar loss on the last stage."""
-    members = tensors_of(output)
-    pairs = [
-        (x, g)
-        for x, g in zip(members, gradients or [None] * len(members), strict=True)
-        if x is not None and x.requires_grad and (gradients is None or g is not None)
-    ]
-    if pairs:
-        torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
-
-
-def _any_grad(message: Message) -> bool:
-    return any(x is not None and x.requires_grad for x in tensors_of(message))
+def run(program: Sequence[Step]) -> None:
+    """What a step costs beside computing and messages is this loop."""
+    for do, m, action, _ in program:
+        calls.action = action
+        do(m)

@@ -1,14 +1,18 @@
-"""From a model to a flat chain of pieces, and from the chain to my stage."""
+"""From a model to a flat chain of pieces.
 
-from collections.abc import Callable, Sequence
+One rule: a piece takes what the piece before it returned, so a chain may be cut anywhere.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
-from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.parallel.pipeline.split import split_by_cost, split_evenly
 
 Piece = nn.Module | Callable[..., object]
+
+OPENED = (nn.Sequential, nn.ModuleList, list, tuple)
+"""What stands for the pieces in it."""
 
 
 class CallableModule(nn.Module):
@@ -22,6 +26,39 @@ class CallableModule(nn.Module):
         return self.fn(*args, **kwargs)
 
 
+class Residual(nn.Module):
+    """x + last(... first(x)): half of a pre-norm transformer block, x + attention(norm(x)).
+
+    branch: modules by the names that they keep, such as those that they have in the block.
+    """
+
+    def __init__(self, **branch: nn.Module):
+        super().__init__()
+        for name, module in branch.items():
+            self.add_module(name, module)
+
+    def forward(self, x):
+        y = x
+        for module in self.children():
+            y = module(y)
+        return x + y
+
+
+def halves(block: nn.Module, *branches: Sequence[str]) -> list[Residual]:
+    """A block that adds one branch after the other to its input, one piece a branch.
+
+    branches: for each the names of the modules on it, such as ("norm1", "attention", "drop"). The
+    pieces share them with the block. A pipeline may then be cut between attention and MLP.
+
+    Raises:
+        ScheduleError: the block has no module of a name.
+    """
+    pieces: list[Residual] = []
+    for names in branches:
+        pieces.append(Residual(**{name: _child(block, name) for name in names}))
+    return pieces
+
+
 def flatten_model(
     model: nn.Module, layer_list: Sequence[str | Piece], return_list: bool = False
 ) -> nn.Sequential | list[nn.Module]:
@@ -31,82 +68,56 @@ def flatten_model(
     are opened one level.
 
     Raises:
-        ScheduleError: a name is no attribute of the model.
+        ScheduleError: a name is no attribute of the model, or an entry can not be called.
     """
     chain: list[nn.Module] = []
     for item in layer_list:
         piece = _named(model, item) if isinstance(item, str) else item
-        if isinstance(piece, nn.Sequential | nn.ModuleList):
-            chain += list(piece)
-        else:
-            chain.append(piece if isinstance(piece, nn.Module) else CallableModule(piece))
+        chain += flatten_sequence([piece])
     return chain if return_list else nn.Sequential(*chain)
 
 
-def flatten_sequence(sequence: Sequence[Piece], level: int = 1) -> list[nn.Module]:
-    """Open Sequentials and ModuleLists inside `sequence`, `level` deep."""
-    chain: list[nn.Module] = []
-    for piece in sequence:
-        if level > 0 and isinstance(piece, nn.Sequential | nn.ModuleList):
-            chain += flatten_sequence(list(piece), level - 1)
-        else:
-            chain.append(piece if isinstance(piece, nn.Module) else CallableModule(piece))
-    return chain
-
-
-def partition_uniform(flat_sequence: Sequence[Piece], extra_len: int = 0) -> list[Piece]:
-    """My stage of pieces whose numbers differ by at most one.
-
-    extra_len: pieces that the last stage holds beyond the sequence, counted as its own.
-    """
-    size, index = tpc.get_pp_size(), tpc.get_pp_rank()
-    ranges = split_evenly(len(flat_sequence) + extra_len, size)
-    return [flat_sequence[i] for i in ranges[index] if i < len(flat_sequence)]
-
-
-def partition_balanced(
-    flat_sequence: Sequence[Piece], sequence: object = None, **_: object
-) -> list[Piece]:
-    """My stage of a cut whose largest number of parameters is as small as can be.
-
-    A piece without parameters weighs 1. `sequence` is accepted for compatibility.
-    """
-    costs = [_num_parameters(piece) for piece in flat_sequence]
-    mine = split_by_cost(costs, tpc.get_pp_size())[tpc.get_pp_rank()]
-    return [flat_sequence[i] for i in mine]
-
-
-PARTITIONS = {"uniform": partition_uniform, "balanced": partition_balanced}
-
-
-def flat_and_partition(
-    sequence: Sequence[Piece], flat_level: int = 1, partition_policy: str = "uniform", **options
-) -> list[Piece]:
-    """`flatten_sequence`, then my stage by the named policy.
+def flatten_sequence(sequence: Iterable[Piece], level: int = 1) -> list[nn.Module]:
+    """Open Sequentials, ModuleLists and lists inside `sequence`, `level` deep.
 
     Raises:
-        ScheduleError: no policy by that name.
+        ScheduleError: something in it can not be called.
     """
-    if partition_policy not in PARTITIONS:
-        raise ScheduleError(
-            f"no partition policy {partition_policy!r}; the names are {', '.join(PARTITIONS)}"
-        )
-    return PARTITIONS[partition_policy](flatten_sequence(sequence, flat_level), **options)
-
-
-def _num_parameters(piece: Piece) -> int:
-    if not isinstance(piece, nn.Module):
-        return 1
-    return sum(p.numel() for p in piece.parameters()) or 1
+    chain: list[nn.Module] = []
+    for piece in sequence:
+        if level > 0 and isinstance(piece, OPENED):
+            chain += flatten_sequence(piece, level - 1)
+        elif isinstance(piece, nn.Module):
+            chain.append(piece)
+        elif callable(piece):
+            chain.append(CallableModule(piece))
+        else:
+            raise ScheduleError(
+                f"piece {len(chain)} of the chain is a {type(piece).__name__}, which cannot be "
+                f"called; give names, modules or functions, or open lists in it with a level above "
+                f"{level}"
+            )
+    return chain
 
 
 def _named(model: nn.Module, name: str) -> Piece:
     piece: object = model
     for part in name.split("."):
         if not hasattr(piece, part):
-            raise ScheduleError(
-                f"{type(model).__name__} has no {name!r}; its children are "
-                f"{', '.join(n for n, _ in model.named_children())}"
-            )
+            raise _no_such(model, name)
         piece = getattr(piece, part)
     return piece  # type: ignore[return-value]
+
+
+def _child(block: nn.Module, name: str) -> nn.Module:
+    module = dict(block.named_children()).get(name)
+    if module is None:
+        raise _no_such(block, name)
+    return module
+
+
+def _no_such(model: nn.Module, name: str) -> ScheduleError:
+    return ScheduleError(
+        f"{type(model).__name__} has no {name!r}; its children are "
+        f"{', '.join(n for n, _ in model.named_children())}"
+    )

@@ -1,40 +1,55 @@
-"""A pipelined step around functions of your own: 1F1B over tpc's pipe group.
+"""A pipelined step around functions of your own, over tpc's pipe group.
 
-Every rank calls `forward_backward` with its own stage's function and inputs. What the gradient
+Every rank calls `forward_backward` with its own stages' functions and inputs. What the gradient
 then is does not depend on the number of microbatches: it is that of the mean over the whole
 batch, also where the batch does not divide.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from torchdistpackage.comm import primitives
 from torchdistpackage.comm.messages import Message, tensors_of
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.errors import CommError
+from torchdistpackage.errors import ScheduleError
+from torchdistpackage.parallel.pipeline import tensor_parts
+from torchdistpackage.parallel.pipeline.agreement import agree_on_step
 from torchdistpackage.parallel.pipeline.executor import Executor, autograd
-from torchdistpackage.schedule.generate import build
+from torchdistpackage.parallel.pipeline.microbatches import (
+    cut,
+    detached,
+    is_scalar,
+    joined,
+    samples_in,
+    sizes_of,
+)
+from torchdistpackage.parallel.pipeline.order import Order, schedule_of
+from torchdistpackage.schedule.actions import Schedule
+from torchdistpackage.schedule.generate import evaluation
 
 FwdFn = Callable[..., object]
 BwdFn = Callable[..., object]
+Gradients = tuple[Tensor | None, ...] | None
 
 
 def forward_backward(
     optimizer: torch.optim.Optimizer | None,
-    fwd_fn: FwdFn,
-    bwd_fn: BwdFn | None,
+    fwd_fn: FwdFn | Sequence[FwdFn],
+    bwd_fn: BwdFn | Sequence[BwdFn | None] | None,
     inputs: object,
     num_microbatches: int = 1,
     forward_only: bool = False,
     dtype: torch.dtype | None = None,
     scatter_gather_tensors: bool = False,
     *,
-    schedule: str = "1f1b",
+    schedule: Order = "1f1b",
     group: Group | None = None,
+    tensor_group: Group | None = None,
     reducer: Reducer | None = None,
     timeout_s: float | None = None,
 ) -> object:
@@ -43,119 +58,180 @@ def forward_backward(
     optimizer: its gradients are zeroed first; None accumulates into what is there.
     fwd_fn: called with one object if there is one, else with a list: the previous stage's
         tensors first, then this stage's own `inputs`, cut along dim 0. Returns a tensor, tuple or
-        dict for the next stage; on the last stage the mean loss of its microbatch.
-    bwd_fn: `bwd_fn(output, gradient)`, gradient None on the last stage; None uses autograd.
+        dict for the next stage; on the last stage the mean loss of its microbatch. A list has one
+        for each of this rank's stages, in ascending order, and so have `bwd_fn` and `inputs` then.
+    bwd_fn: `bwd_fn(output, gradient)`, gradient None on the last stage; None uses autograd. A
+        schedule that splits backwards runs all of it where the input's gradient is due.
     inputs: this stage's own: None or empty, an object, or a list of them. Tensors are cut
         into microbatches; other values go to each whole.
     forward_only: no graph, no backward.
-    dtype: not needed, messages say what they hold. scatter_gather_tensors: accepted; tensors are
-        sent whole, so the result is the same.
+    dtype: not needed, messages say what they hold.
+    scatter_gather_tensors: each tensor rank sends its part of what all of them hold, and the
+        receiver joins the parts over `tensor_group` (default tpc's), where elements divide.
+    schedule: as `Pipeline` takes it.
     reducer: `NaiveDDP(...).reducer` of a module that `fwd_fn` calls directly (`ddp.module`);
-        its buckets then leave during the last microbatch's backward.
+        its buckets then leave in the last backward of each parameter.
 
-    Returns the mean loss over the batch on the last stage (scalars are averaged by samples; other
-    outputs are joined along dim 0), None on the others.
+    Returns the mean loss over the batch where the last stage is (scalars are averaged by samples;
+    other outputs are joined along dim 0), None elsewhere.
 
     Raises:
-        CommError: the stages' inputs differ in their number of samples, or there are fewer
-            samples than microbatches.
+        CommError: on every rank: there is no such schedule, functions and inputs do not match, the
+            stages' inputs differ in their number of samples, or there are fewer than microbatches.
     """
     group = resolve_group(group, "pipe")
-    own = _as_list(inputs)
-    sizes = _microbatch_sizes(own, num_microbatches, group)
+    job = _Job.of(fwd_fn, bwd_fn, inputs, schedule, group, num_microbatches, forward_only)
+    sizes = sizes_of(job.num_samples or num_microbatches, num_microbatches)
     if optimizer is not None and not forward_only:
         optimizer.zero_grad()
-    cuts = [_cut(value, sizes) for value in own]
     executor = Executor(
-        build("forward" if forward_only else schedule, group.size(), num_microbatches),
+        job.schedule,
         group,
-        device=_device(own, optimizer),
+        device=_device(job.inputs.values(), optimizer),
         timeout_s=timeout_s,
         dynamic_shapes=True,
     )
-    outputs: list[Message] = []
+    cuts = {s: [cut(x, sizes) for x in mine] for s, mine in job.inputs.items()}
+    parts = resolve_group(tensor_group, "tensor") if scatter_gather_tensors else None
+    outputs: list[object] = []
+    sent_whole: dict[tuple[int, int], Message] = {}
 
-    def forward(m: int, received: Message) -> Message:
-        mine = [cut[m] for cut in cuts]
-        before = [] if executor.is_first else _as_arguments(received)
-        arguments = [*before, *mine]
-        return fwd_fn(arguments[0] if len(arguments) == 1 else arguments)  # type: ignore[return-value]
+    def forward(s: int, m: int, received: Message) -> Message:
+        if s and parts is not None:
+            received = tensor_parts.join(received, parts)
+        output = _called(job.forwards[s], s, received, [x[m] for x in cuts[s]])
+        if executor.is_last_stage(s):
+            outputs.append(detached(output))
+            share = sizes[m] / sum(sizes)
+            return output * share if is_scalar(output) and share != 1 else output  # type: ignore[operator,return-value]
+        if parts is None:
+            return cast(Message, output)
+        if job.backwards[s] is not None:
+            sent_whole[s, m] = cast(Message, output)
+        return tensor_parts.part(cast(Message, output), parts)
 
-    def backward(m: int, output: Message, gradients: tuple[Tensor | None, ...] | None) -> None:
-        if gradients is None:
-            output = _scaled(output, sizes[m] / sum(sizes))
-        if bwd_fn is not None:
-            single = gradients is not None and not isinstance(output, tuple | list | dict)
-            bwd_fn(output, gradients[0] if single and gradients else gradients)
-        else:
-            autograd(m, output, gradients)
+    def backward(s: int, m: int, output: Message, gradients: Gradients) -> None:
+        own_backward = job.backwards[s]
+        if own_backward is None:
+            autograd(s, m, output, gradients)
+            return
+        if gradients is not None and parts is not None:
+            gradients = tensor_parts.join_gradients(output, gradients, parts)
+            output = sent_whole.pop((s, m))
+        single = gradients is not None and not isinstance(output, tuple | list | dict)
+        own_backward(output, gradients[0] if single and gradients else gradients)
 
-    def keep(m: int, output: Message) -> None:
-        if executor.is_last:
-            outputs.append(_detached(output))
-
-    executor.run(forward, backward, reducer=reducer, keep=keep)
+    executor.run(forward, backward if job.has_own_backward else None, reducer=reducer)
     if reducer is not None:
         reducer.finish()
-    return _joined(outputs, sizes) if executor.is_last else None
+    return joined(outputs, sizes) if outputs else None
 
 
 def forward_eval(
-    fwd_fn: FwdFn,
+    fwd_fn: FwdFn | Sequence[FwdFn],
     inputs: object,
     dtype: torch.dtype | None = None,
     *,
+    schedule: Order = "1f1b",
     group: Group | None = None,
     timeout_s: float | None = None,
     **options: object,
 ) -> object:
     """One pass of the whole batch through the stages, without a graph.
 
-    Arguments as for `forward_backward`. Returns this stage's output, on every stage.
+    Arguments as for `forward_backward`. Returns this stage's output, on every stage; with several
+    functions a list of theirs.
     """
     group = resolve_group(group, "pipe")
-    own = _as_list(inputs)
+    job = _Job.of(fwd_fn, None, inputs, schedule, group, 1, True)
+    device = _device(job.inputs.values(), None)
     executor = Executor(
-        build("forward", group.size(), 1),
-        group,
-        device=_device(own, None),
-        timeout_s=timeout_s,
-        dynamic_shapes=True,
+        job.schedule, group, device=device, timeout_s=timeout_s, dynamic_shapes=True
     )
-    outputs: list[Message] = []
+    outputs: dict[int, object] = {}
 
-    def forward(m: int, received: Message) -> Message:
-        arguments = [*([] if executor.is_first else _as_arguments(received)), *own]
-        return fwd_fn(arguments[0] if len(arguments) == 1 else arguments)  # type: ignore[return-value]
+    def forward(s: int, m: int, received: Message) -> Message:
+        outputs[s] = _called(job.forwards[s], s, received, job.inputs[s])
+        return cast(Message, outputs[s])
 
-    executor.run(forward, keep=lambda _, output: outputs.append(output))
-    return outputs[0]
+    executor.run(forward)
+    found = [outputs[s] for s in executor.stages]
+    return found if isinstance(fwd_fn, list | tuple) else found[0]
 
 
-def _microbatch_sizes(own: Sequence[object], num_microbatches: int, group: Group) -> list[int]:
-    """Samples in each microbatch, as the first stage that has tensors cuts them."""
-    lengths = {x.shape[0] for x in own if isinstance(x, Tensor) and x.dim()}
-    mine = next(iter(lengths)) if len(lengths) == 1 else -1 if lengths else 0
-    seen = [int(n) for n in primitives.gather_objects(mine, group)]  # type: ignore[call-overload]
-    known = {n for n in seen if n}
-    if -1 in known or len(known) > 1:
-        raise CommError(
-            f"inputs of one step must have one number of samples along dim 0; by stage they have "
-            f"{seen} (0: no tensors, -1: this stage's own inputs differ)"
+@dataclass
+class _Job:
+    """What the call means, by stage of this rank, agreed on by all ranks."""
+
+    schedule: Schedule
+    forwards: dict[int, FwdFn]
+    backwards: dict[int, BwdFn | None]
+    inputs: dict[int, list[object]]
+    num_samples: int
+
+    @property
+    def has_own_backward(self) -> bool:
+        return any(self.backwards.values())
+
+    @classmethod
+    def of(
+        cls,
+        fwd_fn: FwdFn | Sequence[FwdFn],
+        bwd_fn: BwdFn | Sequence[BwdFn | None] | None,
+        inputs: object,
+        order: Order,
+        group: Group,
+        num_microbatches: int,
+        forward_only: bool,
+    ) -> "_Job":
+        job, what, problem = None, "", ""
+        listed = isinstance(fwd_fn, list | tuple)
+        forwards = list(fwd_fn) if listed else [cast(FwdFn, fwd_fn)]
+        try:
+            schedule = schedule_of(order, group.size(), num_microbatches, len(forwards))
+            backwards = _each(bwd_fn, forwards, "bwd_fn", isinstance(bwd_fn, list | tuple))
+            own = [_as_list(x) for x in _each(inputs, forwards, "inputs", listed)]
+            if forward_only:
+                schedule = evaluation(schedule, num_microbatches)
+            stages = schedule.stages_of(group.rank())
+            given = (dict(zip(stages, x, strict=True)) for x in (forwards, backwards, own))
+            # what is not cut may be of any length
+            num_samples = samples_in(own) if num_microbatches > 1 else 0
+            job = cls(schedule, *given, num_samples=num_samples)
+            what = (
+                f"{schedule.name} of {schedule.num_stages} stages, {num_microbatches} microbatches"
+            )
+        except ScheduleError as error:
+            problem = str(error)
+        num_samples = agree_on_step(group, what, job.num_samples if job else 0, problem)
+        assert job is not None
+        return replace(job, num_samples=num_samples)
+
+
+def _called(function: FwdFn, stage: int, received: Message, own: Sequence[object]) -> object:
+    """`function` of what came and what is its own: one object as it is, several in a list."""
+    before: Sequence[object] = ()
+    if stage:
+        before = (received,) if isinstance(received, dict) else tensors_of(received)
+    arguments = [*before, *own]
+    return function(arguments[0] if len(arguments) == 1 else arguments)
+
+
+def _each(value: object, functions: Sequence[FwdFn], name: str, listed: bool) -> list:
+    """One for each function.
+
+    Raises:
+        ScheduleError: another number of them.
+    """
+    if not listed or (value is None and len(functions) > 1):
+        return [value] * len(functions)
+    if not isinstance(value, Sequence) or len(value) != len(functions):
+        number = len(value) if isinstance(value, Sequence) else 1
+        raise ScheduleError(
+            f"{name} has {number} entries for {len(functions)} functions; give one for each, None "
+            f"where there is nothing"
         )
-    total = known.pop() if known else num_microbatches
-    if total < num_microbatches:
-        raise CommError(
-            f"{total} samples cannot fill {num_microbatches} microbatches; use at most {total}"
-        )
-    short, longer = divmod(total, num_microbatches)
-    return [short + (m < longer) for m in range(num_microbatches)]
-
-
-def _cut(value: object, sizes: Sequence[int]) -> Sequence[object]:
-    if isinstance(value, Tensor) and value.dim():
-        return value.split(list(sizes))
-    return [value] * len(sizes)
+    return list(value)
 
 
 def _as_list(inputs: object) -> list[object]:
@@ -164,50 +240,14 @@ def _as_list(inputs: object) -> list[object]:
     return list(inputs) if isinstance(inputs, list | tuple) else [inputs]
 
 
-def _as_arguments(received: Message) -> list[object]:
-    return [received] if isinstance(received, dict) else list(tensors_of(received))
-
-
-def _device(own: Sequence[object], optimizer: torch.optim.Optimizer | None) -> torch.device:
-    """Where this stage lives: its inputs say, else its parameters, else the current device."""
-    tensors = [x for x in own if isinstance(x, Tensor)]
+def _device(
+    own: Iterable[Sequence[object]], optimizer: torch.optim.Optimizer | None
+) -> torch.device:
+    """Where this rank lives: its inputs say, else its parameters, else the current device."""
+    tensors = [x for mine in own for x in mine if isinstance(x, Tensor)]
     if not tensors and optimizer is not None:
         tensors = [p for g in optimizer.param_groups for p in g["params"]]
     if tensors:
         return tensors[0].device
     on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-
-
-def _is_scalar(x: object) -> bool:
-    return isinstance(x, Tensor) and x.numel() == 1 and x.is_floating_point()
-
-
-def _scaled(output: Message, share: float) -> Message:
-    """A mean loss as its share of the batch's."""
-    return output * share if _is_scalar(output) and share != 1 else output  # type: ignore[operator]
-
-
-def _detached(output: object) -> object:
-    if isinstance(output, Tensor):
-        return output.detach()
-    if isinstance(output, dict):
-        return {key: _detached(value) for key, value in output.items()}
-    if isinstance(output, tuple | list):
-        return tuple(_detached(value) for value in output)
-    return output
-
-
-def _joined(outputs: Sequence[object], sizes: Sequence[int]) -> object:
-    """Scalars averaged by samples, batches joined along dim 0, members one by one."""
-    first = outputs[0]
-    if isinstance(first, dict):
-        return {key: _joined([o[key] for o in outputs], sizes) for key in first}
-    if isinstance(first, tuple):
-        return tuple(_joined(list(members), sizes) for members in zip(*outputs, strict=True))
-    if _is_scalar(first):
-        weighted = [o * (n / sum(sizes)) for o, n in zip(outputs, sizes, strict=True)]
-        return torch.stack(weighted).sum(0)
-    if isinstance(first, Tensor) and first.dim():
-        return torch.cat(list(outputs))
-    return first if len(outputs) == 1 else list(outputs)

@@ -28,34 +28,53 @@ class Chain(nn.Module):
         return x
 
 
-def cut(model: nn.Module, num_stages: int, index: int) -> tuple[nn.Module, dict[str, Layout]]:
-    """(stage `index`, its layouts by local name) of a model cut by number of parameters.
+def chunks_of(
+    model: nn.Module,
+    placement: Sequence[int],
+    index: int,
+    *,
+    costs: Sequence[float] | None = None,
+) -> tuple[dict[int, nn.Module], dict[str, Layout]]:
+    """({stage: its module} of pipe index `index`, layouts by "stage.name") of a model cut by cost.
 
-    A parameter that several stages hold keeps one global name and lists all of them as tied.
+    placement: for each stage the pipe index that runs it. costs: of each child; None: its number
+    of parameters. In a layout a stage is a pipe index; a parameter that several of them hold keeps
+    one global name and lists all of them as tied. In two chunks of one index it is one Parameter,
+    listed under its first name.
 
     Raises:
-        ScheduleError: more than one stage is asked of a model that is not a Sequential.
+        ScheduleError: more than one stage is asked of a model that is not a Sequential, or there
+            are not as many costs as children.
     """
-    if num_stages == 1:
-        return model, {n: layout.on(0) for n, layout in collect(model).items()}
+    if len(placement) == 1:
+        layouts = collect(model)
+        return {0: model}, {f"0.{name}": layout.on(0) for name, layout in layouts.items()}
     if not isinstance(model, nn.Sequential):
         raise ScheduleError(
-            f"a {type(model).__name__} cannot be cut into {num_stages} pipeline stages; return a "
-            f"torch.nn.Sequential from model.target, or set parallel.pipe to 1"
+            f"a {type(model).__name__} cannot be cut into {len(placement)} pipeline stages; return "
+            f"a torch.nn.Sequential from model.target, or set parallel.pipe to 1"
         )
     pieces = list(model.named_children())
-    costs = [sum(p.numel() for p in piece.parameters()) or 1 for _, piece in pieces]
-    ranges = split_by_cost(costs, num_stages)
+    if costs is None:
+        costs = [sum(p.numel() for p in piece.parameters()) or 1 for _, piece in pieces]
+    if len(costs) != len(pieces):
+        raise ScheduleError(f"{len(costs)} costs were given for the {len(pieces)} pieces to be cut")
+    ranges = split_by_cost(costs, len(placement), placement=placement)
     first_name = {id(p): name for name, p in model.named_parameters()}
     holders: dict[int, set[int]] = {}
-    for stage, span in enumerate(ranges):
+    for place, span in zip(placement, ranges, strict=True):
         for i in span:
             for parameter in pieces[i][1].parameters():
-                holders.setdefault(id(parameter), set()).add(stage)
-    chain = Chain([pieces[i] for i in ranges[index]])
-    named = dict(chain.named_parameters())
-    layouts = {
-        name: layout.named(first_name[id(named[name])]).on(*holders[id(named[name])])
-        for name, layout in collect(chain).items()
-    }
-    return chain, layouts
+                holders.setdefault(id(parameter), set()).add(place)
+    mine = [stage for stage, place in enumerate(placement) if place == index]
+    chunks = {stage: Chain([pieces[i] for i in ranges[stage]]) for stage in mine}
+    layouts: dict[str, Layout] = {}
+    seen: set[int] = set()
+    for stage, chunk in chunks.items():
+        named = dict(chunk.named_parameters())
+        for name, layout in collect(chunk).items():
+            key = id(named[name])
+            if key not in seen:
+                layouts[f"{stage}.{name}"] = layout.named(first_name[key]).on(*holders[key])
+                seen.add(key)
+    return dict(chunks), layouts

@@ -1,34 +1,16 @@
-"""The pipeline against one process: every depth, any number of microbatches, any message."""
-
-import gc
-import weakref
+"""The pipelined step around functions of one's own, against one process."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchdistpackage.comm.p2p import Post
-from torchdistpackage.comm.record import calls
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.errors import CommError, ScheduleError
-from torchdistpackage.parallel.pipeline import executor as executor_module
-from torchdistpackage.parallel.pipeline.executor import Executor
-from torchdistpackage.parallel.pipeline.flatten import (
-    flat_and_partition,
-    flatten_model,
-    flatten_sequence,
-    partition_balanced,
-    partition_uniform,
-)
+from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.pipeline.forward_backward import forward_backward, forward_eval
-from torchdistpackage.schedule.actions import flatten
-from torchdistpackage.schedule.generate import build
-from torchdistpackage.topology.views import topology
 
 DIM = 4
-CPU = torch.device("cpu")
 
 
 def layers(depth: int) -> nn.Sequential:
@@ -83,7 +65,7 @@ def every_number_of_microbatches(schedule: str, numbers: list[int], batch: int) 
 
 @pytest.mark.parametrize("depth", range(1, 9))
 def test_every_depth_and_number_of_microbatches_gives_the_gradient_of_one_process(ranks, depth):
-    numbers = [1, 3, 8, 16] if depth > 4 else list(range(1, 17))
+    numbers = [3, 16] if depth > 4 else [1, 2, 5, 16]
     ranks(depth).run(every_number_of_microbatches, "1f1b", numbers, 19, timeout_s=60)
 
 
@@ -94,8 +76,8 @@ def test_gpipe_gives_the_same(ranks, depth):
 
 @pytest.mark.full
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("depth", range(5, 9))
-def test_every_microbatch_number_at_great_depth(ranks, depth, schedule):
+@pytest.mark.parametrize("depth", range(1, 9))
+def test_every_number_of_microbatches_at_every_depth(ranks, depth, schedule):
     ranks(depth).run(every_number_of_microbatches, schedule, list(range(1, 17)), 16, timeout_s=120)
 
 
@@ -166,111 +148,6 @@ def test_messages_may_hold_anything_and_functions_may_be_ones_own(ranks):
     ranks(3).run(own_functions_and_rich_messages)
 
 
-def static_executor(num_steps: int) -> None:
-    """Live outputs stay bounded; messages after the first step carry no header; evaluation in
-    between, with another number of microbatches, leaves training bitwise alone."""
-    rank, p, m = dist.get_rank(), dist.get_world_size(), 8
-    group = dist.group.WORLD
-    stage = layers(p)[rank]
-    live: list[weakref.ref] = []
-    peak = 0
-
-    def run_step(executor, num, train):
-        nonlocal peak
-        xs = samples(2 * num)[0].split(2)
-
-        def forward(i, received):
-            nonlocal peak
-            out = stage(xs[i] if rank == 0 else received)
-            if train:
-                live.append(weakref.ref(out))
-                peak = max(peak, sum(r() is not None for r in live))
-            return out.square().sum() if rank == p - 1 else out
-
-        executor.run(forward)
-
-    def train(with_eval):
-        nonlocal stage
-        stage = layers(p)[rank]
-        optimizer = torch.optim.Adam(stage.parameters(), lr=0.01)
-        training = Executor(build("1f1b", p, m), group, device=CPU)
-        evaluation = Executor(build("forward", p, 3), group, device=CPU)
-        for _ in range(num_steps):
-            if with_eval:
-                run_step(evaluation, 3, False)
-            optimizer.zero_grad()
-            run_step(training, m, True)
-            optimizer.step()
-        return [q.detach().clone() for q in stage.parameters()]
-
-    plain = train(False)
-    gc.collect()
-    assert peak <= min(m, p - rank), f"{peak} live outputs on stage {rank}"
-    assert all(map(torch.equal, plain, train(True)))
-
-
-@pytest.mark.parametrize("depth", [1, 2, 4])
-def test_activations_are_bounded_and_evaluation_changes_nothing(ranks, depth):
-    ranks(depth).run(static_executor, 3)
-
-
-def batched_exchanges_and_waits() -> None:
-    """The steady state posts send and receive as one batch, and all messages are waited for."""
-    rank, p, m = dist.get_rank(), dist.get_world_size(), 4
-    stage = layers(p)[rank]
-    posted, headers = [], []
-    with pytest.MonkeyPatch.context() as patch:
-        issue, encode = Post._issue, executor_module.encode
-        patch.setattr(
-            Post, "_issue", lambda post, all: posted.append([x[0] for x in all]) or issue(post, all)
-        )
-        patch.setattr(executor_module, "encode", lambda *a: headers.append(1) or encode(*a))
-        executor = Executor(build("1f1b", p, m), dist.group.WORLD, device=CPU, timeout_s=20)
-        x = samples(m)[0].split(1)
-        forward = lambda i, r: (  # noqa: E731
-            stage(r).sum() if rank == p - 1 else stage(x[i] if rank == 0 else r)
-        )
-        executor.run(forward)
-        first = len(headers)
-        posted.clear()
-        executor.run(forward)
-    last = calls.snapshot(num=2 * m)["calls"]
-    assert {(call["operation"], call["state"]) for call in last} == {
-        ("send", "done"),
-        ("receive", "done"),
-    }
-    program = executor.schedule.programs[rank]
-    assert {call["action"] for call in last} == {
-        str(a) for a in flatten(program) if a.kind.is_message
-    }
-    assert first == (m if rank < p - 1 else 0) and len(headers) == first
-    if rank == 0:
-        assert ["send", "receive"] in posted, "sends of small messages go first"
-
-
-def test_steady_state_is_batched_and_every_work_is_waited_on(ranks):
-    ranks(2).run(batched_exchanges_and_waits)
-
-
-def changed_shape_is_refused() -> None:
-    rank = dist.get_rank()
-    executor = Executor(build("forward", 2, 1), dist.group.WORLD, device=CPU, timeout_s=20)
-    for n in (2, 3):
-        forward = lambda i, r, n=n: torch.zeros(n, 4) if rank == 0 else r  # noqa: E731
-        if n == 2:
-            executor.run(forward)
-        elif rank == 0:
-            with pytest.raises(
-                CommError,
-                match=r"stage 0 sends float32\[3, 4\] for microbatch 0, .*float32\[2, 4\]",
-            ):
-                executor.run(forward)
-
-
-def test_a_changed_shape_is_refused_before_it_is_sent(ranks):
-    ranks(2).run(changed_shape_is_refused)
-
-
 def with_naive_ddp(direct: bool) -> None:
     """data 2 x pipe 2: the wrapper counts microbatches, or hands its reducer to the step."""
     tpc.setup_process_groups([("data", 2), ("pipe", 2)])
@@ -317,37 +194,3 @@ def disagreeing_inputs_are_refused() -> None:
 
 def test_inputs_that_do_not_fit_are_refused_on_every_rank(ranks):
     ranks(2).run(disagreeing_inputs_are_refused)
-
-
-def test_models_are_flattened_and_cut_without_processes():
-    model = nn.ModuleDict(
-        {
-            "a": nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.ReLU())),
-            "b": nn.Linear(2, 8),
-        }
-    )
-    double = lambda x: x * 2  # noqa: E731
-    flat = flatten_model(model, ["a", double, "b"])
-    assert len(flat) == 4 and torch.equal(flat[2](torch.ones(1)), torch.full((1,), 2.0))
-    assert [type(m).__name__ for m in flatten_sequence(list(flat), 1)] == [
-        "Linear",
-        "ReLU",
-        "ReLU",
-        "CallableModule",
-        "Linear",
-    ]
-    with pytest.raises(ScheduleError, match="has no 'c'; its children are a, b"):
-        flatten_model(model, ["c"])
-    seven = [nn.Linear(1, 1) for _ in range(7)]
-    heavy = [nn.Linear(1, n) for n in (1, 1, 8, 1)]
-    lengths, weights = [], []
-    for rank in range(4):
-        with tpc.using(topology([("pipe", 4)], 4), rank):
-            lengths.append(len(partition_uniform(seven)))
-            weights.append(len(partition_balanced(heavy)))
-            assert len(
-                flat_and_partition([nn.Sequential(*seven)], partition_policy="balanced")
-            ) in (1, 2)
-    assert lengths == [2, 2, 2, 1] and weights == [1, 1, 1, 1]
-    with pytest.raises(ScheduleError, match="no partition policy 'random'"):
-        flat_and_partition(seven, partition_policy="random")

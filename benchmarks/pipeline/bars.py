@@ -1,0 +1,70 @@
+"""What the numbers must show, computed from the results file alone."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from benchmarks.data_parallel.bars import Judged
+
+PEER = "torch Schedule1F1B"
+LINKS, NUMBERS = ("free", "1g"), (4, 8, 16)
+TINY = {
+    "1f1b": (PEER, 0.75, 0.60),
+    "interleaved": ("torch Interleaved1F1B", 0.55, 0.45),
+    "interleaved-zb": ("torch InterleavedZeroBubble", 0.55, 0.45),
+    "zb-v": ("torch ZBVZeroBubble", 0.55, 0.45),
+}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """`side` may take at most `bar` times as long as `peer`; None: shown, not judged."""
+
+    side: str
+    peer: str
+    link: str
+    case: str
+    bar: float | None
+    aim: float | None
+
+
+BARS = [
+    *(Bar("1f1b", PEER, link, f"gpt, m {m}", 1.02, 1.00) for link in LINKS for m in NUMBERS),
+    *(
+        Bar("1f1b, cut by time", PEER, link, f"gpt, m {m}", 0.97, 0.95)
+        for link in LINKS
+        for m in NUMBERS
+    ),
+    *(
+        Bar(side, peer, "free", f"tiny, m {m}", bar, aim)
+        for side, (peer, bar, aim) in TINY.items()
+        for m in (4, 16)
+    ),
+    *(Bar("1f1b, executor", PEER, "free", f"tiny, m {m}", None, None) for m in (4, 16)),
+    *(Bar("zb-h1", "1f1b", link, "gpt, m 16", 1.00, 0.97) for link in LINKS),
+    *(
+        Bar(side, peer, link, "gpt, m 16", None, None)
+        for link in LINKS
+        for side, peer in (
+            ("zb-h1, cut by time", "1f1b, cut by time"),
+            ("auto, cut by time", "1f1b, cut by time"),
+            ("interleaved-zb", "interleaved"),
+            ("torch InterleavedZeroBubble", "torch Interleaved1F1B"),
+            ("torch ZBVZeroBubble", PEER),
+        )
+    ),
+]
+
+
+def judge(results: Mapping) -> Iterator[Judged]:
+    """Every bar for which `results`, the contents of the results file, has both numbers."""
+    for bar in BARS:
+        case = results.get("cases", {}).get(bar.link, {}).get(bar.case)
+        if case is None:
+            continue
+        ms = {name: side["median"] for name, side in case["sides"].items()}
+        if bar.side in ms and bar.peer in ms:
+            what = f"{bar.side} / {bar.peer}, {bar.link} {bar.case}"
+            yield Judged(what, ms[bar.side] / ms[bar.peer], bar.bar, bar.aim)
+    for part in ("bubble", "memory", "allocations"):
+        for what, found in results.get(part, {}).get("bars", {}).items():
+            yield Judged(what, found["ratio"], found["bar"], found.get("aim"))

@@ -1,0 +1,71 @@
+"""A case: a model, a link, a number of microbatches; timed, and what is kept of it."""
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+
+from benchmarks.data_parallel.cases import spread_ms
+from benchmarks.data_parallel.link import Link
+from benchmarks.pipeline.bars import PEER
+from benchmarks.pipeline.rounds import rank_main
+from benchmarks.pipeline.sides import ALONE
+from torchdistpackage.launch.local import run_local
+
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.pipelining",
+    "torch._dynamo",
+    "benchmarks.pipeline.rounds",
+)
+STEPS = {"gpt": 1, "tiny": 20}
+"""Steps of a turn."""
+
+
+def measure(
+    link: Link,
+    links: Sequence[str],
+    name: str,
+    numbers: Sequence[int],
+    sides: Sequence[str],
+    rounds: int,
+) -> dict[tuple[str, int], dict]:
+    """Cases by link and number of microbatches, one start of ranks for all of them."""
+    args = (link.hosts, links, name, numbers, sides, rounds, STEPS[name])
+    env = {**link.env, "OMP_NUM_THREADS": "1"}
+    ranks = run_local(rank_main, args, num_procs=2, preload=PRELOAD, env=env)
+    return {key: summarise(*(rank[key] for rank in ranks)) for key in ranks[0]}
+
+
+def summarise(first: Mapping, second: Mapping) -> dict:
+    """A case, from what `rounds.run` returned on two ranks; the slower one counts.
+
+    ideal_ms: a step of 1F1B where messages are free, on the given cut and on an even one. by_time:
+    the piece with which the second stage begins where time decides.
+    """
+    sides = {}
+    for name, times in first["times_s"].items():
+        sides[name] = spread_ms([*map(max, times, second["times_s"][name])])
+        sides[name]["gradients"] = max(rank["distance"][name] for rank in (first, second))
+    single = sides[ALONE]["median"] if ALONE in sides else None
+    return {
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "load": os.getloadavg()[0],
+        "ideal_ms": {
+            cut: None if single is None else share * single for cut, share in first["ideal"].items()
+        },
+        "by_time": first["by_time"],
+        "sides": sides,
+    }
+
+
+def show(title: str, case: Mapping) -> None:
+    """Print a case."""
+    ideals = ", ".join(f"{cut} {ms:.1f}" for cut, ms in case["ideal_ms"].items() if ms)
+    print(f"\n{title}; ideal of 1F1B: {ideals} ms")
+    print(f"{'ms a step':30}  median     min     max / {PEER}  gradients")
+    peer = case["sides"].get(PEER, {"median": float("nan")})["median"]
+    for name, side in case["sides"].items():
+        times = f"{side['median']:8.2f}{side['min']:8.2f}{side['max']:8.2f}"
+        ratio = side["median"] / peer
+        print(f"{name:30}{times}{ratio:10.3f}{side['gradients']:14.0e}", flush=True)

@@ -1,0 +1,177 @@
+"""Who is compared: runtimes and schedules, each on its own replica of the same stages.
+
+A side is named as in the tables. `build` gives what one loop can time: a step and its modules.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from benchmarks.pipeline.bars import PEER
+from benchmarks.pipeline.models import LOOP, TWO, VEE, Case, Stage
+from torchdistpackage.comm.messages import Message
+from torchdistpackage.parallel.pipeline.executor import Executor
+from torchdistpackage.parallel.pipeline.piece_cost import PieceCost, split_measured, stage_costs
+from torchdistpackage.parallel.pipeline.pipeline import Pipeline
+from torchdistpackage.schedule.generate import build
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a side is built for. costs: of each piece, the loss counted with the last one."""
+
+    case: Case
+    num_microbatches: int
+    costs: Sequence[PieceCost]
+
+
+@dataclass
+class Running:
+    """step: one, gradients added. stages: those of this rank, pieces under their numbers."""
+
+    step: Callable[[], object]
+    stages: list[nn.Module]
+
+    def gradients(self) -> dict[str, Tensor]:
+        named = (pair for stage in self.stages for pair in stage.named_parameters())
+        return {name: p.grad for name, p in named if p.grad is not None}
+
+    def zero(self) -> None:
+        for stage in self.stages:
+            stage.zero_grad()
+
+
+@dataclass(frozen=True)
+class Side:
+    """build: (task, placement) -> Running. by_time: its cut is by measured time."""
+
+    build: Callable[..., Running]
+    placement: tuple[int, ...]
+    by_time: bool = False
+
+    def make(self, task: Task) -> Running:
+        starts: list[int] = []
+        if self.by_time:
+            cut = split_measured(task.costs, self.placement)
+            starts = [pieces.start for pieces in cut[1:]]
+        ranges = task.case.stages(self.placement, starts)
+        return self.build(task, self.placement, ranges)
+
+
+def own(task: Task, placement: Sequence[int], ranges: Sequence[range]) -> dict[int, nn.Module]:
+    """This rank's stages by number."""
+    rank, chain = dist.get_rank(), task.case.chain()
+    return {s: Stage(chain, ranges[s]) for s, place in enumerate(placement) if place == rank}
+
+
+def ours(
+    task: Task, placement: Sequence[int], ranges: Sequence[range], *, schedule: str
+) -> Running:
+    stages, m = own(task, placement, ranges), task.num_microbatches
+    costs = stage_costs(task.costs, ranges) if schedule == "auto" else None
+    pipe = Pipeline(
+        list(stages.values()),
+        loss=task.case.loss,
+        schedule=schedule,
+        num_microbatches=m,
+        chunks=len(placement) // 2,
+        group=dist.group.WORLD,
+        costs=costs,
+    )
+    x, y = task.case.draw(m)
+    args = (x,) if 0 in stages else ()
+    targets = y if len(placement) - 1 in stages else None
+    return Running(lambda: pipe.step(*args, targets=targets), list(stages.values()))
+
+
+def bare(
+    task: Task, placement: Sequence[int], ranges: Sequence[range], *, schedule: str
+) -> Running:
+    """The executor without its front door, on microbatches that are cut already."""
+    stages, m = own(task, placement, ranges), task.num_microbatches
+    executor = Executor(build(schedule, 2, m, len(placement) // 2), dist.group.WORLD, device=CPU)
+    xs, ys = (value.chunk(m) for value in task.case.draw(m))
+    last = len(placement) - 1
+
+    def forward(s: int, i: int, received: Message) -> Message:
+        x = (xs[i],) if s == 0 else received if isinstance(received, tuple) else (received,)
+        output = stages[s](*x)
+        return task.case.loss(output, ys[i]) / m if s == last else output
+
+    return Running(lambda: executor.run(forward), list(stages.values()))
+
+
+def torchs(
+    task: Task, placement: Sequence[int], ranges: Sequence[range], *, schedule: Callable
+) -> Running:
+    stages, m = own(task, placement, ranges), task.num_microbatches
+    made = [PipelineStage(stage, s, len(placement), CPU) for s, stage in stages.items()]
+    given = made[0] if schedule is Schedule1F1B else made
+    runtime = schedule(given, m, loss_fn=task.case.loss)
+    x, y = task.case.draw(m)
+    args = (x,) if 0 in stages else ()
+    options = {"target": y} if len(placement) - 1 in stages else {}
+    return Running(lambda: runtime.step(*args, **options), list(stages.values()))
+
+
+def alone(task: Task, placement: Sequence[int], ranges: Sequence[range]) -> Running:
+    """The same microbatches in one process, on both ranks at once."""
+    chain, m = task.case.chain(), task.num_microbatches
+    whole = Stage(chain, range(len(chain)))
+    parts = [*zip(*(value.chunk(m) for value in task.case.draw(m)), strict=True)]
+
+    def step() -> None:
+        for x, y in parts:
+            (task.case.loss(whole(x), y) / m).backward()
+
+    return Running(step, [whole])
+
+
+def messages(task: Task, placement: Sequence[int], ranges: Sequence[range]) -> Running:
+    """What crosses the cut, to and fro, one after the other, and nothing else."""
+    x = task.case.draw(task.num_microbatches)[0].chunk(task.num_microbatches)[0]
+    with torch.no_grad():
+        sent = Stage(task.case.chain(), ranges[0])(x)
+    room, rank = torch.empty_like(sent), dist.get_rank()
+
+    def step() -> None:
+        for _ in range(task.num_microbatches):
+            for what in (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send):
+                what(sent if what is dist.send else room, 1 - rank)
+
+    return Running(step, [])
+
+
+ALONE, MESSAGES = "one process", "bare messages"
+SIDES = {
+    ALONE: Side(alone, TWO),
+    MESSAGES: Side(messages, TWO),
+    PEER: Side(partial(torchs, schedule=Schedule1F1B), TWO),
+    "torch Interleaved1F1B": Side(partial(torchs, schedule=ScheduleInterleaved1F1B), LOOP),
+    "torch InterleavedZeroBubble": Side(
+        partial(torchs, schedule=ScheduleInterleavedZeroBubble), LOOP
+    ),
+    "torch ZBVZeroBubble": Side(partial(torchs, schedule=ScheduleZBVZeroBubble), VEE),
+    "1f1b": Side(partial(ours, schedule="1f1b"), TWO),
+    "1f1b, executor": Side(partial(bare, schedule="1f1b"), TWO),
+    "1f1b, cut by time": Side(partial(ours, schedule="1f1b"), TWO, by_time=True),
+    "interleaved": Side(partial(ours, schedule="interleaved"), LOOP),
+    "zb-h1": Side(partial(ours, schedule="zb-h1"), TWO),
+    "zb-h1, cut by time": Side(partial(ours, schedule="zb-h1"), TWO, by_time=True),
+    "interleaved-zb": Side(partial(ours, schedule="interleaved-zb"), LOOP),
+    "zb-v": Side(partial(ours, schedule="zb-v"), VEE),
+    "auto, cut by time": Side(partial(ours, schedule="auto"), TWO, by_time=True),
+}

@@ -1,0 +1,45 @@
+"""What a broken rule offers mends it."""
+
+import re
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.config.test_rules import run
+from torchdistpackage.config.check import broken
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "parallel__data": st.integers(1, 6),
+            "parallel__tensor": st.integers(1, 9),
+            "parallel__pipe": st.integers(1, 9),
+            "parallel__sequence_parallel": st.booleans(),
+            "pipeline__microbatches": st.integers(1, 20),
+            "model__heads": st.integers(1, 12),
+            "model__dim": st.integers(1, 200),
+            "model__mlp_ratio": st.floats(0.1, 8),
+            "model__layers": st.integers(1, 8),
+            "data__global_batch": st.integers(1, 200),
+            "data__seq_len": st.integers(1, 50),
+            "train__accumulate": st.integers(1, 4),
+            "train__steps": st.integers(1, 30),
+        }
+    )
+)
+@settings(deadline=None, max_examples=300)
+def test_every_offered_value_mends_its_rule(values: dict[str, Any]) -> None:
+    """ "set heads to 3 or 6" is a promise: with either, the same rule is content."""
+    for rule, text in broken(run(**values)):
+        offers = re.findall(r"(?:set|,|or) (\w+) to ([\d.]+)(?: or ([\d.]+))?", text)
+        assert offers, text
+        for key, *numbers in offers:
+            if key == "it":
+                key = rule.fields[0].rpartition(".")[2]
+            (field,) = [f for f in rule.fields if f.rpartition(".")[2] == key]
+            for number in filter(None, numbers):
+                value = float(number) if "." in number else int(number)
+                mended = run(**{**values, field.replace(".", "__"): value})
+                assert rule.says(mended, None) is None, (text, key, number)

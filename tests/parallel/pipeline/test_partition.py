@@ -1,0 +1,170 @@
+"""Pieces, what they cost, and which of them are mine."""
+
+from itertools import chain as joined
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.errors import ScheduleError
+from torchdistpackage.parallel.pipeline import profile
+from torchdistpackage.parallel.pipeline.flatten import flatten_model, flatten_sequence, halves
+from torchdistpackage.parallel.pipeline.partition import (
+    flat_and_partition,
+    partition_balanced,
+    partition_by_time,
+    partition_uniform,
+)
+from torchdistpackage.parallel.pipeline.profile import measure
+from torchdistpackage.parallel.pipeline.stage import chunks_of
+from torchdistpackage.parallel.tensor.classic_block import Block
+from torchdistpackage.topology.views import topology
+
+
+class Slow(nn.Module):
+    """Takes that many seconds of a clock that only such modules move."""
+
+    now_s = 0.0
+
+    def __init__(self, seconds: float):
+        super().__init__()
+        self.seconds, self.scale = seconds, nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        Slow.now_s += self.seconds
+        return x * self.scale
+
+
+def test_measuring_finds_what_is_slow(monkeypatch):
+    monkeypatch.setattr(profile, "time", SimpleNamespace(perf_counter=lambda: Slow.now_s))
+    chain = [Slow(1.0), nn.Linear(2, 2), Slow(3.0)]
+    assert [cost.forward_s for cost in measure(chain, torch.ones(2))] == [1.0, 0.0, 3.0]
+
+
+def test_measuring_finds_what_is_kept():
+    dim, rows = 64, 8
+    chain = [nn.Embedding(10, dim), nn.Linear(dim, dim), lambda x: x * 2]
+    costs = measure(chain, torch.arange(rows) % 10)
+    one = rows * dim * 4
+    assert [(c.parameter_bytes, c.activation_bytes, c.output_bytes) for c in costs] == [
+        (10 * dim * 4, rows * 8, one),  # of ids: int64
+        ((dim + 1) * dim * 4, one, one),
+        (0, 0, one),
+    ]
+    assert costs[0].input_s == 0.0 and costs[0].backward_s > 0.0  # ids ask for no gradient
+    assert costs[1].input_s > 0.0
+    assert costs[2].input_s == costs[2].backward_s  # no weights: all of it is the input's
+
+
+def test_measuring_leaves_no_trace():
+    torch.manual_seed(0)
+    chain = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.ReLU(inplace=True)]
+    fired = []
+    chain[0].weight.register_post_accumulate_grad_hook(lambda _: fired.append(1))
+    before, state = [b.clone() for b in chain[1].buffers()], torch.get_rng_state()
+    measure(chain, torch.ones(8, 4))
+    assert all(torch.equal(a, b) for a, b in zip(before, chain[1].buffers(), strict=True))
+    assert torch.equal(state, torch.get_rng_state())
+    assert fired == [] and chain[0].weight.grad is None
+
+
+def cut_by_measured_time() -> None:
+    """Ranks see different times and cut alike: what is slow for most of them is slow."""
+    rank, p = dist.get_rank(), dist.get_world_size()
+    tpc.setup_process_groups([("pipe", p)])
+    slow = {0: 0, 1: 0, 2: 3}[rank]
+    chain = [Slow(9.0 if i == slow else 1.0) for i in range(6)]
+    patch = pytest.MonkeyPatch()
+    patch.setattr(profile, "time", SimpleNamespace(perf_counter=lambda: Slow.now_s))
+    for whole in (chain, nn.Sequential(*chain)):
+        mine = partition_by_time(whole, torch.ones(2), rounds=1)
+        spans = [None] * p
+        dist.all_gather_object(spans, [chain.index(piece) for piece in mine])
+        assert [*joined(*spans)] == list(range(6))
+        assert spans[0] == [0]
+    loop = partition_by_time(chain, torch.ones(2), placement=[0, 1, 2, 0, 1, 2], rounds=1)
+    assert [len(stage) for stage in loop] == [1, 1]
+    named = flat_and_partition([chain], 1, "time", microbatch=torch.ones(2), rounds=1)
+    assert (len(named) == 1) == (rank == 0)
+    patch.undo()
+
+
+def test_ranks_that_measure_differently_cut_alike(ranks):
+    ranks(3).run(cut_by_measured_time)
+
+
+def test_a_block_opens_into_attention_and_mlp():
+    """Three blocks over two stages: whole ones cannot be balanced, halves can."""
+    torch.manual_seed(0)
+    blocks = [Block(8, num_heads=2) for _ in range(3)]
+    pieces = [half for b in blocks for half in halves(b, ("ln_1", "attn"), ("ln_2", "mlp"))]
+    names = [name for piece in pieces[:2] for name, _ in piece.named_parameters()]
+    assert names == [name for name, _ in blocks[0].named_parameters()]
+    x = torch.randn(2, 4, 8)
+    assert torch.equal(nn.Sequential(*pieces)(x), nn.Sequential(*blocks)(x))
+    assert [len(stage) for stage in of_each_rank(2, partition_uniform, pieces)] == [3, 3]
+    with pytest.raises(ScheduleError, match="Block has no 'norm3'; its children are ln_1"):
+        halves(blocks[0], ("norm3",))
+
+
+def of_each_rank(p: int, policy, *args, **options) -> list:
+    found = []
+    for rank in range(p):
+        with tpc.using(topology([("pipe", p)], p), rank):
+            found.append(policy(*args, **options))
+    return found
+
+
+def test_embedding_and_head_are_weighted():
+    chain = [nn.Embedding(1000, 4), *(nn.Linear(4, 4, bias=False) for _ in range(7))]
+    assert [len(s) for s in of_each_rank(2, partition_uniform, chain)] == [4, 4]
+    found = of_each_rank(2, partition_uniform, chain, embedding=0.0, head=4.0)
+    assert [len(s) for s in found] == [6, 2]
+    assert [len(s) for s in of_each_rank(2, partition_balanced, chain)] == [1, 7]
+    found = of_each_rank(2, partition_balanced, chain, weights={nn.Embedding: 0.0})
+    assert [len(s) for s in found] in ([4, 4], [5, 3])
+
+
+def test_ranks_with_several_stages_are_balanced_by_rank():
+    """A zigzag gives the last stages to the first rank: a heavy head goes with few pieces."""
+    chain = [nn.Linear(1, n, bias=False) for n in (1, 1, 1, 1, 1, 1, 1, 5)]
+    found = of_each_rank(2, partition_balanced, chain, placement=[0, 1, 1, 0])
+    weights = [[sum(p.weight.numel() for p in stage) for stage in rank] for rank in found]
+    assert [sum(w) for w in weights] == [6, 6]
+    assert [len(w) for w in weights] == [2, 2]
+
+
+def test_lists_in_lists_are_opened_and_others_refused():
+    relu, linear = nn.ReLU(), nn.Linear(1, 1)
+    nested = [[relu, [linear]], nn.ModuleList([relu])]
+    assert flatten_sequence(nested, 2) == [relu, linear, relu]
+    with pytest.raises(ScheduleError, match="piece 1 of the chain is a list, which cannot be call"):
+        flatten_sequence(nested, 1)
+    with pytest.raises(ScheduleError, match="piece 0 of the chain is a int"):
+        flatten_model(nn.Module(), [3])
+
+
+def test_chunks_of_a_chain_keep_names_and_say_who_holds_what():
+    torch.manual_seed(0)
+    whole = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))
+    whole[3].weight = whole[0].weight
+    placement = [0, 1, 1, 0]
+    chunks, layouts = chunks_of(whole, placement, 0)
+    assert list(chunks) == [0, 3]
+    held = nn.ModuleDict({str(stage): chunk for stage, chunk in chunks.items()})
+    assert layouts.keys() == dict(held.named_parameters()).keys() == {"0.0.weight"}
+    assert layouts["0.0.weight"].name == "0.weight" and layouts["0.0.weight"].stages == (0,)
+    chunks, layouts = chunks_of(whole, placement, 1)
+    assert [layout.name for layout in layouts.values()] == ["1.weight", "2.weight"]
+    assert {layout.stages for layout in layouts.values()} == {(1,)}
+    _, layouts = chunks_of(whole, [0, 1, 2, 3], 3)
+    assert layouts["3.3.weight"].stages == (0, 3)
+    chunks, _ = chunks_of(whole, [0, 1], 0, costs=[3, 1, 1, 1])
+    assert [name for name, _ in chunks[0].named_children()] == ["0"]
+    with pytest.raises(ScheduleError, match="2 costs were given for the 4 pieces"):
+        chunks_of(whole, [0, 1], 0, costs=[1, 1])
+    with pytest.raises(ScheduleError, match="a Linear cannot be cut into 2 pipeline stages"):
+        chunks_of(whole[0], [0, 1], 0)

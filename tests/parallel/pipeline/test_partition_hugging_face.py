@@ -1,0 +1,115 @@
+"""Decoders of transformers, with random weights, cut along their blocks and trained in stages."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch.nn import functional as F
+
+from torchdistpackage.errors import ScheduleError
+from torchdistpackage.parallel.pipeline.hugging_face import decoder_stages
+from torchdistpackage.parallel.pipeline.pipeline import Pipeline
+
+VOCAB = 97
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+FAMILIES = {
+    "llama": transformers.LlamaConfig(**SMALL),
+    # two blocks that see everything, then two that see the last four tokens
+    "qwen3": transformers.Qwen3Config(
+        **SMALL, head_dim=4, use_sliding_window=True, sliding_window=4, max_window_layers=2
+    ),
+    "gpt2": transformers.GPT2Config(
+        vocab_size=VOCAB, n_embd=16, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0
+    ),
+    "gemma2": transformers.Gemma2Config(**SMALL, head_dim=4),
+}
+
+
+def decoder(family: str):
+    """All weights away from where they begin, without dropout."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return model
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """ids, a mask with padding, labels; (4, 12) each, 12 + 9 tokens in every two rows."""
+    draw = torch.Generator().manual_seed(1)
+    ids, mask = torch.randint(VOCAB, (4, 12), generator=draw), torch.ones(4, 12, dtype=torch.long)
+    mask[1::2, 9:] = 0
+    return ids, mask, ids.masked_fill(mask == 0, -100)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("placement", [[0, 1, 2], [0, 1, 1, 0]])
+def test_stages_in_a_row_are_the_model(family, placement):
+    model, (ids, mask, labels) = decoder(family), batch()
+    loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
+    loss.backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    stages = decoder_stages(model, placement)
+    held = [name for stage in stages for name, _ in stage.named_parameters()]
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    assert sorted(held) == sorted(expected.keys() | tied)
+    x, boundaries = ids, []
+    for stage in stages:
+        if stage is not stages[0]:
+            boundaries.append((x, x.detach().requires_grad_()))
+            x = boundaries[-1][1]
+        x = stage(x, attention_mask=mask, labels=labels)
+    assert torch.equal(x, loss)
+    x.backward()
+    for sent, room in reversed(boundaries):
+        sent.backward(room.grad)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=1e-12)
+
+
+def test_a_heavy_head_goes_with_fewer_blocks():
+    model = decoder("llama")
+    stages = decoder_stages(model, [0, 1], costs=[0, 1, 1, 1, 1, 2])
+    assert [len(stage.model.layers) for stage in stages] == [3, 1]
+    assert model.config.num_hidden_layers == 4  # the model itself is as it was
+
+
+def test_what_cannot_be_cut_is_refused_with_the_reason():
+    with pytest.raises(ScheduleError, match="do not compute what Gemma2ForCausalLM does"):
+        decoder_stages(decoder("gemma2"), [0, 1])  # it squeezes its logits
+    with pytest.raises(ScheduleError, match="4 blocks cannot be cut into 5 stages"):
+        decoder_stages(decoder("llama"), range(5))
+
+
+def next_token(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """transformers' own loss, in the logits' precision."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def in_a_pipeline() -> None:
+    rank, p = dist.get_rank(), dist.get_world_size()
+    model, (ids, mask, labels) = decoder("llama"), batch()
+    loss = next_token(model(input_ids=ids, attention_mask=mask).logits, labels)
+    loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    stage = decoder_stages(model, range(p))[rank]
+    pipe = Pipeline(stage, loss=next_token, num_microbatches=2, group=dist.group.WORLD)
+    found = pipe.step(ids, targets=labels, attention_mask=mask)
+    torch.testing.assert_close(found, loss.detach(), rtol=0, atol=1e-12)
+    for name, parameter in stage.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.full
+def test_a_pipeline_of_them_is_the_model(ranks):
+    ranks(2).run(in_a_pipeline, timeout_s=60)

@@ -1,0 +1,95 @@
+"""Precision, losses and schedules of one's own in the loop around a pipeline."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from tests.parallel.pipeline.whole_model import batch, chain, same, same_gradients, squares
+from torchdistpackage import GradScaler, Pipeline
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.schedule.actions import Kind
+from torchdistpackage.schedule.costs import StageCosts
+from torchdistpackage.schedule.generate import build
+
+
+def mixed(schedule: str) -> None:
+    """To the bit: the same microbatches, added up in the same order."""
+    tpc.setup_process_groups([("pipe", 2)])
+    truth = chain(2).float()
+    optimizer = torch.optim.SGD(truth.parameters(), lr=0.1)
+    stage = chain(2).float()[dist.get_rank()]
+    mine = torch.optim.SGD(stage.parameters(), lr=0.1)
+    scaler = GradScaler(init_scale=2.0**10)
+    pipe = Pipeline(stage, loss=F.mse_loss, schedule=schedule, num_microbatches=4)
+    for step in range(3):
+        x, y = (z.float() for z in batch(8, seed=step))
+        optimizer.zero_grad()
+        mine.zero_grad()
+        total = 0
+        for a, b in zip(x.split(2), y.split(2), strict=True):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.mse_loss(truth(a), b)
+            (loss / 4).backward()
+            total += loss.detach() / 4
+        optimizer.step()
+        with torch.autocast("cpu", torch.bfloat16):
+            told = pipe.step(x, targets=y, loss_scale=scaler.get_scale())
+        scaler.step(mine)
+        scaler.update()
+        torch.testing.assert_close(told, total, rtol=1e-6, atol=0)
+    for a, b in zip(stage.parameters(), truth[dist.get_rank()].parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_autocast_and_loss_scaling_are_those_of_one_process(ranks):
+    ranks(2).run(mixed, "1f1b")
+
+
+class Judge(nn.Module):
+    def __init__(self, inside: nn.Module):
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, h, targets):
+        return squares(self.inside(h), targets)
+
+
+def own_loss() -> None:
+    tpc.setup_process_groups([("pipe", 2)])
+    rank = dist.get_rank()
+    x, y = batch(7)
+    truth = chain(2)
+    expected = squares(truth(x), y)
+    expected.backward()
+    stage = chain(2)[rank]
+    pipe = Pipeline(Judge(stage) if rank else stage, num_microbatches=3)
+    # each brings only what it needs
+    loss = pipe.step(targets=y) if rank else pipe.step(x)
+    same(loss, expected.detach())
+    same_gradients({rank: stage}, truth)
+
+
+def test_the_last_stage_may_return_the_loss(ranks):
+    ranks(2).run(own_loss)
+
+
+def synthesized(check: bool) -> None:
+    tpc.setup_process_groups([("pipe", 2)])
+    costs = StageCosts.of({Kind.F: 1.0, Kind.I: 1.4, Kind.W: 0.6}, 4)
+    placement = build("interleaved", 2, 3).placement
+    truth = chain(4)
+    x, y = batch(6)
+    squares(truth(x), y).backward()
+    mine = {s: stage for s, stage in enumerate(chain(4)) if placement[s] == dist.get_rank()}
+    pipe = Pipeline(
+        mine, loss=squares, schedule="auto", costs=costs, chunks=2, num_microbatches=3, check=check
+    )
+    assert pipe.schedule.name.startswith("auto") and pipe.stages == tuple(mine)
+    pipe.step(x, targets=y)
+    same_gradients(mine, truth)
+
+
+def test_the_schedule_may_be_made_from_costs(ranks):
+    ranks(2).run(synthesized, True)
+    ranks(2).run(synthesized, False)

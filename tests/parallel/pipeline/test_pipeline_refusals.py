@@ -1,0 +1,118 @@
+"""What does not fit is refused on every rank at once, with the numbers."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.parallel.pipeline.whole_model import batch, chain, same, squares
+from torchdistpackage import Pipeline
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.errors import CommError, ScheduleError
+from torchdistpackage.parallel.pipeline.agreement import agree_on_step
+from torchdistpackage.schedule.generate import build
+
+
+def made(rank: int, **options) -> Pipeline:
+    settings = {"loss": squares, "num_microbatches": 4, "timeout_s": 20} | options
+    return Pipeline(settings.pop("stages", chain(2)[rank]), **settings)
+
+
+def unfitting_pipelines() -> None:
+    tpc.setup_process_groups([("pipe", 2)])
+    rank, two = dist.get_rank(), list(chain(2))
+    refused = [
+        (
+            {"schedule": "zb-v"},
+            r"rank 0: was given 1 stages, but zb-v places 2 of 4 on it: \[0, 3\]",
+        ),
+        (
+            {"stages": two if rank else two[0]},
+            r"^pipe rank 1: was given 2 stages, but 1f1b places 1",
+        ),
+        ({"stages": {0: two[0]}}, r"^pipe rank 1: was given stages \[0\], but 1f1b places \[1\]"),
+        ({"stages": 3}, "a stage is a module or a function, not a int"),
+        ({"schedule": "1f1c"}, "no schedule '1f1c'; the names are forward, gpipe"),
+        ({"schedule": "1f1b" if rank else "1f1c"}, "^pipe rank 0: no schedule"),
+        ({"num_microbatches": None}, "needs num_microbatches"),
+        ({"num_microbatches": 4 + rank}, "same schedule; .* 4 microbatches .* 5 microbatches"),
+        ({"dynamic_shapes": bool(rank)}, "same dynamic_shapes; by pipe rank they have False, True"),
+        ({"skips": ["memory"]}, "no stage after the first has a parameter memory"),
+        ({"schedule": build("1f1b", 3, 4)}, "1f1b is of 3 pipe ranks, asked are 2"),
+        ({"schedule": build("1f1b", 2, 3)}, "1f1b is of 3 microbatches, asked are 4"),
+        ({"schedule": "auto"}, "needs costs of each stage"),
+        ({"schedule": "missing.csv"}, "cannot read the schedule missing.csv: No such file"),
+    ]
+    for options, text in refused:
+        with pytest.raises(ScheduleError, match=text):
+            made(rank, **options)
+
+
+def test_stages_that_do_not_fit_the_schedule_are_refused(ranks):
+    ranks(2).run(unfitting_pipelines)
+
+
+def unfitting_batches() -> None:
+    tpc.setup_process_groups([("pipe", 2)])
+    rank = dist.get_rank()
+    x, y = batch(8)
+    pipe = made(rank)
+    refused = [
+        (lambda: pipe.step(x[:3], targets=y[:3]), "3 samples cannot fill 4 microbatches; use at m"),
+        (lambda: pipe.step(x[rank:], targets=y[rank:]), r"by stage they have \[8, 7\]"),
+        (lambda: pipe.step(x, targets=y[1:]), r"by stage they have \[-1, -1\]"),
+        (
+            lambda: pipe.step(x, targets=y, mask=x),
+            "rank 1: no stage has a parameter mask; they have",
+        ),
+        (
+            lambda: (pipe.eval_step if rank else pipe.step)(x, targets=y),
+            "they call step, eval_step",
+        ),
+        (lambda: pipe.eval_step(x, targets=y, num_microbatches=rank), "rank 0: 0 microbatches"),
+    ]
+    for call, text in refused:
+        with pytest.raises(CommError, match=text):
+            call()
+    before = pipe.step(x, targets=y)  # nothing of it was begun
+    with pytest.raises(CommError, match="stage 0 has 1 samples in microbatch 2, but 2 were agreed"):
+        pipe.step(x[:6], targets=y[:6])
+    same(pipe.step(x, targets=y), before)
+
+
+def test_batches_that_do_not_fit_are_refused_and_leave_the_pipeline_usable(ranks):
+    ranks(2).run(unfitting_batches)
+
+
+def no_number() -> None:
+    tpc.setup_process_groups([("pipe", 1)])
+    x, y = batch(4)
+    with pytest.raises(CommError, match=r"the loss of microbatch 0 is \[1, 4\], not one number"):
+        Pipeline(chain(1)[0], num_microbatches=4).step(x)
+    pipe = Pipeline(chain(1)[0], num_microbatches=4, loss=lambda output, targets: None)
+    with pytest.raises(CommError, match="the loss of microbatch 0 is NoneType"):
+        pipe.step(x, targets=y)
+
+
+def test_a_loss_that_is_no_number_is_refused(ranks):
+    ranks(1).run(no_number)
+
+
+def changed_length() -> None:
+    """At the sender, before anything is sent."""
+    tpc.setup_process_groups([("pipe", 2)])
+    rank = dist.get_rank()
+    grow = lambda x: x.repeat(1, int(x[0, 0])) * torch.ones((), requires_grad=True)  # noqa: E731
+    stages = [grow, lambda h: h.mean()]
+    pipe = Pipeline(stages[rank], num_microbatches=2, timeout_s=2)
+    pipe.step(torch.ones(4, 3))
+    if rank == 0:
+        with pytest.raises(
+            CommError, match=r"stage 0 sends .*\[2, 6\] for microbatch 1, .*\[2, 3\]"
+        ):
+            pipe.step(torch.tensor([1.0, 1.0, 2.0, 2.0])[:, None].expand(-1, 3))
+    else:  # which waits for nothing, as nothing was sent
+        agree_on_step(tpc.get_group("pipe"), "step", 4)
+
+
+def test_a_changed_length_is_refused_at_the_sender(ranks):
+    ranks(2).run(changed_length)

@@ -1,0 +1,213 @@
+"""Pictures hold what the timeline holds: each is read back and compared with it."""
+
+import io
+import json
+import sys
+import xml.etree.ElementTree as ET
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.schedule import draw
+from torchdistpackage.schedule.actions import Action, Kind, flatten
+from torchdistpackage.schedule.costs import StageCosts
+from torchdistpackage.schedule.draw_png import png, png_pair
+from torchdistpackage.schedule.generate import GENERATORS, build
+from torchdistpackage.schedule.simulate import Span, Timeline, simulate
+from torchdistpackage.schedule.trace import trace, trace_pair
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def boxes(panel: ET.Element, attribute: str = "data-action") -> dict[str, tuple[float, ...]]:
+    found = [box for box in panel.iter(f"{SVG}rect") if box.get(attribute)]
+    read = {
+        box.get(attribute, ""): tuple(float(box.get(key, "nan")) for key in ("x", "y", "width"))
+        for box in found
+    }
+    assert len(read) == len(found), "an action is drawn twice"
+    return read
+
+
+def expected(timeline: Timeline, px: float, top: float = 0.0) -> dict[str, tuple[float, ...]]:
+    return {
+        str(span.action): pytest.approx(
+            (
+                draw.LEFT_PX + span.start * px,
+                top + draw.TOP_PX + index * draw.ROW_PX,
+                (span.end - span.start) * px,
+            ),
+            rel=1e-5,
+        )
+        for index, row in enumerate(timeline.spans)
+        for span in row
+        if not span.action.kind.is_message
+    }
+
+
+def measured() -> Timeline:
+    """1F1B on two ranks as a run might record it, in seconds."""
+
+    def span(stage: int, kind: Kind, m: int, start: float, end: float) -> Span:
+        return Span(Action(stage, kind, m), start, end)
+
+    rows = [
+        [span(0, Kind.F, 0, 0, 0.01), span(0, Kind.RECV_B, 0, 0.011, 0.05),
+         span(0, Kind.B, 0, 0.05, 0.07)],
+        [span(1, Kind.RECV_F, 0, 0, 0.012), span(1, Kind.F, 0, 0.012, 0.022),
+         span(1, Kind.B, 0, 0.023, 0.045)],
+    ]  # fmt: skip
+    return Timeline.of("1f1b", rows, 2)
+
+
+def predicted() -> Timeline:
+    return simulate(build("1f1b", 2, 1), StageCosts.uniform(2, 0.01, 0.01, 0.01))
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_the_svg_has_one_box_an_action_where_the_timeline_has_it(name: str):
+    timeline = simulate(build(name, 3, 5))
+    root = ET.fromstring(draw.svg(timeline))
+    assert boxes(root) == expected(timeline, draw.UNIT_PX)
+    assert len(boxes(root)) == sum(map(len, timeline.spans))
+    assert float(root.get("width", "0")) >= draw.LEFT_PX + timeline.total * draw.UNIT_PX
+    texts = [text.text or "" for text in root.iter(f"{SVG}text")]
+    assert texts[0].startswith(f"{timeline.name}: {timeline.total:g} units, bubble ")
+
+
+def test_colours_tell_the_kinds_apart_and_shades_the_chunks():
+    root = ET.fromstring(draw.svg(simulate(build("zb-v", 3, 4))))
+    fills: dict[tuple[str, str], set[str]] = {}
+    for box in root.iter(f"{SVG}rect"):
+        action = box.get("data-action", "")
+        fills.setdefault((action[0], action[1]), set()).add(box.get("fill", ""))
+    assert {kind for _, kind in fills} == set("FBIW")
+    assert all(len(colours) == 1 for colours in fills.values())
+    for rank in range(3):
+        of_rank = [next(iter(c)) for (s, _), c in fills.items() if int(s) in (rank, 5 - rank)]
+        assert len(set(of_rank)) == len(of_rank)
+    assert fills["0", "F"] == fills["2", "F"] == {draw.COLOURS[Kind.F]}
+
+
+def test_short_times_get_wide_boxes_and_long_pictures_stay_in_bounds():
+    fast = simulate(build("1f1b", 2, 3), StageCosts.uniform(2, 1e-4, 1e-4, 1e-4))
+    box = boxes(ET.fromstring(draw.svg(fast)))["0F0"]
+    assert box[2] == pytest.approx(draw.UNIT_PX)
+    uneven = StageCosts((1e-6, 1.0), (1.0, 1.0), (0.5, 0.5), (0.5, 0.5), (0.0, 0.0))
+    root = ET.fromstring(draw.svg(simulate(build("1f1b", 2, 30), uneven)))
+    assert float(root.get("width", "0")) <= draw.WIDEST_PX + draw.LEFT_PX + 10
+    nothing = draw.svg(simulate(build("forward", 2, 2), {Kind.B: 1.0}))
+    assert len(boxes(ET.fromstring(nothing))) == 4
+
+
+def test_predicted_stands_above_measured_on_one_time_axis():
+    first, second = predicted(), measured()
+    root = ET.fromstring(draw.svg_pair(first, second))
+    panels = {g.get("data-timeline"): g for g in root.iter(f"{SVG}g")}
+    assert list(panels) == ["predicted", "measured"]
+    px = draw.px_per_unit(first, second)
+    below = draw.TOP_PX + 2 * draw.ROW_PX
+    assert boxes(panels["predicted"]) == expected(first, px)
+    assert boxes(panels["measured"]) == expected(second, px, top=below)
+    waits = boxes(panels["measured"], "data-wait")
+    assert waits.keys() == {"0RECV_B0", "1RECV_F0"}
+    assert waits["0RECV_B0"][2] == pytest.approx(0.039 * px, rel=1e-5)
+    assert not boxes(panels["predicted"], "data-wait")
+    heads = [(g[0].text or "").split(",")[0] for g in panels.values()]
+    assert heads == ["predicted: 1f1b: 0.06 s", "measured: 1f1b: 0.07 s"]
+
+
+def test_the_table_shows_each_tick():
+    rows = draw.table(simulate(build("1f1b", 2, 2))).splitlines()
+    assert rows == [
+        "  0 | F0 F1 .. .. B0 -- .. B1 --",
+        "  1 | .. F0 B0 -- F1 B1 -- .. ..",
+    ]
+
+
+def test_the_table_names_the_stage_where_a_rank_has_several():
+    """Here at half a unit a cell."""
+    rows = draw.table(simulate(build("interleaved", 1, 1, 2)), unit=0.5).splitlines()
+    assert rows == ["  0 | 0F0 --- 1F0 --- 1B0 --- --- --- 0B0 --- --- ---"]
+
+
+def pixels(content: bytes) -> np.ndarray:
+    image = matplotlib.image.imread(io.BytesIO(content), format="png")
+    return np.round(image[:, :, :3] * 255).astype(int)
+
+
+def share(image: np.ndarray, colour: str) -> float:
+    """Of the pixels that are of this colour."""
+    wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    return float((np.abs(image - wanted).max(axis=2) <= 1).mean())
+
+
+def test_the_png_shows_the_kinds_in_proportion():
+    """Forwards are a third of 1F1B's work, and so of what is painted."""
+    timeline = simulate(build("1f1b", 4, 4))
+    image = pixels(png(timeline))
+    assert image.shape[1] == 1400 and image.shape[0] > 100
+    forward, backward = (share(image, draw.COLOURS[k]) for k in (Kind.F, Kind.B))
+    assert forward > 0.05
+    assert backward / forward == pytest.approx(2.0, rel=0.2)
+    assert max(share(image, c) for c in (draw.COLOURS[Kind.W], draw.WAIT_COLOUR)) < 1e-3
+    split = pixels(png(simulate(build("zb-h1", 4, 4))))
+    assert share(split, draw.COLOURS[Kind.W]) > 0.05
+
+
+def test_the_png_of_a_pair_has_both_panels_and_the_waits():
+    alone, both = pixels(png(predicted())), pixels(png_pair(predicted(), measured()))
+    assert both.shape[0] > 1.8 * alone.shape[0]
+    assert share(both, draw.WAIT_COLOUR) > 0.02
+    half = both.shape[0] // 2
+    for panel in (both[:half], both[half:]):
+        assert share(panel, draw.COLOURS[Kind.F]) > 0.02
+        assert share(panel, draw.COLOURS[Kind.B]) > 0.04
+
+
+def test_without_matplotlib_a_png_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(
+        ConfigError, match=r"pip install 'torchdistpackage\[plot\]', or draw an SVG"
+    ):
+        png(predicted())
+
+
+def events(text: str, phase: str, process: int = 0) -> list[dict]:
+    found = json.loads(text)["traceEvents"]
+    return [e for e in found if e["ph"] == phase and e["pid"] == process]
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_the_trace_has_a_thread_a_rank_a_slice_an_action_and_an_arrow_a_message(name: str):
+    schedule = build(name, 3, 4)
+    timeline = simulate(schedule)
+    text = trace(timeline)
+    slices = [(e["tid"], e["name"], e["ts"], e["dur"]) for e in events(text, "X")]
+    assert slices == [
+        (rank, str(span.action), span.start * 1e6, (span.end - span.start) * 1e6)
+        for rank, row in enumerate(timeline.spans)
+        for span in row
+    ]
+    names = {e["tid"]: e["args"]["name"] for e in events(text, "M") if e["name"] == "thread_name"}
+    assert names == {0: "pipe 0", 1: "pipe 1", 2: "pipe 2"}
+    sends = [a for program in schedule.programs for a in flatten(program) if a.kind.is_send]
+    starts, ends = events(text, "s"), {e["id"]: e for e in events(text, "f")}
+    assert len(starts) == len(ends) == len(sends)
+    for start in starts:
+        end = ends[start["id"]]
+        assert end["tid"] != start["tid"] and end["ts"] > start["ts"]
+        inside = [s for s in slices if s[0] == start["tid"] and s[2] < start["ts"] < s[2] + s[3]]
+        assert len(inside) == 1
+
+
+def test_the_trace_of_a_pair_has_a_process_for_each_with_the_waits():
+    text = trace_pair(predicted(), measured())
+    assert len(events(text, "X", 0)) == 4
+    waits = [e["name"] for e in events(text, "X", 1) if e["cat"] == "wait"]
+    assert waits == ["0RECV_B0", "1RECV_F0"]
+    names = [events(text, "M", process)[0]["args"]["name"] for process in (0, 1)]
+    assert names[0].startswith("predicted, bubble 50.0%")
+    assert names[1].startswith("measured, bubble ")

@@ -1,0 +1,77 @@
+"""Descriptions that travel ahead of messages, on a road of their own.
+
+One rule: a header is never among the messages of a pair, whatever the order in which those are
+posted: on gloo it has a tag, and where messages go from GPU to GPU it goes through host memory, so
+that nobody stops a device to read it.
+"""
+
+import torch
+
+from torchdistpackage.comm.groups import on_cpu
+from torchdistpackage.comm.messages import (
+    Description,
+    decode,
+    encode,
+    header_room,
+    rest_room,
+)
+from torchdistpackage.comm.p2p import Flight, Wire
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.templates import Template
+
+_CPU = torch.device("cpu")
+TAG = 0x7DC
+_KEPT = 64
+"""Descriptions whose header and template are kept."""
+
+
+class Headers:
+    """Descriptions to and from the ranks of a group, in order by pair; all ranks make it together.
+
+    device: where the messages themselves are. always: each message has one (changing shapes).
+    """
+
+    def __init__(
+        self, group: Group, device: torch.device, timeout_s: float | None, *, always: bool
+    ):
+        self.always, self._device = always, device
+        self._wire = Wire(on_cpu(group), timeout_s, tag=TAG)
+        self._written: dict[Description, tuple[list[torch.Tensor], Template]] = {}
+        self._read: dict[bytes, Template] = {}
+        self._left: list[Flight] = []
+
+    def send(self, description: Description, target: int) -> Template:
+        """Tell global rank `target` what comes next; it need not be there yet."""
+        known = self._written.get(description)
+        if known is None:
+            if len(self._written) == _KEPT:
+                self._written.clear()
+            template = Template(description, self._device)
+            known = self._written[description] = (encode(description, _CPU), template)
+        self._left.append(self._wire.send(known[0], target))
+        return known[1]
+
+    def receive(self, source: int) -> Template:
+        """Wait for what global rank `source` says of its next message."""
+        header = header_room(_CPU)
+        self._wire.receive([header], source).wait()
+        rest = rest_room(header)
+        if rest is not None:
+            self._wire.receive([rest], source).wait()
+            return Template(decode(header, rest), self._device)
+        raw = header.numpy().tobytes()
+        template = self._read.get(raw)
+        if template is None:
+            if len(self._read) == _KEPT:
+                self._read.clear()
+            template = self._read[raw] = Template(decode(header, None), self._device)
+        return template
+
+    def settle(self) -> None:
+        """Wait until all have left."""
+        while self._left:
+            self._left.pop().wait()
+
+    def limit(self, timeout_s: float | None) -> None:
+        """How long a header may take from now on."""
+        self._wire.limit(timeout_s)

@@ -1,0 +1,157 @@
+"""The rules of the pipeline section: pieces for its stages, chunks, and the files that it names.
+
+One rule: whatever a schedule or a file would refuse once processes run is refused here, where
+none does.
+"""
+
+from pathlib import Path
+
+from torchdistpackage.config.kinds import AUTO, CUSTOM, SCHEDULES
+from torchdistpackage.config.rule import Rule, reads
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.errors import ScheduleError
+from torchdistpackage.schedule.actions import Schedule
+from torchdistpackage.schedule.costs_file import CostsFile, read_costs
+from torchdistpackage.schedule.csv import from_csv
+from torchdistpackage.schedule.generate import TWO_CHUNKS
+
+OWN_PIECES = 2
+"""The embedding and the head are pieces beside those of the layers."""
+PIECES_A_LAYER = 2
+"""A cut may fall between the attention and the MLP of a layer."""
+
+
+def num_stages(config: RunConfig) -> int:
+    """Of the whole pipeline; under auto the fewest that it may choose.
+
+    Raises:
+        ScheduleError: they stand in a file that does not read.
+    """
+    name, chunks = config.pipeline.schedule, config.pipeline.chunks
+    if name == CUSTOM:
+        return custom_schedule(config).num_stages
+    return config.parallel.pipe * (chunks or (2 if name in TWO_CHUNKS else 1))
+
+
+def custom_schedule(config: RunConfig) -> Schedule:
+    """The schedule in `pipeline.file`, with messages, checked.
+
+    Raises:
+        ScheduleError: it cannot be read or run; names file and line.
+    """
+    assert config.pipeline.file is not None
+    path = Path(config.pipeline.file)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"{path} cannot be read: {error}; name a file of text") from error
+    try:
+        return from_csv(text, name=path.stem)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from error
+
+
+def measured_costs(config: RunConfig) -> CostsFile | None:
+    """What `pipeline.costs` holds, if it names a file.
+
+    Raises:
+        ScheduleError: it does not read; names file and key.
+    """
+    path = config.pipeline.costs
+    return None if path is None else read_costs(path)
+
+
+@reads("pipeline.file", "pipeline.schedule", "pipeline.microbatches", "parallel.pipe")
+def _file_is_a_schedule(c: RunConfig, world_size: int | None) -> str | None:
+    name, file = c.pipeline.schedule, c.pipeline.file
+    if name != CUSTOM:
+        unread = f"pipeline.file={file} would not be read with pipeline.schedule={name}"
+        return None if file is None else f"{unread}; remove it, or set schedule to {CUSTOM}"
+    if file is None:
+        return f"pipeline.schedule={CUSTOM} needs pipeline.file, a CSV with a row a pipe rank"
+    try:
+        schedule = custom_schedule(c)
+    except ScheduleError as error:
+        return str(error)
+    ranks, number = len(schedule.programs), schedule.num_microbatches
+    if ranks != c.parallel.pipe:
+        return (
+            f"{file} is a schedule of {ranks} ranks, but parallel.pipe={c.parallel.pipe}; set pipe "
+            f"to {ranks}, or name another file"
+        )
+    if number != c.pipeline.microbatches:
+        return (
+            f"{file} is a schedule of {number} microbatches, but pipeline.microbatches="
+            f"{c.pipeline.microbatches}; set microbatches to {number}, or name another file"
+        )
+    idle = [i for i in range(ranks) if not schedule.stages_of(i)]
+    if idle:
+        return f"{file} gives rank {idle[0]} no stage; write a stage into each row, or fewer rows"
+    return None if schedule.has_backward else f"{file} has no backward; it would train nothing"
+
+
+@reads("pipeline.chunks", "pipeline.schedule")
+def _chunks_fit_schedule(c: RunConfig, world_size: int | None) -> str | None:
+    name, chunks = c.pipeline.schedule, c.pipeline.chunks
+    if chunks is None or name == AUTO:
+        return None
+    given = f"pipeline.chunks={chunks} with pipeline.schedule={name}"
+    if name == CUSTOM:
+        return f"{given}, whose file says which stages a rank has; remove it"
+    if chunks == 1 or name in TWO_CHUNKS:
+        return None
+    others = [n for n in SCHEDULES if n in TWO_CHUNKS]
+    return (
+        f"{given}, which has one stage on a rank; leave chunks out, or set schedule to "
+        f"{', '.join(others)} or {AUTO}"
+    )
+
+
+@reads(
+    *("parallel.pipe", "model.layers", "model.name", "pipeline.chunks", "pipeline.schedule"),
+    *("pipeline.file", "pipeline.microbatches"),
+)
+def _stages_have_pieces(c: RunConfig, world_size: int | None) -> str | None:
+    pipe, layers, name = c.parallel.pipe, c.model.layers, c.pipeline.schedule
+    if c.model.name is None or (name == CUSTOM and _file_is_a_schedule.says(c, world_size)):
+        return None
+    stages, pieces = num_stages(c), PIECES_A_LAYER * layers + OWN_PIECES
+    if stages <= pieces:
+        return None
+    chunks = stages // pipe
+    each = f" x {chunks} chunks, as pipeline.schedule={name} has them," if chunks > 1 else ""
+    fits = pieces // chunks
+    offer = f"set pipe to {fits} or less, or " if fits else ""
+    return (
+        f"parallel.pipe={pipe}{each} makes {stages} stages, but model.layers={layers} gives "
+        f"{pieces} pieces: the embedding, attention and MLP of each layer, the head; {offer}set "
+        f"layers to {-(-(stages - OWN_PIECES) // PIECES_A_LAYER)} or more"
+    )
+
+
+@reads("pipeline.costs", "pipeline.partition")
+def _costs_are_there(c: RunConfig, world_size: int | None) -> str | None:
+    by_time = c.pipeline.partition == "time"
+    try:
+        found = measured_costs(c)
+    except ScheduleError as error:
+        return str(error)
+    if by_time and found is None:
+        return (
+            "pipeline.partition=time needs pipeline.costs, a file with the seconds of each piece, "
+            "such as the costs.yaml that a run leaves in its folder"
+        )
+    if by_time and found is not None and not found.pieces:
+        return (
+            f"pipeline.partition=time needs the seconds of each piece, but {c.pipeline.costs} has "
+            f"no `pieces`; take the costs.yaml of a run, or set partition to cost"
+        )
+    return None
+
+
+PIPELINE_RULES: tuple[Rule, ...] = (
+    _file_is_a_schedule,
+    _chunks_fit_schedule,
+    _stages_have_pieces,
+    _costs_are_there,
+)

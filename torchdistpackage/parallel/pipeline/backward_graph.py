@@ -1,0 +1,74 @@
+"""Behind the outputs of a stage in autograd's graph: the way to its inputs, and what branches off.
+
+One rule: it is walked once, from the outputs; what is on the way is then found from its other end,
+so that a walk costs the same wherever the parameters are.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+Node = Any
+"""Of autograd's graph; torch's type of it has no members."""
+Edges = tuple[tuple[Node, int], ...]
+"""What a node hands its gradients to: by argument, (node, its output), (None, 0) for nobody."""
+
+_NO_LEAVES: frozenset[Node] = frozenset()
+
+
+class Graph:
+    """way: the nodes between outputs and inputs, these included, and the edges of each.
+
+    outputs: all require a gradient. inputs: leaves.
+    """
+
+    def __init__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]):
+        wanted = set(map(id, inputs))
+        # a leaf has no function, but a node that accumulates
+        self.roots: list[Node] = [x.grad_fn or get_gradient_edge(x).node for x in outputs]
+        self._edges: dict[Node, Edges] = {}
+        self._leaves: dict[Node, frozenset[Node]] = {}
+        parents: dict[Node, list[Node]] = {root: [] for root in self.roots}
+        found, ends = list(parents), []
+        for node in found:  # which grows
+            self._edges[node] = edges = node.next_functions
+            if not edges:
+                leaf = getattr(node, "variable", None)
+                if leaf is None:
+                    self._leaves[node] = _NO_LEAVES
+                elif id(leaf) in wanted:
+                    ends.append(node)
+                else:
+                    self._leaves[node] = frozenset((node,))
+                continue
+            for child, _ in edges:
+                if child is None:
+                    continue
+                above = parents.get(child)
+                if above is None:
+                    parents[child] = [node]
+                    found.append(child)
+                else:
+                    above.append(node)
+        self.way: dict[Node, Edges] = {}
+        for node in ends:  # which grows
+            if node not in self.way:
+                self.way[node] = self._edges[node]
+                ends += parents[node]
+
+    def leaves(self, node: Node) -> frozenset[Node]:
+        """Nodes of the parameters to which `node`, off the way, hands a gradient."""
+        known = self._leaves.get(node)
+        if known is None:
+            below = {node: None}
+            todo = [node]
+            for other in todo:  # which grows
+                for child, _ in self._edges[other]:
+                    if child is not None and child not in below:
+                        below[child] = None
+                        todo.append(child)
+            found = [self._leaves.get(other, _NO_LEAVES) for other in below]
+            known = self._leaves[node] = _NO_LEAVES.union(*found)
+        return known

@@ -1,0 +1,184 @@
+"""What crosses from one stage to the next, and back: over the wire, or in memory on one rank.
+
+One rule: what a stage is given has no graph behind it. Members that want a gradient become leaves,
+whose gradients go back to the stage they came from, zeros where a microbatch did not use one.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.comm.headers import Headers
+from torchdistpackage.comm.messages import Message, describe, tensors_of
+from torchdistpackage.comm.p2p import Flight, Post, Wire
+from torchdistpackage.comm.templates import Template
+from torchdistpackage.errors import CommError
+
+_LANDED = Flight()
+
+
+class Entrance:
+    """What a stage is given; the gradients that it owes for it.
+
+    takes_gradients: whether the schedule has backwards.
+    """
+
+    def __init__(self, num_microbatches: int, takes_gradients: bool):
+        self.takes_gradients = takes_gradients
+        self.leaves: list[list[Tensor]] = [[] for _ in range(num_microbatches)]
+
+    def take(self, m: int) -> Message:
+        """The input of microbatch `m`, for its forward."""
+        raise NotImplementedError
+
+    def owed(self, m: int) -> list[Tensor]:
+        """Gradients of the leaves of `m`, which are let go."""
+        leaves, self.leaves[m] = self.leaves[m], []
+        return [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+
+
+class Handover(Entrance):
+    """Between two stages of one rank: the same memory, and no message."""
+
+    def __init__(self, num_microbatches: int, takes_gradients: bool, outputs: list[Message]):
+        super().__init__(num_microbatches, takes_gradients)
+        self._outputs = outputs
+        self._shapes: list[tuple[int, list[int]]] = [(0, [])] * num_microbatches
+
+    def take(self, m: int) -> Message:
+        output = self._outputs[m]
+        if not self.takes_gradients:
+            self._outputs[m] = None
+            return output
+        tensors = tensors_of(output)
+        wanting = [i for i, x in enumerate(tensors) if x is not None and x.requires_grad]
+        members = [None if x is None else x.detach() for x in tensors]
+        self._shapes[m] = (len(members), wanting)
+        self.leaves[m] = [members[i].requires_grad_() for i in wanting]  # type: ignore[union-attr]
+        if isinstance(output, Tensor):
+            return members[0]
+        if isinstance(output, dict):
+            return dict(zip(output, members, strict=True))
+        return tuple(members)
+
+    def gradients(self, m: int) -> tuple[Tensor | None, ...]:
+        """For the members of what the stage before gave."""
+        num, wanting = self._shapes[m]
+        back: list[Tensor | None] = [None] * num
+        for i, gradient in zip(wanting, self.owed(m), strict=True):
+            back[i] = gradient
+        return tuple(back)
+
+
+class Inlet(Entrance):
+    """From a stage on another rank. Templates of the messages are agreed on in the first run."""
+
+    def __init__(self, num_microbatches: int, takes_gradients: bool, peer: int, headers: Headers):
+        super().__init__(num_microbatches, takes_gradients)
+        self.peer, self._headers = peer, headers
+        self.templates: list[Template | None] = [None] * num_microbatches
+        self._rooms: list[list[Tensor | None]] = [[]] * num_microbatches
+        self._arrivals: list[Flight] = [_LANDED] * num_microbatches
+
+    def knows(self, m: int) -> bool:
+        return self.templates[m] is not None and not self._headers.always
+
+    def learn(self, m: int) -> None:
+        """Wait for the header of `m`."""
+        self.templates[m] = self._headers.receive(self.peer)
+
+    def receive(self, wire: Wire | Post, m: int) -> None:
+        template = self.templates[m]
+        self._rooms[m] = room = template.room()
+        self._arrivals[m] = wire.receive(template.travelling(room), self.peer)
+
+    def arrive(self, m: int) -> None:
+        """Wait for the message."""
+        self._arrivals[m].wait()
+        self._arrivals[m] = _LANDED
+
+    def take(self, m: int) -> Message:
+        template, room = self.templates[m], self._rooms[m]
+        self._rooms[m] = []
+        if self.takes_gradients:
+            wanting = template.wanting
+            self.leaves[m] = [room[i].requires_grad_() for i in wanting]  # type: ignore[union-attr]
+        return template.description.build(room)
+
+    def reset(self) -> None:
+        """Let go of what an interrupted run has left."""
+        num = len(self._rooms)
+        self._rooms[:], self._arrivals[:] = [[]] * num, [_LANDED] * num
+        self.leaves[:] = [[] for _ in self.leaves]
+
+    def send(self, wire: Wire | Post, m: int) -> Flight:
+        """The gradients of `m` on their way back."""
+        return wire.send(self.templates[m].travelling_back(self.owed(m)), self.peer)
+
+
+class Outlet:
+    """To a stage on another rank; a message of another form than agreed is refused."""
+
+    def __init__(self, stage: int, outputs: list[Message], peer: int, headers: Headers):
+        self.stage, self.peer, self._headers = stage, peer, headers
+        self._outputs = outputs
+        num = len(outputs)
+        self.templates: list[Template | None] = [None] * num
+        self._departures: list[Flight] = [_LANDED] * num
+        self._rooms: list[Sequence[Tensor]] = [()] * num
+        self._arrivals: list[Flight] = [_LANDED] * num
+
+    def announce(self, m: int) -> None:
+        """Send the header of `m`, if the peer waits for one.
+
+        Raises:
+            CommError: the output is not of the form agreed on.
+        """
+        template, output = self.templates[m], self._outputs[m]
+        if template is None or self._headers.always:
+            self.templates[m] = self._headers.send(describe(output), self.peer)
+        elif not template.fits(output):
+            agreed, found = template.description, describe(output)
+            raise CommError(
+                f"stage {self.stage} sends {found} for microbatch {m}, but agreed on {agreed} in "
+                f"the first step; keep shapes, dtypes and what requires a gradient, or set "
+                f"dynamic_shapes"
+            )
+
+    def send(self, wire: Wire | Post, m: int) -> Flight:
+        template = self.templates[m]
+        flight = wire.send(template.travelling(tensors_of(self._outputs[m])), self.peer)
+        self._departures[m] = flight
+        return flight
+
+    def announce_and_send(self, wire: Wire, m: int) -> Flight:
+        self.announce(m)
+        return self.send(wire, m)
+
+    def let_go(self, m: int) -> None:
+        """The output of `m` is under way, and nobody here needs it any more."""
+        self._outputs[m] = None
+        self._departures[m] = _LANDED
+
+    def reset(self) -> None:
+        """Let go of what an interrupted run has left."""
+        num = len(self._rooms)
+        self._rooms[:], self._arrivals[:] = [()] * num, [_LANDED] * num
+        self._departures[:] = [_LANDED] * num
+
+    def receive(self, wire: Wire | Post, m: int) -> None:
+        """Room for the gradients that come back for `m`."""
+        template = self.templates[m]
+        self._rooms[m] = room = template.gradient_room()
+        self._arrivals[m] = wire.receive(template.travelling_back(room), self.peer)
+
+    def arrive(self, m: int) -> None:
+        """Wait for the gradients; who sent them has got the output."""
+        self._arrivals[m].wait()
+        self._departures[m].wait()
+        self._arrivals[m] = self._departures[m] = _LANDED
+
+    def gradients(self, m: int) -> tuple[Tensor | None, ...]:
+        room, self._rooms[m] = self._rooms[m], ()
+        return self.templates[m].spread(room)

@@ -1,0 +1,101 @@
+"""A batch as microbatches: cut along dim 0, and joined again.
+
+One rule: samples are dealt out as evenly as can be, the longer microbatches first, and a mean
+over microbatches is weighted by their samples, so that it is the mean over the batch.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.errors import CommError
+
+
+def sizes_of(num_samples: int, num_microbatches: int) -> list[int]:
+    """Samples in each microbatch.
+
+    Raises:
+        CommError: fewer samples than microbatches.
+    """
+    if num_samples < num_microbatches:
+        raise CommError(
+            f"{num_samples} samples cannot fill {num_microbatches} microbatches; "
+            f"use at most {num_samples}"
+        )
+    short, longer = divmod(num_samples, num_microbatches)
+    return [short + (m < longer) for m in range(num_microbatches)]
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Tensors that have samples, through tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        if value.dim():
+            yield value
+    elif isinstance(value, Mapping):
+        for member in value.values():
+            yield from tensors_in(member)
+    elif isinstance(value, tuple | list):
+        for member in value:
+            yield from tensors_in(member)
+
+
+def samples_in(*values: object) -> int:
+    """Length along dim 0 of all tensors in them; 0 without any, -1 if they differ."""
+    lengths = {x.shape[0] for value in values for x in tensors_in(value)}
+    if len(lengths) > 1:
+        return -1
+    return lengths.pop() if lengths else 0
+
+
+def cut(value: object, sizes: Sequence[int]) -> Sequence[object]:
+    """For each microbatch its part: views of tensors, other values whole.
+
+    Tuples, lists and dicts are cut member by member. One microbatch is the value as it is.
+    """
+    if len(sizes) == 1:
+        return [value]
+    if isinstance(value, Tensor) and value.dim():
+        return value.split(list(sizes))
+    if isinstance(value, Mapping) and value:
+        parts = zip(*(cut(member, sizes) for member in value.values()), strict=True)
+        return [dict(zip(value, members, strict=True)) for members in parts]
+    if isinstance(value, tuple | list) and value:
+        parts = zip(*(cut(member, sizes) for member in value), strict=True)
+        return [list(part) if isinstance(value, list) else part for part in parts]
+    return [value] * len(sizes)
+
+
+def detached(output: object) -> object:
+    """The same without its graph."""
+    if isinstance(output, Tensor):
+        return output.detach()
+    if isinstance(output, Mapping):
+        return {key: detached(value) for key, value in output.items()}
+    if isinstance(output, tuple | list):
+        return tuple(detached(value) for value in output)
+    return output
+
+
+def is_scalar(x: object) -> bool:
+    return isinstance(x, Tensor) and x.numel() == 1 and x.is_floating_point()
+
+
+def joined(outputs: Sequence[object], sizes: Sequence[int]) -> object:
+    """Scalars averaged by samples, batches joined along dim 0, members one by one."""
+    first = outputs[0]
+    if isinstance(first, Mapping):
+        return {key: joined([o[key] for o in outputs], sizes) for key in first}  # type: ignore[index]
+    if isinstance(first, tuple | list):
+        return tuple(joined(list(members), sizes) for members in zip(*outputs, strict=True))  # type: ignore[call-overload]
+    if is_scalar(first):
+        return mean(outputs, sizes)  # type: ignore[arg-type]
+    if isinstance(first, Tensor) and first.dim():
+        return torch.cat(list(outputs))  # type: ignore[arg-type]
+    return first if len(outputs) == 1 or first is None else list(outputs)
+
+
+def mean(values: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """Of one mean for each microbatch, the mean over the batch."""
+    total = sum(sizes)
+    return torch.stack([x * (n / total) for x, n in zip(values, sizes, strict=True)]).sum(0)

@@ -1,0 +1,79 @@
+"""The schedule that a user means: by name, as a value, or as a table in a file."""
+
+from pathlib import Path
+
+from torchdistpackage.errors import ScheduleError
+from torchdistpackage.schedule.actions import Schedule, flatten
+from torchdistpackage.schedule.check import check
+from torchdistpackage.schedule.costs import StageCosts
+from torchdistpackage.schedule.csv import from_csv
+from torchdistpackage.schedule.generate import build
+from torchdistpackage.schedule.passes import add_messages, fuse_messages
+from torchdistpackage.schedule.synthesize import synthesize
+
+Order = Schedule | str | Path
+"""A schedule; a name; `auto`; a CSV file, or its text."""
+
+
+def schedule_of(
+    order: Order,
+    num_ranks: int,
+    num_microbatches: int | None,
+    chunks: int | None = None,
+    costs: StageCosts | None = None,
+) -> Schedule:
+    """`order` for so many pipe ranks, with its messages, checked.
+
+    num_microbatches, chunks: not needed for a schedule or a table, which say them. costs: of each
+        stage, for `auto`, which looks for the fastest order with stage s on rank s % p.
+
+    Raises:
+        ScheduleError: no such name, the order cannot run, or it is of other numbers.
+    """
+    if isinstance(order, str) and order.lower().endswith(".csv"):
+        order = Path(order)
+    if isinstance(order, Path):
+        try:
+            order = from_csv(order.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ScheduleError(f"cannot read the schedule {order}: {error.strerror}") from error
+    elif isinstance(order, str) and ("," in order or "\n" in order):
+        order = from_csv(order)
+    if isinstance(order, Schedule):
+        return _fitting(order, num_ranks, num_microbatches, chunks)
+    if num_microbatches is None:
+        raise ScheduleError(f"schedule {order!r} needs num_microbatches; give 1 or more")
+    if order.lower() != "auto":
+        return build(order, num_ranks, num_microbatches, chunks)
+    if costs is None:
+        raise ScheduleError("schedule 'auto' needs costs of each stage; give costs=")
+    # the stages are built already, so their places are not to be chosen
+    placement = tuple(stage % num_ranks for stage in range(num_ranks * (chunks or 1)))
+    return synthesize(num_ranks, num_microbatches, costs, chunks=chunks or 1, placement=placement)
+
+
+def _fitting(
+    given: Schedule, num_ranks: int, num_microbatches: int | None, chunks: int | None
+) -> Schedule:
+    """`given` with messages, if it is of these numbers."""
+    asked = (
+        ("pipe ranks", num_ranks, len(given.programs)),
+        ("microbatches", num_microbatches, given.num_microbatches),
+        ("stages", chunks and chunks * num_ranks, given.num_stages),
+    )
+    for what, wanted, has in asked:
+        if wanted is not None and wanted != has:
+            raise ScheduleError(
+                f"schedule {given.name} is of {has} {what}, asked are {wanted}; give one that fits"
+            )
+    actions = [a for program in given.programs for a in flatten(program)]
+    if not any(action.kind.is_message for action in actions):
+        return _ready(given)
+    check(given)
+    return given
+
+
+def _ready(compute: Schedule) -> Schedule:
+    schedule = fuse_messages(add_messages(compute))
+    check(schedule)
+    return schedule

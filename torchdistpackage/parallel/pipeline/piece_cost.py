@@ -1,0 +1,89 @@
+"""What a piece of a model was measured to cost, and the cut and stage costs that follow. No torch.
+
+One rule: times add up along a stage, and of memory a stage holds its weights once and its
+activations once for every microbatch that is under way.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchdistpackage.parallel.pipeline.split import Memory, split_by_cost
+from torchdistpackage.schedule.costs import StageCosts
+
+STATE_FACTOR = 4.0
+"""Bytes held for each byte of trained parameters: itself, its gradient, two moments of Adam."""
+
+
+@dataclass(frozen=True, slots=True)
+class PieceCost:
+    """One piece, one microbatch.
+
+    forward_s, backward_s: of the whole. input_s: of the gradient of its input alone.
+    parameter_bytes: of those that are trained. activation_bytes: what autograd keeps from the
+    forward to the backward, parameters left out. output_bytes: what goes on to the next piece.
+    """
+
+    forward_s: float
+    backward_s: float
+    input_s: float = 0.0
+    parameter_bytes: int = 0
+    activation_bytes: int = 0
+    output_bytes: int = 0
+
+    @property
+    def step_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+def split_measured(
+    pieces: Sequence[PieceCost],
+    placement: Sequence[int],
+    *,
+    cap_bytes: float | None = None,
+    live: Sequence[int] | None = None,
+    state_factor: float = STATE_FACTOR,
+) -> tuple[range, ...]:
+    """For each stage its pieces, so that the busiest rank takes as little time as can be.
+
+    placement: for each stage the pipe index that runs it. cap_bytes: no rank may hold more. live:
+    microbatches that a stage holds at worst (`Timeline.peak_live`); None: as in 1F1B with
+    microbatches enough, p - s. state_factor: bytes held for each byte of parameters.
+
+    Raises:
+        ScheduleError: nothing fits into cap_bytes.
+    """
+    memory = None
+    if cap_bytes is not None:
+        memory = Memory(
+            cap_bytes,
+            [piece.parameter_bytes * state_factor for piece in pieces],
+            [piece.activation_bytes for piece in pieces],
+            range(len(placement), 0, -1) if live is None else live,
+        )
+    times = [piece.step_s for piece in pieces]
+    return split_by_cost(times, len(placement), placement=placement, memory=memory)
+
+
+def stage_costs(
+    pieces: Sequence[PieceCost], stages: Sequence[range], message_s: float = 0.0
+) -> StageCosts:
+    """What schedules are simulated and synthesized with. message_s: of one between two ranks.
+
+    The first stage's input asks for no gradient, so there all of a backward is of the weights.
+    """
+
+    def row(name: str) -> tuple[float, ...]:
+        return tuple(sum(getattr(pieces[i], name) for i in stage) for stage in stages)
+
+    backward = row("backward_s")
+    inputs = (0.0, *row("input_s")[1:])
+    weights = tuple(max(b - i, 0.0) for b, i in zip(backward, inputs, strict=True))
+    return StageCosts(row("forward_s"), backward, inputs, weights, (message_s,) * len(stages))
+
+
+def block_weights(num_pieces: int, first: float = 1.0, last: float = 1.0) -> list[float]:
+    """Costs in blocks: 1 a piece, but `first` for the embedding and `last` for the head."""
+    weights = [1.0] * num_pieces
+    if weights:
+        weights[0], weights[-1] = first, last if num_pieces > 1 else max(first, last)
+    return weights

@@ -1,0 +1,289 @@
+"""The pipeline in a training loop of your own.
+
+    pipe = Pipeline(stage, loss=loss_fn, schedule="1f1b", num_microbatches=8)
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = pipe.step(x, targets=y)
+        optimizer.step()
+
+One rule: a step computes the mean loss of its batch, and leaves the gradient of that, whatever the
+schedule and the number of microbatches, also where the batch does not divide. All pipe ranks make
+the same calls; each may bring the whole batch or only what its own stages need.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.groups import on_cpu
+from torchdistpackage.comm.primitives import Group, ranks_of
+from torchdistpackage.comm.tpc import resolve_group
+from torchdistpackage.ddp.reducer import Reducer
+from torchdistpackage.errors import CommError
+from torchdistpackage.parallel.pipeline import one_pass
+from torchdistpackage.parallel.pipeline.agreement import agree_on_step, common_samples
+from torchdistpackage.parallel.pipeline.executor import Executor
+from torchdistpackage.parallel.pipeline.microbatches import cut, mean, samples_in, sizes_of
+from torchdistpackage.parallel.pipeline.one_pass import Batch, Named
+from torchdistpackage.parallel.pipeline.order import Order
+from torchdistpackage.parallel.pipeline.own_stages import Stages, agree
+from torchdistpackage.parallel.pipeline.reducing import HasReducer, Reducing
+from torchdistpackage.schedule.actions import Schedule
+from torchdistpackage.schedule.costs import StageCosts
+from torchdistpackage.schedule.generate import evaluation
+
+
+class Pipeline:
+    """This rank's stages of a model, trained by any schedule.
+
+    stages: my stage, or the list of my stages in ascending order, or {number: stage}; modules or
+        functions, on their device, NaiveDDP around them or not. `schedule.stages_of` says which.
+    loss: `loss(output, targets)` of the last stage's output, or `loss(output)` without targets: the
+        mean over its samples. None: the last stage returns that itself, and may name `targets`.
+    schedule: a name (`tdp schedule --help` lists them), a Schedule, a CSV file or its text, or
+        `auto` with `costs`. chunks: stages on a rank; None: the schedule's own number.
+    group: pipe ranks in order; default tpc's.
+    reducer: what sums gradients over replicas (a NaiveDDP, a ZeroOptimizer, or their reducer), in
+        the last backward of each parameter; default that of the NaiveDDP around the stages.
+    dynamic_shapes: shapes may change with every microbatch and step; else they are agreed in the
+        first step, and a change is refused before it is sent.
+    skips: members of a dict that a stage gives to stages further on, by name: they go to stages
+        whose forward names them, the others hand them on unseen.
+    whole: keyword inputs that are not cut into microbatches.
+    device: where messages arrive; default that of the stages.
+    timeout_s: how long a message may take (gloo).
+    check: compare what the ranks bring before anything is sent, by one small collective a call of
+        the host; False leaves mistakes to whoever waits.
+
+    Raises:
+        ScheduleError: on every rank: no such schedule, or stages and schedule do not fit.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        *,
+        loss: Callable[..., Tensor] | None = None,
+        schedule: Order = "1f1b",
+        num_microbatches: int | None = None,
+        chunks: int | None = None,
+        group: Group | None = None,
+        reducer: Reducer | HasReducer | None = None,
+        dynamic_shapes: bool = False,
+        skips: Sequence[str] = (),
+        whole: Sequence[str] = (),
+        costs: StageCosts | None = None,
+        device: torch.device | str | None = None,
+        timeout_s: float | None = None,
+        check: bool = True,
+    ):
+        self._group = resolve_group(group, "pipe")
+        order = (schedule, num_microbatches, chunks, costs)
+        alike = (("dynamic_shapes", dynamic_shapes), ("check", check))
+        self.schedule, self._own = agree(self._group, stages, order, tuple(skips), alike, device)
+        self._reducing = Reducing(reducer, self._own.modules.values())
+        self._loss, self._whole, self._timeout_s = loss, frozenset(whole), timeout_s
+        self._dynamic, self._check, self._held = dynamic_shapes, check, False
+        self.executor = self._make(self.schedule, dynamic_shapes)
+        self._evaluators: dict[int, Executor] = {}
+        self._first_sizes: list[int] | None = None
+        self._loss_dtype: torch.dtype | None = None
+        self._teller = ranks_of(self._group)[self.schedule.placement[-1]]
+        self.outputs: object = None
+        """Of the last stage, joined along dim 0, on its rank; of a call with `keep_outputs`."""
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Numbers of the stages on this rank."""
+        return tuple(self._own.modules)
+
+    def step(
+        self,
+        *args: object,
+        targets: object = None,
+        loss_scale: float | Tensor = 1.0,
+        keep_outputs: bool = False,
+        **inputs: object,
+    ) -> Tensor:
+        """Forward and backward of a batch; gradients add to what is there.
+
+        args: of the first stage. targets: of the loss. inputs: of the stages that name them. All
+            tensors in them are cut along dim 0; ranks without such a stage may leave them out.
+        loss_scale: factor of the gradient, not of what is returned: a loss scale, or 1 / (number of
+            steps that accumulate).
+        keep_outputs: keep the last stage's outputs in `outputs`.
+
+        Returns the mean loss over the batch, without graph, on every pipe rank.
+
+        Raises:
+            CommError: on every rank: samples do not fit, nobody names an input, or ranks differ; on
+                the sender: a shape changed without `dynamic_shapes`.
+        """
+        batch = self._batch("step", args, targets, inputs, None)
+        reducer = self._reducing.reducer
+        if reducer is None or self._held:
+            with nullcontext() if reducer is None else reducer.no_sync():
+                return self._loss_over(self.executor, batch, targets, loss_scale, keep_outputs)
+        self._reducing.follow_buffers()
+        loss = self._loss_over(self.executor, batch, targets, loss_scale, keep_outputs, reducer)
+        reducer.finish()
+        return loss
+
+    def eval_step(
+        self,
+        *args: object,
+        targets: object = None,
+        num_microbatches: int | None = None,
+        keep_outputs: bool = False,
+        **inputs: object,
+    ) -> Tensor:
+        """Mean loss over a batch, on every pipe rank, with stages in `eval()` and no graph.
+
+        num_microbatches: default as in training, or as many as there are samples. The other
+        arguments are those of `step`. Leaves training as it was: random states, modes, shapes.
+
+        Raises:
+            CommError: as `step`.
+        """
+        batch = self._batch("eval_step", args, targets, inputs, num_microbatches)
+        with self._own.evaluating():
+            return self._loss_over(self._evaluator(batch), batch, targets, 1.0, keep_outputs)
+
+    def predict(
+        self, *args: object, num_microbatches: int | None = None, **inputs: object
+    ) -> object:
+        """Outputs of the last stage over a batch, joined along dim 0, on its rank; else None.
+
+        Stages are in `eval()`; the other arguments are those of `eval_step`.
+        """
+        batch = self._batch("predict", args, None, inputs, num_microbatches)
+        with self._own.evaluating():
+            executor = self._evaluator(batch)
+            return one_pass.run(executor, self._own, batch, None, train=False, keep_outputs=True)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Steps inside only accumulate; the first one after it reduces all."""
+        before, self._held = self._held, True
+        try:
+            yield
+        finally:
+            self._held = before
+
+    # -- one pass ------------------------------------------------------------------------
+
+    def _loss_over(
+        self,
+        executor: Executor,
+        batch: Batch,
+        targets: object,
+        loss_scale: float | Tensor,
+        keep_outputs: bool,
+        reducer: Reducer | None = None,
+    ) -> Tensor:
+        losses: list[Tensor] = []
+        shares = [n / sum(batch.sizes) * loss_scale for n in batch.sizes]
+        parts = cut(targets, batch.sizes) if self._own.has_last else ()
+
+        def finish(m: int, output: object) -> Tensor:
+            value = output if self._loss is None else self._call_loss(output, parts[m])
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise CommError(
+                    f"the loss of microbatch {m} is {shape}, not one number; return the mean over "
+                    f"its samples{', or give loss=' if self._loss is None else ''}"
+                )
+            losses.append(value.detach())
+            return value * shares[m]
+
+        self.outputs = one_pass.run(
+            executor,
+            self._own,
+            batch,
+            finish,
+            train=executor is self.executor,
+            reducer=reducer,
+            keep_outputs=keep_outputs,
+        )
+        return self._told(mean(losses, batch.sizes).reshape(()) if losses else None)
+
+    def _call_loss(self, output: object, targets: object) -> Tensor:
+        assert self._loss is not None
+        return self._loss(output) if targets is None else self._loss(output, targets)
+
+    def _told(self, loss: Tensor | None) -> Tensor:
+        """The loss of the last stage, on every rank. Its dtype is told once."""
+        group, teller = self._group, self._teller
+        if self._loss_dtype is None:
+            dtype = primitives.broadcast_object(
+                loss is not None and loss.dtype, on_cpu(group), teller
+            )
+            assert isinstance(dtype, torch.dtype)
+            self._loss_dtype = dtype
+        if loss is None:
+            loss = torch.zeros((), dtype=self._loss_dtype, device=self._own.device)
+        return primitives.broadcast(loss.to(self._loss_dtype), group, teller)
+
+    # -- what is agreed on -----------------------------------------------------------------
+
+    def _batch(
+        self,
+        name: str,
+        args: tuple[object, ...],
+        targets: object,
+        inputs: Named,
+        num_microbatches: int | None,
+    ) -> Batch:
+        """What the call was given, cut alike on all ranks; or the same error on all."""
+        if self._loss is None and targets is not None and self._own.last_names_targets:
+            inputs = {**inputs, "targets": targets}
+        problem = one_pass.told(inputs, self._own)
+        if num_microbatches is not None and num_microbatches < 1:
+            problem = f"{num_microbatches} microbatches; use 1 or more"
+        parts = [x for key, x in inputs.items() if key not in self._whole]
+        what = name if num_microbatches is None else f"{name} of {num_microbatches} microbatches"
+        total = samples_in(args, targets, parts)
+        if self._check:
+            total = agree_on_step(self._group, what, total, problem)
+        elif problem:
+            raise CommError(problem)
+        else:
+            total = common_samples([total])
+        number = num_microbatches or self.schedule.num_microbatches
+        if name != "step" and num_microbatches is None and total:
+            number = min(number, total)
+        sizes = sizes_of(total or number, number)
+        if name == "step" and not self._dynamic:
+            self._check_sizes(sizes)
+        return Batch(args, inputs, sizes, self._whole)
+
+    def _check_sizes(self, sizes: list[int]) -> None:
+        """A batch of another size would change shapes; all ranks know it, so all refuse it."""
+        first = self._first_sizes = self._first_sizes or sizes
+        changed = [m for m, (a, b) in enumerate(zip(first, sizes, strict=True)) if a != b]
+        if changed:
+            m = changed[0]
+            raise CommError(
+                f"stage 0 has {sizes[m]} samples in microbatch {m}, but {first[m]} were agreed on "
+                f"in the first step ({sum(sizes)} in the batch, {sum(first)} then); keep the "
+                f"number, or set dynamic_shapes=True"
+            )
+
+    def _make(self, schedule: Schedule, dynamic_shapes: bool) -> Executor:
+        return Executor(
+            schedule,
+            self._group,
+            device=self._own.device,
+            timeout_s=self._timeout_s,
+            dynamic_shapes=dynamic_shapes,
+        )
+
+    def _evaluator(self, batch: Batch) -> Executor:
+        """Shapes of an evaluation may change with every call."""
+        number = len(batch.sizes)
+        if number not in self._evaluators:
+            self._evaluators[number] = self._make(evaluation(self.schedule, number), True)
+        return self._evaluators[number]

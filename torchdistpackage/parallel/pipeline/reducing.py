@@ -1,0 +1,86 @@
+"""What sums the gradients of a rank's stages over their replicas."""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Protocol, cast
+
+from torch import nn
+
+from torchdistpackage.ddp.naive_ddp import NaiveDDP
+from torchdistpackage.ddp.reducer import Reducer
+from torchdistpackage.ddp.steered import Steered
+from torchdistpackage.parallel.pipeline.stage_call import Stage
+
+
+class HasReducer(Protocol):
+    """NaiveDDP, ZeroOptimizer."""
+
+    @property
+    def reducer(self) -> Reducer: ...
+
+
+class Reducing:
+    """The reducer of some stages, and the wrappers whose buffers follow the first replica's."""
+
+    def __init__(self, given: Reducer | HasReducer | None, stages: Iterable[Stage]):
+        self._wrappers = [stage for stage in stages if isinstance(stage, NaiveDDP)]
+        if isinstance(given, NaiveDDP) and given not in self._wrappers:
+            self._wrappers.append(given)
+        self.reducer: Reducer | None = None
+        if given is not None:
+            self.reducer = given if isinstance(given, Reducer) else given.reducer
+        elif len(self._wrappers) == 1:
+            self.reducer = self._wrappers[0].reducer
+        elif self._wrappers:
+            self.reducer = cast(Reducer, _Several([ddp.reducer for ddp in self._wrappers]))
+
+    def follow_buffers(self) -> None:
+        """Once a step that reduces, as the wrapper's own forward does."""
+        for ddp in self._wrappers:
+            if ddp.broadcast_buffers and ddp.training:
+                ddp.follow_buffers()
+
+
+class _Several:
+    """Reducers of wrappers around each stage as one. Replicas run one program, so the order in
+    which buckets of different reducers leave is the same on all of them."""
+
+    def __init__(self, reducers: Sequence[Reducer]):
+        self._reducers = reducers
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        return tuple(p for reducer in self._reducers for p in reducer.parameters)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for reducer in self._reducers:
+                stack.enter_context(reducer.no_sync())
+            yield
+
+    @contextmanager
+    def steered(self) -> Iterator["_SeveralSteered"]:
+        with ExitStack() as stack:
+            yield _SeveralSteered([stack.enter_context(r.steered()) for r in self._reducers])
+
+    def finish(self) -> None:
+        for reducer in self._reducers:
+            reducer.finish()
+
+
+class _SeveralSteered:
+    def __init__(self, told: Sequence[Steered]):
+        self._told = told
+
+    @contextmanager
+    def final(self, pending: Collection[int] = ()) -> Iterator[None]:
+        with ExitStack() as stack:
+            for steered in self._told:
+                stack.enter_context(steered.final(pending))
+            yield
+
+    def complete(self, parameters: Iterable[nn.Parameter]) -> None:
+        parameters = list(parameters)
+        for steered in self._told:
+            steered.complete(parameters)

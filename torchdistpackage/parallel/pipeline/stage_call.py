@@ -1,0 +1,107 @@
+"""How a stage is called with what the stage before gave and with keyword inputs.
+
+One rule: the signature of its forward decides, once. A tuple goes in as positional arguments where
+the forward takes so many, a dict by name where it names every key; else either goes in whole. A
+keyword input goes to the stages that name it. A *skip* is a member of a dict that goes to the
+stages that name it, however far ahead: those between hand it on without seeing it.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from torchdistpackage.comm.messages import Message
+from torchdistpackage.parallel.pipeline.envelope import Members, seal, unseal
+
+Stage = Callable[..., object]
+_WRAPPED = ("module", "_orig_mod", "fn")
+"""Where wrappers that take anything keep what they call."""
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a forward takes. positional: names in order; any_*: takes `*args`, `**kwargs`."""
+
+    positional: tuple[str, ...]
+    named: frozenset[str]
+    any_positional: bool
+    any_named: bool
+
+    @classmethod
+    def of(cls, stage: Stage) -> "Signature":
+        """Of what `stage` wraps, if it takes anything itself."""
+        called = stage.forward if isinstance(stage, nn.Module) else stage
+        found = list(inspect.signature(called).parameters.values())
+        kinds = {p.kind for p in found}
+        if kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+            inside = [getattr(stage, name, None) for name in _WRAPPED]
+            inner = next((x for x in inside if callable(x)), None)
+            if inner is not None:
+                return cls.of(inner)
+        return cls(
+            tuple(p.name for p in found if p.kind in _POSITIONAL),
+            frozenset(p.name for p in found if p.kind in _NAMED),
+            inspect.Parameter.VAR_POSITIONAL in kinds,
+            inspect.Parameter.VAR_KEYWORD in kinds,
+        )
+
+    def takes(self, name: str) -> bool:
+        return self.any_named or name in self.named
+
+    def takes_positional(self, number: int, given: Mapping[str, object]) -> bool:
+        """Whether so many fit beside what is given by name."""
+        free = sum(name not in given for name in self.positional)
+        return self.any_positional or number <= free
+
+
+class StageCall:
+    """One stage, ready to be called for a microbatch.
+
+    skips: all names that are skips. onward: those that a later stage names.
+    """
+
+    def __init__(self, stage: Stage, signature: Signature, skips: Sequence[str], onward: set[str]):
+        self._stage, self._signature = stage, signature
+        self._skips, self._onward = frozenset(skips), onward
+
+    def first(self, args: tuple[object, ...], inputs: Mapping[str, object]) -> object:
+        """Of the first stage, with a microbatch of the step's own arguments."""
+        return self._stage(*args, **inputs)
+
+    def later(self, received: Message, inputs: Mapping[str, object]) -> object:
+        """Of a stage that got `received`."""
+        takes = self._signature
+        if isinstance(received, dict):
+            if takes.any_named or takes.named.issuperset(received):
+                return self._stage(**received, **inputs)
+        elif isinstance(received, tuple | list) and takes.takes_positional(len(received), inputs):
+            return self._stage(*received, **inputs)
+        return self._stage(received, **inputs)
+
+    def unpack(self, received: Message) -> tuple[Message, Members, Members]:
+        """(message, skips that this stage takes, skips that go on) of what came with skips."""
+        assert isinstance(received, dict)
+        message, skips = unseal(received)
+        if isinstance(message, dict) and len(message) == 1:
+            (message,) = message.values()
+        mine = {name: x for name, x in skips.items() if name in self._signature.named}
+        return message, mine, {name: x for name, x in skips.items() if name in self._onward}
+
+    def pack(self, output: Message, skips: Members) -> Message:
+        """`output` with the skips that pass this stage or begin in it."""
+        if isinstance(output, dict):
+            skips = skips | {name: x for name, x in output.items() if name in self._onward}
+            output = {name: x for name, x in output.items() if name not in self._skips}
+        return seal(output, skips)
+
+
+def last_takers(skips: Sequence[str], signatures: Mapping[int, Signature]) -> dict[str, int]:
+    """Of each skip the last stage that names it; without one it is not listed."""
+    found: dict[str, int] = {}
+    for stage, signature in sorted(signatures.items()):
+        found |= {name: stage for name in skips if stage and name in signature.named}
+    return found

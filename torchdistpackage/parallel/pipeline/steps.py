@@ -1,0 +1,257 @@
+"""A rank's program as a list of bound functions, made once.
+
+One rule: whatever can be known before a run (who is whose neighbour, which message a computation
+waits for, which boundary it crosses) is known when the list is made; a run calls one after another.
+
+There are three lists, for all ranks alike. While forms of messages are not known yet: one global
+order of all messages, in which a rank may wait for a header wherever it stands, as whoever sends it
+has nothing to wait for but what comes earlier. Then the program's own batches. And where posting a
+receive holds up nothing (gloo), each message alone, and receives early.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from itertools import groupby, pairwise
+
+import torch
+
+from torchdistpackage.comm.headers import Headers
+from torchdistpackage.comm.messages import Message
+from torchdistpackage.comm.p2p import Flight, Post, Wire
+from torchdistpackage.comm.primitives import Group, ranks_of
+from torchdistpackage.comm.record import calls
+from torchdistpackage.parallel.pipeline.boundary import Handover, Inlet, Outlet
+from torchdistpackage.parallel.pipeline.clock import Clock
+from torchdistpackage.parallel.pipeline.local_stage import LocalStage
+from torchdistpackage.schedule.actions import Action, Batch, Kind, Schedule
+from torchdistpackage.schedule.passes import add_messages, receives_ahead
+
+BEGINS, WAITS, COMPUTES = range(3)
+"""What a step does: begin messages, wait for one, or compute."""
+Step = tuple[Callable[[int], object], int, Action | Batch, int]
+"""(what to call, with which number, a microbatch or a batch; for which action; what it does)"""
+
+AHEAD = 2
+"""Computations by which receives are posted early: one in work, one to follow at once."""
+AHEAD_BYTES = 2**20
+"""Room for messages up to here is posted early in any case: each notice to the sender that there is
+room wakes a thread there, and many at a time wake it once."""
+SENDS_KEPT = 2
+"""Sends under way for which nothing comes back, so what they hold does not grow."""
+
+
+class Steps:
+    """The stages of this rank, what joins them, and the lists."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        group: Group,
+        device: torch.device,
+        timeout_s: float | None,
+        dynamic: bool,
+        clock: Clock,
+    ):
+        self._schedule, self._group, self.timeout_s = schedule, group, timeout_s
+        self._dynamic, self._trains = dynamic, schedule.has_backward
+        self._index, self._knows = group.rank(), False
+        self._sends: deque[Flight] = deque()
+        self._wire = Wire(group, timeout_s)
+        place = schedule.placement
+        apart = any(a != b for a, b in pairwise(place))
+        self._headers = Headers(group, device, timeout_s, always=dynamic) if apart else None
+        self._inlets: dict[int, Inlet] = {}
+        self._outlets: dict[int, Outlet] = {}
+        self.stages: dict[int, LocalStage] = {}
+        self._join(clock)
+        self._batches: list[tuple[Action, ...]] = []
+        self._lists: dict[str, list[Step]] = {}
+
+    def limit(self, timeout_s: float | None) -> None:
+        """How long a message may take from now on."""
+        self.timeout_s = timeout_s
+        self._wire.limit(timeout_s)
+        if self._headers is not None:
+            self._headers.limit(timeout_s)
+
+    # -- the life of a run ---------------------------------------------------------------
+
+    def begin(self) -> list[Step]:
+        """The list for this run."""
+        if not self._knows:
+            return self._list("learning", lambda: _in_one_order(self._schedule), self._add_batch)
+        if not self._wire.is_direct or calls.checks:
+            return self._list("batched", lambda: self._schedule, self._add_batch)
+        ahead = lambda: receives_ahead(self._schedule, self._ahead())  # noqa: E731
+        return self._list("ahead", ahead, self._add_early)
+
+    def end(self) -> None:
+        """Wait for what is under way."""
+        while self._sends:
+            self._sends.popleft().wait()
+        if self._headers is not None:
+            self._headers.settle()
+        self._knows = not self._dynamic
+
+    def reset(self) -> None:
+        """Let go of everything; after an exception, also of what is under way."""
+        self._sends.clear()
+        for part in (*self.stages.values(), *self._inlets.values(), *self._outlets.values()):
+            part.reset()
+
+    def _ahead(self) -> int:
+        """As all messages here are known, how early to post receives."""
+        sides = (*self._inlets.values(), *self._outlets.values())
+        largest = max((t.num_bytes for side in sides for t in side.templates if t), default=0)
+        return max(AHEAD, AHEAD_BYTES // max(1, largest))
+
+    # -- stages and boundaries -----------------------------------------------------------
+
+    def _join(self, clock: Clock) -> None:
+        schedule, ranks, num = (
+            self._schedule,
+            ranks_of(self._group),
+            self._schedule.num_microbatches,
+        )
+        place, before = schedule.placement, None
+        for s in schedule.stages_of(self._index):
+            outputs: list[Message] = [None] * num
+            entrance = exit = None
+            if s > 0 and place[s - 1] == self._index:
+                entrance = before
+            elif s > 0:
+                entrance = Inlet(num, self._trains, ranks[place[s - 1]], self._headers)
+                self._inlets[s] = entrance
+            if s < schedule.num_stages - 1 and place[s + 1] == self._index:
+                before = exit = Handover(num, self._trains, outputs)
+            elif s < schedule.num_stages - 1:
+                exit = Outlet(s, outputs, ranks[place[s + 1]], self._headers)
+                self._outlets[s] = exit
+            self.stages[s] = LocalStage(s, outputs, entrance, exit, clock)
+
+    # -- making the lists ----------------------------------------------------------------
+
+    def _list(
+        self, name: str, schedule: Callable[[], Schedule], add: Callable[..., None]
+    ) -> list[Step]:
+        if name not in self._lists:
+            steps = self._lists[name] = []
+            for step in schedule().programs[self._index]:
+                messages = step.actions if isinstance(step, Batch) else (step,)
+                if messages[0].kind.is_message:
+                    add(steps, step, messages)
+                else:
+                    self._add_computation(steps, messages[0])
+        return self._lists[name]
+
+    def _add_computation(self, steps: list[Step], action: Action) -> None:
+        s, kind, m = action
+        stage = self.stages[s]
+        if kind is Kind.F and s in self._inlets:
+            steps.append((self._inlets[s].arrive, m, Action(s, Kind.RECV_F, m), WAITS))
+        elif kind.gives_gradient and s in self._outlets:
+            steps.append((self._outlets[s].arrive, m, Action(s, Kind.RECV_B, m), WAITS))
+        do = {
+            Kind.F: stage.forward if self._trains else stage.evaluate,
+            Kind.B: stage.backward,
+            Kind.I: stage.backward_input,
+            Kind.W: stage.backward_weight,
+        }[kind]
+        steps.append((do, m, action, COMPUTES))
+
+    def _add_early(self, steps: list[Step], _: object, messages: Sequence[Action]) -> None:
+        for action in messages:
+            _, kind, m = action
+            side = self._side(action)
+            if not kind.is_send:
+                do: Callable[[int], object] = partial(side.receive, self._wire)
+            elif kind is Kind.SEND_F and self._trains:
+                do = partial(side.announce_and_send, self._wire)
+            else:
+                do = partial(self._send_for_good, side)
+            steps.append((do, m, action, BEGINS))
+
+    def _add_batch(
+        self, steps: list[Step], step: Action | Batch, messages: tuple[Action, ...]
+    ) -> None:
+        steps.append((self._exchange, len(self._batches), step, BEGINS))
+        self._batches.append(messages)
+
+    def _side(self, action: Action) -> Inlet | Outlet:
+        sides = self._inlets if action.kind in (Kind.RECV_F, Kind.SEND_B) else self._outlets
+        return sides[action.stage]
+
+    # -- messages ------------------------------------------------------------------------
+
+    def _send_for_good(self, side: Inlet | Outlet, m: int) -> None:
+        """A message for which nothing comes back that would say that it has left."""
+        if isinstance(side, Outlet):
+            side.announce(m)
+        self._await_later(side.send(self._wire, m))
+        if isinstance(side, Outlet):
+            side.let_go(m)
+
+    def _await_later(self, flight: Flight) -> None:
+        if len(self._sends) == SENDS_KEPT:
+            self._sends.popleft().wait()
+        self._sends.append(flight)
+
+    def _exchange(self, index: int) -> None:
+        """All messages of a batch as one; headers before, where one is due."""
+        messages = self._batches[index]
+        for action in messages:
+            side, m, calls.action = self._side(action), action.microbatch, action
+            if action.kind is Kind.SEND_F:
+                side.announce(m)
+            elif action.kind is Kind.RECV_F and not side.knows(m):
+                side.learn(m)
+        post = Post(self._group, self.timeout_s)
+        for action in messages:
+            calls.action = action
+            self._begin(action, self._side(action), post)
+        post.go()
+
+    def _begin(self, action: Action, side: Inlet | Outlet, post: Post) -> None:
+        m = action.microbatch
+        if not action.kind.is_send:
+            side.receive(post, m)
+            return
+        flight = side.send(post, m)
+        if action.kind is Kind.SEND_B or not self._trains:
+            self._await_later(flight)
+        if not self._trains:
+            side.let_go(m)
+
+
+def _in_one_order(schedule: Schedule) -> Schedule:
+    """Messages placed anew along one order, neighbours batched, those with a header received alone:
+    who waits for a header holds back nothing else."""
+    programs: list[tuple[Action | Batch, ...]] = []
+    for program in add_messages(schedule).programs:
+        steps: list[Action | Batch] = []
+        for batched, group in groupby(program, _may_be_batched):
+            actions = list(group)
+            if batched and len(actions) > 1:
+                steps.append(Batch(tuple(sorted(actions, key=lambda a: a.kind.is_send))))
+            else:
+                steps += actions
+        programs.append(tuple(steps))
+    return replace(schedule, programs=tuple(programs))
+
+
+def _may_be_batched(action: Action) -> bool:
+    return action.kind.is_message and action.kind is not Kind.RECV_F
+
+
+def within(context: Callable[[], AbstractContextManager[object]], step: Step) -> Step:
+    """The same step, inside a context."""
+    do, m, action, what = step
+
+    def inside(m: int) -> None:
+        with context():
+            do(m)
+
+    return inside, m, action, what

@@ -1,0 +1,58 @@
+"""Weights that several pipe ranks hold: an embedding on the first stage that is the head's on the
+last.
+
+One rule: such a weight has one layout that lists all its holders. Whoever takes layouts then does
+the rest: NaiveDDP and ZeroOptimizer start the copies alike and sum their gradients when the step's
+messages have gone, `clip_grad_norm_` counts it once, checkpoints store it once.
+"""
+
+from typing import cast
+
+from torch import nn
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.groups import on_cpu
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.tpc import resolve_group
+from torchdistpackage.errors import ScheduleError
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.parallel.tensor.collect import collect
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def tie(stage: nn.Module, *, group: Group | None = None, **weights: str) -> dict[str, Layout]:
+    """Layouts of the parameters of `stage`, by their names in it; all pipe ranks call it together.
+
+    stage: of this rank; of several, a ModuleList, in which ties are one Parameter.
+    weights: a name of your choice = the parameter's name in `stage`, on each rank that holds it:
+        `tie(stage, words="embedding.weight")` on the first, `tie(stage, words="head.weight")` on
+        the last, `tie(stage)` between. group: pipe ranks; default tpc's.
+
+    Raises:
+        ScheduleError: on every rank: no such parameter, one holder, or unequal shapes.
+    """
+    group = resolve_group(group, "pipe")
+    layouts = collect(stage)
+    known: Shapes = {w: layouts[name].shape for w, name in weights.items() if name in layouts}
+    unknown = [name for name in weights.values() if name not in layouts]
+    problem = f"{type(stage).__name__} has no parameter {', '.join(unknown)}" if unknown else ""
+    told = cast(
+        list[tuple[Shapes, str]], primitives.gather_objects((known, problem), on_cpu(group))
+    )
+    if texts := [f"pipe rank {i}: {text}" for i, (_, text) in enumerate(told) if text]:
+        raise ScheduleError("; ".join(texts))
+    for weight in sorted({w for shapes, _ in told for w in shapes}):
+        held = {i: shapes[weight] for i, (shapes, _) in enumerate(told) if weight in shapes}
+        if len(held) == 1 or len(set(held.values())) > 1:
+            raise ScheduleError(
+                f"tied weight {weight}: its shapes by pipe rank are {held}; name it on two ranks "
+                f"or more, with one shape"
+            )
+        if weight in weights:
+            name = weights[weight]
+            layouts[name] = layouts[name].named(weight).on(*held)
+    return {
+        name: layout if layout.stages else layout.named(f"{group.rank()}.{name}").on(group.rank())
+        for name, layout in layouts.items()
+    }

@@ -1,0 +1,94 @@
+"""Schedules in the CSV format of torch.distributed.pipelining, in and out.
+
+A line is a pipe rank, a cell an action (`2F0`), an empty cell nothing. Only the computations
+count: messages in a file are laid out for whoever wrote it, and are placed anew here.
+"""
+
+import csv
+import io
+import re
+
+from torchdistpackage.errors import ScheduleError
+from torchdistpackage.schedule.actions import (
+    Action,
+    Program,
+    Schedule,
+    flatten,
+    parse_action,
+)
+from torchdistpackage.schedule.check import check, check_computations
+from torchdistpackage.schedule.passes import add_messages, fuse_messages
+
+_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+# Sharded parameters gather, free and reduce themselves here: hooks see when, not the schedule.
+_OF_PARAMETERS = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+
+
+def to_csv(schedule: Schedule, *, messages: bool = False) -> str:
+    """One line a pipe rank, as torch's `_load_csv` reads it.
+
+    messages: list them too (torch's format "compute_comms"), one by one in an order in which
+        nobody waits for ever; else only what computes ("compute_only"): torch adds its own.
+    """
+    if messages:
+        schedule = add_messages(schedule)
+    lines = (
+        ",".join(str(a) for a in flatten(program) if messages or not a.kind.is_message)
+        for program in schedule.programs
+    )
+    return "".join(f"{line}\n" for line in lines)
+
+
+def from_csv(text: str, name: str = "custom") -> Schedule:
+    """The schedule of `to_csv` or of torch's `_dump_csv`, with messages, fused and checked.
+
+    The line of a stage's actions is its place; there are as many stages and microbatches as the
+    highest numbers say. An overlapped pair counts as its two actions, one after the other.
+
+    Raises:
+        ScheduleError: a cell does not read (the text names line and cell), a stage is on two
+            lines, or the schedule is incomplete or out of order.
+    """
+    programs = tuple(
+        _program(line, row) for line, row in enumerate(csv.reader(io.StringIO(text.strip())), 1)
+    )
+    if not programs:
+        raise ScheduleError(f"{name}: no line; a line lists the actions of one pipe rank")
+    line_of: dict[int, int] = {}
+    for line, program in enumerate(programs, 1):
+        for action in flatten(program):
+            if line_of.setdefault(action.stage, line) != line:
+                raise ScheduleError(
+                    f"line {line}: {action} is of stage {action.stage}, which line "
+                    f"{line_of[action.stage]} runs; keep a stage on one line"
+                )
+    num_stages = max(line_of) + 1
+    if missing := sorted(set(range(num_stages)) - line_of.keys()):
+        raise ScheduleError(
+            f"{name}: the highest stage is {num_stages - 1} but no line runs stage "
+            f"{', '.join(map(str, missing))}; number the stages from 0 without holes"
+        )
+    placement = tuple(line_of[stage] - 1 for stage in range(num_stages))
+    num_microbatches = 1 + max(a.microbatch for program in programs for a in flatten(program))
+    schedule = Schedule(name, num_stages, num_microbatches, placement, programs)
+    check_computations(schedule)
+    whole = fuse_messages(add_messages(schedule))
+    check(whole)
+    return whole
+
+
+def _program(line: int, row: list[str]) -> Program:
+    actions = [action for i, cell in enumerate(row, 1) for action in _cell(line, i, cell.strip())]
+    if not actions:
+        raise ScheduleError(f"line {line}: no action; a line lists those of one pipe rank")
+    return tuple(actions)
+
+
+def _cell(line: int, number: int, text: str) -> list[Action]:
+    overlap = _OVERLAP.fullmatch(text)
+    parts = [part.strip() for part in overlap[1].split(";")] if overlap else [text]
+    try:
+        actions = [parse_action(p) for p in parts if p and not _OF_PARAMETERS.fullmatch(p)]
+    except ScheduleError as error:
+        raise ScheduleError(f"line {line}, cell {number}: {error}") from error
+    return [action for action in actions if not action.kind.is_message]

@@ -1,0 +1,169 @@
+"""The computations of one step as numbers, so that orders can be made and timed by the hundred.
+
+One rule: computation (kind, stage, microbatch) is one int, an `Order` holds for each rank the
+list of its ints, and all that timing needs is looked up in flat lists. Messages have no number:
+they leave when their action ends and arrive their cost later, and hold up nobody.
+"""
+
+import math
+from itertools import repeat
+
+from torchdistpackage.errors import ScheduleError
+from torchdistpackage.schedule.actions import Action, Kind, Schedule, flatten
+from torchdistpackage.schedule.costs import StageCosts
+
+Order = list[list[int]]
+"""For each rank its computations, as numbers of a `Work`."""
+
+FORWARD, INPUT, WEIGHT, BACKWARD = range(4)
+"""F, I, W and B, in the order in which `Work` numbers them."""
+
+_KINDS = (Kind.F, Kind.I, Kind.W, Kind.B)
+
+
+class Work:
+    """What the ranks of a pipe have to compute in one step, and what it costs.
+
+    Number of a computation: `kind * size + stage * num_microbatches + microbatch`, where `size` is
+    stages times microbatches. B ends where I would: it takes the place of an I and its W.
+
+    placement: for each stage its rank. costs: as many stages.
+    """
+
+    def __init__(
+        self, placement: tuple[int, ...], num_microbatches: int, costs: StageCosts | None = None
+    ) -> None:
+        self.placement = placement
+        self.num_stages = len(placement)
+        self.num_ranks = max(placement) + 1
+        self.num_microbatches = m = num_microbatches
+        self.costs = StageCosts.of(costs or StageCosts.uniform(len(placement)), len(placement))
+        self.size = size = self.num_stages * m
+        rows = (self.costs.forward, self.costs.input, self.costs.weight, self.costs.backward)
+        self.cost = [x for row in rows for x in row for _ in range(m)]
+        self.tiny = 1e-9 * max(self.cost)
+        """Times that differ by no more than this are the same but for rounding."""
+        # What a computation waits for and what it hands on are slots: F of (stage, microbatch)
+        # fills slot stage * m + microbatch, I and B the one `size` further, W nobody's.
+        forwards, gradients = range(size), range(size, 2 * size)
+        self.gives = [*forwards, *gradients, *range(2 * size, 3 * size), *gradients]
+        # The last stage's gradients come from its own forwards, all others from the stage after.
+        after = [*range(size + m, 2 * size), *range(size - m, size)]
+        self.needs = [*repeat(-1, m), *range(size - m), *after, *repeat(-1, size), *after]
+        self.delay = [0.0] * (3 * size)
+        for stage in range(self.num_stages - 1):
+            if placement[stage] != placement[stage + 1]:
+                message = self.costs.message[stage]
+                there, back = stage * m, size + (stage + 1) * m
+                self.delay[there : there + m] = self.delay[back : back + m] = [message] * m
+        self.stages = [
+            [s for s, rank in enumerate(placement) if rank == r] for r in range(self.num_ranks)
+        ]
+
+    def number(self, kind: int, stage: int, microbatch: int) -> int:
+        return kind * self.size + stage * self.num_microbatches + microbatch
+
+    def arrivals(self, order: Order) -> tuple[list[float], list[float]]:
+        """When each rank ends, and when what each slot holds is there for who needs it.
+
+        All ends are infinite if ranks wait for each other.
+        """
+        needs, gives, cost, delay = self.needs, self.gives, self.cost, self.delay
+        arrived = [-1.0] * (3 * self.size)
+        waiting = [-1] * (3 * self.size)
+        clock, at = [0.0] * len(order), [0] * len(order)
+        runnable = list(range(len(order)))
+        while runnable:
+            rank = runnable.pop()
+            now, i, program = clock[rank], at[rank], order[rank]
+            for number in program[i:] if i else program:
+                need = needs[number]
+                if need >= 0:
+                    arrival = arrived[need]
+                    if arrival < 0:
+                        waiting[need] = rank
+                        break
+                    if arrival > now:
+                        now = arrival
+                now += cost[number]
+                slot = gives[number]
+                arrived[slot] = now + delay[slot]
+                if waiting[slot] >= 0:
+                    runnable.append(waiting[slot])
+                i += 1
+            clock[rank], at[rank] = now, i
+        stuck = any(i < len(program) for i, program in zip(at, order, strict=True))
+        return ([math.inf] * len(order) if stuck else clock), arrived
+
+    def makespan(self, order: Order) -> float:
+        """From the start of the first computation to the end of the last."""
+        return max(self.arrivals(order)[0])
+
+    def lowest_makespan(self) -> float:
+        """That no order goes below: a rank waits for its first input, then computes all it has.
+
+        What splitting a backward costs more than the whole is not counted.
+        """
+        c, m = self.costs, self.num_microbatches
+        whole = [
+            f + min(b, i + w)
+            for f, b, i, w in zip(c.forward, c.backward, c.input, c.weight, strict=True)
+        ]
+        starts = [0.0] * self.num_stages
+        for s in range(1, self.num_stages):
+            starts[s] = starts[s - 1] + c.forward[s - 1] + self.delay[(s - 1) * m]
+        return max(starts[mine[0]] + m * sum(whole[s] for s in mine) for mine in self.stages)
+
+    def held(self, order: Order, weights: tuple[float, ...] | None = None) -> list[float]:
+        """For each rank the most that it holds: of each F until its B, or its W if split.
+
+        weights: what a microbatch of each stage counts; 1 if left out.
+        """
+        m, size = self.num_microbatches, self.size
+        weight = [x for x in weights or (1,) * self.num_stages for _ in range(m)]
+        peaks: list[float] = []
+        for program in order:
+            now = peak = 0.0
+            for number in program:
+                if number < size:
+                    now += weight[number]
+                    if now > peak:
+                        peak = now
+                elif number >= 2 * size:
+                    now -= weight[number % size]
+            peaks.append(peak)
+        return peaks
+
+    def schedule(self, name: str, order: Order) -> Schedule:
+        """The order as a Schedule, computations only."""
+        m = self.num_microbatches
+        actions = [
+            Action(stage, kind, k) for kind in _KINDS for stage in range(self.num_stages)
+            for k in range(m)
+        ]  # fmt: skip
+        programs = tuple(tuple(actions[number] for number in program) for program in order)
+        return Schedule(name, self.num_stages, m, self.placement, programs)
+
+    def order(self, schedule: Schedule) -> Order:
+        """A schedule's computations as numbers; its messages are left out.
+
+        Raises:
+            ScheduleError: the schedule is of other stages or microbatches.
+        """
+        if (schedule.placement, schedule.num_microbatches) != (
+            self.placement,
+            self.num_microbatches,
+        ):
+            raise ScheduleError(
+                f"{schedule.name} places {schedule.num_microbatches} microbatches on ranks "
+                f"{schedule.placement}, not {self.num_microbatches} on {self.placement}"
+            )
+        index = {kind: i for i, kind in enumerate(_KINDS)}
+        return [
+            [
+                self.number(index[a.kind], a.stage, a.microbatch)
+                for a in flatten(program)
+                if not a.kind.is_message
+            ]
+            for program in schedule.programs
+        ]

@@ -1,0 +1,79 @@
+"""The timeline of a recorded step beside its simulation: the reason for the gap, and what stays.
+
+One rule: a step is recorded where the log has a line, by the pipe group of rank 0 alone; all other
+steps, and all other ranks, pay nothing. Rank 0 keeps the last one: a picture, predicted above
+measured, and the costs, from which `pipeline.schedule: auto` finds a better order for the next run.
+"""
+
+from pathlib import Path
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.primitives import ranks_of
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.schedule.costs import StageCosts
+from torchdistpackage.schedule.costs_file import PieceCosts, costs_text
+from torchdistpackage.schedule.draw import svg_pair
+from torchdistpackage.schedule.gap import Gap, gap_of
+from torchdistpackage.schedule.measured import costs_of
+from torchdistpackage.schedule.simulate import Span
+from torchdistpackage.train.plan import Plan
+from torchdistpackage.train.step import Trainer
+
+PICTURE, COSTS = "pipeline.svg", "costs.yaml"
+
+
+class Recorder:
+    """Of one run; made and called by every rank alike."""
+
+    def __init__(self, trainer: Trainer):
+        config = trainer.plan.config
+        self._trainer, self._every = trainer, config.log.every
+        self._last = config.train.steps
+        self._step = 0
+        self._rows: list[list[Span]] = []
+        self._gap: Gap | None = None
+        self.records = False
+        if config.parallel.pipe > 1:
+            self._group = tpc.get_group("pipe")
+            self.records = 0 in ranks_of(self._group)
+
+    def is_due(self, step: int) -> bool:
+        """Whether this rank is to record `step`."""
+        return self.records and (step % self._every == 0 or step == self._last)
+
+    def take(self, step: int) -> Gap | None:
+        """What the recorded step shows, on rank 0. All ranks that recorded it call this."""
+        found = primitives.gather_objects(self._trainer.executor.spans, self._group)
+        if self._trainer.rank != 0:
+            return None
+        self._rows = [row for row in found if isinstance(row, list)]
+        self._step, self._gap = step, gap_of(self._trainer.plan.schedule, self._rows)
+        return self._gap
+
+    def write(self, folder: Path) -> tuple[str, ...]:
+        """Leave picture and costs in the run folder; the names of what was written."""
+        if self._gap is None:
+            return ()
+        plan = self._trainer.plan
+        costs = costs_of(self._rows, plan.schedule.num_stages)
+        note = f"seconds, measured in step {self._step} of {plan.config.run.name}"
+        (folder / PICTURE).write_text(svg_pair(self._gap.predicted, self._gap.measured))
+        (folder / COSTS).write_text(costs_text(costs, piece_costs(plan, costs), note))
+        return PICTURE, COSTS
+
+
+def piece_costs(plan: Plan, costs: StageCosts) -> dict[str, PieceCosts]:
+    """The time of each stage shared out to its pieces as their computation is, evenly if there is
+    none; nothing of a user's own model."""
+    if plan.model is None or plan.shape is None:
+        return {}
+    computation = plan.model.piece_costs(plan.shape)
+    found: dict[str, PieceCosts] = {}
+    for stage, span in enumerate(plan.stages):
+        whole = sum(computation[i] for i in span)
+        for i in span:
+            share = computation[i] / whole if whole else 1 / len(span)
+            found[plan.pieces[i]] = PieceCosts(
+                costs.forward[stage] * share, costs.backward[stage] * share
+            )
+    return found
