@@ -2,15 +2,15 @@
 
 To read in this order.
 
-What users call   pipeline (`Pipeline`, in a loop of your own), forward_backward (around functions).
+What users call   pipeline (`Pipeline`, for loops of your own), forward_backward (for functions).
                   Under both: order (which schedule), own_stages, stage_call and one_pass (what a
-                  stage is called with), microbatches, agreement (mistakes, before anything is sent),
-                  envelope (skips), reducing and ties (gradients over replicas and over stages).
+                  stage is called with), microbatches, agreement (mistakes, before anything is
+                  sent), envelope (skips), reducing and ties (gradients over replicas and stages).
 The executor      executor (runs one rank's program), steps (the program as bound functions),
                   local_stage, boundary (what crosses between stages), clock, recording.
 Backwards         split_backward (I and W) on backward_graph and weight_gradients; reduction (tells
                   the reducer which backward is the last).
-Where to cut      split (on costs, on paper), piece_cost, profile (measured), partition (policies by
-                  name), flatten, stage (a Sequential), traced (any model, by torch.fx), hugging_face.
+Where to cut      split (on costs, on paper), piece_cost, profile (measured), partition (policies
+                  by name), flatten, stage (a Sequential), traced (by torch.fx), hugging_face.
 By hand           p2p with moves and tensor_parts: messages under the names of the earlier package.
 """
