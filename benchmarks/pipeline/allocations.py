@@ -1,21 +1,14 @@
-"""What a step allocates in Python for a microbatch, as tracemalloc counts it.
+"""What a step allocates in Python for a microbatch of its steady state (held.py)."""
 
-The most that a step holds at once beyond what was there before it, in bytes; what a step of twice
-the microbatches adds to that is what a microbatch of the steady state costs. Collection is off.
-"""
-
-import gc
 import os
-import tracemalloc
 from collections.abc import Sequence
-
-import torch.distributed as dist
 
 from benchmarks.data_parallel.link import Link, enter
 from benchmarks.pipeline.bars import PEER
 from benchmarks.pipeline.cases import PRELOAD
-from benchmarks.pipeline.models import CASES
-from benchmarks.pipeline.sides import SIDES, Running, Task
+from benchmarks.pipeline.held import bytes_per_microbatch
+from benchmarks.pipeline.models import CASES, Case
+from benchmarks.pipeline.sides import SIDES, Task
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.launch.local import run_local
 
@@ -24,20 +17,16 @@ PAIRS = {
     "interleaved": "torch Interleaved1F1B",
     "interleaved-zb": "torch InterleavedZeroBubble",
 }
-FEW, MANY = 16, 32
-TRIES = 5
+M = 32
+TRIES = 3
 
 
 def measure(link: Link, rounds: int) -> dict:
     """rows: bytes by side, of the busier rank. bars: ours against torch's."""
     env = {**link.env, "OMP_NUM_THREADS": "1"}
     ranks = run_local(rank_main, (link.hosts,), num_procs=2, preload=PRELOAD, env=env)
-    held = {side: [max(r[side][i] for r in ranks) for i in (0, 1)] for side in ranks[0]}
-    each = {side: (many - few) / (MANY - FEW) for side, (few, many) in held.items()}
-    rows = {
-        side: {f"m {FEW}": few, f"m {MANY}": many, "a microbatch": f"{each[side]:.0f}"}
-        for side, (few, many) in held.items()
-    }
+    each = {side: max(rank[side] for rank in ranks) for side in ranks[0]}
+    rows = {side: {f"m {M}": f"{found:.0f}"} for side, found in each.items()}
     bars = {
         f"Python bytes a microbatch, {side} / {peer}": {
             "ratio": each[side] / each[peer],
@@ -48,31 +37,21 @@ def measure(link: Link, rounds: int) -> dict:
     return {"rows": rows, "bars": bars}
 
 
-def rank_main(hosts: Sequence[str]) -> dict[str, tuple[int, int]]:
+def linears(placement: tuple[int, ...]) -> Case:
+    """tiny, one piece a stage: little else than the runtime allocates."""
+    tiny, num = CASES["tiny"], len(placement)
+    cuts = {placement: tuple(range(1, num))}
+    return Case(lambda: tiny.chain()[:num], tiny.draw, tiny.loss, cuts)
+
+
+def rank_main(hosts: Sequence[str]) -> dict[str, float]:
+    """By side, the least of a few tries."""
     enter(hosts[int(os.environ["RANK"])])
     setup_distributed()
     found = {}
     for side in (name for pair in PAIRS.items() for name in pair):
-        made = [SIDES[side].make(Task(CASES["tiny"], m, ())) for m in (FEW, MANY)]
-        found[side] = tuple(_most_bytes(running) for running in made)
+        made = SIDES[side].make(Task(linears(SIDES[side].placement), M, ()))
+        tries = (bytes_per_microbatch(made.step, made.stages[0], M) for _ in range(TRIES))
+        found[side] = min(tries)
     leave()
     return found
-
-
-def _most_bytes(running: Running) -> int:
-    """The least of a few steps, after two that warm up."""
-    for _ in range(2):
-        running.step()
-    gc.collect()
-    gc.disable()
-    tracemalloc.start()
-    found = []
-    for _ in range(TRIES):
-        dist.barrier()
-        tracemalloc.reset_peak()
-        before = tracemalloc.get_traced_memory()[0]
-        running.step()
-        found.append(tracemalloc.get_traced_memory()[1] - before)
-    tracemalloc.stop()
-    gc.enable()
-    return min(found)

@@ -74,12 +74,22 @@ class Side:
 def own(task: Task, placement: Sequence[int], ranges: Sequence[range]) -> dict[int, nn.Module]:
     """This rank's stages by number."""
     rank, chain = dist.get_rank(), task.case.chain()
-    return {s: Stage(chain, ranges[s]) for s, place in enumerate(placement) if place == rank}
+    return {
+        s: Stage(chain, ranges[s]) if len(ranges[s]) > 1 else chain[ranges[s].start]
+        for s, place in enumerate(placement)
+        if place == rank
+    }
 
 
 def ours(
-    task: Task, placement: Sequence[int], ranges: Sequence[range], *, schedule: str
+    task: Task,
+    placement: Sequence[int],
+    ranges: Sequence[range],
+    *,
+    schedule: str,
+    check: bool = False,
 ) -> Running:
+    """check: whether ranks compare what they bring before each step, which torch's do not."""
     stages, m = own(task, placement, ranges), task.num_microbatches
     costs = stage_costs(task.costs, ranges) if schedule == "auto" else None
     pipe = Pipeline(
@@ -90,6 +100,7 @@ def ours(
         chunks=len(placement) // 2,
         group=dist.group.WORLD,
         costs=costs,
+        check=check,
     )
     x, y = task.case.draw(m)
     args = (x,) if 0 in stages else ()
@@ -109,9 +120,10 @@ def bare(
     def forward(s: int, i: int, received: Message) -> Message:
         x = (xs[i],) if s == 0 else received if isinstance(received, tuple) else (received,)
         output = stages[s](*x)
-        return task.case.loss(output, ys[i]) / m if s == last else output
+        return task.case.loss(output, ys[i]) if s == last else output
 
-    return Running(lambda: executor.run(forward), list(stages.values()))
+    weights = [1 / m] * m
+    return Running(lambda: executor.run(forward, weights=weights), list(stages.values()))
 
 
 def torchs(
@@ -166,6 +178,7 @@ SIDES = {
     ),
     "torch ZBVZeroBubble": Side(partial(torchs, schedule=ScheduleZBVZeroBubble), VEE),
     "1f1b": Side(partial(ours, schedule="1f1b"), TWO),
+    "1f1b, checked": Side(partial(ours, schedule="1f1b", check=True), TWO),
     "1f1b, executor": Side(partial(bare, schedule="1f1b"), TWO),
     "1f1b, cut by time": Side(partial(ours, schedule="1f1b"), TWO, by_time=True),
     "interleaved": Side(partial(ours, schedule="interleaved"), LOOP),

@@ -30,7 +30,7 @@ def page(results: Mapping) -> str:
     for title, part in (
         ("Bubbles of gpt, unshaped", "bubble"),
         ("Peak resident memory of a rank, gpt with 4 sequences a microbatch, MB", "memory"),
-        ("Python bytes held at the worst moment of a step, tiny", "allocations"),
+        ("Python bytes allocated for a microbatch, tiny", "allocations"),
     ):
         if found := results.get(part, {}).get("rows"):
             lines += [f"\n## {title}\n", *rows(found)]

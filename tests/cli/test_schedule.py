@@ -13,10 +13,12 @@ import pytest
 from torchdistpackage.cli.main import main
 from torchdistpackage.schedule.actions import Kind
 from torchdistpackage.schedule.costs import StageCosts
+from torchdistpackage.schedule.costs_file import read_costs
 from torchdistpackage.schedule.csv import from_csv, to_csv
 from torchdistpackage.schedule.draw import table
 from torchdistpackage.schedule.generate import GENERATORS, build
 from torchdistpackage.schedule.simulate import simulate
+from torchdistpackage.schedule.synthesize import synthesize
 
 PAGE = Path(__file__).parents[2] / "docs" / "pipeline_schedules.md"
 UNEVEN = StageCosts((1, 2, 1.5), (2, 4, 3), (1, 2, 1.5), (1, 2, 1.5), (0.5, 0.5, 0.5))
@@ -158,9 +160,14 @@ def test_the_csv_has_a_row_for_each_rank_and_is_read_back(tmp_path, capsys):
 def test_a_csv_of_other_sizes_than_asked_is_refused(tmp_path, capsys):
     path = tmp_path / "own.csv"
     path.write_text(to_csv(build("1f1b", 3, 6)))
-    for option, asked, found in (("--stages", 2, 3), ("--microbatches", 4, 6), ("--chunks", 2, 1)):
+    for option, asked, found in (
+        ("--stages", 2, "3 pipe ranks"),
+        ("--microbatches", 4, "6 microbatches"),
+        ("--chunks", 2, "1 stages on each"),
+    ):
         assert main(["schedule", str(path), option, str(asked)]) == 2
-        assert f"{path} has {option} {found}, not {asked}" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert f"{path} has {found}, not {asked}; leave {option} out" in said
     assert main(["schedule", str(path), "--stages", "3", "--microbatches", "6"]) == 0
 
 
@@ -190,10 +197,28 @@ def test_counts_below_one_are_refused_with_the_numbers(capsys):
     assert "0 ranks, 8 microbatches" in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_written_is_named(tmp_path, capsys):
-    path = tmp_path / "none" / "a.svg"
-    assert main([*sized("1f1b", 2, 2), "--svg", str(path)]) == 2
-    assert f"tdp: {path} cannot be written: No such file" in capsys.readouterr().err
+def test_a_file_that_cannot_be_written_is_named_and_nothing_is_shown(tmp_path, capsys):
+    for path, said in (
+        (tmp_path / "none" / "a.svg", "No such file or directory; name a file in a folder that"),
+        (tmp_path, "Is a directory; name a file in it"),
+    ):
+        assert main([*sized("1f1b", 2, 2), "--svg", str(path)]) == 2
+        shown = capsys.readouterr()
+        assert f"tdp: {path} cannot be written: {said}" in shown.err and not shown.out
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_auto_solves_again_for_the_costs_of_a_file(chunks, tmp_path, capsys):
+    path, stages = tmp_path / "costs.yaml", 2 * chunks
+    path.write_text(f"forward: {[1.0, 3.0] * chunks}\ninput: 1\nweight: {[2.0, 1.0] * chunks}\n")
+    options = ["--costs", str(path), "--chunks", str(chunks), "--csv", str(tmp_path / "a.csv")]
+    assert main([*sized("auto", 2, 5), *options]) == 0
+    costs = read_costs(path).of(stages)
+    best = synthesize(2, 5, costs, chunks=chunks)
+    assert f"total              {simulate(best, costs).total:g} units" in capsys.readouterr().out
+    assert (tmp_path / "a.csv").read_text() == to_csv(best)
+    assert main([*sized("auto", 2, 5)[:-1], "0"]) == 2
+    assert "0 microbatches" in capsys.readouterr().err
 
 
 def test_the_page_is_right(capsys):

@@ -58,6 +58,12 @@ def there_and_back(group: dist.ProcessGroup) -> None:
                 assert torch.equal(x[inside], total[inside]), (bounds, dtype, wire)
                 assert (x[bounds[-1] :] == -1).all(), "beyond the bounds"
 
+                if dtype.is_floating_point:
+                    x = torch.full_like(total, -1)
+                    own = total[mine].double()
+                    expect_gather_slices(x, bounds, group, wire=wire, mine=own)().wait()
+                    assert torch.equal(x[inside], total[inside]), (bounds, dtype, wire)
+
 
 def over(ranks: list[int]) -> None:
     if dist.get_rank() in ranks:

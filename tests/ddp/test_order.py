@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchdistpackage.ddp.buckets import Entry, plan
-from torchdistpackage.ddp.order import CAPS_BYTES, FIRST_BYTES, MIB, Wire, choose, coming, end_s
+from torchdistpackage.ddp.order import MIB, SIZES_BYTES, Wire, choose, coming, end_s
 
 times = st.dictionaries(st.integers(0, 9), st.floats(0, 1), max_size=10)
 GBIT = Wire(bytes_per_s=119e6, call_s=0.0007)
@@ -56,8 +56,8 @@ def test_what_is_chosen_is_about_as_good_as_any_other(layers, bytes_per_s, call_
 
     assert best.first_bytes is not None and best.order == order
     mine = took_s(best.cap_bytes, best.first_bytes)
-    for cap in CAPS_BYTES[::2]:
-        assert mine <= 1.006 * min(took_s(cap, first) for first in FIRST_BYTES if first <= cap)
+    for cap in SIZES_BYTES[::2]:
+        assert mine <= 1.006 * min(took_s(cap, first) for first in SIZES_BYTES if first <= cap)
 
 
 def test_a_slow_wire_begins_with_a_small_bucket_and_goes_on_with_large_ones():

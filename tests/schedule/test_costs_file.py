@@ -45,6 +45,7 @@ def test_pieces_time_any_cut_and_split_as_the_stages_did(file):
     costs = found.of_cut([("embed",), ("a",), ("head",), ()])
     assert costs.forward == (0.5, 0.5, 2.0, 0.0) and costs.backward == (1.0, 1.0, 3.0, 0.0)
     assert costs.message == (0.25,) * 4
+    assert found.weights(("head", "embed")) == [5.0, 1.5]
     # halves of the file are 6 for backwards of 5, of which 4 are inputs
     assert costs.input == pytest.approx((0.8, 0.8, 2.4, 0.0))
     assert costs.weight == pytest.approx((0.4, 0.4, 1.2, 0.0))
@@ -55,9 +56,12 @@ def test_pieces_time_any_cut_and_split_as_the_stages_did(file):
     [
         ("forward: [1, 2]", "has rows forward; it needs forward, and backward or both of input"),
         ("forward: [1, 2]\nbackward: [1, 2, 3]", "forward has 2 numbers for 3 stages; give one"),
-        ("forward: yes\nbackward: 1", "c.yaml: forward holds True; write numbers of zero or more"),
+        (
+            "forward: yes\nbackward: 1",
+            "c.yaml: forward holds True; write finite numbers of zero or more",
+        ),
         ("forward: [1, -2]\nbackward: 1", "forward holds -2"),
-        ("forward: [1, .inf]\nbackward: 1", "forward holds inf"),
+        ("forward: [1, .inf]\nbackward: 1", "forward holds inf; write finite numbers"),
         ("forwards: 1", "has unknown keys forwards; there are forward, backward"),
         ("- 1", "holds a list; costs are rows"),
         ("forward: [1", "is not YAML"),

@@ -40,6 +40,11 @@ def test_cells_may_be_empty_and_lines_may_end_with_them():
         ("", "no line; a line lists"),
         ("0F0,0B0,0F1", "missing: 0B1"),
         ("0F0,0I0", "missing: 0W0"),
+        (
+            "0F0,0B0\n1F0,1F99999999999,1B0",
+            "line 2, cell 2: 1F99999999999 is of microbatch 99999999999, but stage 1 has 2",
+        ),
+        ("0F0,99999999999F0", "highest stage is 99999999999 but no line runs stage 1, 2, 3"),
         ("0B0,0F0", "runs 0B0 at step 0 but 0F0, which it uses, only at step 1"),
         ("0F0,0F1,0B0,0B1\n1B0,1F0,1F1,1B1", "1B0 at step 0 but 1F0"),
         ("0F1,0F0,0B0,0B1\n1F0,1B0,1F1,1B1,1F1", "listed twice: 1F1"),

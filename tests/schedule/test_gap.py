@@ -168,7 +168,7 @@ def test_the_gap_is_one_line_for_a_log():
     schedule = build("1f1b", 2, 4)
     line = str(gap_of(schedule, run(schedule, StageCosts.uniform(2, 0.01, 0.01, 0.01, 0.005))))
     assert line == (
-        "1f1b: bubble 29.4% (by pipe rank 29.4% 29.4%), predicted 29.4%; the schedule alone "
+        "1f1b: bubble 29.4% (by pipe rank 29.4% 29.4%), by its costs 29.4%; the schedule alone "
         "20.0%, imbalance +0.0, message wait +9.4, host time +0.0 points"
     )
 

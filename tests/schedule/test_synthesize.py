@@ -191,6 +191,13 @@ def test_what_cannot_be_made_is_refused_with_what_to_change():
         synthesize(2, 0, costs, chunks=2)
 
 
+@pytest.mark.parametrize(("p", "m", "least"), [(1, 32, 1), (1, 3, 1), (2, 8, 2)])
+def test_of_orders_as_short_the_one_that_holds_least_is_taken(p: int, m: int, least: int):
+    costs = StageCosts.uniform(p)
+    timeline = simulate(synthesize(p, m, costs), costs)
+    assert max(timeline.peak_live_of_rank) == least
+
+
 def test_orders_are_timed_as_the_simulator_does():
     draw = random.Random(3)
     for name in GENERATORS:

@@ -3,6 +3,7 @@
 import pytest
 
 from torchdistpackage.config.load import loads
+from torchdistpackage.config.pipeline_rules import piece_names
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.costs_file import PieceCosts, costs_text
@@ -90,6 +91,94 @@ def test_without_costs_auto_goes_by_operations():
     plan = planned("pipeline.schedule=auto", "model.tied=false")
     stock = build("1f1b", 2, 8, plan.schedule.num_stages // 2)
     assert plan.timeline.total < simulate(stock, plan.pipeline.costs).total
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_per_work_done_auto_is_not_longer_than_any_stock_order(tied):
+    """A mean rank's forward is the unit of every plan, whatever its cut."""
+    words = [f"model.tied={str(tied).lower()}", "pipeline.microbatches=16"]
+    auto = planned("pipeline.schedule=auto", *words)
+    stock = {
+        name: planned(f"pipeline.schedule={name}", *words).timeline
+        for name in GENERATORS
+        if name != "forward"
+    }
+    busy = [sum(c.forward) + sum(c.backward) for c in [auto.pipeline.costs]]
+    assert busy == pytest.approx([2 * 3])  # both ranks, forward and backward
+    assert auto.schedule.num_stages == 4
+    assert auto.timeline.total <= min(t.total for t in stock.values()) * (1 + 1e-9)
+
+
+def test_of_orders_as_long_auto_takes_the_one_that_holds_least():
+    config = loads(BASE, overrides=["pipeline.schedule=auto", "parallel.pipe=1"])
+    plan = make_plan(config, 1)
+    assert plan.schedule.num_stages == 1 and plan.timeline.peak_live == (1,)
+
+
+def test_a_named_schedule_is_predicted_with_the_stages_as_they_are():
+    plan = planned("model.layers=5", "pipeline.partition=uniform", "model.tied=false")
+    assert plan.timeline.bubble > simulate(plan.schedule).bubble + 0.01
+
+
+@pytest.mark.parametrize(
+    ("text", "chunks", "stages"),
+    [
+        ("forward: [1, 1, 1, 1]\nbackward: 2", "null", 4),
+        ("forward: [1, 1, 1, 1]\nbackward: 2", "2", 4),
+        ("forward: 1\nbackward: 2", "2", 4),
+    ],
+)
+def test_costs_by_stage_leave_auto_their_own_stages(tmp_path, text, chunks, stages):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    words = ["pipeline.schedule=auto", f"pipeline.costs={path}", f"pipeline.chunks={chunks}"]
+    plan = planned(*words)
+    assert plan.schedule.num_stages == stages
+    assert plan.schedule.placement == (0, 1) * (stages // 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "said"),
+    [
+        ("forward: [1, 1]\nbackward: 2", ["chunks=2"], "forward has 2 numbers for 4 stages"),
+        ("forward: [1, 1, 1]\nbackward: 2", [], "costs of 3 stages, which parallel.pipe=2 ranks"),
+        ("forward: 1\nbackward: 2", [], "has one number for every stage"),
+    ],
+)
+def test_auto_refuses_costs_of_other_stages_than_asked_for(tmp_path, text, words, said):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    words = [f"pipeline.{word}" for word in ("schedule=auto", f"costs={path}", *words)]
+    with pytest.raises(ConfigError) as error:
+        planned(*words)
+    assert said in str(error.value)
+
+
+def test_costs_that_do_not_fit_are_said_with_their_line_among_all_errors(tmp_path):
+    (tmp_path / "c.yaml").write_text("forward: [1, 1, 1]\nbackward: 2")
+    text = f"pipeline:\n  costs: {tmp_path}/c.yaml\noptim: {{lr: -1}}\nparallel: {{pipe: 2}}"
+    with pytest.raises(ConfigError) as error:
+        loads(text, "run.yaml", world_size=2)
+    assert "2 problems" in str(error.value) and "run.yaml:3: optim.lr" in str(error.value)
+    assert f"run.yaml:2: pipeline.costs: {tmp_path}/c.yaml: forward has 3" in str(error.value)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_the_rules_know_the_pieces_of_the_model(layers):
+    config = loads(BASE, overrides=[f"model.layers={layers}", "parallel.pipe=1"])
+    assert piece_names(layers) == make_plan(config, 1).pieces
+
+
+def test_an_own_model_is_planned_by_its_measured_children(tmp_path):
+    pieces = {str(i): PieceCosts(1.0 + i, 2.0) for i in range(6)}
+    path = tmp_path / "c.yaml"
+    path.write_text(costs_text(StageCosts.uniform(2), pieces))
+    own = ["model={target: 'tests.train.sources:build', args: {width: 2}}"]
+    own += [f"pipeline.costs={path}", "pipeline.partition=time", "pipeline.schedule=auto"]
+    base = "pipeline: {microbatches: 8}\ndata: {global_batch: 64}\nparallel: {pipe: 2, data: 1}"
+    plan = make_plan(loads(base, overrides=own), 2)
+    assert plan.model is None and plan.stages == ()
+    assert plan.schedule.num_stages == 4 and sum(plan.pipeline.costs.forward) == 21.0
 
 
 @pytest.mark.parametrize(

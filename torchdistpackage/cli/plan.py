@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 
 from torchdistpackage.cli.arguments import PROCS, Config, Overrides
-from torchdistpackage.config.kinds import AUTO
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm_shape import JobShape
@@ -201,7 +200,7 @@ def _schedule(plan: Plan) -> str:
 def _by_costs(plan: Plan) -> str:
     if plan.config.pipeline.costs is not None:
         return f"   (by the costs in {plan.config.pipeline.costs})"
-    return "   (by operations)" if plan.config.pipeline.schedule == AUTO else ""
+    return "" if plan.model is None else "   (by operations)"
 
 
 def _communication(

@@ -1,5 +1,7 @@
 """`tdp schedule`: a pipeline schedule as a picture and in numbers, with no device."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -8,12 +10,13 @@ import typer
 from torchdistpackage.errors import ConfigError, ScheduleError
 from torchdistpackage.schedule import draw
 from torchdistpackage.schedule.actions import Kind, Schedule
-from torchdistpackage.schedule.costs import Costs
+from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.costs_file import read_costs
 from torchdistpackage.schedule.csv import from_csv, to_csv
 from torchdistpackage.schedule.draw_png import png
 from torchdistpackage.schedule.generate import GENERATORS, build
 from torchdistpackage.schedule.simulate import DEFAULT_COSTS, Timeline, simulate
+from torchdistpackage.schedule.synthesize import synthesize
 from torchdistpackage.schedule.trace import trace
 
 WIDEST_CELLS = 200
@@ -34,8 +37,8 @@ def schedule(
         str,
         typer.Argument(
             metavar="NAME",
-            help=f"One of {', '.join(GENERATORS)}, or a file FILE.csv in the format of "
-            "torch.distributed.pipelining.",
+            help=f"One of {', '.join(GENERATORS)}, auto (the shortest order found for the costs), "
+            "or a file FILE.csv in the format of torch.distributed.pipelining.",
         ),
     ],
     stages: Annotated[
@@ -77,11 +80,12 @@ def schedule(
     csv: Annotated[Path | None, _file("its computations, as torch reads them (CSV),")] = None,
 ) -> None:
     """Show a pipeline schedule and how long its ranks are idle."""
-    made = _schedule(name, stages, microbatches, chunks)
-    taken, words = _costs(costs, made.num_stages, forward_cost, backward_cost)
+    read, words = _costs(costs, forward_cost, backward_cost)
+    made = _schedule(name, stages, microbatches, chunks, read)
+    taken = read(made.num_stages)
     timeline = simulate(made, taken, steps)
     unit = 1.0 if costs is None and _is_whole(timeline) else _unit(timeline)
-    typer.echo("\n".join(_report(made, timeline, words, unit, steps)))
+    written: list[str] = []
     for path, content in (
         (svg, lambda: draw.svg(timeline).encode()),
         (png_file, lambda: png(timeline)),
@@ -90,16 +94,24 @@ def schedule(
     ):
         if path is not None:
             _write(path, content())
-            typer.echo(f"wrote {path}")
+            written.append(f"wrote {path}")
+    typer.echo("\n".join([*_report(made, timeline, words, unit, steps), *written]))
 
 
 def _schedule(
-    name: str, ranks: int | None, microbatches: int | None, chunks: int | None
+    name: str,
+    ranks: int | None,
+    microbatches: int | None,
+    chunks: int | None,
+    costs: Callable[[int], StageCosts],
 ) -> Schedule:
     if Path(name).suffix != ".csv":
         if ranks is None or microbatches is None:
             raise ConfigError(f"{name} needs --stages P (pipe ranks) and --microbatches M")
-        return build(name, ranks, microbatches, chunks)
+        if name != "auto":
+            return build(name, ranks, microbatches, chunks)
+        v = 1 if chunks is None else chunks
+        return synthesize(ranks, microbatches, costs(max(ranks * v, 1)), chunks=v)
     try:
         text = Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -108,30 +120,31 @@ def _schedule(
         made = from_csv(text, Path(name).stem.replace(" ", "_"))
     except ScheduleError as error:
         raise ConfigError(f"{name}: {error}") from error
-    held = {
-        "--stages": (ranks, len(made.programs)),
-        "--microbatches": (microbatches, made.num_microbatches),
-        "--chunks": (chunks, made.num_stages // len(made.programs)),
-    }
-    for option, (asked, found) in held.items():
+    held = (
+        ("--stages", "pipe ranks", ranks, len(made.programs)),
+        ("--microbatches", "microbatches", microbatches, made.num_microbatches),
+        ("--chunks", "stages on each", chunks, made.num_stages // len(made.programs)),
+    )
+    for option, words, asked, found in held:
         if asked is not None and asked != found:
-            raise ConfigError(f"{name} has {option} {found}, not {asked}; leave the option out")
+            raise ConfigError(f"{name} has {found} {words}, not {asked}; leave {option} out")
     return made
 
 
 def _costs(
-    path: Path | None, num_stages: int, forward: int | None, backward: int | None
-) -> tuple[Costs, str]:
-    """The costs, and how to say them."""
+    path: Path | None, forward: int | None, backward: int | None
+) -> tuple[Callable[[int], StageCosts], str]:
+    """The costs of so many stages, and how to say them."""
     if path is None:
         numbers = {
             Kind.F: float(forward or DEFAULT_COSTS[Kind.F]),
             Kind.B: float(backward or DEFAULT_COSTS[Kind.B]),
         }
-        return numbers, f"a forward takes {numbers[Kind.F]:g}, a backward {numbers[Kind.B]:g}"
+        words = f"a forward takes {numbers[Kind.F]:g}, a backward {numbers[Kind.B]:g}"
+        return partial(StageCosts.of, numbers), words
     if forward is not None or backward is not None:
         raise ConfigError("--costs says what all actions cost; leave out the other cost options")
-    return read_costs(path).of(num_stages), f"costs of {path}"
+    return read_costs(path).of, f"costs of {path}"
 
 
 def _is_whole(timeline: Timeline) -> bool:
@@ -172,6 +185,5 @@ def _write(path: Path, content: bytes) -> None:
     try:
         path.write_bytes(content)
     except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written: {error.strerror}; name a file in a folder that exists"
-        ) from error
+        advice = "name a file in it" if path.is_dir() else "name a file in a folder that exists"
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; {advice}") from error

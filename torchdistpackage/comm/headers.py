@@ -72,6 +72,10 @@ class Headers:
         while self._left:
             self._left.pop().wait()
 
+    def reset(self) -> None:
+        """Let go of what an interrupted run has left."""
+        self._left.clear()
+
     def limit(self, timeout_s: float | None) -> None:
         """How long a header may take from now on."""
         self._wire.limit(timeout_s)

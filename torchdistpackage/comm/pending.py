@@ -1,7 +1,7 @@
 """A call under way, and what becomes of a backend's error.
 
-One rule: whoever waits says so in the record, and a failure carries the operation, its number
-and the ranks, whichever call it surfaced in.
+One rule: whoever waits says so in the record, and a failure carries the operation, its number,
+the ranks and what of a schedule it was for, whichever call it surfaced in.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,8 +10,19 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
-from torchdistpackage.comm.record import FAILED, LINE, OPERATION, PEER, SEQUENCE, STATE, Call, calls
+from torchdistpackage.comm.record import (
+    ACTION,
+    FAILED,
+    LINE,
+    OPERATION,
+    PEER,
+    SEQUENCE,
+    STATE,
+    Call,
+    calls,
+)
 from torchdistpackage.errors import CommError
+from torchdistpackage.schedule.actions import Action
 
 
 class Pending:
@@ -70,7 +81,10 @@ def failed(call: Call, error: Exception) -> CommError:
     peer = ""
     if call[PEER] is not None:
         peer = f" {'to' if call[OPERATION] == 'send' else 'from'} rank {call[PEER]}"
+    action = call[ACTION]
+    if isinstance(action, Action):
+        action = f"{action.kind} of stage {action.stage}, microbatch {action.microbatch}"
     return CommError(
-        f"{call[OPERATION]}{peer} over {where} {line.ranks} failed "
-        f"(number {call[SEQUENCE]}): {error}"
+        f"{call[OPERATION]}{peer}{f' for {action}' if action else ''} over {where} {line.ranks} "
+        f"failed (number {call[SEQUENCE]}): {error}"
     )

@@ -95,16 +95,23 @@ def expect_reduce_slices(
 
 
 def expect_gather_slices(
-    flat: Tensor, bounds: Sequence[int], group: Group, *, wire: torch.dtype | None = None
+    flat: Tensor,
+    bounds: Sequence[int],
+    group: Group,
+    *,
+    wire: torch.dtype | None = None,
+    mine: Tensor | None = None,
 ) -> Callable[[], Pending]:
     """`start_gather_slices`, ready to receive; what comes back starts it, once.
 
     From here on what others own of `flat` may be overwritten, so its memory must stay. All ranks
     expect in the same order, and start what they expect in one order too; one that is not started
     must be dropped by all.
+    mine: where the start finds my elements if not in `flat`, of another float dtype perhaps; they
+        are in `flat` too after `wait()`.
     """
     if group.size() == 1:
-        return partial(Pending, flat)
+        return partial(Pending, flat) if mine is None else partial(_set, flat, bounds, mine)
     cut = _Cut("gather", flat, as_moved(flat), bounds, group, wire)
     whole, parts, finish = cut.whole, cut.parts, None
     if cut.wire is not cut.mine.dtype:
@@ -114,9 +121,9 @@ def expect_gather_slices(
     if calls.line(group).direct:
         tag = expected_tag(EXPECTED_GATHERED, group)
         works = post_receives(parts, group, tag)
-        return partial(cut.start, "all_gather", finish, _spread, works, cut, parts, tag)
+        return partial(cut.start, "all_gather", finish, _spread, works, cut, parts, mine, tag)
     into = (gather_into, whole) if cut.even else (dist.all_gather, parts)
-    return partial(cut.start, "all_gather", finish, _gather, cut, parts, *into)
+    return partial(cut.start, "all_gather", finish, _gather, cut, parts, mine, *into)
 
 
 class _Cut:
@@ -201,23 +208,32 @@ def _spread(
     works: list[dist.Work],
     cut: _Cut,
     parts: list[Tensor],
+    mine: Tensor | None,
     tag: int,
     *,
     group: Group,
     async_op: bool,
 ) -> list[dist.Work]:
     """My part to all ranks that expect it."""
-    return works + post_sends([_rounded(cut, parts)] * len(parts), group, tag)
+    return works + post_sends([_rounded(cut, parts, mine)] * len(parts), group, tag)
 
 
-def _gather(cut: _Cut, parts: list[Tensor], function, into, *, group: Group, async_op: bool):
-    return function(into, _rounded(cut, parts), group=group, async_op=async_op)
+def _gather(
+    cut: _Cut, parts: list[Tensor], mine: Tensor | None, function, into, *, group: Group, async_op
+):
+    return function(into, _rounded(cut, parts, mine), group=group, async_op=async_op)
 
 
-def _rounded(cut: _Cut, parts: list[Tensor]) -> Tensor:
+def _rounded(cut: _Cut, parts: list[Tensor], mine: Tensor | None) -> Tensor:
     """My part as it travels, which is where the others' will be."""
-    mine = parts[cut.place]
-    return mine if mine is cut.mine else mine.copy_(cut.mine)
+    source, part = cut.mine if mine is None else mine, parts[cut.place]
+    return part if part is source else part.copy_(source)
+
+
+@torch.no_grad()
+def _set(flat: Tensor, bounds: Sequence[int], mine: Tensor) -> Pending:
+    flat[bounds[0] : bounds[1]] = mine
+    return Pending(flat)
 
 
 def _start_by_all_to_all(cut: _Cut) -> Pending:

@@ -15,10 +15,11 @@ from torchdistpackage.schedule.costs_file import CostsFile, read_costs
 from torchdistpackage.schedule.csv import from_csv
 from torchdistpackage.schedule.generate import TWO_CHUNKS
 
-OWN_PIECES = 2
-"""The embedding and the head are pieces beside those of the layers."""
-PIECES_A_LAYER = 2
-"""A cut may fall between the attention and the MLP of a layer."""
+
+def piece_names(layers: int) -> tuple[str, ...]:
+    """What a named model may be cut between: also between the attention and the MLP of a layer."""
+    halves = (f"blocks.{i}.{half}" for i in range(layers) for half in ("attention", "mlp"))
+    return ("embed", *halves, "head")
 
 
 def num_stages(config: RunConfig) -> int:
@@ -115,7 +116,7 @@ def _stages_have_pieces(c: RunConfig, world_size: int | None) -> str | None:
     pipe, layers, name = c.parallel.pipe, c.model.layers, c.pipeline.schedule
     if c.model.name is None or (name == CUSTOM and _file_is_a_schedule.says(c, world_size)):
         return None
-    stages, pieces = num_stages(c), PIECES_A_LAYER * layers + OWN_PIECES
+    stages, pieces = num_stages(c), len(piece_names(layers))
     if stages <= pieces:
         return None
     chunks = stages // pipe
@@ -125,7 +126,7 @@ def _stages_have_pieces(c: RunConfig, world_size: int | None) -> str | None:
     return (
         f"parallel.pipe={pipe}{each} makes {stages} stages, but model.layers={layers} gives "
         f"{pieces} pieces: the embedding, attention and MLP of each layer, the head; {offer}set "
-        f"layers to {-(-(stages - OWN_PIECES) // PIECES_A_LAYER)} or more"
+        f"layers to {-(-(stages - len(piece_names(0))) // 2)} or more"
     )
 
 
@@ -149,9 +150,42 @@ def _costs_are_there(c: RunConfig, world_size: int | None) -> str | None:
     return None
 
 
+@reads(
+    *("pipeline.costs", "pipeline.schedule", "pipeline.chunks", "pipeline.partition"),
+    *("parallel.pipe", "model.layers", "model.name", "pipeline.file", "pipeline.microbatches"),
+)
+def _costs_are_of_this_run(c: RunConfig, world_size: int | None) -> str | None:
+    if _costs_are_there.says(c, world_size) or _file_is_a_schedule.says(c, world_size):
+        return None
+    found, pipe, auto = measured_costs(c), c.parallel.pipe, c.pipeline.schedule == AUTO
+    if found is None:
+        return None
+    try:
+        if found.pieces and c.model.name is not None:
+            found.check_pieces(piece_names(c.model.layers))
+        elif found.pieces and c.pipeline.partition == "time":
+            return None  # of a user's own model, which only its build can compare
+        elif not auto or c.pipeline.chunks is not None:
+            found.of(num_stages(c))
+        elif found.num_stages is None:
+            return (
+                f"{found.source} has one number for every stage, so a stage would cost as much "
+                f"however many there are; set pipeline.chunks, or give it `pieces`"
+            )
+        elif found.num_stages % pipe:
+            return (
+                f"{found.source} has costs of {found.num_stages} stages, which parallel.pipe="
+                f"{pipe} ranks cannot share evenly; measure this run"
+            )
+    except ScheduleError as error:
+        return str(error)
+    return None
+
+
 PIPELINE_RULES: tuple[Rule, ...] = (
     _file_is_a_schedule,
     _chunks_fit_schedule,
     _stages_have_pieces,
     _costs_are_there,
+    _costs_are_of_this_run,
 )

@@ -26,12 +26,12 @@ _REDUCING = Phase.REDUCING  # on the way of every gradient names are looked up o
 class Departures:
     """How far the buckets of `packed` have come.
 
-    next: the first that has not left. on_launch: called with the number of each. fit: sees what
-    comes when, and says how to pack; None: as it is.
+    next: the first that has not left. on_launch: called with the number of each. fit: is told
+    what comes when, and says how to pack; None: as it is.
     """
 
     def __init__(self, packed: Packed, fit: Fit | None, on_launch: Callable[[int], object]):
-        self.packed, self._fit, self.on_launch = packed, fit, on_launch
+        self.packed, self.fit, self.on_launch = packed, fit, on_launch
         self._next_packing: Packing | None = None
         self._reset(Phase.IDLE)
 
@@ -45,14 +45,9 @@ class Departures:
     def begin(self) -> None:
         """Buckets may leave from here on."""
         self.repack()
-        if self._fit is not None:
-            self._fit.begin()
+        if self.fit is not None:
+            self.fit.begin()
         self._reset(_REDUCING)
-
-    def came(self, index: int) -> None:
-        """A gradient of parameter `index` is there."""
-        if self._fit is not None:
-            self._fit.came(index)
 
     def count(self, bucket: int) -> bool:
         """One more gradient of it is complete; returns whether it may leave."""
@@ -77,7 +72,7 @@ class Departures:
     def finish(self) -> None:
         """Launch what is left, wait for all sums, and agree on what is next."""
         self._launch_until(len(self.packed.carriers))
-        fit = self._fit
+        fit = self.fit
         if fit is not None:
             fit.arrived(0)
         for b, carrier in enumerate(self.packed.carriers):
@@ -87,7 +82,7 @@ class Departures:
         if fit is not None:
             late = [slot.index for slot in self.packed.slots if slot.late]
             self._next_packing = fit.decide(late)
-            self._fit = None if fit.is_over else fit
+            self.fit = None if fit.is_over else fit
         self._reset(Phase.IDLE)
 
     def abandon(self) -> None:

@@ -11,6 +11,7 @@ go of the memory meanwhile.
 """
 
 from collections.abc import Iterable, Sequence
+from operator import is_
 from weakref import WeakValueDictionary
 
 import torch
@@ -45,8 +46,8 @@ class Gradients:
         self.views = [m.view(self.flat, at) for m, at in zip(members, offsets, strict=True)]
         self._parameters = [m.parameter for m in members]
         self._offsets = list(offsets)
-        start = self.flat.data_ptr()
-        self._begins = [v.data_ptr() - start if v.numel() else None for v in self.views]
+        self._start = self.flat.data_ptr()
+        self._addresses = [view.data_ptr() for view in self.views]  # 0 of an empty one
         _living[id(self.flat)] = self
         self._num_bytes = self.flat.untyped_storage().nbytes()
         if self.is_wider:
@@ -86,21 +87,25 @@ class Gradients:
         """
         self.open()
         self._come_back()
+        grads = [parameter.grad for parameter in self._parameters]
         without: list[int] = []
-        elsewhere: list[int] = []
-        for place, (parameter, view) in enumerate(zip(self._parameters, self.views, strict=True)):
-            grad = parameter.grad
+        if not all(map(is_, grads, self.views)):  # two thousand times one look is quick in C alone
+            without = self._bring(grads)
+        if self._divide > 1:
+            self._divide_rest()
+        return without
+
+    def _bring(self, grads: Sequence[Tensor | None]) -> list[int]:
+        """What `complete` does where a gradient is not here."""
+        without: list[int] = []
+        for place, (grad, view) in enumerate(zip(grads, self.views, strict=True)):
             if grad is None:
                 view.zero_()
                 without.append(place)
             elif grad is not view:
-                elsewhere.append(place)
-        for place in elsewhere:
-            grad = _taken(self.views[place], self.members[place], shared_too=True)
-            if grad is not None:
-                self.views[place].copy_(grad)
-        if self._divide > 1:
-            self._divide_rest()
+                grad = _taken(view, self.members[place], shared_too=True)
+                if grad is not None:
+                    view.copy_(grad)
         return without
 
     def _divide_rest(self) -> None:
@@ -113,8 +118,14 @@ class Gradients:
     def _come_back(self) -> None:
         """Views that were given other memory, by `.grad.data = ` or `module.to`, lie here again."""
         start = self.flat.data_ptr()
-        for place, (view, begin) in enumerate(zip(self.views, self._begins, strict=True)):
-            if begin is not None and view.data_ptr() != start + begin:
+        if start != self._start:
+            self._addresses = [at and at - self._start + start for at in self._addresses]
+            self._start = start
+        found = [view.data_ptr() for view in self.views]
+        if found == self._addresses:
+            return
+        for place, view in enumerate(self.views):
+            if found[place] != self._addresses[place]:
                 home = self.members[place].view(self.flat, self._offsets[place])
                 home.copy_(view.detach())
                 view.data = home
@@ -152,7 +163,13 @@ def move(views: Sequence[Tensor], members: Sequence[Shared]) -> None:
     homes: list[Tensor] = []
     grads: list[Tensor] = []
     for view, shared in zip(views, members, strict=True):
-        grad = _taken(view, shared)
+        parameter = shared.parameter
+        grad = parameter.grad
+        # a call for each would be as long as the copy, and nearly all are plain
+        if grad is None or grad.is_sparse or grad.requires_grad or grad._base is not None:
+            grad = _taken(view, shared)
+        else:
+            parameter.grad = view
         if grad is not None:
             homes.append(view)
             grads.append(grad)

@@ -14,8 +14,8 @@ from torchdistpackage.ddp.buckets import Bucket, Entry, plan
 MIB = 2**20
 DEFAULT_CAP_BYTES = 4 * MIB
 """Until something has been measured."""
-CAPS_BYTES = tuple(n * MIB for n in (1, 2, 4, 8, 16, 32))
-FIRST_BYTES = (MIB // 4, MIB // 2, *CAPS_BYTES)
+SIZES_BYTES = tuple(n * MIB for n in (1, 2, 4, 8, 16, 32))
+"""Tried. Below these the processor's work for one more call costs what its bytes save."""
 NOT_WORTH_IT = 0.005
 """Part of the time by which fewer buckets may be slower and still be taken."""
 
@@ -78,8 +78,8 @@ def choose(
     """Bucket size and first bucket with which the last gradient arrives earliest."""
     begin_s = min(ready_s.values(), default=0.0)
     tried: list[tuple[float, int, Packing]] = []
-    for cap in CAPS_BYTES:
-        for first in (size for size in FIRST_BYTES if size <= cap):
+    for cap in SIZES_BYTES:
+        for first in (size for size in SIZES_BYTES if size <= cap):
             buckets = plan(entries, cap, order=order, first_bytes=first)
             took_s = end_s(buckets, entries, ready_s, wire) - begin_s
             tried.append((took_s, len(buckets), Packing(cap, first, tuple(order))))

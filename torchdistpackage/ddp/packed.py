@@ -93,11 +93,10 @@ class Packed:
 
     def wait_for_more(self, slot: Slot) -> None:
         """The small gradient of this slot may be copied later, with others."""
-        self._fresh_bytes += slot.num_bytes
-        if self._fresh_bytes > FRESH_BYTES:
-            self.bring_in()
-            self._fresh_bytes = slot.num_bytes
         self._fresh.append(slot)
+        self._fresh_bytes += slot.num_bytes
+        if self._fresh_bytes >= FRESH_BYTES:
+            self.bring_in()
 
     def bring_in(self) -> None:
         """Copy what waits for it, so that every gradient is in its bucket."""

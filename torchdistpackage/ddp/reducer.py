@@ -94,7 +94,7 @@ class Reducer:
         moving: Collection[nn.Parameter],
         on_launch: Callable[[int], object],
     ) -> None:
-        self.shared, self._learning = list(shared), True
+        self.shared, self.leaves_early = list(shared), False
         self._packed = Packed(self.shared, Packing(self._cap_bytes), self._carry, after, moving)
         self.departures = Departures(self._packed, fit, on_launch)
         self._told = Told(self._accumulated, self.parameters, alone=self._alone)
@@ -205,7 +205,7 @@ class Reducer:
                 return
             self.departures.begin()
         self.departures.finish()
-        self._learning, self._open, self._num_done = False, False, 0
+        self.leaves_early, self._open, self._num_done = self._overlap, False, 0
         if self._strict:
             check_used(self.shared, self._packed.take_fired())
 
@@ -254,37 +254,34 @@ class Reducer:
 
     def _accumulated(self, index: int, parameter: Tensor) -> None:
         """Hook of a parameter: this graph task has added all it has to its gradient."""
-        slot, phase = self._packed.slots[index], self.departures.phase
-        if slot.bucket < self.departures.next:
+        slot, departures = self._packed.slots[index], self.departures
+        phase, bucket = departures.phase, slot.bucket
+        if bucket < departures.next:
             raise came_late(self.shared[index])
         self._open = slot.fired = True
         if phase is _IDLE:
             is_final = False
         elif self._steered is not None:
             is_final = self._steered.is_final(slot, parameter)
+        elif _current_graph_task_id() == self._task:
+            is_final = self.leaves_early and phase is _REDUCING and not slot.late
         else:
-            is_final = self._is_alone(slot) and phase is _REDUCING and self.leaves_early
-        if phase is _REDUCING and slot.is_small:
+            is_final = False
+            self._comes_again(slot)
+        if slot.is_small and phase is _REDUCING:
             self._packed.wait_for_more(slot)
         elif parameter.grad is not slot.home:
             slot.carrier.gradients.adopt(slot.place, is_final=is_final)
-        if phase is not _IDLE:
-            self.departures.came(index)
-        if is_final and self.departures.count(slot.bucket):
+        if departures.fit is not None and phase is not _IDLE:
+            departures.fit.came(index)
+        if is_final and departures.count(bucket):
             self._turns.go()
 
-    def _is_alone(self, slot: Slot) -> bool:
-        """Whether no other gradient comes to this slot in the backward that armed us."""
-        if _current_graph_task_id() != self._task:
-            slot.late = True
-            if slot.carrier.gradients.is_divided(slot.place):
-                raise came_late(self.shared[slot.index])
-        return not slot.late
-
-    @property
-    def leaves_early(self) -> bool:
-        """Whether anything may leave before all is done."""
-        return self._overlap and not self._learning
+    def _comes_again(self, slot: Slot) -> None:
+        """This gradient is of a backward inside the one that armed us, and so may be others."""
+        slot.late = True
+        if slot.carrier.gradients.is_divided(slot.place):
+            raise came_late(self.shared[slot.index])
 
     @property
     def has_early(self) -> bool:

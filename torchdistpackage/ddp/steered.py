@@ -26,11 +26,7 @@ class Steerable(Protocol):
 
     shared: list[Shared]
     departures: Departures
-
-    @property
-    def leaves_early(self) -> bool:
-        """Whether anything may leave before all is done."""
-        ...
+    leaves_early: bool  # whether anything may leave before all is done
 
 
 class Steered:

@@ -84,12 +84,7 @@ class CostsFile:
         Raises:
             ScheduleError: a piece is not in the file.
         """
-        missing = [name for names in cut for name in names if name not in self.pieces]
-        if missing:
-            raise ScheduleError(
-                f"{self.source} has no costs of {len(missing)} pieces: {', '.join(missing[:3])}; "
-                f"it has {', '.join(list(self.pieces)[:3]) or 'none'}; measure this model"
-            )
+        self.check_pieces([name for names in cut for name in names])
         c = self.of(self.num_stages or 1)
         halves, whole = sum(c.input) + sum(c.weight), sum(c.backward)
         share = sum(c.input) / halves if halves else 0.5
@@ -102,6 +97,28 @@ class CostsFile:
             tuple(b * more * (1 - share) for b in backward),
             (max(c.message),) * len(cut),
         )
+
+    def weights(self, names: Sequence[str]) -> list[float]:
+        """Of each piece forward and backward together: what stages are to share evenly.
+
+        Raises:
+            ScheduleError: a piece is not in the file.
+        """
+        self.check_pieces(names)
+        return [self.pieces[name].forward + self.pieces[name].backward for name in names]
+
+    def check_pieces(self, names: Sequence[str]) -> None:
+        """That there are costs of each of these pieces.
+
+        Raises:
+            ScheduleError: of some there are none; names them, and those that there are.
+        """
+        missing = [name for name in names if name not in self.pieces]
+        if missing:
+            raise ScheduleError(
+                f"{self.source} has no costs of {len(missing)} pieces: {', '.join(missing[:3])}; "
+                f"it has {', '.join(list(self.pieces)[:3]) or 'none'}; measure this model"
+            )
 
 
 def read_costs(path: str | Path) -> CostsFile:
@@ -166,7 +183,9 @@ def _number(where: str, item: object) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not 0 <= number < math.inf:
-        raise ScheduleError(f"{where} holds {item!r}; write numbers of zero or more, one a stage")
+        raise ScheduleError(
+            f"{where} holds {item!r}; write finite numbers of zero or more, one a stage"
+        )
     return number
 
 

@@ -7,10 +7,12 @@ count: messages in a file are laid out for whoever wrote it, and are placed anew
 import csv
 import io
 import re
+from itertools import islice
 
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import (
     Action,
+    Kind,
     Program,
     Schedule,
     flatten,
@@ -49,9 +51,8 @@ def from_csv(text: str, name: str = "custom") -> Schedule:
         ScheduleError: a cell does not read (the text names line and cell), a stage is on two
             lines, or the schedule is incomplete or out of order.
     """
-    programs = tuple(
-        _program(line, row) for line, row in enumerate(csv.reader(io.StringIO(text.strip())), 1)
-    )
+    rows = list(csv.reader(io.StringIO(text.strip())))
+    programs = tuple(_program(line, row) for line, row in enumerate(rows, 1))
     if not programs:
         raise ScheduleError(f"{name}: no line; a line lists the actions of one pipe rank")
     line_of: dict[int, int] = {}
@@ -63,18 +64,41 @@ def from_csv(text: str, name: str = "custom") -> Schedule:
                     f"{line_of[action.stage]} runs; keep a stage on one line"
                 )
     num_stages = max(line_of) + 1
-    if missing := sorted(set(range(num_stages)) - line_of.keys()):
+    missing = list(islice((s for s in range(num_stages) if s not in line_of), 3))
+    if missing:
         raise ScheduleError(
             f"{name}: the highest stage is {num_stages - 1} but no line runs stage "
             f"{', '.join(map(str, missing))}; number the stages from 0 without holes"
         )
     placement = tuple(line_of[stage] - 1 for stage in range(num_stages))
-    num_microbatches = 1 + max(a.microbatch for program in programs for a in flatten(program))
+    num_microbatches = _num_microbatches(rows)
     schedule = Schedule(name, num_stages, num_microbatches, placement, programs)
     check_computations(schedule)
     whole = fuse_messages(add_messages(schedule))
     check(whole)
     return whole
+
+
+def _num_microbatches(rows: list[list[str]]) -> int:
+    """As the highest number says, if its stage has so many forwards: a slip of a digit makes a
+    schedule that never ends.
+    """
+    cells = [
+        (action, line, number)
+        for line, row in enumerate(rows, 1)
+        for number, cell in enumerate(row, 1)
+        for action in _cell(line, number, cell.strip())
+    ]
+    highest, line, number = max(cells, key=lambda cell: cell[0].microbatch)
+    count = 1 + highest.microbatch
+    forwards = sum(a.kind is Kind.F and a.stage == highest.stage for a, _, _ in cells)
+    if count > forwards:
+        raise ScheduleError(
+            f"line {line}, cell {number}: {highest} is of microbatch {highest.microbatch}, but "
+            f"stage {highest.stage} has {forwards} forwards; number the microbatches from 0 "
+            f"without holes"
+        )
+    return count
 
 
 def _program(line: int, row: list[str]) -> Program:

@@ -44,8 +44,8 @@ class Gap:
         )
         return (
             f"{self.measured.name}: bubble {self.measured.bubble:.1%} (by pipe rank {ranks}), "
-            f"predicted {self.predicted.bubble:.1%}; the schedule alone {fmean(self.alone):.1%}, "
-            f"{reasons} points"
+            f"by its costs {self.predicted.bubble:.1%}; the schedule alone "
+            f"{fmean(self.alone):.1%}, {reasons} points"
         )
 
 

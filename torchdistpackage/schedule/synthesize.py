@@ -1,6 +1,7 @@
 """An order made for measured costs and a memory cap: never longer than the best stock one.
 
-One rule: every candidate is timed with the same costs, and the shortest that fits is taken. The
+One rule: every candidate is timed with the same costs, and the shortest that fits is taken, of
+several as short the one that holds least. The
 candidates are the stock orders, each as it is, with all backwards split and with none; the
 best list-scheduled one (`search.py`); and what local improvement makes of the best. So it
 is decided by the costs, too, whether splitting the backward pays.
@@ -70,10 +71,21 @@ def synthesize(
         raise ScheduleError(f"{NAME}: bytes of {len(weights)} stages for {num_stages} stages")
     works = [Work(p, num_microbatches, costs) for p in placements]
     found = [_best(work, chunks, memory_cap, weights) for work in works]
-    _, name, order, work = min(found, key=lambda f: f[0])
+    _, name, order, work = _shortest(found, weights)
     schedule = fuse_messages(add_messages(work.schedule(name, order), costs))
     check(schedule)
     return schedule
+
+
+Found = tuple[float, str, Order, Work]
+"""Makespan, name and order of a candidate, and the work that it orders."""
+
+
+def _shortest(found: Sequence[Found], weights: tuple[float, ...] | None) -> Found:
+    """Of those as long as the shortest the one whose fullest rank holds least; then the first."""
+    longest = min(length for length, *_ in found) * (1 + _ROUNDING)
+    tied = [candidate for candidate in found if candidate[0] <= longest]
+    return min(tied, key=lambda f: max(f[3].held(f[2], weights)))
 
 
 def _best(
@@ -81,28 +93,27 @@ def _best(
     chunks: int,
     cap: float | Sequence[float] | None,
     weights: tuple[float, ...] | None,
-) -> tuple[float, str, Order, Work]:
-    """Makespan, name and order of the best on one placement."""
+) -> Found:
+    """The best on one placement."""
     capacity = _capacity(work, cap, weights)
     listed = search(work, capacity, weights)
-    candidates = [
-        (work.makespan(order), name, order)
+    candidates: list[Found] = [
+        (work.makespan(order), name, order, work)
         for name, order in _stock(work, chunks)
         if cap is None or _fits(work.held(order, weights), capacity)
     ]
-    # Of two as long the first: a stock one before what was found, because people know it.
-    candidates.append((work.makespan(listed), NAME, listed))
+    # Of two alike the first: a stock one before what was found, because people know it.
+    candidates.append((work.makespan(listed), NAME, listed, work))
     candidates.sort(key=lambda c: c[0])
     trials = _TRIALS // (3 * work.size)
-    for length, _, order in candidates[:2]:
+    for length, _, order, _ in candidates[:2]:
         limits = [max(*pair) for pair in zip(work.held(order, weights), capacity, strict=True)]
         better = improve(
             work, order, lambda o, limits=limits: _fits(work.held(o, weights), limits), trials // 2
         )
         if work.makespan(better) < length:
-            candidates.append((work.makespan(better), NAME, better))
-    length, name, order = min(candidates, key=lambda c: c[0])
-    return length, name, order, work
+            candidates.append((work.makespan(better), NAME, better, work))
+    return _shortest(candidates, weights)
 
 
 def _fits(held: Sequence[float], limits: Sequence[float]) -> bool:

@@ -4,7 +4,8 @@ Everything below receives plain arguments; what they are is decided here, in the
 a run needs them: groups, my stage and its layouts, initial weights, reducer, optimizer, executors.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import islice
 
 import torch
 from torch import nn
@@ -13,12 +14,11 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.random import seed_rank
 from torchdistpackage.comm.record import calls
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.config.pipeline_rules import measured_costs
 from torchdistpackage.config.schema import Optim, RunConfig
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.shared import Shared
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
-from torchdistpackage.errors import LayoutError
+from torchdistpackage.errors import LayoutError, ScheduleError
 from torchdistpackage.launch.reference import Reference
 from torchdistpackage.layout.derive import BATCH_AXES, gradient_ranks
 from torchdistpackage.layout.layout import Layout
@@ -122,7 +122,7 @@ def _stage(plan: Plan, device: torch.device) -> tuple[Chunks, dict[str, Layout],
         torch.manual_seed(config.run.seed)
         whole = user_object(config.model.target)(**config.model.args)
         place = plan.schedule.placement
-        stages, by_name = chunks_of(whole, place, tpc.get_pp_rank(), costs=_own_costs(plan, whole))
+        stages, by_name = chunks_of(whole, place, tpc.get_pp_rank(), costs=own_costs(plan, whole))
         for module in stages.values():
             module.to(device=device, dtype=dtype)
         seed_rank(config.run.seed, mesh, tpc.rank)
@@ -154,16 +154,27 @@ def _named(plan: Plan, dtype: torch.dtype, device: torch.device) -> dict[int, nn
     }
 
 
-def _own_costs(plan: Plan, whole: nn.Module) -> list[float] | None:
+def own_costs(plan: Plan, whole: nn.Module) -> list[float] | None:
     """What the stages of a user's own chain share evenly, child by child; None: parameters."""
-    partition, names = plan.config.pipeline.partition, [n for n, _ in whole.named_children()]
+    partition, measured = plan.config.pipeline.partition, plan.pipeline.measured
+    names = [name for name, _ in whole.named_children()]
     if partition == "uniform":
         return [1.0] * len(names)
-    measured = measured_costs(plan.config)
-    if partition != "time" or measured is None:
+    if partition != "time" or measured is None or plan.schedule.num_stages == 1:
         return None
-    found = measured.of_cut([(name,) for name in names])
-    return [f + b for f, b in zip(found.forward, found.backward, strict=True)]
+    if names != list(measured.pieces):
+        raise ScheduleError(
+            f"pipeline.partition=time: {measured.source} has costs of {len(measured.pieces)} "
+            f"pieces ({_some(measured.pieces)}), but {plan.config.model.target} returned a chain "
+            f"of {len(names)} ({_some(names)}); measure this model, or write a line for each of "
+            f"its children, in order"
+        )
+    return measured.weights(names)
+
+
+def _some(names: Iterable[str]) -> str:
+    first = list(islice(names, 4))
+    return ", ".join([*first[:3], *(["..."] if len(first) > 3 else [])]) or "none"
 
 
 def _check_declared(stage: nn.Module, layouts: dict[str, Layout]) -> None:

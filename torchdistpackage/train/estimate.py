@@ -16,7 +16,8 @@ from torchdistpackage.harness.bench.report import Line
 from torchdistpackage.harness.bench.rounds import NETWORK, NODE
 from torchdistpackage.harness.cases import CASES
 from torchdistpackage.models.gpt_layout import EMBED, HEAD, GPTShape
-from torchdistpackage.schedule.actions import Kind, Schedule
+from torchdistpackage.schedule.actions import Schedule
+from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.simulate import Timeline, simulate
 from torchdistpackage.topology.placement import crossings
 from torchdistpackage.train.memory import gradient_format, weight_format
@@ -72,7 +73,8 @@ def timeline_with_messages(
 ) -> Timeline | None:
     """The schedule in seconds, its messages as measured; None where they cannot be estimated.
 
-    forward_s: of one microbatch on one stage. A backward takes twice as long.
+    forward_s: of one microbatch on a mean stage; others, and backwards, in proportion to the plan's
+    costs.
     """
     link = links_of(plan, ranks_per_node).get("pipe")
     if link is None or plan.shape is None:
@@ -81,8 +83,15 @@ def timeline_with_messages(
     line = message.line(profile, "pipe", link)
     if line is None or (time_s := line.time_s(message.bus_bytes)) is None:
         return None
-    messages = {kind: time_s for kind in Kind if kind.is_message}
-    return simulate(plan.schedule, {Kind.F: forward_s, Kind.B: 2 * forward_s, **messages})
+    costs = plan.pipeline.costs
+    unit_s = forward_s * len(costs.forward) / (sum(costs.forward) or 1.0)
+    forward, backward, inputs, weight = (
+        tuple(cost * unit_s for cost in row)
+        for row in (costs.forward, costs.backward, costs.input, costs.weight)
+    )
+    messages = (time_s,) * len(forward)
+    in_seconds = StageCosts(forward, backward, inputs, weight, messages)
+    return simulate(plan.schedule, in_seconds)
 
 
 def _estimate(plan: Plan, profile: Profile, axis: str, link: str) -> Estimate:

@@ -5,21 +5,19 @@ they run; only `auto` weighs several cuts, each with the best order for its cost
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchdistpackage.config.kinds import AUTO, CUSTOM
 from torchdistpackage.config.pipeline_rules import custom_schedule, measured_costs
-from torchdistpackage.config.problem import ConfigProblems, Problem
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.errors import ScheduleError
 from torchdistpackage.models.gpt_layout import GPTShape
 from torchdistpackage.models.registry import Model
 from torchdistpackage.parallel.pipeline.split import split_by_cost, split_evenly
 from torchdistpackage.schedule.actions import Schedule
-from torchdistpackage.schedule.costs import Costs, StageCosts
+from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.costs_file import CostsFile
 from torchdistpackage.schedule.generate import build
-from torchdistpackage.schedule.simulate import DEFAULT_COSTS, Timeline, simulate
+from torchdistpackage.schedule.simulate import Timeline, simulate
 from torchdistpackage.schedule.synthesize import synthesize
 
 AUTO_CHUNKS = (1, 2)
@@ -30,12 +28,13 @@ wants more says so."""
 @dataclass(frozen=True, slots=True)
 class Stages:
     """cut: for each stage its pieces; () for a user's own model. costs: what the prediction is by:
-    measured ones where a file has them."""
+    measured ones where a file has them, else operations. measured: what that file holds."""
 
     schedule: Schedule
     cut: tuple[range, ...]
-    costs: Costs
+    costs: StageCosts
     timeline: Timeline
+    measured: CostsFile | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +53,21 @@ class Pieces:
 def stages(config: RunConfig, pieces: Pieces | None) -> Stages:
     """Of a run whose section has passed its rules. pieces: None for a user's own model.
 
-    Raises:
-        ConfigError: the costs in `pipeline.costs` are of other stages or pieces.
+    Cut by time, an own model has the pieces that were measured; its build compares them.
     """
-    section = config.pipeline
-    try:
-        measured = measured_costs(config)
-        if section.schedule == AUTO:
-            return _found(config, pieces, measured)
-        if section.schedule == CUSTOM:
-            schedule = custom_schedule(config)
-        else:
-            pipe = config.parallel.pipe
-            schedule = build(section.schedule, pipe, section.microbatches, section.chunks)
-        cut = _cut(config, pieces, measured, schedule.placement)
-        costs = DEFAULT_COSTS
-        if measured is not None:
-            costs = _measured(measured, pieces, cut, schedule.num_stages)
-    except ScheduleError as error:
-        problem = Problem("", None, "pipeline.costs", str(error))
-        raise ConfigProblems("the pipeline", [problem]) from error
-    return Stages(schedule, cut, costs, simulate(schedule, costs))
+    section, measured = config.pipeline, measured_costs(config)
+    if pieces is None and section.partition == "time" and measured is not None:
+        return replace(stages(config, Pieces(tuple(measured.pieces), (), ())), cut=())
+    if section.schedule == AUTO:
+        return _found(config, pieces, measured)
+    if section.schedule == CUSTOM:
+        schedule = custom_schedule(config)
+    else:
+        pipe = config.parallel.pipe
+        schedule = build(section.schedule, pipe, section.microbatches, section.chunks)
+    cut = _cut(config, pieces, measured, schedule.placement)
+    costs = _costs(config, pieces, measured, cut, schedule.num_stages)
+    return Stages(schedule, cut, costs, simulate(schedule, costs), measured)
 
 
 def weights_of(partition: str, pieces: Pieces, measured: CostsFile | None) -> Sequence[float]:
@@ -84,8 +77,7 @@ def weights_of(partition: str, pieces: Pieces, measured: CostsFile | None) -> Se
         ScheduleError: a piece has not been measured.
     """
     if partition == "time" and measured is not None:
-        found = measured.of_cut([(name,) for name in pieces.names])
-        return [f + b for f, b in zip(found.forward, found.backward, strict=True)]
+        return measured.weights(pieces.names)
     return pieces.parameters if partition == "parameters" else pieces.computation
 
 
@@ -109,28 +101,33 @@ def _found(config: RunConfig, pieces: Pieces | None, measured: CostsFile | None)
     found: list[Stages] = []
     for placement in _placements(config, pieces, measured):
         cut = _cut(config, pieces, measured, placement)
-        if measured is not None:
-            costs = _measured(measured, pieces, cut, len(placement))
-        elif pieces is not None:
-            costs = _computed(pieces, cut)
-        else:
-            # of a model that nobody knows a stage takes its part of the rank's time
-            part = pipe / len(placement)
-            costs = StageCosts.uniform(len(placement), part, part, part)
+        costs = _costs(config, pieces, measured, cut, len(placement))
         chunks = len(placement) // pipe
         schedule = synthesize(pipe, number, costs, chunks=chunks, placement=placement)
-        found.append(Stages(schedule, cut, costs, simulate(schedule, costs)))
-    return min(found, key=lambda x: x.timeline.total)
+        found.append(Stages(schedule, cut, costs, simulate(schedule, costs), measured))
+    longest = min(x.timeline.total for x in found) * (1 + _ROUNDING)
+    return min((x for x in found if x.timeline.total <= longest), key=lambda x: _held(x, pipe))
+
+
+_ROUNDING = 1e-9
+
+
+def _held(found: Stages, pipe: int) -> float:
+    """Microbatches on the fullest rank, each stage counting as its part of a rank."""
+    return max(found.timeline.peak_live_of_rank) * pipe / found.schedule.num_stages
 
 
 def _placements(
     config: RunConfig, pieces: Pieces | None, measured: CostsFile | None
 ) -> list[tuple[int, ...]]:
-    """In a loop over the ranks, and for two stages a rank there and back as well."""
+    """In a loop over the ranks, and for two stages a rank there and back as well.
+
+    Costs by stage are of one cut, so they choose an order for it and no other placement.
+    """
     pipe, chunks = config.parallel.pipe, config.pipeline.chunks
-    if measured is not None and not measured.pieces and measured.num_stages:
-        options = (max(measured.num_stages // pipe, 1),)
-    elif chunks is not None or pieces is None:
+    if measured is not None and (pieces is None or not measured.pieces):
+        return [tuple(range(pipe)) * (chunks or (measured.num_stages or pipe) // pipe)]
+    if chunks is not None or pieces is None:
         options = (chunks or 1,)
     else:
         options = tuple(v for v in AUTO_CHUNKS if v * pipe <= len(pieces.names))
@@ -140,18 +137,24 @@ def _placements(
     return found
 
 
-def _measured(
-    measured: CostsFile, pieces: Pieces | None, cut: Sequence[range], num_stages: int
+def _costs(
+    config: RunConfig,
+    pieces: Pieces | None,
+    measured: CostsFile | None,
+    cut: Sequence[range],
+    num_stages: int,
 ) -> StageCosts:
-    if pieces is None or not measured.pieces:
+    """As measured; else by operations, a mean rank's forward taking 1 and messages nothing."""
+    if measured is not None and (pieces is None or not measured.pieces):
         return measured.of(num_stages)
-    return measured.of_cut([[pieces.names[i] for i in span] for span in cut])
-
-
-def _computed(pieces: Pieces, cut: Sequence[range]) -> StageCosts:
-    """By operations, a mean rank's forward taking 1; messages are free, as nobody measured one."""
-    shares = [sum(pieces.computation[i] for i in span) for span in cut]
-    unit = sum(shares) / len(cut) or 1.0
+    if measured is not None and pieces is not None:
+        return measured.of_cut([[pieces.names[i] for i in span] for span in cut])
+    if pieces is None:
+        # of a model that nobody knows a stage takes its part of the rank's time
+        shares = [1.0] * num_stages
+    else:
+        shares = [sum(pieces.computation[i] for i in span) for span in cut]
+    unit = sum(shares) / config.parallel.pipe or 1.0
     forward = tuple(share / unit for share in shares)
     whole = tuple(2 * f for f in forward)
-    return StageCosts(forward, whole, forward, forward, (0.0,) * len(cut))
+    return StageCosts(forward, whole, forward, forward, (0.0,) * num_stages)

@@ -206,11 +206,12 @@ class Trainer:
         weight = next(self.stage.parameters(), None)
         with phases("data"):
             inputs, targets = (self._place(x, weight).split(size) for x in batch)
-        totals, last = self._zeros(), executor.schedule.num_stages - 1
+        totals = self._zeros()
 
         def forward(stage: int, m: int, received: Message) -> Message:
-            output = self.forward(stage, received if stage else inputs[m])
-            if stage < last:
+            x = inputs[m] if executor.is_first_stage(stage) else received
+            output = self.forward(stage, x)
+            if not executor.is_last_stage(stage):
                 return output
             with self._autocast():
                 total, count = self.loss(output, targets[m])

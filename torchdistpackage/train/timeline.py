@@ -5,7 +5,9 @@ steps, and all other ranks, pay nothing. Rank 0 keeps the last one: a picture, p
 measured, and the costs, from which `pipeline.schedule: auto` finds a better order for the next run.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import ranks_of
@@ -16,8 +18,12 @@ from torchdistpackage.schedule.draw import svg_pair
 from torchdistpackage.schedule.gap import Gap, gap_of
 from torchdistpackage.schedule.measured import costs_of
 from torchdistpackage.schedule.simulate import Span
+from torchdistpackage.train.chunks import Chunks
 from torchdistpackage.train.plan import Plan
 from torchdistpackage.train.step import Trainer
+
+Weights = Mapping[int, Mapping[str, float]]
+"""By stage, in order, of each piece what the stage's time is shared out by."""
 
 PICTURE, COSTS = "pipeline.svg", "costs.yaml"
 
@@ -31,6 +37,7 @@ class Recorder:
         self._last = config.train.steps
         self._step = 0
         self._rows: list[list[Span]] = []
+        self._weights: Weights = _weights(trainer.plan, trainer.stage)
         self._gap: Gap | None = None
         self.records = False
         if config.parallel.pipe > 1:
@@ -43,10 +50,12 @@ class Recorder:
 
     def take(self, step: int) -> Gap | None:
         """What the recorded step shows, on rank 0. All ranks that recorded it call this."""
-        found = primitives.gather_objects(self._trainer.executor.spans, self._group)
+        mine = self._trainer.executor.spans, self._weights
+        found = cast(list[tuple[list[Span], Weights]], primitives.gather_objects(mine, self._group))
         if self._trainer.rank != 0:
             return None
-        self._rows = [row for row in found if isinstance(row, list)]
+        self._rows = [row for row, _ in found]
+        self._weights = {stage: held for _, weights in found for stage, held in weights.items()}
         self._step, self._gap = step, gap_of(self._trainer.plan.schedule, self._rows)
         return self._gap
 
@@ -58,22 +67,30 @@ class Recorder:
         costs = costs_of(self._rows, plan.schedule.num_stages)
         note = f"seconds, measured in step {self._step} of {plan.config.run.name}"
         (folder / PICTURE).write_text(svg_pair(self._gap.predicted, self._gap.measured))
-        (folder / COSTS).write_text(costs_text(costs, piece_costs(plan, costs), note))
+        (folder / COSTS).write_text(costs_text(costs, piece_costs(self._weights, costs), note))
         return PICTURE, COSTS
 
 
-def piece_costs(plan: Plan, costs: StageCosts) -> dict[str, PieceCosts]:
-    """The time of each stage shared out to its pieces as their computation is, evenly if there is
-    none; nothing of a user's own model."""
-    if plan.model is None or plan.shape is None:
-        return {}
-    computation = plan.model.piece_costs(plan.shape)
+def piece_costs(weights: Weights, costs: StageCosts) -> dict[str, PieceCosts]:
+    """The time of each stage shared out to its pieces by weight, evenly if they have none."""
     found: dict[str, PieceCosts] = {}
-    for stage, span in enumerate(plan.stages):
-        whole = sum(computation[i] for i in span)
-        for i in span:
-            share = computation[i] / whole if whole else 1 / len(span)
-            found[plan.pieces[i]] = PieceCosts(
-                costs.forward[stage] * share, costs.backward[stage] * share
-            )
+    for stage, held in sorted(weights.items()):
+        whole = sum(held.values())
+        for name, weight in held.items():
+            share = weight / whole if whole else 1 / len(held)
+            found[name] = PieceCosts(costs.forward[stage] * share, costs.backward[stage] * share)
     return found
+
+
+def _weights(plan: Plan, stages: Chunks) -> Weights:
+    """Of my stages: the computation of our models' pieces; of a user's own model, of whose
+    children only that is known, the parameters."""
+    if plan.model is None or plan.shape is None:
+        return {
+            int(stage): {
+                n: sum(p.numel() for p in x.parameters()) for n, x in chain.named_children()
+            }
+            for stage, chain in stages.named_children()
+        }
+    computation, mine = plan.model.piece_costs(plan.shape), map(int, stages)
+    return {s: {plan.pieces[i]: computation[i] for i in plan.stages[s]} for s in mine}

@@ -1,40 +1,14 @@
 """What the executor allocates between two computations, beside torch's schedules."""
 
-import statistics
-import tracemalloc
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.pipeline.held import bytes_per_microbatch
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.schedule.generate import build
 
 M, DIM = 24, 8
-
-
-def bytes_per_microbatch(step, stage: nn.Module) -> float:
-    """Median over the steady state of what Python allocates from one forward to the next.
-
-    The most that is held at once above the start of the interval: what is freed in it counts too.
-    """
-    taken: list[int] = []
-
-    def at_forward(*_: object) -> None:
-        now, peak = tracemalloc.get_traced_memory()
-        taken.append(peak - start[0])
-        tracemalloc.reset_peak()
-        start[0] = now
-
-    for _ in range(2):
-        step()
-    hook = stage.register_forward_pre_hook(at_forward)
-    start = [0]
-    tracemalloc.start()
-    step()
-    tracemalloc.stop()
-    hook.remove()
-    return statistics.median(taken[M // 4 : -M // 4])
 
 
 def allocations() -> tuple[float, float]:
@@ -53,8 +27,8 @@ def allocations() -> tuple[float, float]:
         return loss(y, None) if s else y
 
     return (
-        bytes_per_microbatch(lambda: executor.run(forward), ours),
-        bytes_per_microbatch(lambda: peer.step(x) if rank == 0 else peer.step(target=x), theirs),
+        bytes_per_microbatch(lambda: executor.run(forward), ours, M),
+        bytes_per_microbatch(lambda: peer.step(x) if rank == 0 else peer.step(target=x), theirs, M),
     )
 
 

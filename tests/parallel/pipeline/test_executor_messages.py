@@ -1,4 +1,6 @@
-"""What stages may give each other, over the wire and in memory; headers; refusals."""
+"""What stages may give each other, over the wire and in memory; headers."""
+
+import warnings
 
 import pytest
 import torch
@@ -9,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from tests.parallel.pipeline.whole_model import DIM, batch, chain, same, same_gradients
 from torchdistpackage.comm.checking import checked_calls
 from torchdistpackage.comm.headers import Headers
-from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.schedule.generate import build
 
@@ -101,22 +102,6 @@ def test_shapes_may_change_with_every_microbatch_and_run(ranks, name):
     ranks(2).run(changing_shapes, name)
 
 
-def changed_message_is_refused() -> None:
-    """By the sender, before anything has left: the old form, sent next, is what arrives."""
-    executor, good = executor_of("forward", 1), torch.ones(2, 4)
-    got = []
-    run = lambda form: executor.run(lambda s, i, r: form if s == 0 else got.append(r) or r)  # noqa: E731
-    run(good)
-    if dist.get_rank() == 0:
-        for bad in (torch.ones(3, 4), good.double(), (good,), {"x": good}, None):
-            with pytest.raises(
-                CommError, match=r"stage 0 sends .* for microbatch 0, but .* float32\[2, 4\]"
-            ):
-                run(bad)
-    run(good * 3)
-    assert dist.get_rank() == 0 or [x.sum().item() for x in got] == [8, 24]
-
-
 def headers_travel_once() -> None:
     x, seen = batch(4)[0], []
     with pytest.MonkeyPatch.context() as patch:
@@ -167,6 +152,8 @@ def stages_of_all_kinds(kind: str) -> None:
                 for s in range(last + 1):
                     model[s] = InPlace(model[s][0]) if s else model[s][0]
         elif kind == "compiled":
+            # torch hides this one itself, but where warnings are errors
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is no")
             mine = nn.Sequential(*(torch.compile(s, backend="aot_eager") for s in mine))
         elif kind == "autocast":
             dtype = torch.bfloat16
@@ -203,7 +190,3 @@ def stages_of_all_kinds(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["in place", "checkpointed", "autocast", "compiled"])
 def test_stages_may_be_of_all_kinds(ranks, kind):
     ranks(2).run(stages_of_all_kinds, kind, timeout_s=100)
-
-
-def test_a_changed_message_is_refused_before_it_is_sent(ranks):
-    ranks(2).run(changed_message_is_refused)

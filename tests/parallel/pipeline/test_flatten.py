@@ -34,6 +34,8 @@ def test_models_are_flattened_and_cut_without_processes():
     ]
     with pytest.raises(ScheduleError, match="has no 'c'; its children are a, b"):
         flatten_model(model, ["c"])
+    with pytest.raises(ScheduleError, match=r"layer_list is 'ab'; give a list of names: \['ab'\]"):
+        flatten_model(model, "ab")
     seven = [nn.Linear(1, 1) for _ in range(7)]
     heavy = [nn.Linear(1, n) for n in (1, 1, 8, 1)]
     lengths, weights = [], []

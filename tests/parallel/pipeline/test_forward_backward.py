@@ -186,7 +186,7 @@ def test_naive_ddp_reduces_once_after_the_last_microbatch(ranks, direct):
 def disagreeing_inputs_are_refused() -> None:
     tpc.setup_process_groups([("pipe", 2)])
     rank = dist.get_rank()
-    with pytest.raises(CommError, match=r"by stage they have \[4, 5\]"):
+    with pytest.raises(CommError, match=r"by pipe rank they have \[4, 5\]"):
         forward_backward(None, lambda v: v, None, torch.zeros(4 + rank, 1), 2)
     with pytest.raises(CommError, match="4 samples cannot fill 8 microbatches; use at most 4"):
         forward_backward(None, lambda v: v, None, torch.zeros(4, 1), 8)

@@ -43,7 +43,9 @@ def several_functions(name: str, own_backward: bool) -> None:
         seen.append(gradient is None)
         torch.autograd.backward(output, gradient)
 
-    own = [bwd_fn] * len(functions) if own_backward else None
+    last = schedule.num_stages - 1  # where the output alone will do
+    alone = (lambda loss: bwd_fn(loss, None)) if name == "zb-v" else bwd_fn
+    own = [alone if s == last else bwd_fn for s in mine] if own_backward else None
     for _ in range(2):
         loss = forward_backward(optimizer, functions, own, inputs, 3, schedule=name)
         same_gradients(mine, truth)
@@ -90,6 +92,11 @@ def unequal_functions() -> None:
             {"schedule": "gpipe" if rank else "gpope"},
             "rank 0: no schedule 'gpope'",
         ),
+        ((fn, None, x[:0], 2), {}, "all pipe ranks: the batch has 0 samples"),
+        ((fn, None, x, 2), {"schedule": "forward"}, "forward has no backwards"),
+        ((fn, None, x, "2"), {}, "all pipe ranks: num_microbatches is '2'"),
+        ((fn, fn, x, 2), {}, r"rank 0: bwd_fn takes 1 positional arguments \(x\), not 2; it is ca"),
+        ((fn, lambda a, b, c: 0, x, 2), {}, "bwd_fn needs c; .* on the last stage with the output"),
         ((fn, None, x, 2 + rank), {}, "2 microbatches, 1f1b of 2 stages, 3 microbatches"),
     ]
     for arguments, options, text in refused:

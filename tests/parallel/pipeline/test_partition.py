@@ -166,5 +166,7 @@ def test_chunks_of_a_chain_keep_names_and_say_who_holds_what():
     assert [name for name, _ in chunks[0].named_children()] == ["0"]
     with pytest.raises(ScheduleError, match="2 costs were given for the 4 pieces"):
         chunks_of(whole, [0, 1], 0, costs=[1, 1])
+    with pytest.raises(ScheduleError, match="of 4 children cannot be cut into 5 pipeline stages"):
+        chunks_of(whole, [0, 1, 2, 3, 4], 0)
     with pytest.raises(ScheduleError, match="a Linear cannot be cut into 2 pipeline stages"):
         chunks_of(whole[0], [0, 1], 0)

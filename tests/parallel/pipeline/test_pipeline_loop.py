@@ -93,3 +93,20 @@ def synthesized(check: bool) -> None:
 def test_the_schedule_may_be_made_from_costs(ranks):
     ranks(2).run(synthesized, True)
     ranks(2).run(synthesized, False)
+
+
+def losses_of_two_dtypes() -> None:
+    """Such as those of an evaluation under autocast and of a step outside it."""
+    tpc.setup_process_groups([("pipe", 1)])
+    exact = 1 + 2**-20  # no bfloat16
+    pipe = Pipeline(
+        nn.Linear(1, 1), num_microbatches=1, loss=lambda h, y: (h.sum() * 0 + y.sum()).to(y.dtype)
+    )
+    ones = torch.ones(1, 1)
+    first = pipe.eval_step(ones, targets=ones.bfloat16())
+    assert first.dtype == torch.float32 and first == 1
+    assert pipe.eval_step(ones, targets=ones * exact) == exact
+
+
+def test_a_first_loss_of_low_precision_does_not_round_later_ones(ranks):
+    ranks(1).run(losses_of_two_dtypes)

@@ -1,5 +1,7 @@
 """What does not fit is refused on every rank at once, with the numbers."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +19,8 @@ def made(rank: int, **options) -> Pipeline:
     return Pipeline(settings.pop("stages", chain(2)[rank]), **settings)
 
 
-def unfitting_pipelines() -> None:
+def unfitting_pipelines(folder: Path) -> None:
+    costs, binary = folder / "costs.yaml", str(folder / "binary.csv")
     tpc.setup_process_groups([("pipe", 2)])
     rank, two = dist.get_rank(), list(chain(2))
     refused = [
@@ -31,7 +34,10 @@ def unfitting_pipelines() -> None:
         ),
         ({"stages": {0: two[0]}}, r"^pipe rank 1: was given stages \[0\], but 1f1b places \[1\]"),
         ({"stages": 3}, "a stage is a module or a function, not a int"),
-        ({"schedule": "1f1c"}, "no schedule '1f1c'; the names are forward, gpipe"),
+        (
+            {"schedule": "1f1c"},
+            "^all pipe ranks: no schedule '1f1c'; .* dualpipe-v, auto, or a file FILE.csv$",
+        ),
         ({"schedule": "1f1b" if rank else "1f1c"}, "^pipe rank 0: no schedule"),
         ({"num_microbatches": None}, "needs num_microbatches"),
         ({"num_microbatches": 4 + rank}, "same schedule; .* 4 microbatches .* 5 microbatches"),
@@ -41,41 +47,66 @@ def unfitting_pipelines() -> None:
         ({"schedule": build("1f1b", 2, 3)}, "1f1b is of 3 microbatches, asked are 4"),
         ({"schedule": "auto"}, "needs costs of each stage"),
         ({"schedule": "missing.csv"}, "cannot read the schedule missing.csv: No such file"),
+        ({"schedule": None if rank else "1f1b"}, "^pipe rank 1: schedule is None; give a name"),
+        ({"schedule": binary if rank else "1f1b"}, "^pipe rank 1: the schedule .* is no text"),
+        ({"num_microbatches": "4"}, "^all pipe ranks: num_microbatches is '4'; give a whole"),
+        ({"num_microbatches": 2.5 if rank else 4}, "^pipe rank 1: num_microbatches is 2.5"),
+        ({"schedule": "auto", "chunks": 0, "costs": costs}, "chunks is 0; give a whole number"),
+        ({"schedule": "auto", "costs": 3}, "costs are 3; give StageCosts, or the file"),
+        ({"schedule": "auto", "costs": "none.yaml"}, "none.yaml cannot be read"),
+        ({"skips": "memory"}, r"skips is 'memory'; give a list of names: \['memory'\]"),
     ]
     for options, text in refused:
         with pytest.raises(ScheduleError, match=text):
             made(rank, **options)
+    with pytest.raises(ScheduleError, match="whole is 'table'; give a list of names"):
+        made(rank, whole="table")
+    assert made(rank, schedule="auto", costs=costs).schedule.name.startswith("auto")
 
 
-def test_stages_that_do_not_fit_the_schedule_are_refused(ranks):
-    ranks(2).run(unfitting_pipelines)
+def test_stages_that_do_not_fit_the_schedule_are_refused(ranks, tmp_path):
+    (tmp_path / "costs.yaml").write_text("forward: 1\nbackward: 2\n")
+    (tmp_path / "binary.csv").write_bytes(b"\xb3\xff,0F0\n")
+    ranks(2).run(unfitting_pipelines, tmp_path)
 
 
 def unfitting_batches() -> None:
     tpc.setup_process_groups([("pipe", 2)])
     rank = dist.get_rank()
     x, y = batch(8)
-    pipe = made(rank)
+    pipe, returning = made(rank), made(rank, loss=None)
+    alone = made(rank, loss=lambda output: output.mean())
     refused = [
         (lambda: pipe.step(x[:3], targets=y[:3]), "3 samples cannot fill 4 microbatches; use at m"),
-        (lambda: pipe.step(x[rank:], targets=y[rank:]), r"by stage they have \[8, 7\]"),
-        (lambda: pipe.step(x, targets=y[1:]), r"by stage they have \[-1, -1\]"),
+        (lambda: pipe.step(x[rank:], targets=y[rank:]), r"by pipe rank they have \[8, 7\]"),
+        (lambda: pipe.step(x, targets=y[1:]), "all pipe ranks: .* not arguments 8, targets 7"),
         (
             lambda: pipe.step(x, targets=y, mask=x),
-            "rank 1: no stage has a parameter mask; they have",
+            "all pipe ranks: no stage has a parameter mask; they have",
         ),
         (
             lambda: (pipe.eval_step if rank else pipe.step)(x, targets=y),
             "they call step, eval_step",
         ),
         (lambda: pipe.eval_step(x, targets=y, num_microbatches=rank), "rank 0: 0 microbatches"),
+        (lambda: pipe.step(x, y), r"rank 0: stage 0 takes 1 positional arguments \(\w+\), not 2 "),
+        (lambda: pipe.step(targets=y), r"rank 0: stage 0 needs \w+ \(what the loss needs goes"),
+        (lambda: pipe.step(x), "^pipe rank 1: the loss needs targets; it is called with output$"),
+        (lambda: alone.step(x, targets=y), "rank 1: the loss takes 1 .*, not 2; it is called"),
+        (lambda: returning.step(x, targets=y), "rank 1: nobody takes the targets: there is no"),
+        (lambda: pipe.step(x[:0], targets=y[:0]), "^all pipe ranks: the batch has 0 samples"),
+        (lambda: pipe.predict(*[x[:0]][rank:]), "^pipe rank 0: the batch has 0 samples; give 1"),
     ]
     for call, text in refused:
         with pytest.raises(CommError, match=text):
             call()
+    with pytest.raises(ScheduleError, match="forward has no backwards, so a step would train noth"):
+        made(rank, schedule="forward").step(x, targets=y)
     before = pipe.step(x, targets=y)  # nothing of it was begun
     with pytest.raises(CommError, match="stage 0 has 1 samples in microbatch 2, but 2 were agreed"):
         pipe.step(x[:6], targets=y[:6])
+    with pytest.raises(CommError, match=r"^pipe rank 0: stage 0 takes 1 pos"):
+        pipe.step(x, y)  # rank 1 hears of it when it is ready to send
     same(pipe.step(x, targets=y), before)
 
 
@@ -98,12 +129,11 @@ def test_a_loss_that_is_no_number_is_refused(ranks):
 
 
 def changed_length() -> None:
-    """At the sender, before anything is sent."""
-    tpc.setup_process_groups([("pipe", 2)])
-    rank = dist.get_rank()
+    """At the sender, before anything is sent. What the other rank is ready for is never sent."""
+    rank, pair = dist.get_rank(), dist.new_group([0, 1])
     grow = lambda x: x.repeat(1, int(x[0, 0])) * torch.ones((), requires_grad=True)  # noqa: E731
     stages = [grow, lambda h: h.mean()]
-    pipe = Pipeline(stages[rank], num_microbatches=2, timeout_s=2)
+    pipe = Pipeline(stages[rank], num_microbatches=2, timeout_s=2, group=pair)
     pipe.step(torch.ones(4, 3))
     if rank == 0:
         with pytest.raises(
@@ -111,7 +141,7 @@ def changed_length() -> None:
         ):
             pipe.step(torch.tensor([1.0, 1.0, 2.0, 2.0])[:, None].expand(-1, 3))
     else:  # which waits for nothing, as nothing was sent
-        agree_on_step(tpc.get_group("pipe"), "step", 4)
+        agree_on_step(pair, "step", 4)
 
 
 def test_a_changed_length_is_refused_at_the_sender(ranks):

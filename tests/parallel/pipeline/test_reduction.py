@@ -19,7 +19,8 @@ TINY_MIB = 0.0004
 
 
 class Piece(nn.Module):
-    """One stage: a norm, a weight used twice, one that nobody uses, one that others have too."""
+    """One stage: a norm, a weight used twice, one that nobody uses, one that others have too, and
+    a convolution."""
 
     def __init__(self, everywhere: nn.Linear):
         super().__init__()
@@ -27,11 +28,13 @@ class Piece(nn.Module):
         self.twice = nn.Linear(DIM, DIM)
         self.spare = nn.Linear(DIM, DIM)
         self.out = nn.Linear(DIM, DIM, bias=False)
+        self.conv = nn.Conv1d(1, 1, 3, padding=1)
         self.everywhere = everywhere
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.twice(torch.tanh(self.twice(self.norm(x))))
-        return x + self.everywhere(torch.tanh(self.out(h)))
+        h = self.conv(self.out(h)[:, None])[:, 0]
+        return x + self.everywhere(torch.tanh(h))
 
 
 class Pieces(nn.Module):

@@ -154,6 +154,19 @@ def test_memory_goes_when_it_is_no_longer_needed():
         gc.enable()
 
 
+@pytest.mark.parametrize("case", [c for c in CASES if c != "compiled"])
+def test_the_second_pass_needs_no_memory_of_parameters(case):
+    """ZeRO 3 frees it in between, and fills it anew before the next forward."""
+    whole, split = build(case), build(case)
+    x, y = microbatch(0, whole), microbatch(0, split)
+    torch.autograd.backward(*forward(whole, x))
+    deferred = backward_input(*forward(split, y), [y])
+    for p in split.parameters():
+        p.data.untyped_storage().resize_(0)
+    backward_weight(deferred)
+    expect_equal(gradients(split), gradients(whole))
+
+
 def test_checkpointed_code_runs_again_once():
     runs = []
     module = build("checkpoint")

@@ -49,6 +49,8 @@ class Parameters:
                 broadcast(self.flat, replicas)
         self.slice = line.mine(self.flat)
         self.master = None if master is None else self._copies.keep(self.slice, master)
+        # rounded for the wire straight from there: mine is overwritten by what all others have
+        self._sends_master = copies is None and wire is not None
         self.refresh()
         self._num_bytes = self.flat.untyped_storage().nbytes()
         self._go: Callable[[], Pending] | None = None  # begins the gather that is expected
@@ -70,7 +72,10 @@ class Parameters:
         """Be ready for what others send; from here until `arrive` nobody reads the parameters."""
         self.arrive()
         line = self.line
-        self._go = expect_gather_slices(self.flat, line.bounds, line.group, wire=self._wire)
+        mine = self.master if self._sends_master else None
+        self._go = expect_gather_slices(
+            self.flat, line.bounds, line.group, wire=self._wire, mine=mine
+        )
 
     def send(self) -> None:
         """The optimizer has stepped: begin the gather. Parameters are absent until `arrive`."""
@@ -119,7 +124,7 @@ class Parameters:
     def _start(self) -> None:
         if self._go is None:
             self.expect()
-        if self.master is not None:
+        if self.master is not None and not self._sends_master:
             self._copies.to_device(self.master, self.slice)
         assert self._go is not None
         self._pending, self._go = self._go(), None

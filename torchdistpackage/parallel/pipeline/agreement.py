@@ -5,6 +5,7 @@ nobody is left waiting for a message that never comes. Numbers of the host are c
 for host memory, so that no device is waited for.
 """
 
+from collections.abc import Sequence
 from zlib import crc32
 
 import torch
@@ -26,8 +27,8 @@ def agree_on_settings(group: Group, settings: Settings, problem: str) -> None:
     """
     seen = primitives.gather_objects((settings, problem), on_cpu(group))
     rows: list[tuple[Settings, str]] = seen  # type: ignore[assignment]
-    if texts := [f"pipe rank {i}: {text}" for i, (_, text) in enumerate(rows) if text]:
-        raise ScheduleError("; ".join(texts))
+    if problems := by_rank([text for _, text in rows]):
+        raise ScheduleError(problems)
     for values in zip(*(row for row, _ in rows), strict=True):
         if len({str(value) for _, value in values}) > 1:
             told = ", ".join(str(value) for _, value in values)
@@ -37,27 +38,60 @@ def agree_on_settings(group: Group, settings: Settings, problem: str) -> None:
             )
 
 
-def agree_on_step(group: Group, what: str, num_samples: int, problem: str = "") -> int:
-    """Samples of the batch, 0 where no rank brings a tensor.
+class StepAgreement:
+    """Begun when it is made; nothing may be sent before `settle`.
 
-    what: this rank is about to do. num_samples: 0 without tensors, -1 if its tensors differ.
-
-    Raises:
-        CommError: on every rank: they do not do the same, their samples differ, or one has a
-            problem of its own.
+    what: this rank is about to do. num_samples: 0 without tensors.
     """
-    row = torch.tensor([[crc32(what.encode()), num_samples, bool(problem)]])
-    rows = primitives.all_gather(row, on_cpu(group)).tolist()
-    if any(row[2] for row in rows):
-        texts = primitives.gather_objects(problem, on_cpu(group))
-        raise CommError("; ".join(f"pipe rank {i}: {t}" for i, t in enumerate(texts) if t))
-    if len({row[0] for row in rows}) > 1:
-        calls = primitives.gather_objects(what, on_cpu(group))
-        raise CommError(
-            f"the ranks of a pipeline must make the same calls in the same order; by pipe rank "
-            f"they call {', '.join(map(str, calls))}"
-        )
-    return common_samples([row[1] for row in rows])
+
+    def __init__(self, group: Group, what: str, num_samples: int, problem: str = ""):
+        self._group, self._what, self._problem = on_cpu(group), what, problem
+        row = torch.tensor(((crc32(what.encode()), num_samples, bool(problem)),))
+        self._rows = primitives.start_all_gather(row, self._group)
+
+    def settle(self) -> int:
+        """Samples of the batch, 0 where no rank brings a tensor.
+
+        Raises:
+            CommError: on every rank: they do not do the same, their samples differ, or one has a
+                problem of its own.
+        """
+        rows = self._rows.wait().tolist()
+        if any(row[2] for row in rows):
+            texts = primitives.gather_objects(self._problem, self._group)
+            raise CommError(by_rank([str(text) for text in texts]))
+        if len({row[0] for row in rows}) > 1:
+            calls = primitives.gather_objects(self._what, self._group)
+            raise CommError(
+                f"the ranks of a pipeline must make the same calls in the same order; by pipe rank "
+                f"they call {', '.join(map(str, calls))}"
+            )
+        return common_samples([row[1] for row in rows])
+
+
+def by_rank(texts: Sequence[str]) -> str:
+    """What the pipe ranks say, a text of several once; those who say nothing are left out."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        if text:
+            ranks_of.setdefault(text, []).append(rank)
+    return "; ".join(f"{_named(ranks, len(texts))}: {text}" for text, ranks in ranks_of.items())
+
+
+def _named(ranks: Sequence[int], num_ranks: int) -> str:
+    """`pipe rank 1`, `pipe ranks 0, 2`, `pipe ranks 1-3`, `all pipe ranks`."""
+    if len(ranks) == 1:
+        return f"pipe rank {ranks[0]}"
+    if len(ranks) == num_ranks:
+        return "all pipe ranks"
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"pipe ranks {ranks[0]}-{ranks[-1]}"
+    return f"pipe ranks {', '.join(map(str, ranks))}"
+
+
+def agree_on_step(group: Group, what: str, num_samples: int, problem: str = "") -> int:
+    """`StepAgreement`, made and settled."""
+    return StepAgreement(group, what, num_samples, problem).settle()
 
 
 def common_samples(seen: list[int]) -> int:
@@ -67,9 +101,9 @@ def common_samples(seen: list[int]) -> int:
         CommError: they do not.
     """
     known = {n for n in seen if n}
-    if -1 in known or len(known) > 1:
+    if len(known) > 1:
         raise CommError(
-            f"inputs of one step must have one number of samples along dim 0; by stage they have "
-            f"{seen} (0: no tensors, -1: this stage's own inputs differ)"
+            f"inputs of one step must have one number of samples along dim 0; by pipe rank they "
+            f"have {seen} (0: no tensors)"
         )
     return known.pop() if known else 0

@@ -17,6 +17,9 @@ Edges = tuple[tuple[Node, int], ...]
 
 _NO_LEAVES: frozenset[Node] = frozenset()
 
+_keeps_tensors: dict[type, bool] = {}
+"""By the type of a node: whether it has kept tensors for its backward."""
+
 
 class Graph:
     """way: the nodes between outputs and inputs, these included, and the edges of each.
@@ -30,6 +33,7 @@ class Graph:
         self.roots: list[Node] = [x.grad_fn or get_gradient_edge(x).node for x in outputs]
         self._edges: dict[Node, Edges] = {}
         self._leaves: dict[Node, frozenset[Node]] = {}
+        self._keeping: set[Node] = set()
         parents: dict[Node, list[Node]] = {root: [] for root in self.roots}
         found, ends = list(parents), []
         for node in found:  # which grows
@@ -71,4 +75,25 @@ class Graph:
                         todo.append(child)
             found = [self._leaves.get(other, _NO_LEAVES) for other in below]
             known = self._leaves[node] = _NO_LEAVES.union(*found)
+            if any(map(_keeps, below)):
+                self._keeping.add(node)
         return known
+
+    def keeps(self, node: Node) -> bool:
+        """Whether there are nodes from `node` on, off the way, whose backward needs what they have
+        kept: the memory of parameters, which may be gone when a backward comes late."""
+        self.leaves(node)
+        return node in self._keeping
+
+    def has(self, name: str) -> bool:
+        """Whether a type of node has `name` in its own."""
+        return any(name in kind.__name__ for kind in set(map(type, self._edges)))
+
+
+def _keeps(node: Node) -> bool:
+    kind = type(node)
+    known = _keeps_tensors.get(kind)
+    if known is None:
+        known = any(name.startswith("_raw_saved") for name in dir(kind))
+        _keeps_tensors[kind] = known
+    return known

@@ -37,6 +37,10 @@ class Entrance:
         leaves, self.leaves[m] = self.leaves[m], []
         return [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
 
+    def reset(self) -> None:
+        """Let go of what an interrupted run has left."""
+        self.leaves[:] = [[] for _ in self.leaves]
+
 
 class Handover(Entrance):
     """Between two stages of one rank: the same memory, and no message."""
@@ -107,10 +111,9 @@ class Inlet(Entrance):
         return template.description.build(room)
 
     def reset(self) -> None:
-        """Let go of what an interrupted run has left."""
+        super().reset()
         num = len(self._rooms)
         self._rooms[:], self._arrivals[:] = [[]] * num, [_LANDED] * num
-        self.leaves[:] = [[] for _ in self.leaves]
 
     def send(self, wire: Wire | Post, m: int) -> Flight:
         """The gradients of `m` on their way back."""

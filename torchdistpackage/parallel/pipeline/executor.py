@@ -20,9 +20,9 @@ from torch import nn
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.record import calls
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.errors import ScheduleError
+from torchdistpackage.errors import CommError, ScheduleError
 from torchdistpackage.parallel.pipeline.clock import Clock
-from torchdistpackage.parallel.pipeline.local_stage import Backward, Forward, Keep, autograd
+from torchdistpackage.parallel.pipeline.local_stage import Backward, Forward, Keep, Weight, autograd
 from torchdistpackage.parallel.pipeline.recording import Recording
 from torchdistpackage.parallel.pipeline.reduction import Reduction
 from torchdistpackage.parallel.pipeline.steps import COMPUTES, Step, Steps, within
@@ -59,9 +59,11 @@ class Executor:
                 f"{group.size()}: {ranks_of(group)}; build it for as many"
             )
         self.schedule, self.clock = schedule, Clock(device)
+        self._trains = schedule.has_backward
         self._steps = Steps(schedule, group, device, timeout_s, dynamic_shapes, self.clock)
         self.stages = tuple(self._steps.stages)
         self._recording: Recording | None = None
+        self._interrupted_by = ""
 
     def is_first_stage(self, stage: int) -> bool:
         return stage == 0
@@ -90,6 +92,7 @@ class Executor:
         parameters: Mapping[int, Sequence[nn.Parameter]] | None = None,
         reducer: Reducer | None = None,
         keep: Keep | None = None,
+        weights: Sequence[Weight] | None = None,
         around: Callable[[Kind], AbstractContextManager[object]] | None = None,
         record: bool = False,
     ) -> None:
@@ -100,27 +103,37 @@ class Executor:
         parameters: of each stage here; says which parameters several stages share. Without it a
             reducer sums in the last backward of this rank only, or in `finish()`.
         reducer: held for the whole run, but for the last backward of each parameter, in which its
-            buckets leave; the caller calls `finish()`. Without one, wrap the run in the reducer's
-            `no_sync()` where modules have hooks of their own.
+            buckets leave; the caller calls `finish()` before the next run. To accumulate over
+            runs give it to the last one only: a sum, unlike a mean, would count the others again.
+            Without one, wrap the run in the reducer's `no_sync()` where modules have hooks.
+        weights: of the loss of each microbatch in the sum whose gradient is wanted; default 1.
         keep: called with each output of a stage here; what it does not keep is let go.
         around: a context for each computation, by its kind.
         record: `spans` says afterwards when each computation and each wait for a message began and
             ended, in seconds from the start of the run; on CUDA in the time of the stream.
 
         Raises:
-            CommError: a peer did not answer in time, or a message changed its form with
-                `dynamic_shapes` off.
+            CommError: a peer did not answer in time, a message changed its form with
+                `dynamic_shapes` off, or an earlier run ended in an exception, which nobody knows
+                but this rank, and with which the messages between ranks are out of step.
         """
+        if self._interrupted_by:
+            raise CommError(
+                f"an earlier run of this executor was interrupted by {self._interrupted_by}; its "
+                f"messages are lost: make a new group and a new executor"
+            )
         steps = self._steps
         for stage in steps.stages.values():
             stage.forward_fn, stage.backward_fn, stage.keep = forward, backward, keep
+            stage.weights = weights
         program = steps.begin()
         if around is not None:
             program = [
                 within(partial(around, s[2].kind), s) if s[3] == COMPUTES else s for s in program
             ]
-        trains = self.schedule.has_backward
+        trains = self._trains
         steered = reducer.steered() if reducer is not None and trains else nullcontext()
+        is_under_way = False
         try:
             self.clock.restart()
             with steered as told, torch.set_grad_enabled(trains):
@@ -128,12 +141,17 @@ class Executor:
                     mine = reducer.parameters
                     program = Reduction(told, steps.stages, parameters, mine).within(program)
                 recording = Recording(self.clock.device) if record else None
+                is_under_way = steps.has_messages
                 (recording.run if recording else run)(program)
             steps.end()
+        except BaseException as error:
+            if is_under_way:
+                self._interrupted_by = f"{type(error).__name__}: {error}"
+            raise
         finally:
+            calls.action = None
             steps.reset()
             self.clock.stop()
-        calls.action = None
         self._recording = recording
 
 

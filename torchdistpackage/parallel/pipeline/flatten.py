@@ -70,6 +70,8 @@ def flatten_model(
     Raises:
         ScheduleError: a name is no attribute of the model, or an entry can not be called.
     """
+    if isinstance(layer_list, str):
+        raise ScheduleError(f"layer_list is {layer_list!r}; give a list of names: [{layer_list!r}]")
     chain: list[nn.Module] = []
     for item in layer_list:
         piece = _named(model, item) if isinstance(item, str) else item

@@ -28,7 +28,8 @@ from torchdistpackage.parallel.pipeline.microbatches import (
     samples_in,
     sizes_of,
 )
-from torchdistpackage.parallel.pipeline.order import Order, schedule_of
+from torchdistpackage.parallel.pipeline.order import Order, has_backward, schedule_of
+from torchdistpackage.parallel.pipeline.stage_call import Signature
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.generate import evaluation
 
@@ -60,8 +61,9 @@ def forward_backward(
         tensors first, then this stage's own `inputs`, cut along dim 0. Returns a tensor, tuple or
         dict for the next stage; on the last stage the mean loss of its microbatch. A list has one
         for each of this rank's stages, in ascending order, and so have `bwd_fn` and `inputs` then.
-    bwd_fn: `bwd_fn(output, gradient)`, gradient None on the last stage; None uses autograd. A
-        schedule that splits backwards runs all of it where the input's gradient is due.
+    bwd_fn: `bwd_fn(output, gradient)`, gradient None on the last stage, where it may take the
+        output alone; None uses autograd. A schedule that splits backwards runs all of it where
+        the input's gradient is due.
     inputs: this stage's own: None or empty, an object, or a list of them. Tensors are cut
         into microbatches; other values go to each whole.
     forward_only: no graph, no backward.
@@ -76,8 +78,9 @@ def forward_backward(
     other outputs are joined along dim 0), None elsewhere.
 
     Raises:
-        CommError: on every rank: there is no such schedule, functions and inputs do not match, the
-            stages' inputs differ in their number of samples, or there are fewer than microbatches.
+        CommError: on every rank: there is no such schedule or it has no backwards, functions and
+            inputs do not match, the stages' inputs differ in their number of samples, or there
+            are fewer than microbatches.
     """
     group = resolve_group(group, "pipe")
     job = _Job.of(fwd_fn, bwd_fn, inputs, schedule, group, num_microbatches, forward_only)
@@ -191,12 +194,20 @@ class _Job:
             schedule = schedule_of(order, group.size(), num_microbatches, len(forwards))
             backwards = _each(bwd_fn, forwards, "bwd_fn", isinstance(bwd_fn, list | tuple))
             own = [_as_list(x) for x in _each(inputs, forwards, "inputs", listed)]
-            if forward_only:
-                schedule = evaluation(schedule, num_microbatches)
+            schedule = (
+                evaluation(schedule, num_microbatches) if forward_only else has_backward(schedule)
+            )
             stages = schedule.stages_of(group.rank())
+            if not forward_only:
+                ends = [stage == schedule.num_stages - 1 for stage in stages]
+                backwards = [_of_two(f, e) for f, e in zip(backwards, ends, strict=True)]
             given = (dict(zip(stages, x, strict=True)) for x in (forwards, backwards, own))
             # what is not cut may be of any length
-            num_samples = samples_in(own) if num_microbatches > 1 else 0
+            num_samples, differing = (
+                samples_in([("inputs", own)]) if num_microbatches > 1 else (0, "")
+            )
+            if differing:
+                raise ScheduleError(differing)
             job = cls(schedule, *given, num_samples=num_samples)
             what = (
                 f"{schedule.name} of {schedule.num_stages} stages, {num_microbatches} microbatches"
@@ -206,6 +217,21 @@ class _Job:
         num_samples = agree_on_step(group, what, job.num_samples if job else 0, problem)
         assert job is not None
         return replace(job, num_samples=num_samples)
+
+
+def _of_two(bwd_fn: BwdFn | None, is_last: bool) -> BwdFn | None:
+    """`bwd_fn`, to be called with (output, gradient); on the last stage it may take one of them.
+
+    Raises:
+        ScheduleError: it takes another number.
+    """
+    takes = None if bwd_fn is None else Signature.of(bwd_fn)
+    if takes is None or not (misfit := takes.misfit(2)):
+        return bwd_fn
+    if is_last and not takes.misfit(1):
+        return lambda output, _: cast(BwdFn, bwd_fn)(output)
+    alone = "; on the last stage with the output alone, if it takes one" if is_last else ""
+    raise ScheduleError(f"bwd_fn {misfit}; it is called with (output, gradient){alone}")
 
 
 def _called(function: FwdFn, stage: int, received: Message, own: Sequence[object]) -> object:

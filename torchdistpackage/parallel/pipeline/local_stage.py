@@ -4,7 +4,7 @@ One rule: what a microbatch holds between its forward and its backward is in lis
 and is let go of in the action that uses it last.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ Forward = Callable[[int, int, Message], Message]
 Backward = Callable[[int, int, Message, tuple[Tensor | None, ...] | None], None]
 """(stage, microbatch, what Forward returned, gradients for its members, None on the last stage)."""
 Keep = Callable[[int, int, Message], None]
+Weight = float | Tensor
+"""What the gradient of a microbatch's loss begins with: its share of the loss of the step."""
 
 
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
@@ -47,34 +49,55 @@ class LocalStage:
         self.stage, self._outputs = stage, outputs
         self.entrance, self._exit, self._clock = entrance, exit, clock
         self.deferred: list[Deferred | None] = [None] * len(outputs)
-        self._works_in_place = False
+        self._works_in_place: bool | None = None  # on its input; None: the first run tells
         self.forward_fn: Forward = _unset
         self.backward_fn: Backward | None = None
         self.keep: Keep | None = None
+        self.weights: Sequence[Weight] | None = None
+
+    def learned(self) -> None:
+        """The first run is over."""
+        self._works_in_place = bool(self._works_in_place)
 
     def reset(self) -> None:
         """Let go of the run's functions, and of what an interrupted run has left."""
+        if self.entrance is not None:
+            self.entrance.reset()
         self.forward_fn, self.backward_fn, self.keep = _unset, None, None
+        self.weights = None
         self._outputs[:] = [None] * len(self._outputs)
         self.deferred[:] = [None] * len(self.deferred)
 
     def forward(self, m: int) -> None:
         entrance = self.entrance
         received = None if entrance is None else entrance.take(m)
-        if self._works_in_place:
-            received = _aliased(received)
         with self._clock:
-            try:
-                output = self.forward_fn(self.stage, m, received)
-            except RuntimeError as error:
-                # of a leaf that the stage changes in place; it gets aliases from now on
-                if self._works_in_place or "leaf Variable" not in str(error):
-                    raise
-                self._works_in_place = True
-                output = self.forward_fn(self.stage, m, _aliased(received))
+            if entrance is None or self._works_in_place is False:
+                output = self._on_leaves(m, received)
+            else:
+                output = self._on_aliases(m, received, entrance.leaves[m])
         if self.keep is not None:
             self.keep(self.stage, m, output)
         self._outputs[m] = output
+
+    def _on_leaves(self, m: int, received: Message) -> Message:
+        try:
+            return self.forward_fn(self.stage, m, received)
+        except RuntimeError as error:
+            if "leaf Variable" in str(error):
+                error.add_note(
+                    f"stage {self.stage} did not change its input in place in the first run, and "
+                    f"does for microbatch {m}; let it do so in every run, or never"
+                )
+            raise
+
+    def _on_aliases(self, m: int, received: Message, leaves: Sequence[Tensor]) -> Message:
+        """A leaf may not be changed in place, an alias may: whether that is needed shows here."""
+        versions = [x._version for x in leaves]
+        output = self.forward_fn(self.stage, m, _aliased(received))
+        if [x._version for x in leaves] != versions:
+            self._works_in_place = True
+        return output
 
     def evaluate(self, m: int) -> None:
         """`forward` where no backward follows: only what goes on is held."""
@@ -86,7 +109,7 @@ class LocalStage:
         output, gradients = self._end(m)
         with self._clock:
             if self.backward_fn is None:
-                autograd(self.stage, m, output, gradients)
+                autograd(self.stage, m, output, gradients, self._weight(m))
             else:
                 self.backward_fn(self.stage, m, output, gradients)
 
@@ -98,7 +121,7 @@ class LocalStage:
         output, gradients = self._end(m)
         leaves = [] if self.entrance is None else self.entrance.leaves[m]
         with self._clock:
-            roots, seeds = _roots(output, gradients)
+            roots, seeds = _roots(output, gradients, self._weight(m))
             if roots:
                 self.deferred[m] = backward_input(roots, seeds, leaves)
 
@@ -108,6 +131,9 @@ class LocalStage:
             with self._clock:
                 backward_weight(deferred)
 
+    def _weight(self, m: int) -> Weight:
+        return 1.0 if self.weights is None else self.weights[m]
+
     def _end(self, m: int) -> tuple[Message, tuple[Tensor | None, ...] | None]:
         """The output of `m`, let go of, and the gradients that came for it."""
         output, self._outputs[m] = self._outputs[m], None
@@ -115,15 +141,19 @@ class LocalStage:
 
 
 def autograd(
-    stage: int, m: int, output: Message, gradients: tuple[Tensor | None, ...] | None
+    stage: int,
+    m: int,
+    output: Message,
+    gradients: tuple[Tensor | None, ...] | None,
+    weight: Weight = 1.0,
 ) -> None:
     """Backward of what was sent on from its gradients, or of a scalar loss on the last stage."""
-    roots, seeds = _roots(output, gradients)
-    if roots and gradients is not None:
-        # what torch.autograd.backward does when all gradients are given, in a third of its time
-        _run_backward(tuple(roots), tuple(seeds), False, False, (), True, True)
+    roots, seeds = _roots(output, gradients, weight)
+    if gradients is None and any(x.numel() != 1 for x in roots):
+        torch.autograd.backward(roots)  # which says what is wrong
     elif roots:
-        torch.autograd.backward(roots)
+        # what that does when all gradients are given, in a third of its time
+        _run_backward(tuple(roots), tuple(seeds), False, False, (), True, True)
 
 
 def _aliased(message: Message) -> Message:
@@ -150,12 +180,14 @@ class _Alias(torch.autograd.Function):
 
 
 def _roots(
-    output: Message, gradients: tuple[Tensor | None, ...] | None
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The members to differentiate, and their gradients; None stands for that of a scalar."""
+    output: Message, gradients: tuple[Tensor | None, ...] | None, weight: Weight
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The members to differentiate, and their gradients; of a loss its weight."""
     if gradients is None:
         roots = [x for x in tensors_of(output) if x is not None and x.requires_grad]
-        return roots, [None] * len(roots)
+        if isinstance(weight, Tensor):
+            return roots, [torch.ones_like(x) * weight.to(x) for x in roots]
+        return roots, [torch.full_like(x, weight) for x in roots]
     pairs = [
         (x, g)
         for x, g in zip(tensors_of(output), gradients, strict=True)

@@ -40,12 +40,19 @@ def tensors_in(value: object) -> Iterator[Tensor]:
             yield from tensors_in(member)
 
 
-def samples_in(*values: object) -> int:
-    """Length along dim 0 of all tensors in them; 0 without any, -1 if they differ."""
-    lengths = {x.shape[0] for value in values for x in tensors_in(value)}
+def samples_in(named: Sequence[tuple[str, object]]) -> tuple[int, str]:
+    """(length along dim 0 of all tensors in the values, 0 without any; what is wrong, or nothing).
+
+    named: (what an error calls it, value).
+    """
+    found = [(name, x.shape[0]) for name, value in named for x in tensors_in(value)]
+    lengths = {length for _, length in found}
     if len(lengths) > 1:
-        return -1
-    return lengths.pop() if lengths else 0
+        told = ", ".join(f"{name} {length}" for name, length in dict.fromkeys(found))
+        return 0, f"inputs of one step must have one number of samples along dim 0, not {told}"
+    if 0 in lengths:
+        return 0, "the batch has 0 samples; give 1 or more"
+    return (lengths.pop() if lengths else 0), ""
 
 
 def cut(value: object, sizes: Sequence[int]) -> Sequence[object]:

@@ -6,7 +6,7 @@ up lists and calls the stage.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 from torch import Tensor
@@ -14,22 +14,28 @@ from torch import Tensor
 from torchdistpackage.comm.messages import Message
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.parallel.pipeline.executor import Executor
+from torchdistpackage.parallel.pipeline.local_stage import Weight
 from torchdistpackage.parallel.pipeline.microbatches import cut, detached, joined
 from torchdistpackage.parallel.pipeline.own_stages import OwnStages
+from torchdistpackage.parallel.pipeline.stage_call import Signature
 
 Named = dict[str, object]
 Finish = Callable[[int, object], Tensor]
-"""(microbatch, output of the last stage) -> its part of the loss."""
+"""(microbatch, output of the last stage) -> its loss."""
 
 
 @dataclass
 class Batch:
-    """What a step is called with. sizes: samples of each microbatch. whole: inputs not cut."""
+    """What a step is called with. sizes: samples of each microbatch. whole: inputs not cut.
+
+    before: what is done in the last moment before anything is computed or sent.
+    """
 
     args: tuple[object, ...]
     inputs: Named
     sizes: Sequence[int]
     whole: frozenset[str]
+    before: list[Callable[[], object]] = field(default_factory=list)
 
     def args_of_first(self) -> Sequence[tuple[object, ...]]:
         if not self.args:
@@ -52,13 +58,13 @@ def run(
     batch: Batch,
     finish: Finish | None,
     *,
-    train: bool,
     reducer: Reducer | None = None,
+    weights: Sequence[Weight] | None = None,
     keep_outputs: bool = False,
 ) -> object:
     """All microbatches; returns the last stage's outputs, joined, if they are to be kept.
 
-    finish: None: outputs are all that is wanted.
+    finish: None: outputs are all that is wanted. weights: of each microbatch's loss.
     """
     last, calls, skipping = own.num_stages - 1, own.calls, bool(own.skips)
     named = {s: batch.inputs_of(own.signatures[s].takes) for s in calls}
@@ -81,13 +87,36 @@ def run(
             outputs.append(detached(output))
         return None if finish is None else finish(m, output)
 
-    executor.run(forward, parameters=own.parameters() if train else None, reducer=reducer)
+    for call in batch.before:
+        call()
+    parameters = None if reducer is None else own.parameters()
+    executor.run(forward, parameters=parameters, reducer=reducer, weights=weights)
     return joined(outputs, batch.sizes) if outputs else None
 
 
-def told(inputs: Mapping[str, object], own: OwnStages) -> str:
-    """What is wrong with the names of keyword inputs, or nothing."""
+def told(args: Sequence[object], inputs: Mapping[str, object], own: OwnStages) -> str:
+    """What is wrong with these inputs for any stage, or for the first where it is; or nothing."""
     unknown = sorted(name for name in inputs if not own.is_taken(name))
-    if not unknown:
+    if unknown:
+        return f"no stage has a parameter {', '.join(unknown)}; they have {', '.join(own.names())}"
+    if not own.has_first:
         return ""
-    return f"no stage has a parameter {', '.join(unknown)}; they have {', '.join(own.names())}"
+    first = own.signatures[0]
+    misfit = first.misfit(len(args), [name for name in inputs if first.takes(name)])
+    return f"stage 0 {misfit} (what the loss needs goes to targets=)" if misfit else ""
+
+
+def told_of_loss(loss: Signature | None, targets: object, own: OwnStages) -> str:
+    """What is wrong with `targets` for the loss where the last stage is; or nothing.
+
+    loss: None: the last stage returns it.
+    """
+    if not own.has_last:
+        return ""
+    if loss is None:
+        if targets is None or own.last_names_targets:
+            return ""
+        return "nobody takes the targets: there is no loss= and the last stage does not name them"
+    misfit = loss.misfit(1 if targets is None else 2)
+    given = "output" if targets is None else "output and targets"
+    return f"the loss {misfit}; it is called with {given}" if misfit else ""

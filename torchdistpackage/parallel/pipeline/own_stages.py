@@ -18,7 +18,7 @@ from torchdistpackage.comm.groups import on_cpu
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.agreement import Settings, agree_on_settings
-from torchdistpackage.parallel.pipeline.order import Order, schedule_of
+from torchdistpackage.parallel.pipeline.order import CostsOrder, Order, schedule_of
 from torchdistpackage.parallel.pipeline.stage_call import (
     Signature,
     Stage,
@@ -26,7 +26,6 @@ from torchdistpackage.parallel.pipeline.stage_call import (
     last_takers,
 )
 from torchdistpackage.schedule.actions import Schedule
-from torchdistpackage.schedule.costs import StageCosts
 
 Stages = Stage | Sequence[Stage] | Mapping[int, Stage]
 
@@ -91,8 +90,8 @@ class OwnStages:
 def agree(
     group: Group,
     stages: Stages,
-    order: tuple[Order, int | None, int | None, StageCosts | None],
-    skips: tuple[str, ...],
+    order: tuple[Order, int | None, int | None, CostsOrder | None],
+    skips: Sequence[str],
     alike: Settings,
     device: torch.device | str | None,
 ) -> tuple[Schedule, OwnStages]:
@@ -109,6 +108,7 @@ def agree(
     try:
         schedule = schedule_of(wanted, group.size(), num_microbatches, chunks, costs)
         modules = _numbered(stages, schedule, group.rank())
+        skips = listed("skips", skips)
     except ScheduleError as error:
         problem = str(error)
     settings = (("schedule", _told(schedule)), ("skips", skips), *alike)
@@ -131,7 +131,14 @@ def agree(
         for stage, module in modules.items()
     }
     place = _device(modules, group) if device is None else torch.device(device)
-    return schedule, OwnStages(modules, calls, signatures, skips, place)
+    return schedule, OwnStages(modules, calls, signatures, tuple(skips), place)
+
+
+def listed(what: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Raises ScheduleError where one text was given, whose letters would be the names."""
+    if isinstance(names, str):
+        raise ScheduleError(f"{what} is {names!r}; give a list of names: [{names!r}]")
+    return tuple(names)
 
 
 def _numbered(stages: Stages, schedule: Schedule, index: int) -> dict[int, Stage]:

@@ -17,22 +17,21 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from torchdistpackage.comm import primitives
-from torchdistpackage.comm.groups import on_cpu
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.pipeline import one_pass
-from torchdistpackage.parallel.pipeline.agreement import agree_on_step, common_samples
+from torchdistpackage.parallel.pipeline.agreement import StepAgreement, common_samples
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.microbatches import cut, mean, samples_in, sizes_of
 from torchdistpackage.parallel.pipeline.one_pass import Batch, Named
-from torchdistpackage.parallel.pipeline.order import Order
-from torchdistpackage.parallel.pipeline.own_stages import Stages, agree
+from torchdistpackage.parallel.pipeline.order import CostsOrder, Order, has_backward
+from torchdistpackage.parallel.pipeline.own_stages import Stages, agree, listed
 from torchdistpackage.parallel.pipeline.reducing import HasReducer, Reducing
+from torchdistpackage.parallel.pipeline.stage_call import Signature
+from torchdistpackage.parallel.pipeline.telling import Telling
 from torchdistpackage.schedule.actions import Schedule
-from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.generate import evaluation
 
 
@@ -44,7 +43,8 @@ class Pipeline:
     loss: `loss(output, targets)` of the last stage's output, or `loss(output)` without targets: the
         mean over its samples. None: the last stage returns that itself, and may name `targets`.
     schedule: a name (`tdp schedule --help` lists them), a Schedule, a CSV file or its text, or
-        `auto` with `costs`. chunks: stages on a rank; None: the schedule's own number.
+        `auto` with `costs` (or the file of them). chunks: stages on a rank; None: the
+        schedule's own number.
     group: pipe ranks in order; default tpc's.
     reducer: what sums gradients over replicas (a NaiveDDP, a ZeroOptimizer, or their reducer), in
         the last backward of each parameter; default that of the NaiveDDP around the stages.
@@ -75,7 +75,7 @@ class Pipeline:
         dynamic_shapes: bool = False,
         skips: Sequence[str] = (),
         whole: Sequence[str] = (),
-        costs: StageCosts | None = None,
+        costs: CostsOrder | None = None,
         device: torch.device | str | None = None,
         timeout_s: float | None = None,
         check: bool = True,
@@ -83,15 +83,16 @@ class Pipeline:
         self._group = resolve_group(group, "pipe")
         order = (schedule, num_microbatches, chunks, costs)
         alike = (("dynamic_shapes", dynamic_shapes), ("check", check))
-        self.schedule, self._own = agree(self._group, stages, order, tuple(skips), alike, device)
+        self.schedule, self._own = agree(self._group, stages, order, skips, alike, device)
         self._reducing = Reducing(reducer, self._own.modules.values())
-        self._loss, self._whole, self._timeout_s = loss, frozenset(whole), timeout_s
+        self._loss, self._loss_takes = loss, None if loss is None else Signature.of(loss)
+        self._whole, self._timeout_s = frozenset(listed("whole", whole)), timeout_s
         self._dynamic, self._check, self._held = dynamic_shapes, check, False
         self.executor = self._make(self.schedule, dynamic_shapes)
         self._evaluators: dict[int, Executor] = {}
         self._first_sizes: list[int] | None = None
-        self._loss_dtype: torch.dtype | None = None
-        self._teller = ranks_of(self._group)[self.schedule.placement[-1]]
+        teller = ranks_of(self._group)[self.schedule.placement[-1]]
+        self._telling = Telling(self._group, teller, self._own.device, timeout_s)
         self.outputs: object = None
         """Of the last stage, joined along dim 0, on its rank; of a call with `keep_outputs`."""
 
@@ -122,12 +123,13 @@ class Pipeline:
             CommError: on every rank: samples do not fit, nobody names an input, or ranks differ; on
                 the sender: a shape changed without `dynamic_shapes`.
         """
+        has_backward(self.schedule)
         batch = self._batch("step", args, targets, inputs, None)
         reducer = self._reducing.reducer
         if reducer is None or self._held:
             with nullcontext() if reducer is None else reducer.no_sync():
                 return self._loss_over(self.executor, batch, targets, loss_scale, keep_outputs)
-        self._reducing.follow_buffers()
+        batch.before.append(self._reducing.follow_buffers)
         loss = self._loss_over(self.executor, batch, targets, loss_scale, keep_outputs, reducer)
         reducer.finish()
         return loss
@@ -162,7 +164,7 @@ class Pipeline:
         batch = self._batch("predict", args, None, inputs, num_microbatches)
         with self._own.evaluating():
             executor = self._evaluator(batch)
-            return one_pass.run(executor, self._own, batch, None, train=False, keep_outputs=True)
+            return one_pass.run(executor, self._own, batch, None, keep_outputs=True)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -184,7 +186,9 @@ class Pipeline:
         keep_outputs: bool,
         reducer: Reducer | None = None,
     ) -> Tensor:
-        losses: list[Tensor] = []
+        losses: list[Tensor] = []  # the last stage's forwards come in order of microbatches
+        telling = self._telling
+        batch.before.append(telling.begin)
         shares = [n / sum(batch.sizes) * loss_scale for n in batch.sizes]
         parts = cut(targets, batch.sizes) if self._own.has_last else ()
 
@@ -197,35 +201,24 @@ class Pipeline:
                     f"its samples{', or give loss=' if self._loss is None else ''}"
                 )
             losses.append(value.detach())
-            return value * shares[m]
+            if len(losses) == len(batch.sizes):
+                telling.tell(mean(losses, batch.sizes).reshape(()))
+            return value
 
         self.outputs = one_pass.run(
             executor,
             self._own,
             batch,
             finish,
-            train=executor is self.executor,
             reducer=reducer,
+            weights=shares,
             keep_outputs=keep_outputs,
         )
-        return self._told(mean(losses, batch.sizes).reshape(()) if losses else None)
+        return telling.told()
 
     def _call_loss(self, output: object, targets: object) -> Tensor:
         assert self._loss is not None
         return self._loss(output) if targets is None else self._loss(output, targets)
-
-    def _told(self, loss: Tensor | None) -> Tensor:
-        """The loss of the last stage, on every rank. Its dtype is told once."""
-        group, teller = self._group, self._teller
-        if self._loss_dtype is None:
-            dtype = primitives.broadcast_object(
-                loss is not None and loss.dtype, on_cpu(group), teller
-            )
-            assert isinstance(dtype, torch.dtype)
-            self._loss_dtype = dtype
-        if loss is None:
-            loss = torch.zeros((), dtype=self._loss_dtype, device=self._own.device)
-        return primitives.broadcast(loss.to(self._loss_dtype), group, teller)
 
     # -- what is agreed on -----------------------------------------------------------------
 
@@ -240,25 +233,37 @@ class Pipeline:
         """What the call was given, cut alike on all ranks; or the same error on all."""
         if self._loss is None and targets is not None and self._own.last_names_targets:
             inputs = {**inputs, "targets": targets}
-        problem = one_pass.told(inputs, self._own)
+        problem = one_pass.told(args, inputs, self._own)
+        if name != "predict" and not problem:
+            problem = one_pass.told_of_loss(self._loss_takes, targets, self._own)
         if num_microbatches is not None and num_microbatches < 1:
             problem = f"{num_microbatches} microbatches; use 1 or more"
-        parts = [x for key, x in inputs.items() if key not in self._whole]
+        parts = [(key, x) for key, x in inputs.items() if key not in self._whole]
         what = name if num_microbatches is None else f"{name} of {num_microbatches} microbatches"
-        total = samples_in(args, targets, parts)
-        if self._check:
-            total = agree_on_step(self._group, what, total, problem)
-        elif problem:
-            raise CommError(problem)
-        else:
-            total = common_samples([total])
+        seen, differing = samples_in((("arguments", args), ("targets", targets), *parts))
+        problem = problem or differing
+        if not self._check:
+            if problem:
+                raise CommError(problem)
+            sizes = self._sizes(name, common_samples([seen]), num_microbatches)
+            return Batch(args, inputs, sizes, self._whole)
+        agreement = StepAgreement(self._group, what, seen, problem)
+        settle = lambda: self._sizes(name, agreement.settle(), num_microbatches)  # noqa: E731
+        first = self._first_sizes
+        if name == "step" and first is not None and seen in (0, sum(first)) and not problem:
+            # as ever, so the others' word is waited for when this rank is ready to send
+            return Batch(args, inputs, first, self._whole, [settle])
+        return Batch(args, inputs, settle(), self._whole)
+
+    def _sizes(self, name: str, total: int, num_microbatches: int | None) -> list[int]:
+        """Of the microbatches of `total` samples."""
         number = num_microbatches or self.schedule.num_microbatches
         if name != "step" and num_microbatches is None and total:
             number = min(number, total)
         sizes = sizes_of(total or number, number)
         if name == "step" and not self._dynamic:
             self._check_sizes(sizes)
-        return Batch(args, inputs, sizes, self._whole)
+        return sizes
 
     def _check_sizes(self, sizes: list[int]) -> None:
         """A batch of another size would change shapes; all ranks know it, so all refuse it."""

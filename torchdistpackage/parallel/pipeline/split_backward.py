@@ -8,7 +8,8 @@ accumulated as ever: hooks run, in the dtype of `.grad`, and who sums it over ra
 A parameter waits if all its gradients can be had later (weight_gradients.py). The others get
 theirs in the first pass: those of norms and added biases, which cost little; those behind
 autograd functions, so all of a compiled stage; those under a checkpoint, which would be run
-again. Each gets its gradient in exactly one of the two.
+again; those from which a matrix is computed (weight norm), as that needs memory of theirs that
+ZeRO 3 frees meanwhile. Each gets its gradient in exactly one of the two.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -156,18 +157,19 @@ def _split(graph: Graph) -> tuple[dict[Node, _Joint], set[Node]]:
     for root in graph.roots:
         if root not in graph.way:
             at_once |= graph.leaves(root)
+    if graph.has(_CHECKPOINT):
+        return {}, at_once
     found: list[tuple[Node, _Branch]] = []
     way = graph.way
     for node, edges in way.items():
-        if _CHECKPOINT in type(node).__name__:
-            return {}, at_once
         if len(edges) < 2:
             continue  # its one edge is the way on
         for argument, (child, number) in enumerate(edges):
             if child is None or child in way:
                 continue
             leaves = graph.leaves(child)
-            later = later_gradient(node, argument) if leaves else None
+            waits = leaves and not graph.keeps(child)
+            later = later_gradient(node, argument, way) if waits else None
             if later is None:
                 at_once |= leaves
             else:

@@ -43,8 +43,8 @@ def chunks_of(
     listed under its first name.
 
     Raises:
-        ScheduleError: more than one stage is asked of a model that is not a Sequential, or there
-            are not as many costs as children.
+        ScheduleError: more than one stage is asked of a model that is not a Sequential, it has
+            fewer children than stages, or there are not as many costs as children.
     """
     if len(placement) == 1:
         layouts = collect(model)
@@ -55,6 +55,11 @@ def chunks_of(
             f"a torch.nn.Sequential from model.target, or set parallel.pipe to 1"
         )
     pieces = list(model.named_children())
+    if len(pieces) < len(placement):
+        raise ScheduleError(
+            f"a Sequential of {len(pieces)} children cannot be cut into {len(placement)} pipeline "
+            f"stages; give it {len(placement)} children or more, or take fewer stages"
+        )
     if costs is None:
         costs = [sum(p.numel() for p in piece.parameters()) or 1 for _, piece in pieces]
     if len(costs) != len(pieces):

@@ -7,7 +7,7 @@ stages that name it, however far ahead: those between hand it on without seeing 
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -24,18 +24,25 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a forward takes. positional: names in order; any_*: takes `*args`, `**kwargs`."""
+    """What a forward takes. positional: names in order; any_*: takes `*args`, `**kwargs`.
+
+    required: names without a default, in order.
+    """
 
     positional: tuple[str, ...]
     named: frozenset[str]
     any_positional: bool
     any_named: bool
+    required: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, stage: Stage) -> "Signature":
-        """Of what `stage` wraps, if it takes anything itself."""
+        """Of what `stage` wraps, if it takes anything itself; some builtins do not tell theirs."""
         called = stage.forward if isinstance(stage, nn.Module) else stage
-        found = list(inspect.signature(called).parameters.values())
+        try:
+            found = list(inspect.signature(called).parameters.values())
+        except (TypeError, ValueError):
+            return cls((), frozenset(), any_positional=True, any_named=False)
         kinds = {p.kind for p in found}
         if kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
             inside = [getattr(stage, name, None) for name in _WRAPPED]
@@ -47,6 +54,11 @@ class Signature:
             frozenset(p.name for p in found if p.kind in _NAMED),
             inspect.Parameter.VAR_POSITIONAL in kinds,
             inspect.Parameter.VAR_KEYWORD in kinds,
+            tuple(
+                p.name
+                for p in found
+                if p.default is p.empty and p.kind in (*_POSITIONAL, inspect.Parameter.KEYWORD_ONLY)
+            ),
         )
 
     def takes(self, name: str) -> bool:
@@ -56,6 +68,17 @@ class Signature:
         """Whether so many fit beside what is given by name."""
         free = sum(name not in given for name in self.positional)
         return self.any_positional or number <= free
+
+    def misfit(self, number: int, given: Collection[str] = ()) -> str:
+        """What is wrong with a call of `number` arguments and these by name; or nothing."""
+        if number > len(self.positional) and not self.any_positional:
+            told = f" ({', '.join(self.positional)})" if self.positional else ""
+            return f"takes {len(self.positional)} positional arguments{told}, not {number}"
+        filled = self.positional[:number]
+        if twice := [name for name in filled if name in given and name in self.named]:
+            return f"is given {', '.join(twice)} by position and by name"
+        missing = [name for name in self.required if name not in filled and name not in given]
+        return f"needs {', '.join(missing)}" if missing else ""
 
 
 class StageCall:

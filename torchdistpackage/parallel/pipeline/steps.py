@@ -77,6 +77,11 @@ class Steps:
         if self._headers is not None:
             self._headers.limit(timeout_s)
 
+    @property
+    def has_messages(self) -> bool:
+        """Whether any go to other ranks, or come from there."""
+        return bool(self._inlets or self._outlets)
+
     # -- the life of a run ---------------------------------------------------------------
 
     def begin(self) -> list[Step]:
@@ -94,12 +99,17 @@ class Steps:
             self._sends.popleft().wait()
         if self._headers is not None:
             self._headers.settle()
+        if not self._knows:
+            for stage in self.stages.values():
+                stage.learned()
         self._knows = not self._dynamic
 
     def reset(self) -> None:
         """Let go of everything; after an exception, also of what is under way."""
         self._sends.clear()
-        for part in (*self.stages.values(), *self._inlets.values(), *self._outlets.values()):
+        if self._headers is not None:
+            self._headers.reset()
+        for part in (*self.stages.values(), *self._outlets.values()):
             part.reset()
 
     def _ahead(self) -> int:

@@ -2,10 +2,11 @@
 
 One rule: a product's matrix needs the gradient of the result and the other factor, nothing of what
 comes before or after it. So it can be computed any time later, as autograd computes it, to the bit.
+The other factor is of this microbatch: the memory of parameters may be gone by then (ZeRO 3).
 What else has parameters (norms, added biases) is cheap beside a product and left to autograd.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -36,14 +37,20 @@ class Later:
         return gradient if self.factor == 1 else gradient * self.factor
 
 
-def later_gradient(node: Any, argument: int) -> Later | None:
+def later_gradient(node: Any, argument: int, way: Container[Any]) -> Later | None:
     """How the gradient of argument number `argument` of autograd's `node` can be had later.
 
-    Asked before a backward frees what the node kept; holds of that what it needs. None if not: it
-    is no product, or what it kept is computed anew for each backward (checkpointing), or elsewhere.
+    Asked before a backward frees what the node kept; holds of that what it needs. way: nodes of
+    what is of this microbatch. None if not: it is no product of such, or what it kept is computed
+    anew for each backward (checkpointing), or elsewhere.
     """
     found = _OF_NODES.get(type(node).__name__)
-    return None if found is None else found(node, argument)
+    if found is None:
+        return None
+    of_node, factors = found
+    if not any(node.next_functions[i][0] in way for i in factors):
+        return None
+    return of_node(node, argument)
 
 
 # -- one function a node; torch's derivatives name the arguments so -------------------------------
@@ -88,6 +95,8 @@ def _of_convolution(node: Any, argument: int) -> Later | None:
         return None
     options = (
         argument,
+        weight.size(),
+        weight.stride(),
         node._saved_bias_sym_sizes_opt,
         node._saved_stride,
         node._saved_padding,
@@ -96,14 +105,15 @@ def _of_convolution(node: Any, argument: int) -> Later | None:
         node._saved_output_padding,
         node._saved_groups,
     )
-    return Later(_of_convolved, x, weight, options=options)
+    return Later(_of_convolved, x, options=options)
 
 
-_OF_NODES: dict[str, Callable[[Any, int], Later | None]] = {
-    "AddmmBackward0": _of_addmm,
-    "MmBackward0": _of_mm,
-    "BmmBackward0": _of_bmm,
-    "ConvolutionBackward0": _of_convolution,
+_OF_NODES: dict[str, tuple[Callable[[Any, int], Later | None], tuple[int, ...]]] = {
+    # and one of which arguments has to be of the microbatch
+    "AddmmBackward0": (_of_addmm, (1, 2)),
+    "MmBackward0": (_of_mm, (0, 1)),
+    "BmmBackward0": (_of_bmm, (0, 1)),
+    "ConvolutionBackward0": (_of_convolution, (0,)),
 }
 
 # -- formulas ------------------------------------------------------------------------------------
@@ -146,8 +156,16 @@ def _bmm_by(other: Tensor, grad: Tensor) -> Tensor:
     return grad.bmm(other)
 
 
-def _of_convolved(x: Tensor, weight: Tensor, grad: Tensor, argument: int, *how: Any) -> Tensor:
+def _of_convolved(
+    x: Tensor,
+    grad: Tensor,
+    argument: int,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    *how: Any,
+) -> Tensor:
     mask = [False, argument == 1, argument == 2]
+    weight = x.new_empty_strided(sizes, strides)  # of which only the form is asked
     return torch.ops.aten.convolution_backward(grad, x, weight, *how, mask)[argument]
 
 

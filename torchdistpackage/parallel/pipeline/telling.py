@@ -1,0 +1,75 @@
+"""The loss of the last stage on its way to the other ranks, while backwards still run.
+
+One rule: whoever waits for the loss at the end of a step finds it there. On gloo it is a message
+on a road of its own, sent when the last forward has ended; a device queue runs in one order on
+all ranks, so there it is a broadcast behind everything else.
+"""
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.groups import on_cpu
+from torchdistpackage.comm.p2p import Flight, Wire
+from torchdistpackage.comm.primitives import Group, ranks_of
+from torchdistpackage.comm.record import calls
+
+TAG = 0x7E0
+"""Apart from messages of a pass, their headers, and what the debug mode says."""
+
+
+class Telling:
+    """A scalar that one rank of `group` has and all get, once a step; all make the same calls.
+
+    teller: its global rank. device: where the scalar is. timeout_s: how long it may take (gloo).
+    """
+
+    def __init__(self, group: Group, teller: int, device: torch.device, timeout_s: float | None):
+        self._group, self._teller, self._device = group, teller, device
+        self._wire = Wire(group, timeout_s, tag=TAG)
+        ranks = ranks_of(group)
+        self._tells = ranks[group.rank()] == teller
+        self._others = [rank for rank in ranks if rank != teller]
+        self._dtype: torch.dtype | None = None
+        self._value: Tensor | None = None
+        self._flights: list[Flight] = []
+
+    def begin(self) -> None:
+        """A step begins. Its loss has the dtype of the first step's, or float32 if wider."""
+        self._value = None
+        self._flights.clear()
+        if not self._tells and self._goes_alone():
+            self._value = torch.empty((), dtype=self._dtype, device=self._device)
+            self._flights.append(self._wire.receive([self._value], self._teller))
+
+    def tell(self, value: Tensor) -> None:
+        """On the teller: this step's."""
+        self._value = value if self._dtype is None else value.to(self._dtype)
+        if self._goes_alone():
+            self._flights += [self._wire.send([self._value], rank) for rank in self._others]
+
+    def told(self) -> Tensor:
+        """This step's, on every rank."""
+        if self._goes_alone():
+            for flight in self._flights:
+                flight.wait()
+        else:
+            self._broadcast()
+        value, self._value = self._value, None
+        self._flights.clear()
+        assert value is not None
+        return value
+
+    def _goes_alone(self) -> bool:
+        return self._dtype is not None and self._wire.is_direct and not calls.checks
+
+    def _broadcast(self) -> None:
+        group, teller, value = self._group, self._teller, self._value
+        if self._dtype is None:
+            mine = None if value is None else torch.promote_types(value.dtype, torch.float32)
+            dtype = primitives.broadcast_object(mine, on_cpu(group), teller)
+            assert isinstance(dtype, torch.dtype)
+            self._dtype = dtype
+        if value is None:
+            value = torch.zeros((), dtype=self._dtype, device=self._device)
+        self._value = primitives.broadcast(value.to(self._dtype), group, teller)
