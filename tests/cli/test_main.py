@@ -122,7 +122,7 @@ def test_plan_imports_no_more_than_it_needs(path):
 
 def test_schedule_and_schema_import_less():
     schedule = packages("schedule", "1f1b", "--stages", "2", "--microbatches", "2")
-    assert not schedule & {"numpy", "rich", "yaml"}
+    assert not schedule & {"numpy", "rich"}
     assert not packages("schema") & {"numpy", "rich"}
 
 

@@ -70,7 +70,7 @@ def uninterrupted(ranks, tmp_path_factory) -> list[dict]:
 
 def told(folder: Path) -> list[dict]:
     """What is said of every step, but for times."""
-    timed = ("time_s", "tokens_per_s", "bubble", "flops_per_s")
+    timed = ("time_s", "tokens_per_s", "bubble", "flops_per_s", "pipeline")
     return [
         {key: value for key, value in row.items() if key not in timed}
         for row in read_metrics(folder / "metrics.jsonl")

@@ -19,7 +19,7 @@ from torchdistpackage.schedule.actions import Action, Kind
 from torchdistpackage.train import build as builder
 from torchdistpackage.train.calls import HEADER, StepPrograms, static_report
 from torchdistpackage.train.plan import Plan, make_plan
-from torchdistpackage.train.trial import trial
+from torchdistpackage.train.trial import STEPS, trial
 
 CASES = {param.id: param.values[0] for param in cases()}
 THREADS = (
@@ -176,10 +176,15 @@ def test_a_schedule_with_two_messages_swapped_is_found():
 
 
 def trial_of(plan: Plan) -> Report:
-    def step(rank: int) -> None:
-        builder.build(plan, rank, torch.device("cpu")).train_step(1)
+    """Its steps as a trial has them: the first places messages along an order of its own, and lets
+    no gradient leave early; the second is as all later ones."""
 
-    return lint(step, plan.topology)
+    def steps(rank: int) -> None:
+        trainer = builder.build(plan, rank, torch.device("cpu"))
+        for number in range(1, STEPS + 1):
+            trainer.train_step(number)
+
+    return lint(steps, plan.topology)
 
 
 @pytest.mark.parametrize(

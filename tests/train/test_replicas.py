@@ -51,21 +51,21 @@ def test_a_flipped_bit_is_seen_by_all_that_hold_a_copy(ranks, size, extra, name,
 
 
 def undeclared() -> str:
-    cut = builder.cut
+    chunks_of = builder.chunks_of
 
-    def without(module: nn.Module, *args):
-        stage, layouts = cut(module, *args)
+    def without(module: nn.Module, *args, **kwargs):
+        stages, layouts = chunks_of(module, *args, **kwargs)
         del layouts[next(iter(layouts))]
-        return stage, layouts
+        return stages, layouts
 
-    builder.cut = without
+    builder.chunks_of = without
     own = ["model.name=null", "model.target=tests.train.sources:build", "model.args={width: 4}",
            "data.target=tests.train.sources:Line", "data.args={}"]  # fmt: skip
     try:
         with pytest.raises(LayoutError) as error:
             parity.trainer(own)
     finally:
-        builder.cut = cut
+        builder.chunks_of = chunks_of
     return str(error.value)
 
 

@@ -208,6 +208,7 @@ def checked(extra: list[str]) -> list[float]:
         ["parallel.pipe=4", "pipeline.microbatches=6"],
         ["parallel.data=2", "parallel.pipe=2", "model.tied=true", "pipeline.microbatches=3"],
         ["parallel.pipe=2", "parallel.tensor=2", "parallel.sequence_parallel=true"],
+        ["parallel.data=2", "parallel.pipe=2", "pipeline.schedule=zb-v"],
     ],
     ids=str,
 )

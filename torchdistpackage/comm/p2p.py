@@ -139,7 +139,11 @@ class Post:
         return self._flight
 
     def go(self) -> Flight:
-        """Begin all; in the debug mode compare them with the peers' first."""
+        """Begin all; in the debug mode compare them with the peers' first.
+
+        Then none leaves before the peers have come to all: two messages of which one is needed for
+        the other to be made belong into two posts there.
+        """
         messages = self._sends + self._receives
         for _, x, _, _ in self._sends:
             if x.nbytes > SMALL_BYTES:

@@ -179,7 +179,9 @@ def _some(names: Iterable[str]) -> str:
 
 def _check_declared(stage: nn.Module, layouts: dict[str, Layout]) -> None:
     """A parameter of which nobody says how it is cut would be summed over nobody."""
-    missing = [name for name, _ in stage.named_parameters() if name not in layouts]
+    # their first word is the number of the stage
+    names = (name for name, _ in stage.named_parameters() if name not in layouts)
+    missing = [name.partition(".")[2] for name in names]
     if missing:
         raise LayoutError(
             f"{len(missing)} parameters have no layout: {', '.join(missing[:5])}; the module that "

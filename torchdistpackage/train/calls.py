@@ -33,7 +33,9 @@ STATISTICS = 6
 def static_report(plan: Plan, *, first: bool = True) -> Report:
     """Check one step of every rank of the plan, without running any.
 
-    first: the first step, in which each message is announced by a header; later ones go without.
+    first: each message is announced by a header, as in the first step; later ones go without. The
+    real first step also places messages along one order of all ranks (parallel/pipeline/steps.py)
+    and lets no gradient leave early; what it calls towards each peer is the same.
     """
     programs = StepPrograms(plan, first)
     ranks = range(plan.world_size)

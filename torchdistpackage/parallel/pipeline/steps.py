@@ -3,10 +3,12 @@
 One rule: whatever can be known before a run (who is whose neighbour, which message a computation
 waits for, which boundary it crosses) is known when the list is made; a run calls one after another.
 
-There are three lists, for all ranks alike. While forms of messages are not known yet: one global
+There are four lists, for all ranks alike. While forms of messages are not known yet: one global
 order of all messages, in which a rank may wait for a header wherever it stands, as whoever sends it
 has nothing to wait for but what comes earlier. Then the program's own batches. And where posting a
-receive holds up nothing (gloo), each message alone, and receives early.
+receive holds up nothing (gloo), each message alone, and receives early. In the debug mode the one
+global order again, each message alone: a comparison waits for the peer, and one of a whole batch
+would keep back a message that the peer needs before it can come to another of that batch.
 """
 
 from collections import deque
@@ -86,9 +88,11 @@ class Steps:
 
     def begin(self) -> list[Step]:
         """The list for this run."""
+        if calls.checks:
+            return self._list("compared", lambda: add_messages(self._schedule), self._add_batch)
         if not self._knows:
             return self._list("learning", lambda: _in_one_order(self._schedule), self._add_batch)
-        if not self._wire.is_direct or calls.checks:
+        if not self._wire.is_direct:
             return self._list("batched", lambda: self._schedule, self._add_batch)
         ahead = lambda: receives_ahead(self._schedule, self._ahead())  # noqa: E731
         return self._list("ahead", ahead, self._add_early)
