@@ -1,5 +1,6 @@
 """Each rule across sections: it speaks when broken, offers what works, reads what it declares."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ from torchdistpackage.config.check import broken, violations
 from torchdistpackage.config.names import KEYS
 from torchdistpackage.config.rules import RULES, Rule
 from torchdistpackage.config.schema import RunConfig, Section
+
+THREE_STAGES = Path(__file__).with_name("costs_of_three_stages.yaml")
 
 
 def run(**values: Any) -> RunConfig:
@@ -144,6 +147,12 @@ def run(**values: Any) -> RunConfig:
             None,
             "pipeline.costs",
             "pipeline.partition=time needs pipeline.costs",
+        ),
+        (
+            {"pipeline__costs": str(THREE_STAGES), "parallel__pipe": 2},
+            None,
+            "pipeline.costs",
+            "costs_of_three_stages.yaml: forward has 3 numbers for 2 stages; give one a stage",
         ),
         (
             {"data__global_batch": 30, "parallel__data": 2, "train__accumulate": 2},

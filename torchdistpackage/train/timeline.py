@@ -37,10 +37,11 @@ class Recorder:
         self._last = config.train.steps
         self._step = 0
         self._rows: list[list[Span]] = []
-        self._weights: Weights = _weights(trainer.plan, trainer.stage)
+        self._weights: Weights = {}
         self._gap: Gap | None = None
         self.records = False
         if config.parallel.pipe > 1:
+            self._weights = _weights(trainer.plan, trainer.stage)
             self._group = tpc.get_group("pipe")
             self.records = 0 in ranks_of(self._group)
 
