@@ -20,6 +20,7 @@ from benchmarks.data_parallel.bars import BEST, judge
 from benchmarks.data_parallel.cases import measure, show
 from benchmarks.data_parallel.link import RATES, Link
 from benchmarks.data_parallel.sides import ALONE, SIDES
+from benchmarks.judged import any_fails
 
 DENSE = (ALONE, "all-reduce*", "torch*", "FSDP2", "NaiveDDP", "NaiveDDP, bf16*", "ZeRO*")
 FEW = (ALONE, "torch DDP", BEST, "torch DDP, bf16 hook", "NaiveDDP", "ZeRO-1*", "ZeRO, chosen")
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             results |= {"date": datetime.now().astimezone().isoformat(), "machine": machine()}
             if not partial:
                 options.json.write_text(json.dumps(results, indent=1) + "\n")
-    failed = report(results)
+    failed = any_fails(judge(results))
     if options.json == table.RESULTS and not partial:
         table.write(results)
     return int(options.strict and failed)
@@ -93,16 +94,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if options.quick:
         options.rounds = 3
     return options
-
-
-def report(results: dict) -> bool:
-    """Print every bar that can be judged; whether one fails."""
-    found = list(judge(results))
-    for bar in found:
-        limit = "shown " if bar.bar is None else f"<= {bar.bar:.2f}"
-        aim = "" if bar.aim is None else f"aim {bar.aim:.2f}"
-        print(f"{bar.ratio:7.3f} {limit} {'ok  ' if bar.holds else 'FAIL'} {aim:9} {bar.what}")
-    return not all(bar.holds for bar in found)
 
 
 if __name__ == "__main__":

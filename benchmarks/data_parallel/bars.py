@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from benchmarks.data_parallel.link import RATES
+from benchmarks.judged import Judged
 
 BEST, OURS = "torch DDP, best cap", "NaiveDDP"
 ROOFLINE = "roofline"
@@ -24,20 +25,6 @@ class Bar:
     model: str
     bar: float | None
     aim: float
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A bar's text, and the ratio that was measured."""
-
-    what: str
-    ratio: float
-    bar: float | None
-    aim: float | None
-
-    @property
-    def holds(self) -> bool:
-        return self.bar is None or self.ratio <= self.bar
 
 
 MODELS = ("mlp", "gpts", "gpt")

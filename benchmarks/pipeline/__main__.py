@@ -16,6 +16,7 @@ from pathlib import Path
 
 from benchmarks.common import machine
 from benchmarks.data_parallel.link import Link
+from benchmarks.judged import any_fails
 from benchmarks.pipeline import allocations, bubble, memory, table
 from benchmarks.pipeline.bars import judge
 from benchmarks.pipeline.cases import measure, show
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             results |= {"date": datetime.now().astimezone().isoformat(), "machine": machine()}
             if not partial:
                 options.json.write_text(json.dumps(results, indent=1) + "\n")
-    failed = report(results)
+    failed = any_fails(judge(results))
     if options.json == table.RESULTS and not partial:
         table.write(results)
     return int(options.strict and failed)
@@ -90,16 +91,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if options.quick:
         options.rounds = 3
     return options
-
-
-def report(results: dict) -> bool:
-    """Print every bar that can be judged; whether one fails."""
-    found = list(judge(results))
-    for bar in found:
-        limit = "shown " if bar.bar is None else f"<= {bar.bar:.2f}"
-        aim = "" if bar.aim is None else f"aim {bar.aim:.2f}"
-        print(f"{bar.ratio:7.3f} {limit} {'ok  ' if bar.holds else 'FAIL'} {aim:9} {bar.what}")
-    return not all(bar.holds for bar in found)
 
 
 if __name__ == "__main__":

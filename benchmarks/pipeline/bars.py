@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from benchmarks.data_parallel.bars import Judged
+from benchmarks.judged import Judged
 
 PEER = "torch Schedule1F1B"
 LINKS, NUMBERS = ("free", "1g"), (4, 8, 16)

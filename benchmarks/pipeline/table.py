@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from benchmarks.data_parallel.table import LINKS, rows
+from benchmarks.judged import bars_table
 from benchmarks.pipeline.bars import PEER, judge
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +23,7 @@ def page(results: Mapping) -> str:
     lines = [
         f"Measured {results['date'][:10]} on {machine['system']}, {machine['cores']} cores, "
         f"torch {machine['torch']}, load {machine['load'][0]:.1f} when it ended.",
-        *_bars(results),
+        *bars_table(judge(results)),
     ]
     for link, cases in results.get("cases", {}).items():
         for name, case in cases.items():
@@ -35,15 +36,6 @@ def page(results: Mapping) -> str:
         if found := results.get(part, {}).get("rows"):
             lines += [f"\n## {title}\n", *rows(found)]
     return "\n".join(lines) + "\n"
-
-
-def _bars(results: Mapping) -> Iterator[str]:
-    yield "\n## Bars\n"
-    yield "| ratio of medians | measured | bar | aim | |\n|---|---|---|---|---|"
-    for found in judge(results):
-        bar, aim = (f"{x:.2f}" if x is not None else "" for x in (found.bar, found.aim))
-        verdict = "" if found.bar is None else ("holds" if found.holds else "**fails**")
-        yield f"| {found.what} | {found.ratio:.3f} | {bar} | {aim} | {verdict} |"
 
 
 def _case(title: str, case: Mapping) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 On gloo the notice that a rank is ready to receive queues behind what it has begun to send, so
 where a send is large receives are posted first, which uses both directions of the link.
-Small ones go out first instead: that saves the peer a wait (see benchmarks/pipeline.py).
+Small ones go out first instead: that saves the peer a wait (see benchmarks/pipeline).
 """
 
 from collections.abc import Callable, Sequence

@@ -1,0 +1,39 @@
+"""What became of the bars of a benchmark: values, a table, and lines for a terminal."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A bar's text, and the ratio that was measured; bar None: shown, not judged."""
+
+    what: str
+    ratio: float
+    bar: float | None
+    aim: float | None
+
+    @property
+    def holds(self) -> bool:
+        return self.bar is None or self.ratio <= self.bar
+
+
+def bars_table(found: Iterable[Judged]) -> Iterator[str]:
+    """A section of a page."""
+    yield "\n## Bars\n"
+    yield "| ratio of medians | measured | bar | aim | |\n|---|---|---|---|---|"
+    for each in found:
+        bar, aim = (f"{x:.2f}" if x is not None else "" for x in (each.bar, each.aim))
+        verdict = "" if each.bar is None else ("holds" if each.holds else "**fails**")
+        yield f"| {each.what} | {each.ratio:.3f} | {bar} | {aim} | {verdict} |"
+
+
+def any_fails(found: Iterable[Judged]) -> bool:
+    """Print each; whether one fails."""
+    fails = False
+    for each in found:
+        limit = "shown " if each.bar is None else f"<= {each.bar:.2f}"
+        aim = "" if each.aim is None else f"aim {each.aim:.2f}"
+        print(f"{each.ratio:7.3f} {limit} {'ok  ' if each.holds else 'FAIL'} {aim:9} {each.what}")
+        fails = fails or not each.holds
+    return fails
