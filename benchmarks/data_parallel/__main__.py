@@ -23,15 +23,15 @@ from benchmarks.data_parallel.sides import ALONE, SIDES
 from benchmarks.judged import any_fails
 
 DENSE = (ALONE, "all-reduce*", "torch*", "FSDP2", "NaiveDDP", "NaiveDDP, bf16*", "ZeRO*")
-FEW = (ALONE, "torch DDP", BEST, "torch DDP, bf16 hook", "NaiveDDP", "ZeRO-1*", "ZeRO, chosen")
-FEWEST = (ALONE, BEST, "NaiveDDP", "ZeRO, chosen")
+FEW = (ALONE, "torch DDP", f"{BEST}*", "torch DDP, bf16*", "NaiveDDP", "ZeRO-1*", "ZeRO, chosen")
+FEWEST = (ALONE, f"{BEST}*", "NaiveDDP", "ZeRO, chosen")
 PLAN: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("mlp", tuple(RATES), DENSE),
     ("gpts", tuple(RATES), ("*",)),
     ("gpt", ("1g",), FEW),
     ("gpt", ("4g", "free"), FEWEST),
     ("gptu", ("1g",), (ALONE, BEST, "NaiveDDP", "NaiveDDP, rows")),
-    ("tiny", ("free",), (ALONE, "torch DDP", BEST, "NaiveDDP", "ZeRO-1")),
+    ("tiny", ("free",), (ALONE, "torch DDP", f"{BEST}*", "NaiveDDP", "ZeRO-1")),
 ]
 """Model, links and sides of the whole run. gpt takes seconds a step, and hides what others send."""
 

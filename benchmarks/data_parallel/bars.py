@@ -11,6 +11,8 @@ from benchmarks.data_parallel.link import RATES
 from benchmarks.judged import Judged
 
 BEST, OURS = "torch DDP, best cap", "NaiveDDP"
+BEST_YIELDS = f"{BEST}, our threads"
+"""The same with gloo's reading threads as ours have them (comm/io_threads.py)."""
 ROOFLINE = "roofline"
 DENSE, ROWS = "NaiveDDP", "NaiveDDP, rows"
 
@@ -24,7 +26,7 @@ class Bar:
     link: str
     model: str
     bar: float | None
-    aim: float
+    aim: float | None
 
 
 MODELS = ("mlp", "gpts", "gpt")
@@ -43,6 +45,13 @@ BARS = [
     ),
     *(Bar("ZeRO-3", "FSDP2", "1g", model, 0.55, 0.45) for model in ("mlp", "gpts")),
     Bar(OURS, BEST, "free", "tiny", 1.00, 0.85),
+    *(Bar(OURS, BEST_YIELDS, link, model, None, None) for link in RATES for model in MODELS),
+    *(Bar("ZeRO-1", BEST_YIELDS, "1g", model, None, None) for model in ("mlp", "gpts")),
+    *(
+        Bar("ZeRO-1, bf16 wire", "torch DDP, bf16 hook, our threads", "1g", model, None, None)
+        for model in ("mlp", "gpts")
+    ),
+    Bar(OURS, BEST_YIELDS, "free", "tiny", None, None),
     *(Bar(ROWS, DENSE, "1g", model, None, 0.90) for model in ("gpts", "gptu")),
 ]
 

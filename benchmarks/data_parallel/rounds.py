@@ -20,6 +20,7 @@ import torch.distributed as dist
 from benchmarks.data_parallel.link import RATES, enter, shape
 from benchmarks.data_parallel.models import CASES, Case
 from benchmarks.data_parallel.sides import CAPS, SIDES, Trained, alone
+from torchdistpackage.comm.io_threads import yield_cores
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.comm.tpc import tpc
 
@@ -29,11 +30,15 @@ WIRE_BYTES = 16 * 2**20
 
 @dataclass
 class Runner:
-    """A side at work. phases: seconds of (forward, backward, step and zero_grad) of each step."""
+    """A side at work. phases: seconds of (forward, backward, step and zero_grad) of each step.
+
+    yields: see `Side`.
+    """
 
     case: Case
     batches: Sequence[tuple[torch.Tensor, ...]]
     trained: Trained
+    yields: bool = True
     losses: list[float] = field(default_factory=list)
     phases: list[tuple[float, float, float]] = field(default_factory=list)
 
@@ -52,6 +57,7 @@ class Runner:
 
     def turn(self, num_steps: int) -> float:
         """Seconds a step of `num_steps` in a row."""
+        yield_cores(self.yields)
         dist.barrier()
         if self.trained.finish is not None:
             self.step()
@@ -105,7 +111,7 @@ def run(
     for name in sides:
         torch.manual_seed(0)
         trained = known[name].build(case.make(), case)
-        runner = runners[name] = Runner(case, batches, trained)
+        runner = runners[name] = Runner(case, batches, trained, known[name].yields)
         for _ in range(known[name].warm_up_steps):
             runner.step()
         if runner.trained.finish is not None:

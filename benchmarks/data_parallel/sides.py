@@ -44,12 +44,14 @@ class Trained:
 class Side:
     """build: of a fresh replica. tolerance: of its losses, None where they are its own.
     share: bytes on the wire, of those in fp32. warm_up_steps: until torch's DDP has rebuilt its
-    buckets; NaiveDDP has chosen its own after three."""
+    buckets; NaiveDDP has chosen its own after three. yields: gloo's threads are as our comm
+    leaves them, and not as torch does."""
 
     build: Callable[[nn.Module, Case], Trained]
     tolerance: float | None = FP32
     share: float = 1.0
     warm_up_steps: int = 2
+    yields: bool = True
 
 
 def adamw(parameters) -> torch.optim.Optimizer:
@@ -125,16 +127,19 @@ def chosen(model: nn.Module, case: Case) -> Trained:
 
 
 ALONE = "no communication"
+_torch = partial(Side, yields=False)
+_best_cap = partial(torch_ddp, cap_mb=BEST_CAP_MB)
+_bf16_hook = partial(torch_ddp, cap_mb=BEST_CAP_MB, hook=bf16_hook)
 SIDES = {
     ALONE: Side(alone, tolerance=None),
-    "all-reduce per parameter": Side(per_parameter),
-    "torch DDP": Side(torch_ddp),
-    "torch DDP, best cap": Side(partial(torch_ddp, cap_mb=BEST_CAP_MB)),
-    "torch DDP, bf16 hook": Side(
-        partial(torch_ddp, cap_mb=BEST_CAP_MB, hook=bf16_hook), BF16, share=0.5
-    ),
-    "torch DDP + ZeroRedundancy": Side(torch_zero),
-    "FSDP2": Side(fsdp2),
+    "all-reduce per parameter": _torch(per_parameter),
+    "torch DDP": _torch(torch_ddp),
+    "torch DDP, best cap": _torch(_best_cap),
+    "torch DDP, best cap, our threads": Side(_best_cap),
+    "torch DDP, bf16 hook": _torch(_bf16_hook, BF16, share=0.5),
+    "torch DDP, bf16 hook, our threads": Side(_bf16_hook, BF16, share=0.5),
+    "torch DDP + ZeroRedundancy": _torch(torch_zero),
+    "FSDP2": _torch(fsdp2),
     "NaiveDDP": Side(naive, warm_up_steps=4),
     "NaiveDDP, bf16 wire": Side(
         partial(naive, comm_hook=bf16_compress), BF16, share=0.5, warm_up_steps=4
@@ -146,4 +151,4 @@ SIDES = {
     "ZeRO, chosen": Side(chosen, warm_up_steps=4),
     "ZeRO-1, bf16 wire": Side(partial(zero, stage=1, wire_dtype=torch.bfloat16), BF16, share=0.5),
 }
-CAPS = {f"torch DDP, {cap} MiB": Side(partial(torch_ddp, cap_mb=cap)) for cap in (1, 2, 4, 8)}
+CAPS = {f"torch DDP, {cap} MiB": _torch(partial(torch_ddp, cap_mb=cap)) for cap in (1, 2, 4, 8)}

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from benchmarks.judged import Judged
 
 PEER = "torch Schedule1F1B"
+OURS = ", our threads"
+"""Behind a side of torch's: with gloo's reading threads as ours have them (comm/io_threads.py)."""
 LINKS, NUMBERS = ("free", "1g"), (4, 8, 16)
 TINY = {
     "1f1b": (PEER, 0.75, 0.60),
@@ -39,7 +41,16 @@ BARS = [
         for side, (peer, bar, aim) in TINY.items()
         for m in (4, 16)
     ),
-    *(Bar("1f1b, executor", PEER, "free", f"tiny, m {m}", None, None) for m in (4, 16)),
+    *(
+        Bar(side, f"{peer}{OURS}", "free", f"tiny, m {m}", None, None)
+        for side, (peer, *_) in (*TINY.items(), ("1f1b, executor", (PEER,)))
+        for m in (4, 16)
+    ),
+    *(
+        Bar("1f1b", f"{PEER}{OURS}", link, f"gpt, m {m}", None, None)
+        for link in LINKS
+        for m in NUMBERS
+    ),
     *(Bar("zb-h1", "1f1b", link, "gpt, m 16", 1.00, 0.97) for link in LINKS),
     *(
         Bar(side, peer, link, "gpt, m 16", None, None)

@@ -15,6 +15,7 @@ from torch import Tensor
 from benchmarks.data_parallel.link import RATES, enter, shape
 from benchmarks.pipeline.models import CASES, TWO
 from benchmarks.pipeline.sides import ALONE, SIDES, Running, Task
+from torchdistpackage.comm.io_threads import yield_cores
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.parallel.pipeline.piece_cost import PieceCost, split_measured, stage_costs
 from torchdistpackage.parallel.pipeline.profile import measure
@@ -71,6 +72,7 @@ def run(name: str, m: int, sides: Sequence[str], rounds: int, num_steps: int) ->
     for turn in range(rounds):
         start = turn % len(sides)
         for side in [*sides[start:], *sides[:start]]:
+            yield_cores(SIDES[side].yields)
             times[side].append(_turn(running[side], num_steps))
     by_time = [pieces.start for pieces in split_measured(task.costs, TWO)][1:]
     return {"times_s": times, "distance": distance, "ideal": ideal(task), "by_time": by_time}

@@ -4,7 +4,7 @@ A side is named as in the tables. `build` gives what one loop can time: a step a
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,7 +18,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from benchmarks.pipeline.bars import PEER
+from benchmarks.pipeline.bars import OURS, PEER
 from benchmarks.pipeline.models import LOOP, TWO, VEE, Case, Stage
 from torchdistpackage.comm.messages import Message
 from torchdistpackage.parallel.pipeline.executor import Executor
@@ -56,11 +56,13 @@ class Running:
 
 @dataclass(frozen=True)
 class Side:
-    """build: (task, placement) -> Running. by_time: its cut is by measured time."""
+    """build: (task, placement) -> Running. by_time: its cut is by measured time. yields: gloo's
+    threads are as our comm leaves them, and not as torch does."""
 
     build: Callable[..., Running]
     placement: tuple[int, ...]
     by_time: bool = False
+    yields: bool = True
 
     def make(self, task: Task) -> Running:
         starts: list[int] = []
@@ -168,15 +170,19 @@ def messages(task: Task, placement: Sequence[int], ranges: Sequence[range]) -> R
 
 
 ALONE, MESSAGES = "one process", "bare messages"
-SIDES = {
-    ALONE: Side(alone, TWO),
-    MESSAGES: Side(messages, TWO),
+_TORCHS = {
     PEER: Side(partial(torchs, schedule=Schedule1F1B), TWO),
     "torch Interleaved1F1B": Side(partial(torchs, schedule=ScheduleInterleaved1F1B), LOOP),
     "torch InterleavedZeroBubble": Side(
         partial(torchs, schedule=ScheduleInterleavedZeroBubble), LOOP
     ),
     "torch ZBVZeroBubble": Side(partial(torchs, schedule=ScheduleZBVZeroBubble), VEE),
+}
+SIDES = {
+    ALONE: Side(alone, TWO),
+    MESSAGES: Side(messages, TWO),
+    **{name: replace(side, yields=False) for name, side in _TORCHS.items()},
+    **{f"{name}{OURS}": side for name, side in _TORCHS.items()},
     "1f1b": Side(partial(ours, schedule="1f1b"), TWO),
     "1f1b, checked": Side(partial(ours, schedule="1f1b", check=True), TWO),
     "1f1b, executor": Side(partial(bare, schedule="1f1b"), TWO),

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchdistpackage.comm.backends import backend_of
+from torchdistpackage.comm.io_threads import yield_cores
 
 SIZE = 512
 """Calls that are kept."""
@@ -217,6 +218,8 @@ class Recorder:
         self.forget(*[old for old in self._lines if old not in known])
         ranks = tuple(dist.get_process_group_ranks(group))
         line = self._lines[group] = Line(ranks, backend_of(group))
+        if line.direct:
+            yield_cores()  # here, as every group comes by before its first call, whoever made it
         return line
 
 
