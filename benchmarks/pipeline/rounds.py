@@ -17,8 +17,8 @@ from benchmarks.pipeline.models import CASES, TWO
 from benchmarks.pipeline.sides import ALONE, SIDES, Running, Task
 from torchdistpackage.comm.io_threads import yield_cores
 from torchdistpackage.comm.runtime import leave, setup_distributed
-from torchdistpackage.parallel.pipeline.piece_cost import PieceCost, split_measured, stage_costs
-from torchdistpackage.parallel.pipeline.profile import measure
+from torchdistpackage.parallel.pipeline.piece_cost import PieceCost, stage_costs
+from torchdistpackage.parallel.pipeline.profile import measure, measure_link
 from torchdistpackage.schedule.generate import build
 from torchdistpackage.schedule.simulate import simulate
 
@@ -56,7 +56,7 @@ def run(name: str, m: int, sides: Sequence[str], rounds: int, num_steps: int) ->
     """times_s: of a step, each round's; distance: of gradients, by side; by_time: first piece of
     the second stage, cut by time; ideal: share of one process's time that a step of 1F1B takes
     where messages are free, on the given cut and an even one."""
-    task = Task(CASES[name], m, piece_costs(name, m))
+    task = Task(CASES[name], m, piece_costs(name, m), measure_link(dist.group.WORLD))
     expected = SIDES[ALONE].make(task)
     expected.step()
     running: dict[str, Running] = {}
@@ -74,7 +74,7 @@ def run(name: str, m: int, sides: Sequence[str], rounds: int, num_steps: int) ->
         for side in [*sides[start:], *sides[:start]]:
             yield_cores(SIDES[side].yields)
             times[side].append(_turn(running[side], num_steps))
-    by_time = [pieces.start for pieces in split_measured(task.costs, TWO)][1:]
+    by_time = [pieces.start for pieces in task.by_time(TWO)][1:]
     return {"times_s": times, "distance": distance, "ideal": ideal(task), "by_time": by_time}
 
 
@@ -90,6 +90,7 @@ def piece_costs(name: str, m: int) -> list[PieceCost]:
         head.input_s + loss.input_s,
         head.parameter_bytes,
         head.activation_bytes + loss.activation_bytes,
+        loss.output_bytes,
     )
     return [*rest, joined]
 

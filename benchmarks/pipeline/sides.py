@@ -6,6 +6,7 @@ A side is named as in the tables. `build` gives what one loop can time: a step a
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 
 import torch
 import torch.distributed as dist
@@ -31,11 +32,17 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Task:
-    """What a side is built for. costs: of each piece, the loss counted with the last one."""
+    """What a side is built for. costs: of each piece, the loss counted with the last one.
+    bytes_per_s: of the link."""
 
     case: Case
     num_microbatches: int
     costs: Sequence[PieceCost]
+    bytes_per_s: float = inf
+
+    def by_time(self, placement: Sequence[int]) -> tuple[range, ...]:
+        """Where the pieces are cut, when time decides."""
+        return split_measured(self.costs, placement, bytes_per_s=self.bytes_per_s)
 
 
 @dataclass
@@ -67,8 +74,7 @@ class Side:
     def make(self, task: Task) -> Running:
         starts: list[int] = []
         if self.by_time:
-            cut = split_measured(task.costs, self.placement)
-            starts = [pieces.start for pieces in cut[1:]]
+            starts = [pieces.start for pieces in task.by_time(self.placement)[1:]]
         ranges = task.case.stages(self.placement, starts)
         return self.build(task, self.placement, ranges)
 
@@ -93,7 +99,9 @@ def ours(
 ) -> Running:
     """check: whether ranks compare what they bring before each step, which torch's do not."""
     stages, m = own(task, placement, ranges), task.num_microbatches
-    costs = stage_costs(task.costs, ranges) if schedule == "auto" else None
+    costs = None
+    if schedule == "auto":
+        costs = stage_costs(task.costs, ranges, bytes_per_s=task.bytes_per_s)
     pipe = Pipeline(
         list(stages.values()),
         loss=task.case.loss,

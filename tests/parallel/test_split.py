@@ -62,6 +62,32 @@ def test_no_other_cut_has_a_less_busy_rank_where_ranks_run_several_stages(case):
     assert by_rank(spent, ranges, placement) == min(found)
 
 
+@given(chunked(), st.data())
+def test_what_goes_across_a_cut_counts_on_both_of_its_ranks(case, data):
+    costs, placement = case
+    numbers = st.lists(st.integers(0, 9), min_size=len(costs), max_size=len(costs))
+    crossing = data.draw(numbers)
+
+    def spent(stage, pieces):
+        ends = [(stage - 1, pieces[0])] if stage else []
+        ends += [(stage, pieces[-1] + 1)] if pieces[-1] + 1 < len(costs) else []
+        over = sum(crossing[at] for s, at in ends if placement[s] != placement[s + 1])
+        return sum(costs[i] for i in pieces) + over
+
+    ranges = split_by_cost(costs, len(placement), placement=placement, crossing=crossing)
+    found = (by_rank(spent, cut, placement) for cut in every_cut(len(costs), len(placement)))
+    assert by_rank(spent, ranges, placement) == min(found)
+
+
+def test_a_cut_moves_to_where_less_goes_across_as_far_as_that_saves_time():
+    pieces = [PieceCost(1.0, 1.0, 1.0, output_bytes=10 if i == 3 else 2) for i in range(8)]
+    cut = lambda bytes_per_s: split_measured(pieces, range(2), bytes_per_s=bytes_per_s)  # noqa: E731
+    assert [r.start for r in cut(10.0)] == [0, 4]
+    assert [r.start for r in cut(3.0)] in ([0, 3], [0, 5])
+    slow = stage_costs(pieces, cut(10.0), message_s=0.5, bytes_per_s=10.0)
+    assert slow.message[0] == 0.5 + 10 / 10
+
+
 def test_of_cuts_with_equally_busy_ranks_the_one_with_the_smallest_stage_is_taken():
     ranges = split_by_cost([1] * 8, 4, placement=[0, 1, 0, 1])
     assert [len(r) for r in ranges] == [2, 2, 2, 2]
@@ -114,6 +140,10 @@ def test_nonsense_is_refused():
         split_by_cost([1.0], 0)
     with pytest.raises(ScheduleError, match="lowest: -1"):
         split_by_cost([1.0, -1.0], 1)
+    with pytest.raises(ScheduleError, match="lowest: -2"):
+        split_by_cost([1.0] * 2, 2, crossing=[0.0, -2.0])
+    with pytest.raises(ScheduleError, match="crossing has 1 numbers for 2 pieces"):
+        split_by_cost([1.0] * 2, 2, crossing=[0.0])
     with pytest.raises(ScheduleError, match=r"\[0, 1\] is of 2 stages, the cut of 3"):
         split_by_cost([1.0] * 4, 3, placement=[0, 1])
 

@@ -1,13 +1,15 @@
 """What a rank holds at once does not grow with the number of microbatches."""
 
+import copy
 import gc
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchdistpackage.parallel.pipeline.executor import Executor
+from torchdistpackage.parallel.pipeline.executor import Executor, autograd
 from torchdistpackage.schedule.generate import build
 
 DIM, ROWS = 256, 128
@@ -42,3 +44,62 @@ def both(name: str) -> tuple[int, int]:
 def test_live_tensors_do_not_grow_with_microbatches(ranks, name):
     for few, many in ranks(2).run(both, name):
         assert many <= few + ROWS * DIM * 4 // 2, (few, many)
+
+
+class Doubled(torch.autograd.Function):
+    """A node that does not keep alive what is behind it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def most_outputs(name: str, chunks: int, own_backward: bool) -> int:
+    """Of this rank's outputs that went to other ranks, most that are alive at a forward."""
+    p, m = dist.get_world_size(), 12
+    schedule = build(name, p, m, chunks)
+    last = schedule.num_stages - 1
+    executor = Executor(schedule, dist.group.WORLD, device=torch.device("cpu"))
+    torch.manual_seed(0)
+    x = torch.randn(m, 8, dtype=torch.float64)
+    layers = [nn.Linear(8, 8, dtype=torch.float64) for _ in range(last + 1)]
+    sent: list[weakref.ref] = []
+    most = 0
+
+    def forward(s, i, received):
+        nonlocal most
+        most = max(most, sum(ref() is not None for ref in sent))
+        y = Doubled.apply(layers[s](received if s else x[i : i + 1]))
+        if s == last:
+            return y.square().sum()
+        if schedule.placement[s] != schedule.placement[s + 1]:
+            sent.append(weakref.ref(y))
+        return y
+
+    def backward(s, i, output, gradients):
+        autograd(s, i, output, gradients)
+
+    for _ in range(2):
+        sent.clear()
+        executor.run(forward, backward if own_backward else None)
+    y = x
+    copies = [copy.deepcopy(layer) for layer in layers]
+    for layer in copies:
+        layer.zero_grad()
+        y = Doubled.apply(layer(y))
+    y.square().sum().backward()
+    for s in executor.stages:
+        torch.testing.assert_close(layers[s].weight.grad, 2 * copies[s].weight.grad)
+    return most
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
+def test_outputs_are_let_go_of_once_they_are_sent(ranks, name, chunks):
+    """All but the last two: those may be on their way."""
+    assert max(ranks(4).run(most_outputs, name, chunks, False)) <= 2
+    first = ranks(4).run(most_outputs, name, chunks, True)[0]
+    assert first >= 3, "a backward of the caller's own is given what the forward gave"

@@ -1,6 +1,7 @@
 """Pieces, what they cost, and which of them are mine."""
 
 from itertools import chain as joined
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchdistpackage.comm import primitives
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline import profile
@@ -18,7 +20,7 @@ from torchdistpackage.parallel.pipeline.partition import (
     partition_by_time,
     partition_uniform,
 )
-from torchdistpackage.parallel.pipeline.profile import measure
+from torchdistpackage.parallel.pipeline.profile import measure, measure_link
 from torchdistpackage.parallel.pipeline.stage import chunks_of
 from torchdistpackage.parallel.tensor.classic_block import Block
 from torchdistpackage.topology.views import topology
@@ -94,6 +96,27 @@ def cut_by_measured_time() -> None:
 
 def test_ranks_that_measure_differently_cut_alike(ranks):
     ranks(3).run(cut_by_measured_time)
+
+
+def a_link_of_each_kind() -> None:
+    p = dist.get_world_size()
+    tpc.setup_process_groups([("pipe", p)])
+    rates = primitives.gather_objects(measure_link(tpc.get_group("pipe")), dist.group.WORLD)
+    assert len(set(rates)) == 1
+    assert rates[0] == float("inf") if p == 1 else 1e6 < rates[0] < 1e12
+    # the middle is the fastest place, and the widest: over a slow link it is left alone
+    widths = [64, 64, 64, 4096, 64, 64, 64]
+    chain = [nn.Linear(a, b) for a, b in pairwise(widths)]
+    for bytes_per_s, wide in ((1e15, True), (1e4, False)):
+        spans = [None] * p
+        mine = partition_by_time(chain, torch.ones(8, 64), bytes_per_s=bytes_per_s)
+        dist.all_gather_object(spans, [chain.index(piece) for piece in mine])
+        assert ((spans[0][-1] == 2) == wide) or p == 1
+
+
+def test_the_link_is_measured_and_weighs_on_the_cut(ranks):
+    ranks(1).run(a_link_of_each_kind)
+    ranks(2).run(a_link_of_each_kind)
 
 
 def test_a_block_opens_into_attention_and_mlp():

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Node = Any
 """Of autograd's graph; torch's type of it has no members."""
@@ -24,13 +24,14 @@ _keeps_tensors: dict[type, bool] = {}
 class Graph:
     """way: the nodes between outputs and inputs, these included, and the edges of each.
 
-    outputs: all require a gradient. inputs: leaves.
+    outputs: all require a gradient, or are places in the graph. inputs: leaves.
     """
 
-    def __init__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]):
+    def __init__(self, outputs: Sequence[Tensor | GradientEdge], inputs: Sequence[Tensor]):
         wanted = set(map(id, inputs))
-        # a leaf has no function, but a node that accumulates
-        self.roots: list[Node] = [x.grad_fn or get_gradient_edge(x).node for x in outputs]
+        self.roots: list[Node] = [
+            x.node if isinstance(x, GradientEdge) else _node_of(x) for x in outputs
+        ]
         self._edges: dict[Node, Edges] = {}
         self._leaves: dict[Node, frozenset[Node]] = {}
         self._keeping: set[Node] = set()
@@ -88,6 +89,11 @@ class Graph:
     def has(self, name: str) -> bool:
         """Whether a type of node has `name` in its own."""
         return any(name in kind.__name__ for kind in set(map(type, self._edges)))
+
+
+def _node_of(x: Tensor) -> Node:
+    """A leaf has no function, but a node that accumulates."""
+    return x.grad_fn or get_gradient_edge(x).node
 
 
 def _keeps(node: Node) -> bool:

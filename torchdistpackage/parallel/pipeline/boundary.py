@@ -1,19 +1,26 @@
 """What crosses from one stage to the next, and back: over the wire, or in memory on one rank.
 
 One rule: what a stage is given has no graph behind it. Members that want a gradient become leaves,
-whose gradients go back to the stage they came from, zeros where a microbatch did not use one.
+whose gradients go back to the stage they came from, zeros where a microbatch did not use one. Of
+what a stage has sent, its place in the graph stays until the gradient comes, the memory does not.
 """
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from torchdistpackage.comm.headers import Headers
 from torchdistpackage.comm.messages import Message, describe, tensors_of
 from torchdistpackage.comm.p2p import Flight, Post, Wire
 from torchdistpackage.comm.templates import Template
 from torchdistpackage.errors import CommError
+
+Root = Tensor | GradientEdge
+"""Where a backward begins."""
+Output = Message | tuple[Root | None, ...]
+"""What a stage gave; once sent, of each member that wants a gradient its place in the graph."""
 
 _LANDED = Flight()
 
@@ -121,11 +128,17 @@ class Inlet(Entrance):
 
 
 class Outlet:
-    """To a stage on another rank; a message of another form than agreed is refused."""
+    """To a stage on another rank; a message of another form than agreed is refused.
 
-    def __init__(self, stage: int, outputs: list[Message], peer: int, headers: Headers):
+    trains: whether the schedule has backwards. keeps_outputs: until their backward, for a caller's
+    own one. Whatever is not kept is for the wire alone, so wait for its flight.
+    """
+
+    def __init__(
+        self, stage: int, outputs: list[Output], trains: bool, peer: int, headers: Headers
+    ):
         self.stage, self.peer, self._headers = stage, peer, headers
-        self._outputs = outputs
+        self._outputs, self._trains, self.keeps_outputs = outputs, trains, False
         num = len(outputs)
         self.templates: list[Template | None] = [None] * num
         self._departures: list[Flight] = [_LANDED] * num
@@ -150,19 +163,13 @@ class Outlet:
             )
 
     def send(self, wire: Wire | Post, m: int) -> Flight:
-        template = self.templates[m]
-        flight = wire.send(template.travelling(tensors_of(self._outputs[m])), self.peer)
-        self._departures[m] = flight
+        tensors = tensors_of(self._outputs[m])
+        flight = wire.send(self.templates[m].travelling(tensors), self.peer)
+        if self.keeps_outputs:
+            self._departures[m] = flight
+        else:
+            self._outputs[m] = tuple(map(_place_of, tensors)) if self._trains else None
         return flight
-
-    def announce_and_send(self, wire: Wire, m: int) -> Flight:
-        self.announce(m)
-        return self.send(wire, m)
-
-    def let_go(self, m: int) -> None:
-        """The output of `m` is under way, and nobody here needs it any more."""
-        self._outputs[m] = None
-        self._departures[m] = _LANDED
 
     def reset(self) -> None:
         """Let go of what an interrupted run has left."""
@@ -185,3 +192,13 @@ class Outlet:
     def gradients(self, m: int) -> tuple[Tensor | None, ...]:
         room, self._rooms[m] = self._rooms[m], ()
         return self.templates[m].spread(room)
+
+
+def _place_of(x: Tensor | None) -> Root | None:
+    """Where `x` is in its graph, which that keeps alive."""
+    if x is None or not x.requires_grad:
+        return None
+    edge = get_gradient_edge(x)
+    # a Python function's node does not own what is behind it; newer torches add one that does
+    owns = not isinstance(edge.node, torch._C._FunctionBase) or any(edge[2:])
+    return edge if owns else x

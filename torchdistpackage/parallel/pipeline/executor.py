@@ -124,8 +124,7 @@ class Executor:
             )
         steps = self._steps
         for stage in steps.stages.values():
-            stage.forward_fn, stage.backward_fn, stage.keep = forward, backward, keep
-            stage.weights = weights
+            stage.begin(forward, backward, keep, weights)
         program = steps.begin()
         if around is not None:
             program = [

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm.messages import Message, tensors_of
-from torchdistpackage.parallel.pipeline.boundary import Entrance, Handover, Outlet
+from torchdistpackage.parallel.pipeline.boundary import (
+    Entrance,
+    Handover,
+    Outlet,
+    Output,
+    Root,
+)
 from torchdistpackage.parallel.pipeline.clock import Clock
 from torchdistpackage.parallel.pipeline.split_backward import (
     Deferred,
@@ -35,13 +41,13 @@ class LocalStage:
 
     entrance: where its input comes from, None on the first. exit: where its output goes, None on
     the last. outputs: what it has given, by microbatch. deferred: the W that wait, by microbatch.
-    Set `forward_fn` and its like before a run.
+    A run starts with `begin`, and ends with `reset`.
     """
 
     def __init__(
         self,
         stage: int,
-        outputs: list[Message],
+        outputs: list[Output],
         entrance: Entrance | None,
         exit: Outlet | Handover | None,
         clock: Clock,
@@ -54,6 +60,19 @@ class LocalStage:
         self.backward_fn: Backward | None = None
         self.keep: Keep | None = None
         self.weights: Sequence[Weight] | None = None
+
+    def begin(
+        self,
+        forward: Forward,
+        backward: Backward | None,
+        keep: Keep | None,
+        weights: Sequence[Weight] | None,
+    ) -> None:
+        """See `Executor.run`."""
+        self.forward_fn, self.backward_fn = forward, backward
+        self.keep, self.weights = keep, weights
+        if isinstance(self._exit, Outlet):
+            self._exit.keeps_outputs = backward is not None
 
     def learned(self) -> None:
         """The first run is over."""
@@ -134,7 +153,7 @@ class LocalStage:
     def _weight(self, m: int) -> Weight:
         return 1.0 if self.weights is None else self.weights[m]
 
-    def _end(self, m: int) -> tuple[Message, tuple[Tensor | None, ...] | None]:
+    def _end(self, m: int) -> tuple[Output, tuple[Tensor | None, ...] | None]:
         """The output of `m`, let go of, and the gradients that came for it."""
         output, self._outputs[m] = self._outputs[m], None
         return output, None if self._exit is None else self._exit.gradients(m)
@@ -143,14 +162,14 @@ class LocalStage:
 def autograd(
     stage: int,
     m: int,
-    output: Message,
+    output: Output,
     gradients: tuple[Tensor | None, ...] | None,
     weight: Weight = 1.0,
 ) -> None:
     """Backward of what was sent on from its gradients, or of a scalar loss on the last stage."""
     roots, seeds = _roots(output, gradients, weight)
-    if gradients is None and any(x.numel() != 1 for x in roots):
-        torch.autograd.backward(roots)  # which says what is wrong
+    if gradients is None and any(seed.numel() != 1 for seed in seeds):
+        torch.autograd.backward(roots)  # type: ignore[arg-type]  # which says what is wrong
     elif roots:
         # what that does when all gradients are given, in a third of its time
         _run_backward(tuple(roots), tuple(seeds), False, False, (), True, True)
@@ -180,18 +199,18 @@ class _Alias(torch.autograd.Function):
 
 
 def _roots(
-    output: Message, gradients: tuple[Tensor | None, ...] | None, weight: Weight
-) -> tuple[list[Tensor], list[Tensor]]:
+    output: Output, gradients: tuple[Tensor | None, ...] | None, weight: Weight
+) -> tuple[list[Root], list[Tensor]]:
     """The members to differentiate, and their gradients; of a loss its weight."""
     if gradients is None:
-        roots = [x for x in tensors_of(output) if x is not None and x.requires_grad]
+        losses = [x for x in tensors_of(output) if x is not None and x.requires_grad]  # type: ignore[arg-type]
         if isinstance(weight, Tensor):
-            return roots, [torch.ones_like(x) * weight.to(x) for x in roots]
-        return roots, [torch.full_like(x, weight) for x in roots]
+            return [*losses], [torch.ones_like(x) * weight.to(x) for x in losses]
+        return [*losses], [torch.full_like(x, weight) for x in losses]
     pairs = [
         (x, g)
-        for x, g in zip(tensors_of(output), gradients, strict=True)
-        if g is not None and x is not None and x.requires_grad
+        for x, g in zip(tensors_of(output), gradients, strict=True)  # type: ignore[arg-type]
+        if g is not None and x is not None and (not isinstance(x, Tensor) or x.requires_grad)
     ]
     return [x for x, _ in pairs], [g for _, g in pairs]
 

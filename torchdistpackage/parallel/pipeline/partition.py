@@ -13,7 +13,7 @@ from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.flatten import Piece, flatten_sequence
 from torchdistpackage.parallel.pipeline.piece_cost import block_weights, split_measured
-from torchdistpackage.parallel.pipeline.profile import measure
+from torchdistpackage.parallel.pipeline.profile import measure, measure_link
 from torchdistpackage.parallel.pipeline.split import split_by_cost, split_evenly
 from torchdistpackage.parallel.pipeline.traced import split_traced
 
@@ -70,6 +70,7 @@ def partition_by_time(
     placement: Sequence[int] | None = None,
     rounds: int = 3,
     group: Group | None = None,
+    bytes_per_s: float | None = None,
     **options: object,
 ) -> Parts | nn.Module:
     """My stage of a cut whose busiest rank is as fast as can be, by measured times.
@@ -79,7 +80,8 @@ def partition_by_time(
     microbatch: the one argument of the model or first piece, or a tuple of several. Each rank runs
         the whole model on it a few times, `rounds` and one more, and the medians over ranks decide.
     placement: as in `partition_uniform`; of a module, a list of modules is returned then.
-    group: the pipe group, tpc's unless given.
+    group: the pipe group, tpc's unless given. bytes_per_s: of its links, which are measured unless
+        given; where less goes across a cut may be the better one.
     options: cap_bytes and live, see `piece_cost.split_measured`; of a module more.
 
     Raises:
@@ -89,11 +91,15 @@ def partition_by_time(
     given = microbatch if isinstance(microbatch, tuple) else (microbatch,)
     places = range(group.size()) if placement is None else placement
     if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList):
-        stages = split_traced(model, given, places, rounds=rounds, group=group, **options)
+        options |= {"rounds": rounds, "group": group, "bytes_per_s": bytes_per_s}
+        stages = split_traced(model, given, places, **options)
         mine = [s for s, place in zip(stages, places, strict=True) if place == group.rank()]
         return mine[0] if placement is None else mine
     costs = measure(model, *given, rounds=rounds, group=group)
-    return _mine(model, split_measured(costs, places, **options), placement, group.rank())
+    if bytes_per_s is None:
+        bytes_per_s = measure_link(group)
+    ranges = split_measured(costs, places, bytes_per_s=bytes_per_s, **options)
+    return _mine(model, ranges, placement, group.rank())
 
 
 PARTITIONS: dict[str, Callable[..., object]] = {

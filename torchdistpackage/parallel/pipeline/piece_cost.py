@@ -6,6 +6,7 @@ activations once for every microbatch that is under way.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from torchdistpackage.parallel.pipeline.split import Memory, split_by_cost
 from torchdistpackage.schedule.costs import StageCosts
@@ -42,12 +43,15 @@ def split_measured(
     cap_bytes: float | None = None,
     live: Sequence[int] | None = None,
     state_factor: float = STATE_FACTOR,
+    bytes_per_s: float = inf,
 ) -> tuple[range, ...]:
     """For each stage its pieces, so that the busiest rank takes as little time as can be.
 
     placement: for each stage the pipe index that runs it. cap_bytes: no rank may hold more. live:
     microbatches that a stage holds at worst (`Timeline.peak_live`); None: as in 1F1B with
-    microbatches enough, p - s. state_factor: bytes held for each byte of parameters.
+    microbatches enough, p - s. state_factor: bytes held for each byte of parameters. bytes_per_s:
+    of a link between ranks (`profile.measure_link`): with two microbatches under way, as between
+    the last two stages of 1F1B, a message takes as much of a step as if both ranks computed it.
 
     Raises:
         ScheduleError: nothing fits into cap_bytes.
@@ -61,13 +65,21 @@ def split_measured(
             range(len(placement), 0, -1) if live is None else live,
         )
     times = [piece.step_s for piece in pieces]
-    return split_by_cost(times, len(placement), placement=placement, memory=memory)
+    crossing = [0.0, *(piece.output_bytes / bytes_per_s for piece in pieces)][: len(pieces)]
+    return split_by_cost(
+        times, len(placement), placement=placement, memory=memory, crossing=crossing
+    )
 
 
 def stage_costs(
-    pieces: Sequence[PieceCost], stages: Sequence[range], message_s: float = 0.0
+    pieces: Sequence[PieceCost],
+    stages: Sequence[range],
+    message_s: float = 0.0,
+    bytes_per_s: float = inf,
 ) -> StageCosts:
-    """What schedules are simulated and synthesized with. message_s: of one between two ranks.
+    """What schedules are simulated and synthesized with.
+
+    message_s: what any message between two ranks takes, beside its bytes over bytes_per_s.
 
     The first stage's input asks for no gradient, so there all of a backward is of the weights.
     """
@@ -78,7 +90,9 @@ def stage_costs(
     backward = row("backward_s")
     inputs = (0.0, *row("input_s")[1:])
     weights = tuple(max(b - i, 0.0) for b, i in zip(backward, inputs, strict=True))
-    return StageCosts(row("forward_s"), backward, inputs, weights, (message_s,) * len(stages))
+    given = [sum(pieces[i].output_bytes for i in stage[-1:]) for stage in stages]
+    messages = tuple(message_s + num_bytes / bytes_per_s for num_bytes in given)
+    return StageCosts(row("forward_s"), backward, inputs, weights, messages)
 
 
 def block_weights(num_pieces: int, first: float = 1.0, last: float = 1.0) -> list[float]:

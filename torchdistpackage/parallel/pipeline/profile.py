@@ -7,18 +7,22 @@ One rule: measuring leaves no trace. Gradients come back as values and are throw
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import inf
 from statistics import median
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from torchdistpackage.comm import primitives
+from torchdistpackage.comm import p2p, primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.parallel.pipeline.flatten import Piece
 from torchdistpackage.parallel.pipeline.piece_cost import PieceCost
 
 Result = TypeVar("Result")
+
+LINK_BYTES = 2**20
+"""What a link is measured with: of the size of an activation."""
 
 
 def measure(
@@ -45,6 +49,31 @@ def measure(
                     costs.append(cost)
     found = [middle(costs) for costs in taken]
     return found if group is None else agreed(found, group)
+
+
+def measure_link(group: Group, *, num_bytes: int = LINK_BYTES, rounds: int = 3) -> float:
+    """Bytes a second that a message of `num_bytes` makes between neighbours of `group`.
+
+    Of the slowest pair, while nothing else goes on; the same on all ranks, which all call this. A
+    group of one has no link, which is as good as one without limit.
+    """
+    ranks, me, device = primitives.ranks_of(group), group.rank(), primitives.device_of(group)
+    message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    slowest_s = 0.0
+    for first in (0, 1):  # pairs that begin with an even rank, then those with an odd one
+        peer = me + 1 if me % 2 == first else me - 1
+        if not 0 <= peer < len(ranks):
+            continue
+        both = (p2p.send, p2p.receive) if me < peer else (p2p.receive, p2p.send)
+
+        def there_and_back(steps=both, peer=peer) -> None:
+            for step in steps:
+                step(message, group, ranks[peer])
+
+        times = [_timed(there_and_back, device)[1] / 2 for _ in range(rounds + 1)]
+        slowest_s = max(slowest_s, median(times[1:]))
+    slowest_s = max(primitives.gather_objects(slowest_s, group))  # type: ignore[type-var]
+    return message.nbytes / slowest_s if slowest_s else inf
 
 
 def measure_call(

@@ -42,24 +42,31 @@ def split_by_cost(
     *,
     placement: Sequence[int] | None = None,
     memory: Memory | None = None,
+    crossing: Sequence[float] | None = None,
 ) -> tuple[range, ...]:
     """Cut pieces 0..n-1 into consecutive ranges, the largest sum of costs as small as can be.
 
     placement: for each stage the pipe index that runs it (`Schedule.placement`); None: one each.
     Where an index runs several, the largest sum over the stages of an index is made small first,
-    then the largest stage. memory: no rank may hold more than its cap.
+    then the largest stage. memory: no rank may hold more than its cap. crossing: for each piece
+    what a cut before it adds to the stages on its two sides, where these are on two ranks.
 
     Exact, by dynamic programming over stages and pieces. Among equal cuts, one whose stages differ
     least is taken. With fewer pieces than stages, stages without a piece stand last.
 
     Raises:
-        ScheduleError: fewer than one stage, a placement of another number, a negative cost, or no
-            cut fits the memory.
+        ScheduleError: fewer than one stage, a placement of another number, a negative cost, a
+            crossing for another number of pieces, or no cut fits the memory.
     """
-    if num_stages < 1 or any(cost < 0 for cost in costs):
+    lowest = min((*costs, *(crossing or ())), default=0)
+    if num_stages < 1 or lowest < 0:
         raise ScheduleError(
             f"cannot cut {len(costs)} pieces into {num_stages} stages; use one stage or more and "
-            f"costs of zero or more (lowest: {min(costs, default=0):g})"
+            f"costs of zero or more (lowest: {lowest:g})"
+        )
+    if crossing is not None and len(crossing) != len(costs):
+        raise ScheduleError(
+            f"crossing has {len(crossing)} numbers for {len(costs)} pieces; give one for each"
         )
     placement = range(num_stages) if placement is None else placement
     if len(placement) != num_stages:
@@ -67,18 +74,20 @@ def split_by_cost(
             f"the placement {[*placement]} is of {len(placement)} stages, the cut of {num_stages}"
         )
     num_pieces, used = len(costs), min(num_stages, len(costs))
-    time = _sums(costs)
+    places, work = [*placement][:used], _sums(costs)
+    time = work if crossing is None else _with_crossing(work, crossing, places)
     if memory is None:
         # a cut into equal parts, each overshot by less than a piece, is always there
-        share = time(0, 0, num_pieces) / max(used, 1) + max(costs, default=0.0)
-        busiest = max(map([*placement][:used].count, placement[:used]), default=0)
-        cut = _best(num_pieces, [*placement][:used], time, most=busiest * share)
+        share = work(0, 0, num_pieces) / max(used, 1) + max(costs, default=0.0)
+        share += 2 * max(crossing or (), default=0.0)
+        busiest = max(map(places.count, places), default=0)
+        cut = _best(num_pieces, places, time, work, most=busiest * share)
         assert cut is not None
     else:
         held = _held(memory)
-        cut = _best(num_pieces, [*placement][:used], time, held, memory.cap_bytes)
+        cut = _best(num_pieces, places, time, work, held, memory.cap_bytes)
         if cut is None:
-            least = _best(num_pieces, [*placement][:used], held)
+            least = _best(num_pieces, places, held, held)
             assert least is not None
             raise ScheduleError(
                 f"no cut of {num_pieces} pieces into {num_stages} stages holds at most "
@@ -128,12 +137,14 @@ class _Cut(NamedTuple):
 class _Search:
     """Stage by stage, for every piece at which the stages so far may end, the best ways to do so.
 
-    most: what a rank may cost, held and cap: what it holds and may hold, kept: see KEPT.
+    work: the part of `time` that grows with every piece. most: what a rank may cost, held and cap:
+    what it holds and may hold, kept: see KEPT.
     """
 
     num_pieces: int
     placement: Sequence[int]
     time: Span
+    work: Span
     held: Span | None
     cap: float
     most: float
@@ -169,9 +180,9 @@ class _Search:
         for end in range(cut.end + 1 if left else self.num_pieces, self.num_pieces - left + 1):
             here = self.time(stage, cut.end, end)
             holds = full + (0.0 if self.held is None else self.held(stage, cut.end, end))
-            if spent + here > self.most or holds > self.cap:
+            if spent + self.work(stage, cut.end, end) > self.most or holds > self.cap:
                 break
-            if self.time(stage, end, self.num_pieces) > room:
+            if spent + here > self.most or self.work(stage, end, self.num_pieces) > room:
                 continue
             yield _Cut(
                 max(cut.rank, spent + here) if last else cut.rank,
@@ -201,13 +212,15 @@ def _best(
     num_pieces: int,
     placement: Sequence[int],
     time: Span,
+    work: Span,
     held: Span | None = None,
     cap: float = float("inf"),
     most: float = float("inf"),
 ) -> _Cut | None:
     best = None
     for kept in KEPT:
-        found = _Search(num_pieces, placement, time, held, cap, most * (1 + 1e-9), kept).best()
+        most *= 1 + 1e-9
+        found = _Search(num_pieces, placement, time, work, held, cap, most, kept).best()
         if found is not None:
             best, most = found, found.rank
     return best
@@ -217,6 +230,19 @@ def _sums(values: Sequence[float]) -> Span:
     """Sum over a stage's pieces, whichever stage it is."""
     total = list(accumulate(values, initial=0.0))
     return lambda stage, first, end: total[end] - total[first]
+
+
+def _with_crossing(work: Span, crossing: Sequence[float], placement: Sequence[int]) -> Span:
+    """`work`, and what goes over the two ends of the stage to other ranks."""
+    num_pieces = len(crossing)
+    leaves = [a != b for a, b in pairwise(placement)]
+
+    def time(stage: int, first: int, end: int) -> float:
+        taken = crossing[first] if stage and leaves[stage - 1] else 0.0
+        given = crossing[end] if end < num_pieces and leaves[stage] else 0.0
+        return taken + work(stage, first, end) + given
+
+    return time
 
 
 def _held(memory: Memory) -> Span:

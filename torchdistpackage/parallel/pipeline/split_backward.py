@@ -43,7 +43,7 @@ class Deferred:
     def __init__(self) -> None:
         self.parameters: frozenset[int] | None = frozenset()
         self._groups: list[_Group] = []
-        self._whole: tuple[Sequence[Tensor], Sequence[Tensor | None]] | None = None
+        self._whole: tuple[Sequence[Tensor | GradientEdge], Sequence[Tensor]] | None = None
 
 
 class _Branch(NamedTuple):
@@ -85,14 +85,13 @@ class _Group:
 
 
 def backward_input(
-    outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> Deferred:
     """Accumulate the gradients of `inputs` into their `.grad`, and leave the rest for later.
 
-    outputs: of a stage, all of which require a gradient; the graph behind them is used up.
-    gradients: one for each, None only for a scalar loss. inputs: leaves that require a gradient,
-        whose memory must stay as it is until the second pass; if the outputs depend on none of
-        them, nothing is done yet.
+    outputs: of a stage, all of which require a gradient, or their places in the graph; this is used
+        up. gradients: one for each. inputs: leaves that require a gradient, whose memory must stay
+        as it is until the second pass; if the outputs depend on none of them, nothing is done yet.
     """
     deferred = Deferred()
     graph = Graph(outputs, inputs)
@@ -101,15 +100,15 @@ def backward_input(
         return deferred
     joints, at_once = _split(graph)
     if not joints:
-        torch.autograd.backward(outputs, gradients)  # type: ignore[arg-type]
+        _accumulate(outputs, gradients)
         return deferred
     groups, places = _grouped(joints.values()), count()
     for node, joint in joints.items():
         node.register_prehook(partial(_came, joint, places))
     deferred.parameters = frozenset(id(leaf.variable) for g in groups for leaf in g.leaves)
     wanted = [*inputs, *(leaf.variable for leaf in at_once)]
-    torch.autograd.backward(outputs, gradients, inputs=wanted)  # type: ignore[arg-type]
-    if outputs[0].is_cuda:
+    _accumulate(outputs, gradients, wanted)
+    if gradients[0].is_cuda:
         _use_on_this_stream(joints.values())
     # handed over in the order in which a whole backward gives them; the first is popped first
     deferred._groups = sorted(groups, key=_place, reverse=True)
@@ -120,7 +119,7 @@ def backward_weight(deferred: Deferred) -> None:
     """Accumulate the gradients that wait into the `.grad` of their parameters; once."""
     if deferred._whole is not None:
         (outputs, gradients), deferred._whole = deferred._whole, None
-        torch.autograd.backward(outputs, gradients)  # type: ignore[arg-type]
+        _accumulate(outputs, gradients)
     with torch.no_grad():
         _hand_over(deferred._groups)
 
@@ -138,17 +137,25 @@ def _hand_over(groups: list[_Group]) -> None:
                 grads.append(branch.later(gradient))
                 num_bytes += grads[-1].nbytes
         if edges and (num_bytes >= AT_ONCE_BYTES or not groups):
-            # what `torch.autograd.backward` does, which does not know edges in every torch
-            _run_backward(
-                tuple(edges),
-                tuple(grads),
-                keep_graph=False,
-                create_graph=False,
-                inputs=(),
-                allow_unreachable=True,
-                accumulate_grad=True,
-            )
+            _accumulate(edges, grads)
             edges, grads, num_bytes = [], [], 0
+
+
+def _accumulate(
+    roots: Sequence[Tensor | GradientEdge],
+    gradients: Sequence[Tensor],
+    inputs: Sequence[Tensor] = (),
+) -> None:
+    """What `torch.autograd.backward` does, which does not know edges in every torch."""
+    _run_backward(
+        tuple(roots),
+        tuple(gradients),
+        keep_graph=False,
+        create_graph=False,
+        inputs=tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def _split(graph: Graph) -> tuple[dict[Node, _Joint], set[Node]]:

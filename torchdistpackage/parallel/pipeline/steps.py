@@ -21,11 +21,10 @@ from itertools import groupby, pairwise
 import torch
 
 from torchdistpackage.comm.headers import Headers
-from torchdistpackage.comm.messages import Message
 from torchdistpackage.comm.p2p import Flight, Post, Wire
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.record import calls
-from torchdistpackage.parallel.pipeline.boundary import Handover, Inlet, Outlet
+from torchdistpackage.parallel.pipeline.boundary import Handover, Inlet, Outlet, Output
 from torchdistpackage.parallel.pipeline.clock import Clock
 from torchdistpackage.parallel.pipeline.local_stage import LocalStage
 from torchdistpackage.schedule.actions import Action, Batch, Kind, Schedule
@@ -42,7 +41,7 @@ AHEAD_BYTES = 2**20
 """Room for messages up to here is posted early in any case: each notice to the sender that there is
 room wakes a thread there, and many at a time wake it once."""
 SENDS_KEPT = 2
-"""Sends under way for which nothing comes back, so what they hold does not grow."""
+"""Sends under way: what they hold is let go with them, and does not grow."""
 
 
 class Steps:
@@ -132,7 +131,7 @@ class Steps:
         )
         place, before = schedule.placement, None
         for s in schedule.stages_of(self._index):
-            outputs: list[Message] = [None] * num
+            outputs: list[Output] = [None] * num
             entrance = exit = None
             if s > 0 and place[s - 1] == self._index:
                 entrance = before
@@ -142,7 +141,8 @@ class Steps:
             if s < schedule.num_stages - 1 and place[s + 1] == self._index:
                 before = exit = Handover(num, self._trains, outputs)
             elif s < schedule.num_stages - 1:
-                exit = Outlet(s, outputs, ranks[place[s + 1]], self._headers)
+                peer = ranks[place[s + 1]]
+                exit = Outlet(s, outputs, self._trains, peer, self._headers)
                 self._outlets[s] = exit
             self.stages[s] = LocalStage(s, outputs, entrance, exit, clock)
 
@@ -180,12 +180,10 @@ class Steps:
         for action in messages:
             _, kind, m = action
             side = self._side(action)
-            if not kind.is_send:
-                do: Callable[[int], object] = partial(side.receive, self._wire)
-            elif kind is Kind.SEND_F and self._trains:
-                do = partial(side.announce_and_send, self._wire)
+            if kind.is_send:
+                do: Callable[[int], object] = partial(self._send, side)
             else:
-                do = partial(self._send_for_good, side)
+                do = partial(side.receive, self._wire)
             steps.append((do, m, action, BEGINS))
 
     def _add_batch(
@@ -200,15 +198,15 @@ class Steps:
 
     # -- messages ------------------------------------------------------------------------
 
-    def _send_for_good(self, side: Inlet | Outlet, m: int) -> None:
-        """A message for which nothing comes back that would say that it has left."""
+    def _send(self, side: Inlet | Outlet, m: int) -> None:
         if isinstance(side, Outlet):
             side.announce(m)
-        self._await_later(side.send(self._wire, m))
-        if isinstance(side, Outlet):
-            side.let_go(m)
+        self._await_later(side, side.send(self._wire, m))
 
-    def _await_later(self, flight: Flight) -> None:
+    def _await_later(self, side: Inlet | Outlet, flight: Flight) -> None:
+        """What was sent is held by its flight alone, unless the side keeps it."""
+        if isinstance(side, Outlet) and side.keeps_outputs:
+            return
         if len(self._sends) == SENDS_KEPT:
             self._sends.popleft().wait()
         self._sends.append(flight)
@@ -230,14 +228,10 @@ class Steps:
 
     def _begin(self, action: Action, side: Inlet | Outlet, post: Post) -> None:
         m = action.microbatch
-        if not action.kind.is_send:
+        if action.kind.is_send:
+            self._await_later(side, side.send(post, m))
+        else:
             side.receive(post, m)
-            return
-        flight = side.send(post, m)
-        if action.kind is Kind.SEND_B or not self._trains:
-            self._await_later(flight)
-        if not self._trains:
-            side.let_go(m)
 
 
 def _in_one_order(schedule: Schedule) -> Schedule:

@@ -15,10 +15,16 @@ from torch import Tensor, fx, nn
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.piece_cost import PieceCost, split_measured
-from torchdistpackage.parallel.pipeline.profile import agreed, measure_call, middle, undisturbed
+from torchdistpackage.parallel.pipeline.profile import (
+    agreed,
+    measure_call,
+    measure_link,
+    middle,
+    undisturbed,
+)
 
 BYTES_PER_S = 1e9
-"""Of a link, when nothing is said: what makes a cut move to where less goes across."""
+"""Of a link, when there is none to measure: what makes a cut move to where less goes across."""
 
 
 def split_traced(
@@ -31,7 +37,7 @@ def split_traced(
     live: Sequence[int] | None = None,
     rounds: int = 3,
     group: Group | None = None,
-    bytes_per_s: float = BYTES_PER_S,
+    bytes_per_s: float | None = None,
 ) -> list[fx.GraphModule]:
     """The stages of `model` in order; parameters keep their names.
 
@@ -40,7 +46,8 @@ def split_traced(
     arguments for one microbatch.
     placement: for each stage the pipe index that runs it. leaves: kinds of modules that are not
     looked into. cap_bytes, live: see `piece_cost.split_measured`. group: see `profile.measure`.
-    bytes_per_s: a cut moves to a narrower place where that costs less time than it saves.
+    bytes_per_s: of links; None: measured in `group`. A cut moves to a narrower place where that
+    costs less time than it saves.
     What depends on `training` outside of torch's own modules is traced as it is now.
 
     Raises:
@@ -52,6 +59,8 @@ def split_traced(
     costs, values = _timed_run(traced, nodes, example, rounds)
     if group is not None:
         costs = agreed(costs, group)
+    if bytes_per_s is None:
+        bytes_per_s = BYTES_PER_S if group is None else measure_link(group)
     places = _places(traced, nodes, values, costs, bytes_per_s)
     if len(places) + 1 < len(placement):
         raise ScheduleError(
@@ -60,8 +69,11 @@ def split_traced(
             f"across"
         )
     edges = [0, *(place.at for place in places), len(nodes)]
-    pieces = [_sum(costs[a:b]) for a, b in pairwise(edges)]
-    ranges = split_measured(pieces, placement, cap_bytes=cap_bytes, live=live)
+    across = [*(place.num_bytes for place in places), 0]
+    pieces = [_sum(costs[a:b], out) for (a, b), out in zip(pairwise(edges), across, strict=True)]
+    ranges = split_measured(
+        pieces, placement, cap_bytes=cap_bytes, live=live, bytes_per_s=bytes_per_s
+    )
     ends = [edges[r.start] for r in ranges] + [len(nodes)]
     return [_stage(traced, nodes, a, b) for a, b in pairwise(ends)]
 
@@ -202,10 +214,11 @@ def _stage(traced: fx.GraphModule, nodes: Sequence[fx.Node], a: int, b: int) -> 
     return fx.GraphModule(traced, graph)
 
 
-def _sum(costs: Sequence[PieceCost]) -> PieceCost:
+def _sum(costs: Sequence[PieceCost], output_bytes: int) -> PieceCost:
     return PieceCost(
         sum(c.forward_s for c in costs),
         sum(c.backward_s for c in costs),
         parameter_bytes=sum(c.parameter_bytes for c in costs),
         activation_bytes=sum(c.activation_bytes for c in costs),
+        output_bytes=output_bytes,
     )
