@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchdistpackage.parallel.pipeline.executor import Executor, autograd
+from torchdistpackage.parallel.pipeline.pipeline import Pipeline
 from torchdistpackage.schedule.generate import build
 
 DIM, ROWS = 256, 128
@@ -44,6 +45,37 @@ def both(name: str) -> tuple[int, int]:
 def test_live_tensors_do_not_grow_with_microbatches(ranks, name):
     for few, many in ranks(2).run(both, name):
         assert many <= few + ROWS * DIM * 4 // 2, (few, many)
+
+
+def most_storages(m: int) -> int:
+    """Alive in the loss of a microbatch, of the last of three steps, on the rank of the last stage.
+
+    Where each microbatch leaves one, however small, the large ones of the next do not fit in
+    between, and the process grows.
+    """
+    stage, most = nn.Linear(DIM, DIM), 0
+
+    def loss(output, targets):
+        nonlocal most
+        tensors = [o for o in gc.get_objects() if type(o) is torch.Tensor]
+        most = max(most, len({t.untyped_storage().data_ptr() for t in tensors}))
+        return (output - targets).square().mean()
+
+    pipe = Pipeline(stage, loss=loss, num_microbatches=m, group=dist.group.WORLD)
+    x = torch.randn(4 * ROWS * m, DIM)  # room for small ones would be made early, for all
+    for _ in range(3):
+        most = 0
+        pipe.step(x, targets=x)
+    return most
+
+
+def few_and_many_storages() -> tuple[int, int]:
+    return most_storages(6), most_storages(24)
+
+
+def test_a_microbatch_leaves_nothing_behind(ranks):
+    few, many = ranks(2).run(few_and_many_storages)[-1]
+    assert 0 < many <= few
 
 
 class Doubled(torch.autograd.Function):

@@ -21,6 +21,7 @@ from torchdistpackage.parallel.pipeline import tensor_parts
 from torchdistpackage.parallel.pipeline.agreement import agree_on_step
 from torchdistpackage.parallel.pipeline.executor import Executor, autograd
 from torchdistpackage.parallel.pipeline.microbatches import (
+    Mean,
     cut,
     detached,
     is_scalar,
@@ -97,6 +98,7 @@ def forward_backward(
     cuts = {s: [cut(x, sizes) for x in mine] for s, mine in job.inputs.items()}
     parts = resolve_group(tensor_group, "tensor") if scatter_gather_tensors else None
     outputs: list[object] = []
+    losses = Mean(sizes)
     sent_whole: dict[tuple[int, int], Message] = {}
 
     def forward(s: int, m: int, received: Message) -> Message:
@@ -104,9 +106,12 @@ def forward_backward(
             received = tensor_parts.join(received, parts)
         output = _called(job.forwards[s], s, received, [x[m] for x in cuts[s]])
         if executor.is_last_stage(s):
-            outputs.append(detached(output))
+            if not is_scalar(output):
+                outputs.append(detached(output))
+                return output  # type: ignore[return-value]
+            losses.add(output)  # type: ignore[arg-type]
             share = sizes[m] / sum(sizes)
-            return output * share if is_scalar(output) and share != 1 else output  # type: ignore[operator,return-value]
+            return output if share == 1 else output * share  # type: ignore[operator,return-value]
         if parts is None:
             return cast(Message, output)
         if job.backwards[s] is not None:
@@ -127,6 +132,8 @@ def forward_backward(
     executor.run(forward, backward if job.has_own_backward else None, reducer=reducer)
     if reducer is not None:
         reducer.finish()
+    if losses.num:
+        return losses.value()
     return joined(outputs, sizes) if outputs else None
 
 

@@ -104,5 +104,35 @@ def joined(outputs: Sequence[object], sizes: Sequence[int]) -> object:
 
 def mean(values: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     """Of one mean for each microbatch, the mean over the batch."""
-    total = sum(sizes)
-    return torch.stack([x * (n / total) for x, n in zip(values, sizes, strict=True)]).sum(0)
+    found = Mean(sizes)
+    for value in values:
+        found.add(value)
+    return found.value()
+
+
+class Mean:
+    """The mean over a batch, from one mean for each microbatch, as they come.
+
+    They go into one place: a number with memory of its own, made beside the large tensors of its
+    microbatch, would break up what these leave, and the next microbatch would not fit in there.
+    """
+
+    def __init__(self, sizes: Sequence[int]):
+        self._sizes, self._total, self._parts = sizes, sum(sizes), torch.empty(0)
+        self.num = 0
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num == len(self._sizes)
+
+    def add(self, value: Tensor) -> None:
+        """That of the next microbatch."""
+        value, m = value.detach(), self.num
+        if m == 0:
+            self._parts = value.new_empty((len(self._sizes), *value.shape))
+        torch.mul(value, self._sizes[m] / self._total, out=self._parts[m])
+        self.num += 1
+
+    def value(self) -> Tensor:
+        """Of those that have come."""
+        return self._parts[: self.num].sum(0)

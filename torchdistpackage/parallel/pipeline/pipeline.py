@@ -24,7 +24,7 @@ from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.pipeline import one_pass
 from torchdistpackage.parallel.pipeline.agreement import StepAgreement, common_samples
 from torchdistpackage.parallel.pipeline.executor import Executor
-from torchdistpackage.parallel.pipeline.microbatches import cut, mean, samples_in, sizes_of
+from torchdistpackage.parallel.pipeline.microbatches import Mean, cut, samples_in, sizes_of
 from torchdistpackage.parallel.pipeline.one_pass import Batch, Named
 from torchdistpackage.parallel.pipeline.order import CostsOrder, Order, has_backward
 from torchdistpackage.parallel.pipeline.own_stages import Stages, agree, listed
@@ -186,7 +186,7 @@ class Pipeline:
         keep_outputs: bool,
         reducer: Reducer | None = None,
     ) -> Tensor:
-        losses: list[Tensor] = []  # the last stage's forwards come in order of microbatches
+        losses = Mean(batch.sizes)  # the last stage's forwards come in order of microbatches
         telling = self._telling
         batch.before.append(telling.begin)
         shares = [n / sum(batch.sizes) * loss_scale for n in batch.sizes]
@@ -200,9 +200,9 @@ class Pipeline:
                     f"the loss of microbatch {m} is {shape}, not one number; return the mean over "
                     f"its samples{', or give loss=' if self._loss is None else ''}"
                 )
-            losses.append(value.detach())
-            if len(losses) == len(batch.sizes):
-                telling.tell(mean(losses, batch.sizes).reshape(()))
+            losses.add(value)
+            if losses.is_whole:
+                telling.tell(losses.value().reshape(()))
             return value
 
         self.outputs = one_pass.run(
