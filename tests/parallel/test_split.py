@@ -123,6 +123,16 @@ def test_no_rank_holds_more_than_its_cap_and_nothing_faster_would(case, data):
     assert by_rank(spent, ranges, placement) == best
 
 
+def test_a_cut_that_is_slower_so_far_is_followed_where_it_holds_less():
+    """On the way to the one that fits, or to the fastest that does."""
+    memory = Memory(4, [2, 2, 0, 0, 3], [0] * 5, [1] * 4)
+    ranges = split_by_cost([1, 1, 1, 1, 0], 4, placement=[0, 1, 0, 1], memory=memory)
+    assert [len(r) for r in ranges] == [2, 1, 1, 1]
+    memory = Memory(3, [0, 2, 0, 2, 0], [0] * 5, [1] * 4)
+    ranges = split_by_cost([1, 0, 0, 3, 4], 4, placement=[0, 1, 1, 0], memory=memory)
+    assert [len(r) for r in ranges] == [2, 1, 1, 1]
+
+
 def test_among_equal_cuts_the_more_even_one_is_taken():
     assert split_by_cost([5, 1, 1, 1, 1], 3) == (range(1), range(1, 3), range(3, 5))
     assert sorted(len(r) for r in split_by_cost([1] * 7, 4)) == [1, 2, 2, 2]
@@ -166,8 +176,11 @@ def test_costs_of_stages_are_the_sums_of_their_pieces():
     assert costs.input == (0.0, 8.0)  # nobody wants the gradient of the first stage's input
     assert costs.weight == (2.0, 2.0)
     assert costs.message == (0.25, 0.25)
+    # a part that was measured as longer than the whole leaves nothing for the other
+    assert stage_costs(pieces, (range(2), range(2, 3))).weight == (7.0, 0.0)
 
 
 def test_embedding_and_head_count_as_they_are_told():
     assert block_weights(4, first=0.0, last=3.0) == [0.0, 1.0, 1.0, 3.0]
+    assert block_weights(1, first=3.0, last=2.0) == [3.0]
     assert [len(r) for r in split_by_cost(block_weights(8, 0.0, 3.0), 2)] == [5, 3]

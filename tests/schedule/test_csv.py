@@ -65,3 +65,10 @@ def test_orders_that_wait_for_each_other_are_refused():
 def test_a_line_is_a_rank_and_a_cell_a_computation():
     text = to_csv(build("1f1b", 3, 2))
     assert text == "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n2F0,2B0,2F1,2B1\n"
+
+
+def test_lines_may_come_in_any_order_of_stages():
+    """The line of the first stage need not be the first line."""
+    found = from_csv("1F0,1B0\n0F0,0B0\n2F0,2B0\n")
+    assert found.placement == (1, 0, 2)
+    assert computed(found) == [["1F0", "1B0"], ["0F0", "0B0"], ["2F0", "2B0"]]

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 import xml.etree.ElementTree as ET
 
@@ -133,6 +134,56 @@ def test_the_table_names_the_stage_where_a_rank_has_several():
     assert rows == ["  0 | 0F0 --- 1F0 --- 1B0 --- --- --- 0B0 --- --- ---"]
 
 
+def test_the_last_chunk_of_a_rank_is_half_as_pale():
+    timeline = simulate(build("zb-v", 3, 4))
+    found = draw.colours(timeline.spans[0])
+    assert found[0, Kind.F] == draw.COLOURS[Kind.F]
+    channels = lambda colour: [int(colour[at : at + 2], 16) for at in (1, 3, 5)]  # noqa: E731
+    half = [(part + 255) / 2 for part in channels(draw.COLOURS[Kind.F])]
+    assert channels(found[5, Kind.F]) == pytest.approx(half, abs=0.5)
+
+
+def test_a_box_bears_its_microbatch_and_a_wait_bears_nothing():
+    timeline = simulate(build("1f1b", 2, 3))
+    for content, wanted in ((draw.svg(timeline), "012" * 4), (draw.svg(measured()), "0" * 4)):
+        texts = ET.fromstring(content).iter(f"{SVG}text")
+        numbers = [x.text for x in texts if x.get("pointer-events") == "none"]
+        assert sorted(numbers) == sorted(wanted)
+
+
+def test_the_axis_has_round_times_where_the_timeline_has_them():
+    assert draw.ticks(40.0) == [0.0, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0, 35.0, 40.0]
+    assert draw.ticks(0.07) == pytest.approx([0.01 * i for i in range(8)])
+    assert draw.ticks(11.0) == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+    assert draw.ticks(0.0) == [0.0]
+    timeline = simulate(build("1f1b", 2, 2))
+    lines = list(ET.fromstring(draw.svg(timeline)).iter(f"{SVG}line"))
+    wanted = [draw.LEFT_PX + time * draw.UNIT_PX for time in draw.ticks(timeline.total)]
+    assert [float(line.get("x1", "nan")) for line in lines] == pytest.approx(wanted)
+
+
+def test_a_shared_axis_fits_the_longer_and_is_read_by_the_first():
+    """The shortest box of the prediction is of full width, unless the measured step is long."""
+    quick = simulate(build("1f1b", 2, 2), StageCosts.uniform(2, 0.01, 0.01, 0.01))
+    slow = simulate(build("1f1b", 2, 2), StageCosts.uniform(2, 0.02, 0.01, 0.01))
+    assert draw.px_per_unit(quick, slow) == pytest.approx(draw.UNIT_PX / 0.01)
+    assert draw.px_per_unit(slow, quick) == pytest.approx(draw.UNIT_PX / 0.02)
+    endless = simulate(build("1f1b", 2, 2), StageCosts.uniform(2, 1e3, 1e3, 1e3))
+    assert draw.px_per_unit(quick, endless) * endless.total == pytest.approx(draw.WIDEST_PX)
+
+
+def test_the_legend_names_waits_where_there_are_any():
+    assert [*draw.legend([predicted()])] == ["F forward", "B backward"]
+    assert [*draw.legend([predicted(), measured()])] == ["F forward", "B backward", "wait"]
+
+
+def test_what_takes_no_time_has_no_cell():
+    timeline = simulate(build("zb-h1", 2, 2), {Kind.F: 1.0, Kind.I: 1.0, Kind.W: 0.0})
+    rows = draw.table(timeline).splitlines()
+    assert "W" not in "".join(rows)
+    assert {len(row) for row in rows} == {len("  0 | ") + 3 * round(timeline.total) - 1}
+
+
 def pixels(content: bytes) -> np.ndarray:
     image = matplotlib.image.imread(io.BytesIO(content), format="png")
     return np.round(image[:, :, :3] * 255).astype(int)
@@ -191,6 +242,8 @@ def test_the_trace_has_a_thread_a_rank_a_slice_an_action_and_an_arrow_a_message(
         for rank, row in enumerate(timeline.spans)
         for span in row
     ]
+    for e in events(text, "X"):
+        assert "{stage}{kind}{microbatch}".format(**e["args"]) == e["name"]
     names = {e["tid"]: e["args"]["name"] for e in events(text, "M") if e["name"] == "thread_name"}
     assert names == {0: "pipe 0", 1: "pipe 1", 2: "pipe 2"}
     sends = [a for program in schedule.programs for a in flatten(program) if a.kind.is_send]
@@ -201,6 +254,10 @@ def test_the_trace_has_a_thread_a_rank_a_slice_an_action_and_an_arrow_a_message(
         assert end["tid"] != start["tid"] and end["ts"] > start["ts"]
         inside = [s for s in slices if s[0] == start["tid"] and s[2] < start["ts"] < s[2] + s[3]]
         assert len(inside) == 1
+        stage, kind, microbatch = re.fullmatch(r"(\d+)(\w)(\d+)", inside[0][1]).groups()
+        users = {f"{int(stage) + 1}F"} if kind == "F" else {f"{int(stage) - 1}{k}" for k in "BI"}
+        used = {s[1][: -len(microbatch)] for s in slices if (s[0], s[2]) == (end["tid"], end["ts"])}
+        assert used <= users and used
 
 
 def test_the_trace_of_a_pair_has_a_process_for_each_with_the_waits():
@@ -208,6 +265,8 @@ def test_the_trace_of_a_pair_has_a_process_for_each_with_the_waits():
     assert len(events(text, "X", 0)) == 4
     waits = [e["name"] for e in events(text, "X", 1) if e["cat"] == "wait"]
     assert waits == ["0RECV_B0", "1RECV_F0"]
+    arrows = [{e["id"] for e in events(text, "s", process)} for process in (0, 1)]
+    assert arrows[0] and arrows[1] and not arrows[0] & arrows[1]
     names = [events(text, "M", process)[0]["args"]["name"] for process in (0, 1)]
     assert names[0].startswith("predicted, bubble 50.0%")
     assert names[1].startswith("measured, bubble ")

@@ -5,16 +5,18 @@ Runs are made here on paper, with known causes, each rank on a clock of its own.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import Action, Kind, Schedule
 from torchdistpackage.schedule.costs import StageCosts
+from torchdistpackage.schedule.csv import from_csv
 from torchdistpackage.schedule.gap import Gap, gap_of
 from torchdistpackage.schedule.generate import build
 from torchdistpackage.schedule.measured import aligned, costs_of
-from torchdistpackage.schedule.simulate import Span, simulate
+from torchdistpackage.schedule.simulate import Span, busy, simulate
 
 NAMES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
 CLOCKS_S = (0.0, 3.25, -1.5, 8.0)
@@ -180,7 +182,57 @@ def test_evaluation_has_costs_too():
     assert found.backward == (0.0, 0.0, 0.0)
 
 
+def test_a_backward_that_never_ran_whole_is_the_sum_of_its_parts():
+    split = from_csv("0F0,0I0,0W0\n1F0,1I0,1W0\n")
+    found = costs_of(run(split, uneven(2)), 2)
+    assert found.backward == pytest.approx(uneven(2).backward)
+
+
 def test_spans_of_one_rank_are_not_enough():
     rows = run(build("1f1b", 2, 3), uneven(2))
     with pytest.raises(ScheduleError, match="no forward of stage 1 among the spans of 1 pipe"):
         costs_of(rows[:1], 2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_schedule_alone_is_that_of_stages_as_the_mean_of_them(name: str):
+    """A whole backward is a mean of its own: it need not be the sum of its parts."""
+    schedule = build(name, 4, 8)
+    num = schedule.num_stages
+    slower = [1 + 0.1 * s for s in range(num)]
+    means_s = (0.010, 0.018, 0.012, 0.008)
+    rows = [tuple(num * mean * x / sum(slower) for x in slower) for mean in means_s]
+    spans = run(schedule, StageCosts(*rows, (0.0,) * num))
+    gap, costs = gap_of(schedule, spans), costs_of(spans, num, fmean)
+    forward, backward, *parts = map(
+        fmean, (costs.forward, costs.backward, costs.input, costs.weight)
+    )
+    equal = StageCosts.uniform(num, forward, *parts, backward=backward)
+    assert gap.alone == pytest.approx(simulate(schedule, equal).bubbles)
+
+
+def test_host_time_is_charged_to_the_rank_that_has_it():
+    """But for what passed after its last action, a twelfth of it."""
+    schedule, costs = build("1f1b", 2, 6), StageCosts.uniform(2, 0.01, 0.01, 0.01)
+    for slow in range(2):
+        longer = [0.002 * (rank == slow) for rank in range(2)]
+        kinds = (costs.forward, costs.backward, costs.input, costs.weight)
+        grown = [tuple(x + h for x, h in zip(row, longer, strict=True)) for row in kinds]
+        hosted = StageCosts(*grown, costs.message)
+        rows = [
+            [s if s.action.kind.is_message else s._replace(end=s.end - longer[rank]) for s in row]
+            for rank, row in enumerate(run(schedule, hosted))
+        ]
+        gap = gap_of(schedule, rows)
+        beyond = sum(gap.measured.bubbles) - sum(gap.alone)
+        assert sum(gap.host) == pytest.approx(beyond, rel=1 / 12)
+
+
+def test_the_prediction_computes_as_long_as_the_ranks_did():
+    """So it is the mean of what actions took that counts, where one of them was slow."""
+    schedule = build("zb-h1", 3, 5)
+    rows = run(schedule, uneven(3))
+    last = rows[2][-1]
+    rows[2][-1] = last._replace(end=last.end + 0.05)
+    gap = gap_of(schedule, rows)
+    assert [*map(busy, gap.predicted.spans)] == pytest.approx([*map(busy, rows)])

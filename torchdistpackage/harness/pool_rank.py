@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import random
 import signal
@@ -121,3 +122,6 @@ class _Worker:
     def _leave(self) -> None:
         self._default = None
         leave()
+        # What the job left in cycles still holds its groups, each with a thread of gloo's that
+        # looks at its sockets a hundred times a second.
+        gc.collect()

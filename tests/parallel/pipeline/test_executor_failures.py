@@ -60,7 +60,7 @@ def one_rank_fails(name: str) -> None:
             if failing and dist.get_rank() == 1 and i == 1:
                 raise ValueError("no such sample")
             out = model[s](x[i : i + 1] if s == 0 else received)
-            held.append(weakref.ref(out))
+            held += [weakref.ref(x) for x in (out, received) if x is not None]
             return out if s < last else out.sum()
 
         for _ in range(num_good):

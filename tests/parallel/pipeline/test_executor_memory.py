@@ -11,7 +11,7 @@ from torch import nn
 
 from torchdistpackage.parallel.pipeline.executor import Executor, autograd
 from torchdistpackage.parallel.pipeline.pipeline import Pipeline
-from torchdistpackage.schedule.generate import build
+from torchdistpackage.schedule.generate import build, evaluation
 
 DIM, ROWS = 256, 128
 
@@ -135,3 +135,33 @@ def test_outputs_are_let_go_of_once_they_are_sent(ranks, name, chunks):
     assert max(ranks(4).run(most_outputs, name, chunks, False)) <= 2
     first = ranks(4).run(most_outputs, name, chunks, True)[0]
     assert first >= 3, "a backward of the caller's own is given what the forward gave"
+
+
+def outputs_left_in_evaluation(name: str) -> int:
+    """Most outputs whose user has run that are alive at a forward, in one that no backward follows.
+
+    A message that was sent may be on its way, so only what stays on its rank is counted.
+    """
+    p, m = dist.get_world_size(), 6
+    schedule = evaluation(build(name, p, m), m)
+    place, last = schedule.placement, schedule.num_stages - 1
+    executor = Executor(schedule, dist.group.WORLD, device=torch.device("cpu"))
+    given: dict[tuple[int, int], weakref.ref] = {}
+    most = 0
+
+    def forward(s, i, received):
+        nonlocal most
+        used = [(a, b) for a, b in given if a == last or (a + 1, b) in given]
+        most = max(most, sum(given[at]() is not None for at in used))
+        out = received * 2 if s else torch.ones(4)
+        if s == last or place[s] == place[s + 1]:
+            given[s, i] = weakref.ref(out)
+        return out
+
+    executor.run(forward)
+    return most
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), [("interleaved", 1), ("zb-v", 2)])
+def test_an_evaluation_holds_no_output_after_its_user(ranks, name, num_ranks):
+    assert max(ranks(num_ranks).run(outputs_left_in_evaluation, name)) == 0

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from tests.parallel.pipeline.whole_model import batch, chain
 from torchdistpackage.comm.record import calls
-from torchdistpackage.parallel.pipeline.executor import Executor
+from torchdistpackage.parallel.pipeline.executor import Executor, autograd
 from torchdistpackage.schedule.actions import Batch, flatten
 from torchdistpackage.schedule.generate import build
 
@@ -22,7 +22,7 @@ class Handle:
         return self.work.wait(*limit)
 
 
-def recorded(name: str, direct: bool) -> None:
+def recorded(name: str, direct: bool, own_backward: bool) -> None:
     """direct: as on gloo; else as on NCCL, in batches (here torch's, over gloo)."""
     rank, p, m = dist.get_rank(), dist.get_world_size(), 4
     handles: list[Handle] = []
@@ -59,7 +59,7 @@ def recorded(name: str, direct: bool) -> None:
         for _ in range(2):
             handles.clear()
             batches.clear()
-            executor.run(forward)
+            executor.run(forward, autograd if own_backward else None)
             assert handles and all(handle.waited for handle in handles)
     program = schedule.programs[rank]
     messages = [a for a in flatten(program) if a.kind.is_message]
@@ -82,4 +82,8 @@ def recorded(name: str, direct: bool) -> None:
 @pytest.mark.parametrize("direct", [True, False], ids=["one by one", "batched"])
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v"])
 def test_every_handle_is_waited_on(ranks, name, direct):
-    ranks(2).run(recorded, name, direct)
+    ranks(2).run(recorded, name, direct, False)
+
+
+def test_every_handle_is_waited_on_where_outputs_are_kept_for_a_backward(ranks):
+    ranks(2).run(recorded, "1f1b", True, True)

@@ -89,6 +89,10 @@ def unfitting_batches() -> None:
             "they call step, eval_step",
         ),
         (lambda: pipe.eval_step(x, targets=y, num_microbatches=rank), "rank 0: 0 microbatches"),
+        (
+            lambda: pipe.eval_step(x, targets=y, num_microbatches=1 + rank),
+            "they call eval_step of 1 microbatches, eval_step of 2 microbatches",
+        ),
         (lambda: pipe.step(x, y), r"rank 0: stage 0 takes 1 positional arguments \(\w+\), not 2 "),
         (lambda: pipe.step(targets=y), r"rank 0: stage 0 needs \w+ \(what the loss needs goes"),
         (lambda: pipe.step(x), "^pipe rank 1: the loss needs targets; it is called with output$"),
@@ -126,6 +130,21 @@ def no_number() -> None:
 
 def test_a_loss_that_is_no_number_is_refused(ranks):
     ranks(1).run(no_number)
+
+
+def unchecked() -> None:
+    """What a rank can see for itself it still refuses."""
+    tpc.setup_process_groups([("pipe", 1)])
+    x, y = batch(8)
+    pipe = made(0, stages=chain(1)[0], check=False)
+    with pytest.raises(CommError, match="not arguments 8, targets 7"):
+        pipe.step(x, targets=y[1:])
+    with pytest.raises(CommError, match="the loss needs targets"):
+        pipe.step(x)
+
+
+def test_without_the_check_a_rank_refuses_its_own_mistakes(ranks):
+    ranks(1).run(unchecked)
 
 
 def changed_length() -> None:

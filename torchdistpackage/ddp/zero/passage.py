@@ -42,12 +42,14 @@ class Passage:
         self._waiting = [set(owners) for owners in self._owners]  # have not run in this forward
         self._running: list[nn.Module] = []
         self._pinned: set[int] = set()  # read while none of their owners ran
+        called = _called(module)
         self.handles: list[Handle] = [
-            module.register_forward_pre_hook(Hook(self._enter), prepend=True)
+            each.register_forward_pre_hook(Hook(self._enter), prepend=True) for each in called
         ]
         for owner in () if keeps else self._owned:
             self.handles += around(owner, self._owner_enters, self._owner_exits)
-        self.handles.append(module.register_forward_hook(Hook(self._exit), always_call=True))
+        for each in called:
+            self.handles.append(each.register_forward_hook(Hook(self._exit), always_call=True))
         for parameters in order:
             parameters.free()
 
@@ -178,6 +180,13 @@ class Passage:
         if not self._keeps:
             for parameters in reversed(self._order):
                 self.used(parameters)
+
+
+def _called(module: nn.Module) -> list[nn.Module]:
+    """What a user calls: `module`, or what is in it where it is a list of modules."""
+    if type(module).forward is not nn.Module.forward:
+        return [module]
+    return [found for child in module.children() for found in _called(child)]
 
 
 def _owned_places(module: nn.Module, order: Sequence[Parameters]) -> dict[nn.Module, list[int]]:

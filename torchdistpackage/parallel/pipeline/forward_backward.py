@@ -97,7 +97,7 @@ def forward_backward(
     )
     cuts = {s: [cut(x, sizes) for x in mine] for s, mine in job.inputs.items()}
     parts = resolve_group(tensor_group, "tensor") if scatter_gather_tensors else None
-    outputs: list[object] = []
+    outputs: dict[int, object] = {}
     losses = Mean(sizes)
     sent_whole: dict[tuple[int, int], Message] = {}
 
@@ -107,9 +107,9 @@ def forward_backward(
         output = _called(job.forwards[s], s, received, [x[m] for x in cuts[s]])
         if executor.is_last_stage(s):
             if not is_scalar(output):
-                outputs.append(detached(output))
+                outputs[m] = detached(output)
                 return output  # type: ignore[return-value]
-            losses.add(output)  # type: ignore[arg-type]
+            losses.put(m, output)  # type: ignore[arg-type]
             share = sizes[m] / sum(sizes)
             return output if share == 1 else output * share  # type: ignore[operator,return-value]
         if parts is None:
@@ -134,7 +134,7 @@ def forward_backward(
         reducer.finish()
     if losses.num:
         return losses.value()
-    return joined(outputs, sizes) if outputs else None
+    return joined([outputs[m] for m in sorted(outputs)], sizes) if outputs else None
 
 
 def forward_eval(

@@ -103,36 +103,42 @@ def joined(outputs: Sequence[object], sizes: Sequence[int]) -> object:
 
 
 def mean(values: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """Of one mean for each microbatch, the mean over the batch."""
+    """Of one mean for each microbatch, the mean over the batch, in float32 or what is wider."""
     found = Mean(sizes)
-    for value in values:
-        found.add(value)
+    for m, value in enumerate(values):
+        found.put(m, value)
     return found.value()
 
 
 class Mean:
-    """The mean over a batch, from one mean for each microbatch, as they come.
+    """The mean over a batch, from one mean for each microbatch, in any order.
 
     They go into one place: a number with memory of its own, made beside the large tensors of its
     microbatch, would break up what these leave, and the next microbatch would not fit in there.
+
+    num: how many have come.
     """
 
     def __init__(self, sizes: Sequence[int]):
-        self._sizes, self._total, self._parts = sizes, sum(sizes), torch.empty(0)
+        self._sizes, self._total = sizes, sum(sizes)
+        self._parts: Tensor | None = None
         self.num = 0
 
     @property
     def is_whole(self) -> bool:
         return self.num == len(self._sizes)
 
-    def add(self, value: Tensor) -> None:
-        """That of the next microbatch."""
-        value, m = value.detach(), self.num
-        if m == 0:
-            self._parts = value.new_empty((len(self._sizes), *value.shape))
-        torch.mul(value, self._sizes[m] / self._total, out=self._parts[m])
+    def put(self, m: int, value: Tensor) -> None:
+        """That of microbatch `m`."""
+        value, parts = value.detach(), self._parts
+        dtype = torch.promote_types(value.dtype, torch.float32 if parts is None else parts.dtype)
+        if parts is None:
+            parts = value.new_zeros((len(self._sizes), *value.shape), dtype=dtype)
+        self._parts = parts = parts.to(dtype)
+        parts[m].copy_(value.reshape(parts.shape[1:])).mul_(self._sizes[m] / self._total)
         self.num += 1
 
     def value(self) -> Tensor:
-        """Of those that have come."""
-        return self._parts[: self.num].sum(0)
+        """When all have come."""
+        assert self._parts is not None
+        return self._parts.sum(0)

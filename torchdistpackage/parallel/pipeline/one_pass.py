@@ -69,7 +69,7 @@ def run(
     last, calls, skipping = own.num_stages - 1, own.calls, bool(own.skips)
     named = {s: batch.inputs_of(own.signatures[s].takes) for s in calls}
     args = batch.args_of_first() if own.has_first else ()
-    outputs: list[object] = []
+    outputs: dict[int, object] = {}
 
     def forward(s: int, m: int, received: Message) -> Message:
         call, given = calls[s], named[s][m]
@@ -84,14 +84,14 @@ def run(
             message = cast(Message, output)
             return call.pack(message, passing) if skipping else message
         if keep_outputs:
-            outputs.append(detached(output))
+            outputs[m] = detached(output)
         return None if finish is None else finish(m, output)
 
     for call in batch.before:
         call()
     parameters = None if reducer is None else own.parameters()
     executor.run(forward, parameters=parameters, reducer=reducer, weights=weights)
-    return joined(outputs, batch.sizes) if outputs else None
+    return joined([outputs[m] for m in sorted(outputs)], batch.sizes) if outputs else None
 
 
 def told(args: Sequence[object], inputs: Mapping[str, object], own: OwnStages) -> str:

