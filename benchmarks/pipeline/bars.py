@@ -58,6 +58,7 @@ BARS = [
         for side, peer in (
             ("zb-h1, cut by time", "1f1b, cut by time"),
             ("auto, cut by time", "1f1b, cut by time"),
+            ("auto, cut by time", PEER),
             ("interleaved-zb", "interleaved"),
             ("torch InterleavedZeroBubble", "torch Interleaved1F1B"),
             ("torch ZBVZeroBubble", PEER),
