@@ -5,8 +5,8 @@ byte that comes. Where all cores compute, it takes the core of a thread that is 
 post a message, finds the lock of that connection taken, leaves the event to its next look at the
 socket (`Pair::handleEvents` in gloo's transport/tcp/pair.cc), which comes at once, and so polls
 until the scheduler has mercy. On two cores a pipeline step of small messages takes 1.6 to 2.3 times
-as long by that (docs/pipeline_benchmarks.md). As a batch thread (SCHED_BATCH) it waits for an idle core or the end
-of a time slice. Where a core is idle nothing changes. No rights are needed.
+as long by that (docs/pipeline_benchmarks.md). As a batch thread (SCHED_BATCH) it waits for an idle
+core or the end of a time slice. Where a core is idle nothing changes. No rights are needed.
 """
 
 import os
