@@ -56,16 +56,34 @@ def tag_of(kind: int, number: int) -> int:
     return _FIRST_TAG + 4 * (number % _NUM_TAGS) + kind
 
 
-def post_receives(parts: Sequence[Tensor], group: Group, tag: int) -> list[dist.Work]:
-    """parts[i] from rank i of the group, except mine."""
+def post_receives(
+    parts: Sequence[Tensor], group: Group, tag: int, down: Group | None = None
+) -> list[dist.Work]:
+    """parts[i] from rank i of the group, except mine.
+
+    down: a group of the same ranks (groups.py, `make_twins`) for what goes from a rank to one
+    before it, None: the same. Whoever posts on a connection waits while gloo reads from it, which
+    may be for long where all cores compute; so traffic that is to hide behind computation has a
+    connection for each way.
+    """
+    mine, down = group.rank(), down or group
     # the first to be sent to me is the first of which I tell that I am ready
     others = reversed(_others(group))
-    return [group.recv([x], i, tag) for i in others for x in _pieces(parts[i])]
+    return [
+        (down if i > mine else group).recv([x], i, tag) for i in others for x in _pieces(parts[i])
+    ]
 
 
-def post_sends(parts: Sequence[Tensor], group: Group, tag: int) -> list[dist.Work]:
-    """parts[i] to rank i of the group, except mine."""
-    return [group.send([x], i, tag) for i in _others(group) for x in _pieces(parts[i])]
+def post_sends(
+    parts: Sequence[Tensor], group: Group, tag: int, down: Group | None = None
+) -> list[dist.Work]:
+    """parts[i] to rank i of the group, except mine; down: as above."""
+    mine, down = group.rank(), down or group
+    return [
+        (down if i < mine else group).send([x], i, tag)
+        for i in _others(group)
+        for x in _pieces(parts[i])
+    ]
 
 
 def _others(group: Group) -> list[int]:

@@ -8,13 +8,15 @@ in one order; a fixed order of axes gives that.
 
 import hashlib
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
+from torchdistpackage.comm.io_threads import yield_cores
 from torchdistpackage.comm.primitives import Group, is_nccl, ranks_of, set_timeout
 from torchdistpackage.comm.record import calls
 from torchdistpackage.errors import CommError
@@ -72,7 +74,8 @@ class Groups:
     def set_timeout(self, seconds: float) -> None:
         """Time limit of every later operation, on the default group too."""
         self._timeout_s = seconds
-        for group in (dist.group.WORLD, *self._made.values(), *_on_cpu.values()):
+        companions = (*_on_cpu.values(), *_twins.values())
+        for group in (dist.group.WORLD, *self._made.values(), *companions):
             if group is not None:
                 set_timeout(group, seconds)
 
@@ -84,6 +87,7 @@ class Groups:
     def destroy(self) -> None:
         """End all groups made here, unless their world has ended; the default group stays."""
         for group in self._made.values() if self.are_there else ():
+            leave_twin(group)
             leave_cpu(group)
             calls.forget(group)
             dist.destroy_process_group(group)
@@ -96,6 +100,8 @@ def _world() -> Group | None:
 
 _on_cpu: WeakKeyDictionary[Group, Group] = WeakKeyDictionary()
 """Group of GPUs -> the gloo group of the same ranks."""
+_twins: WeakKeyDictionary[Group, Group] = WeakKeyDictionary()
+"""Gloo group -> another of the same ranks, over connections of its own."""
 
 
 def on_cpu(group: Group) -> Group:
@@ -105,18 +111,62 @@ def on_cpu(group: Group) -> Group:
     """
     if not is_nccl(group):
         return group
-    if group not in _on_cpu:
-        ranks = ranks_of(group)
-        with _named_by_members(ranks, dist.get_rank(), "cpu"):
-            made = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
-        assert isinstance(made, Group)
-        _on_cpu[group] = made
-    return _on_cpu[group]
+    return _companion(group, _on_cpu, "cpu", None)
+
+
+def make_twins(groups: Iterable[Group]) -> None:
+    """For each gloo group of several ranks another one of the same ranks, over other connections.
+
+    All members call it, for whichever groups they are in. A twin ends with its group.
+
+    Raises:
+        CommError: a member did not come within the time limit of its group.
+    """
+    by_ranks = {ranks_of(group): group for group in groups}
+    for ranks in sorted(by_ranks):  # as in Groups.prepare
+        group = by_ranks[ranks]
+        if len(ranks) > 1 and calls.line(group).direct:
+            limit = group._get_backend(torch.device("cpu")).options._timeout
+            _companion(group, _twins, "twin", limit)
+
+
+def twin_of(group: Group) -> Group | None:
+    """What `make_twins` made for `group`."""
+    return _twins.get(group)
 
 
 def leave_cpu(group: Group) -> None:
-    """End what `on_cpu` made for `group`, if it made one."""
-    if (made := _on_cpu.pop(group, None)) is not None:
+    """End what `on_cpu` made for `group`, if it made one, and that one's twin."""
+    if group in _on_cpu:
+        leave_twin(_on_cpu[group])
+    _leave(group, _on_cpu)
+
+
+def leave_twin(group: Group) -> None:
+    """End the twin of `group`, if it has one."""
+    _leave(group, _twins)
+
+
+def _companion(
+    group: Group, among: MutableMapping[Group, Group], use: str, limit: timedelta | None
+) -> Group:
+    if group not in among:
+        ranks = ranks_of(group)
+        try:
+            with _named_by_members(ranks, dist.get_rank(), use):
+                made = dist.new_group(
+                    list(ranks), timeout=limit, backend="gloo", use_local_synchronization=True
+                )
+        except RuntimeError as error:
+            raise CommError(f"ranks {ranks} could not make a second group: {error}") from error
+        assert isinstance(made, Group)
+        among[group] = made
+        yield_cores()
+    return among[group]
+
+
+def _leave(group: Group, among: MutableMapping[Group, Group]) -> None:
+    if (made := among.pop(group, None)) is not None:
         calls.forget(made)
         dist.destroy_process_group(made)
 

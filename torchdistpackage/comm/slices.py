@@ -24,6 +24,7 @@ from torchdistpackage.comm.exchange import (
     post_receives,
     post_sends,
 )
+from torchdistpackage.comm.groups import twin_of
 from torchdistpackage.comm.issue import later
 from torchdistpackage.comm.pending import Pending
 from torchdistpackage.comm.primitives import gather_into, scatter_into
@@ -84,7 +85,7 @@ def expect_reduce_slices(
             for part in cut.parts
         ]
         tag = expected_tag(EXPECTED_SUMMED, group)
-        works = post_receives(rooms, group, tag)
+        works = post_receives(rooms, group, tag, twin_of(group))
         return partial(cut.start, "reduce_scatter", partial(cut.add, rooms), _send, works, cut, tag)
     if cut.wire is cut.mine.dtype:
         into = scatter_into, cut.mine, cut.whole
@@ -120,7 +121,7 @@ def expect_gather_slices(
         finish = partial(cut.write, whole)
     if calls.line(group).direct:
         tag = expected_tag(EXPECTED_GATHERED, group)
-        works = post_receives(parts, group, tag)
+        works = post_receives(parts, group, tag, twin_of(group))
         return partial(cut.start, "all_gather", finish, _spread, works, cut, parts, mine, tag)
     into = (gather_into, whole) if cut.even else (dist.all_gather, parts)
     return partial(cut.start, "all_gather", finish, _gather, cut, parts, mine, *into)
@@ -201,7 +202,7 @@ def _send(
 ) -> list[dist.Work]:
     """Its part to each rank that was told to expect one."""
     parts = [cut.mine if part is cut.mine else part.to(cut.wire) for part in cut.parts]
-    return works + post_sends(parts, group, tag)
+    return works + post_sends(parts, group, tag, twin_of(group))
 
 
 def _spread(
@@ -215,7 +216,8 @@ def _spread(
     async_op: bool,
 ) -> list[dist.Work]:
     """My part to all ranks that expect it."""
-    return works + post_sends([_rounded(cut, parts, mine)] * len(parts), group, tag)
+    sent = [_rounded(cut, parts, mine)] * len(parts)
+    return works + post_sends(sent, group, tag, twin_of(group))
 
 
 def _gather(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchdistpackage.comm.groups import make_twins
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.ddp.buckets import Bucket
 from torchdistpackage.ddp.hooks import hooked
@@ -24,7 +25,7 @@ from torchdistpackage.ddp.zero.compiled import bring_ahead, may_overlap
 from torchdistpackage.ddp.zero.offload import Offload, check_offload
 from torchdistpackage.ddp.zero.parameters import Parameters
 from torchdistpackage.ddp.zero.passage import Passage
-from torchdistpackage.ddp.zero.scattered import Scattered
+from torchdistpackage.ddp.zero.scattered import Scattered, line_up
 from torchdistpackage.ddp.zero.shards import Shard
 from torchdistpackage.ddp.zero.sharing import Sharing, names_of, packed
 from torchdistpackage.ddp.zero.stepping import Stepping
@@ -37,9 +38,6 @@ MIB = 2**20
 DEFAULT_CAP_MIB = 5
 UNLIMITED_BYTES = 2**62
 """Buckets are packed here (units.py), not by the reducer."""
-
-AHEAD = 2
-"""Sums expected beyond the one that leaves, and in stages 2 and 3 sums under way when it does."""
 
 
 class ZeroOptimizer(Wrapped):
@@ -123,6 +121,7 @@ class ZeroOptimizer(Wrapped):
         self._in_step, self._num_stepped = False, 0
         if module is not None:
             sharing.equalise(module, {id(s.parameter) for s in shared})
+        make_twins(s.group for s in shared)
         self.reducer = Reducer(
             packed(shared, int((bucket_cap_mb or DEFAULT_CAP_MIB) * MIB)),
             cap_bytes=UNLIMITED_BYTES,
@@ -131,10 +130,7 @@ class ZeroOptimizer(Wrapped):
             carry=self._carry,
             alone=True,
         )
-        for b, bucket in enumerate(self._buckets):
-            bucket.carrier.next = [other.carrier for other in self._buckets[b + 1 : b + 1 + AHEAD]]
-            if stage > 1 and b >= AHEAD:
-                bucket.carrier.before = self._buckets[b - AHEAD].carrier
+        line_up([bucket.carrier for bucket in self._buckets], saves_memory=stage > 1)
         super().__init__(
             optimizer, held_by_group(optimizer.param_groups, self._buckets, sharing, names)
         )

@@ -18,6 +18,11 @@ from torchdistpackage.ddp.zero.line import Line
 from torchdistpackage.ddp.zero.marks import Marks
 from torchdistpackage.ddp.zero.shards import Shard
 
+UNDER_WAY = 2
+"""Of those that save memory, how many are expected, or still under way, when another leaves."""
+EXPECTED = 8
+"""Of others. Saying so waits while gloo reads from that connection, so it is said early."""
+
 
 class Scattered:
     """Carrier of the gradients on `line`.
@@ -175,3 +180,11 @@ class Scattered:
             self._copies.to_host(self.total, self._slice)
         self.gradients.free()
         self._counts = True
+
+
+def line_up(carriers: Sequence[Scattered], *, saves_memory: bool) -> None:
+    """They leave in this order: each is told who leaves after it, and on whom it waits."""
+    for i, carrier in enumerate(carriers):
+        carrier.next = carriers[i + 1 :][: UNDER_WAY if saves_memory else EXPECTED]
+        if saves_memory and i >= UNDER_WAY:
+            carrier.before = carriers[i - UNDER_WAY]

@@ -1,0 +1,79 @@
+"""Twins: a second group of the same ranks, over whose connections messages downwards go."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.comm.test_slices import there_and_back
+from torchdistpackage.comm import groups, slices
+from torchdistpackage.comm import primitives as p
+from torchdistpackage.comm.groups import Groups, make_twins, twin_of
+from torchdistpackage.errors import CommError
+
+
+def both_ways() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = Groups(rank).of(range(size), use="slices")
+    assert twin_of(group) is None
+    make_twins([group, group])
+    twin = twin_of(group)
+    assert twin is not None and twin is not group and p.ranks_of(twin) == p.ranks_of(group)
+    there_and_back(group)
+
+    over_twin: dict[str, set[int]] = {"send": set(), "recv": set()}
+    plain = {name: getattr(dist.ProcessGroup, name) for name in over_twin}
+
+    def noting(name: str):
+        def call(self, tensors, peer, tag):
+            if self is twin:
+                over_twin[name].add(peer)
+            return plain[name](self, tensors, peer, tag)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in over_twin:
+            patch.setattr(dist.ProcessGroup, name, noting(name))
+        slices.start_reduce_slices(
+            torch.ones(4 * size), [4 * i for i in range(size + 1)], group
+        ).wait()
+        assert over_twin == {"send": {*range(rank)}, "recv": {*range(rank + 1, size)}}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sums_and_gathers_go_down_over_the_twin(ranks, size):
+    ranks(size).run(both_ways)
+
+
+def ended() -> None:
+    made = Groups(dist.get_rank())
+    group = made.of([0, 1], use="a pair")
+    alone = made.of([dist.get_rank()])
+    make_twins([alone, group])
+    twin = twin_of(group)
+    assert twin_of(alone) is None
+    made.set_timeout(7)
+    assert twin._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 7
+    dist.barrier()
+    made.destroy()
+    assert twin not in dist.distributed_c10d._world.pg_map and not groups._twins
+
+
+def test_a_twin_ends_with_its_group(ranks):
+    ranks(2).run(ended)
+
+
+def alone_there() -> float:
+    group = Groups(dist.get_rank()).of([0, 1], use="a pair")
+    p.set_timeout(group, 0.5)
+    began = time.monotonic()
+    if dist.get_rank() == 0:
+        with pytest.raises(CommError, match=r"ranks \(0, 1\) could not make a second group"):
+            make_twins([group])
+    return time.monotonic() - began
+
+
+def test_who_does_not_come_to_make_a_twin_is_not_waited_for(ranks):
+    assert ranks(2).run(alone_there)[0] < 5
