@@ -6,12 +6,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Judged:
-    """A bar's text, and the ratio that was measured; bar None: shown, not judged."""
+    """A bar's text, and the ratio that was measured; bar None: shown, not judged.
+
+    half: the middle half of what was measured, where there is more than one number.
+    """
 
     what: str
     ratio: float
     bar: float | None
     aim: float | None
+    half: tuple[float, float] | None = None
 
     @property
     def holds(self) -> bool:
@@ -21,11 +25,12 @@ class Judged:
 def bars_table(found: Iterable[Judged]) -> Iterator[str]:
     """A section of a page."""
     yield "\n## Bars\n"
-    yield "| ratio of medians | measured | bar | aim | |\n|---|---|---|---|---|"
+    yield "| | measured | middle half | bar | aim | |\n|---|---|---|---|---|---|"
     for each in found:
         bar, aim = (f"{x:.2f}" if x is not None else "" for x in (each.bar, each.aim))
         verdict = "" if each.bar is None else ("holds" if each.holds else "**fails**")
-        yield f"| {each.what} | {each.ratio:.3f} | {bar} | {aim} | {verdict} |"
+        half = "" if each.half is None else "{:.3f} to {:.3f}".format(*each.half)
+        yield f"| {each.what} | {each.ratio:.3f} | {half} | {bar} | {aim} | {verdict} |"
 
 
 def any_fails(found: Iterable[Judged]) -> bool:

@@ -1,7 +1,7 @@
 """What the numbers must show, computed from the results file alone.
 
-A bar is a ratio of medians of one interleaved run, below which we must stay; `aim` is where we
-want to be. A bar whose sides were not run yields nothing.
+A bar is a ratio of one interleaved run (turns.py), below which we must stay; `aim` is where we want
+to be. A bar whose sides were not run yields nothing.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,11 +9,15 @@ from dataclasses import dataclass
 
 from benchmarks.data_parallel.link import RATES
 from benchmarks.judged import Judged
+from benchmarks.turns import ratio
 
 BEST, OURS = "torch DDP, best cap", "NaiveDDP"
 BEST_YIELDS = f"{BEST}, our threads"
 """The same with gloo's reading threads as ours have them (comm/io_threads.py)."""
 ROOFLINE = "roofline"
+HOOK, WIRE = "torch DDP, bf16 hook", "ZeRO-1, bf16 wire"
+CLOSE = (BEST, OURS, "ZeRO-1", HOOK, WIRE)
+"""Sides a few percent from a bar, which take more turns."""
 DENSE, ROWS = "NaiveDDP", "NaiveDDP, rows"
 
 
@@ -39,10 +43,7 @@ BARS = [
     Bar("ZeRO-1", ROOFLINE, "1g", "mlp", 1 / 0.85, 1 / 0.90),
     Bar("ZeRO-1", "torch DDP + ZeroRedundancy", "1g", "mlp", 0.60, 0.50),
     *(Bar("ZeRO, chosen", OURS, link, model, 1.05, 1.00) for link in FAST for model in MODELS),
-    *(
-        Bar("ZeRO-1, bf16 wire", "torch DDP, bf16 hook", "1g", model, 0.90, 0.80)
-        for model in ("mlp", "gpts")
-    ),
+    *(Bar(WIRE, HOOK, "1g", model, 0.90, 0.80) for model in ("mlp", "gpts")),
     *(Bar("ZeRO-3", "FSDP2", "1g", model, 0.55, 0.45) for model in ("mlp", "gpts")),
     Bar(OURS, BEST, "free", "tiny", 1.00, 0.85),
     *(Bar(OURS, BEST_YIELDS, link, model, None, None) for link in RATES for model in MODELS),
@@ -62,11 +63,11 @@ def judge(results: Mapping) -> Iterator[Judged]:
         case = results.get("cases", {}).get(bar.link, {}).get(bar.model)
         if case is None:
             continue
-        ms = {name: side["median"] for name, side in case["sides"].items()}
-        ms[ROOFLINE] = case["roofline_ms"][0]
-        if bar.side in ms and bar.peer in ms:
+        sides = {**case["sides"], ROOFLINE: case["roofline_ms"][0]}
+        if bar.side in sides and bar.peer in sides:
             what = f"{bar.side} / {bar.peer}, {bar.link} {bar.model}"
-            yield Judged(what, ms[bar.side] / ms[bar.peer], bar.bar, bar.aim)
+            found, *half = ratio(sides[bar.side], sides[bar.peer])
+            yield Judged(what, found, bar.bar, bar.aim, tuple(half))
     for part in ("collectives", "hierarchy", "memory"):
         for what, found in results.get(part, {}).get("bars", {}).items():
             yield Judged(what, found["ratio"], found["bar"], found.get("aim"))

@@ -9,6 +9,7 @@ from benchmarks.data_parallel.bars import BEST
 from benchmarks.data_parallel.link import Link
 from benchmarks.data_parallel.rounds import rank_main
 from benchmarks.data_parallel.sides import ALONE, CAPS, SIDES
+from benchmarks.turns import rounds_s, spread_ms
 from torchdistpackage.launch.local import run_local
 
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "benchmarks.data_parallel.rounds")
@@ -39,7 +40,7 @@ def summarise(first: Mapping, second: Mapping) -> dict:
     size = limits.num_bytes(trace)
     sides = {}
     for name, times in first["times_s"].items():
-        sides[name] = spread_ms([*map(max, times, second["times_s"][name])])
+        sides[name] = spread_ms(rounds_s([times, second["times_s"][name]]))
         sides[name]["phases_ms"] = [round(s * 1e3, 1) for s in first["phases_s"][name]]
     compute_s = sides[ALONE]["median"] / 1e3 if ALONE in sides else 0.0
     roofs = {s: limits.roofline_s(compute_s, size * s, rate) * 1e3 for s in (1.0, 0.5)}
@@ -86,19 +87,6 @@ def show(title: str, case: Mapping) -> None:
         phases = "".join(f"{ms:9.1f}" for ms in side["phases_ms"])
         ratio = side["median"] / best
         print(f"{name:28}{times}{ratio:7.3f}{side['roofline']:9.2f}{phases}", flush=True)
-
-
-def spread_ms(times_s: Sequence[float]) -> dict[str, object]:
-    """Median, the quarter points, the ends."""
-    ordered = sorted(times_s)
-
-    def at(share: float) -> float:
-        low, rest = divmod(share * (len(ordered) - 1), 1)
-        high = min(int(low) + 1, len(ordered) - 1)
-        return round((ordered[int(low)] * (1 - rest) + ordered[high] * rest) * 1e3, 2)
-
-    points = {"median": 0.5, "q1": 0.25, "q3": 0.75, "min": 0.0, "max": 1.0}
-    return {name: at(share) for name, share in points.items()} | {"rounds": len(ordered)}
 
 
 def _distance(losses: Sequence[float], expected: Sequence[float]) -> float:

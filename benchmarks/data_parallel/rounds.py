@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from benchmarks.data_parallel.bars import CLOSE
 from benchmarks.data_parallel.link import RATES, enter, shape
 from benchmarks.data_parallel.models import CASES, Case
 from benchmarks.data_parallel.sides import CAPS, SIDES, Trained, alone
+from benchmarks.turns import take_turns
 from torchdistpackage.comm.io_threads import yield_cores
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.comm.tpc import tpc
@@ -104,7 +106,7 @@ def run(
     rounds: int,
     num_steps: int,
 ) -> dict[str, object]:
-    """times_s: of each round's steps, phases_s: medians, losses: of every step, by side;
+    """times_s: of a step, by round and turn, phases_s: medians, losses: of every step, by side;
     bytes_per_s: of an all-reduce alone; trace: see `trace`."""
     wire_s = statistics.median(_wire_s() for _ in range(5))
     runners, known = {}, {**SIDES, **CAPS}
@@ -117,11 +119,7 @@ def run(
         if runner.trained.finish is not None:
             runner.trained.finish()
         runner.phases.clear()
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for turn in range(rounds):
-        start = turn % len(sides)
-        for name in [*sides[start:], *sides[:start]]:
-            times[name].append(runners[name].turn(num_steps))
+    times = take_turns(sides, CLOSE, rounds, lambda name: runners[name].turn(num_steps))
     phases = {
         name: [statistics.median(phase) for phase in zip(*runner.phases, strict=True)]
         for name, runner in runners.items()

@@ -4,10 +4,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from benchmarks.judged import Judged
+from benchmarks.turns import ratio
 
 PEER = "torch Schedule1F1B"
 OURS = ", our threads"
 """Behind a side of torch's: with gloo's reading threads as ours have them (comm/io_threads.py)."""
+CLOSE = (PEER, "1f1b", "1f1b, cut by time", "zb-h1")
+"""Sides a few percent from a bar, which take more turns."""
 LINKS, NUMBERS = ("free", "1g"), (4, 8, 16)
 TINY = {
     "1f1b": (PEER, 0.75, 0.60),
@@ -73,10 +76,11 @@ def judge(results: Mapping) -> Iterator[Judged]:
         case = results.get("cases", {}).get(bar.link, {}).get(bar.case)
         if case is None:
             continue
-        ms = {name: side["median"] for name, side in case["sides"].items()}
-        if bar.side in ms and bar.peer in ms:
+        sides = case["sides"]
+        if bar.side in sides and bar.peer in sides:
             what = f"{bar.side} / {bar.peer}, {bar.link} {bar.case}"
-            yield Judged(what, ms[bar.side] / ms[bar.peer], bar.bar, bar.aim)
+            found, *half = ratio(sides[bar.side], sides[bar.peer])
+            yield Judged(what, found, bar.bar, bar.aim, tuple(half))
     for part in ("bubble", "memory", "allocations"):
         for what, found in results.get(part, {}).get("bars", {}).items():
             yield Judged(what, found["ratio"], found["bar"], found.get("aim"))

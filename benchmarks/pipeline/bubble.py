@@ -18,6 +18,8 @@ from torchdistpackage.schedule.generate import build
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "interleaved-zb", "zb-v")
 NUMBERS = (4, 8, 16)
+STEPS = 3
+"""For each round."""
 
 
 def measure(link: Link, rounds: int) -> dict:
@@ -52,7 +54,8 @@ def rank_main(
     found = {}
     for name in SCHEDULES:
         for m in NUMBERS:
-            found[name, m] = [bubbles for bubbles in _steps(name, m, rounds + 1)[1:] if rank == 0]
+            steps = _steps(name, m, 1 + STEPS * rounds)[1:]
+            found[name, m] = steps if rank == 0 else []
     leave()
     return found
 

@@ -4,11 +4,11 @@ import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from benchmarks.data_parallel.cases import spread_ms
 from benchmarks.data_parallel.link import Link
 from benchmarks.pipeline.bars import PEER
 from benchmarks.pipeline.rounds import rank_main
 from benchmarks.pipeline.sides import ALONE
+from benchmarks.turns import rounds_s, spread_ms
 from torchdistpackage.launch.local import run_local
 
 PRELOAD = (
@@ -45,7 +45,7 @@ def summarise(first: Mapping, second: Mapping) -> dict:
     """
     sides = {}
     for name, times in first["times_s"].items():
-        sides[name] = spread_ms([*map(max, times, second["times_s"][name])])
+        sides[name] = spread_ms(rounds_s([times, second["times_s"][name]]))
         sides[name]["gradients"] = max(rank["distance"][name] for rank in (first, second))
     single = sides[ALONE]["median"] if ALONE in sides else None
     return {

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.data_parallel.link import RATES, enter, shape
+from benchmarks.pipeline.bars import CLOSE
 from benchmarks.pipeline.models import CASES, TWO
 from benchmarks.pipeline.sides import ALONE, SIDES, Running, Task
+from benchmarks.turns import take_turns
 from torchdistpackage.comm.io_threads import yield_cores
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.parallel.pipeline.piece_cost import PieceCost, stage_costs
@@ -53,7 +55,7 @@ def rank_main(
 
 
 def run(name: str, m: int, sides: Sequence[str], rounds: int, num_steps: int) -> dict[str, object]:
-    """times_s: of a step, each round's; distance: of gradients, by side; by_time: first piece of
+    """times_s: of a step, by round and turn; distance: of gradients; by_time: first piece of
     the second stage, cut by time; ideal: share of one process's time that a step of 1F1B takes
     where messages are free, on the given cut and an even one."""
     task = Task(CASES[name], m, piece_costs(name, m), measure_link(dist.group.WORLD))
@@ -68,12 +70,12 @@ def run(name: str, m: int, sides: Sequence[str], rounds: int, num_steps: int) ->
             running[side].zero()
             running[side].step()
         distance[side] = furthest(running[side].gradients(), expected.gradients())
-    times: dict[str, list[float]] = {side: [] for side in sides}
-    for turn in range(rounds):
-        start = turn % len(sides)
-        for side in [*sides[start:], *sides[:start]]:
-            yield_cores(SIDES[side].yields)
-            times[side].append(_turn(running[side], num_steps))
+
+    def turn(side: str) -> float:
+        yield_cores(SIDES[side].yields)
+        return _turn(running[side], num_steps)
+
+    times = take_turns(sides, CLOSE, rounds, turn)
     by_time = [pieces.start for pieces in task.by_time(TWO)][1:]
     return {"times_s": times, "distance": distance, "ideal": ideal(task), "by_time": by_time}
 

@@ -20,7 +20,7 @@ from torchdistpackage.ddp.zero.shards import Shard
 
 UNDER_WAY = 2
 """Of those that save memory, how many are expected, or still under way, when another leaves."""
-EXPECTED = 8
+EXPECTED = 16
 """Of others. Saying so waits while gloo reads from that connection, so it is said early."""
 
 
