@@ -26,8 +26,9 @@ _REDUCING = Phase.REDUCING  # on the way of every gradient names are looked up o
 class Departures:
     """How far the buckets of `packed` have come.
 
-    next: the first that has not left. on_launch: called with the number of each. fit: is told
-    what comes when, and says how to pack; None: as it is.
+    next: the first that has not left. missing: of each, gradients that are not complete; who
+    counts that of `next` down to none calls `send_complete`. on_launch: called with the number of
+    each. fit: is told what comes when, and says how to pack; None: as it is.
     """
 
     def __init__(self, packed: Packed, fit: Fit | None, on_launch: Callable[[int], object]):
@@ -49,11 +50,6 @@ class Departures:
             self.fit.begin()
         self._reset(_REDUCING)
 
-    def count(self, bucket: int) -> bool:
-        """One more gradient of it is complete; returns whether it may leave."""
-        self._missing[bucket] -= 1
-        return not self._missing[bucket] and bucket == self.next
-
     @property
     def has_early(self) -> bool:
         """Whether buckets are still to leave in the backward that runs."""
@@ -61,7 +57,7 @@ class Departures:
 
     def send_complete(self) -> None:
         """Launch the early buckets that are complete."""
-        while self.has_early and self._missing[self.next] == 0:
+        while self.has_early and self.missing[self.next] == 0:
             self._launch(self.next)
             self.next += 1
 
@@ -94,7 +90,7 @@ class Departures:
 
     def _reset(self, phase: Phase) -> None:
         self.phase, self.next = phase, 0
-        self._missing = [len(bucket.members) for bucket in self.packed.buckets]
+        self.missing = [len(bucket.members) for bucket in self.packed.buckets]
 
     def _launch_until(self, end: int) -> None:
         for b in range(self.next, end):

@@ -45,7 +45,8 @@ class Packed:
     """Slots in the order of `shared`, buckets and their carriers in that of leaving.
 
     num_early: how many of these may leave while a backward runs. after: carriers without
-    parameters, behind all others.
+    parameters, behind all others. fresh: slots whose small gradients wait to be copied with others,
+    and their bytes; whoever adds some brings all in where they reach FRESH_BYTES.
     """
 
     def __init__(
@@ -57,8 +58,8 @@ class Packed:
         moving: Collection[nn.Parameter] = (),
     ):
         self._shared, self._carry, self._after = shared, carry, after
-        self._fresh: list[Slot] = []
-        self._fresh_bytes = 0
+        self.fresh: list[Slot] = []
+        self.fresh_bytes = 0
         self.slots = [Slot(i, s) for i, s in enumerate(shared)]
         self._pack(packing, set(moving))
 
@@ -91,25 +92,18 @@ class Packed:
             slot.fired = False
         return fired
 
-    def wait_for_more(self, slot: Slot) -> None:
-        """The small gradient of this slot may be copied later, with others."""
-        self._fresh.append(slot)
-        self._fresh_bytes += slot.num_bytes
-        if self._fresh_bytes >= FRESH_BYTES:
-            self.bring_in()
-
     def bring_in(self) -> None:
         """Copy what waits for it, so that every gradient is in its bucket."""
-        if self._fresh:
-            slots, self._fresh, self._fresh_bytes = self._fresh, [], 0
+        if self.fresh:
+            slots, self.fresh, self.fresh_bytes = self.fresh, [], 0
             for carrier in {slot.carrier for slot in slots}:
                 carrier.gradients.open()  # ZeRO's memory goes between reductions
             move([slot.home for slot in slots], [slot.shared for slot in slots])
 
     def forget_fresh(self) -> None:
         """After a backward that failed: what waits stays where it is."""
-        self._fresh.clear()
-        self._fresh_bytes = 0
+        self.fresh.clear()
+        self.fresh_bytes = 0
 
     def _pack(self, packing: Packing, moving: set[nn.Parameter]) -> None:
         """moving: those who bring a gradient."""

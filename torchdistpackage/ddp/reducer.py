@@ -17,6 +17,7 @@ Or whoever runs the backwards says which are the last (steered.py), and no outpu
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from torchdistpackage.ddp.fit import Fit
 from torchdistpackage.ddp.gradients import came_late, gives_any
 from torchdistpackage.ddp.order import Packing
 from torchdistpackage.ddp.outputs import hook_outputs
-from torchdistpackage.ddp.packed import Packed, Slot
+from torchdistpackage.ddp.packed import FRESH_BYTES, Packed, Slot
 from torchdistpackage.ddp.shared import Shared
 from torchdistpackage.ddp.steered import Steered
 from torchdistpackage.ddp.told import Told
@@ -35,7 +36,6 @@ from torchdistpackage.ddp.turns import NO_TURNS, by_itself, turns_of
 from torchdistpackage.ddp.used import check_used
 from torchdistpackage.errors import CommError
 
-# on the way of every gradient names are looked up once
 _IDLE, _REDUCING = Phase.IDLE, Phase.REDUCING
 _current_graph_task_id = torch._C._current_graph_task_id
 
@@ -46,9 +46,9 @@ class Reducer:
     cap_bytes: size of a bucket. num_backwards: a reduction is due in every so manieth backward.
     overlap: False lets all leave at the end. strict: raise on every rank, by name, for parameters
     that some rank did not use. carry: makes the carrier of a bucket. after: carriers without
-    parameters, which leave after all others.
-    fit: lets order and sizes follow what is measured; None keeps both, as on a plan on paper.
-    alone: no wrapper may have a reducer of its own for these parameters.
+    parameters, which leave after all others. fit: lets order and sizes follow what is measured;
+    None keeps both, as on a plan on paper. alone: no wrapper may have a reducer of its own for
+    these parameters.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Reducer:
         self.shared, self.leaves_early = list(shared), False
         self._packed = Packed(self.shared, Packing(self._cap_bytes), self._carry, after, moving)
         self.departures = Departures(self._packed, fit, on_launch)
-        self._told = Told(self._accumulated, self.parameters, alone=self._alone)
+        self._told = Told(_accumulated, self, self.parameters, alone=self._alone)
 
     # -- what callers use --------------------------------------------------------------
 
@@ -252,31 +252,6 @@ class Reducer:
         self._task, self._num_done = -1, 0
         self.departures.abandon()
 
-    def _accumulated(self, index: int, parameter: Tensor) -> None:
-        """Hook of a parameter: this graph task has added all it has to its gradient."""
-        slot, departures = self._packed.slots[index], self.departures
-        phase, bucket = departures.phase, slot.bucket
-        if bucket < departures.next:
-            raise came_late(self.shared[index])
-        self._open = slot.fired = True
-        if phase is _IDLE:
-            is_final = False
-        elif self._steered is not None:
-            is_final = self._steered.is_final(slot, parameter)
-        elif _current_graph_task_id() == self._task:
-            is_final = self.leaves_early and phase is _REDUCING and not slot.late
-        else:
-            is_final = False
-            self._comes_again(slot)
-        if slot.is_small and phase is _REDUCING:
-            self._packed.wait_for_more(slot)
-        elif parameter.grad is not slot.home:
-            slot.carrier.gradients.adopt(slot.place, is_final=is_final)
-        if departures.fit is not None and phase is not _IDLE:
-            departures.fit.came(index)
-        if is_final and departures.count(bucket):
-            self._turns.go()
-
     def _comes_again(self, slot: Slot) -> None:
         """This gradient is of a backward inside the one that armed us, and so may be others."""
         slot.late = True
@@ -289,3 +264,37 @@ class Reducer:
 
     def send_complete(self) -> None:
         self.departures.send_complete()
+
+
+def _accumulated(me: "ref[Reducer]", index: int, parameter: Tensor) -> None:
+    """Hook of a parameter, as quick as can be: this graph task has added all to its gradient."""
+    if (self := me()) is None:
+        return
+    packed, departures = self._packed, self.departures
+    slot, phase = packed.slots[index], departures.phase
+    bucket = slot.bucket
+    if bucket < departures.next:
+        raise came_late(self.shared[index])
+    self._open = slot.fired = True
+    if phase is _IDLE:
+        is_final = False
+    elif self._steered is not None:
+        is_final = self._steered.is_final(slot, parameter)
+    elif _current_graph_task_id() == self._task:
+        is_final = self.leaves_early and phase is _REDUCING and not slot.late
+    else:
+        is_final = False
+        self._comes_again(slot)
+    if slot.is_small and phase is _REDUCING:
+        packed.fresh.append(slot)
+        packed.fresh_bytes += slot.num_bytes
+        if packed.fresh_bytes >= FRESH_BYTES:
+            packed.bring_in()
+    elif parameter.grad is not slot.home:
+        slot.carrier.gradients.adopt(slot.place, is_final=is_final)
+    if departures.fit is not None and phase is not _IDLE:
+        departures.fit.came(index)
+    if is_final:
+        departures.missing[bucket] -= 1
+        if not departures.missing[bucket] and bucket == departures.next:
+            self._turns.go()

@@ -62,7 +62,7 @@ class Steered:
         if self._reducer.leaves_early:
             departures = self._reducer.departures
             for index in new:
-                departures.count(departures.packed.slots[index].bucket)
+                departures.missing[departures.packed.slots[index].bucket] -= 1
             departures.send_complete()
 
     def is_final(self, slot: Slot, parameter: Tensor) -> bool:

@@ -7,7 +7,6 @@ held its listener, and so the model, would keep both for ever; these hold it wea
 import gc
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 from weakref import ReferenceType, WeakSet, finalize, ref
 
 from torch import Tensor, nn
@@ -20,15 +19,22 @@ from torchdistpackage.errors import CommError
 class Told:
     """Hooks on `parameters` until `remove`, or the end of this.
 
-    method: of the listener; called with a parameter's number and it when its gradient is there.
-    alone: whether it must stay the only one.
+    heard: called when a gradient is there, with a weak reference to `listener`, the number of the
+    parameter, and it. alone: whether the listener must stay the only one.
     """
 
-    def __init__(self, method: Any, parameters: Sequence[nn.Parameter], *, alone: bool = False):
-        heard, me, self.alone = method.__func__, ref(method.__self__), alone
+    def __init__(
+        self,
+        heard: Callable[[ReferenceType, int, Tensor], None],
+        listener: object,
+        parameters: Sequence[nn.Parameter],
+        *,
+        alone: bool = False,
+    ):
+        me, self.alone = ref(listener), alone
         self._ids = frozenset(map(id, parameters))
         handles = [
-            p.register_post_accumulate_grad_hook(partial(_tell, heard, me, i))
+            p.register_post_accumulate_grad_hook(partial(heard, me, i))
             for i, p in enumerate(parameters)
         ]
         self._end = finalize(self, take_off, handles)
@@ -78,14 +84,6 @@ def refuse_sharded(shared: Sequence[Shared]) -> None:
 def _heard_of(parameters: Sequence[nn.Parameter], alone: bool) -> list[nn.Parameter]:
     told = [t for t in _all if t.alone or not alone]
     return [p for p in parameters if any(t.has(p) for t in told)]
-
-
-def _tell(
-    heard: Callable[..., None], listener: ReferenceType, index: int, parameter: Tensor
-) -> None:
-    there = listener()
-    if there is not None:
-        heard(there, index, parameter)
 
 
 def take_off(handles: Iterable[RemovableHandle]) -> None:
