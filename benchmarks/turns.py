@@ -44,9 +44,14 @@ def spread_ms(times_s: Sequence[float]) -> dict[str, object]:
 
 
 def ratio(side: Mapping, peer: Mapping | float) -> tuple[float, float, float]:
-    """Median and middle half of side / peer, round by round; a number is a peer without noise."""
-    mine = side["rounds_ms"]
-    theirs = [peer] * len(mine) if isinstance(peer, float) else peer["rounds_ms"]
+    """Median and middle half of side / peer, round by round; a number is a peer without noise.
+
+    Of results from before rounds were kept the medians are compared.
+    """
+    mine = side.get("rounds_ms") or [side["median"]]
+    theirs = [peer] * len(mine)
+    if not isinstance(peer, float):
+        theirs = peer.get("rounds_ms") or [peer["median"]]
     found = [a / b for a, b in zip(mine, theirs, strict=True)]
     return _at(0.5, found), _at(0.25, found), _at(0.75, found)
 

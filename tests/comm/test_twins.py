@@ -54,8 +54,15 @@ def ended() -> None:
     make_twins([alone, group])
     twin = twin_of(group)
     assert twin_of(alone) is None
-    made.set_timeout(7)
-    assert twin._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 7
+    made.set_timeout(70)
+    assert twin._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 70
+    dist.barrier()
+    other = made.of([0, 1], use="another pair")
+    make_twins([other])
+    dist.destroy_process_group(twin_of(other))
+    made.set_timeout(80)  # of those that there are
+    assert twin._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 80
+    groups._twins.pop(other)
     dist.barrier()
     made.destroy()
     assert twin not in dist.distributed_c10d._world.pg_map and not groups._twins

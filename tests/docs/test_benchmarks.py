@@ -7,6 +7,7 @@ import pytest
 from benchmarks.data_parallel import table as data_parallel
 from benchmarks.data_parallel.limits import CAP_BYTES, Trace, bound_s, roofline_s
 from benchmarks.pipeline import table as pipeline
+from benchmarks.turns import ratio, rounds_s, spread_ms, take_turns
 
 
 @pytest.mark.parametrize("table", [data_parallel, pipeline], ids=["data_parallel", "pipeline"])
@@ -33,3 +34,24 @@ def test_the_bound_is_first_bucket_and_wire_or_last_gradient(buckets_per_s, shar
 def test_the_roofline_is_the_busier_of_processor_and_link():
     assert roofline_s(2.0, 30.0, 10.0) == 3.0
     assert roofline_s(4.0, 30.0, 10.0) == 4.0
+
+
+def test_close_sides_take_more_turns_and_each_round_begins_with_another():
+    order: list[str] = []
+
+    def turn(side: str) -> float:
+        order.append(side)
+        return float(len(order))
+
+    taken = take_turns(["a", "b", "c"], {"a", "c"}, 2, turn)
+    assert order == [*"abc", *"ac", *"ac", *"bca", *"ca", *"ca"]
+    assert taken == {"a": [[1, 4, 6], [10, 12, 14]], "b": [[2], [8]], "c": [[3, 5, 7], [9, 11, 13]]}
+
+
+def test_a_round_is_its_middle_turn_of_the_slower_rank_and_sides_compare_round_by_round():
+    first, second = [[1.0, 5.0, 2.0], [4.0]], [[3.0, 1.0, 1.0], [6.0]]
+    assert rounds_s([first, second]) == [3.0, 6.0]
+    fast, slow = spread_ms([0.1, 0.2, 0.4]), spread_ms([0.2, 0.2, 1.6])
+    assert (fast["median"], fast["min"], fast["max"]) == (200, 100, 400)
+    assert ratio(fast, slow) == pytest.approx((0.5, 0.375, 0.75))
+    assert ratio(slow, 100.0) == pytest.approx((2.0, 2.0, 9.0))

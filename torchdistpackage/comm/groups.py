@@ -74,9 +74,9 @@ class Groups:
     def set_timeout(self, seconds: float) -> None:
         """Time limit of every later operation, on the default group too."""
         self._timeout_s = seconds
-        companions = (*_on_cpu.values(), *_twins.values())
-        for group in (dist.group.WORLD, *self._made.values(), *companions):
-            if group is not None:
+        alive = dist.distributed_c10d._world.pg_map  # companions may be of a world that ended
+        for group in (_world(), *self._made.values(), *_on_cpu.values(), *_twins.values()):
+            if group in alive:
                 set_timeout(group, seconds)
 
     @property
