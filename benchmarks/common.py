@@ -10,7 +10,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -19,6 +19,8 @@ import torch
 from torchdistpackage.launch.local import run_local
 
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "numpy")
+AGAIN = 2
+"""More turns that a side whose bar is close takes in a round; its median turn is its round."""
 
 
 def arguments(doc: str | None) -> argparse.Namespace:
@@ -28,24 +30,41 @@ def arguments(doc: str | None) -> argparse.Namespace:
     return parser.parse_args()
 
 
+def take_turns(
+    sides: Sequence[str], close: Collection[str], rounds: int, turn: Callable[[str], float]
+) -> dict[str, list[list[float]]]:
+    """What each call of `turn` returned, by side and round.
+
+    Each round begins with another side.
+    """
+    taken: dict[str, list[list[float]]] = {name: [] for name in sides}
+    for number in range(rounds):
+        start = number % len(sides)
+        order = [*sides[start:], *sides[:start]]
+        for name in order:
+            taken[name].append([turn(name)])
+        for name in [name for name in order if name in close] * AGAIN:
+            taken[name][-1].append(turn(name))
+    return taken
+
+
 def in_turns(
     sides: Mapping[str, Callable[[], object]], rounds: int, before: Callable[[], object] | None
 ) -> dict[str, list[float]]:
     """Seconds of each call, by name. `before` (a barrier) runs untimed ahead of each.
 
-    The order is turned round by round, and one round ahead of them warms up.
+    One round ahead of the others warms up.
     """
-    names = list(sides)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds + 1):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            if before is not None:
-                before()
-            begin = time.perf_counter()
-            sides[name]()
-            if turn:
-                times[name].append(time.perf_counter() - begin)
-    return times
+
+    def turn(name: str) -> float:
+        if before is not None:
+            before()
+        begin = time.perf_counter()
+        sides[name]()
+        return time.perf_counter() - begin
+
+    taken = take_turns([*sides], (), rounds + 1, turn)
+    return {name: [seconds for (seconds,) in found[1:]] for name, found in taken.items()}
 
 
 def slowest(per_rank: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:

@@ -66,8 +66,8 @@ def judge(results: Mapping) -> Iterator[Judged]:
         sides = {**case["sides"], ROOFLINE: case["roofline_ms"][0]}
         if bar.side in sides and bar.peer in sides:
             what = f"{bar.side} / {bar.peer}, {bar.link} {bar.model}"
-            found, *half = ratio(sides[bar.side], sides[bar.peer])
-            yield Judged(what, found, bar.bar, bar.aim, tuple(half))
+            found, half = ratio(sides[bar.side], sides[bar.peer])
+            yield Judged(what, found, bar.bar, bar.aim, half)
     for part in ("collectives", "hierarchy", "memory"):
         for what, found in results.get(part, {}).get("bars", {}).items():
             yield Judged(what, found["ratio"], found["bar"], found.get("aim"))

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from benchmarks.common import take_turns
 from benchmarks.data_parallel.bars import CLOSE
 from benchmarks.data_parallel.link import RATES, enter, shape
 from benchmarks.data_parallel.models import CASES, Case
 from benchmarks.data_parallel.sides import CAPS, SIDES, Trained, alone
-from benchmarks.turns import take_turns
 from torchdistpackage.comm.io_threads import yield_cores
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.comm.tpc import tpc

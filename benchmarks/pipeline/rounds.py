@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.common import take_turns
 from benchmarks.data_parallel.link import RATES, enter, shape
 from benchmarks.pipeline.bars import CLOSE
 from benchmarks.pipeline.models import CASES, TWO
 from benchmarks.pipeline.sides import ALONE, SIDES, Running, Task
-from benchmarks.turns import take_turns
 from torchdistpackage.comm.io_threads import yield_cores
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.parallel.pipeline.piece_cost import PieceCost, stage_costs

@@ -65,7 +65,7 @@ def ended() -> None:
     groups._twins.pop(other)
     dist.barrier()
     made.destroy()
-    assert twin not in dist.distributed_c10d._world.pg_map and not groups._twins
+    assert twin not in dist.distributed_c10d._world.pg_map and group not in groups._twins
 
 
 def test_a_twin_ends_with_its_group(ranks):

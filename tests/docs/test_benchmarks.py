@@ -4,10 +4,11 @@ import json
 
 import pytest
 
+from benchmarks.common import take_turns
 from benchmarks.data_parallel import table as data_parallel
 from benchmarks.data_parallel.limits import CAP_BYTES, Trace, bound_s, roofline_s
 from benchmarks.pipeline import table as pipeline
-from benchmarks.turns import ratio, rounds_s, spread_ms, take_turns
+from benchmarks.turns import ratio, rounds_s, spread_ms
 
 
 @pytest.mark.parametrize("table", [data_parallel, pipeline], ids=["data_parallel", "pipeline"])
@@ -53,5 +54,8 @@ def test_a_round_is_its_middle_turn_of_the_slower_rank_and_sides_compare_round_b
     assert rounds_s([first, second]) == [3.0, 6.0]
     fast, slow = spread_ms([0.1, 0.2, 0.4]), spread_ms([0.2, 0.2, 1.6])
     assert (fast["median"], fast["min"], fast["max"]) == (200, 100, 400)
-    assert ratio(fast, slow) == pytest.approx((0.5, 0.375, 0.75))
-    assert ratio(slow, 100.0) == pytest.approx((2.0, 2.0, 9.0))
+    found, half = ratio(fast, slow)
+    assert (found, half) == (pytest.approx(0.5), pytest.approx((0.375, 0.75)))
+    found, half = ratio(slow, 100.0)
+    assert (found, half) == (pytest.approx(2.0), pytest.approx((2.0, 9.0)))
+    assert ratio({"median": 3.0}, {"median": 2.0}) == (1.5, None)

@@ -128,6 +128,7 @@ def make_twins(groups: Iterable[Group]) -> None:
         if len(ranks) > 1 and calls.line(group).direct:
             limit = group._get_backend(torch.device("cpu")).options._timeout
             _companion(group, _twins, "twin", limit)
+            yield_cores()  # it is in no record, where others come by
 
 
 def twin_of(group: Group) -> Group | None:
@@ -161,7 +162,6 @@ def _companion(
             raise CommError(f"ranks {ranks} could not make a second group: {error}") from error
         assert isinstance(made, Group)
         among[group] = made
-        yield_cores()
     return among[group]
 
 

@@ -85,7 +85,7 @@ def expect_reduce_slices(
             for part in cut.parts
         ]
         tag = expected_tag(EXPECTED_SUMMED, group)
-        works = post_receives(rooms, group, tag, twin_of(group))
+        works = post_receives(rooms, group, tag, cut.down)
         return partial(cut.start, "reduce_scatter", partial(cut.add, rooms), _send, works, cut, tag)
     if cut.wire is cut.mine.dtype:
         into = scatter_into, cut.mine, cut.whole
@@ -121,7 +121,7 @@ def expect_gather_slices(
         finish = partial(cut.write, whole)
     if calls.line(group).direct:
         tag = expected_tag(EXPECTED_GATHERED, group)
-        works = post_receives(parts, group, tag, twin_of(group))
+        works = post_receives(parts, group, tag, cut.down)
         return partial(cut.start, "all_gather", finish, _spread, works, cut, parts, mine, tag)
     into = (gather_into, whole) if cut.even else (dist.all_gather, parts)
     return partial(cut.start, "all_gather", finish, _gather, cut, parts, mine, *into)
@@ -165,6 +165,7 @@ class _Cut:
         self.whole = body[bounds[0] : bounds[-1]]
         self.parts = list(self.whole.split(lengths))
         self.place = group.rank()
+        self.down = twin_of(group)  # once for what is sent and received: one may be made meanwhile
         self.mine = self.parts[self.place]
         self.wire = wire or body.dtype
 
@@ -202,7 +203,7 @@ def _send(
 ) -> list[dist.Work]:
     """Its part to each rank that was told to expect one."""
     parts = [cut.mine if part is cut.mine else part.to(cut.wire) for part in cut.parts]
-    return works + post_sends(parts, group, tag, twin_of(group))
+    return works + post_sends(parts, group, tag, cut.down)
 
 
 def _spread(
@@ -217,7 +218,7 @@ def _spread(
 ) -> list[dist.Work]:
     """My part to all ranks that expect it."""
     sent = [_rounded(cut, parts, mine)] * len(parts)
-    return works + post_sends(sent, group, tag, twin_of(group))
+    return works + post_sends(sent, group, tag, cut.down)
 
 
 def _gather(
