@@ -14,8 +14,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-import torch
-
 from torchdistpackage.launch.local import run_local
 
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "numpy")
@@ -99,6 +97,8 @@ def show(title: str, table: Mapping[str, Mapping[str, float]], unit: str, peer: 
 
 def machine() -> dict[str, object]:
     """What the results were measured on."""
+    import torch  # here: who only takes turns needs none
+
     return {
         "cores": os.cpu_count(),
         "load": os.getloadavg(),

@@ -1,6 +1,9 @@
 """The pages on benchmarks say what was measured, and against the right limits."""
 
+import ast
 import json
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +12,18 @@ from benchmarks.data_parallel import table as data_parallel
 from benchmarks.data_parallel.limits import CAP_BYTES, Trace, bound_s, roofline_s
 from benchmarks.pipeline import table as pipeline
 from benchmarks.turns import ratio, rounds_s, spread_ms
+
+SCRIPTS = sorted(Path(data_parallel.__file__).parents[1].glob("*.py"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_what_a_script_imports_is_there(script, monkeypatch):
+    """Beside it, as it is run by its path, or in the project."""
+    monkeypatch.syspath_prepend(script.parent)
+    parts = ast.walk(ast.parse(script.read_text(encoding="utf-8")))
+    modules = [node.module for node in parts if isinstance(node, ast.ImportFrom)]
+    ours = {m for m in modules if m and m.split(".")[0] not in ("torch", "submitit")}
+    assert [m for m in sorted(ours) if find_spec(m) is None] == []
 
 
 @pytest.mark.parametrize("table", [data_parallel, pipeline], ids=["data_parallel", "pipeline"])

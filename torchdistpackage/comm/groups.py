@@ -9,8 +9,9 @@ in one order; a fixed order of axes gives that.
 import hashlib
 import threading
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -53,13 +54,8 @@ class Groups:
         if len(key) == dist.get_world_size() and not use:
             return dist.group.WORLD  # type: ignore[return-value]
         if (key, use) not in self._made:
-            timeout = None if self._timeout_s is None else timedelta(seconds=self._timeout_s)
-            with _named_by_members(key, self._rank, use):
-                group = dist.new_group(
-                    list(key), timeout=timeout, use_local_synchronization=True, group_desc=name
-                )
-            assert isinstance(group, Group)
-            self._made[key, use] = group
+            limit = None if self._timeout_s is None else timedelta(seconds=self._timeout_s)
+            self._made[key, use] = _make(key, self._rank, use, timeout=limit, group_desc=name)
         return self._made[key, use]
 
     def prepare(self, lists: Iterable[Sequence[int]]) -> None:
@@ -89,8 +85,7 @@ class Groups:
         for group in self._made.values() if self.are_there else ():
             leave_twin(group)
             leave_cpu(group)
-            calls.forget(group)
-            dist.destroy_process_group(group)
+            _end(group)
         self._made.clear()
 
 
@@ -154,21 +149,46 @@ def _companion(
     if group not in among:
         ranks = ranks_of(group)
         try:
-            with _named_by_members(ranks, dist.get_rank(), use):
-                made = dist.new_group(
-                    list(ranks), timeout=limit, backend="gloo", use_local_synchronization=True
-                )
+            among[group] = _make(ranks, dist.get_rank(), use, timeout=limit, backend="gloo")
         except RuntimeError as error:
             raise CommError(f"ranks {ranks} could not make a second group: {error}") from error
-        assert isinstance(made, Group)
-        among[group] = made
     return among[group]
 
 
 def _leave(group: Group, among: MutableMapping[Group, Group]) -> None:
     if (made := among.pop(group, None)) is not None:
-        calls.forget(made)
-        dist.destroy_process_group(made)
+        _end(made)
+
+
+_complete: WeakKeyDictionary[Group, tuple[dist.Store, str]] = WeakKeyDictionary()
+"""Group -> the key that its last member sets once it has the group, too, and in which store."""
+_LATE_S = 2.0
+"""How long a group waits for such a member before it ends; one that failed never comes."""
+
+
+def _make(key: tuple[int, ...], rank: int, use: str, **options: Any) -> Group:
+    with _named_by_members(key, rank, use) as (store, name):
+        group = dist.new_group(list(key), use_local_synchronization=True, **options)
+    assert isinstance(group, Group)
+    complete = f"complete/{name}"
+    if store.add(f"has/{name}", 1) == len(key):
+        store.set(complete, "")
+    _complete[group] = store, complete
+    return group
+
+
+def _end(group: Group) -> None:
+    """End a group, but not while a member is still making it.
+
+    A gloo member that is about to return from making the group finds it broken ("Connection closed
+    by peer") where another one, which needed no message, has already ended it.
+    """
+    store, complete = _complete.pop(group)
+    with suppress(RuntimeError):  # too late, or the store has gone: this is no reason to stay
+        if not store.check([complete]):
+            store.wait([complete], timedelta(seconds=_LATE_S))
+    calls.forget(group)
+    dist.destroy_process_group(group)
 
 
 class _Naming(threading.local):
@@ -188,7 +208,9 @@ def _name_of(ranks: list[int]) -> str:
 
 
 @contextmanager
-def _named_by_members(key: tuple[int, ...], rank: int, use: str = "") -> Iterator[None]:
+def _named_by_members(
+    key: tuple[int, ...], rank: int, use: str
+) -> Iterator[tuple[dist.Store, str]]:
     """Inside, torch names a new group by its ranks and by how often these made one before.
 
     The name is where members meet in the store, so all must arrive at the same one. torch's own
@@ -206,7 +228,7 @@ def _named_by_members(key: tuple[int, ...], rank: int, use: str = "") -> Iterato
         dist.distributed_c10d._hash_ranks_to_str = _name_of
     before, _naming.name = _naming.name, name
     try:
-        yield
+        yield store, name
     finally:
         _naming.name = before
         with _patch:
