@@ -60,6 +60,7 @@ PURE_FILES = (
     "optim/lr.py",
     "parallel/__init__.py",
     "parallel/pipeline/piece_cost.py",
+    "parallel/pipeline/refine.py",
     "parallel/pipeline/split.py",
     "parallel/tensor/layouts.py",
     "models/registry.py",

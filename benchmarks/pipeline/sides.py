@@ -40,9 +40,10 @@ class Task:
     costs: Sequence[PieceCost]
     bytes_per_s: float = inf
 
-    def by_time(self, placement: Sequence[int]) -> tuple[range, ...]:
-        """Where the pieces are cut, when time decides."""
-        return split_measured(self.costs, placement, bytes_per_s=self.bytes_per_s)
+    def by_time(self, placement: Sequence[int], schedule: str) -> tuple[range, ...]:
+        """Where the pieces are cut, when the time of `schedule` decides."""
+        order = None if schedule == "auto" else build(schedule, 2, self.num_microbatches, 1)
+        return split_measured(self.costs, placement, bytes_per_s=self.bytes_per_s, schedule=order)
 
 
 @dataclass
@@ -63,18 +64,19 @@ class Running:
 
 @dataclass(frozen=True)
 class Side:
-    """build: (task, placement) -> Running. by_time: its cut is by measured time. yields: gloo's
-    threads are as our comm leaves them, and not as torch does."""
+    """build: (task, placement) -> Running. by_time: the schedule by whose measured time it is cut.
+    yields: gloo's threads are as our comm leaves them, and not as torch does."""
 
     build: Callable[..., Running]
     placement: tuple[int, ...]
-    by_time: bool = False
+    by_time: str | None = None
     yields: bool = True
 
     def make(self, task: Task) -> Running:
         starts: list[int] = []
-        if self.by_time:
-            starts = [pieces.start for pieces in task.by_time(self.placement)[1:]]
+        if self.by_time is not None:
+            cut = task.by_time(self.placement, self.by_time)
+            starts = [pieces.start for pieces in cut[1:]]
         ranges = task.case.stages(self.placement, starts)
         return self.build(task, self.placement, ranges)
 
@@ -194,11 +196,11 @@ SIDES = {
     "1f1b": Side(partial(ours, schedule="1f1b"), TWO),
     "1f1b, checked": Side(partial(ours, schedule="1f1b", check=True), TWO),
     "1f1b, executor": Side(partial(bare, schedule="1f1b"), TWO),
-    "1f1b, cut by time": Side(partial(ours, schedule="1f1b"), TWO, by_time=True),
+    "1f1b, cut by time": Side(partial(ours, schedule="1f1b"), TWO, by_time="1f1b"),
     "interleaved": Side(partial(ours, schedule="interleaved"), LOOP),
     "zb-h1": Side(partial(ours, schedule="zb-h1"), TWO),
-    "zb-h1, cut by time": Side(partial(ours, schedule="zb-h1"), TWO, by_time=True),
+    "zb-h1, cut by time": Side(partial(ours, schedule="zb-h1"), TWO, by_time="zb-h1"),
     "interleaved-zb": Side(partial(ours, schedule="interleaved-zb"), LOOP),
     "zb-v": Side(partial(ours, schedule="zb-v"), VEE),
-    "auto, cut by time": Side(partial(ours, schedule="auto"), TWO, by_time=True),
+    "auto, cut by time": Side(partial(ours, schedule="auto"), TWO, by_time="auto"),
 }

@@ -15,6 +15,8 @@ from torchdistpackage.parallel.pipeline.piece_cost import (
     stage_costs,
 )
 from torchdistpackage.parallel.pipeline.split import Memory, split_by_cost, split_evenly
+from torchdistpackage.schedule.generate import build
+from torchdistpackage.schedule.simulate import simulate
 
 
 def every_cut(num_pieces, num_stages):
@@ -86,6 +88,50 @@ def test_a_cut_moves_to_where_less_goes_across_as_far_as_that_saves_time():
     assert [r.start for r in cut(3.0)] in ([0, 3], [0, 5])
     slow = stage_costs(pieces, cut(10.0), message_s=0.5, bytes_per_s=10.0)
     assert slow.message[0] == 0.5 + 10 / 10
+
+
+@pytest.mark.parametrize("m", [2, 4, 16])
+def test_a_busy_stage_ahead_costs_less_than_one_behind(m):
+    pieces = [PieceCost(s, 2 * s) for s in (4.0, 2.0, 4.0)]
+    schedule = build("1f1b", 2, m)
+    assert split_measured(pieces, range(2), schedule=schedule) == (range(2), range(2, 3))
+    lengths = [
+        simulate(schedule, stage_costs(pieces, cut)).total for cut in every_cut(len(pieces), 2)
+    ]
+    assert lengths == [3 * (4 + 6 * m), 3 * ((m - 1) * 6 + 2 * 4)]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=4, max_size=8),
+    st.sampled_from([("1f1b", 2, 4), ("1f1b", 3, 4), ("zb-h1", 4, 8), ("interleaved", 2, 4)]),
+    st.integers(0, 60),
+)
+def test_a_cut_for_a_schedule_has_no_longer_step_and_keeps_to_the_cap(numbers, of, cap):
+    pieces = [PieceCost(a, 2 * a, a, b, b, output_bytes=b) for a, b in numbers]
+    schedule = build(*of)
+    placement, options = schedule.placement, {"bytes_per_s": 2.0, "cap_bytes": 50 + 10 * cap}
+    options["live"] = simulate(schedule).peak_live
+    step = lambda cut: simulate(schedule, stage_costs(pieces, cut, bytes_per_s=2.0)).total  # noqa: E731
+    try:
+        before = split_measured(pieces, placement, **options)
+    except ScheduleError:
+        return
+    cut = split_measured(pieces, placement, schedule=schedule, **options)
+    assert [i for r in cut for i in r] == [*range(len(pieces))]
+    assert step(cut) <= step(before)
+    held = lambda s, r: sum((4.0 + options["live"][s]) * pieces[i].parameter_bytes for i in r)  # noqa: E731
+    assert by_rank(held, cut, placement) <= options["cap_bytes"]
+    one_more = [(i, by) for i in range(1, len(cut)) for by in (-1, 1)]
+    for i, by in one_more:  # and no edge alone could go on
+        edges = [r.start + by * (s == i) for s, r in enumerate(cut)] + [len(pieces)]
+        other = [range(a, b) for a, b in itertools.pairwise(edges)]
+        if all(other) and by_rank(held, other, placement) <= options["cap_bytes"]:
+            assert step(other) >= step(cut) * (1 - 1e-6)
+
+
+def test_a_schedule_of_another_placement_is_refused():
+    with pytest.raises(ScheduleError, match=r"1f1b runs its stages on \(0, 1\), the cut is for"):
+        split_measured([PieceCost(1.0, 1.0)] * 4, [0, 1, 0, 1], schedule=build("1f1b", 2, 4))
 
 
 def test_of_cuts_with_equally_busy_ranks_the_one_with_the_smallest_stage_is_taken():

@@ -23,6 +23,7 @@ from torchdistpackage.launch.reference import Reference
 from torchdistpackage.layout.derive import BATCH_AXES, gradient_ranks
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.pipeline.executor import Executor
+from torchdistpackage.parallel.pipeline.split import split_by_cost
 from torchdistpackage.parallel.pipeline.stage import chunks_of
 from torchdistpackage.parallel.tensor.init import initialize
 from torchdistpackage.schedule.actions import Schedule
@@ -122,7 +123,7 @@ def _stage(plan: Plan, device: torch.device) -> tuple[Chunks, dict[str, Layout],
         torch.manual_seed(config.run.seed)
         whole = user_object(config.model.target)(**config.model.args)
         place = plan.schedule.placement
-        stages, by_name = chunks_of(whole, place, tpc.get_pp_rank(), costs=own_costs(plan, whole))
+        stages, by_name = chunks_of(whole, place, tpc.get_pp_rank(), cut=own_cut(plan, whole))
         for module in stages.values():
             module.to(device=device, dtype=dtype)
         seed_rank(config.run.seed, mesh, tpc.rank)
@@ -154,12 +155,13 @@ def _named(plan: Plan, dtype: torch.dtype, device: torch.device) -> dict[int, nn
     }
 
 
-def own_costs(plan: Plan, whole: nn.Module) -> list[float] | None:
-    """What the stages of a user's own chain share evenly, child by child; None: parameters."""
+def own_cut(plan: Plan, whole: nn.Module) -> tuple[range, ...] | None:
+    """For each stage of a user's own chain its children; None: as parameters have it."""
     partition, measured = plan.config.pipeline.partition, plan.pipeline.measured
     names = [name for name, _ in whole.named_children()]
     if partition == "uniform":
-        return [1.0] * len(names)
+        place = plan.schedule.placement
+        return split_by_cost([1.0] * len(names), len(place), placement=place)
     if partition != "time" or measured is None or plan.schedule.num_stages == 1:
         return None
     if names != list(measured.pieces):
@@ -169,7 +171,7 @@ def own_costs(plan: Plan, whole: nn.Module) -> list[float] | None:
             f"of {len(names)} ({_some(names)}); measure this model, or write a line for each of "
             f"its children, in order"
         )
-    return measured.weights(names)
+    return plan.pipeline.own_cut
 
 
 def _some(names: Iterable[str]) -> str:

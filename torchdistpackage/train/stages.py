@@ -6,12 +6,14 @@ they run; only `auto` weighs several cuts, each with the best order for its cost
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torchdistpackage.config.kinds import AUTO, CUSTOM
 from torchdistpackage.config.pipeline_rules import custom_schedule, measured_costs
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.models.gpt_layout import GPTShape
 from torchdistpackage.models.registry import Model
+from torchdistpackage.parallel.pipeline.refine import refine
 from torchdistpackage.parallel.pipeline.split import split_by_cost, split_evenly
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs import StageCosts
@@ -27,14 +29,16 @@ wants more says so."""
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """cut: for each stage its pieces; () for a user's own model. costs: what the prediction is by:
-    measured ones where a file has them, else operations. measured: what that file holds."""
+    """cut: for each stage its pieces; () for a user's own model. own_cut: the same of one that is
+    cut by time, whose build compares the pieces. costs: what the prediction is by: measured ones
+    where a file has them, else operations. measured: what that file holds."""
 
     schedule: Schedule
     cut: tuple[range, ...]
     costs: StageCosts
     timeline: Timeline
     measured: CostsFile | None
+    own_cut: tuple[range, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,8 @@ def stages(config: RunConfig, pieces: Pieces | None) -> Stages:
     """
     section, measured = config.pipeline, measured_costs(config)
     if pieces is None and section.partition == "time" and measured is not None:
-        return replace(stages(config, Pieces(tuple(measured.pieces), (), ())), cut=())
+        found = stages(config, Pieces(tuple(measured.pieces), (), ()))
+        return replace(found, cut=(), own_cut=found.cut)
     if section.schedule == AUTO:
         return _found(config, pieces, measured)
     if section.schedule == CUSTOM:
@@ -66,6 +71,9 @@ def stages(config: RunConfig, pieces: Pieces | None) -> Stages:
         pipe = config.parallel.pipe
         schedule = build(section.schedule, pipe, section.microbatches, section.chunks)
     cut = _cut(config, pieces, measured, schedule.placement)
+    if section.partition == "time":
+        by_cut = partial(_costs, config, pieces, measured, num_stages=schedule.num_stages)
+        cut = refine(cut, lambda tried: simulate(schedule, by_cut(tried)).total)
     costs = _costs(config, pieces, measured, cut, schedule.num_stages)
     return Stages(schedule, cut, costs, simulate(schedule, costs), measured)
 

@@ -188,10 +188,11 @@ def test_chunks_of_a_chain_keep_names_and_say_who_holds_what():
     assert {layout.stages for layout in layouts.values()} == {(1,)}
     _, layouts = chunks_of(whole, [0, 1, 2, 3], 3)
     assert layouts["3.3.weight"].stages == (0, 3)
-    chunks, _ = chunks_of(whole, [0, 1], 0, costs=[3, 1, 1, 1])
+    chunks, _ = chunks_of(whole, [0, 1], 0, cut=[range(1), range(1, 4)])
     assert [name for name, _ in chunks[0].named_children()] == ["0"]
-    with pytest.raises(ScheduleError, match="2 costs were given for the 4 pieces"):
-        chunks_of(whole, [0, 1], 0, costs=[1, 1])
+    for wrong in ([range(1), range(1, 3)], [range(1), range(1, 2), range(2, 4)]):
+        with pytest.raises(ScheduleError, match="is not one of 4 children into 2 stages"):
+            chunks_of(whole, [0, 1], 0, cut=wrong)
     with pytest.raises(ScheduleError, match="of 4 children cannot be cut into 5 pipeline stages"):
         chunks_of(whole, [0, 1, 2, 3, 4], 0)
     with pytest.raises(ScheduleError, match="a Linear cannot be cut into 2 pipeline stages"):

@@ -73,7 +73,7 @@ def partition_by_time(
     bytes_per_s: float | None = None,
     **options: object,
 ) -> Parts | nn.Module:
-    """My stage of a cut whose busiest rank is as fast as can be, by measured times.
+    """My stage of a cut whose step is as fast as can be, by measured times.
 
     model: a chain of pieces (a list, a Sequential), of which a list is returned; or any module that
         torch.fx can trace, of which a module is returned (`traced.split_traced`).
@@ -82,7 +82,8 @@ def partition_by_time(
     placement: as in `partition_uniform`; of a module, a list of modules is returned then.
     group: the pipe group, tpc's unless given. bytes_per_s: of its links, which are measured unless
         given; where less goes across a cut may be the better one.
-    options: cap_bytes and live, see `piece_cost.split_measured`; of a module more.
+    options: schedule, cap_bytes and live, see `piece_cost.split_measured`; of a module more.
+        Without a schedule the busiest rank is made as fast as can be.
 
     Raises:
         ScheduleError: no cut fits into cap_bytes, or the module cannot be traced or cut.

@@ -8,8 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
+from torchdistpackage.errors import ScheduleError
+from torchdistpackage.parallel.pipeline.refine import Cut, refine
 from torchdistpackage.parallel.pipeline.split import Memory, split_by_cost
+from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs import StageCosts
+from torchdistpackage.schedule.simulate import simulate
 
 STATE_FACTOR = 4.0
 """Bytes held for each byte of trained parameters: itself, its gradient, two moments of Adam."""
@@ -44,31 +48,51 @@ def split_measured(
     live: Sequence[int] | None = None,
     state_factor: float = STATE_FACTOR,
     bytes_per_s: float = inf,
+    schedule: Schedule | None = None,
 ) -> tuple[range, ...]:
     """For each stage its pieces, so that the busiest rank takes as little time as can be.
 
     placement: for each stage the pipe index that runs it. cap_bytes: no rank may hold more. live:
-    microbatches that a stage holds at worst (`Timeline.peak_live`); None: as in 1F1B with
-    microbatches enough, p - s. state_factor: bytes held for each byte of parameters. bytes_per_s:
-    of a link between ranks (`profile.measure_link`): with two microbatches under way, as between
-    the last two stages of 1F1B, a message takes as much of a step as if both ranks computed it.
+    microbatches that a stage holds at worst (`Timeline.peak_live`); None: as in the schedule, or as
+    in 1F1B with microbatches enough, p - s. state_factor: bytes held for each of parameters.
+    bytes_per_s: of a link between ranks (`profile.measure_link`): with two microbatches under way,
+    as between the last two stages of 1F1B, a message takes as much of a step as if both ranks
+    computed it.
+    schedule: the order that will run the stages; then its simulated step is made short instead.
 
     Raises:
-        ScheduleError: nothing fits into cap_bytes.
+        ScheduleError: nothing fits into cap_bytes, or the schedule is of another placement.
     """
+    if schedule is not None and schedule.placement != tuple(placement):
+        raise ScheduleError(
+            f"{schedule.name} runs its stages on {schedule.placement}, the cut is for "
+            f"{tuple(placement)}; give both the same placement"
+        )
     memory = None
     if cap_bytes is not None:
+        if live is None:
+            deepest_first = range(len(placement), 0, -1)
+            live = deepest_first if schedule is None else simulate(schedule).peak_live
         memory = Memory(
             cap_bytes,
             [piece.parameter_bytes * state_factor for piece in pieces],
             [piece.activation_bytes for piece in pieces],
-            range(len(placement), 0, -1) if live is None else live,
+            live,
         )
     times = [piece.step_s for piece in pieces]
     crossing = [0.0, *(piece.output_bytes / bytes_per_s for piece in pieces)][: len(pieces)]
-    return split_by_cost(
+    cut = split_by_cost(
         times, len(placement), placement=placement, memory=memory, crossing=crossing
     )
+    if schedule is None:
+        return cut
+
+    def step_s(tried: Cut) -> float:
+        if memory is not None and not memory.holds(tried, placement):
+            return inf
+        return simulate(schedule, stage_costs(pieces, tried, bytes_per_s=bytes_per_s)).total
+
+    return refine(cut, step_s)
 
 
 def stage_costs(

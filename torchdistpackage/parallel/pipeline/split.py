@@ -35,6 +35,13 @@ class Memory:
     live_bytes: Sequence[float]
     live: Sequence[int]
 
+    def holds(self, cut: Sequence[range], placement: Sequence[int]) -> bool:
+        """Whether no rank holds more than its cap."""
+        span, full = _held(self), dict.fromkeys(placement, 0.0)
+        for stage, pieces in enumerate(cut):
+            full[placement[stage]] += span(stage, pieces.start, pieces.stop)
+        return max(full.values()) <= self.cap_bytes
+
 
 def split_by_cost(
     costs: Sequence[float],

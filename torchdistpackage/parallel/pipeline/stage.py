@@ -33,18 +33,18 @@ def chunks_of(
     placement: Sequence[int],
     index: int,
     *,
-    costs: Sequence[float] | None = None,
+    cut: Sequence[range] | None = None,
 ) -> tuple[dict[int, nn.Module], dict[str, Layout]]:
-    """({stage: its module} of pipe index `index`, layouts by "stage.name") of a model cut by cost.
+    """({stage: its module} of pipe index `index`, layouts by "stage.name") of a model's stages.
 
-    placement: for each stage the pipe index that runs it. costs: of each child; None: its number
-    of parameters. In a layout a stage is a pipe index; a parameter that several of them hold keeps
-    one global name and lists all of them as tied. In two chunks of one index it is one Parameter,
-    listed under its first name.
+    placement: for each stage the pipe index that runs it. cut: for each stage its children; None:
+    such that ranks hold as evenly many parameters as can be. In a layout a stage is a pipe index;
+    a parameter that several of them hold keeps one global name and lists all of them as tied. In
+    two chunks of one index it is one Parameter, listed under its first name.
 
     Raises:
         ScheduleError: more than one stage is asked of a model that is not a Sequential, it has
-            fewer children than stages, or there are not as many costs as children.
+            fewer children than stages, or the cut is not of all of them.
     """
     if len(placement) == 1:
         layouts = collect(model)
@@ -60,19 +60,21 @@ def chunks_of(
             f"a Sequential of {len(pieces)} children cannot be cut into {len(placement)} pipeline "
             f"stages; give it {len(placement)} children or more, or take fewer stages"
         )
-    if costs is None:
+    if cut is None:
         costs = [sum(p.numel() for p in piece.parameters()) or 1 for _, piece in pieces]
-    if len(costs) != len(pieces):
-        raise ScheduleError(f"{len(costs)} costs were given for the {len(pieces)} pieces to be cut")
-    ranges = split_by_cost(costs, len(placement), placement=placement)
+        cut = split_by_cost(costs, len(placement), placement=placement)
+    if [i for span in cut for i in span] != [*range(len(pieces))] or len(cut) != len(placement):
+        raise ScheduleError(
+            f"the cut {[*cut]} is not one of {len(pieces)} children into {len(placement)} stages"
+        )
     first_name = {id(p): name for name, p in model.named_parameters()}
     holders: dict[int, set[int]] = {}
-    for place, span in zip(placement, ranges, strict=True):
+    for place, span in zip(placement, cut, strict=True):
         for i in span:
             for parameter in pieces[i][1].parameters():
                 holders.setdefault(id(parameter), set()).add(place)
     mine = [stage for stage, place in enumerate(placement) if place == index]
-    chunks = {stage: Chain([pieces[i] for i in ranges[stage]]) for stage in mine}
+    chunks = {stage: Chain([pieces[i] for i in cut[stage]]) for stage in mine}
     layouts: dict[str, Layout] = {}
     seen: set[int] = set()
     for stage, chunk in chunks.items():

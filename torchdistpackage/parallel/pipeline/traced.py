@@ -22,6 +22,7 @@ from torchdistpackage.parallel.pipeline.profile import (
     middle,
     undisturbed,
 )
+from torchdistpackage.schedule.actions import Schedule
 
 BYTES_PER_S = 1e9
 """Of a link, when there is none to measure: what makes a cut move to where less goes across."""
@@ -35,6 +36,7 @@ def split_traced(
     leaves: Sequence[type[nn.Module]] = (),
     cap_bytes: float | None = None,
     live: Sequence[int] | None = None,
+    schedule: Schedule | None = None,
     rounds: int = 3,
     group: Group | None = None,
     bytes_per_s: float | None = None,
@@ -45,7 +47,8 @@ def split_traced(
     last returns what the model returns. Operations are timed one by one on `example`, the model's
     arguments for one microbatch.
     placement: for each stage the pipe index that runs it. leaves: kinds of modules that are not
-    looked into. cap_bytes, live: see `piece_cost.split_measured`. group: see `profile.measure`.
+    looked into. cap_bytes, live, schedule: see `piece_cost.split_measured`. group: see
+    `profile.measure`.
     bytes_per_s: of links; None: measured in `group`. A cut moves to a narrower place where that
     costs less time than it saves.
     What depends on `training` outside of torch's own modules is traced as it is now.
@@ -72,7 +75,12 @@ def split_traced(
     across = [*(place.num_bytes for place in places), 0]
     pieces = [_sum(costs[a:b], out) for (a, b), out in zip(pairwise(edges), across, strict=True)]
     ranges = split_measured(
-        pieces, placement, cap_bytes=cap_bytes, live=live, bytes_per_s=bytes_per_s
+        pieces,
+        placement,
+        cap_bytes=cap_bytes,
+        live=live,
+        bytes_per_s=bytes_per_s,
+        schedule=schedule,
     )
     ends = [edges[r.start] for r in ranges] + [len(nodes)]
     return [_stage(traced, nodes, a, b) for a, b in pairwise(ends)]
