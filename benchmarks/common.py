@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -33,16 +34,19 @@ def take_turns(
 ) -> dict[str, list[list[float]]]:
     """What each call of `turn` returned, by side and round.
 
-    Each round begins with another side.
+    The order is drawn anew each time, alike on all ranks, so that nobody always follows the same
+    one, whose memory and caches he finds.
     """
-    taken: dict[str, list[list[float]]] = {name: [] for name in sides}
+    taken: dict[str, list[list[float]]] = {name: [[] for _ in range(rounds)] for name in sides}
+    draw = random.Random(0)
     for number in range(rounds):
-        start = number % len(sides)
-        order = [*sides[start:], *sides[:start]]
-        for name in order:
-            taken[name].append([turn(name)])
-        for name in [name for name in order if name in close] * AGAIN:
-            taken[name][-1].append(turn(name))
+        for some in (
+            list(sides),
+            *([name for name in sides if name in close] for _ in range(AGAIN)),
+        ):
+            draw.shuffle(some)
+            for name in some:
+                taken[name][number].append(turn(name))
     return taken
 
 

@@ -1,6 +1,8 @@
 """Twins: a second group of the same ranks, over whose connections messages downwards go."""
 
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,6 +15,33 @@ from torchdistpackage.comm.groups import Groups, make_twins, twin_of
 from torchdistpackage.errors import CommError
 
 
+@contextmanager
+def noted() -> Iterator[set[tuple[p.Group, str, int]]]:
+    """(group, `send` or `recv`, peer) of all messages inside."""
+    messages: set[tuple[p.Group, str, int]] = set()
+    plain = {name: getattr(dist.ProcessGroup, name) for name in ("send", "recv")}
+
+    def noting(name: str):
+        def call(self, tensors, peer, tag):
+            messages.add((self, name, peer))
+            return plain[name](self, tensors, peer, tag)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in plain:
+            patch.setattr(dist.ProcessGroup, name, noting(name))
+        yield messages
+
+
+def each_way(up: p.Group, down: p.Group, peers: Iterable[int]) -> set[tuple[p.Group, str, int]]:
+    """What is noted of messages with these peers, both ways."""
+    mine, found = up.rank(), set()
+    for i in peers:
+        found |= {(up if i > mine else down, "send", i), (down if i > mine else up, "recv", i)}
+    return found
+
+
 def both_ways() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     group = Groups(rank).of(range(size), use="slices")
@@ -22,24 +51,11 @@ def both_ways() -> None:
     assert twin is not None and twin is not group and p.ranks_of(twin) == p.ranks_of(group)
     there_and_back(group)
 
-    over_twin: dict[str, set[int]] = {"send": set(), "recv": set()}
-    plain = {name: getattr(dist.ProcessGroup, name) for name in over_twin}
-
-    def noting(name: str):
-        def call(self, tensors, peer, tag):
-            if self is twin:
-                over_twin[name].add(peer)
-            return plain[name](self, tensors, peer, tag)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in over_twin:
-            patch.setattr(dist.ProcessGroup, name, noting(name))
+    with noted() as messages:
         slices.start_reduce_slices(
             torch.ones(4 * size), [4 * i for i in range(size + 1)], group
         ).wait()
-        assert over_twin == {"send": {*range(rank)}, "recv": {*range(rank + 1, size)}}
+    assert messages == each_way(group, twin, {*range(size)} - {rank})
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -1,6 +1,7 @@
 """The pages on benchmarks say what was measured, and against the right limits."""
 
 import ast
+import itertools
 import json
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,16 +53,28 @@ def test_the_roofline_is_the_busier_of_processor_and_link():
     assert roofline_s(4.0, 30.0, 10.0) == 4.0
 
 
-def test_close_sides_take_more_turns_and_each_round_begins_with_another():
+def test_close_sides_take_more_turns_and_nobody_always_follows_the_same_one():
     order: list[str] = []
 
     def turn(side: str) -> float:
         order.append(side)
-        return float(len(order))
+        return float(len(order) - 1)
 
-    taken = take_turns(["a", "b", "c"], {"a", "c"}, 2, turn)
-    assert order == [*"abc", *"ac", *"ac", *"bca", *"ca", *"ca"]
-    assert taken == {"a": [[1, 4, 6], [10, 12, 14]], "b": [[2], [8]], "c": [[3, 5, 7], [9, 11, 13]]}
+    sides, close = "abcde", {"a", "c"}
+    taken = take_turns(sides, close, 20, turn)
+    size = len(sides) + 2 * len(close)
+    for number in range(20):
+        once, again = order[size * number :][:5], order[size * number + 5 : size * (number + 1)]
+        assert sorted(once) == [*sides] and {*again[:2]} == {*again[2:]} == close
+        for side in sides:
+            assert [order[int(at)] for at in taken[side][number]] == [side] * (
+                1 + 2 * (side in close)
+            )
+    assert {(a, b) for a, b in itertools.pairwise(order)} >= {*itertools.permutations(sides, 2)}
+    assert take_turns(sides, close, 20, lambda side: 0.0).keys() == taken.keys()
+    before, order[:] = [*order], []
+    take_turns(sides, close, 20, turn)
+    assert order == before  # on another rank
 
 
 def test_a_round_is_its_middle_turn_of_the_slower_rank_and_sides_compare_round_by_round():

@@ -182,19 +182,35 @@ class Post:
         ]
 
 
+_Issue = Callable[[list[Tensor], int, int], dist.Work]
+
+
 class Wire:
     """Messages that go one by one, as soon as they are said: for gloo, where none holds up another.
 
     The k-th `send` to a rank meets its k-th `receive` from this one. Tensors are contiguous, of
     plain dtypes, and want no gradient (`wire.as_moved`). tag: messages of another one are apart.
+    down: a group of the same ranks, on all of them, for what goes to a rank before the sender
+    (`groups.make_twins`): whoever posts on a connection waits while gloo reads from it.
     """
 
-    __slots__ = ("_group", "_line", "_place", "_tag", "_timeout")
+    __slots__ = ("_issue", "_line", "_tag", "_timeout")
 
-    def __init__(self, group: Group, timeout_s: float | None = None, *, tag: int = 0):
-        self._group, self._line = group, calls.line(group)
+    def __init__(
+        self,
+        group: Group,
+        timeout_s: float | None = None,
+        *,
+        tag: int = 0,
+        down: Group | None = None,
+    ):
+        self._line, mine, down = calls.line(group), group.rank(), down or group
         self._tag, self._timeout = tag, _limit(self._line, timeout_s)
-        self._place = {rank: i for i, rank in enumerate(self._line.ranks)}
+        # a bound method is made once, and not for every message
+        self._issue: dict[tuple[str, int], tuple[int, _Issue]] = {}
+        for i, rank in enumerate(self._line.ranks):
+            self._issue["receive", rank] = i, (down if i > mine else group).recv
+            self._issue["send", rank] = i, (down if i < mine else group).send
 
     @property
     def is_direct(self) -> bool:
@@ -207,20 +223,14 @@ class Wire:
 
     def receive(self, tensors: Sequence[Tensor], source: int) -> Flight:
         """Room to be filled by global rank `source`."""
-        return self._begin("receive", self._group.recv, tensors, source)
+        return self._begin("receive", tensors, source)
 
     def send(self, tensors: Sequence[Tensor], target: int) -> Flight:
         """Tensors for global rank `target`; they must stay as they are until they have left."""
-        return self._begin("send", self._group.send, tensors, target)
+        return self._begin("send", tensors, target)
 
-    def _begin(
-        self,
-        what: str,
-        issue: Callable[[list[Tensor], int, int], dist.Work],
-        tensors: Sequence[Tensor],
-        peer: int,
-    ) -> Flight:
-        line, place, action = self._line, self._place[peer], calls.action
+    def _begin(self, what: str, tensors: Sequence[Tensor], peer: int) -> Flight:
+        line, action, (place, issue) = self._line, calls.action, self._issue[what, peer]
         made: list[Call] = []
         works: list[dist.Work] = []
         for x in tensors:

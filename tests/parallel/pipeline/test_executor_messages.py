@@ -8,8 +8,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.comm.test_twins import each_way, noted
 from tests.parallel.pipeline.whole_model import DIM, batch, chain, same, same_gradients
 from torchdistpackage.comm.checking import checked_calls
+from torchdistpackage.comm.groups import Groups, twin_of
 from torchdistpackage.comm.headers import Headers
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.schedule.generate import build
@@ -190,3 +192,30 @@ def stages_of_all_kinds(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["in place", "checkpointed", "autocast", "compiled"])
 def test_stages_may_be_of_all_kinds(ranks, kind):
     ranks(2).run(stages_of_all_kinds, kind, timeout_s=100)
+
+
+def a_connection_for_each_way() -> None:
+    """Gradients go down over the twin once forms are known, and nothing else does."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group, (x, y) = Groups(rank).of(range(size), use="pipe"), batch(3)
+    for dynamic in (True, False):
+        schedule, mine = build("1f1b", size, 3), chain(size)
+        executor = Executor(schedule, group, device=CPU, dynamic_shapes=dynamic)
+
+        def forward(s, i, given, mine=mine):
+            out = mine[s](x[i : i + 1] if s == 0 else given)
+            return ((out - y[i]) ** 2).sum() if s == size - 1 else out
+
+        with noted() as messages:
+            executor.run(forward)
+            twin = twin_of(group)
+            assert (twin is None) == dynamic
+            messages.clear()
+            executor.run(forward)
+        neighbours = {rank - 1, rank + 1} & {*range(size)}
+        assert messages == each_way(group, twin or group, neighbours)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_activations_and_gradients_have_a_connection_each(ranks, size):
+    ranks(size).run(a_connection_for_each_way)

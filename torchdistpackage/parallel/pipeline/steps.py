@@ -6,9 +6,10 @@ waits for, which boundary it crosses) is known when the list is made; a run call
 There are four lists, for all ranks alike. While forms of messages are not known yet: one global
 order of all messages, in which a rank may wait for a header wherever it stands, as whoever sends it
 has nothing to wait for but what comes earlier. Then the program's own batches. And where posting a
-receive holds up nothing (gloo), each message alone, and receives early. In the debug mode the one
-global order again, each message alone: a comparison waits for the peer, and one of a whole batch
-would keep back a message that the peer needs before it can come to another of that batch.
+receive holds up nothing (gloo), each message alone, receives early, and over a connection for each
+way. In the debug mode the one global order again, each message alone: a comparison waits for the
+peer, and one of a whole batch would keep back a message that the peer needs before it can come to
+another of that batch.
 """
 
 from collections import deque
@@ -20,6 +21,7 @@ from itertools import groupby, pairwise
 
 import torch
 
+from torchdistpackage.comm.groups import make_twins, twin_of
 from torchdistpackage.comm.headers import Headers
 from torchdistpackage.comm.p2p import Flight, Post, Wire
 from torchdistpackage.comm.primitives import Group, ranks_of
@@ -105,6 +107,9 @@ class Steps:
         if not self._knows:
             for stage in self.stages.values():
                 stage.learned()
+            if self._headers is not None and not self._dynamic:
+                make_twins([self._group])  # all its ranks come to this place
+                self._wire = Wire(self._group, self.timeout_s, down=twin_of(self._group))
         self._knows = not self._dynamic
 
     def reset(self) -> None:
