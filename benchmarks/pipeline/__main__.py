@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for part in options.parts:
             if part in PARTS:
                 link.shape(None)
-                results[part] = PARTS[part](link, options.rounds)
+                results[part] = PARTS[part](link, options.rounds * options.starts)
                 print(f"\n{part}", *table.rows(results[part]["rows"]), sep="\n", flush=True)
             else:
                 run_cases(results, link, part, options)
@@ -68,7 +68,8 @@ def run_cases(results: dict, link: Link, model: str, options: argparse.Namespace
     numbers = [m for m in numbers if m in options.microbatches]
     patterns = options.sides or ["*"]
     sides = [n for n in known if any(fnmatchcase(n, p) for p in patterns)]
-    for (name, m), case in measure(link, links, model, numbers, sides, options.rounds).items():
+    counts = options.rounds, options.starts
+    for (name, m), case in measure(link, links, model, numbers, sides, *counts).items():
         results.setdefault("cases", {}).setdefault(name, {})[f"{model}, m {m}"] = case
         show(f"{model}, {m} microbatches, {name}", case)
 
@@ -87,13 +88,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--links", type=names, default=["free", "1g"], help="free;1g")
     parser.add_argument("--microbatches", type=numbers, default=[4, 8, 16], help="4;8;16")
     parser.add_argument("--sides", type=names, help="patterns, '1f1b;torch*': not written")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=2, help="of each start")
+    parser.add_argument("--starts", type=int, default=3, help="of ranks, for steps of a model")
     parser.add_argument("--quick", action="store_true", help="3 rounds, not written")
     parser.add_argument("--strict", action="store_true", help="exit code 1 if a bar fails")
     parser.add_argument("--json", type=Path, default=table.RESULTS)
     options = parser.parse_args(argv)
     if options.quick:
-        options.rounds = 3
+        options.rounds, options.starts = 3, 1
     return options
 
 

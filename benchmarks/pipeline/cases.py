@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from statistics import median
 
 from benchmarks.data_parallel.link import Link
 from benchmarks.pipeline.bars import PEER
@@ -29,32 +30,37 @@ def measure(
     numbers: Sequence[int],
     sides: Sequence[str],
     rounds: int,
+    starts: int = 1,
 ) -> dict[tuple[str, int], dict]:
-    """Cases by link and number of microbatches, one start of ranks for all of them."""
+    """Cases by link and number of microbatches, each over as many starts of ranks."""
     args = (link.hosts, links, name, numbers, sides, rounds, STEPS[name])
     env = {**link.env, "OMP_NUM_THREADS": "1"}
-    ranks = run_local(rank_main, args, num_procs=2, preload=PRELOAD, env=env)
-    return {key: summarise(*(rank[key] for rank in ranks)) for key in ranks[0]}
+    runs = [
+        run_local(rank_main, args, num_procs=2, preload=PRELOAD, env=env) for _ in range(starts)
+    ]
+    return {key: summarise([[rank[key] for rank in run] for run in runs]) for key in runs[0][0]}
 
 
-def summarise(first: Mapping, second: Mapping) -> dict:
-    """A case, from what `rounds.run` returned on two ranks; the slower one counts.
+def summarise(runs: Sequence[Sequence[Mapping]]) -> dict:
+    """A case, from what `rounds.run` returned on two ranks, start by start; the slower rank counts.
 
     ideal_ms: a step of 1F1B where messages are free, on the given cut and on an even one. by_time:
-    the piece with which the second stage begins where time decides.
+    for each start the piece with which the second stage begins where time decides.
     """
-    sides = {}
-    for name, times in first["times_s"].items():
-        sides[name] = spread_ms(rounds_s([times, second["times_s"][name]]))
-        sides[name]["gradients"] = max(rank["distance"][name] for rank in (first, second))
+    first, sides = runs[0][0], {}
+    for name in first["times_s"]:
+        rounds = [rounds_s([rank["times_s"][name] for rank in run]) for run in runs]
+        sides[name] = spread_ms([s for some in rounds for s in some])
+        sides[name]["gradients"] = max(rank["distance"][name] for run in runs for rank in run)
     single = sides[ALONE]["median"] if ALONE in sides else None
+    ideal = {cut: median(run[0]["ideal"][cut] for run in runs) for cut in first["ideal"]}
     return {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "load": os.getloadavg()[0],
         "ideal_ms": {
-            cut: None if single is None else share * single for cut, share in first["ideal"].items()
+            cut: None if single is None else share * single for cut, share in ideal.items()
         },
-        "by_time": first["by_time"],
+        "by_time": [run[0]["by_time"] for run in runs],
         "sides": sides,
     }
 

@@ -47,7 +47,8 @@ def _case(title: str, case: Mapping) -> Iterator[str]:
             f"{ideal['even']:.1f} on an even one.\n"
         )
     if any("cut by time" in name for name in case["sides"]):
-        yield f"By time the second stage begins with piece {case['by_time'][0]}, counted from 0.\n"
+        pieces = ", ".join(map(str, case["by_time"]))
+        yield f"By time the second stage begins with piece {pieces}, counted from 0.\n"
     yield "| ms a step | median | middle half | all | / torch 1F1B | gradients |"
     yield "|---|---|---|---|---|---|"
     peer = case["sides"].get(PEER)
