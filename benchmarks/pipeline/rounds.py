@@ -40,6 +40,7 @@ def rank_main(
 ) -> dict[tuple[str, int], dict[str, object]]:
     """What one rank saw of a case, by link and number of microbatches."""
     enter(hosts[int(os.environ["RANK"])])
+    os.sched_setaffinity(0, {int(os.environ["RANK"])})  # its threads, which start later, as well
     rank = setup_distributed()[0]
     found = {}
     for link in links:
