@@ -22,10 +22,10 @@ RATES = {"1g": "1gbit", "4g": "4gbit", "free": None}
 """What `shape` takes, by the name it has in tables; free is the bare veth pair."""
 
 CONGESTION = "reno"
-"""Which every namespace may choose; over one cable it does what cubic does, Linux's own choice. BBR,
+"""Which every namespace may choose; over one cable it does what cubic does, Linux's choice. BBR,
 which some machines are told to use, paces messages that come one by one at a rate that it guesses
 from them: in every second step or so of a pipeline one of 0.1 MB took 75 or 145 ms on an idle link
-of 1 Gbit/s, and steps of 600 to 850 ms became 600 to 630 without it."""
+of 1 Gbit/s."""
 
 _TOOLS = ("unshare", "nsenter", "ip", "tc", "sysctl")
 _CLONE_NEWNET = 0x40000000
