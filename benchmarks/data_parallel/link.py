@@ -49,7 +49,7 @@ class Link:
             )
         if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
             raise FileNotFoundError(
-                f"{', '.join(missing)} not found: install iproute2 and util-linux"
+                f"{', '.join(missing)} not found: install iproute2, util-linux and procps"
             )
         self.env = {"GLOO_SOCKET_IFNAME": INTERFACE}
         with ExitStack() as stack:

@@ -71,7 +71,6 @@ def test_close_sides_take_more_turns_and_nobody_always_follows_the_same_one():
                 1 + 2 * (side in close)
             )
     assert {(a, b) for a, b in itertools.pairwise(order)} >= {*itertools.permutations(sides, 2)}
-    assert take_turns(sides, close, 20, lambda side: 0.0).keys() == taken.keys()
     before, order[:] = [*order], []
     take_turns(sides, close, 20, turn)
     assert order == before  # on another rank

@@ -92,13 +92,15 @@ def test_a_cut_moves_to_where_less_goes_across_as_far_as_that_saves_time():
 
 @pytest.mark.parametrize("m", [2, 4, 16])
 def test_a_busy_stage_ahead_costs_less_than_one_behind(m):
-    pieces = [PieceCost(s, 2 * s) for s in (4.0, 2.0, 4.0)]
+    pieces = [PieceCost(s, 2 * s) for s in (4.0, 1.5, 3.8)]
     schedule = build("1f1b", 2, m)
-    assert split_measured(pieces, range(2), schedule=schedule) == (range(2), range(2, 3))
+    assert split_measured(pieces, range(2)) == (range(1), range(1, 3))
+    ahead = split_measured(pieces, range(2), schedule=schedule) == (range(2), range(2, 3))
+    assert ahead == (m < 8)
     lengths = [
         simulate(schedule, stage_costs(pieces, cut)).total for cut in every_cut(len(pieces), 2)
     ]
-    assert lengths == [3 * (4 + 6 * m), 3 * ((m - 1) * 6 + 2 * 4)]
+    assert lengths == pytest.approx([3 * (4 + 5.3 * m), 3 * ((m - 1) * 5.5 + 2 * 3.8)])
 
 
 @given(
@@ -127,6 +129,17 @@ def test_a_cut_for_a_schedule_has_no_longer_step_and_keeps_to_the_cap(numbers, o
         other = [range(a, b) for a, b in itertools.pairwise(edges)]
         if all(other) and by_rank(held, other, placement) <= options["cap_bytes"]:
             assert step(other) >= step(cut) * (1 - 1e-6)
+
+
+def test_without_numbers_as_many_microbatches_are_held_as_the_schedule_holds():
+    pieces = [PieceCost(1.0, 2.0, 1.0, activation_bytes=10) for _ in range(4)]
+    gpipe, half = build("gpipe", 2, 8), (range(2), range(2, 4))
+    cut = lambda cap, schedule: split_measured(  # noqa: E731
+        pieces, range(2), cap_bytes=cap, schedule=schedule
+    )
+    assert cut(40, build("1f1b", 2, 8)) == cut(40, None) == cut(160, gpipe) == half
+    with pytest.raises(ScheduleError, match="holds at most 159 bytes"):
+        cut(159, gpipe)
 
 
 def test_a_schedule_of_another_placement_is_refused():
