@@ -14,8 +14,11 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import TypeVar
 
 from torchdistpackage.launch.local import run_local
+
+T = TypeVar("T")
 
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "numpy")
 AGAIN = 2
@@ -30,14 +33,14 @@ def arguments(doc: str | None) -> argparse.Namespace:
 
 
 def take_turns(
-    sides: Sequence[str], close: Collection[str], rounds: int, turn: Callable[[str], float]
-) -> dict[str, list[list[float]]]:
+    sides: Sequence[str], close: Collection[str], rounds: int, turn: Callable[[str], T]
+) -> dict[str, list[list[T]]]:
     """What each call of `turn` returned, by side and round.
 
     The order is drawn anew each time, alike on all ranks, so that nobody always follows the same
     one, whose memory and caches he finds.
     """
-    taken: dict[str, list[list[float]]] = {name: [[] for _ in range(rounds)] for name in sides}
+    taken: dict[str, list[list[T]]] = {name: [[] for _ in range(rounds)] for name in sides}
     draw = random.Random(0)
     for number in range(rounds):
         for some in (

@@ -7,12 +7,25 @@ compared round by round, where they ran one after the other, and the median of t
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+Turn = tuple[float, float]
+"""When a rank began it and when it ended it, on the clock of the machine."""
 
-def rounds_s(ranks: Sequence[Sequence[Sequence[float]]]) -> list[float]:
-    """A side's seconds, round by round, from what its ranks took: of each turn the slower one."""
+
+def rounds_s(ranks: Sequence[Sequence[Sequence[Turn]]], num_steps: int = 1) -> list[float]:
+    """A side's seconds a step, round by round, from the turns of its ranks.
+
+    A turn is from when the last rank began to when the last one ended. The slower rank's own time
+    would be too long for a side that begins in the middle of its work, where a rank that is ahead
+    makes up for it later.
+    """
     return [
-        median(max(turn) for turn in zip(*turns, strict=True)) for turns in zip(*ranks, strict=True)
+        median(_took_s(turn) for turn in zip(*turns, strict=True)) / num_steps
+        for turns in zip(*ranks, strict=True)
     ]
+
+
+def _took_s(turn: Sequence[Turn]) -> float:
+    return max(end for _, end in turn) - max(begin for begin, _ in turn)
 
 
 def spread_ms(times_s: Sequence[float]) -> dict[str, object]:

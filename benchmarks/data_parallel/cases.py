@@ -23,13 +23,13 @@ def measure(
     """Cases of a model by the name of the link, one start of ranks for all of them."""
     args = (link.hosts, links, model, sides, rounds, STEPS[model])
     ranks = run_local(rank_main, args, num_procs=2, preload=PRELOAD, env=link.env)
-    return {name: summarise(*(rank[name] for rank in ranks)) for name in links}
+    return {name: summarise(*(rank[name] for rank in ranks), STEPS[model]) for name in links}
 
 
-def summarise(first: Mapping, second: Mapping) -> dict:
+def summarise(first: Mapping, second: Mapping, num_steps: int) -> dict:
     """A case, from what `rounds.run` returned on two ranks. Times in ms.
 
-    A round takes what its slower rank took; phases, trace and rate are the first rank's.
+    num_steps: of a turn. Phases, trace and rate are the first rank's.
     The bound and the roofline are those of fp32 on the wire and, at [1], of bf16.
 
     Raises:
@@ -39,8 +39,8 @@ def summarise(first: Mapping, second: Mapping) -> dict:
     trace, rate = first["trace"], first["bytes_per_s"]
     size = limits.num_bytes(trace)
     sides = {}
-    for name, times in first["times_s"].items():
-        sides[name] = spread_ms(rounds_s([times, second["times_s"][name]]))
+    for name, turns in first["turns"].items():
+        sides[name] = spread_ms(rounds_s([turns, second["turns"][name]], num_steps))
         sides[name]["phases_ms"] = [round(s * 1e3, 1) for s in first["phases_s"][name]]
     compute_s = sides[ALONE]["median"] / 1e3 if ALONE in sides else 0.0
     roofs = {s: limits.roofline_s(compute_s, size * s, rate) * 1e3 for s in (1.0, 0.5)}

@@ -22,6 +22,7 @@ from benchmarks.data_parallel.bars import CLOSE
 from benchmarks.data_parallel.link import RATES, enter, shape
 from benchmarks.data_parallel.models import CASES, Case
 from benchmarks.data_parallel.sides import CAPS, SIDES, Trained, alone
+from benchmarks.turns import Turn
 from torchdistpackage.comm.io_threads import yield_cores
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.comm.tpc import tpc
@@ -57,8 +58,8 @@ class Runner:
         self.losses.append(loss.item())
         self.phases.append((forward - begin, backward - forward, time.perf_counter() - backward))
 
-    def turn(self, num_steps: int) -> float:
-        """Seconds a step of `num_steps` in a row."""
+    def turn(self, num_steps: int) -> Turn:
+        """`num_steps` in a row."""
         yield_cores(self.yields)
         dist.barrier()
         if self.trained.finish is not None:
@@ -66,10 +67,10 @@ class Runner:
         begin = time.perf_counter()
         for _ in range(num_steps):
             self.step()
-        seconds = (time.perf_counter() - begin) / num_steps
+        end = time.perf_counter()
         if self.trained.finish is not None:
             self.trained.finish()
-        return seconds
+        return begin, end
 
 
 def rank_main(
@@ -82,6 +83,7 @@ def rank_main(
 ) -> dict[str, dict[str, object]]:
     """What one rank saw of a model, by link."""
     enter(hosts[int(os.environ["RANK"])])
+    os.sched_setaffinity(0, {int(os.environ["RANK"])})  # its threads, which start later, as well
     rank = setup_distributed()[0]
     tpc.setup_process_groups([("data", dist.get_world_size())])
     case, generator = CASES[model], torch.Generator().manual_seed(rank)
@@ -106,7 +108,7 @@ def run(
     rounds: int,
     num_steps: int,
 ) -> dict[str, object]:
-    """times_s: of a step, by round and turn, phases_s: medians, losses: of every step, by side;
+    """turns: by round, phases_s: medians, losses: of every step, by side;
     bytes_per_s: of an all-reduce alone; trace: see `trace`."""
     wire_s = statistics.median(_wire_s() for _ in range(5))
     runners, known = {}, {**SIDES, **CAPS}
@@ -119,13 +121,13 @@ def run(
         if runner.trained.finish is not None:
             runner.trained.finish()
         runner.phases.clear()
-    times = take_turns(sides, CLOSE, rounds, lambda name: runners[name].turn(num_steps))
+    turns = take_turns(sides, CLOSE, rounds, lambda name: runners[name].turn(num_steps))
     phases = {
         name: [statistics.median(phase) for phase in zip(*runner.phases, strict=True)]
         for name, runner in runners.items()
     }
     return {
-        "times_s": times,
+        "turns": turns,
         "phases_s": phases,
         "losses": {name: runner.losses for name, runner in runners.items()},
         "bytes_per_s": WIRE_BYTES / wire_s,

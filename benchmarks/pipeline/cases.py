@@ -38,18 +38,22 @@ def measure(
     runs = [
         run_local(rank_main, args, num_procs=2, preload=PRELOAD, env=env) for _ in range(starts)
     ]
-    return {key: summarise([[rank[key] for rank in run] for run in runs]) for key in runs[0][0]}
+    return {
+        key: summarise([[rank[key] for rank in run] for run in runs], STEPS[name])
+        for key in runs[0][0]
+    }
 
 
-def summarise(runs: Sequence[Sequence[Mapping]]) -> dict:
-    """A case, from what `rounds.run` returned on two ranks, start by start; the slower rank counts.
+def summarise(runs: Sequence[Sequence[Mapping]], num_steps: int) -> dict:
+    """A case, from what `rounds.run` returned on two ranks, start by start, for turns of so many
+    steps.
 
     ideal_ms: a step of 1F1B where messages are free, on the given cut and on an even one. by_time:
     for each start the piece with which the second stage begins where time decides.
     """
     first, sides = runs[0][0], {}
-    for name in first["times_s"]:
-        rounds = [rounds_s([rank["times_s"][name] for rank in run]) for run in runs]
+    for name in first["turns"]:
+        rounds = [rounds_s([rank["turns"][name] for rank in run], num_steps) for run in runs]
         sides[name] = spread_ms([s for some in rounds for s in some])
         sides[name]["gradients"] = max(rank["distance"][name] for run in runs for rank in run)
     single = sides[ALONE]["median"] if ALONE in sides else None

@@ -17,6 +17,7 @@ from benchmarks.data_parallel.link import RATES, enter, shape
 from benchmarks.pipeline.bars import CLOSE
 from benchmarks.pipeline.models import CASES, TWO
 from benchmarks.pipeline.sides import ALONE, SIDES, Running, Task
+from benchmarks.turns import Turn
 from torchdistpackage.comm.io_threads import yield_cores
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.parallel.pipeline.piece_cost import PieceCost, stage_costs
@@ -56,7 +57,7 @@ def rank_main(
 
 
 def run(name: str, m: int, sides: Sequence[str], rounds: int, num_steps: int) -> dict[str, object]:
-    """times_s: of a step, by round and turn; distance: of gradients; by_time: first piece of
+    """turns: by side and round; distance: of gradients; by_time: first piece of
     the second stage, cut by time; ideal: share of one process's time that a step of 1F1B takes
     where messages are free, on the given cut and an even one."""
     task = Task(CASES[name], m, piece_costs(name, m), measure_link(dist.group.WORLD))
@@ -72,13 +73,13 @@ def run(name: str, m: int, sides: Sequence[str], rounds: int, num_steps: int) ->
             running[side].step()
         distance[side] = furthest(running[side].gradients(), expected.gradients())
 
-    def turn(side: str) -> float:
+    def turn(side: str) -> Turn:
         yield_cores(SIDES[side].yields)
         return _turn(running[side], num_steps)
 
-    times = take_turns(sides, CLOSE, rounds, turn)
+    turns = take_turns(sides, CLOSE, rounds, turn)
     by_time = task.by_time(TWO, "1f1b")[1].start
-    return {"times_s": times, "distance": distance, "ideal": ideal(task), "by_time": by_time}
+    return {"turns": turns, "distance": distance, "ideal": ideal(task), "by_time": by_time}
 
 
 def piece_costs(name: str, m: int) -> list[PieceCost]:
@@ -122,11 +123,11 @@ def furthest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return worst
 
 
-def _turn(running: Running, num_steps: int) -> float:
-    """Seconds a step of `num_steps` in a row."""
+def _turn(running: Running, num_steps: int) -> Turn:
+    """`num_steps` in a row."""
     dist.barrier()
     begin = time.perf_counter()
     for _ in range(num_steps):
         running.zero()
         running.step()
-    return (time.perf_counter() - begin) / num_steps
+    return begin, time.perf_counter()

@@ -76,9 +76,13 @@ def test_close_sides_take_more_turns_and_nobody_always_follows_the_same_one():
     assert order == before  # on another rank
 
 
-def test_a_round_is_its_middle_turn_of_the_slower_rank_and_sides_compare_round_by_round():
-    first, second = [[1.0, 5.0, 2.0], [4.0]], [[3.0, 1.0, 1.0], [6.0]]
-    assert rounds_s([first, second]) == [3.0, 6.0]
+def test_a_turn_is_from_the_last_begin_to_the_last_end_and_a_round_is_its_middle_turn():
+    first = [[(0.0, 4.0), (10.0, 18.0), (20.0, 22.0)], [(30.0, 38.0)]]
+    second = [[(2.0, 3.0), (8.0, 9.0), (20.0, 24.0)], [(28.0, 42.0)]]
+    assert rounds_s([first, second], 2) == [2.0, 6.0]  # 2, 8, 4 and 12, by 2 steps
+
+
+def test_sides_compare_round_by_round():
     fast, slow = spread_ms([0.1, 0.2, 0.4]), spread_ms([0.2, 0.2, 1.6])
     assert (fast["median"], fast["min"], fast["max"]) == (200, 100, 400)
     found, half = ratio(fast, slow)
