@@ -32,29 +32,16 @@ class Embeddings:
         lookups: bool,
         counts: Callable[[], bool],
     ):
-        self._tables: dict[str, Table] = {}
         names = {id(s.parameter): s.name for s in shared}
         sparse = {names.get(id(m.weight)) for m in module.modules() if _is_sparse(m)}
-        looking: list[nn.Embedding] = []
-        if lookups:
-            by_name = {s.name: s for s in shared}
-            for m in module.modules():
-                s = by_name.get(names.get(id(m.weight), "")) if can_leave_rows(m) else None
-                if s is not None and s.group.size() > 1 and not s.last:
-                    looking.append(m)
-                    self._tables.setdefault(s.name, Table(s, counts))
-        elsewhere = {
-            names.get(id(parameter))
-            for m in module.modules()
-            if m not in looking
-            for parameter in m._parameters.values()
-        }
-        alone = {*self._tables} - elsewhere
+        looking = looked_up(module, shared) if lookups else []
+        self._tables = {s.name: Table(s, counts) for _, s in looking}
+        alone = {*self._tables} - held_elsewhere(module, looking)
         self.shared = [replace(s, rows=True) if s.name in sparse | alone else s for s in shared]
         self.after: list[Carrier] = [
             RowsSummed(table, None) for name, table in self._tables.items() if name not in alone
         ]
-        self._handles = [hook_lookups(m, self._tables[names[id(m.weight)]]) for m in looking]
+        self._handles = [hook_lookups(m, self._tables[s.name]) for m, s in looking]
 
     def carry(self, shared: Shared) -> Carrier:
         """The carrier of one of those that travel as rows."""
@@ -68,6 +55,25 @@ class Embeddings:
         """Let lookups be plain again."""
         for handle in self._handles:
             handle.remove()
+
+
+Looking = Sequence[tuple[nn.Embedding, Shared]]
+"""Embeddings, each with its weight."""
+
+
+def looked_up(module: nn.Module, shared: Sequence[Shared]) -> Looking:
+    """Those of `module` whose lookups can leave rows of one of `shared`."""
+    by_parameter = {id(s.parameter): s for s in shared if s.group.size() > 1 and not s.last}
+    found = ((m, by_parameter.get(id(m.weight))) for m in module.modules() if can_leave_rows(m))
+    return [(m, s) for m, s in found if s is not None]
+
+
+def held_elsewhere(module: nn.Module, looking: Looking) -> set[str]:
+    """Names of weights that modules beside those which look them up hold too."""
+    embeddings = {m for m, _ in looking}
+    others = (m._parameters.values() for m in module.modules() if m not in embeddings)
+    held = {id(parameter) for parameters in others for parameter in parameters}
+    return {s.name for _, s in looking if id(s.parameter) in held}
 
 
 def _is_sparse(module: nn.Module) -> bool:

@@ -47,12 +47,16 @@ class Table:
         """What waits: ids (m), ascending, each once, and rows (m, ...)."""
         parameter = self.shared.parameter
         if not self._taken:
-            ids = torch.empty(0, dtype=torch.int64, device=parameter.device)
-            return ids, parameter.new_empty((0, *parameter.shape[1:]))
+            return torch.empty(0, dtype=torch.int64, device=parameter.device), self._zeros(0)
         found, places = torch.unique(torch.cat([i for i, _ in self._taken]), return_inverse=True)
-        rows = parameter.new_zeros((len(found), *parameter.shape[1:]))
+        rows = self._zeros(len(found))
         rows.index_add_(0, places, torch.cat([rows for _, rows in self._taken]))
         return found, rows
+
+    def _zeros(self, num: int) -> Tensor:
+        """As many rows; of the parameter, which may be absent (ZeRO), only facts are read."""
+        p = self.shared.parameter
+        return torch.zeros((num, *p.shape[1:]), dtype=p.dtype, device=p.device)
 
     def came_dense(self) -> None:
         """Autograd made a dense gradient."""

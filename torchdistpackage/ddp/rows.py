@@ -44,8 +44,8 @@ class Unpacked:
         return []
 
 
-class _Counted:
-    """Counts of all ranks under way; common to both carriers."""
+class Counted:
+    """Counts of all ranks under way; common to all carriers of rows."""
 
     def __init__(self, group: Group):
         self._group = group
@@ -78,7 +78,7 @@ class _Counted:
         return zip(*(pending.wait().split(sizes) for pending in both), strict=True)
 
 
-class SparseSummed(_Counted):
+class SparseSummed(Counted):
     """Sum of a sparse gradient, coalesced. If it is dense on some rank it becomes so on all."""
 
     def __init__(self, shared: Shared):
@@ -117,7 +117,7 @@ class SparseSummed(_Counted):
         parameter.grad = total.div_(divide).to(parameter.dtype)
 
 
-class RowsSummed(_Counted):
+class RowsSummed(Counted):
     """Sum of the rows that lookups of one table left.
 
     whole: for a table that is only looked up, its dense gradient, which is reduced when that of

@@ -25,6 +25,7 @@ from torchdistpackage.ddp.zero.compiled import bring_ahead, may_overlap
 from torchdistpackage.ddp.zero.offload import Offload, check_offload
 from torchdistpackage.ddp.zero.parameters import Parameters
 from torchdistpackage.ddp.zero.passage import Passage
+from torchdistpackage.ddp.zero.rows import Heads
 from torchdistpackage.ddp.zero.scattered import Scattered, line_up
 from torchdistpackage.ddp.zero.shards import Shard
 from torchdistpackage.ddp.zero.sharing import Sharing, names_of, packed
@@ -64,6 +65,9 @@ class ZeroOptimizer(Wrapped):
     whole: whether each parameter has one owner, for an optimizer that looks at whole ones; by
         default so for all classes that are not known to be element-wise.
     master_dtype: of the optimizer's copy of bf16 and fp16 parameters; torch.bfloat16: no copy.
+    embedding_rows: of an `nn.Embedding` whose weight a head shares, gradients of the head leave at
+        the start of the backward, and those of lookups at its end, as rows, where these are few.
+        Such a lookup cannot be differentiated twice. With `replicas` they travel as others do.
 
     A parameter's `.grad` is None once its gradient has left. `reducer.finish()` waits for the
     sums, then in the `.grad` of what param_groups hold; `step` does so by itself, and uses them up.
@@ -91,6 +95,7 @@ class ZeroOptimizer(Wrapped):
         reshard_after_forward: bool = False,
         whole: bool | None = None,
         master_dtype: torch.dtype | None = None,
+        embedding_rows: bool = False,
     ):
         if stage not in (1, 2, 3):
             raise ValueError(f"stage is {stage}; use 1, 2 or 3")
@@ -103,7 +108,7 @@ class ZeroOptimizer(Wrapped):
         sharing = Sharing.over(group, replicas, layouts, reduce_op.lower() == "avg")
         self._sharing = sharing
         names = names_of(optimizer, module)
-        shared = self._share(optimizer, names)
+        shared = sharing.trained(optimizer, module, names)
         refuse_owned(shared)
         split = [s.name for s in shared if sharing.is_split(s.name)]
         owner_of = whole_owners(shared) if needs_whole(optimizer, whole, split) else None
@@ -122,12 +127,15 @@ class ZeroOptimizer(Wrapped):
         if module is not None:
             sharing.equalise(module, {id(s.parameter) for s in shared})
         make_twins(s.group for s in shared)
+        looks = module if embedding_rows and replicas is None else None
+        self._heads = Heads(looks, shared, lambda: self.reducer.is_reducing)
         self.reducer = Reducer(
-            packed(shared, int((bucket_cap_mb or DEFAULT_CAP_MIB) * MIB)),
+            packed(self._heads.coming(shared), int((bucket_cap_mb or DEFAULT_CAP_MIB) * MIB)),
             cap_bytes=UNLIMITED_BYTES,
             num_backwards=num_grad_acc_iter if stage == 1 else 1,
             overlap=self._overlap,
             carry=self._carry,
+            after=self._heads.after,
             alone=True,
         )
         line_up([bucket.carrier for bucket in self._buckets], saves_memory=stage > 1)
@@ -141,10 +149,12 @@ class ZeroOptimizer(Wrapped):
         self._ties = Ties(module, lines, (h.shared for members in self.held for h in members))
         # what another class does across parameters it must do once
         self._by_bucket = type(optimizer).__module__.startswith("torch.optim.")
+        self._order = self._heads.first(reversed(range(len(self._buckets))))
         if module is not None:
             handles = self._ties.handles
+            handles += self._heads.handles
             handles += hooked(module, self._watch, self._before_state_dict, self._loaded)
-            order = [bucket.parameters for bucket in reversed(self._buckets) if bucket.passes]
+            order = [self._buckets[b].parameters for b in self._order if self._buckets[b].passes]
             if order:
                 self._passage = Passage(module, order, keeps=not reshard_after_forward)
                 handles += self._passage.handles
@@ -225,9 +235,10 @@ class ZeroOptimizer(Wrapped):
             self.inner.step()
             for bucket in self._buckets:
                 bucket.carrier.stepped()
-        # what the forward reads first, and whose sum came last, goes first
-        order = sorted(range(len(self._buckets)), key=lambda b: (not self._goes_early(b), -b))
-        for b in order:  # the same on all ranks, whoever had waited for the sums before
+        # what the forward reads first goes first
+        for b in sorted(
+            self._order, key=lambda b: not self._goes_early(b)
+        ):  # the same on all ranks, whoever had waited for the sums before
             if self._by_bucket and self._num_stepped == 0:
                 self._step_bucket(b)
             if not (self._buckets[b].passes or (self._num_stepped and self._goes_early(b))):
@@ -237,7 +248,8 @@ class ZeroOptimizer(Wrapped):
 
     def _goes_early(self, bucket: int) -> bool:
         """While the last sum comes in and is stepped, the link has the bucket before it."""
-        return bucket == len(self._buckets) - 2 and self._passage is None
+        is_before_last = bucket == len(self._buckets) - 2
+        return is_before_last and self._passage is None and not self._heads.buckets
 
     def _left(self, bucket: int) -> None:
         if self._passage is not None and self._buckets[bucket].passes:
@@ -280,15 +292,9 @@ class ZeroOptimizer(Wrapped):
 
     # -- at the start ------------------------------------------------------------------
 
-    def _share(self, optimizer: Optimizer, names: Mapping[int, str]) -> list[Shared]:
-        """The trained parameters, in the module's order."""
-        given = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-        order = () if self._module is None else self._module.parameters()
-        ordered = {id(p): p for p in order if id(p) in given} | given
-        return [self._sharing.of(names[i], p) for i, p in ordered.items() if p.requires_grad]
-
     def _carry(self, bucket: Bucket, members: Sequence[Shared]) -> Scattered:
         number = len(self._buckets)
         left, settled = partial(self._left, number), partial(self._settled, number)
         self._buckets.append(self._cutter.cut(bucket, members, left, settled))
+        self._heads.attach(number, self._buckets[-1].carrier)
         return self._buckets[-1].carrier

@@ -30,6 +30,8 @@ class Scattered:
     shards: mine, whose gradients these become. dtype: of the shards. freed: keep the slice alone
     once it is made (stages 2 and 3). copies: of slices, if not beside them. wire: dtype in which
     gradients travel. left, settled: called when they leave, and when the shards have their sum.
+
+    awaits_rows: somebody adds rows to the sum, and calls `settled` afterwards.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Scattered:
         self._views = [shard.view(self.total) for shard in shards]
         self._marks, self._first_mark = marks, marks.add(len(line.members))
         self._wire, self._replicas = wire, replicas
-        self._left, self._settled = left, settled
+        self._left, self.settled, self.awaits_rows = left, settled, False
         self._without: list[int] = []
         self._go: Callable[[], Pending] | None = None  # begins the sum that is expected
         self._pending: Pending | None = None
@@ -119,7 +121,16 @@ class Scattered:
             elif self._stepped:
                 shard.tensor.grad = None
         self._stepped = False
-        self._settled()
+        if not self.awaits_rows:
+            self.settled()
+
+    def add_rows(self, place: int, ids: Tensor, rows: Tensor) -> None:
+        """Add to the sum, which is here, rows `ids` (n) of member `place`: (n, ...)."""
+        self._copies.wait()
+        for shard, view in zip(self.shards, self._views, strict=True):
+            if shard.place == place:
+                shard.add_rows(view, ids.to(view.device), rows.to(view))
+                shard.tensor.grad = view
 
     def abandon(self) -> None:
         self.gradients.undivide()
@@ -141,10 +152,9 @@ class Scattered:
         """Forget all gradients, of the shards and of the parameters."""
         for shard in self.shards:
             shard.tensor.grad = None
-        if not self.gradients.empty:
-            self.gradients.release()
-            if self._go is None:
-                self.gradients.free()
+        self.gradients.release()
+        if self._go is None:
+            self.gradients.free()
         self._counts, self._before = False, None
 
     def zero(self) -> None:
@@ -152,8 +162,7 @@ class Scattered:
         for shard in self.shards:
             if shard.tensor.grad is not None:
                 shard.tensor.grad.zero_()
-        if not self.gradients.empty:
-            self.gradients.zero()
+        self.gradients.zero()
         self._stepped, self._before = False, None
 
     def _begin(self) -> None:

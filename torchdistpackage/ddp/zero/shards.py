@@ -76,6 +76,24 @@ class Shard:
             return self.shared.view(slice_, slice_.storage_offset() + self.piece.offset)
         return slice_.narrow(0, self.piece.offset, self.stop - self.start)
 
+    def add_rows(self, view: Tensor, ids: Tensor, rows: Tensor) -> None:
+        """Add, to my elements of a contiguous parameter, what rows `ids` (n) have there: (n, ...).
+
+        My first row and my last may be parts of one.
+        """
+        flat, rows = view.view(-1), rows.flatten(1)
+        width = rows.shape[1]
+        first, last = -(-self.start // width), self.stop // width
+        if first < last:
+            whole = flat[first * width - self.start : last * width - self.start].view(-1, width)
+            inside = (ids >= first) & (ids < last)
+            whole.index_add_(0, ids[inside] - first, rows[inside])
+        for row in {self.start // width, last} - {*range(first, last)}:
+            start, stop = max(row * width, self.start), min((row + 1) * width, self.stop)
+            if start < stop:
+                part = rows[ids == row, start - row * width : stop - row * width]
+                flat[start - self.start : stop - self.start] += part.sum(0)
+
 
 def make_shards(line: Line, values: Tensor, layouts: dict[str, Layout], whole: bool) -> list[Shard]:
     """My shards of a bucket, in memory order; `values` are the elements that I own."""

@@ -77,6 +77,15 @@ class Sharing:
         batches = num_replicas(layout, tpc.topology.view(layout.view))
         return Shared(name, parameter, group, self._divide(batches), last=len(layout.stages) > 1)
 
+    def trained(
+        self, optimizer: Optimizer, module: nn.Module | None, names: Mapping[int, str]
+    ) -> list[Shared]:
+        """The optimizer's parameters that are not frozen, in the order of `module`."""
+        given = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        order = () if module is None else module.parameters()
+        ordered = {id(p): p for p in order if id(p) in given} | given
+        return [self.of(names[i], p) for i, p in ordered.items() if p.requires_grad]
+
     def replicas_of(self, shared: Shared) -> Group | None:
         """Ranks with a copy of this rank's shard."""
         return self.replicas if ranks_of(shared.group) == ranks_of(self.group) else None

@@ -1,0 +1,85 @@
+"""Lookups in a table that a head shares: their gradients follow the head's to the owners, as rows.
+
+One rule: the head's gradient is the first of a backward and the lookups' the last. As one sum both
+would be the last to leave, the largest of all, with nothing left to compute meanwhile.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import nn
+
+from torchdistpackage.ddp.embeddings import held_elsewhere, looked_up
+from torchdistpackage.ddp.lookups import Table, hook_lookups
+from torchdistpackage.ddp.rows import Counted, Unpacked
+from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.zero.scattered import Scattered
+
+
+class RowsFollow(Counted):
+    """Carrier of the rows that lookups of `table` left.
+
+    They are added to the sum in `bucket`, of which the table is member `place`. settled: called
+    when they are.
+    """
+
+    bucket: Scattered
+    place: int
+    settled: Callable[[], object] = staticmethod(lambda: None)
+
+    def __init__(self, table: Table):
+        super().__init__(table.shared.group)
+        self._table, self.gradients = table, Unpacked(table.shared, table.came_dense)
+
+    def launch(self) -> None:
+        self._ids, self._rows = self._table.merged()
+        self._tell(len(self._ids), self._ids.device)
+
+    def settle(self) -> None:
+        counts = self._heard()
+        if any(counts):
+            for ids, rows in self._all_rows(self._ids, self._rows, counts):
+                self.bucket.add_rows(self.place, ids, rows.div_(self._table.shared.divide))
+        self._table.clear()
+        self.settled()
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._table.clear()
+
+
+class Heads:
+    """The tables of `module`, of whose parameters `shared` are summed, that a head shares.
+
+    counts: whether the backward that runs is one that sums. after: the carriers of their rows.
+    buckets: numbers of those with such tables.
+    """
+
+    def __init__(
+        self, module: nn.Module | None, shared: Sequence[Shared], counts: Callable[[], bool]
+    ):
+        looking = [] if module is None else looked_up(module, shared)
+        tied = held_elsewhere(module, looking) if module is not None else set()
+        looking = [(m, s) for m, s in looking if s.name in tied and m.weight.is_contiguous()]
+        tables = {s.name: Table(s, counts) for _, s in looking}
+        self._rows = {name: RowsFollow(table) for name, table in tables.items()}
+        self.after, self.buckets = [*self._rows.values()], list[int]()
+        self.handles = [hook_lookups(m, tables[s.name]) for m, s in looking]
+
+    def coming(self, shared: Sequence[Shared]) -> list[Shared]:
+        """The same as if registered where gradients come last first: tables behind all others."""
+        return sorted(shared, key=lambda s: s.name in self._rows)
+
+    def first(self, buckets: Iterable[int]) -> list[int]:
+        """The same, but for those that a forward needs before all others: it looks up first."""
+        return sorted(buckets, key=lambda b: b not in self.buckets)
+
+    def attach(self, number: int, carrier: Scattered) -> None:
+        """Let bucket `number` wait for the rows of the tables in it, if there are any."""
+        places = {shared.name: place for place, shared in enumerate(carrier.line.members)}
+        here = [name for name in self._rows if name in places]
+        for name in here:
+            rows = self._rows[name]
+            rows.bucket, rows.place = carrier, places[name]
+        if here:
+            self.buckets.append(number)
+            carrier.awaits_rows, self._rows[here[-1]].settled = True, carrier.settled
