@@ -129,6 +129,7 @@ def chosen(model: nn.Module, case: Case) -> Trained:
 ALONE = "no communication"
 _torch = partial(Side, yields=False)
 _best_cap = partial(torch_ddp, cap_mb=BEST_CAP_MB)
+_zero_bf16 = partial(zero, stage=1, wire_dtype=torch.bfloat16)
 _bf16_hook = partial(torch_ddp, cap_mb=BEST_CAP_MB, hook=bf16_hook)
 SIDES = {
     ALONE: Side(alone, tolerance=None),
@@ -149,6 +150,7 @@ SIDES = {
     "ZeRO-2": Side(partial(zero, stage=2)),
     "ZeRO-3": Side(partial(zero, stage=3)),
     "ZeRO, chosen": Side(chosen, warm_up_steps=4),
-    "ZeRO-1, bf16 wire": Side(partial(zero, stage=1, wire_dtype=torch.bfloat16), BF16, share=0.5),
+    "ZeRO-1, bf16 wire": Side(_zero_bf16, BF16, share=0.5),
+    "ZeRO-1, bf16 wire, rows": Side(partial(_zero_bf16, embedding_rows=True), BF16, share=0.5),
 }
 CAPS = {f"torch DDP, {cap} MiB": _torch(partial(torch_ddp, cap_mb=cap)) for cap in (1, 2, 4, 8)}
