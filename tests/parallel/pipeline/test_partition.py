@@ -20,7 +20,7 @@ from torchdistpackage.parallel.pipeline.partition import (
     partition_by_time,
     partition_uniform,
 )
-from torchdistpackage.parallel.pipeline.profile import measure, measure_link
+from torchdistpackage.parallel.pipeline.profile import Link, measure, measure_link
 from torchdistpackage.parallel.pipeline.stage import chunks_of
 from torchdistpackage.parallel.tensor.classic_block import Block
 from torchdistpackage.topology.views import topology
@@ -101,12 +101,13 @@ def test_ranks_that_measure_differently_cut_alike(ranks):
 def a_link_of_each_kind() -> None:
     p = dist.get_world_size()
     tpc.setup_process_groups([("pipe", p)])
-    rates = primitives.gather_objects(measure_link(tpc.get_group("pipe")), dist.group.WORLD)
-    assert len(set(rates)) == 1
+    links = primitives.gather_objects(measure_link(tpc.get_group("pipe")), dist.group.WORLD)
+    assert len(set(links)) == 1
     if p == 1:
-        assert rates == [float("inf")]
+        assert links == [Link(float("inf"), 0.0)]
         return
-    assert 1e6 < rates[0] < 1e12
+    assert 1e6 < links[0].bytes_per_s < 1e12
+    assert 1e-12 < links[0].work_s_per_byte < 1e-6
     # the middle is the fastest place, and the widest: over a slow link it is left alone
     widths = [64, 64, 64, 4096, 64, 64, 64]
     chain = [nn.Linear(a, b) for a, b in pairwise(widths)]
