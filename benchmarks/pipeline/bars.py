@@ -56,12 +56,16 @@ BARS = [
     ),
     *(Bar("zb-h1", "1f1b", link, "gpt, m 16", 1.00, 0.97) for link in LINKS),
     *(
+        Bar("auto, cut by time", PEER, link, f"gpt, m {m}", None, None)
+        for link in LINKS
+        for m in NUMBERS
+    ),
+    *(
         Bar(side, peer, link, "gpt, m 16", None, None)
         for link in LINKS
         for side, peer in (
             ("zb-h1, cut by time", "1f1b, cut by time"),
             ("auto, cut by time", "1f1b, cut by time"),
-            ("auto, cut by time", PEER),
             ("interleaved-zb", "interleaved"),
             ("torch InterleavedZeroBubble", "torch Interleaved1F1B"),
             ("torch ZBVZeroBubble", PEER),

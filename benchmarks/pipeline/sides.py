@@ -28,6 +28,7 @@ from torchdistpackage.parallel.pipeline.profile import Link
 from torchdistpackage.schedule.generate import build
 
 CPU = torch.device("cpu")
+NO_LIMIT = Link()
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Task:
     case: Case
     num_microbatches: int
     costs: Sequence[PieceCost]
-    link: Link = Link()
+    link: Link = NO_LIMIT
 
     def by_time(self, placement: Sequence[int], schedule: str) -> tuple[range, ...]:
         """Where the pieces are cut, when the time of `schedule` decides."""

@@ -80,7 +80,8 @@ def cut_by_measured_time() -> None:
     slow = {0: 0, 1: 0, 2: 3}[rank]
     chain = [Slow(9.0 if i == slow else 1.0) for i in range(6)]
     patch = pytest.MonkeyPatch()
-    patch.setattr(profile, "time", SimpleNamespace(perf_counter=lambda: Slow.now_s))
+    clock = SimpleNamespace(perf_counter=lambda: Slow.now_s, process_time=lambda: Slow.now_s)
+    patch.setattr(profile, "time", clock)
     for whole in (chain, nn.Sequential(*chain)):
         mine = partition_by_time(whole, torch.ones(2), rounds=1)
         spans = [None] * p
