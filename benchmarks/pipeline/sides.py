@@ -6,6 +6,7 @@ A side is named as in the tables. `build` gives what one loop can time: a step a
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 
 import torch
 import torch.distributed as dist
@@ -24,27 +25,25 @@ from torchdistpackage.comm.messages import Message
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.piece_cost import PieceCost, split_measured, stage_costs
 from torchdistpackage.parallel.pipeline.pipeline import Pipeline
-from torchdistpackage.parallel.pipeline.profile import Link
 from torchdistpackage.schedule.generate import build
 
 CPU = torch.device("cpu")
-NO_LIMIT = Link()
 
 
 @dataclass(frozen=True)
 class Task:
     """What a side is built for. costs: of each piece, the loss counted with the last one.
-    link: between the ranks."""
+    bytes_per_s: of the link."""
 
     case: Case
     num_microbatches: int
     costs: Sequence[PieceCost]
-    link: Link = NO_LIMIT
+    bytes_per_s: float = inf
 
     def by_time(self, placement: Sequence[int], schedule: str) -> tuple[range, ...]:
         """Where the pieces are cut, when the time of `schedule` decides."""
         order = None if schedule == "auto" else build(schedule, 2, self.num_microbatches, 1)
-        return split_measured(self.costs, placement, **self.link._asdict(), schedule=order)
+        return split_measured(self.costs, placement, bytes_per_s=self.bytes_per_s, schedule=order)
 
 
 @dataclass
@@ -104,7 +103,7 @@ def ours(
     stages, m = own(task, placement, ranges), task.num_microbatches
     costs = None
     if schedule == "auto":
-        costs = stage_costs(task.costs, ranges, **task.link._asdict(), placement=placement)
+        costs = stage_costs(task.costs, ranges, bytes_per_s=task.bytes_per_s)
     pipe = Pipeline(
         list(stages.values()),
         loss=task.case.loss,

@@ -90,23 +90,6 @@ def test_a_cut_moves_to_where_less_goes_across_as_far_as_that_saves_time():
     assert slow.message[0] == 0.5 + 10 / 10
 
 
-def test_what_a_message_takes_of_the_processor_is_work_of_both_ranks():
-    """And none of the link's: a cut that looks even is left for one where less is copied."""
-    pieces = [PieceCost(1.0, 2.0, 1.0, output_bytes=10 if i == 3 else 1) for i in range(8)]
-    halves = (range(4), range(4, 8))
-    costs = stage_costs(pieces, halves, bytes_per_s=2.0, work_s_per_byte=0.1)
-    assert costs.forward == (5.0, 5.0) and costs.backward == (9.0, 9.0)
-    assert costs.input == (1.0, 5.0) and costs.weight == (8.0, 4.0)
-    assert costs.message == pytest.approx((3.0, 0.3))
-    ring = [range(i, i + 2) for i in range(0, 8, 2)]
-    vee = stage_costs(pieces, ring, work_s_per_byte=0.1, placement=(0, 1, 1, 0))
-    assert vee.forward == pytest.approx((2.1, 2.1, 2.1, 2.1)) and vee.message == (0.0,) * 4
-    schedule = build("1f1b", 2, 4)
-    cut = lambda work: split_measured(pieces, range(2), work_s_per_byte=work, schedule=schedule)  # noqa: E731
-    assert cut(0.0) == halves
-    assert cut(0.1) != halves
-
-
 @pytest.mark.parametrize("m", [2, 4, 16])
 def test_a_busy_stage_ahead_costs_less_than_one_behind(m):
     pieces = [PieceCost(s, 2 * s) for s in (4.0, 1.5, 3.8)]

@@ -13,7 +13,7 @@ from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.flatten import Piece, flatten_sequence
 from torchdistpackage.parallel.pipeline.piece_cost import block_weights, split_measured
-from torchdistpackage.parallel.pipeline.profile import Link, measure, measure_link
+from torchdistpackage.parallel.pipeline.profile import measure, measure_link
 from torchdistpackage.parallel.pipeline.split import split_by_cost, split_evenly
 from torchdistpackage.parallel.pipeline.traced import split_traced
 
@@ -97,8 +97,9 @@ def partition_by_time(
         mine = [s for s, place in zip(stages, places, strict=True) if place == group.rank()]
         return mine[0] if placement is None else mine
     costs = measure(model, *given, rounds=rounds, group=group)
-    link = measure_link(group) if bytes_per_s is None else Link(bytes_per_s)
-    ranges = split_measured(costs, places, **link._asdict(), **options)
+    if bytes_per_s is None:
+        bytes_per_s = measure_link(group)
+    ranges = split_measured(costs, places, bytes_per_s=bytes_per_s, **options)
     return _mine(model, ranges, placement, group.rank())
 
 

@@ -6,7 +6,6 @@ activations once for every microbatch that is under way.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import inf
 
 from torchdistpackage.errors import ScheduleError
@@ -49,7 +48,6 @@ def split_measured(
     live: Sequence[int] | None = None,
     state_factor: float = STATE_FACTOR,
     bytes_per_s: float = inf,
-    work_s_per_byte: float = 0.0,
     schedule: Schedule | None = None,
 ) -> tuple[range, ...]:
     """For each stage its pieces, so that the busiest rank takes as little time as can be.
@@ -59,7 +57,7 @@ def split_measured(
     in 1F1B with microbatches enough, p - s. state_factor: bytes held for each of parameters.
     bytes_per_s: of a link between ranks (`profile.measure_link`): with two microbatches under way,
     as between the last two stages of 1F1B, a message takes as much of a step as if both ranks
-    computed it. work_s_per_byte: what a message takes at each end of the processor that computes.
+    computed it.
     schedule: the order that will run the stages; then its simulated step is made short instead.
 
     Raises:
@@ -82,8 +80,7 @@ def split_measured(
             live,
         )
     times = [piece.step_s for piece in pieces]
-    byte_s = 1 / bytes_per_s + 2 * work_s_per_byte  # an output there, its gradient back
-    crossing = [0.0, *(piece.output_bytes * byte_s for piece in pieces)][: len(pieces)]
+    crossing = [0.0, *(piece.output_bytes / bytes_per_s for piece in pieces)][: len(pieces)]
     cut = split_by_cost(
         times, len(placement), placement=placement, memory=memory, crossing=crossing
     )
@@ -93,14 +90,7 @@ def split_measured(
     def step_s(tried: Cut) -> float:
         if memory is not None and not memory.holds(tried, placement):
             return inf
-        costs = stage_costs(
-            pieces,
-            tried,
-            bytes_per_s=bytes_per_s,
-            work_s_per_byte=work_s_per_byte,
-            placement=placement,
-        )
-        return simulate(schedule, costs).total
+        return simulate(schedule, stage_costs(pieces, tried, bytes_per_s=bytes_per_s)).total
 
     return refine(cut, step_s)
 
@@ -110,14 +100,10 @@ def stage_costs(
     stages: Sequence[range],
     message_s: float = 0.0,
     bytes_per_s: float = inf,
-    work_s_per_byte: float = 0.0,
-    placement: Sequence[int] | None = None,
 ) -> StageCosts:
     """What schedules are simulated and synthesized with.
 
     message_s: what any message between two ranks takes, beside its bytes over bytes_per_s.
-    work_s_per_byte: of these bytes, what both ranks' processors work on, and not the link.
-    placement: for each stage the pipe index that runs it; None: neighbours are on two ranks.
 
     The first stage's input asks for no gradient, so there all of a backward is of the weights.
     """
@@ -129,16 +115,8 @@ def stage_costs(
     inputs = (0.0, *row("input_s")[1:])
     weights = tuple(max(b - i, 0.0) for b, i in zip(backward, inputs, strict=True))
     given = [sum(pieces[i].output_bytes for i in stage[-1:]) for stage in stages]
-    places = range(len(stages)) if placement is None else placement
-    cross = [n if a != b else 0 for n, (a, b) in zip(given, pairwise(places), strict=False)]
-    handled = [(a + b) * work_s_per_byte for a, b in pairwise([0, *cross, 0])]
-    link_s = max(1 / bytes_per_s - 2 * work_s_per_byte, 0.0)
-    messages = tuple(message_s + num_bytes * link_s for num_bytes in given)
-    forward, backward, inputs = (
-        tuple(a + b for a, b in zip(times, handled, strict=True))
-        for times in (row("forward_s"), backward, inputs)
-    )
-    return StageCosts(forward, backward, inputs, weights, messages)
+    messages = tuple(message_s + num_bytes / bytes_per_s for num_bytes in given)
+    return StageCosts(row("forward_s"), backward, inputs, weights, messages)
 
 
 def block_weights(num_pieces: int, first: float = 1.0, last: float = 1.0) -> list[float]:

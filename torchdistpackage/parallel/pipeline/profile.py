@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
 from statistics import median
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -51,23 +51,15 @@ def measure(
     return found if group is None else agreed(found, group)
 
 
-class Link(NamedTuple):
-    """bytes_per_s: that a message makes. work_s_per_byte: what it takes, at each end, of the
-    processor that computes: gloo's threads copy it, a device has engines of its own for that."""
-
-    bytes_per_s: float = inf
-    work_s_per_byte: float = 0.0
-
-
-def measure_link(group: Group, *, num_bytes: int = LINK_BYTES, rounds: int = 3) -> Link:
-    """What a message of `num_bytes` takes between neighbours of `group`.
+def measure_link(group: Group, *, num_bytes: int = LINK_BYTES, rounds: int = 3) -> float:
+    """Bytes a second that a message of `num_bytes` makes between neighbours of `group`.
 
     Of the slowest pair, while nothing else goes on; the same on all ranks, which all call this. A
     group of one has no link, which is as good as one without limit.
     """
     ranks, me, device = primitives.ranks_of(group), group.rank(), primitives.device_of(group)
     message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    slowest_s = work_s = 0.0
+    slowest_s = 0.0
     for first in (0, 1):  # pairs that begin with an even rank, then those with an odd one
         peer = me + 1 if me % 2 == first else me - 1
         if not 0 <= peer < len(ranks):
@@ -78,20 +70,10 @@ def measure_link(group: Group, *, num_bytes: int = LINK_BYTES, rounds: int = 3) 
             for step in steps:
                 step(message, group, ranks[peer])
 
-        there_and_back()
-        times, worked = [], []
-        for _ in range(rounds):
-            begin = time.process_time()
-            times.append(_timed(there_and_back, device)[1] / 2)
-            worked.append((time.process_time() - begin) / 2)
-        slowest_s, work_s = max(slowest_s, median(times)), max(work_s, median(worked))
-    if device.type != "cpu":
-        work_s = 0.0
-    found = primitives.gather_objects((slowest_s, work_s), group)
-    slowest_s, work_s = map(max, zip(*found, strict=True))  # type: ignore[arg-type]
-    if not slowest_s:
-        return Link()
-    return Link(message.nbytes / slowest_s, work_s / message.nbytes)
+        times = [_timed(there_and_back, device)[1] / 2 for _ in range(rounds + 1)]
+        slowest_s = max(slowest_s, median(times[1:]))
+    slowest_s = max(primitives.gather_objects(slowest_s, group))  # type: ignore[type-var]
+    return message.nbytes / slowest_s if slowest_s else inf
 
 
 def measure_call(

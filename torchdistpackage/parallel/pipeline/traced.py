@@ -16,7 +16,6 @@ from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.piece_cost import PieceCost, split_measured
 from torchdistpackage.parallel.pipeline.profile import (
-    Link,
     agreed,
     measure_call,
     measure_link,
@@ -63,10 +62,9 @@ def split_traced(
     costs, values = _timed_run(traced, nodes, example, rounds)
     if group is not None:
         costs = agreed(costs, group)
-    link = Link(BYTES_PER_S if bytes_per_s is None else bytes_per_s)
-    if bytes_per_s is None and group is not None:
-        link = measure_link(group)
-    places = _places(traced, nodes, values, costs, link.bytes_per_s)
+    if bytes_per_s is None:
+        bytes_per_s = BYTES_PER_S if group is None else measure_link(group)
+    places = _places(traced, nodes, values, costs, bytes_per_s)
     if len(places) + 1 < len(placement):
         raise ScheduleError(
             f"{type(model).__name__} can be cut in {len(places)} places, which makes no "
@@ -81,7 +79,7 @@ def split_traced(
         placement,
         cap_bytes=cap_bytes,
         live=live,
-        **link._asdict(),
+        bytes_per_s=bytes_per_s,
         schedule=schedule,
     )
     ends = [edges[r.start] for r in ranges] + [len(nodes)]
