@@ -8,7 +8,8 @@ Who owns what       sharing (parameters and groups), whole (which optimizers may
                     and cut (arithmetic on sizes), line (members side by side, and the bounds).
 One bucket          bucket (all there is of one), shards and held (what the inner optimizer sees),
                     scattered with incoming and marks (gradients in), stepping (a few parameters at
-                    a time), parameters with absent (out again, and who waits for them).
+                    a time), parameters with absent (out again, and who waits for them), rows
+                    (lookups in a table that a head shares).
 Stage 3             passage (whole only where used), compiled (under torch.compile).
 Elsewhere           copies and offload (host memory), replicas (shards held several times).
 State               state (as the plain optimizer has it), on forms and gathered.
