@@ -1,6 +1,8 @@
 """Gradients of lookups that follow a head's as rows: weights are one process's all the same."""
 
+import gc
 from functools import partial
+from weakref import ref
 
 import pytest
 import torch
@@ -94,6 +96,23 @@ def leave_early() -> None:
 
 def test_a_head_leaves_at_the_start_of_the_backward(ranks):
     ranks(2).run(leave_early)
+
+
+def drop() -> None:
+    net = build()
+    zero = ref(ZeroOptimizer(adamw(net), net, embedding_rows=True))
+    gc.collect()
+    assert zero() is None
+    plain, x = build(), batches(1, 1)[0]
+    for each in (plain, net):
+        each(x).sum().backward()
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_the_hooks_of_lookups_do_not_keep_an_optimizer(ranks):
+    """Without it they are plain."""
+    ranks(2).run(drop)
 
 
 def fail_once(stage: int) -> None:

@@ -65,9 +65,9 @@ class ZeroOptimizer(Wrapped):
     whole: whether each parameter has one owner, for an optimizer that looks at whole ones; by
         default so for all classes that are not known to be element-wise.
     master_dtype: of the optimizer's copy of bf16 and fp16 parameters; torch.bfloat16: no copy.
-    embedding_rows: of an `nn.Embedding` whose weight a head shares, gradients of the head leave at
-        the start of the backward, and those of lookups at its end, as rows, where these are few.
-        Such a lookup cannot be differentiated twice. With `replicas` they travel as others do.
+    embedding_rows: of an `nn.Embedding` in fp32 whose weight a head shares, gradients of the head
+        leave at the start of the backward, and those of lookups at its end, as rows, where these
+        are few; not with `replicas`. Such a lookup cannot be differentiated twice.
 
     A parameter's `.grad` is None once its gradient has left. `reducer.finish()` waits for the
     sums, then in the `.grad` of what param_groups hold; `step` does so by itself, and uses them up.
@@ -128,7 +128,7 @@ class ZeroOptimizer(Wrapped):
             sharing.equalise(module, {id(s.parameter) for s in shared})
         make_twins(s.group for s in shared)
         looks = module if embedding_rows and replicas is None else None
-        self._heads = Heads(looks, shared, lambda: self.reducer.is_reducing)
+        self._heads = Heads(looks, shared, self)
         self.reducer = Reducer(
             packed(self._heads.coming(shared), int((bucket_cap_mb or DEFAULT_CAP_MIB) * MIB)),
             cap_bytes=UNLIMITED_BYTES,
@@ -235,10 +235,8 @@ class ZeroOptimizer(Wrapped):
             self.inner.step()
             for bucket in self._buckets:
                 bucket.carrier.stepped()
-        # what the forward reads first goes first
-        for b in sorted(
-            self._order, key=lambda b: not self._goes_early(b)
-        ):  # the same on all ranks, whoever had waited for the sums before
+        # what the forward reads first goes first, on all ranks alike, whoever had waited before
+        for b in sorted(self._order, key=lambda b: not self._goes_early(b)):
             if self._by_bucket and self._num_stepped == 0:
                 self._step_bucket(b)
             if not (self._buckets[b].passes or (self._num_stepped and self._goes_early(b))):

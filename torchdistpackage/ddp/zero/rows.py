@@ -5,11 +5,14 @@ would be the last to leave, the largest of all, with nothing left to compute mea
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+from weakref import ref
 
 from torch import nn
 
 from torchdistpackage.ddp.embeddings import held_elsewhere, looked_up
 from torchdistpackage.ddp.lookups import Table, hook_lookups
+from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.rows import Counted, Unpacked
 from torchdistpackage.ddp.shared import Shared
 from torchdistpackage.ddp.zero.scattered import Scattered
@@ -47,16 +50,25 @@ class RowsFollow(Counted):
         self._table.clear()
 
 
+class Sums(Protocol):
+    """What an optimizer is to the lookups in its tables."""
+
+    reducer: Reducer
+
+
 class Heads:
     """The tables of `module`, of whose parameters `shared` are summed, that a head shares.
 
-    counts: whether the backward that runs is one that sums. after: the carriers of their rows.
+    optimizer: whose they are; the module's hooks do not keep it. after: the carriers of their rows.
     buckets: numbers of those with such tables.
     """
 
-    def __init__(
-        self, module: nn.Module | None, shared: Sequence[Shared], counts: Callable[[], bool]
-    ):
+    def __init__(self, module: nn.Module | None, shared: Sequence[Shared], optimizer: Sums):
+        me = ref(optimizer)
+
+        def counts() -> bool:
+            return (mine := me()) is not None and mine.reducer.is_reducing
+
         looking = [] if module is None else looked_up(module, shared)
         tied = held_elsewhere(module, looking) if module is not None else set()
         looking = [(m, s) for m, s in looking if s.name in tied and m.weight.is_contiguous()]
