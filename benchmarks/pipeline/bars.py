@@ -10,8 +10,8 @@ PEER = "torch Schedule1F1B"
 OURS = ", our threads"
 """Behind a side of torch's: with gloo's reading threads as ours have them (comm/io_threads.py)."""
 BY_TIME = "auto, cut by time"
-"""Cut and order both follow the measured times. An order alone, 1F1B's, leaves a cut of 4
-microbatches too little to win: see the page."""
+"""Cut and order both follow the measured times. With 4 microbatches the order of 1F1B leaves a cut
+too little to win: see the page."""
 CLOSE = (PEER, "1f1b", "1f1b, cut by time", BY_TIME, "zb-h1")
 """Sides a few percent from a bar, which take more turns."""
 LINKS, NUMBERS = ("free", "1g"), (4, 8, 16)
