@@ -22,12 +22,10 @@ from benchmarks.data_parallel.link import RATES, Link
 from benchmarks.data_parallel.sides import ALONE, SIDES
 from benchmarks.judged import any_fails
 
-DENSE = (ALONE, "all-reduce*", "torch*", "FSDP2", "NaiveDDP*", "ZeRO*")
+OURS = ("NaiveDDP", "NaiveDDP, bf16 wire", "ZeRO-?", "ZeRO, chosen", "ZeRO-1, bf16 wire")
+DENSE = (ALONE, "all-reduce*", "torch*", "FSDP2", *OURS)
 FEW = (ALONE, "torch DDP", f"{BEST}*", "torch DDP, bf16*", "NaiveDDP", "ZeRO-1*", "ZeRO, chosen")
 FEWEST = (ALONE, f"{BEST}*", "NaiveDDP", "ZeRO, chosen")
-EMBEDDINGS = ("gpts", "gpt", "gptu")
-"""Models whose gradients can travel as rows."""
-
 PLAN: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("mlp", tuple(RATES), DENSE),
     ("gpts", tuple(RATES), ("*",)),
@@ -72,8 +70,6 @@ def run_cases(results: dict, link: Link, model: str, options: argparse.Namespace
     for _, links, patterns in (row for row in PLAN if row[0] == model):
         links = [name for name in options.links if name in links]
         sides = [n for n in SIDES if any(fnmatchcase(n, p) for p in options.sides or patterns)]
-        if model not in EMBEDDINGS:
-            sides = [n for n in sides if not n.endswith(", rows")]
         if links and sides:
             for name, case in measure(link, links, model, sides, options.rounds).items():
                 results.setdefault("cases", {}).setdefault(name, {})[model] = case

@@ -93,6 +93,19 @@ def enter(host: str) -> None:
             raise OSError(ctypes.get_errno(), f"cannot enter {host}")
 
 
+def enter_alone(hosts: Sequence[str], rank: int) -> None:
+    """`enter` the host of `rank`, and keep to a core of its own.
+
+    Raises:
+        OSError: there are fewer cores than hosts.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < len(hosts):
+        raise OSError(f"{len(cores)} cores for {len(hosts)} hosts: each needs one of its own")
+    enter(hosts[rank])
+    os.sched_setaffinity(0, {cores[rank]})  # threads that start later, as well
+
+
 def _hold(stack: ExitStack) -> int:
     """Start a process in a namespace of its own; it ends with the stack, or with this process."""
     holder = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE)

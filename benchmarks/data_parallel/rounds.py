@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from benchmarks.common import take_turns
 from benchmarks.data_parallel.bars import CLOSE
-from benchmarks.data_parallel.link import RATES, enter, shape
+from benchmarks.data_parallel.link import RATES, enter_alone, shape
 from benchmarks.data_parallel.models import CASES, Case
 from benchmarks.data_parallel.sides import CAPS, SIDES, Trained, alone
 from benchmarks.turns import Turn
@@ -82,8 +82,7 @@ def rank_main(
     num_steps: int,
 ) -> dict[str, dict[str, object]]:
     """What one rank saw of a model, by link."""
-    enter(hosts[int(os.environ["RANK"])])
-    os.sched_setaffinity(0, {int(os.environ["RANK"])})  # its threads, which start later, as well
+    enter_alone(hosts, int(os.environ["RANK"]))
     rank = setup_distributed()[0]
     tpc.setup_process_groups([("data", dist.get_world_size())])
     case, generator = CASES[model], torch.Generator().manual_seed(rank)

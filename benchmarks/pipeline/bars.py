@@ -10,8 +10,7 @@ PEER = "torch Schedule1F1B"
 OURS = ", our threads"
 """Behind a side of torch's: with gloo's reading threads as ours have them (comm/io_threads.py)."""
 BY_TIME = "auto, cut by time"
-"""Cut and order both follow the measured times. With 4 microbatches the order of 1F1B leaves a cut
-too little to win: see the page."""
+"""The order follows the measured times too."""
 CLOSE = (PEER, "1f1b", "1f1b, cut by time", BY_TIME, "zb-h1")
 """Sides a few percent from a bar, which take more turns."""
 LINKS, NUMBERS = ("free", "1g"), (4, 8, 16)
@@ -39,7 +38,7 @@ BARS = [
     *(Bar("1f1b", PEER, link, f"gpt, m {m}", 1.02, 1.00) for link in LINKS for m in NUMBERS),
     *(
         Bar(side, PEER, link, f"gpt, m {m}", *limits)
-        for side, limits in ((BY_TIME, (0.97, 0.95)), ("1f1b, cut by time", (None, None)))
+        for side, limits in (("1f1b, cut by time", (0.97, 0.95)), (BY_TIME, (None, None)))
         for link in LINKS
         for m in NUMBERS
     ),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.common import take_turns
-from benchmarks.data_parallel.link import RATES, enter, shape
+from benchmarks.data_parallel.link import RATES, enter_alone, shape
 from benchmarks.pipeline.bars import CLOSE
 from benchmarks.pipeline.models import CASES, TWO
 from benchmarks.pipeline.sides import ALONE, SIDES, Running, Task
@@ -40,8 +40,7 @@ def rank_main(
     num_steps: int,
 ) -> dict[tuple[str, int], dict[str, object]]:
     """What one rank saw of a case, by link and number of microbatches."""
-    enter(hosts[int(os.environ["RANK"])])
-    os.sched_setaffinity(0, {int(os.environ["RANK"])})  # its threads, which start later, as well
+    enter_alone(hosts, int(os.environ["RANK"]))
     rank = setup_distributed()[0]
     found = {}
     for link in links:

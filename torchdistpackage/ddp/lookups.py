@@ -19,8 +19,11 @@ class Table:
     """The weight of one or several embeddings, and the rows that wait for their sum.
 
     counts: whether the backward that runs is one that reduces. is_dense: besides lookups something
-    left a gradient here since the last reduction.
+    left a gradient here since the last reduction. added: called when lookups were added to `.grad`
+    in another backward, of which no hook of the parameter tells.
     """
+
+    added: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(self, shared: Shared, counts: Callable[[], bool]):
         self.shared, self._counts = shared, counts
@@ -34,6 +37,7 @@ class Table:
         else:
             self.is_dense = True
             self.add(ids, rows)
+            self.added()
 
     def add(self, ids: Tensor, rows: Tensor) -> None:
         """Add rows to the dense gradient."""

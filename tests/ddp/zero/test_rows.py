@@ -136,6 +136,33 @@ def fail_once(stage: int) -> None:
         expect_equal(zero, net, plain)
 
 
+def throw_away(set_to_none: bool) -> None:
+    """What lookups alone left in a backward that did not sum."""
+    plain, net = build(uses_head=False), build(uses_head=False)
+    truth = adamw(plain)
+    zero = ZeroOptimizer(adamw(net), net, num_grad_acc_iter=2, embedding_rows=True)
+    me, size = dist.get_rank(), dist.get_world_size()
+    for x in batches(3, 2 * size):
+        truth.zero_grad()
+        parts = x.chunk(2 * size)
+        for part in parts:
+            (plain(part).square().mean() / len(parts)).backward()
+        with zero.reducer.no_sync():
+            net(parts[0]).sum().backward()
+        zero.zero_grad(set_to_none=set_to_none)
+        for part in (parts[me], parts[me + size]):
+            (net(part).square().mean() / 2).backward()
+        truth.step()
+        zero.step()
+        zero.zero_grad()
+        expect_equal(zero, net, plain)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_batch_that_is_thrown_away_leaves_no_rows(ranks, set_to_none):
+    ranks(2).run(throw_away, set_to_none)
+
+
 def _fail(*_: object) -> None:
     raise ValueError("half-way")
 

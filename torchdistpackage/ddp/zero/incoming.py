@@ -48,6 +48,6 @@ class Incoming(Gradients):
 
     def zero(self) -> None:
         """Set to zero what is here."""
-        for shared in self.members:
-            if shared.parameter.grad is not None:
-                shared.parameter.grad.zero_()
+        for shared, view in zip(self.members, self.views, strict=True):
+            if shared.parameter.grad is view:
+                view.zero_()

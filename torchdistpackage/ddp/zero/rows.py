@@ -33,6 +33,17 @@ class RowsFollow(Counted):
         super().__init__(table.shared.group)
         self._table, self.gradients = table, Unpacked(table.shared, table.came_dense)
 
+    def lie_in(self, bucket: Scattered, place: int) -> None:
+        """The table is member `place` of `bucket`."""
+        self.bucket, self.place = bucket, place
+        where = ref(bucket.gradients)  # hooks of the module know the table
+
+        def adopt() -> None:
+            if (gradients := where()) is not None:
+                gradients.adopt(place)
+
+        self._table.added = adopt
+
     def launch(self) -> None:
         self._ids, self._rows = self._table.merged()
         self._tell(len(self._ids), self._ids.device)
@@ -90,8 +101,7 @@ class Heads:
         places = {shared.name: place for place, shared in enumerate(carrier.line.members)}
         here = [name for name in self._rows if name in places]
         for name in here:
-            rows = self._rows[name]
-            rows.bucket, rows.place = carrier, places[name]
+            self._rows[name].lie_in(carrier, places[name])
         if here:
             self.buckets.append(number)
             carrier.awaits_rows, self._rows[here[-1]].settled = True, carrier.settled

@@ -152,9 +152,10 @@ class Scattered:
         """Forget all gradients, of the shards and of the parameters."""
         for shard in self.shards:
             shard.tensor.grad = None
-        self.gradients.release()
-        if self._go is None:
-            self.gradients.free()
+        if not self.gradients.empty:
+            self.gradients.release()
+            if self._go is None:
+                self.gradients.free()
         self._counts, self._before = False, None
 
     def zero(self) -> None:
@@ -162,7 +163,8 @@ class Scattered:
         for shard in self.shards:
             if shard.tensor.grad is not None:
                 shard.tensor.grad.zero_()
-        self.gradients.zero()
+        if not self.gradients.empty:
+            self.gradients.zero()
         self._stepped, self._before = False, None
 
     def _begin(self) -> None:
