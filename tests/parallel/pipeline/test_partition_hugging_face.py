@@ -1,5 +1,7 @@
 """Decoders of transformers, with random weights, cut along their blocks and trained in stages."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,14 +30,29 @@ FAMILIES = {
     "gpt2": transformers.GPT2Config(
         vocab_size=VOCAB, n_embd=16, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0
     ),
+    # what these do beside their blocks: squeeze logits; scale embeddings and logits; nothing that
+    # has parameters; a norm of embeddings; positions by the mask, in a decoder in a decoder
     "gemma2": transformers.Gemma2Config(**SMALL, head_dim=4),
+    "granite": transformers.GraniteConfig(**SMALL, embedding_multiplier=3.0, logits_scaling=2.0),
+    "olmo": transformers.OlmoConfig(**SMALL),
+    "bloom": transformers.BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=4, n_head=4),
+    "opt": transformers.OPTConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        word_embed_proj_dim=8,
+        ffn_dim=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        dropout=0.0,
+    ),
 }
+ROUTED = transformers.MixtralConfig(**SMALL, num_local_experts=4, output_router_logits=True)
 
 
-def decoder(family: str):
+def decoder(config: transformers.PretrainedConfig):
     """All weights away from where they begin, without dropout."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]).double().eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.3)
@@ -50,10 +67,10 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return ids, mask, ids.masked_fill(mask == 0, -100)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("placement", [[0, 1, 2], [0, 1, 1, 0]])
 def test_stages_in_a_row_are_the_model(family, placement):
-    model, (ids, mask, labels) = decoder(family), batch()
+    model, (ids, mask, labels) = decoder(FAMILIES[family]), batch()
     loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
     loss.backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
@@ -77,17 +94,37 @@ def test_stages_in_a_row_are_the_model(family, placement):
 
 
 def test_a_heavy_head_goes_with_fewer_blocks():
-    model = decoder("llama")
+    model = decoder(FAMILIES["llama"])
     stages = decoder_stages(model, [0, 1], costs=[0, 1, 1, 1, 1, 2])
     assert [len(stage.model.layers) for stage in stages] == [3, 1]
     assert model.config.num_hidden_layers == 4  # the model itself is as it was
 
 
 def test_what_cannot_be_cut_is_refused_with_the_reason():
-    with pytest.raises(ScheduleError, match="do not compute what Gemma2ForCausalLM does"):
-        decoder_stages(decoder("gemma2"), [0, 1])  # it squeezes its logits
+    with pytest.raises(ScheduleError, match="do not compute what MixtralForCausalLM does"):
+        decoder_stages(decoder(ROUTED).float(), [0, 1])  # its loss has a part of every block's
     with pytest.raises(ScheduleError, match="4 blocks cannot be cut into 5 stages"):
-        decoder_stages(decoder("llama"), range(5))
+        decoder_stages(decoder(FAMILIES["llama"]), range(5))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_blocks_that_are_run_again_are_given_what_they_were_given_before(reentrant):
+    """Two microbatches are under way, of copies of the stages."""
+    model, (ids, mask, labels) = decoder(FAMILIES["granite"]), batch()
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    stages = deepcopy(decoder_stages(model.train(), [0, 1, 2]))
+    outputs = []
+    for half in (slice(0, 2), slice(2, 4)):
+        x = ids[half]
+        for stage in stages:
+            x = stage(x, attention_mask=mask[half], labels=labels[half])
+        outputs.append(x)
+    sum(outputs).backward()
+    found = {name: p.grad for stage in stages for name, p in stage.named_parameters()}
+    for half in (slice(0, 2), slice(2, 4)):
+        model(input_ids=ids[half], attention_mask=mask[half], labels=labels[half]).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=1e-12)
 
 
 def next_token(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -97,7 +134,7 @@ def next_token(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def in_a_pipeline() -> None:
     rank, p = dist.get_rank(), dist.get_world_size()
-    model, (ids, mask, labels) = decoder("llama"), batch()
+    model, (ids, mask, labels) = decoder(FAMILIES["llama"]), batch()
     loss = next_token(model(input_ids=ids, attention_mask=mask).logits, labels)
     loss.backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
