@@ -170,3 +170,15 @@ def _fail(*_: object) -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_backward_that_fails_half_way_leaves_no_rows(ranks, stage):
     ranks(2).run(fail_once, stage)
+
+
+def refused() -> None:
+    net = build()
+    with pytest.raises(ValueError, match="embedding_rows without a module"):
+        ZeroOptimizer(adamw(net), embedding_rows=True)
+    with pytest.raises(ValueError, match="embedding_rows with replicas"):
+        ZeroOptimizer(adamw(net), net, replicas=dist.group.WORLD, embedding_rows=True)
+
+
+def test_where_it_would_do_nothing_it_is_refused(ranks):
+    ranks(2).run(refused)

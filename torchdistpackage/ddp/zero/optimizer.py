@@ -25,7 +25,7 @@ from torchdistpackage.ddp.zero.compiled import bring_ahead, may_overlap
 from torchdistpackage.ddp.zero.offload import Offload, check_offload
 from torchdistpackage.ddp.zero.parameters import Parameters
 from torchdistpackage.ddp.zero.passage import Passage
-from torchdistpackage.ddp.zero.rows import Heads
+from torchdistpackage.ddp.zero.rows import Heads, searched
 from torchdistpackage.ddp.zero.scattered import Scattered, line_up
 from torchdistpackage.ddp.zero.shards import Shard
 from torchdistpackage.ddp.zero.sharing import Sharing, names_of, packed
@@ -67,14 +67,14 @@ class ZeroOptimizer(Wrapped):
     master_dtype: of the optimizer's copy of bf16 and fp16 parameters; torch.bfloat16: no copy.
     embedding_rows: of an `nn.Embedding` in fp32 whose weight a head shares, gradients of the head
         leave at the start of the backward, and those of lookups at its end, as rows, where these
-        are few; not with `replicas`. Such a lookup cannot be differentiated twice.
+        are few; needs `module`, and no `replicas`. Such a lookup cannot be differentiated twice.
 
     A parameter's `.grad` is None once its gradient has left. `reducer.finish()` waits for the
     sums, then in the `.grad` of what param_groups hold; `step` does so by itself, and uses them up.
 
     Raises:
         LayoutError: the optimizer cannot work on a part of the parameters.
-        ValueError: `stage` or `reduce_op` is none of those above.
+        ValueError: `stage` or `reduce_op` is none of those above; `embedding_rows` cannot be had.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class ZeroOptimizer(Wrapped):
         if module is not None:
             sharing.equalise(module, {id(s.parameter) for s in shared})
         make_twins(s.group for s in shared)
-        looks = module if embedding_rows and replicas is None else None
+        looks = searched(module, replicas) if embedding_rows else None
         self._heads = Heads(looks, shared, self)
         self.reducer = Reducer(
             packed(self._heads.coming(shared), int((bucket_cap_mb or DEFAULT_CAP_MIB) * MIB)),

@@ -10,6 +10,7 @@ from weakref import ref
 
 from torch import nn
 
+from torchdistpackage.comm.primitives import Group
 from torchdistpackage.ddp.embeddings import held_elsewhere, looked_up
 from torchdistpackage.ddp.lookups import Table, hook_lookups
 from torchdistpackage.ddp.reducer import Reducer
@@ -59,6 +60,25 @@ class RowsFollow(Counted):
     def abandon(self) -> None:
         super().abandon()
         self._table.clear()
+
+
+def searched(module: nn.Module | None, replicas: Group | None) -> nn.Module:
+    """`module`, in which tables are looked for.
+
+    Raises:
+        ValueError: there is none, or rows would have to reach `replicas` as well.
+    """
+    if module is None:
+        raise ValueError(
+            "embedding_rows without a module: its embeddings are to be found there; give "
+            "ZeroOptimizer(optimizer, module, ...), or leave embedding_rows out"
+        )
+    if replicas is not None:
+        raise ValueError(
+            "embedding_rows with replicas: rows are sent to the owners of one group only; "
+            "leave one of the two out"
+        )
+    return module
 
 
 class Sums(Protocol):
