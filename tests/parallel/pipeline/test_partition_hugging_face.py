@@ -103,6 +103,10 @@ def test_a_heavy_head_goes_with_fewer_blocks():
 def test_what_cannot_be_cut_is_refused_with_the_reason():
     with pytest.raises(ScheduleError, match="do not compute what MixtralForCausalLM does"):
         decoder_stages(decoder(ROUTED).float(), [0, 1])  # its loss has a part of every block's
+    model = decoder(FAMILIES["llama"])
+    model.model.spare = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(5))
+    with pytest.raises(ScheduleError, match="is not a row of blocks"):
+        decoder_stages(model, [0, 1])
     with pytest.raises(ScheduleError, match="4 blocks cannot be cut into 5 stages"):
         decoder_stages(decoder(FAMILIES["llama"]), range(5))
 

@@ -70,6 +70,19 @@ class Passage:
         self.left: Any = None
         self.is_other = False
 
+    def take(self) -> Tensor:
+        """What left.
+
+        Raises:
+            ScheduleError: the model did not call its block, or it returned something else.
+        """
+        if not isinstance(self.left, Tensor):
+            raise ScheduleError(
+                "the longest list of modules in this model is not a row of blocks that hand on "
+                "activations; cut it with flatten_model"
+            )
+        return self.left
+
 
 class _Gate:
     """A block at an end of its stage.
@@ -98,7 +111,7 @@ class _Gate:
                     kwargs["hidden_states"] = x
         output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         if leaves:
-            passage.left = output if isinstance(output, Tensor) else output[0]
+            passage.left = output[0] if isinstance(output, tuple) else output
         return output
 
     def __reduce_ex__(self, protocol: object) -> tuple:

@@ -77,7 +77,7 @@ class DecoderStage(nn.Module):
         try:
             if not self._is_last:
                 getattr(self, self._prefix)(**given)
-                return passage.left
+                return passage.take()
             if labels is None:
                 return self.__dict__["_whole"](**given).logits
             return self.__dict__["_whole"](**given, labels=labels).loss
