@@ -7,9 +7,11 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.hugging_face import decoder_stages
+from torchdistpackage.parallel.pipeline.own_stages import in_eval
 from torchdistpackage.parallel.pipeline.pipeline import Pipeline
 
 VOCAB = 97
@@ -129,6 +131,47 @@ def test_blocks_that_are_run_again_are_given_what_they_were_given_before(reentra
         model(input_ids=ids[half], attention_mask=mask[half], labels=labels[half]).loss.backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=1e-12)
+
+
+class Outside(torch.nn.Module):
+    """A block as models of older transformers run it: again, from outside of its own call."""
+
+    def __init__(self, block: torch.nn.Module):
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args, **kwargs):
+        return checkpoint(self.block.__call__, *args, use_reentrant=False, **kwargs)
+
+
+def test_a_block_that_would_be_given_something_else_the_second_time_is_refused():
+    second = decoder_stages(decoder(FAMILIES["granite"]), [0, 1])[1]
+    layers = second.model.layers._modules
+    layers["2"] = Outside(layers["2"])
+    loss = second(torch.randn(1, 5, 16, dtype=torch.double, requires_grad=True)).sum()
+    with pytest.raises(ScheduleError, match="is run again from outside"):
+        loss.backward()
+
+
+class Noting(transformers.LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        self.modes.append(self.training)
+        return super().forward(*args, **kwargs)
+
+
+def test_the_head_runs_in_the_mode_of_its_stage():
+    """Also where each part was given its mode back, as after an evaluation."""
+    model = Noting(FAMILIES["llama"]).train()
+    model.modes = []
+    last = decoder_stages(model, [0, 1])[1]
+    x = torch.randn(1, 5, 16)
+    for mode in (True, False):
+        model.modes.clear()
+        with in_eval(last):
+            last(x)
+        last(x)
+        assert model.modes == [False, mode]
+        last.eval()
 
 
 def next_token(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

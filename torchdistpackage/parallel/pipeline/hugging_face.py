@@ -8,8 +8,7 @@ Whether the stages in a row compute what the model does is tried when they are m
 whose blocks share anything else is refused.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
@@ -23,6 +22,7 @@ from torchdistpackage.parallel.pipeline.fewer_blocks import (
     cut_blocks,
     path_to_blocks,
 )
+from torchdistpackage.parallel.pipeline.own_stages import in_eval
 from torchdistpackage.parallel.pipeline.split import split_by_cost
 
 NUM_TOKENS = 8
@@ -36,7 +36,7 @@ class DecoderStage(nn.Module):
     Parameters keep the model's names. Calls of all stages take the same keywords.
     """
 
-    def __init__(self, model: nn.Module, base: nn.Module, passage: "Passage", ends: Sequence[bool]):
+    def __init__(self, model: nn.Module, base: nn.Module, passage: Passage, ends: Sequence[bool]):
         """base: the model's, cut. passage: of its blocks. ends: is it the first, the last stage?"""
         super().__init__()
         self.config, self._prefix = model.config, model.base_model_prefix
@@ -49,11 +49,6 @@ class DecoderStage(nn.Module):
             # not a module of ours, or names would change; whoever replaces one here does so there
             self.__dict__["_whole"] = whole = copy(model)
             whole.__dict__["_modules"] = self._modules
-
-    def train(self, mode: bool = True) -> "DecoderStage":
-        if self._is_last:
-            self.__dict__["_whole"].training = mode
-        return super().train(mode)
 
     def forward(
         self,
@@ -78,9 +73,11 @@ class DecoderStage(nn.Module):
             if not self._is_last:
                 getattr(self, self._prefix)(**given)
                 return passage.take()
+            whole = self.__dict__["_whole"]
+            whole.training = self.training
             if labels is None:
-                return self.__dict__["_whole"](**given).logits
-            return self.__dict__["_whole"](**given, labels=labels).loss
+                return whole(**given).logits
+            return whole(**given, labels=labels).loss
         finally:
             passage.enters = passage.left = None
 
@@ -146,25 +143,11 @@ def _tokens(model: nn.Module) -> Tensor:
     return torch.arange(NUM_TOKENS, device=device).reshape(1, -1) % model.config.vocab_size
 
 
-@contextmanager
-def _still(*parts: nn.Module) -> Iterator[None]:
-    """Without dropout and without a graph."""
-    modes = [(module, module.training) for part in parts for module in part.modules()]
-    try:
-        for part in parts:
-            part.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
 def _run(model: nn.Module, around: Around) -> tuple[Tensor, Tensor] | None:
     """Logits and loss of the model on a few tokens; None on the meta device."""
     ids = _tokens(model)
     try:
-        with _still(model), around.seen():
+        with torch.no_grad(), in_eval(model), around.seen():
             output = model(input_ids=ids, labels=ids, **_OPTIONS)
     except (RuntimeError, NotImplementedError):
         if ids.is_meta:  # where not all can be run
@@ -179,7 +162,7 @@ def _compare(
     """Raises where the stages in a row differ from the model."""
     x = ids = _tokens(model)
     *rest, last = stages
-    with _still(model, *stages):
+    with torch.no_grad(), in_eval(*stages):
         for stage in rest:
             x = stage(x)
         found = last(x), last(x, labels=ids)

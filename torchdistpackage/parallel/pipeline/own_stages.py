@@ -75,16 +75,22 @@ class OwnStages:
     def evaluating(self) -> Iterator[None]:
         """Inside, modules are in `eval()`; after it modes and random states are as before."""
         held = [m for m in self.modules.values() if isinstance(m, nn.Module)]
-        modes = [(part, part.training) for module in held for part in module.modules()]
         index = self.device.index
-        with torch.random.fork_rng(devices=[] if index is None else [index]):
-            for module in held:
-                module.eval()
-            try:
-                yield
-            finally:
-                for part, mode in modes:
-                    part.training = mode
+        with torch.random.fork_rng(devices=[] if index is None else [index]), in_eval(*held):
+            yield
+
+
+@contextmanager
+def in_eval(*modules: nn.Module) -> Iterator[None]:
+    """Inside, these are in `eval()`; after it all of their parts are in the modes of before."""
+    modes = [(part, part.training) for module in modules for part in module.modules()]
+    try:
+        for module in modules:
+            module.eval()
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
 
 
 def agree(
