@@ -200,7 +200,7 @@ def beside_gpus() -> None:
         return bare(x, source, group=group, **kwargs)
 
     with patch.context() as p:
-        p.setattr(groups, "is_nccl", lambda g: g is tpc_group)
+        p.setattr(groups, "is_queued", lambda g: g is tpc_group)
         p.setattr(dist, "broadcast", seen)
         twin = groups.on_cpu(group)
         assert twin is not group and primitives.ranks_of(twin) == primitives.ranks_of(group)

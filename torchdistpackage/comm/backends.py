@@ -1,7 +1,47 @@
-"""What carries a group's calls, and where its tensors live."""
+"""Transports: how a group's back end carries its calls, and where its tensors live.
+
+One rule: gloo and NCCL differ here. Whoever asks how calls of a group behave asks for its
+`Transport`; a back end of another name says its own by `register_transport`.
+"""
+
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """What the package must know of a back end.
+
+    queued: a call returns before it is done and runs later, in order, on a stream of the group;
+        `wait()` holds up the current stream and not the host, and p2p tags are ignored.
+    direct: parts of a collective go by point-to-point messages, each with a time limit.
+    averages: ReduceOp.AVG is there for floats.
+    device_type: where tensors must be.
+    """
+
+    name: str
+    queued: bool = False
+    direct: bool = False
+    averages: bool = False
+    device_type: str = "cpu"
+
+
+GLOO = Transport("gloo", direct=True)
+NCCL = Transport("nccl", queued=True, averages=True, device_type="cuda")
+_transports = {"gloo": GLOO, "nccl": NCCL}
+
+
+def register_transport(transport: Transport) -> None:
+    """Say how the back end of this name carries calls; the second one of a name replaces it."""
+    _transports[transport.name] = transport
+
+
+def transport_of(group: dist.ProcessGroup) -> Transport:
+    """Of a group that has a back end for each kind of device, that of the device in use."""
+    name = backend_of(group)
+    return _transports.get(name) or Transport(name)
 
 
 def backend_of(group: dist.ProcessGroup) -> str:
@@ -16,8 +56,13 @@ def is_nccl(group: dist.ProcessGroup) -> bool:
     return backend_of(group) == "nccl"
 
 
+def is_queued(group: dist.ProcessGroup) -> bool:
+    """Whether calls run on a stream of the group, as on NCCL."""
+    return transport_of(group).queued
+
+
 def device_of(group: dist.ProcessGroup) -> torch.device:
     """Where tensors for this group live: my GPU under NCCL, else the CPU."""
-    if is_nccl(group):
+    if transport_of(group).device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm.io_threads import yield_cores
-from torchdistpackage.comm.primitives import Group, is_nccl, ranks_of, set_timeout
+from torchdistpackage.comm.primitives import Group, is_queued, ranks_of, set_timeout
 from torchdistpackage.comm.record import calls
 from torchdistpackage.errors import CommError
 from torchdistpackage.topology.mesh import Mesh
@@ -104,7 +104,7 @@ def on_cpu(group: Group) -> Group:
 
     Made when all of its ranks ask for the first time, and ended with `group` or by `leave_cpu`.
     """
-    if not is_nccl(group):
+    if not is_queued(group):
         return group
     return _companion(group, _on_cpu, "cpu", None)
 

@@ -208,4 +208,4 @@ def _carrier(x: Tensor, group: Group) -> Group:
 
 def _reach(x: Tensor, through: Group) -> torch.device:
     """Where `x` must be for this group."""
-    return x.device if primitives.is_nccl(through) else torch.device("cpu")
+    return x.device if primitives.is_queued(through) else torch.device("cpu")

@@ -15,6 +15,8 @@ from torch import Tensor
 from torchdistpackage.comm import checking
 from torchdistpackage.comm.backends import device_of as device_of
 from torchdistpackage.comm.backends import is_nccl as is_nccl
+from torchdistpackage.comm.backends import is_queued as is_queued
+from torchdistpackage.comm.backends import transport_of as transport_of
 from torchdistpackage.comm.exchange import GATHERED, SUMMED, exchange
 from torchdistpackage.comm.issue import NOTHING, Go, Result, later, now
 from torchdistpackage.comm.pending import Pending

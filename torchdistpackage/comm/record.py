@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchdistpackage.comm.backends import backend_of
+from torchdistpackage.comm.backends import Transport, transport_of
 from torchdistpackage.comm.io_threads import yield_cores
 
 SIZE = 512
@@ -44,9 +44,9 @@ class Line:
         "passed", "queued", "ranks", "received", "sent",
     )  # fmt: skip
 
-    def __init__(self, ranks: tuple[int, ...], backend: str):
+    def __init__(self, ranks: tuple[int, ...], transport: Transport):
         self.ranks, self.axis = ranks, ""
-        self.queued, self.direct = backend == "nccl", backend == "gloo"
+        self.queued, self.direct = transport.queued, transport.direct
         self.passed = ISSUED if self.queued else DONE
         self.limit: timedelta | None = None
         self.left: list[dist.Work] = []
@@ -217,7 +217,7 @@ class Recorder:
         known = dist.distributed_c10d._world.pg_map
         self.forget(*[old for old in self._lines if old not in known])
         ranks = tuple(dist.get_process_group_ranks(group))
-        line = self._lines[group] = Line(ranks, backend_of(group))
+        line = self._lines[group] = Line(ranks, transport_of(group))
         if line.direct:
             yield_cores()  # here, as every group comes by before its first call, whoever made it
         return line

@@ -65,7 +65,8 @@ class AllReduced:
         self._group: Group = members[0].group
         divide = members[0].divide
         # NCCL takes the mean on the way
-        self._averages = divide == self._group.size() > 1 and primitives.is_nccl(self._group)
+        averages = primitives.transport_of(self._group).averages
+        self._averages = divide == self._group.size() > 1 and averages
         self.gradients = Gradients(
             members, bucket.offsets, bucket.num_elements, divide=1 if self._averages else divide
         )

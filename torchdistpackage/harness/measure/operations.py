@@ -86,7 +86,7 @@ def meet(operation: str, place: Place) -> Call:
 def meet_all() -> Call:
     """The same for all ranks of the default group, whatever they take part in."""
     whole = tpc.get_group("global")
-    if not primitives.is_nccl(whole):
+    if not primitives.is_queued(whole):
         return lambda: primitives.barrier(whole)  # in log2 of the ranks; a sum goes round all
     x = torch.zeros(1, device=primitives.device_of(whole))
     return lambda: bare.all_reduce(x, whole)
