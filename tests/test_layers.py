@@ -50,6 +50,7 @@ PURE_FILES = (
     "harness/stragglers/find.py",
     "harness/stragglers/findings.py",
     "harness/verify/verdict.py",
+    "ddp/bucket_sizes.py",
     "ddp/buckets.py",
     "ddp/order.py",
     "ddp/partition.py",

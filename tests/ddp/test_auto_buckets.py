@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchdistpackage.ddp import fit
+from torchdistpackage.ddp.bucket_sizes import MIB
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.ddp.order import MIB, Packing
+from torchdistpackage.ddp.order import Packing
 
 DIM, STEPS = 8, 6
 
@@ -97,7 +98,7 @@ def disturbed_steps() -> None:
         came.append(index)
         self._came[index] = place + delay_s[step][place // 4] * (place > 0)
 
-    def choose(entries, ready_s, order, wire) -> Packing:
+    def choose(entries, ready_s, order, wire, sizes) -> Packing:
         seen.append(sorted(ready_s.values()))
         return Packing(MIB)
 

@@ -3,10 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchdistpackage.ddp.bucket_sizes import MIB, bucket_sizes
 from torchdistpackage.ddp.buckets import Entry, plan
-from torchdistpackage.ddp.order import MIB, SIZES_BYTES, Wire, choose, coming, end_s
+from torchdistpackage.ddp.order import Wire, choose, coming, end_s
 
 times = st.dictionaries(st.integers(0, 9), st.floats(0, 1), max_size=10)
+SIZES_BYTES = bucket_sizes(queued=False).candidates_bytes
 GBIT = Wire(bytes_per_s=119e6, call_s=0.0007)
 
 
@@ -48,7 +50,7 @@ def test_what_is_chosen_is_about_as_good_as_any_other(layers, bytes_per_s, call_
     entries = [Entry(i, n, 4, "f4") for i, (n, _) in enumerate(layers)]
     ready_s = {i: sum(s for _, s in layers[i:]) for i in range(len(layers))}
     wire, order = Wire(bytes_per_s, call_s), coming(range(len(layers)), ready_s, ())
-    best = choose(entries, ready_s, order, wire)
+    best = choose(entries, ready_s, order, wire, SIZES_BYTES)
 
     def took_s(cap: int, first: int) -> float:
         buckets = plan(entries, cap, order=order, first_bytes=first)
@@ -64,10 +66,10 @@ def test_a_slow_wire_begins_with_a_small_bucket_and_goes_on_with_large_ones():
     entries = [Entry(i, MIB // 16, 4, "f4") for i in range(160)]
     ready_s = {i: 0.001 * (160 - i) for i in range(160)}
     order = coming(range(160), ready_s, ())
-    slow = choose(entries, ready_s, order, Wire(bytes_per_s=20e6, call_s=0.002))
+    slow = choose(entries, ready_s, order, Wire(bytes_per_s=20e6, call_s=0.002), SIZES_BYTES)
     assert slow.first_bytes is not None
     assert slow.first_bytes <= 5 * MIB and slow.cap_bytes >= 8 * MIB
-    fast = choose(entries, ready_s, order, Wire(bytes_per_s=1e9, call_s=0.0001))
+    fast = choose(entries, ready_s, order, Wire(bytes_per_s=1e9, call_s=0.0001), SIZES_BYTES)
     assert fast.cap_bytes < slow.cap_bytes
 
 
@@ -84,6 +86,6 @@ def test_a_bias_travels_with_its_matrix():
     entries = [Entry(i, n, 4, "f4") for i, n in enumerate(sizes)]
     ready_s = {i: 0.0075 * (16 - i) for i in range(16)}
     order = coming(range(16), ready_s, ())
-    best = choose(entries, ready_s, order, GBIT)
+    best = choose(entries, ready_s, order, GBIT, SIZES_BYTES)
     buckets = plan(entries, best.cap_bytes, order=order, first_bytes=best.first_bytes)
     assert [b.members for b in buckets] == [(i + 1, i) for i in range(14, -1, -2)]

@@ -33,12 +33,13 @@ Stamp = float | torch.cuda.Event
 class Fit:
     """Of one reducer. Collective calls are those of `decide`, at the end of a reduction.
 
-    cap_bytes: bucket size until something is known. sizes: whether to choose another.
+    cap_bytes: bucket size until something is known. candidates_bytes: others to choose from; none:
+    that size stays.
     """
 
-    def __init__(self, shared: Sequence[Shared], cap_bytes: int, *, sizes: bool):
+    def __init__(self, shared: Sequence[Shared], cap_bytes: int, candidates_bytes: Sequence[int]):
         self._shared = [(i, s) for i, s in enumerate(shared) if s.is_early]
-        self._cap_bytes, self._sizes = cap_bytes, sizes
+        self._cap_bytes, self._candidates_bytes = cap_bytes, candidates_bytes
         self._rounds = 0
         self._group: Group | None = None
         self._wire = Wire(1.0, 0.0)
@@ -48,7 +49,7 @@ class Fit:
 
     @property
     def is_over(self) -> bool:
-        return self._rounds >= (SIZED if self._sizes else ORDERED)
+        return self._rounds >= (SIZED if self._candidates_bytes else ORDERED)
 
     def begin(self) -> None:
         """A reduction begins."""
@@ -83,7 +84,8 @@ class Fit:
             mine = Packing(self._cap_bytes)
             if self._group is not None and self._group.rank() == 0:
                 entries = [s.entry(i) for i, s in self._shared]
-                mine = choose(entries, self._soonest_s, self._order, self._wire)
+                sizes = self._candidates_bytes
+                mine = choose(entries, self._soonest_s, self._order, self._wire, sizes)
             cap, first = self._agreed((mine.cap_bytes, mine.first_bytes or mine.cap_bytes))
             return Packing(cap, first, self._order)
         return None

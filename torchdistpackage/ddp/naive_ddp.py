@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torchdistpackage.comm import hierarchy, primitives
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.comm.world import world
+from torchdistpackage.ddp.bucket_sizes import MIB, bucket_sizes
 from torchdistpackage.ddp.buckets import Bucket
 from torchdistpackage.ddp.carrier import AllReduced, Carrier
 from torchdistpackage.ddp.compress import Hook
@@ -23,7 +25,6 @@ from torchdistpackage.ddp.embeddings import Embeddings
 from torchdistpackage.ddp.equal import equalise
 from torchdistpackage.ddp.fit import Fit
 from torchdistpackage.ddp.membership import Membership
-from torchdistpackage.ddp.order import DEFAULT_CAP_BYTES, MIB
 from torchdistpackage.ddp.outputs import tensors_in
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.replicas import Replica, agree
@@ -46,7 +47,7 @@ class NaiveDDP(Wrapper):
         freeze them, checkpoint (reentrant or not), and return any nest of tensors.
     sync: reduce at the end of the backward instead of during it.
     bucket_cap_mb: MiB of gradients that travel together; None: chosen from what the first steps
-        show, 4 until then.
+        show; until then 4, over NCCL 32.
     gradient_as_bucket_view: accepted for compatibility; `.grad` always is a view of its bucket.
     process_group: ranks that hold the same parameters; default tpc's data (and context) ranks,
         or everybody where tpc is not set up.
@@ -71,7 +72,6 @@ class NaiveDDP(Wrapper):
     Parameters that the module gains later, or that are no longer frozen, are taken in at the next
     forward, on all ranks. Those frozen or removed later count as unused until `refresh()`.
     A deep copy, or one from a pickle, reduces on its own, over the same ranks.
-
     Those in `module._ddp_params_and_buffers_to_ignore` are left alone. State dicts have its names.
 
     Raises:
@@ -199,8 +199,8 @@ class NaiveDDP(Wrapper):
         """Make the reducer, or let it own what there is now."""
         if self._embeddings is not None:
             self._embeddings.remove()
-        trained = [(n, p) for n, p in self._own_parameters() if p.requires_grad]
-        shared = [s for s in (self._share(n, p) for n, p in trained) if _must_be_owned(s)]
+        trained = (self._share(n, p) for n, p in self._own_parameters() if p.requires_grad)
+        shared = [s for s in trained if _must_be_owned(s)]
         refuse_sharded(shared)
         me = ref(self)  # hooks of embeddings stay when this goes, and must not keep it
         self._embeddings = Embeddings(
@@ -212,9 +212,10 @@ class NaiveDDP(Wrapper):
         shared, after = self._embeddings.shared, self._embeddings.after
         if self._by_node is None:
             self._by_node = _ways_by_node(shared)
-        fit, cap_bytes = None, self._cap_bytes or DEFAULT_CAP_BYTES
+        sizes = bucket_sizes(queued=primitives.is_queued(world()))
+        fit, cap_bytes = None, self._cap_bytes or sizes.default_bytes
         if not self._keep_order and self._overlap and any(s.is_early for s in shared):
-            fit = Fit(shared, cap_bytes, sizes=self._cap_bytes is None)
+            fit = Fit(shared, cap_bytes, () if self._cap_bytes else sizes.candidates_bytes)
         self._membership = Membership(self.module)
         if self._reducer is not None:
             self._reducer.renew(shared, after=after, fit=fit)

@@ -11,11 +11,6 @@ from math import inf
 
 from torchdistpackage.ddp.buckets import Bucket, Entry, plan
 
-MIB = 2**20
-DEFAULT_CAP_BYTES = 4 * MIB
-"""Until something has been measured."""
-SIZES_BYTES = tuple(n * MIB for n in (1, 2, 4, 8, 16, 32))
-"""Tried. Below these the processor's work for one more call costs what its bytes save."""
 NOT_WORTH_IT = 0.005
 """Part of the time by which fewer buckets may be slower and still be taken."""
 
@@ -74,12 +69,13 @@ def choose(
     ready_s: Mapping[int, float],
     order: Sequence[int],
     wire: Wire,
+    candidates_bytes: Sequence[int],
 ) -> Packing:
     """Bucket size and first bucket with which the last gradient arrives earliest."""
     begin_s = min(ready_s.values(), default=0.0)
     tried: list[tuple[float, int, Packing]] = []
-    for cap in SIZES_BYTES:
-        for first in (size for size in SIZES_BYTES if size <= cap):
+    for cap in candidates_bytes:
+        for first in (size for size in candidates_bytes if size <= cap):
             buckets = plan(entries, cap, order=order, first_bytes=first)
             took_s = end_s(buckets, entries, ready_s, wire) - begin_s
             tried.append((took_s, len(buckets), Packing(cap, first, tuple(order))))

@@ -14,7 +14,9 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.random import seed_rank
 from torchdistpackage.comm.record import calls
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.comm.world import world
 from torchdistpackage.config.schema import Optim, RunConfig
+from torchdistpackage.ddp.bucket_sizes import bucket_sizes
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.shared import Shared
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
@@ -33,7 +35,7 @@ from torchdistpackage.train.chunks import Chunks, tie
 from torchdistpackage.train.data import DataSource, TokenDataset
 from torchdistpackage.train.loss import LossFn, from_user, token_cross_entropy
 from torchdistpackage.train.memory import weight_format
-from torchdistpackage.train.plan import BUCKET_BYTES, Plan
+from torchdistpackage.train.plan import Plan
 from torchdistpackage.train.step import Trainer
 
 
@@ -217,7 +219,6 @@ def _sharing(
             stage,
             stage=config.parallel.zero,
             layouts=layouts,
-            bucket_cap_mb=BUCKET_BYTES / 2**20,
             reduce_op="sum",
         )
         return optimizer.reducer, optimizer
@@ -226,7 +227,9 @@ def _sharing(
         for name, parameter in stage.named_parameters()
         if parameter.requires_grad
     ]
-    return Reducer(shared, cap_bytes=BUCKET_BYTES), inner
+    # without Fit: what it measures would pack a resumed run otherwise, whose sums then differ
+    sizes = bucket_sizes(queued=primitives.is_queued(world()))
+    return Reducer(shared, cap_bytes=sizes.default_bytes), inner
 
 
 def _optimizer(stage: nn.Module, section: Optim) -> torch.optim.AdamW | None:

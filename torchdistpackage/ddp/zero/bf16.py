@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.primitives import Group, is_queued
+from torchdistpackage.comm.world import world
+from torchdistpackage.ddp.bucket_sizes import MIB, bucket_sizes
 from torchdistpackage.ddp.hooks import Hook
-from torchdistpackage.ddp.zero.optimizer import DEFAULT_CAP_MIB, MIB, ZeroOptimizer
+from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 
 
 class Bf16ZeroOptimizer(ZeroOptimizer):
@@ -51,7 +53,8 @@ class Bf16ZeroOptimizer(ZeroOptimizer):
                 f"stage is {stage}; use 1 or 2, or ZeroOptimizer with the module for stage 3"
             )
         sizes = [p.element_size() for group in optim.param_groups for p in group["params"]]
-        cap_mib = min(DEFAULT_CAP_MIB, bucket_size * min(sizes, default=1) / MIB)
+        default_bytes = bucket_sizes(queued=is_queued(world())).default_bytes
+        cap_mib = min(default_bytes, bucket_size * min(sizes, default=1)) / MIB
         super().__init__(
             optim,
             stage=stage,

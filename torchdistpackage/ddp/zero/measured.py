@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.ddp.order import DEFAULT_CAP_BYTES
+from torchdistpackage.ddp.bucket_sizes import bucket_sizes
 from torchdistpackage.ddp.zero.choose import Work
 
 NUM_TRIALS, NUM_BUCKETS = 3, 4
@@ -38,7 +38,8 @@ def measure(
     with _untouched(module, trained):
         times = [_times_s(module, loss_of, trained, device) for _ in range(1 + NUM_TRIALS)]
     forward_s, backward_s, pass_s = map(min, zip(*times[1:], strict=True))
-    bytes_per_s, busy_s = _wire(group, device)
+    default_bytes = bucket_sizes(queued=primitives.is_queued(group)).default_bytes
+    bytes_per_s, busy_s = _wire(group, device, default_bytes)
     # gradients are summed in fp32 at least
     sizes = [p.numel() * (wire.itemsize if wire else max(4, p.itemsize)) for p in trained]
     work = Work(
@@ -46,7 +47,7 @@ def measure(
         backward_s,
         PASSES_OF_ADAM * pass_s,
         num_bytes=sum(sizes),
-        bucket_bytes=max(DEFAULT_CAP_BYTES, *sizes),
+        bucket_bytes=max(default_bytes, *sizes),
         exchange_s=busy_s * sum(sizes),
     )
     return work, bytes_per_s
@@ -73,9 +74,9 @@ def _times_s(
     return at_s[1] - at_s[0], at_s[2] - at_s[1], at_s[3] - at_s[2]
 
 
-def _wire(group: Group, device: torch.device) -> tuple[float, float]:
+def _wire(group: Group, device: torch.device, bucket_bytes: int) -> tuple[float, float]:
     """Bytes a second, and seconds a byte that this rank's processor is busy with it."""
-    buckets = [torch.zeros(DEFAULT_CAP_BYTES // 4, device=device) for _ in range(NUM_BUCKETS)]
+    buckets = [torch.zeros(bucket_bytes // 4, device=device) for _ in range(NUM_BUCKETS)]
     num_bytes = sum(bucket.nbytes for bucket in buckets)
     times, busy = [], []
     for _ in range(1 + NUM_TRIALS):

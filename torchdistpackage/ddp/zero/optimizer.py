@@ -15,7 +15,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchdistpackage.comm.groups import make_twins
-from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.primitives import Group, is_queued
+from torchdistpackage.comm.world import world
+from torchdistpackage.ddp.bucket_sizes import MIB, bucket_sizes
 from torchdistpackage.ddp.buckets import Bucket
 from torchdistpackage.ddp.hooks import hooked
 from torchdistpackage.ddp.reducer import Reducer
@@ -35,8 +37,6 @@ from torchdistpackage.ddp.zero.whole import needs_whole
 from torchdistpackage.ddp.zero.wrapped import Wrapped
 from torchdistpackage.layout.layout import Layout
 
-MIB = 2**20
-DEFAULT_CAP_MIB = 5
 UNLIMITED_BYTES = 2**62
 """Buckets are packed here (units.py), not by the reducer."""
 
@@ -53,7 +53,7 @@ class ZeroOptimizer(Wrapped):
         same place on all nodes `replicas`.
     layouts: name -> Layout, as in NaiveDDP; each parameter is shared by whom its layout says.
     overlap: send under backward and forward; False waits at the end of the backward and of `step`.
-    bucket_cap_mb: MiB of gradients that travel together.
+    bucket_cap_mb: MiB of gradients that travel together; default 4, over NCCL 32.
     wire_dtype: dtype in which gradients and parameters travel, torch.bfloat16 for example; sums and
         the optimizer's own copy of the parameters stay wide.
     offload: keep the optimizer's copy, its state and what it steps in host memory, and step there.
@@ -128,9 +128,10 @@ class ZeroOptimizer(Wrapped):
             sharing.equalise(module, {id(s.parameter) for s in shared})
         make_twins(s.group for s in shared)
         looks = searched(module, replicas) if embedding_rows else None
+        default_bytes = bucket_sizes(queued=is_queued(world())).default_bytes
         self._heads = Heads(looks, shared, self)
         self.reducer = Reducer(
-            packed(self._heads.coming(shared), int((bucket_cap_mb or DEFAULT_CAP_MIB) * MIB)),
+            packed(self._heads.coming(shared), int((bucket_cap_mb or 0) * MIB) or default_bytes),
             cap_bytes=UNLIMITED_BYTES,
             num_backwards=num_grad_acc_iter if stage == 1 else 1,
             overlap=self._overlap,

@@ -1,0 +1,71 @@
+"""One table of bucket sizes, by transport, for NaiveDDP, ZeRO and `tdp train`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.train import parity
+from torchdistpackage.comm.backends import GLOO, Transport, register_transport
+from torchdistpackage.ddp.bucket_sizes import MIB, bucket_sizes
+from torchdistpackage.ddp.naive_ddp import NaiveDDP
+from torchdistpackage.ddp.zero.bf16 import Bf16ZeroOptimizer
+from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
+
+LAYERS = 10
+
+
+def test_devices_get_larger_buckets_than_hosts():
+    host, queued = bucket_sizes(queued=False), bucket_sizes(queued=True)
+    assert host.default_bytes == 4 * MIB and host.candidates_bytes[-1] == 32 * MIB
+    assert queued.default_bytes == 32 * MIB and queued.candidates_bytes[-1] == 128 * MIB
+    for sizes in (host, queued):
+        assert sizes.default_bytes in sizes.candidates_bytes
+        assert sorted(sizes.candidates_bytes) == list(sizes.candidates_bytes)
+
+
+@contextmanager
+def queued_gloo() -> Iterator[None]:
+    """Gloo ranks of which the package believes that calls are queued, as over NCCL."""
+    register_transport(Transport("gloo", queued=True))
+    try:
+        yield
+    finally:
+        register_transport(GLOO)
+
+
+def counts() -> dict[str, int]:
+    """Buckets of each for layers of 4 MiB, and of a GPT of 7 that `tdp train` builds."""
+
+    def net() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(LAYERS)))
+
+    ddp, module = NaiveDDP(net(), keep_order=True), net()
+    zero = ZeroOptimizer(torch.optim.SGD(module.parameters(), lr=1.0), module)
+    alone = Bf16ZeroOptimizer(torch.optim.SGD(net().parameters(), lr=1.0))
+    found = {"ddp": ddp.reducer, "zero": zero.reducer, "bf16": alone.reducer}
+    large = ["parallel.data=2", "data.global_batch=8", "model.vocab=12000", "model.dim=128"]
+    for stage in (0, 1):
+        run = parity.trainer([*large, f"parallel.zero={stage}", "data.name=python_stdlib"])
+        found[f"train {stage}"] = run.reducer
+    sizes = {name: len(reducer._packed.buckets) for name, reducer in found.items()}
+    for each in (zero, alone):
+        each.remove()
+    dist.barrier()
+    return sizes
+
+
+def both() -> tuple[dict[str, int], dict[str, int]]:
+    with queued_gloo():
+        queued = counts()
+    return counts(), queued
+
+
+def test_everybody_packs_by_the_transport(ranks):
+    for host, queued in ranks(2).run(both):
+        assert {host[name] for name in ("ddp", "zero", "bf16")} == {LAYERS}
+        assert {queued[name] for name in ("ddp", "zero", "bf16")} == {2}
+        assert host["train 0"] > queued["train 0"] == 1
+        assert host["train 1"] > queued["train 1"] == 1
