@@ -162,7 +162,7 @@ def test_the_same_place_of_other_groups(ranks):
 
 def masters(is_bf16: bool) -> None:
     """16 steps of 2^-12 from one are 2^-8 in fp32, and none at all in bf16, whose step is 2^-8."""
-    module = nn.ParameterList([torch.ones(3, 5, dtype=BF16), torch.ones(2, dtype=BF16)])
+    module = nn.ParameterList([torch.ones(30, 5, dtype=BF16), torch.ones(2, dtype=BF16)])
     inner = optim.SGD(module.parameters(), lr=2.0**-12)
     optimizer = Bf16ZeroOptimizer(inner, bf16_master_weights=is_bf16)
     for _ in range(16):

@@ -6,6 +6,8 @@ from torch import Tensor, nn
 
 from tests.ddp.zero.beside_one_process import DIM, TINY, compare
 from torchdistpackage.comm.world import world
+from torchdistpackage.ddp.zero.cut import SLICE_BYTES
+from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 
 STAGES = [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "reshard_after_forward": True}]
 
@@ -33,3 +35,41 @@ def train(options: dict) -> None:
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_training_is_that_of_one_process(ranks, size, options):
     ranks(size).run(train, options)
+
+
+class Odd(nn.Module):
+    """Sizes that no number of ranks divides."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = [(97, 13), (13,), (31, 97), (31,), (1,)]
+        self.weights = nn.ParameterList([torch.randn(size) for size in sizes])
+
+
+def aligned(dtype: torch.dtype, wire: torch.dtype | None, whole: bool) -> list[int]:
+    net = Odd().to(dtype)
+    zero = ZeroOptimizer(
+        torch.optim.AdamW(net.parameters()),
+        net,
+        bucket_cap_mb=0.01,
+        wire_dtype=wire,
+        whole=whole,
+    )
+    for bucket in zero._buckets:
+        for flat in (bucket.parameters.flat, bucket.carrier.gradients.flat):
+            mine = bucket.line.mine(flat)
+            from_begin = mine.data_ptr() - flat.data_ptr()
+            assert from_begin % SLICE_BYTES == 0 and mine.nbytes % SLICE_BYTES == 0
+            itemsize = min(x.itemsize for x in (dtype, flat.dtype, wire or flat.dtype))
+            assert from_begin // flat.itemsize * itemsize % SLICE_BYTES == 0, "on the wire too"
+    return [sum(s.tensor.numel() for s in zero.shards), sum(p.numel() for p in net.parameters())]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_slice_begins_and_ends_at_128_bytes(ranks, size, whole):
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for wire in (None, torch.bfloat16):
+            found = ranks(size).run(aligned, dtype, wire, whole)
+            assert sum(held for held, _ in found) == found[0][1]

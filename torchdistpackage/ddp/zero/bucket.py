@@ -85,7 +85,10 @@ class Cutter:
     ) -> Sharded:
         """left, settled: called when gradients leave, and when sums have come to the shards."""
         is_whole = self.owner_of is not None
-        line = cut_between(members, self.owner_of) if is_whole else cut_evenly(bucket, members)
+        if self.owner_of is not None:
+            line = cut_between(members, self.owner_of, self.wire)
+        else:
+            line = cut_evenly(bucket, members, self.wire)
         first = members[0]
         dtype, replicas = first.parameter.dtype, self.sharing.replicas_of(first)
         wire = self.wire if _is_narrower(self.wire, dtype) else None

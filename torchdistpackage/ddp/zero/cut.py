@@ -2,14 +2,19 @@
 
 A bucket is its members side by side on one line. A cut is a list of bounds on that line, rank i
 owning bounds[i] to bounds[i + 1]; what a rank owns of one member is a piece. Every element of
-every member lies in exactly one piece over the ranks: the whole of ZeRO rests on this.
+every member lies in exactly one piece over the ranks: the whole of ZeRO rests on this. Bounds are
+multiples of `SLICE_BYTES`, without which NCCL and fused optimizers take their slow ways.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
+from torchdistpackage.ddp.buckets import SLIGHT
 from torchdistpackage.errors import LayoutError
+
+SLICE_BYTES = 128
+"""Slices begin at a multiple of this from the begin of the line, in the narrowest of the dtypes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +31,26 @@ class Piece:
         return self.stop - self.start
 
 
-def even_bounds(num_elements: int, num_ranks: int) -> tuple[int, ...]:
-    """Slices of one length, so the last bound may lie beyond the end: the line is padded.
+def even_bounds(num_elements: int, num_ranks: int, itemsize: int) -> tuple[int, ...]:
+    """Slices of one length, so the last bounds may lie beyond the end: the line is padded.
 
     For optimizers that treat every element alike, and so do not care where a parameter is cut.
+    itemsize: bytes of an element in the narrowest dtype that slices have.
     """
-    length = -(-num_elements // num_ranks)
+    length = _aligned(-(-num_elements // num_ranks), itemsize)
     return tuple(rank * length for rank in range(num_ranks + 1))
+
+
+def bounds_of(lengths: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Slices of at least these lengths, all of one where that pads the line by `SLIGHT` at most.
+
+    For whole parameters. A back end sends slices of one length as one call, others as a call each,
+    in which every byte passes a link once. So padding has to be slight to pay.
+    """
+    lengths = [_aligned(length, itemsize) for length in lengths]
+    if max(lengths) * len(lengths) <= sum(lengths) * (1 + SLIGHT):
+        lengths = [max(lengths)] * len(lengths)
+    return (0, *accumulate(lengths))
 
 
 def pieces(
@@ -52,6 +70,11 @@ def pieces(
         if start < stop:
             owned.append(Piece(member, start - offset, stop - offset, start - first))
     return tuple(owned)
+
+
+def _aligned(length: int, itemsize: int) -> int:
+    step = max(1, SLICE_BYTES // itemsize)
+    return -(-length // step) * step
 
 
 def _check(offsets: Sequence[int], sizes: Sequence[int], bounds: Sequence[int]) -> None:

@@ -7,12 +7,13 @@ its way down and the gather on its way up.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.ddp.buckets import ALIGN_BYTES, Bucket
 from torchdistpackage.ddp.shared import Shared
-from torchdistpackage.ddp.zero.cut import even_bounds
+from torchdistpackage.ddp.zero.cut import bounds_of, even_bounds
 
 
 @dataclass(frozen=True)
@@ -51,22 +52,30 @@ class Line:
         return tuple(min(max(bound - offset, 0), size) for bound in self.bounds)
 
 
-def cut_evenly(bucket: Bucket, members: Sequence[Shared]) -> Line:
-    """Every rank owns equally many elements."""
-    bounds = even_bounds(bucket.marks, members[0].group.size())
+def cut_evenly(bucket: Bucket, members: Sequence[Shared], wire: torch.dtype | None) -> Line:
+    """Every rank owns equally many elements. wire: dtype in which they travel, if another."""
+    bounds = even_bounds(bucket.marks, members[0].group.size(), _itemsize(members, wire))
     return Line(tuple(members), bucket.offsets, bounds)
 
 
-def cut_between(members: Sequence[Shared], owner_of: Mapping[str, int]) -> Line:
-    """Every member belongs to one rank; owner_of: name -> index in the group."""
-    offsets = [0] * len(members)
-    bounds = [0]
-    end = 0
-    for rank in range(members[0].group.size()):
-        for place, shared in enumerate(members):
-            if owner_of[shared.name] == rank:
-                offsets[place] = end
-                step = max(1, ALIGN_BYTES // shared.parameter.element_size())
-                end += -(-shared.parameter.numel() // step) * step
-        bounds.append(end)
-    return Line(tuple(members), tuple(offsets), tuple(bounds))
+def cut_between(
+    members: Sequence[Shared], owner_of: Mapping[str, int], wire: torch.dtype | None
+) -> Line:
+    """Every member belongs to one rank; owner_of: name -> index in the group. wire: as above."""
+    lengths = [0] * members[0].group.size()
+    places: list[int] = []  # in the slice of the owner
+    step = max(1, ALIGN_BYTES // members[0].parameter.element_size())
+    for shared in members:
+        owner = owner_of[shared.name]
+        places.append(lengths[owner])
+        lengths[owner] += -(-shared.parameter.numel() // step) * step
+    bounds = bounds_of(lengths, _itemsize(members, wire))
+    owners = [owner_of[shared.name] for shared in members]
+    offsets = tuple(bounds[owner] + at for owner, at in zip(owners, places, strict=True))
+    return Line(tuple(members), offsets, bounds)
+
+
+def _itemsize(members: Sequence[Shared], wire: torch.dtype | None) -> int:
+    """Of the narrowest dtype that slices have."""
+    own = members[0].parameter.dtype
+    return own.itemsize if wire is None else min(own.itemsize, wire.itemsize)
