@@ -84,7 +84,7 @@ class Scattered:
         assert self._go is not None
         self._pending, self._go = self._go(), None
         self.gradients.release()
-        self._marks.leave(self._first_mark, len(self.line.members), self._without)
+        self._marks.leave(self._first_mark, self._without)
         self._left()
 
     def expect(self) -> None:
