@@ -1,0 +1,71 @@
+"""The parts of the GPU benchmarks: what each decides, its time limit, its environment. No torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Part:
+    """A process. module: has `measure(here, found)`. env: set on a GPU only."""
+
+    module: str
+    decides: str
+    limit_s: float
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+EXPANDABLE = {
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+}
+"""By the name of torch 2.10 on and by that before."""
+
+PARTS: dict[str, Part] = {
+    "startup": Part(
+        "benchmarks.gpu.startup",
+        "ranks forked from a server that has imported everything use the GPU, whatever a preload "
+        "touched, and so do the workers of a DataLoader",
+        120,
+    ),
+    "sanitizer": Part(
+        "benchmarks.gpu.sanitizer",
+        "no race between streams in a step of each example and config; users with several streams "
+        "of their own; late collectives and copies give the same bits",
+        150,
+        {"TORCH_CUDA_SANITIZER": "1"},
+    ),
+    "host_syncs": Part(
+        "benchmarks.gpu.host_syncs",
+        "a steady step never makes the host wait; its numbers are read while the next one runs",
+        60,
+    ),
+    "overhead": Part(
+        "benchmarks.gpu.overhead", "NaiveDDP and ZeRO at world 1 beside the bare step: 1.01", 90
+    ),
+    "offload": Part(
+        "benchmarks.gpu.offload",
+        "copies of ZeRO's offload beside a pinned copy and the processor's step",
+        60,
+    ),
+    "buckets": Part("benchmarks.gpu.buckets", "what stepping costs by the size of a bucket", 60),
+    "memory": Part(
+        "benchmarks.gpu.memory", "what the allocator was asked for beside `tdp plan`", 60
+    ),
+    "memory_expandable": Part(
+        "benchmarks.gpu.memory",
+        "the same, and the time of a step, with expandable segments",
+        60,
+        EXPANDABLE,
+    ),
+    "step_time": Part(
+        "benchmarks.gpu.step_time",
+        "a GPT of 124M and of 350M in bf16 beside a bare loop and the ceiling of a matrix product; "
+        "which attention kernel runs",
+        120,
+    ),
+    "hang": Part(
+        "benchmarks.gpu.hang",
+        "the report names a rank stuck in a hook, and a process with a stuck thread ends",
+        90,
+    ),
+}

@@ -1,0 +1,1 @@
+"""Stands in for scikit-learn where it is not installed; see datasets.py."""

@@ -1,0 +1,113 @@
+"""The GPU benchmarks, small on the CPU: they run and say so; a part that fails takes no other."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu.parts import PARTS, Part
+from benchmarks.gpu.rows import Found, Status, status_of, table
+
+PAGE = command.ROOT / "docs" / "gpu_benchmarks.md"
+
+
+def results(out: Path) -> dict:
+    return json.loads((out / "results.json").read_text())["parts"]
+
+
+def run(out: Path, *parts: str) -> int:
+    return command.main(["--cpu", "--out", str(out), "--only", ",".join(parts)])
+
+
+def test_a_part_that_dies_keeps_its_rows_and_takes_no_other(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(PARTS, "dies", Part("tests.docs.failing_part", "nothing", 60))
+    assert run(tmp_path, "dies", "memory") == 1
+    dies, memory = results(tmp_path).values()
+    assert dies["status"] == Status.FAILED and "ended with 7" in dies["why"]
+    assert "its last word" in dies["tail"]
+    statuses = {row["name"]: row["status"] for row in dies["rows"]}
+    expected = {"shown": "shown", "holds": "ok", "slow": "shown", "raises": "failed"}
+    assert statuses == {**expected, "left out": "not run"}
+    assert "ValueError: of this case" in dies["rows"][3]["text"]
+    assert memory["status"] == Status.OK
+    plain = memory["rows"][0]["numbers"]
+    assert plain["held_bytes"] == pytest.approx(plain["planned_bytes"], rel=1e-3)
+    shown = (tmp_path / "table.txt").read_text()
+    assert shown == capsys.readouterr().out
+    assert shown.startswith("cpu, small: shows only that the script runs")
+    assert re.search(r"memory: ok in \d+ s, cpu, small\n", shown)
+
+
+@pytest.mark.full
+def test_a_part_that_hangs_is_ended_and_keeps_its_rows(tmp_path, monkeypatch):
+    monkeypatch.setitem(PARTS, "hangs", Part("tests.docs.hanging_part", "nothing", 20))
+    assert run(tmp_path, "hangs") == 1
+    hangs = results(tmp_path)["hangs"]
+    assert hangs["status"] == Status.FAILED and "not done after 20 s" in hangs["why"]
+    assert [row["name"] for row in hangs["rows"]] == ["before"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", [name for name in PARTS if name != "memory"])
+def test_every_part_runs_small_on_the_cpu(part, tmp_path):
+    assert run(tmp_path, part) == 0, (tmp_path / "table.txt").read_text()
+    found = results(tmp_path)[part]
+    assert found["machine"]["device"] == "cpu"
+    assert {row["status"] for row in found["rows"]} <= {"ok", "shown", "not run"}
+
+
+def test_without_time_left_a_part_is_not_run(tmp_path):
+    part = command.run("memory", PARTS["memory"], tmp_path, 0.0, on_gpu=False)
+    assert part["status"] == Status.NOT_RUN and "--only memory" in part["why"]
+
+
+def test_a_time_is_judged_on_a_device_alone():
+    def of(*, small: bool, holds: bool) -> Status:
+        found = Found(lambda rows: None, small=small)
+        found.judge_time("a step", holds, "1.02 of the bare one", ratio=1.02)
+        return found.rows[0].status
+
+    assert of(small=True, holds=False) == of(small=True, holds=True) == Status.SHOWN
+    assert of(small=False, holds=False) == Status.FAILED
+    assert of(small=False, holds=True) == Status.OK
+
+
+def test_a_part_is_what_its_rows_are():
+    def of(*statuses: Status) -> Status:
+        return status_of([{"status": status} for status in statuses])
+
+    assert of(Status.OK, Status.FAILED, Status.NOT_RUN) == Status.FAILED
+    assert of(Status.SHOWN, Status.NOT_RUN) == Status.OK
+    assert of(Status.NOT_RUN) == of() == Status.NOT_RUN
+
+
+def test_the_table_says_where_and_what():
+    rows = [{"status": "ok", "name": "ZeRO 1", "text": "1.003 of the bare one"}]
+    part = {"status": "ok", "seconds": 3.0, "rows": rows, "machine": {"device": "a GPU"}}
+    assert [*table("overhead", part)] == [
+        "\noverhead: ok in 3 s",
+        f"  {'ok':8} {'ZeRO 1':44} 1.003 of the bare one",
+    ]
+
+
+def test_a_part_is_a_world_of_one_whatever_started_the_benchmark(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "TDP_STORE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "3")
+    found = command.environment(PARTS["sanitizer"], on_gpu=True)
+    assert not {"RANK", "WORLD_SIZE", "SLURM_PROCID", "TDP_STORE", "TORCHELASTIC_RUN_ID"} & {*found}
+    assert found["TORCH_CUDA_SANITIZER"] == "1"
+    on_cpu = command.environment(PARTS["sanitizer"], on_gpu=False)
+    assert on_cpu["CUDA_VISIBLE_DEVICES"] == "" and "TORCH_CUDA_SANITIZER" not in on_cpu
+
+
+def test_a_part_of_no_name_is_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--only", "memory,speed"])
+    assert ended.value.code == 2 and "'speed'" in capsys.readouterr().err
+
+
+def test_the_page_has_every_part():
+    page = PAGE.read_text(encoding="utf-8")
+    assert [name for name in PARTS if f"| `{name}` |" not in page] == []
