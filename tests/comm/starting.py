@@ -51,14 +51,15 @@ def in_step(rank: int, world_size: int, job: int) -> dict[str, str]:
     }
 
 
-def two_nodes(rank: int, job: int) -> dict[str, str]:
-    """Of two nodes with two tasks each, the first is this machine."""
-    return in_step(rank, 4, job) | {
-        "SLURM_NODEID": str(rank // 2),
-        "SLURM_LOCALID": str(rank % 2),
-        "SLURM_GTIDS": "2,3" if rank > 1 else "0,1",
+def two_nodes(rank: int, job: int, tasks: int = 2) -> dict[str, str]:
+    """Of two nodes with `tasks` tasks each, the first is this machine."""
+    node = rank // tasks
+    return in_step(rank, 2 * tasks, job) | {
+        "SLURM_NODEID": str(node),
+        "SLURM_LOCALID": str(rank % tasks),
+        "SLURM_GTIDS": ",".join(str(node * tasks + i) for i in range(tasks)),
         "SLURM_STEP_NODELIST": "localhost,n9",
-        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_STEP_TASKS_PER_NODE": f"{tasks}(x2)",
         "SLURM_DISTRIBUTION": "block",
     }
 

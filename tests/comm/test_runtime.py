@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from tests.comm.starting import PLAIN, by_hand, in_step, meet, meet_within, two_nodes
 from torchdistpackage.comm import primitives, runtime
+from torchdistpackage.comm.p2p import Post
 from torchdistpackage.comm.runtime import find_free_port, join, leave, setup_distributed
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError, LaunchError
@@ -129,28 +131,78 @@ def test_one_gpu_in_sight_of_each_rank_may_be_its_own(start, gpus, visible, devi
     assert all(t[1].startswith(note) for t in told)
 
 
-def wait_for_a_sleeper() -> tuple[float, float]:
-    rank, *_ = setup_distributed(init_timeout_s=30)
-    tpc.setup_process_groups([("data", 2)])
-    times = []
-    for limit_s, sleep_s in ((None, 2.0), (1.0, 3.0)):
-        if limit_s is not None:
-            tpc.groups.set_timeout(limit_s)
-        begin = time.monotonic()
+def late_for_each(timeout_s: float | None) -> list[str]:
+    """What came of a sum, and of a message, for which rank 1 comes 2.5 s late."""
+    rank, *_ = setup_distributed(init_timeout_s=1.5, timeout_s=timeout_s)
+    world, came = dist.group.WORLD, []
+
+    def message() -> None:
+        post = Post(world)
+        post.send([torch.ones(1)], 0) if rank else post.receive([torch.ones(1)], 1)
+        post.go().wait()
+
+    for call in (lambda: primitives.all_reduce(torch.ones(1), world), message):
         if rank == 1:
-            time.sleep(sleep_s)
-        with contextlib.suppress(CommError):
-            primitives.all_reduce(torch.ones(1), tpc.get_group("data"))
-        times.append(time.monotonic() - begin)
-    return times[0], times[1]
+            time.sleep(2.5)
+        begin = time.monotonic()
+        try:
+            call()
+            came.append("came")
+        except CommError:
+            came.append("too late" if time.monotonic() - begin < 2.4 else "given up late")
+    return came
+
+
+def test_the_limit_of_the_start_is_none_for_what_comes_after(start):
+    port = find_free_port()
+    told = start(late_for_each, [by_hand(r, 2, port) for r in range(2)], None)
+    assert told == [["came", "came"]] * 2
+
+
+def test_calls_of_the_default_group_have_the_limit_asked_for(start):
+    port = find_free_port()
+    told = start(late_for_each, [by_hand(r, 2, port) for r in range(2)], 1.0)
+    assert told[0] == ["too late", "too late"]
+
+
+def limits_after_joining() -> list[float]:
+    """As NCCL would be told: what the default group is made with, and what it is told next."""
+    seen = []
+
+    def init_process_group(backend, *, timeout, device_id, **_):
+        seen.append(timeout.total_seconds())
+        assert (backend, str(device_id)) == ("nccl", "cuda:0")
+
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.set_device = lambda device: None
+    dist.init_process_group = init_process_group
+    runtime.world = lambda: None
+    primitives.set_timeout = lambda group, seconds: seen.append(seconds)
+    dist.distributed_c10d.default_pg_nccl_timeout = timedelta(minutes=10)
+    join(detect(os.environ), init_timeout_s=7.0)
+    return seen
+
+
+def test_nccl_has_torchs_limit_once_it_is_there(start):
+    assert start(limits_after_joining, [{}]) == [[7.0, 600.0]]
+
+
+def set_limit_late() -> float:
+    rank, *_ = setup_distributed()
+    tpc.setup_process_groups([("data", 2)])
+    tpc.groups.set_timeout(1.0)
+    begin = time.monotonic()
+    if rank == 1:
+        time.sleep(3.0)
+    with contextlib.suppress(CommError):
+        primitives.all_reduce(torch.ones(1), tpc.get_group("data"))
+    return time.monotonic() - begin
 
 
 def test_steps_have_a_limit_of_their_own_from_when_it_is_set(start):
     port = find_free_port()
-    told = start(wait_for_a_sleeper, [by_hand(r, 2, port) for r in range(2)])
-    start_s, step_s = told[0]
-    assert start_s >= 1.9, "the limit of the start holds until another is set"
-    assert 0.9 < step_s < 2.5
+    told = start(set_limit_late, [by_hand(r, 2, port) for r in range(2)])
+    assert 0.9 < told[0] < 2.5
 
 
 def threads_and_place() -> tuple[object, ...]:

@@ -244,7 +244,9 @@ class Wire:
 
 def _limit(line: Line, timeout_s: float | None) -> timedelta | None:
     # with a limit, a wait on NCCL would block the host; its watchdog has the limit already
-    return timedelta(seconds=timeout_s) if timeout_s and line.direct else None
+    if not line.direct:
+        return None
+    return timedelta(seconds=timeout_s) if timeout_s else line.limit
 
 
 def _peer(group: Group, rank: int, what: str) -> int:

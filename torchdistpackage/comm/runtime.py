@@ -16,17 +16,17 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.devices import agree_on_device, publish_gpu
 from torchdistpackage.comm.record import calls
 from torchdistpackage.comm.store import await_all, connect, find, serve
+from torchdistpackage.comm.world import world
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.device import choose_device, exclusive_device
 from torchdistpackage.launch.interfaces import master_address, reached_from, read_addresses
 from torchdistpackage.launch.network import settle, users_interfaces
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
 
 _starts = itertools.count()
-_UNKNOWN = "?"
-
 
 log = logging.getLogger(__name__)
 
@@ -46,22 +46,30 @@ class Joined:
 
 
 def setup_distributed(
-    backend: str | None = None, port: int | None = None, *, init_timeout_s: float = 60.0
+    backend: str | None = None,
+    port: int | None = None,
+    *,
+    init_timeout_s: float = 60.0,
+    timeout_s: float | None = None,
 ) -> tuple[int, int, int | None, str]:
     """Join the other ranks of this job, however they were started.
 
     backend: None chooses by device: nccl where each rank has a GPU, else gloo.
     port: overrides the candidate ports; None derives them from the job.
+    init_timeout_s: for the ranks to meet, and for the default group to be made.
+    timeout_s: for each later operation of the default group; None: what torch gives a new group.
     Returns (rank, world_size, port, address); port is None where no TCP store was needed.
     RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR are set where they were not, unless this process
     is alone: it would then look like one of several.
 
     Raises:
-        LaunchError: the environment is contradictory, ranks are missing, or the backend
-            cannot run here.
+        LaunchError: the environment is contradictory, ranks are missing, or they cannot all run
+            on the same kind of device with one backend; then on every rank.
     """
     rendezvous = detect(os.environ)
-    joined = join(rendezvous, backend=backend, port=port, init_timeout_s=init_timeout_s)
+    joined = join(
+        rendezvous, backend=backend, port=port, init_timeout_s=init_timeout_s, timeout_s=timeout_s
+    )
     defaults = {
         "RANK": rendezvous.rank,
         "WORLD_SIZE": rendezvous.world_size,
@@ -89,6 +97,7 @@ def join(
     backend: str | None = None,
     port: int | None = None,
     init_timeout_s: float = 60.0,
+    timeout_s: float | None = None,
 ) -> Joined:
     """Initialise the default group for this place in the world; see `setup_distributed`."""
     if dist.is_initialized():
@@ -101,14 +110,8 @@ def join(
         # Forked from a process that had loaded torch with one thread. Elsewhere torch has read the
         # variable itself, and what the user set since then must stand.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    exclusive = exclusive_device(os.environ)
-    gpu = _UNKNOWN if exclusive or rendezvous.local_world_size == 1 else _only_gpu()
-    # one GPU in sight of each of several: theirs or mine is known when all have met
-    bound = None if gpu != _UNKNOWN else _bind_device(rendezvous, backend, exclusive=exclusive)
-    store, at, network = _meet(rendezvous, port, gpu, init_timeout_s)
-    device, chosen, notes = bound or _bind_device(
-        rendezvous, backend, exclusive=_each_has_its_own(store, rendezvous)
-    )
+    store, at, network = _meet(rendezvous, port, init_timeout_s)
+    device, chosen, notes = agree_on_device(store, rendezvous, backend, init_timeout_s)
     dist.init_process_group(
         chosen,
         store=dist.PrefixStore("default", store),
@@ -117,6 +120,7 @@ def join(
         timeout=timedelta(seconds=init_timeout_s),
         device_id=device if chosen == "nccl" else None,
     )
+    primitives.set_timeout(world(), timeout_s or default_timeout_s(chosen))
     return Joined(rendezvous, device, chosen, at, notes + ((network,) if network else ()))
 
 
@@ -127,6 +131,13 @@ def leave() -> None:
     calls.forget_all()
 
 
+def default_timeout_s(backend: str) -> float:
+    """The limit that torch gives an operation of a new group: longer than steps need, but for
+    NCCL, whose watchdog ends the process, not so long that a stuck job holds its nodes for hours.
+    """
+    return dist.distributed_c10d._get_default_timeout(dist.Backend(backend)).total_seconds()
+
+
 def find_free_port() -> str:
     """A TCP port that was free a moment ago, as text."""
     with socket.socket() as probe:
@@ -135,7 +146,7 @@ def find_free_port() -> str:
 
 
 def _meet(
-    rendezvous: Rendezvous, port: int | None, gpu: str, timeout_s: float
+    rendezvous: Rendezvous, port: int | None, timeout_s: float
 ) -> tuple[dist.Store, int | None, str]:
     """All ranks at one store and the network chosen: the store, its port, a line on the network."""
     begin = time.monotonic()
@@ -148,68 +159,20 @@ def _meet(
         if master:
             store.set("master", master)
     network = _choose_network(master) if master else ""
-    store.set(_gpu_key(rendezvous, rendezvous.local_rank), gpu)
+    publish_gpu(store, rendezvous)
     await_all(
         store,
         rank=rendezvous.rank,
         world_size=rendezvous.world_size,
         timeout_s=timeout_s,
         since=begin,
-        keeper=rendezvous.rank == 0 and not rendezvous.served and rendezvous.store is None,
+        keeper=rendezvous.keeps_store,
         hosts=rendezvous.hosts,
         source=rendezvous.source,
     )
     if several_nodes and not master and store.check(["master"]):
         network = _choose_network(store.get("master").decode())
     return store, at, network
-
-
-def _bind_device(
-    rendezvous: Rendezvous, backend: str | None, *, exclusive: bool
-) -> tuple[torch.device, str, tuple[str, ...]]:
-    """My device, the backend for it, and what is worth saying about them."""
-    choice = choose_device(
-        rendezvous.local_rank,
-        os.environ.get("CUDA_VISIBLE_DEVICES"),
-        torch.cuda.device_count(),
-        local_world_size=rendezvous.local_world_size,
-        exclusive=exclusive,
-    )
-    device = torch.device("cpu") if choice.index is None else torch.device("cuda", choice.index)
-    notes = tuple(note for note in (rendezvous.note, choice.note) if note)
-    chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
-    if chosen == "nccl" and device.type != "cuda":
-        raise LaunchError(
-            f"backend nccl needs a GPU for each rank, but rank {rendezvous.rank} runs on the CPU "
-            f"({'; '.join(notes) or 'no GPU is visible'}); leave backend unset, or use gloo"
-        )
-    if device.type == "cuda":
-        # before any collective: NCCL binds a communicator to the current device
-        torch.cuda.set_device(device)
-    return device, chosen, notes
-
-
-def _only_gpu() -> str:
-    """Which one it is, if this process sees a single GPU."""
-    if torch.cuda.device_count() != 1:
-        return _UNKNOWN
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    # slices may share the UUID of their GPU
-    is_slice = visible.startswith("MIG-")
-    return visible if is_slice else str(torch.cuda.get_device_properties(0).uuid)
-
-
-def _gpu_key(rendezvous: Rendezvous, local_rank: int) -> str:
-    return f"gpu/{rendezvous.node}/{local_rank}"
-
-
-def _each_has_its_own(store: dist.Store, rendezvous: Rendezvous) -> bool:
-    """Whether the single GPU that each rank of this node sees is another for each."""
-    keys = [_gpu_key(rendezvous, r) for r in range(rendezvous.local_world_size)]
-    if not store.check(keys):
-        return False
-    seen = [store.get(key).decode() for key in keys]
-    return _UNKNOWN not in seen and len(set(seen)) == len(seen)
 
 
 def _as_of(rendezvous: Rendezvous, again: int) -> Rendezvous:

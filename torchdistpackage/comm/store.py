@@ -9,7 +9,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -25,6 +25,7 @@ BUSY_S = 6.0
 _HEARD_WAIT_S = 2.0
 _LONGEST_PAUSE_S = 0.5
 _NAMED = 20
+_REFUSED = "refused: "
 
 
 def serve(
@@ -156,15 +157,18 @@ def await_all(
     keeper: bool,
     hosts: Sequence[str] = (),
     source: str = "",
+    judge: Callable[[], str] = str,
 ) -> None:
     """Return when every rank has signed in at the store; if one gives up, all do.
 
     since: when the `timeout_s` began, as time.monotonic() says.
     keeper: the store lives in this process, which stays a moment longer so that the others hear.
     hosts: the host of each rank, or () if not known. source: who launched, for the message.
+    judge: called on the last to come, for why all must not go on; "" if they may.
 
     Raises:
         AbsentError: some did not sign in within `timeout_s`; names them.
+        LaunchError: on every rank, what `judge` found.
     """
     here = socket.gethostname()
     cause: Exception | None = None
@@ -172,7 +176,8 @@ def await_all(
         store.set(f"here/{rank}", here)
         # one word for all: the last to come and the first to give up may meet
         if store.add("arrived", 1) == world_size and store.add("decided", 1) == 1:
-            store.set("complete", "yes")
+            found = judge()
+            store.set("complete", f"{_REFUSED}{found}" if found else "yes")
         # a rank 0 that came late still needs a moment to count the others
         left_s = max(since + timeout_s - time.monotonic(), 1.0)
         store.wait(["complete"], timedelta(seconds=left_s))
@@ -184,6 +189,8 @@ def await_all(
         return
     speaker = _lowest_here(store, rank)
     _hear(store, keeper)
+    if said.startswith(_REFUSED):
+        raise LaunchError(said.removeprefix(_REFUSED)) from cause
     found = f"{said} within {timeout_s:g} s (I am rank {rank} on {here}, launched by {source})"
     raise AbsentError(
         f"{found}; look at their logs, or allow more with launch.init_timeout_s", found, speaker

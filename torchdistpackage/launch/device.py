@@ -95,6 +95,11 @@ def exclusive_device(env: Mapping[str, str]) -> bool:
     return num_own < num_on_node and num_own * counts[int(node)] <= num_on_node
 
 
+def names_no_device(visible: str | None) -> bool:
+    """Whether CUDA_VISIBLE_DEVICES is set and hides every GPU, as "" does."""
+    return visible is not None and _num_named(visible, 0) == (0, 0)
+
+
 def _num_named(visible: str | None, num_visible: int) -> tuple[int, int]:
     """Fewest and most devices that the driver may report under `visible`."""
     if visible is None:

@@ -54,6 +54,11 @@ class Rendezvous:
     note: str = ""
     hosts: tuple[str, ...] = ()
 
+    @property
+    def keeps_store(self) -> bool:
+        """Whether the store lives in this process, so that it must not end before the others."""
+        return self.rank == 0 and not self.served and self.store is None
+
 
 def detect(env: Env) -> Rendezvous:
     """This process's place, from the first launcher whose variables are there.

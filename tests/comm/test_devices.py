@@ -1,0 +1,110 @@
+"""All ranks run on one kind of device with one backend, or all refuse: real processes that meet,
+with GPUs that a patched driver shows."""
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.comm.starting import by_hand, two_nodes
+from torchdistpackage.comm.runtime import find_free_port, join, leave
+from torchdistpackage.errors import LaunchError
+from torchdistpackage.launch.failure import Failure
+from torchdistpackage.launch.rendezvous import detect
+
+
+def join_with_gpus() -> tuple[str, str]:
+    """Device and backend where the driver shows TEST_GPUS; no communicator is made before."""
+    torch.cuda.device_count = lambda: int(os.environ["TEST_GPUS"])
+    torch.cuda.set_device = lambda device: None
+    host = f"n{1 + int(os.environ.get('SLURM_NODEID', '0'))}"
+    socket.gethostname = lambda: host
+    made, real = [], dist.init_process_group
+
+    def init_process_group(backend, **options):
+        made.append(backend)
+        real("gloo", **options | {"device_id": None})
+
+    dist.init_process_group = init_process_group
+    try:
+        joined = join(detect(os.environ), backend=os.environ.get("TEST_BACKEND"), init_timeout_s=20)
+        assert made == [joined.backend]
+        return str(joined.device), joined.backend
+    except LaunchError:
+        assert not made
+        raise
+    finally:
+        leave()
+
+
+def on_two_nodes(
+    start, job: int, gpus: tuple[int, int], tasks: int = 2, **env: str
+) -> list[tuple[str, str] | Failure]:
+    envs = [
+        two_nodes(r, job, tasks) | {"TEST_GPUS": str(gpus[r // tasks])} | env
+        for r in range(2 * tasks)
+    ]
+    return start(join_with_gpus, envs, limit_s=60)
+
+
+def test_seven_gpus_for_eight_ranks_of_one_of_two_nodes_are_named_on_every_rank(start):
+    told = on_two_nodes(start, 301, (8, 7), tasks=8)
+    assert len({answer.error for answer in told}) == 1
+    assert told[0].error.startswith("LaunchError")
+    assert "n2 shows 7 GPUs to 8 ranks (ranks 8 to 15)" in told[0].error
+    assert "n1" not in told[0].error and "other 8 ranks" in told[0].error
+
+
+def test_gpus_for_all_are_taken(start):
+    told = on_two_nodes(start, 302, (2, 2))
+    assert told == [(f"cuda:{r % 2}", "nccl") for r in range(4)]
+
+
+def test_several_nodes_short_of_gpus_do_not_train_on_the_cpu_unless_told(start):
+    told = on_two_nodes(start, 303, (2, 2), tasks=3)
+    assert all("n1 shows 2 GPUs to 3 ranks" in t.error and "n2 shows" in t.error for t in told)
+    assert on_two_nodes(start, 304, (2, 2), tasks=3, TEST_BACKEND="gloo") == [("cpu", "gloo")] * 6
+    on_cpu = [("cpu", "gloo")] * 4
+    assert on_two_nodes(start, 305, (0, 0), CUDA_VISIBLE_DEVICES="") == on_cpu
+    assert on_two_nodes(start, 306, (0, 0)) == on_cpu
+
+
+def test_gpus_that_slurm_gave_and_nobody_sees_are_missed(start):
+    told = on_two_nodes(start, 307, (0, 0), SLURM_GPUS_ON_NODE="2")
+    assert all("n1 shows no GPU of the 2 that Slurm gave to 2 ranks" in t.error for t in told)
+    hidden = on_two_nodes(start, 308, (0, 0), SLURM_GPUS_ON_NODE="2", CUDA_VISIBLE_DEVICES="")
+    assert hidden == [("cpu", "gloo")] * 4
+
+
+def test_variables_that_name_more_than_the_driver_shows_end_all_ranks_at_once(start):
+    port = find_free_port()
+    envs = [by_hand(r, 2, port) | {"TEST_GPUS": "2"} for r in range(2)]
+    envs[1]["CUDA_VISIBLE_DEVICES"] = "0,1,2"
+    told = start(join_with_gpus, envs)
+    assert told[0].error == told[1].error and told[0].error.startswith("LaunchError: rank 1 on n1")
+
+
+@pytest.mark.parametrize("backends", [("gloo", "nccl"), (None, "gloo")])
+def test_backends_that_differ_are_refused_on_every_rank(start, backends):
+    port = find_free_port()
+    envs = [
+        by_hand(r, 2, port) | {"TEST_GPUS": "2"} | ({"TEST_BACKEND": b} if b else {})
+        for r, b in enumerate(backends)
+    ]
+    told = start(join_with_gpus, envs)
+    assert told[0].error == told[1].error
+    assert "gloo on rank" in told[0].error and "nccl on rank" in told[0].error
+
+
+def test_one_machine_with_too_few_gpus_runs_on_the_cpu(start):
+    port = find_free_port()
+    envs = [by_hand(r, 2, port) | {"TEST_GPUS": "1"} for r in range(2)]
+    assert start(join_with_gpus_alike, envs) == [("cpu", "gloo")] * 2
+
+
+def join_with_gpus_alike() -> tuple[str, str]:
+    """Both see the same single one."""
+    torch.cuda.get_device_properties = lambda device: type("", (), {"uuid": "a"})
+    return join_with_gpus()
