@@ -87,6 +87,7 @@ NAMES: dict[str, str] = {
     "DataError": "errors:DataError",
     "CheckpointError": "errors:CheckpointError",
     "NonFiniteError": "errors:NonFiniteError",
+    "RaceError": "errors:RaceError",
 }
 """Public name -> "module:attribute" inside this package."""
 

@@ -9,6 +9,7 @@ TorchDistError
     AbsentError      ranks are missing, by number
   RankError          a rank that this process started failed, hung or was killed
   CommError          a message or a group is not what the peers agreed on
+  RaceError          a program breaks a rule of asynchronous calls, found under the late transport
   DataError          the data does not give what the run asks of it
   CheckpointError    a checkpoint is missing, damaged or of another run
   NonFiniteError     a loss or a gradient is not a finite number
@@ -56,6 +57,10 @@ class RankError(TorchDistError, RuntimeError):
 
 class CommError(TorchDistError, RuntimeError):
     """A message or a group is not what the peers agreed on."""
+
+
+class RaceError(TorchDistError, AssertionError):
+    """A program breaks a rule of asynchronous calls; the late transport of the tests found it."""
 
 
 class DataError(TorchDistError, ValueError):

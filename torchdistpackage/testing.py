@@ -2,6 +2,9 @@
 
     from torchdistpackage.testing import RankPool, run_ranks
 
+With `transport="late"` asynchronous calls behave as on NCCL (docs/late_transport.md); `mirror` does
+so in one process.
+
 One rule: names are loaded on first use, so that importing this module costs nothing.
 """
 
@@ -11,12 +14,19 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
     from torchdistpackage.harness.pool import RankPool, run_ranks
 
-__all__ = ["RankPool", "run_ranks"]
+    mirror: Callable[..., AbstractContextManager[None]]
+
+__all__ = ["RankPool", "mirror", "run_ranks"]
+_MIRROR = "torchdistpackage.harness.late.mirror"
+_POOL = "torchdistpackage.harness.pool"
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("torchdistpackage.harness.pool"), name)
+    return getattr(importlib.import_module(_MIRROR if name == "mirror" else _POOL), name)

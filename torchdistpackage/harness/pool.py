@@ -16,12 +16,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
 from torchdistpackage.errors import LaunchError, RankError
+from torchdistpackage.harness.late.orders import is_late
+from torchdistpackage.harness.pool_job import Answer, Job
 from torchdistpackage.launch.failure import Failure, Kind, report
 from torchdistpackage.launch.local import NEWS_S, Child, ForkServer, tail
 from torchdistpackage.launch.rank import Returned, pack_arguments
@@ -32,24 +33,6 @@ from torchdistpackage.launch.wire import Channel, unpack
 CLEANUPS = ("torchdistpackage.comm.tpc:tpc.destroy",)
 _PRELOAD = ("torch", "torch.distributed", "numpy", "torchdistpackage.harness.pool_rank")
 _STACKS_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One run, as a rank gets it. `store`: meet there first, as the old default group is gone."""
-
-    reference: Reference
-    args: bytes
-    cleanups: tuple[str, ...]
-    store: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What became of a job. `keeps_group`: the default group is still the one it found."""
-
-    outcome: Returned | Failure
-    keeps_group: bool
 
 
 class RankPool:
@@ -114,40 +97,50 @@ class Ranks:
         self._pool = pool
         self._children: list[Child] = []
         self._num_stores = 0
-        self._has_group = False
+        self._met_late: bool | None = None  # under the late transport or not; None: not at all
 
     def run(
-        self, fn: Callable[..., Any], *args: Any, timeout_s: float | None = None, **kwargs: Any
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout_s: float | None = None,
+        transport: str = "gloo",
+        **kwargs: Any,
     ) -> list[Any]:
         """Call `fn(*args, **kwargs)` on every rank; the results by rank.
 
-        Inside, the default process group (gloo) is exactly this world, the random seeds are 0,
-        torch has one thread and warnings are errors. `fn` is found by name, arguments and results
-        are pickled.
+        Inside, the default process group is exactly this world, the random seeds are 0, torch has
+        one thread and warnings are errors. `fn` is found by name, arguments and results are
+        pickled.
+        transport: `gloo`, or `late`, which delivers as late as NCCL may (docs/late_transport.md).
 
         Raises:
+            ConfigError: there is no such transport.
             RankError: a rank raised, died, or did not return within `timeout_s` (default: the
                 pool's); the text holds that rank's traceback, or the stacks of all ranks.
         """
         reference = Reference.of(fn)
         packed = pack_arguments(*args, **kwargs)
         limit_s = self._pool.timeout_s if timeout_s is None else timeout_s
+        late = is_late(transport)
         try:
             self._ready()
-            job = Job(reference, packed, self._pool.cleanups, self._next_store())
+            store = None if self._met_late == late else self._next_store()
+            job = Job(reference, packed, self._pool.cleanups, store, transport)
             deadline_s = time.monotonic() + limit_s
             answers = self._answers(job, deadline_s)
             outcomes = {rank: answer.outcome for rank, answer in answers.items()}
             failures = [o for o in outcomes.values() if isinstance(o, Failure)]
             failures += [self._death(r) for r in self._dead() if r not in outcomes]
             if failures:
-                raise RankError(self._failed(failures, set(outcomes)))
+                text = self._failed(failures, set(outcomes))
+                raise RankError(f"{text}\ntransport: {transport}" if late else text)
             if len(outcomes) < self.world_size:
                 raise RankError(self._hung(fn, limit_s, set(outcomes)))
         except BaseException:
             self._kill()
             raise
-        self._has_group = all(answer.keeps_group for answer in answers.values())
+        self._met_late = late if all(a.keeps_group for a in answers.values()) else None
         values = [o.value for _, o in sorted(outcomes.items()) if isinstance(o, Returned)]
         return [unpack(value, reference.aliases) for value in values]
 
@@ -178,9 +171,7 @@ class Ranks:
                 )
             self._children.append(child)
 
-    def _next_store(self) -> str | None:
-        if self._has_group:
-            return None
+    def _next_store(self) -> str:
         self._num_stores += 1
         return str(self._pool.server.folder / f"store{self.world_size}.{self._num_stores}")
 
@@ -276,7 +267,7 @@ class Ranks:
             if child.channel is not None:
                 child.channel.close()
         self._children.clear()
-        self._has_group = False
+        self._met_late = None
 
     def _output(self, rank: int) -> Path:
         return self._pool.server.folder / f"size{self.world_size}.rank{rank}.output"
@@ -290,9 +281,10 @@ def run_ranks(
     *args: Any,
     world_size: int,
     timeout_s: float = 60.0,
+    transport: str = "gloo",
     **kwargs: Any,
 ) -> list[Any]:
     """Call `fn(*args, **kwargs)` once on `world_size` new ranks; as `Ranks.run`."""
     preload = [name for name in ("pytest",) if name in sys.modules]
     with RankPool(world_size, timeout_s, preload=preload) as pool:
-        return pool(world_size).run(fn, *args, **kwargs)
+        return pool(world_size).run(fn, *args, transport=transport, **kwargs)

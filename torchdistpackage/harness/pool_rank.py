@@ -24,9 +24,12 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm.runtime import leave
-from torchdistpackage.harness.pool import Answer, Job
+from torchdistpackage.harness.late import group
+from torchdistpackage.harness.late.orders import LATE, is_late
+from torchdistpackage.harness.late.world import world
+from torchdistpackage.harness.pool_job import Answer, Job
 from torchdistpackage.launch.failure import Failure
-from torchdistpackage.launch.rank import attempt, call
+from torchdistpackage.launch.rank import attempt, load_and_call
 from torchdistpackage.launch.reference import Reference
 from torchdistpackage.launch.wire import Channel
 
@@ -59,13 +62,13 @@ class _Worker:
     def do(self, job: Job) -> Answer:
         with self._fresh_process_state():
             if job.store is not None:
-                met = attempt(self._rank, self._meet, job.store)
+                met = attempt(self._rank, self._meet, job.store, is_late(job.transport))
                 if isinstance(met, Failure):
                     return Answer(met, keeps_group=False)
-            outcome = call(job.reference, job.args, self._rank)
+            outcome = attempt(self._rank, self._call, job)
             if isinstance(outcome, Failure):
                 return Answer(outcome, keeps_group=False)
-            cleaned = attempt(self._rank, self._clean, job.cleanups)
+            cleaned = attempt(self._rank, self._clean, job)
             if isinstance(cleaned, Failure):
                 return Answer(cleaned, keeps_group=False)
         return Answer(outcome, keeps_group=self._default is not None)
@@ -91,11 +94,12 @@ class _Worker:
             torch.set_default_dtype(torch.float32)
             torch.set_grad_enabled(True)
 
-    def _meet(self, store_path: str) -> None:
+    def _meet(self, store_path: str, late: bool) -> None:
         self._leave()  # a rank may have kept what another one lost
         self._store = store = dist.FileStore(store_path, self._world_size)
+        group.register()
         dist.init_process_group(
-            "gloo",
+            LATE if late else "gloo",
             store=store,
             rank=self._rank,
             world_size=self._world_size,
@@ -105,8 +109,17 @@ class _Worker:
         self._num_keys = store.num_keys()
         self._default = dist.group.WORLD
 
-    def _clean(self, cleanups: tuple[str, ...]) -> None:
-        for name in cleanups:
+    def _call(self, job: Job) -> object:
+        late = is_late(job.transport)
+        if late:
+            world.begin(job.transport, self._rank)
+        value = load_and_call(job.reference, job.args)
+        if late:
+            world.end()  # while there are still those who hold what was returned
+        return value
+
+    def _clean(self, job: Job) -> None:
+        for name in job.cleanups:
             reference = Reference.of(name)
             if reference.module in sys.modules:
                 reference.resolve()()

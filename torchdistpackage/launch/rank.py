@@ -33,7 +33,7 @@ def pack_arguments(*args: object, **kwargs: object) -> bytes:
 
 def call(reference: Reference, args: bytes, rank: int) -> Returned | Failure:
     """Load the function, then its arguments (of `pack_arguments`), and call it."""
-    return attempt(rank, _load_and_call, reference, args)
+    return attempt(rank, load_and_call, reference, args)
 
 
 def attempt(
@@ -48,7 +48,8 @@ def attempt(
         return from_exception(rank, socket.gethostname(), os.getpid(), time.time(), error)
 
 
-def _load_and_call(reference: Reference, args: bytes) -> object:
+def load_and_call(reference: Reference, args: bytes) -> object:
+    """What the function returns for these arguments of `pack_arguments`."""
     function = reference.resolve()
     positional, named = cast(tuple[tuple[object, ...], dict[str, object]], unpack(args))
     return function(*positional, **named)

@@ -4,7 +4,7 @@ One rule: inputs are read when all members have met, outputs are written before 
 on, and sums run in group order, so the same inputs give the same bits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -75,6 +75,25 @@ def combined(tensors: list[Tensor], op: str) -> Tensor:
         return total
     exact = total.is_floating_point() or total.is_complex()
     return total / len(tensors) if exact else total // len(tensors)
+
+
+def even_parts(x: Tensor, size: int, number: int) -> list[Tensor]:
+    """Views of `size` elements each; a tensor of another number raises ValueError."""
+    if x.numel() != size * number or not x.is_contiguous():
+        raise ValueError(
+            f"a tensor of shape {tuple(x.shape)} stands for {number} parts of {size} elements; "
+            f"give a contiguous one of {size * number}"
+        )
+    flat = x.detach().view(-1)
+    return [flat[i * size : (i + 1) * size] for i in range(number)]
+
+
+def rows(x: Tensor, sizes: Sequence[int] | None, number: int) -> list[Tensor]:
+    """Views of as many rows each as `sizes` say, or even ones."""
+    sizes = list(sizes or [x.shape[0] // number] * number)
+    if sum(sizes) != x.shape[0]:
+        raise ValueError(f"{sizes} rows to exchange are not the {x.shape[0]} rows of the tensor")
+    return list(x.detach().split(sizes))
 
 
 def _all_reduce(entries: list[Entry], payloads: list[Payload]) -> None:

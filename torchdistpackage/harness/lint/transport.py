@@ -15,7 +15,7 @@ from torchdistpackage.comm.headers import TAG
 from torchdistpackage.comm.record import dtype_name
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.lint import delivery
-from torchdistpackage.harness.lint.delivery import Payload, op_name
+from torchdistpackage.harness.lint.delivery import Payload, even_parts, op_name, rows
 from torchdistpackage.harness.lint.order import Call, Entry, Facts, Group, Message, Where
 from torchdistpackage.harness.lint.stacks import stack_here
 from torchdistpackage.harness.lint.work import ThreadWork, Wire
@@ -57,7 +57,7 @@ class ThreadGroup(dist.ProcessGroup):
         return self._enter("all_gather", facts, Payload(list(inputs), rooms))
 
     def all_gather_single(self, output: Tensor, x: Tensor, opts=None) -> ThreadWork:
-        rooms = _parts(output, x.numel(), self.size())
+        rooms = even_parts(output, x.numel(), self.size())
         return self._enter("all_gather", _alike([x]), Payload([x], rooms))
 
     def reduce_scatter(self, outputs: list[Tensor], inputs, opts=None) -> ThreadWork:
@@ -69,13 +69,13 @@ class ThreadGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: Tensor, x: Tensor, opts=None) -> ThreadWork:
         op = op_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
-        payload = Payload(_parts(x, output.numel(), self.size()), [output], op)
+        payload = Payload(even_parts(x, output.numel(), self.size()), [output], op)
         return self._enter("reduce_scatter", (*_alike([output]), ("op", op)), payload)
 
     def all_to_all_single(
         self, output: Tensor, x: Tensor, output_sizes=None, input_sizes=None, opts=None
     ) -> ThreadWork:
-        rooms, parts = _rows(output, output_sizes, self.size()), _rows(x, input_sizes, self.size())
+        rooms, parts = rows(output, output_sizes, self.size()), rows(x, input_sizes, self.size())
         return self.alltoall(rooms, parts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts=None) -> ThreadWork:
@@ -209,23 +209,6 @@ def _alike(tensors: Sequence[Tensor]) -> Facts:
 def _as_many(tensors: Sequence[Tensor]) -> Facts:
     number = sum(x.numel() for x in tensors)
     return (("elements", number), ("dtype", dtype_name(tensors[0].dtype)))
-
-
-def _parts(x: Tensor, size: int, number: int) -> list[Tensor]:
-    if x.numel() != size * number or not x.is_contiguous():
-        raise ValueError(
-            f"a tensor of shape {tuple(x.shape)} stands for {number} parts of {size} elements; "
-            f"give a contiguous one of {size * number}"
-        )
-    flat = x.detach().view(-1)
-    return [flat[i * size : (i + 1) * size] for i in range(number)]
-
-
-def _rows(x: Tensor, sizes: Sequence[int] | None, number: int) -> list[Tensor]:
-    sizes = list(sizes or [x.shape[0] // number] * number)
-    if sum(sizes) != x.shape[0]:
-        raise ValueError(f"{sizes} rows to exchange are not the {x.shape[0]} rows of the tensor")
-    return list(x.detach().split(sizes))
 
 
 class _Here(threading.local):

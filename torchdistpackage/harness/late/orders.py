@@ -1,0 +1,60 @@
+"""Orders in which asynchronous calls complete, each named by a token. No torch.
+
+    late        a call completes when it is waited for
+    late:early  a call completes when it is issued, or as soon as its peers have come
+    late:7      at each issue and each wait, seed 7 decides for each group whether the next call
+                of its queue completes
+
+A token replays its order: decisions depend on the seed, the rank and their number alone.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+from torchdistpackage.errors import ConfigError
+
+LATE = "late"
+
+
+def is_late(transport: str) -> bool:
+    """Whether this names an order of the late transport, and not a back end.
+
+    Raises:
+        ConfigError: it names neither.
+    """
+    if transport == "gloo":
+        return False
+    Order(transport)
+    return True
+
+
+@dataclass
+class Order:
+    """The decisions of one rank under the order that `token` names.
+
+    Raises:
+        ConfigError: it names none.
+    """
+
+    token: str
+    rank: int = 0
+    _draws: random.Random | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        name, _, how = self.token.partition(":")
+        if name != LATE or (":" in self.token and how != "early" and not how.isdecimal()):
+            raise ConfigError(
+                f"transport {self.token!r} is not known; use gloo, late, late:early, or late:N "
+                f"with a whole number N as the seed of an order of completion"
+            )
+        self._early = how == "early"
+        if how.isdecimal():
+            self._draws = random.Random(f"{how}/{self.rank}")
+
+    @property
+    def at_wait_only(self) -> bool:
+        return not self._early and self._draws is None
+
+    def completes(self) -> bool:
+        """Whether the next call of a queue completes now."""
+        return self._early or (self._draws is not None and self._draws.random() < 0.5)

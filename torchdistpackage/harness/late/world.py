@@ -1,0 +1,105 @@
+"""What the late groups of a process share: the order of completion, and all that is in flight."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torchdistpackage.errors import RaceError
+from torchdistpackage.harness.late.call import Call
+from torchdistpackage.harness.late.guard import Guard
+from torchdistpackage.harness.late.orders import LATE, Order
+
+_PATIENCE_S = 0.02
+"""How long a call that is to complete before its wait may take."""
+
+
+class Queue(Protocol):
+    """A group, whose calls are delivered in order."""
+
+    calls: Sequence[Call]
+
+    def deliver_next(self) -> None: ...
+
+
+class World:
+    """Use the instance of this module, `world`."""
+
+    def __init__(self) -> None:
+        self.begin(LATE, 0)
+
+    def begin(self, token: str, rank: int) -> None:
+        """A job begins, under the order that `token` names."""
+        self._order, self._queues = Order(token, rank), list[Queue]()
+        self._open: list[Call] = []
+
+    def end(self) -> None:
+        """A job ends.
+
+        Raises:
+            RaceError: a call was lost.
+        """
+        self._look_for_lost()
+        self._open = []
+
+    def _look_for_lost(self) -> None:
+        self._open = [call for call in self._open if not call.done]
+        if lost := [call for call in self._open if call.is_lost]:
+            self._open = []
+            more = f" (nor for {len(lost) - 1} more calls)" if len(lost) > 1 else ""
+            raise RaceError(
+                f"{lost[0].name}: nobody waited for it{more}, and its handle is gone, but what it "
+                f"writes is still in use{lost[0].where}"
+            )
+
+    def issued(self, queue: Queue, call: Call) -> None:
+        self._open.append(call)
+        if queue not in self._queues:
+            self._queues.append(queue)
+
+    def forget(self, queue: Queue) -> None:
+        """A group ends."""
+        if queue in self._queues:
+            self._queues.remove(queue)
+
+    def draw(self) -> None:
+        """Complete calls ahead of their wait, as the order has it.
+
+        Raises:
+            RaceError: a call was lost.
+        """
+        self._look_for_lost()
+        if self._order.at_wait_only:
+            return
+        for queue in self._queues:
+            while queue.calls and self._order.completes():
+                if not queue.calls[0].transfer.is_ready(_PATIENCE_S):
+                    break
+                queue.deliver_next()
+
+    def claim(self, own: Queue, name: str, guards: Sequence[Guard]) -> None:
+        """Make way for a call that is about to use these tensors.
+
+        A call of the same group comes after those before it, which are delivered if they hold one.
+
+        Raises:
+            RaceError: another group's call holds one.
+        """
+        for queue in self._queues:
+            while last := next((c for c in queue.calls if _meets(c, guards)), None):
+                if queue is not own:
+                    raise RaceError(
+                        f"{name}: takes a tensor that {last.name} has in flight{last.where}"
+                    )
+                queue.deliver_next()
+
+
+def _meets(call: Call, guards: Sequence[Guard]) -> bool:
+    return any(
+        (one.written or other.written)
+        and one.span[0] < other.span[1]
+        and other.span[0] < one.span[1]
+        for one in call.guards
+        for other in guards
+    )
+
+
+world = World()
