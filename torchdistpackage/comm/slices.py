@@ -5,7 +5,8 @@ number. On gloo both are made of messages (exchange.py), and what arrived is add
 
 A slice that finds its receiver ready leaves at once, also while this process computes; else it
 waits for a notice that queues behind what the receiver itself is sending. So who knows what comes
-next tells it with an `expect_` function, before the sends of the calls ahead.
+next tells it with an `expect_` function, before the sends of the calls ahead. Where nothing is
+posted ahead (`posts_ahead`) that says nothing, and makes no memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -78,7 +79,7 @@ def expect_reduce_slices(
     if group.size() == 1:
         return partial(Pending, flat)
     cut = _Cut("sum", flat, as_added(flat), bounds, group, wire)
-    if calls.line(group).direct:
+    if posts_ahead(group):
         mine = cut.mine
         rooms = [
             part[:0] if part is mine else torch.empty_like(mine, dtype=cut.wire)
@@ -114,17 +115,17 @@ def expect_gather_slices(
     if group.size() == 1:
         return partial(Pending, flat) if mine is None else partial(_set, flat, bounds, mine)
     cut = _Cut("gather", flat, as_moved(flat), bounds, group, wire)
-    whole, parts, finish = cut.whole, cut.parts, None
-    if cut.wire is not cut.mine.dtype:
-        whole = torch.empty_like(cut.whole, dtype=cut.wire)
-        parts = list(whole.split(cut.lengths))
-        finish = partial(cut.write, whole)
-    if calls.line(group).direct:
-        tag = expected_tag(EXPECTED_GATHERED, group)
-        works = post_receives(parts, group, tag, cut.down)
-        return partial(cut.start, "all_gather", finish, _spread, works, cut, parts, mine, tag)
-    into = (gather_into, whole) if cut.even else (dist.all_gather, parts)
-    return partial(cut.start, "all_gather", finish, _gather, cut, parts, mine, *into)
+    if not posts_ahead(group):
+        return partial(_start_gather, cut, mine)
+    parts, finish = cut.rooms()[1:]
+    tag = expected_tag(EXPECTED_GATHERED, group)
+    works = post_receives(parts, group, tag, cut.down)
+    return partial(cut.start, "all_gather", finish, _spread, works, cut, parts, mine, tag)
+
+
+def posts_ahead(group: Group) -> bool:
+    """Whether the `expect_` functions post receives, for which the memory must be there."""
+    return group.size() > 1 and calls.line(group).direct
 
 
 class _Cut:
@@ -175,6 +176,13 @@ class _Cut:
         facts = ("rows of each rank", *self.lengths)
         return later(operation, self.group, self.flat, facts, finish, function, *args)
 
+    def rooms(self) -> tuple[Tensor, list[Tensor], Callable[[], Tensor] | None]:
+        """Where a gather arrives, as one and in parts, and what brings it from there to `flat`."""
+        if self.wire is self.mine.dtype:
+            return self.whole, self.parts, None
+        whole = torch.empty_like(self.whole, dtype=self.wire)
+        return whole, list(whole.split(self.lengths)), partial(self.write, whole)
+
     @torch.no_grad()
     def add(self, rooms: Sequence[Tensor]) -> Tensor:
         """My slice becomes the sum in group order of it and what came into the rooms."""
@@ -219,6 +227,13 @@ def _spread(
     """My part to all ranks that expect it."""
     sent = [_rounded(cut, parts, mine)] * len(parts)
     return works + post_sends(sent, group, tag, cut.down)
+
+
+def _start_gather(cut: _Cut, mine: Tensor | None) -> Pending:
+    """Of a back end that is told nothing ahead, so that memory for the wire is made here."""
+    whole, parts, finish = cut.rooms()
+    into = (gather_into, whole) if cut.even else (dist.all_gather, parts)
+    return cut.start("all_gather", finish, _gather, cut, parts, mine, *into)
 
 
 def _gather(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm.primitives import Group, Pending, start_all_reduce
-from torchdistpackage.comm.slices import expect_reduce_slices
+from torchdistpackage.comm.slices import expect_reduce_slices, posts_ahead
 from torchdistpackage.ddp.zero.copies import Beside, Copies
 from torchdistpackage.ddp.zero.incoming import Incoming
 from torchdistpackage.ddp.zero.line import Line
@@ -19,7 +19,8 @@ from torchdistpackage.ddp.zero.marks import Marks
 from torchdistpackage.ddp.zero.shards import Shard
 
 UNDER_WAY = 2
-"""Of those that save memory, how many are expected, or still under way, when another leaves."""
+"""Of those that save memory, how many are expected, if any are (`posts_ahead`), or still under way,
+when another leaves."""
 EXPECTED = 16
 """Of others. Saying so waits while gloo reads from that connection, so it is said early."""
 
@@ -60,6 +61,7 @@ class Scattered:
         self._views = [shard.view(self.total) for shard in shards]
         self._marks, self._first_mark = marks, marks.add(len(line.members))
         self._wire, self._replicas = wire, replicas
+        self._posts_ahead = posts_ahead(line.group)
         self._left, self.settled, self.awaits_rows = left, settled, False
         self._without: list[int] = []
         self._go: Callable[[], Pending] | None = None  # begins the sum that is expected
@@ -79,8 +81,9 @@ class Scattered:
         if self.before is not None:
             self.before.land()
         self.expect()
-        for carrier in self.next:
-            carrier.expect()
+        if self._posts_ahead:
+            for carrier in self.next:
+                carrier.expect()
         assert self._go is not None
         self._pending, self._go = self._go(), None
         self.gradients.release()
