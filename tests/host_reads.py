@@ -63,8 +63,10 @@ class HostReads:
         self.found: Counter[str] = Counter()
         self._host, self._muted = host, False
         self._modes = (_Calls(self), _Operations(self))
+        self._run_backward = torch.autograd._engine_run_backward
 
     def __enter__(self) -> "HostReads":
+        torch.autograd._engine_run_backward = self._backward
         for mode in self._modes:
             mode.__enter__()
         return self
@@ -72,6 +74,12 @@ class HostReads:
     def __exit__(self, *error: object) -> None:
         for mode in reversed(self._modes):
             mode.__exit__(*error)
+        torch.autograd._engine_run_backward = self._run_backward
+
+    def _backward(self, *args, **kwargs):
+        """`backward` is a call itself, inside which torch leaves out the mode that sees calls."""
+        with self._modes[0]:
+            return self._run_backward(*args, **kwargs)
 
     def within(self, what: str, func, args, kwargs):
         """Call `func`, counted once: what it calls does not count again."""

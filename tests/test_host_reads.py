@@ -28,6 +28,7 @@ READS = {
     "put by a mask": lambda: X.clone().__setitem__(X > 1, torch.zeros(4)),
     "repeats": lambda: X[0].repeat_interleave(torch.tensor([1, 2, 3])),
     "made from a number": lambda: torch.tensor(3.0, device=torch.device("cpu")),
+    "a call in a backward": lambda: _Lister.apply(X.clone().requires_grad_()).sum().backward(),
     "in a backward": lambda: _Reader.apply(X.clone().requires_grad_()).sum().backward(),
 }
 
@@ -54,6 +55,16 @@ class _Reader(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return gradient * float(gradient[0, 0])
+
+
+class _Lister(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * gradient.tolist()[0][0]
 
 
 @pytest.mark.parametrize("kind", READS)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.train import parity
+from torchdistpackage.comm import primitives
 from torchdistpackage.comm.nodes import setup_node_groups
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
@@ -90,6 +91,30 @@ def with_an_empty_stage(p: float) -> None:
 @pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
 def test_an_empty_stage_counts_as_zero_and_a_bad_gradient_is_seen_by_all(ranks, p):
     ranks(3).run(with_an_empty_stage, p)
+
+
+def sent_by_each_stage() -> list[tuple[str, torch.dtype]]:
+    """The group's tensors live elsewhere than the CPU, as over NCCL; the middle stage is empty."""
+    tpc.setup(topology([("pipe", 3)], 3), dist.get_rank())
+    own = [] if dist.get_rank() == 1 else [nn.Parameter(torch.ones(3))]
+    for q in own:
+        q.grad = torch.ones(3)
+    sent: list[tuple[str, torch.dtype]] = []
+
+    def all_reduce(x: torch.Tensor, group: object, op: object = None) -> torch.Tensor:
+        sent.append((x.device.type, x.dtype))
+        return torch.ones(())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(primitives, "device_of", lambda group: torch.device("meta"))
+        patch.setattr(primitives, "all_reduce", all_reduce)
+        for p in (2.0, math.inf):
+            clip_grad_norm_(own, 0.5, p)
+    return sent
+
+
+def test_an_empty_stage_sends_what_the_others_send(ranks):
+    assert ranks(3).run(sent_by_each_stage) == [[("meta", torch.float32)] * 2] * 3
 
 
 def net_of(seed: int) -> nn.Module:

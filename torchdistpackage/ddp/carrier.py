@@ -7,12 +7,15 @@ Narrow or wide. Gradients of bf16 and fp16 parameters are summed in fp32; with `
 
 Used or not. A parameter without gradient contributes zeros and an unset mark at the bucket's
 end. After the sum the mark tells whether any rank used it; if none did, `.grad` stays
-None, as in one process. Marks are read only for parameters this rank did not use, so the usual
-step has no device synchronisation.
+None, as in one process. Marks are read only for parameters this rank did not use, those of all
+buckets at once: the usual step has no device synchronisation, and any other has one.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
+
+import torch
+from torch import Tensor
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
@@ -81,11 +84,14 @@ class AllReduced:
         return self._pending is not None
 
     def launch(self) -> None:
-        self._without = self.gradients.complete()
+        without = self.gradients.complete()
         if self._group.size() > 1:
+            self._without = without
             self._marks.fill_(1)
-            for place in self._without:
-                self._marks[place] = 0
+            if without:
+                is_pinned = self._marks.is_cuda  # so that the host does not wait for the copy
+                places = torch.tensor(without, pin_memory=is_pinned)
+                self._marks.index_fill_(0, places.to(self._marks.device, non_blocking=True), 0)
         op = primitives.AVG if self._averages else primitives.SUM
         self._pending = self._start(self.gradients.flat, self._group, op)
 
@@ -93,10 +99,20 @@ class AllReduced:
         assert self._pending is not None
         self._pending.wait()
         self._pending = None
-        if self._group.size() > 1:
-            for place in self._without:
-                if self._marks[place].item() != 0:
-                    self.gradients.members[place].parameter.grad = self.gradients.views[place]
+        if self._narrows and not self._without:
+            self.gradients.narrow()
+
+    @property
+    def unread(self) -> Tensor | None:
+        """The marks, once settled, if some of them must be read for `learn`."""
+        return self._marks if self._without else None
+
+    def learn(self, marks: Sequence[complex]) -> None:
+        """Whom any rank used; the others are left without gradient."""
+        for place in self._without:
+            if marks[place] != 0:
+                self.gradients.members[place].parameter.grad = self.gradients.views[place]
+        self._without = []
         if self._narrows:
             self.gradients.narrow()
 
@@ -105,6 +121,26 @@ class AllReduced:
             self._pending.wait()
             self._pending = None
         self.gradients.undivide()
+
+
+def settle_all(carriers: Sequence[Carrier], settled: Callable[[int], object] | None = None) -> None:
+    """Settle them in order, then read all marks that must be: the host waits at most once.
+
+    settled: called with the number of each.
+    """
+    for b, carrier in enumerate(carriers):
+        carrier.settle()
+        if settled is not None:
+            settled(b)
+    unread: dict[torch.device, list[tuple[AllReduced, Tensor]]] = {}
+    for carrier in carriers:
+        if isinstance(carrier, AllReduced) and (marks := carrier.unread) is not None:
+            unread.setdefault(marks.device, []).append((carrier, marks))
+    for on_device in unread.values():
+        read = torch.cat([marks for _, marks in on_device]).tolist()
+        for carrier, marks in on_device:
+            carrier.learn(read[: len(marks)])
+            del read[: len(marks)]
 
 
 def _facts(bucket: Bucket, gradients: Gradients) -> list[Member]:

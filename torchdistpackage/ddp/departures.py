@@ -7,6 +7,7 @@ and they pack anew between two reductions only, as they have agreed.
 from collections.abc import Callable
 from enum import Enum
 
+from torchdistpackage.ddp.carrier import settle_all
 from torchdistpackage.ddp.fit import Fit
 from torchdistpackage.ddp.order import Packing
 from torchdistpackage.ddp.packed import Packed
@@ -71,15 +72,16 @@ class Departures:
         fit = self.fit
         if fit is not None:
             fit.arrived(0)
-        for b, carrier in enumerate(self.packed.carriers):
-            carrier.settle()
-            if fit is not None and b < self.packed.num_early:
-                fit.arrived(self.packed.num_bytes(b))
+        settle_all(self.packed.carriers, self._settled)
         if fit is not None:
             late = [slot.index for slot in self.packed.slots if slot.late]
             self._next_packing = fit.decide(late)
             self.fit = None if fit.is_over else fit
         self._reset(Phase.IDLE)
+
+    def _settled(self, b: int) -> None:
+        if self.fit is not None and b < self.packed.num_early:
+            self.fit.arrived(self.packed.num_bytes(b))
 
     def abandon(self) -> None:
         """Let what has left arrive, and start over."""

@@ -21,7 +21,7 @@ from torchdistpackage.comm.objects import broadcast_tensors
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.world import world
 from torchdistpackage.ddp.buckets import plan
-from torchdistpackage.ddp.carrier import AllReduced
+from torchdistpackage.ddp.carrier import AllReduced, settle_all
 from torchdistpackage.ddp.shared import Shared
 from torchdistpackage.errors import CommError
 
@@ -141,8 +141,7 @@ class ExpertGradients:
         """Send what has not left, wait, and begin the next iteration. All ranks call it."""
         for carrier in self._carriers[self._next :]:
             carrier.launch()
-        for carrier in self._carriers:
-            carrier.settle()
+        settle_all(self._carriers)
         if self._expected is None:
             n = self._num_backwards
             # no token may have come in some of the backwards: full ones are counted

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group, Pending
-from torchdistpackage.ddp.carrier import AllReduced
+from torchdistpackage.ddp.carrier import AllReduced, settle_all
 from torchdistpackage.ddp.lookups import Table
 from torchdistpackage.ddp.shared import Shared
 
@@ -139,7 +139,7 @@ class RowsSummed(Counted):
         if DENSE in counts and self._whole is not None:
             table.add(self._ids, self._rows)
             self._whole.launch()
-            self._whole.settle()
+            settle_all([self._whole])
         elif any(counts):
             if self._whole is not None and table.shared.parameter.grad is None:
                 table.shared.parameter.grad = self._whole.gradients.views[0].zero_()

@@ -26,7 +26,8 @@ class Specification(nn.Module):
     def average(self) -> None:
         """Every gradient becomes its mean over the group; a rank without one counts as zero."""
         for parameter in self.module.parameters():
-            used = torch.tensor([parameter.grad is not None], dtype=torch.int32)
+            is_used = parameter.grad is not None
+            used = torch.tensor([is_used], dtype=torch.int32, device=parameter.device)
             if parameter.requires_grad and primitives.all_reduce(used, self.group).item():
                 grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 grad = grad.detach().to_dense() if grad.is_sparse else grad.detach()

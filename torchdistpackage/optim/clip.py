@@ -59,14 +59,14 @@ def clip_grad_norm_(
         parameters.reducer.finish()
         held = [shard.tensor for shard in parameters.shards]
         power = _power_of_shards(parameters.shards, norm_type, group)
-        norm = _norm(power, norm_type, group)
     else:
         held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         mine = held
         if layouts is not None:
             pairs = zip(held, layouts, strict=True)
             mine = [p for p, layout in pairs if _speaks_for(layout)]
-        norm = group_norm(mine, norm_type, group, held[0].device if held else torch.device("cpu"))
+        power = local_power(mine, norm_type, primitives.device_of(group))
+    norm = _norm(power, norm_type, group)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"the {norm_type:g}-norm of the gradients of all stages is {norm.item()}; look for "
@@ -74,13 +74,6 @@ def clip_grad_norm_(
         )
     scale_gradients(held, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
-
-
-def group_norm(
-    mine: Iterable[nn.Parameter], norm_type: float, group: Group, device: torch.device
-) -> Tensor:
-    """p-norm of the gradients that the ranks of `group` speak for, equal on all of them."""
-    return _norm(local_power(mine, norm_type, device), norm_type, group)
 
 
 def _norm(power: Tensor, norm_type: float, group: Group) -> Tensor:
@@ -95,7 +88,8 @@ def local_power(mine: Iterable[nn.Parameter], norm_type: float, device: torch.de
 
     A NaN among them makes the sum NaN, the largest infinite.
 
-    0-dim, float64 on the CPU and float32 elsewhere. Parameters without gradient do not count.
+    0-dim on `device`, float64 on the CPU and float32 elsewhere, alike on ranks with and without
+    gradients. Parameters without gradient do not count.
     """
     grads = [p.grad for p in mine if p.grad is not None and p.grad.numel()]
     wide = torch.float64 if device.type == "cpu" else torch.float32
@@ -104,8 +98,8 @@ def local_power(mine: Iterable[nn.Parameter], norm_type: float, device: torch.de
     norms = torch.stack([norm.to(wide) for norm in torch._foreach_norm(grads, norm_type)])
     if norm_type == INF:
         # not every backend's maximum keeps a NaN; all of them keep infinity
-        return norms.nan_to_num(nan=INF, posinf=INF).max()
-    return (norms**norm_type).sum()
+        return norms.nan_to_num(nan=INF, posinf=INF).max().to(device)
+    return (norms**norm_type).sum().to(device)
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:

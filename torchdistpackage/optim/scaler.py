@@ -161,7 +161,7 @@ class GradScaler:
             self._scale = float(new_scale)
         elif not self._found:
             raise RuntimeError("update() of a scaler comes after step(); there was none")
-        elif any(found.item() for found in self._found.values()):
+        elif not all(self._was_finite(key) for key in self._found):
             self._scale *= self._backoff_factor
             self._num_taken = 0
         else:
@@ -172,6 +172,14 @@ class GradScaler:
                 self._num_taken = 0
         self._found.clear()
         self._stepped.clear()
+
+    def _was_finite(self, key: int) -> bool:
+        """What `step` decided, else what `unscale_` found, which is read here.
+
+        A read after the step was launched would wait for the whole of it.
+        """
+        taken = self._stepped.get(key)
+        return self._found[key].item() == 0 if taken is None else taken
 
     def state_dict(self) -> dict[str, float | int]:
         """As torch's GradScaler has it, so that either loads the other's."""
