@@ -6,7 +6,9 @@ often as it did in the first iteration. In that one nothing leaves early, and `m
 ends every iteration: it sends the rest, also of experts that no token came to, and waits.
 
 What leaves early leaves when this rank is ready, so each set of experts has a group of its own:
-on a shared one, calls of others would come before it here and after it there.
+on a shared one, calls of others would come before it here and after it there. Where calls are
+queued, as over NCCL, a group of its own does not help: a device may run the queues of all groups
+one after another, and must be given them in one order on all ranks. There nothing leaves early.
 """
 
 from collections.abc import Iterable, Mapping
@@ -51,9 +53,9 @@ def create_moe_dp_hooks(
     params: name -> parameter, or pairs of them.
     moe_dp_group: ranks that hold the same experts, `tpc.get_group("moe_dp")`.
     moe_dp_rank0: global rank in it whose values all start from; None is the group's first.
-    overlap_comm: send gradients while the backward runs; `sync` sends all at the end instead,
-        as is needed where several reentrant checkpoints share a weight that not all of them use
-        in the first iteration.
+    overlap_comm: send gradients while the backward runs, but over NCCL; `sync` sends all at the
+        end instead, as is needed where several reentrant checkpoints share a weight that not all of
+        them use in the first iteration.
     reduce_op: "avg", or "sum" (then zero gradients every iteration).
     num_grad_acc_iter: backwards in one iteration.
     fp32_grads: the gradients of bf16 and fp16 parameters, which are added up in fp32, stay so;
@@ -108,6 +110,7 @@ class ExpertGradients:
             broadcast_tensors([p for _, p in named], group, source)
         self._world = world()
         ranks = primitives.ranks_of(group)
+        overlap = overlap and not primitives.is_queued(group)
         self._groups = Groups(ranks[group.rank()])
         if overlap and len(ranks) > 1:
             group = self._groups.of(ranks, use="experts")
