@@ -7,7 +7,7 @@ lands and sends the parameters back, which arrive under the next forward, each w
 whoever reads it (absent.py).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -123,7 +123,7 @@ class ZeroOptimizer(Wrapped):
         )
         self._buckets: list[Sharded] = []
         self._passage: Passage | None = None
-        self._in_step, self._num_stepped = False, 0
+        self._in_step = self._lands_in_step = False
         if module is not None:
             sharing.equalise(module, {id(s.parameter) for s in shared})
         make_twins(s.group for s in shared)
@@ -144,7 +144,9 @@ class ZeroOptimizer(Wrapped):
             optimizer, held_by_group(optimizer.param_groups, self._buckets, sharing, names)
         )
         self._stepping = Stepping(
-            optimizer, [[shard.tensor for shard in bucket.shards] for bucket in self._buckets]
+            optimizer,
+            [[shard.tensor for shard in bucket.shards] for bucket in self._buckets],
+            one_by_one=offload or not is_queued(world()),
         )
         lines = [(bucket.line, bucket.parameters.flat) for bucket in self._buckets]
         self._ties = Ties(module, lines, (h.shared for members in self.held for h in members))
@@ -227,7 +229,7 @@ class ZeroOptimizer(Wrapped):
         for bucket in reversed(self._buckets):
             if not bucket.passes:
                 bucket.parameters.expect()
-        self._num_stepped, self._in_step = 0, self._by_bucket
+        self._lands_in_step, self._in_step = False, self._by_bucket
         try:
             self.reducer.finish()
         finally:
@@ -237,13 +239,25 @@ class ZeroOptimizer(Wrapped):
             for bucket in self._buckets:
                 bucket.carrier.stepped()
         # what the forward reads first goes first, on all ranks alike, whoever had waited before
-        for b in sorted(self._order, key=lambda b: not self._goes_early(b)):
-            if self._by_bucket and self._num_stepped == 0:
-                self._step_bucket(b)
-            if not (self._buckets[b].passes or (self._num_stepped and self._goes_early(b))):
-                self._buckets[b].parameters.send()
+        order = sorted(self._order, key=lambda b: not self._goes_early(b))
+        if self._by_bucket and not self._lands_in_step:
+            for some in self._stepping.growing(order):
+                self._stepping.step(some)
+                self._are_stepped(some)
+                self._send(some)
+        else:
+            self._send(b for b in order if not (self._lands_in_step and self._goes_early(b)))
         if self._passage is not None:
             self._passage.stepped()
+
+    def _send(self, buckets: Iterable[int]) -> None:
+        for b in buckets:
+            if not self._buckets[b].passes:
+                self._buckets[b].parameters.send()
+
+    def _are_stepped(self, buckets: Iterable[int]) -> None:
+        for b in buckets:
+            self._buckets[b].carrier.stepped()
 
     def _goes_early(self, bucket: int) -> bool:
         """While the last sum comes in and is stepped, the link has the bucket before it."""
@@ -259,14 +273,10 @@ class ZeroOptimizer(Wrapped):
         self._cutter.wait()
         if not self._in_step:
             return
-        self._step_bucket(bucket)
-        self._num_stepped += 1
+        self._lands_in_step = True
+        self._are_stepped(self._stepping.landed(bucket))
         if self._goes_early(bucket):
-            self._buckets[bucket].parameters.send()
-
-    def _step_bucket(self, bucket: int) -> None:
-        self._stepping.step(bucket)
-        self._buckets[bucket].carrier.stepped()
+            self._send([bucket])
 
     # -- hooks -------------------------------------------------------------------------
 

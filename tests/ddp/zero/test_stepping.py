@@ -1,0 +1,138 @@
+"""Several buckets in one call of the optimizer: few calls, none too late, the same bits."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn, optim
+
+from tests.ddp.queued import as_queued
+from tests.ddp.zero.beside_one_process import DIM, adamw, compare
+from torchdistpackage.comm.world import world
+from torchdistpackage.ddp.zero import stepping
+from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
+from torchdistpackage.ddp.zero.stepping import Stepping
+from torchdistpackage.ddp.zero.whole import ELEMENTWISE, MATRIXWISE
+from torchdistpackage.optim.clip import clip_grad_norm_
+
+
+def parts_of(num: int, sizes: tuple[int, ...] = (3, 2)) -> list[list[nn.Parameter]]:
+    torch.manual_seed(0)
+    return [[nn.Parameter(torch.randn(size, 4)) for size in sizes] for _ in range(num)]
+
+
+def built(name: str, parts: list[list[nn.Parameter]], **options: bool) -> optim.Optimizer:
+    """Two groups, across the parts."""
+    first, second = [[members[i] for members in parts] for i in range(2)]
+    groups = [{"params": first, "lr": 3e-2}, {"params": second}]
+    return getattr(optim, name)(groups, lr=1e-2, **options)
+
+
+class Calls(list[int]):
+    """How many parameters with gradients each call of `optimizer.step` was given."""
+
+    def __init__(self, optimizer: optim.Optimizer):
+        super().__init__()
+        plain = optimizer.step
+
+        def step() -> None:
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            self.append(sum(p.grad is not None for p in held))
+            plain()
+
+        optimizer.step = step
+
+
+HOW = [
+    *((name, {}) for name in sorted(ELEMENTWISE | MATRIXWISE)),
+    *((name, {"foreach": True}) for name in sorted(ELEMENTWISE | {"Adafactor"})),
+    *((name, {"fused": True}) for name in ("Adagrad", "Adam", "AdamW", "SGD")),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), HOW, ids=str)
+def test_every_class_steps_several_parts_to_the_same_bit(name: str, options: dict):
+    together = parts_of(11)
+    alone = copy.deepcopy(together)
+    for parts, one_by_one in ((together, False), (alone, True)):
+        optimizer = built(name, parts, **options)
+        steps = Stepping(optimizer, parts, one_by_one=one_by_one)
+        draw = torch.Generator().manual_seed(1)
+        calls = Calls(optimizer)
+        for number in range(4):
+            for p in (p for members in parts for p in members):
+                p.grad = torch.randn(p.shape, generator=draw)
+            parts[number][0].grad = None
+            with steps.once():
+                if number % 2:
+                    for part in range(len(parts)):
+                        steps.landed(part)
+                else:
+                    for some in steps.growing(range(len(parts))):
+                        steps.step(some)
+        assert len(calls) == (44 if one_by_one else 5 + 4 + 5 + 4)
+        assert sum(calls) == 4 * 21
+    for mine, theirs in zip(together, alone, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 10, 1000])
+def test_calls_halve_what_is_left_and_double_what_is_done(num: int):
+    parts = parts_of(num, (1, 1))
+    optimizer = built("SGD", parts)
+    steps = Stepping(optimizer, parts, one_by_one=False)
+    with steps.once():
+        landed = [steps.landed(part) for part in range(num)]
+    calls = [some for some in landed if some]
+    assert [part for some in calls for part in some] == list(range(num))
+    assert len(calls) <= num.bit_length() + 1
+    assert len(calls[-1]) == 1 and (num == 1 or landed[-2]), "the last, and the one before it"
+    left = num
+    for some in calls:
+        assert len(some) == -(-left // 2), "the first call does not wait for the last sums"
+        left -= len(some)
+
+    growing = list(steps.growing(range(num)))
+    assert [part for some in growing for part in some] == list(range(num))
+    assert [some[0] for some in growing] == [0, *(2**i for i in range(len(growing) - 1))]
+
+
+def test_a_call_is_made_once_enough_bytes_wait(monkeypatch):
+    parts = parts_of(100, (8, 8))
+    monkeypatch.setattr(stepping, "AT_ONCE_BYTES", 5 * 2 * 8 * 4 * 4)
+    steps = Stepping(built("SGD", parts), parts, one_by_one=False)
+    with steps.once():
+        landed = [len(steps.landed(part)) for part in range(100)]
+    assert max(landed) == 5 and sum(landed) == 100
+    assert max(len(some) for some in steps.growing(range(100))) == 5
+
+
+def deep() -> nn.Module:
+    torch.manual_seed(4)
+    return nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(24))).double()
+
+
+def few_calls(stage: int, clipped: bool) -> tuple[int, int]:
+    """Numbers: of buckets, of calls a step."""
+    with as_queued():
+        compare(deep, world(), stage=stage, steps=3)
+        net = deep()
+        inner = adamw(net)
+        zero = ZeroOptimizer(inner, net, stage=stage, bucket_cap_mb=0.0004)
+        calls = Calls(inner)
+        for _ in range(3):
+            net(torch.ones(1, DIM, dtype=torch.float64)).square().mean().backward()
+            if clipped:
+                clip_grad_norm_(zero, 1.0, group=world())
+            zero.step()
+            zero.zero_grad()
+        zero.finish()
+    return len(zero._buckets), len(calls) / 3
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_on_a_queue_a_step_is_few_calls(ranks, stage: int, clipped: bool):
+    for num_buckets, num_calls in ranks(2).run(few_calls, stage, clipped):
+        assert num_buckets >= 24
+        assert num_calls <= num_buckets.bit_length() + 1
