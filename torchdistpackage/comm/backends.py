@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from torchdistpackage.errors import CommError
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,23 @@ def is_nccl(group: dist.ProcessGroup) -> bool:
 def is_queued(group: dist.ProcessGroup) -> bool:
     """Whether calls run on a stream of the group, as on NCCL."""
     return transport_of(group).queued
+
+
+def require_host_memory(what: str, group: dist.ProcessGroup, x: Tensor) -> None:
+    """Refuse what lies on a device where parts travel as gloo's own messages.
+
+    Those take any address for one in host memory, and the process would crash. gloo's all_reduce
+    and broadcast copy such tensors through the host themselves.
+
+    Raises:
+        CommError: `x` is not in host memory.
+    """
+    if not x.is_cpu:
+        raise CommError(
+            f"{what} over ranks {tuple(dist.get_process_group_ranks(group))}: the tensor is on "
+            f"{x.device}, but {backend_of(group)} sends host memory only; join with nccl (a GPU "
+            f"for each rank), or move it to the CPU. Only all_reduce and broadcast take it there"
+        )
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:

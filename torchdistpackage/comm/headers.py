@@ -7,6 +7,7 @@ that nobody stops a device to read it.
 
 import torch
 
+from torchdistpackage.comm.backends import require_host_memory
 from torchdistpackage.comm.groups import on_cpu
 from torchdistpackage.comm.messages import (
     Description,
@@ -17,6 +18,7 @@ from torchdistpackage.comm.messages import (
 )
 from torchdistpackage.comm.p2p import Flight, Wire
 from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.record import calls
 from torchdistpackage.comm.templates import Template
 
 _CPU = torch.device("cpu")
@@ -29,12 +31,17 @@ class Headers:
     """Descriptions to and from the ranks of a group, in order by pair; all ranks make it together.
 
     device: where the messages themselves are. always: each message has one (changing shapes).
+
+    Raises:
+        CommError: messages cannot go from there over this group.
     """
 
     def __init__(
         self, group: Group, device: torch.device, timeout_s: float | None, *, always: bool
     ):
-        self.always, self._device = always, device
+        if calls.line(group).direct:
+            require_host_memory("messages between stages", group, torch.empty(0, device=device))
+        self.always, self.device = always, device
         self._wire = Wire(on_cpu(group), timeout_s, tag=TAG)
         self._written: dict[Description, tuple[list[torch.Tensor], Template]] = {}
         self._read: dict[bytes, Template] = {}
@@ -46,7 +53,7 @@ class Headers:
         if known is None:
             if len(self._written) == _KEPT:
                 self._written.clear()
-            template = Template(description, self._device)
+            template = Template(description, self.device)
             known = self._written[description] = (encode(description, _CPU), template)
         self._left.append(self._wire.send(known[0], target))
         return known[1]
@@ -58,13 +65,13 @@ class Headers:
         rest = rest_room(header)
         if rest is not None:
             self._wire.receive([rest], source).wait()
-            return Template(decode(header, rest), self._device)
+            return Template(decode(header, rest), self.device)
         raw = header.numpy().tobytes()
         template = self._read.get(raw)
         if template is None:
             if len(self._read) == _KEPT:
                 self._read.clear()
-            template = self._read[raw] = Template(decode(header, None), self._device)
+            template = self._read[raw] = Template(decode(header, None), self.device)
         return template
 
     def settle(self) -> None:

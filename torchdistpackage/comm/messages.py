@@ -65,11 +65,13 @@ def tensors_of(message: Message) -> tuple[Tensor | None, ...]:
     return (message,)
 
 
-def describe(message: Message) -> Description:
+def describe(message: Message, device: torch.device | None = None) -> Description:
     """Description of a message about to be sent.
 
+    device: where the receiver makes room, so where all members must be; None: anywhere.
+
     Raises:
-        CommError: a member is no tensor, or a key no string.
+        CommError: a member is no tensor, a key no string, or a member is elsewhere.
     """
     tensors = tensors_of(message)
     for position, x in enumerate(tensors):
@@ -81,6 +83,13 @@ def describe(message: Message) -> Description:
     keys = tuple(message) if isinstance(message, dict) else ()
     if any(not isinstance(key, str) for key in keys):
         raise CommError(f"keys of a message between stages must be strings, not {keys}")
+    for name, x in zip(keys or range(len(tensors)), tensors, strict=True):
+        if device is not None and x is not None and x.is_cpu is not (device.type == "cpu"):
+            raise CommError(
+                f"member {name!r} of a message between stages is on {x.device}, but messages of "
+                f"this group go from {device.type} to {device.type}; give x.to({device.type!r}), "
+                f"or leave it out of the message and make it on the stage that reads it"
+            )
     form = "dict" if isinstance(message, dict) else "tensor"
     if isinstance(message, tuple | list):
         form = "tuple"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchdistpackage.comm import checking
+from torchdistpackage.comm.backends import require_host_memory
 from torchdistpackage.comm.pending import Pending, failed
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.record import LINE, STATE, WAITING, Call, Line, calls
@@ -53,6 +54,8 @@ def start_send(x: Tensor, group: Group, target: int) -> Pending:
     other there: post both in one `Post`.
     """
     peer = _peer(group, target, "send to")
+    if calls.line(group).direct:
+        require_host_memory("send", group, x)
     call = calls.begin_message("send", calls.line(group), x, target, calls.action)
     try:
         work = group.send([as_moved(x)], peer, 0)
@@ -64,6 +67,8 @@ def start_send(x: Tensor, group: Group, target: int) -> Pending:
 def start_receive(x: Tensor, group: Group, source: int) -> Pending:
     """`receive`, begun; `x` must not be read until `wait()`."""
     peer = _peer(group, source, "receive from")
+    if calls.line(group).direct:
+        require_host_memory("receive", group, x)
     # what is not contiguous, or of a dtype that travels as bytes, arrives in a room of its own
     room = as_moved(x)
     call = calls.begin_message("receive", calls.line(group), x, source, calls.action)
@@ -173,7 +178,9 @@ class Post:
                     for what, x, peer, _ in messages
                 ]
             )
-        # what torch's batch does on gloo, without its checks
+        for what, x, _, _ in messages:
+            require_host_memory(what, group, x)
+        # what torch's batch does on gloo, without its other checks
         return [
             group.send([x], ranks.index(peer), 0)
             if what == "send"

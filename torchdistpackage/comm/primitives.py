@@ -16,6 +16,7 @@ from torchdistpackage.comm import checking
 from torchdistpackage.comm.backends import device_of as device_of
 from torchdistpackage.comm.backends import is_nccl as is_nccl
 from torchdistpackage.comm.backends import is_queued as is_queued
+from torchdistpackage.comm.backends import require_host_memory
 from torchdistpackage.comm.backends import transport_of as transport_of
 from torchdistpackage.comm.exchange import GATHERED, SUMMED, exchange
 from torchdistpackage.comm.issue import NOTHING, Go, Result, later, now
@@ -200,12 +201,14 @@ def _all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType, go: Go) ->
 
 
 def _all_gather(x: Tensor, group: Group, sizes: Sizes | None, go: Go) -> Result:
-    lengths = rows(x, group, sizes, "mine")
+    direct, lengths = calls.line(group).direct, rows(x, group, sizes, "mine")
+    if direct:
+        require_host_memory("all_gather", group, x)
     out = x.new_empty((sum(lengths), *x.shape[1:]))
     mine, whole = as_moved(x), as_moved(out)
     facts = NOTHING if sizes is None else ("rows of each rank", *lengths)
     ask = "all_gather", group, x, facts, lambda: out
-    if calls.line(group).direct:
+    if direct:
         return go(*ask, exchange, GATHERED, [mine] * len(lengths), whole.split(lengths))
     if sizes is None:
         return go(*ask, gather_into, whole, mine)
@@ -213,11 +216,13 @@ def _all_gather(x: Tensor, group: Group, sizes: Sizes | None, go: Go) -> Result:
 
 
 def _reduce_scatter(x: Tensor, group: Group, sizes: Sizes | None, go: Go) -> Result:
-    lengths = rows(x, group, sizes, "all")
+    direct, lengths = calls.line(group).direct, rows(x, group, sizes, "all")
+    if direct:
+        require_host_memory("reduce_scatter", group, x)
     facts = NOTHING if sizes is None else ("rows of each rank", *lengths)
     wire, ask = as_added(x), ("reduce_scatter", group, x, facts)
     length, shape = lengths[group.rank()], wire.shape[1:]
-    if calls.line(group).direct:
+    if direct:
         room = [wire.new_empty((length, *shape)) for _ in lengths]
         finish = lambda: from_added(added(room), x.dtype)  # noqa: E731
         return go(*ask, finish, exchange, SUMMED, wire.split(lengths), room)
@@ -237,6 +242,8 @@ def _all_to_all(
     received = sent if receive_sizes is None else list(receive_sizes)
     if len(received) != len(sent) or min(received) < 0:
         raise CommError(f"receive_sizes {received} must be {len(sent)} counts, one for each rank")
+    if calls.line(group).direct:
+        require_host_memory("all_to_all", group, x)
     out = x.new_empty((sum(received), *x.shape[1:]))
     if calls.checks and send_sizes is not None:
         checking.agree_pairs("all_to_all", group, sent, received)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchdistpackage.comm.backends import require_host_memory
 from torchdistpackage.comm.exchange import (
     EXPECTED_GATHERED,
     EXPECTED_SUMMED,
@@ -156,6 +157,8 @@ class _Cut:
                 f"{tuple(flat.shape)}, stride {flat.stride()} and dtype {dtype_name(flat.dtype)}; "
                 f"use a contiguous one of one dim that is long enough, of floats or int64"
             )
+        if calls.line(group).direct:
+            require_host_memory(what, group, flat)
         if wire is not None and not (wire.is_floating_point and flat.is_floating_point()):
             raise CommError(
                 f"{dtype_name(flat.dtype)} cannot be rounded to {dtype_name(wire)} for the wire; "

@@ -20,12 +20,13 @@ class Template:
     """
 
     __slots__ = (
-        "_device", "_made", "_moving", "_moving_back", "_wanted",
+        "_device", "_made", "_moving", "_moving_back", "_on_host", "_wanted",
         "description", "num", "num_bytes", "wanting",
     )  # fmt: skip
 
     def __init__(self, description: Description, device: torch.device):
         self.description, self._device = description, device
+        self._on_host = device.type == "cpu"
         members = description.members
         self.num = len(members)
         # empty tensors do not travel: the other side makes its own
@@ -63,7 +64,9 @@ class Template:
         return [as_moved(gradients[i]) for i in self._moving_back]
 
     def fits(self, message: Message) -> bool:
-        """Whether `message` is of this form: structure, shapes, dtypes, who wants a gradient."""
+        """Whether `message` is of this form: structure, shapes, dtypes, who wants a gradient; and
+        where the other side makes room for it.
+        """
         description = self.description
         if description.form == "tensor":
             tensors: Sequence[Tensor | None] = (message,)  # type: ignore[assignment]
@@ -85,6 +88,7 @@ class Template:
                 x.dtype is not member.dtype
                 or x.requires_grad is not member.requires_grad
                 or x.shape != member.shape
+                or x.is_cpu is not self._on_host
             ):
                 return False
         return True

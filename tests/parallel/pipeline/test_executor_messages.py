@@ -13,6 +13,8 @@ from tests.parallel.pipeline.whole_model import DIM, batch, chain, same, same_gr
 from torchdistpackage.comm.checking import checked_calls
 from torchdistpackage.comm.groups import Groups, twin_of
 from torchdistpackage.comm.headers import Headers
+from torchdistpackage.comm.record import calls
+from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.schedule.generate import build
 
@@ -219,3 +221,37 @@ def a_connection_for_each_way() -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_activations_and_gradients_have_a_connection_each(ranks, size):
     ranks(size).run(a_connection_for_each_way)
+
+
+def member_elsewhere(when: int) -> str:
+    """From its k-th run on, the first stage leaves a mask on another device: what its rank says.
+
+    No header and no message leaves, so nothing is there that its peer would take for another.
+    """
+    group = Groups(dist.get_rank()).of(range(2), use="elsewhere")
+    run, first = 0, dist.get_rank() == 0
+    executor = Executor(build("gpipe", 2, 1), group, device=CPU, timeout_s=1)
+    weight = torch.ones(DIM, requires_grad=True)
+
+    def stage_of(s: int, i: int, given):
+        if s == 0:
+            place = "meta" if run == when else "cpu"
+            return {"x": weight * 2, "mask": torch.ones(DIM, device=place)}
+        return (given["x"] * given["mask"] * weight).sum()
+
+    sent = 0
+    while True:
+        sent = sum(calls.line(group).sent.values())
+        try:
+            executor.run(stage_of)
+        except CommError as error:
+            assert not first or sum(calls.line(group).sent.values()) == sent
+            return f"{run}: {error}" if first else str(run)
+        run += 1
+
+
+@pytest.mark.parametrize("when", [0, 2])
+def test_a_member_on_another_device_is_named_before_its_header_leaves(ranks, when: int):
+    said, peer = ranks(2).run(member_elsewhere, when)
+    assert said.startswith(f"{when}: member 'mask' ") and "on meta" in said
+    assert ".to('cpu')" in said and peer == str(when)

@@ -1,10 +1,13 @@
 """The pipelined step around functions of one's own, against one process."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchdistpackage.comm.backends import GLOO, register_transport
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.errors import CommError
@@ -194,3 +197,37 @@ def disagreeing_inputs_are_refused() -> None:
 
 def test_inputs_that_do_not_fit_are_refused_on_every_rank(ranks):
     ranks(2).run(disagreeing_inputs_are_refused)
+
+
+def batches_kept_elsewhere() -> None:
+    """A loop that moves its batch inside `fwd_fn`, over a group whose messages have a place of
+    their own: gloo, taken for a back end that queues."""
+    rank, m = dist.get_rank(), 2
+    register_transport(replace(GLOO, direct=False, queued=True))
+    try:
+        tpc.setup_process_groups([("data", 2), ("pipe", 2)])
+        first = rank % 2 == 0
+        x, y = samples(4)
+        whole, stage = layers(2), layers(2)[rank % 2]
+        mean_loss(whole, x, y).backward()
+        moved = list((x if first else y).chunk(m)) * 2
+
+        def fwd_fn(given):
+            own = moved.pop(0)
+            if first:
+                assert given.is_meta
+                return stage(own)
+            return (stage(given[0]) - own).square().mean()
+
+        kept = (x if first else y).to("meta")
+        forward_backward(None, fwd_fn, None, kept, m)
+        expect_gradients(stage, rank % 2, whole)
+        moved.insert(0, x if first else y)
+        seen = forward_eval(fwd_fn, kept)
+        assert seen.device.type == "cpu"
+    finally:
+        register_transport(GLOO)
+
+
+def test_messages_arrive_where_the_group_has_them_wherever_the_batch_is_kept(ranks):
+    ranks(4).run(batches_kept_elsewhere)

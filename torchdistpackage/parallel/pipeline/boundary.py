@@ -149,13 +149,13 @@ class Outlet:
         """Send the header of `m`, if the peer waits for one.
 
         Raises:
-            CommError: the output is not of the form agreed on.
+            CommError: the output is not of the form agreed on, or not where messages are.
         """
-        template, output = self.templates[m], self._outputs[m]
+        template, output, device = self.templates[m], self._outputs[m], self._headers.device
         if template is None or self._headers.always:
-            self.templates[m] = self._headers.send(describe(output), self.peer)
+            self.templates[m] = self._headers.send(describe(output, device), self.peer)
         elif not template.fits(output):
-            agreed, found = template.description, describe(output)
+            agreed, found = template.description, describe(output, device)
             raise CommError(
                 f"stage {self.stage} sends {found} for microbatch {m}, but agreed on {agreed} in "
                 f"the first step; keep shapes, dtypes and what requires a gradient, or set "

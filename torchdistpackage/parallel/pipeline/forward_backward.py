@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm.messages import Message, tensors_of
-from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.primitives import Group, device_of, is_queued
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import ScheduleError
@@ -91,7 +91,7 @@ def forward_backward(
     executor = Executor(
         job.schedule,
         group,
-        device=_device(job.inputs.values(), optimizer),
+        device=_device(group, job.inputs.values(), optimizer),
         timeout_s=timeout_s,
         dynamic_shapes=True,
     )
@@ -154,7 +154,7 @@ def forward_eval(
     """
     group = resolve_group(group, "pipe")
     job = _Job.of(fwd_fn, None, inputs, schedule, group, 1, True)
-    device = _device(job.inputs.values(), None)
+    device = _device(group, job.inputs.values(), None)
     executor = Executor(
         job.schedule, group, device=device, timeout_s=timeout_s, dynamic_shapes=True
     )
@@ -274,9 +274,13 @@ def _as_list(inputs: object) -> list[object]:
 
 
 def _device(
-    own: Iterable[Sequence[object]], optimizer: torch.optim.Optimizer | None
+    group: Group, own: Iterable[Sequence[object]], optimizer: torch.optim.Optimizer | None
 ) -> torch.device:
-    """Where this rank lives: its inputs say, else its parameters, else the current device."""
+    """Where messages arrive. A group of GPUs says itself, wherever the batch is kept until
+    `fwd_fn` moves it; else this rank's inputs say, its parameters, or the current device.
+    """
+    if is_queued(group):
+        return device_of(group)
     tensors = [x for mine in own for x in mine if isinstance(x, Tensor)]
     if not tensors and optimizer is not None:
         tensors = [p for g in optimizer.param_groups for p in g["params"]]

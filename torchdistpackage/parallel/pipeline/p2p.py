@@ -54,7 +54,8 @@ def send_obj_meta(obj: Object, need_meta: bool = True, next_rank: int | None = N
         group = group_of(peer)
         memory_of(group).sent[peer] = form_of(obj)
         headers = Headers(group, device_of(group), None, always=True)
-        headers.send(describe(tuple(obj) if isinstance(obj, list) else obj), peer)
+        obj = tuple(obj) if isinstance(obj, list) else obj
+        headers.send(describe(obj, headers.device), peer)
         headers.settle()
     return False
 
