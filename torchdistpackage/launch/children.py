@@ -203,6 +203,8 @@ class ForkServer:
         self._folder = Path(tempfile.mkdtemp(prefix="tdp-"))
         mine, theirs = Channel.pair()
         env = {
+            # or torch.cuda.is_available() in a preloaded module would initialise the driver
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             **os.environ,
             **dict.fromkeys(_THREAD_COUNTS, "1"),
             "PYTHONPATH": os.pathsep.join(_absolute_path()),

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TextIO, cast
 
+from torchdistpackage.launch.cuda_driver import why_initialised
 from torchdistpackage.launch.wire import (
     Channel,
     Exited,
@@ -205,6 +206,12 @@ def _import_all(modules: list[str]) -> str | None:
                 f"({_thread_names()}), and a process with threads must not fork; "
                 f"leave {module!r} out of the preload list or keep it from starting threads"
             )
+        if sign := why_initialised():
+            return (
+                f"importing {module!r} touched a GPU: {sign}, and a forked rank cannot use the "
+                f"driver then; leave {module!r} out of the preload list, or let it ask for devices "
+                f"only when it is called"
+            )
     return None
 
 
@@ -224,11 +231,12 @@ def _why_not_fork() -> str | None:
             f"the fork server has {num} threads ({_thread_names()}), and a process with threads "
             "must not fork; a preloaded module started them after its import"
         )
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    torch, sign = sys.modules.get("torch"), why_initialised()
+    if sign or (torch is not None and torch.cuda.is_initialized()):
         return (
-            "CUDA is initialised in the fork server, and a CUDA context does not survive a fork; "
-            "leave the module that touches the GPU when imported out of the preload list"
+            f"CUDA is initialised in the fork server ({sign or 'as torch says'}), and a CUDA "
+            "context does not survive a fork; leave the module that touches the GPU when imported "
+            "out of the preload list"
         )
     return None
 
