@@ -1,6 +1,8 @@
 """Ranks that hang, each in its way. Started without a supervisor, so a watch alone can end them."""
 
+import _thread
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -72,6 +74,31 @@ def bring_another_shape() -> None:
     primitives.all_reduce(torch.zeros(50_000), tpc.get_group("data"))
 
 
+def in_a_hook(what: Callable[[], object]) -> Callable[[], None]:
+    """As on a device: autograd's thread, which Python did not start, runs it; the loop waits."""
+
+    def _engine_run_backward() -> None:
+        done = _thread.allocate_lock()
+        done.acquire()
+        _thread.start_new_thread(lambda: (what(), done.release()), ())
+        done.acquire()
+
+    return _engine_run_backward
+
+
+def reduce_bare() -> None:
+    dist.all_reduce(torch.zeros(2, 3))
+
+
+def recorded(includeCollectives: bool, onlyActive: bool) -> bytes:
+    """What NCCL's flight recorder would have, of a call that nobody ends."""
+    entry = {"record_id": 4, "process_group": ["0", "default_pg"], "collective_seq_id": 41,
+             "p2p_seq_id": 0, "profiling_name": "nccl:all_reduce", "is_p2p": False,
+             "state": "scheduled" if dist.get_rank() else "started"}  # fmt: skip
+    group = {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}
+    return json.dumps({"entries": [entry], "pg_config": {"0": group}}).encode()
+
+
 FAULTS: dict[str, dict[int, Callable[[], None]]] = {
     "loading": {1: load_for_ever},
     "computing": {2: compute_for_ever},
@@ -89,6 +116,7 @@ FAULTS: dict[str, dict[int, Callable[[], None]]] = {
     "circle": dict.fromkeys(range(3), receive_from_the_next),
     "operation": {0: do_something_else},
     "shape": {0: bring_another_shape},
+    "hooked": {0: in_a_hook(reduce_bare), 1: in_a_hook(load_for_ever)},
 }
 """Name -> what ranks do in the step that goes wrong, before they go on as usual."""
 AXES = {"several": [("data", 2), ("tensor", 2)], "computing": [("data", 2), ("tensor", 2)]}
@@ -98,6 +126,8 @@ def rank_main(case: str, folder: str, timeout_s: float) -> None:
     """A rank of the case, up to its end; when its wrong step began stands in a file."""
     rank, world_size, *_ = setup_distributed()
     tpc.setup_process_groups(AXES.get(case, [("data", world_size)]))
+    if case == "hooked":
+        torch._C._distributed_c10d._dump_nccl_trace_json = recorded
     at, first_s = (1, timeout_s) if case == "first" else (AT, None)
     try:
         with watch(folder, timeout_s=timeout_s, first_timeout_s=first_s) as w:
@@ -107,8 +137,8 @@ def rank_main(case: str, folder: str, timeout_s: float) -> None:
                 if step == at:
                     Path(folder, f"wrong{rank}").write_text(str(time.time()))
                     FAULTS[case].get(rank, lambda: None)()
-                if case == "raw":
-                    dist.all_reduce(torch.zeros(2, 3))
+                if case in ("raw", "hooked"):
+                    reduce_bare()
                     continue
                 primitives.all_reduce(torch.zeros(2, 3), tpc.get_group("data"))
                 primitives.all_reduce(torch.zeros(1), tpc.get_group("global"))

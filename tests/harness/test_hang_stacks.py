@@ -6,10 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from tests.harness.test_hang import INSIDE, STACK, WAITING, call, one, snapshot, told
+from torchdistpackage.harness.hang.culprits import Fault
 from torchdistpackage.harness.hang.dump import State
+from torchdistpackage.harness.hang.stacks import FOREIGN, innermost, is_waiting
 
 REDUCE = """\
   File "/home/me/train.py", line 9, in step
@@ -40,6 +45,83 @@ def test_who_stands_in_a_call_that_waits_is_not_blamed_for_it():
     assert "and rank 1 are waiting, in calls that are not numbered" in head
     head = told(one(0, quiet), one(1, quiet, stack=INSIDE)).text.splitlines()[0]
     assert "and rank 1 are in no call of ours" in head and "cannot be told" in head
+
+
+ENGINE = """\
+  File "/home/me/train.py", line 14, in step
+    loss.backward()
+  File "/x/torch/autograd/graph.py", line 980, in _engine_run_backward
+    return Variable._execution_engine.run_backward(
+"""
+HOOK = f"{FOREIGN}:\n" + STACK
+
+
+def at(line: str, file: str = "/home/me/train.py", function: str = "step") -> str:
+    return f'  File "{file}", line 12, in {function}\n    {line}\n'
+
+
+READS = ("float(loss)", "if bool(done):", "n = int(count)", "x = batch.to(device)", "x.cuda()")
+
+
+@pytest.mark.parametrize("line", READS)
+def test_on_a_device_who_reads_a_number_of_it_waits(line: str):
+    assert is_waiting([at(line)], on_device=True)
+    assert not is_waiting([at(line)])
+    assert not is_waiting([at(line) + STACK], on_device=True), "only the innermost call counts"
+
+
+def test_on_a_device_who_stands_where_kernels_are_issued_waits_for_room_in_the_queue():
+    linear = at("return F.linear(x, w)", "/x/torch/nn/modules/linear.py", "forward")
+    update = at("torch._foreach_add_(a, b)", "/x/torch/optim/adamw.py", "_multi_tensor_adamw")
+    for stack in (linear, update, ENGINE):
+        assert is_waiting([stack], on_device=True)
+        assert not is_waiting([stack]), "a processor computes there"
+    assert not is_waiting([STACK], on_device=True)
+
+
+def test_making_a_communicator_is_waiting():
+    made = at("pg._set_default_backend(b)", "/x/torch/distributed/distributed_c10d.py", "new_group")
+    assert is_waiting([made]) and is_waiting([made], on_device=True)
+
+
+def test_a_loop_in_the_engine_of_autograd_is_where_the_thread_of_autograd_is():
+    assert innermost([ENGINE, HOOK]) == innermost([STACK])
+    assert not is_waiting([ENGINE, HOOK], on_device=True)
+    assert is_waiting([ENGINE, f"{FOREIGN}:\n{ITEM}"])
+    assert innermost([ENGINE, f"thread loader:\n{STACK}"]) == innermost([ENGINE])
+    busy_and_waiting = [ENGINE, f"{FOREIGN}:\n{ITEM}", HOOK]
+    assert not is_waiting(busy_and_waiting), "one of two devices' threads does something else"
+
+
+def test_who_is_stuck_in_a_hook_is_blamed_with_it():
+    quiet = snapshot((0, 1), phase="backward", device=True)
+    found = told(
+        replace(one(0, quiet), stacks=(ENGINE, f"{FOREIGN}:\n{ITEM}")),
+        replace(one(1, quiet), stacks=(ENGINE, HOOK)),
+    )
+    assert [c.rank for c in found.culprits] == [1]
+    assert "is in its backward pass" in found.text.splitlines()[0]
+    assert "in _engine_run_backward" in found.culprits[0].detail
+    assert "time.sleep(60)" in found.culprits[0].detail
+
+
+def test_who_is_behind_because_its_device_is_says_so():
+    ahead = snapshot((0, 1), call("all_reduce", 7, "issued"), device=True)
+    late = snapshot((0, 1), call("all_reduce", 6, "issued"), device=True, phase="backward")
+    found = told(one(0, ahead), one(1, late, stack=at("if float(norm) > 1:")))
+    head = found.text.splitlines()[0]
+    assert "rank 1 on node01 is waiting for its device in its backward pass while 1 other" in head
+
+
+def test_where_all_have_issued_all_the_devices_are_stuck():
+    """Nobody is behind, so no host is to blame, whatever its stack."""
+    same = snapshot((0, 1), call("all_reduce", 7, "issued"), device=True)
+    found = told(*(one(r, same, stack=x) for r, x in enumerate((ITEM, ENGINE))))
+    head = found.text.splitlines()[0]
+    assert [(c.rank, c.fault) for c in found.culprits] == [(0, Fault.CIRCLE)]
+    assert "and rank 1 wait for their devices" in head and "different orders" in head
+    alone = told(one(0, snapshot((0,), device=True), stack=ITEM)).text.splitlines()[0]
+    assert "waits for its device: look for a kernel that does not end" in alone
 
 
 def crash(operation: str) -> str:

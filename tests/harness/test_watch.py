@@ -20,6 +20,7 @@ from tests.harness.hanging import AXES, FAULTS
 from tests.processes import survivors
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.hang.marks import Clock, Marks
+from torchdistpackage.harness.hang.stacks import FOREIGN
 from torchdistpackage.harness.watch_start import agree_on_start
 from torchdistpackage.launch.children import Child, ForkServer
 
@@ -27,7 +28,7 @@ TIMEOUT_S = 2.5
 FULL = ("several", "all", "exits", "raw", "lingering", "left", "shape")
 """Cases of the same bodies that the small set does without."""
 LOOPS = ("well", "paced")
-PAIRS = (*LOOPS, "raw", "first")
+PAIRS = (*LOOPS, "raw", "first", "hooked")
 
 
 @dataclass
@@ -162,6 +163,12 @@ EXPECTED: dict[str, tuple[str, list[str]]] = {
         r"0, 1, 2: all_gather float32\[7\] \(rank 0\) against all_reduce float32\[2, 3\] "
         r"\(ranks 1, 2\)",
         ["in do_something_else"],
+    ),
+    "hooked": (
+        r"rank 1 \(data 1 on .*\) is in data loading, in a step that has taken \d s",
+        ["in _engine_run_backward", f"{FOREIGN}:", "in load_for_ever", "in all_reduce",
+         "on the devices:",
+         "all_reduce number 41 of ranks 0, 1: started on rank 0, scheduled on rank 1"],
     ),
     "shape": (r"rank \d .* (is gone: .* crashed|raised)", [r"all_reduce"]),
 }  # fmt: skip

@@ -18,14 +18,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from torchdistpackage.comm import flight_recorder
 from torchdistpackage.comm.record import calls
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import ConfigError
+from torchdistpackage.harness.hang import flights
 from torchdistpackage.harness.hang.c_stacks import CStacks
 from torchdistpackage.harness.hang.dump import Dump, Folder, State
 from torchdistpackage.harness.hang.ending import END_S, Ending
 from torchdistpackage.harness.hang.marks import Clock, Marks
 from torchdistpackage.harness.hang.process import Process
+from torchdistpackage.harness.hang.stacks import FOREIGN
 from torchdistpackage.harness.watch_start import agree_on_start
 from torchdistpackage.launch.failure import from_exception, is_consequence, to_json
 from torchdistpackage.launch.rendezvous import detect
@@ -33,6 +36,8 @@ from torchdistpackage.topology.views import Topology
 
 LOOK_S = 1.0
 """Between two looks at the folder."""
+FLIGHTS_S = 2.0
+"""For the flight recorder's word."""
 _FRAMES = 64
 _CALLERS = ("<frozen runpy>", "/torchdistpackage/launch/")
 """Frames that stand before the user's in every stack and tell nothing."""
@@ -191,7 +196,10 @@ class Watch(Marks):
             with contextlib.suppress(OSError):
                 self._folder.raise_alarm()
             with contextlib.suppress(OSError):
-                self._write(answering=True)
+                more = flight_recorder.is_there()
+                self._write(answering=True, more=more)
+                if more:
+                    self._write(more=False, flights=_flights())
                 diagnosis = self._ending.report(alarm_s)
         finally:  # whatever else is wrong, the run must not go on hanging
             self._ending.end(self._dump, diagnosis, self._told)
@@ -236,9 +244,23 @@ class Watch(Marks):
 
     def _stacks(self) -> Iterator[str]:
         """Of all threads but the watch; that of the loop first."""
-        names = {t.ident: t.name for t in threading.enumerate() if t is not self._thread}
+        names = {t.ident: _named(t) for t in threading.enumerate()}
         frames = sys._current_frames()
-        for ident in sorted(frames.keys() & names.keys(), key=lambda i: i != self._loop_thread):
+        frames.pop(self._thread.ident or 0, None)
+        for ident in sorted(frames, key=lambda i: i != self._loop_thread):
             stack = traceback.extract_stack(frames[ident], limit=-_FRAMES)
             text = "".join(dropwhile(_is_caller, stack.format()))
-            yield text if ident == self._loop_thread else f"thread {names[ident]}:\n{text}"
+            yield text if ident == self._loop_thread else f"{names.get(ident, FOREIGN)}:\n{text}"
+
+
+def _named(thread: threading.Thread) -> str:
+    """One that Python did not start is known to it once it has asked who it is."""
+    return FOREIGN if isinstance(thread, threading._DummyThread) else f"thread {thread.name}"
+
+
+def _flights() -> list[dict[str, Any]] | None:
+    trace = flight_recorder.take(FLIGHTS_S)
+    # what cannot be read must not keep the report from being written
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        return None if trace is None else flights.to_json(flights.of_trace(trace))
+    return None

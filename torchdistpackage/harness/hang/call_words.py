@@ -1,6 +1,5 @@
 """A call of the record in the user's words: which, where, of what. No torch."""
 
-import re
 from collections.abc import Sequence
 
 from torchdistpackage.errors import ScheduleError
@@ -61,24 +60,3 @@ def listed(ranks: Sequence[int]) -> str:
     """`0, 4, 8, ... (32 ranks)`."""
     shown = ", ".join(map(str, ranks[:SHOWN]))
     return shown if len(ranks) <= SHOWN else f"{shown}, ... ({len(ranks)} ranks)"
-
-
-def innermost(stacks: Sequence[str]) -> str:
-    """Where the loop is: `"loader.py", line 31, in batch`; in libraries only if nowhere else."""
-    lines = [x.strip() for x in stacks[0].splitlines()] if stacks else []
-    places = [x.removeprefix("File ") for x in lines if x.startswith("File ")]
-    own = [place for place in places if not _LIBRARY.search(place)]
-    return next(iter([*own[-1:], *places[-1:]]), "")
-
-
-def is_waiting(stacks: Sequence[str]) -> bool:
-    """Whether the loop stands in a call that waits for other ranks, or for its device."""
-    frames = re.split(r"^  (?=File )", stacks[0] if stacks else "", flags=re.MULTILINE)
-    return bool(_COLLECTIVE.search("".join(frames[-3:])) or _DEVICE.search(frames[-1]))
-
-
-_COLLECTIVE = re.compile(r"/torch/distributed/")
-_DEVICE = re.compile(
-    r"\.(item|tolist|cpu|synchronize|wait_stream)\(|\bin synchronize$", re.MULTILINE
-)
-_LIBRARY = re.compile(r'/lib/python3[.\d]*/|^"<')

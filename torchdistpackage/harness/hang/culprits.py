@@ -11,14 +11,15 @@ from enum import IntEnum
 
 from torchdistpackage.harness.hang.call_words import (
     called,
-    innermost,
-    is_waiting,
     numbered,
     ranks_listed,
     words,
 )
 from torchdistpackage.harness.hang.crashes import aborted
 from torchdistpackage.harness.hang.dump import Dump, State, states
+from torchdistpackage.harness.hang.flights import crossing, met
+from torchdistpackage.harness.hang.flights import from_json as flights_of
+from torchdistpackage.harness.hang.stacks import innermost, is_waiting, loop_of
 from torchdistpackage.harness.hang.waits import Record, Wait, awaited, circles, waits
 from torchdistpackage.launch.failure import Failure, Kind, from_json, is_consequence
 from torchdistpackage.topology.mesh import Mesh
@@ -79,6 +80,7 @@ class Hang:
         records = {rank: Record(snapshot) for rank, snapshot in told.items()}
         self.records = records
         self.waits = waits(records, answered & records.keys())
+        self.flights = {r: flights_of(d.flights) for r, d in sorted(dumps.items()) if d.flights}
         self.awaited = awaited(self.waits)
 
     # -- who is who --------------------------------------------------------------------
@@ -113,7 +115,21 @@ class Hang:
     def _phase(self, rank: int) -> str:
         snapshot = self.dumps[rank].snapshot or {}
         phase = str(snapshot.get("phase", ""))
-        return _DOING.get(phase, f"at {phase}" if phase else "in no call of ours")
+        doing = _DOING.get(phase, f"at {phase}" if phase else "in no call of ours")
+        if not self._waits_for_device(rank):
+            return doing
+        return f"waiting for its device{f' {doing}' if phase else ''}"
+
+    def _is_on_device(self, rank: int) -> bool:
+        """Whether it issues its calls to one."""
+        groups = (self.dumps[rank].snapshot or {}).get("groups", ())
+        return any(group["done"] is None for group in groups)
+
+    def _waits(self, rank: int) -> bool:
+        return is_waiting(self.stacks_of(rank), on_device=self._is_on_device(rank))
+
+    def _waits_for_device(self, rank: int) -> bool:
+        return self._is_on_device(rank) and self._waits(rank)
 
     def trouble(self, rank: int) -> Culprit | None:
         """What is wrong with a rank that does not train any more, or does not answer."""
@@ -161,6 +177,9 @@ class Hang:
         found = [c for rank in range(self.world_size) if (c := self.trouble(rank)) is not None]
         waiting = {wait.rank for wait in self.waits}
         busy = [r for r in self.awaited if r in self.answered and r not in waiting]
+        if (crossed := self._crossed()) is not None:
+            found.append(crossed)
+            busy = [r for r in busy if not self._waits_for_device(r)]
         found += [self._busy(r) for r in sorted(busy, key=lambda r: (-len(self.awaited[r]), r))]
         found += [self._circle(circle) for circle in circles(self.waits)]
         found.sort(key=lambda c: (c.fault, self._since(c)))
@@ -174,7 +193,8 @@ class Hang:
 
     def _of(self, rank: int, fault: Fault, what: str) -> Culprit:
         dump = self.dumps[rank]
-        detail = dump.stacks[0] if dump.stacks else ""
+        loop = dump.stacks[:1]
+        detail = "\n".join([*loop, *({loop_of(dump.stacks)} - {*loop, ""})])
         return Culprit(rank, dump.process.host, dump.process.pid, fault, what, detail)
 
     def _busy(self, rank: int) -> Culprit:
@@ -218,10 +238,12 @@ class Hang:
         Who stands in a call of others' libraries that waits is not to blame; of the rest, the rank
         whose stack is the rarest.
         """
-        waiting = {rank for rank in self.answered if is_waiting(self.stacks_of(rank))}
-        by_stack: dict[tuple[str, ...], list[int]] = {}
+        waiting = {rank for rank in self.answered if self._waits(rank)}
+        if waiting == self.answered and (stuck := self._stuck_devices()) is not None:
+            return stuck
+        by_stack: dict[str, list[int]] = {}
         for rank in sorted(self.answered - waiting or self.answered):
-            by_stack.setdefault(self.stacks_of(rank)[:1], []).append(rank)
+            by_stack.setdefault(loop_of(self.stacks_of(rank)), []).append(rank)
         num = min(map(len, by_stack.values()))
         first, *alike = sorted(r for ranks in by_stack.values() if len(ranks) == num for r in ranks)
         taken = f"in a step that has taken {self.dumps[first].over_s:.0f} s"
@@ -234,6 +256,31 @@ class Hang:
         unknown = "which of them holds up the others cannot be told"
         what = f"and {ranks_listed(alike)} are {doing}, {taken}: {unknown}"
         return self._of(first, Fault.BUSY, what)
+
+    def _crossed(self) -> Culprit | None:
+        """Two calls that no device ends, issued in different orders."""
+        found = crossing(self.flights)
+        if found is None or not {found.first, found.second} <= self.answered:
+            return None
+        what = (
+            f"and {self.named(found.second)} have issued {found.one.words} and "
+            f"{found.other.words} in different orders, and no device ends them: issue calls of "
+            f"several groups in one order on all ranks"
+        )
+        return self._of(found.first, Fault.CIRCLE, what)
+
+    def _stuck_devices(self) -> Culprit | None:
+        """All wait, and nobody for a rank that is behind: what does not end is on devices."""
+        first, *more = sorted(r for r in self.answered if self._is_on_device(r)) or [None]
+        if first is None:
+            return None
+        call = met(self.flights)
+        ending = "" if call is None else f", and {call.words} does not end, which all have issued"
+        causes = "a kernel that does not end"
+        if more:
+            causes = f"calls of several groups in different orders, {causes}, the network"
+        who = f"and {ranks_listed(more)} wait for their devices" if more else "waits for its device"
+        return self._of(first, Fault.CIRCLE, f"{who}{ending}: look for {causes}")
 
 
 def _raised(failure: Failure) -> str:

@@ -38,7 +38,8 @@ class Dump:
     step: the steps it has begun; over_s: how long the last one has taken, of limit_s. snapshot: of
     comm.record. stacks: a text for each thread, the main one first. error: a launch.failure.Failure
     as JSON. neighbours: letters of the other processes of its host, by rank. failure: where its
-    supervisor looks for its failure. reports: it waits for the report before it ends.
+    supervisor looks for its failure. reports: it waits for the report before it ends. flights: of
+    hang.flights, what its device has not ended; None: not asked, or no word. more: will be asked.
     """
 
     rank: int
@@ -54,6 +55,8 @@ class Dump:
     failure: str | None = None
     reports: bool = False
     limit_s: float = 0.0
+    flights: list[dict[str, Any]] | None = None
+    more: bool = False
 
     @property
     def answers(self) -> bool:

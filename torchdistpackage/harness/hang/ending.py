@@ -110,7 +110,8 @@ def _complete(dumps: dict[int, Dump], world_size: int) -> bool:
     """Whether there is nobody left to wait for: all have answered, are gone or are stopped."""
     letters = states(dumps)
     return len(dumps) == world_size and all(
-        dump.answers or letters.get(rank) in ("", "T", "t") for rank, dump in dumps.items()
+        (dump.answers and not dump.more) or letters.get(rank) in ("", "T", "t")
+        for rank, dump in dumps.items()
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torchdistpackage.harness.hang.call_words import SHOWN, called, exactly, ranks_listed, words
 from torchdistpackage.harness.hang.culprits import Culprit, Fault, Hang
 from torchdistpackage.harness.hang.dump import Dump
+from torchdistpackage.harness.hang.flights import lines
 from torchdistpackage.harness.hang.waits import Wait
 from torchdistpackage.launch.failure import Failure, Kind
 from torchdistpackage.topology.mesh import Mesh
@@ -45,6 +46,7 @@ def diagnose(
         *_details(culprits),
         _waiting(hang),
         _others(hang),
+        _devices(hang),
         _stacks(hang, culprits),
     ]
     return Diagnosis(culprits, "\n".join(part for part in parts if part))
@@ -122,6 +124,12 @@ def _others(hang: Hang) -> str:
         said.setdefault(hang.doing(rank), []).append(rank)
     lines = [f"  {hang.named(r)} {what}" for what, (r, *_) in said.items()]
     return "\n".join(["not in it:", *lines]) if lines and hang.waits else ""
+
+
+def _devices(hang: Hang) -> str:
+    """Calls that devices have not ended, where there is a recorder."""
+    said = lines(hang.flights, SHOWN)
+    return "\n".join(["on the devices:", *(f"  {line}" for line in said)]) if said else ""
 
 
 def _stacks(hang: Hang, culprits: Sequence[Culprit]) -> str:

@@ -1,0 +1,134 @@
+"""What devices are at, by the flight recorder of NCCL: collectives that have not ended. No torch.
+
+One rule: calls of two groups need one order on all ranks that are in both, for a kernel stays on
+its device until it has met all others. Two calls that two ranks have issued in different orders may
+wait for each other for ever.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from typing import Any
+
+COMPLETED = "completed"
+KEPT = 32
+"""Calls of a rank: those behind them wait for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A call that has been issued. sequence: of the group's collectives, or of its messages.
+
+    state: scheduled where the device has not begun it, or does not say.
+    """
+
+    operation: str
+    group: str
+    ranks: tuple[int, ...]
+    sequence: int
+    is_message: bool
+    state: str
+
+    @property
+    def name(self) -> tuple[object, ...]:
+        """Equal on all ranks."""
+        return self.ranks, self.group, self.sequence, self.is_message, self.operation
+
+    @property
+    def words(self) -> str:
+        """`all_reduce number 57 of ranks 0, 2`."""
+        return f"{self.operation} number {self.sequence} of ranks {', '.join(map(str, self.ranks))}"
+
+
+def of_trace(trace: Mapping[str, Any]) -> tuple[Flight, ...]:
+    """The first calls in `trace`, the recorder's dump, that have not ended, in order of issue.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is none.
+    """
+    groups = trace.get("pg_config", {})
+    entries = sorted(trace.get("entries", ()), key=lambda entry: entry.get("record_id", 0))
+    unfinished = [entry for entry in entries if entry["state"] != COMPLETED]
+    return tuple(_flight(entry, groups) for entry in unfinished[:KEPT])
+
+
+def _flight(entry: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]) -> Flight:
+    name, described = (*entry["process_group"], "", "")[:2]
+    ranks = groups.get(str(name), {}).get("ranks", ())
+    if isinstance(ranks, str):
+        ranks = json.loads(ranks)
+    is_message = bool(entry["is_p2p"])
+    return Flight(
+        operation=str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"]),
+        group=str(name or described),
+        ranks=tuple(ranks),
+        sequence=int(entry["p2p_seq_id" if is_message else "collective_seq_id"]),
+        is_message=is_message,
+        state=str(entry["state"]),
+    )
+
+
+def to_json(flights: Iterable[Flight]) -> list[dict[str, Any]]:
+    return [{**asdict(flight), "ranks": list(flight.ranks)} for flight in flights]
+
+
+def from_json(told: Iterable[Mapping[str, Any]]) -> tuple[Flight, ...]:
+    return tuple(Flight(**{**fields, "ranks": tuple(fields["ranks"])}) for fields in told)
+
+
+Flights = Mapping[int, Sequence[Flight]]
+"""By rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """`one` was issued before `other` on rank `first`, and after it on rank `second`."""
+
+    first: int
+    second: int
+    one: Flight
+    other: Flight
+
+
+def crossing(flights: Flights) -> Crossing | None:
+    """Two unfinished calls of different groups that two ranks have issued in different orders."""
+    seen: dict[tuple[object, object], int] = {}
+    for rank, held in flights.items():
+        for one, other in combinations(held, 2):
+            if one.group == other.group:
+                continue
+            if (first := seen.get((other.name, one.name))) is not None:
+                return Crossing(first, rank, other, one)
+            seen.setdefault((one.name, other.name), rank)
+    return None
+
+
+def met(flights: Flights) -> Flight | None:
+    """The first unfinished call that each of its ranks has issued."""
+    held = {rank: {flight.name for flight in each} for rank, each in flights.items()}
+    for each in flights.values():
+        for flight in each:
+            members = flight.ranks
+            if members and all(flight.name in held.get(rank, ()) for rank in members):
+                return flight
+    return None
+
+
+def lines(flights: Flights, most: int) -> list[str]:
+    """`all_reduce number 57 of ranks 0, 2: started on rank 0, scheduled on rank 2`; the first."""
+    by_name: dict[tuple[object, ...], dict[str, list[int]]] = {}
+    known: dict[tuple[object, ...], Flight] = {}
+    for rank, held in flights.items():
+        for flight in held[:most]:
+            known.setdefault(flight.name, flight)
+            by_name.setdefault(flight.name, {}).setdefault(flight.state, []).append(rank)
+    said: list[str] = []
+    for name, states in list(by_name.items())[:most]:
+        each = (f"{state} on {_ranks(ranks)}" for state, ranks in states.items())
+        said.append(f"{known[name].words}: {', '.join(each)}")
+    return said + ([f"and {len(by_name) - most} more"] if len(by_name) > most else [])
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
