@@ -6,7 +6,7 @@ needs to go on (`item`, `tolist`, `nonzero`, a mask as an index, ...), copies to
 tensors made from numbers with `device=`, which a device waits for as well.
 
 Not counted: what torch's own process groups and the asynchronous double read, what the files in
-`HOST` read, all of which lives in host memory by design, and copies between two devices that are
+`HOST` read, all of which is in host memory by design, and copies between two devices that are
 both the CPU here (`x.to(self.device)`), of which nobody can tell which way they would go.
 """
 
@@ -25,11 +25,16 @@ HOST = (
     "comm/headers.py",
     "comm/messages.py",
     "comm/objects.py",
+    "comm/on_host.py",
+    "comm/random.py:differ",
     "parallel/pipeline/agreement.py",
+    "parallel/tensor/embedding.py:check_ids",
     "train/corpus.py",
     "train/data.py",
 )
-"""Files of the package that read host memory: of a companion group for it, or of a file."""
+"""Files of the package, or functions in them, that read host memory: of a companion group for it,
+of a file, of a generator or a batch that is there, or of a copy that left the device before the
+work that its host is not to wait for."""
 
 _TRANSPORT = ("/torch/distributed/", "/torchdistpackage/harness/late/")
 
@@ -56,7 +61,7 @@ class HostReads:
 
     Counts in the thread that enters it, and in the backwards that this thread starts. A read in a
     function outside of the package, such as a test's loss, counts by its own file and line. host:
-    files whose reads do not count.
+    see `HOST`; reads there do not count.
     """
 
     def __init__(self, host: tuple[str, ...] = HOST):
@@ -103,7 +108,9 @@ class HostReads:
                 return None
             if name.startswith(PACKAGE):
                 inside = name.removeprefix(PACKAGE)
-                return None if inside in self._host else f"{inside}:{line}"
+                function = frame.f_code.co_qualname.partition(".")[0]
+                is_host = inside in self._host or f"{inside}:{function}" in self._host
+                return None if is_host else f"{inside}:{line}"
             if asked is None and name != __file__ and "/torch/" not in name:
                 asked = f"{name}:{line}"
             frame = frame.f_back

@@ -115,6 +115,10 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().mean()
 
 
+def summed_squared_error(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    return (outputs - targets).square().sum(), targets.shape[0]
+
+
 class Signalled(UnevenTokens):
     """One rank gets a signal at a moment of step 3: while it waits for data, between two rounds of
     gradients, in a validation after that step, or some time later, wherever it then is."""

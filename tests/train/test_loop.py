@@ -9,19 +9,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from torchdistpackage.harness.stragglers.phases import Phases
 from torchdistpackage.train import loop as loops
 from torchdistpackage.train.life import Life
 from torchdistpackage.train.log import read_metrics
 from torchdistpackage.train.loop import Loop
-from torchdistpackage.train.result import StepResult
+from torchdistpackage.train.result import Period, StepResult
 from torchdistpackage.train.state import TrainState
 
 
 @dataclass
 class Issued:
     result: StepResult
+    period: Period = field(default_factory=lambda: Period(torch.device("cpu")))
 
     def read(self) -> StepResult:
         return self.result
@@ -37,11 +39,11 @@ class Counting:
     rank: int = 0
     data: None = None
     plan: SimpleNamespace = field(init=False)
-    device: SimpleNamespace = field(init=False)
+    runs_ahead: bool = field(init=False)
     phases: Phases = field(default_factory=Phases)
 
     def __post_init__(self) -> None:
-        self.device = SimpleNamespace(type=self.kind)
+        self.runs_ahead = self.kind == "cuda"
         sections = {
             "train": {
                 "steps": self.total,
@@ -60,6 +62,8 @@ class Counting:
         self.plan = SimpleNamespace(config=config, model=None, shape=None, timeline=timeline)
 
     def limit(self, seconds: float) -> None: ...
+
+    def close(self, *, wait: bool = True) -> None: ...
 
     def train_step(self, step: int, *, save: bool, stop: Callable[[], bool], **how: bool):
         wish, self.updates = stop(), step

@@ -1,7 +1,8 @@
 """The run from its first step to its last: train, validate, save, say, draw.
 
-Every rank runs the same loop; rank 0 also speaks and writes. The numbers of a step are read when
-the next one has been issued, so that a device is never stopped to ask for them.
+Every rank runs the same loop; rank 0 also speaks and writes. Where the host runs ahead of a device,
+whatever is asked of a step, its numbers, its time, its recording, is asked when the next one has
+been issued, so that the device always has work.
 """
 
 import sys
@@ -49,7 +50,7 @@ class Loop:
             # in the first step too, of which the watch knows the limit
             trainer.limit(self._call_timeout_s)
         self.life = life or Life()
-        if trainer.device.type != "cpu":
+        if trainer.runs_ahead:
             # there the numbers of a step are read when the next one has been issued, and the
             # clock is asked while the one before still runs
             self.life.ahead = 4
@@ -78,6 +79,15 @@ class Loop:
 
         None if a rank asked for the end before: the state is saved, and all ranks know.
         """
+        try:
+            loss = self._run()
+        except BaseException:
+            self.trainer.close(wait=False)
+            raise
+        self.trainer.close()
+        return loss
+
+    def _run(self) -> float | None:
         total = self.config.train.steps
         done = self.state.step
         if not self.speaks:
@@ -104,7 +114,7 @@ class Loop:
             if self._asked_to_stop:
                 break
             self.marks.step()
-            measure = trainer.device.type == "cpu" or step % config.log.every == 0
+            measure = not trainer.runs_ahead or step % config.log.every == 0
             record = self._recorder.is_due(step)
             issued = trainer.train_step(
                 step,
@@ -116,21 +126,23 @@ class Loop:
             if step == start + 1:
                 # without a watch start-up is over now: a silent peer is a hung one
                 trainer.limit(self._call_timeout_s)
+            if record:
+                self._recorder.hold(step)
             if self._pending is not None:
+                self._pending.period.end_with(issued.period)
                 self._tell(self._read(self._pending))
             self._pending = issued
-            if record and (gap := self._recorder.take(step)) is not None:
-                self._gaps[step] = gap
             if self._compare is not None:
                 self._stragglers += self._compare(step)
-            if self._check_replicas and _every(self.config.train.check_replicas_every, step):
+            check = _every(config.train.check_replicas_every, step)
+            if check and self._check_replicas is not None:
                 with self.marks.slow():
                     self._check_replicas()
             validate = step == total or _every(config.train.eval_every, step)
             save = _every(config.checkpoint.save_every, step) or (step == total and self._saves)
-            # A device is not stopped for the numbers; without one they are there already.
-            asked = self._asked_to_stop or self._asked_to_save
-            if trainer.device.type == "cpu" or asked or validate or save:
+            # what follows the step is not of its time
+            apart = check or validate or save or self._asked_to_stop or self._asked_to_save
+            if apart or not trainer.runs_ahead:
                 result = self._read(issued)
                 if validate:
                     final = self._validate()
@@ -191,6 +203,8 @@ class Loop:
         """Wait for the numbers of a step, and note what all ranks agreed on with them."""
         result = issued.read()
         self._pending = None
+        if (gap := self._recorder.take(result.step)) is not None:
+            self._gaps[result.step] = gap
         if result.skipped:
             self._left_out(issued)
         self._asked_to_save |= result.save

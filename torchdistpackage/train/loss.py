@@ -29,9 +29,11 @@ def from_user(fn: Callable[[Tensor, Tensor], object]) -> LossFn:
         value = fn(outputs, targets)
         if isinstance(value, tuple) and len(value) == 2:
             total, count = value
-            return total, torch.as_tensor(count, device=outputs.device)
+            if isinstance(count, Tensor):
+                return total, count.to(outputs.device, non_blocking=True)
+            return total, _on(outputs.device, count)
         if isinstance(value, Tensor) and value.dim() == 0:
-            count = torch.tensor(targets.shape[0], device=outputs.device)
+            count = _on(outputs.device, targets.shape[0])
             return value * count, count
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise DataError(
@@ -40,3 +42,8 @@ def from_user(fn: Callable[[Tensor, Tensor], object]) -> LossFn:
         )
 
     return loss
+
+
+def _on(device: torch.device, number: float) -> Tensor:
+    """Filled there: a copy from the host would wait for all that the device is at."""
+    return torch.full((), number, device=device)

@@ -5,7 +5,6 @@ tokens is summed with them, and one factor at the end makes the mean and clips (
 small all-reduce a step carries loss, tokens and norm.
 """
 
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,19 +14,22 @@ from torch import Tensor
 
 from torchdistpackage.checkpoint.parts import Place
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.backends import is_queued
+from torchdistpackage.comm.groups import on_cpu
 from torchdistpackage.comm.messages import Message
+from torchdistpackage.comm.on_host import OnHost
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.errors import DataError
 from torchdistpackage.harness.stragglers.phases import Phases
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.schedule.actions import Kind
+from torchdistpackage.train.batches import Batch, Batches
 from torchdistpackage.train.chunks import Chunks
-from torchdistpackage.train.data import DataSource, Split, check_fingerprints, fingerprint
+from torchdistpackage.train.data import DataSource, check_fingerprints, fingerprint
 from torchdistpackage.train.loss import LossFn
 from torchdistpackage.train.plan import Plan
-from torchdistpackage.train.result import Issued
+from torchdistpackage.train.result import Issued, Period, busy_share
 from torchdistpackage.train.update import Update, summed
 
 Wish = Callable[[], bool]
@@ -43,7 +45,8 @@ class Trainer:
     """The objects of one rank. `stage`, all its stages, and `layouts` go by local names.
 
     optimizer: None for a stage without parameters. inner: the one that updates, which is
-    `optimizer` itself unless that shards for it.
+    `optimizer` itself unless that shards for it. runs_ahead: a step has been issued before it
+    is done, so the host gets the next one ready before it reads the numbers of this one.
     """
 
     plan: Plan
@@ -71,10 +74,23 @@ class Trainer:
         last = self.plan.schedule.placement[-1]
         # of the ranks that compute one loss, one tells it
         self._tells = coord["pipe"] == last and coord["tensor"] == 0 and coord["context"] == 0
-        self._data_index, self._num_data = coord["data"], mesh.axis_size("data")
-        self._per_round = config.pipeline.microbatches * self.plan.samples_per_microbatch
         self._world = tpc.groups.of(range(mesh.size))
+        self._host_world = on_cpu(self._world)
         self._trained = self.stage.trained()
+        self._has_first = coord["pipe"] == self.plan.schedule.placement[0]
+        self._has_last = coord["pipe"] == last
+        self.runs_ahead = self.device.type != "cpu" or is_queued(self._world)
+        self.batches = Batches(
+            self.data,
+            config.run.seed,
+            data_index=coord["data"],
+            num_data=mesh.axis_size("data"),
+            per_round=config.pipeline.microbatches * self.plan.samples_per_microbatch,
+            rounds=config.train.accumulate,
+            num_steps=config.train.steps,
+            prepare=self._pinned,
+            ahead=self.runs_ahead,
+        )
 
     # -- training ----------------------------------------------------------------------
 
@@ -93,7 +109,7 @@ class Trainer:
         stop: asked as late as the ranks can still agree on it: when the step's numbers are summed.
         """
         phases = self.phases
-        began = time.perf_counter()
+        period = Period(self.device)
         phases.begin(step)
         random = random_states(self.device)
         with phases("optimizer"):
@@ -101,20 +117,24 @@ class Trainer:
                 self.optimizer.zero_grad()
             self.stage.train()
         totals = self.accumulate(step, record=record)
-        clock = self.executor.clock
-        busy = clock.computed_s() / clock.elapsed_s() if measure else 0.0
+        timing = self.executor.clock.timing() if measure else None
+        # a device is still at it, and its host does not wait: then it is told when it is read
+        later = timing if self.device.type != "cpu" else None
+        busy = busy_share(timing) if timing is not None and later is None else 0.0
         with phases("optimizer"):
             power, norms = self.update.measure()
         # filled on the device: a copy from the host would wait for it
-        rest = [power.new_full((), value) for value in (busy, float(save), float(stop()))]
-        stats = torch.stack([*totals.to(power.dtype), power, *rest])
+        rest = [totals.new_full((), value) for value in (busy, float(save), float(stop()))]
+        stats = torch.stack([*totals, power.to(totals), *rest])
         with phases("reduce"):
             primitives.all_reduce(stats, self._world)
+        told = OnHost(stats)  # ahead of the next step, which would else be waited for
         with phases("optimizer"):
             lr = self.update.step(step, *stats[:3])
         phases.end()
-        time_s = time.perf_counter() - began
-        return Issued(step, stats, time_s, lr, measure, self.update.names, norms, random)
+        period.end()
+        names, host = self.update.names, self._host_world
+        return Issued(step, told, period, lr, measure, later, host, names, norms, random)
 
     def accumulate(self, step: int, *, reduce: bool = True, record: bool = False) -> Tensor:
         """Gradients of the sum of all losses of a step; (loss sum, count) of what I tell.
@@ -122,9 +142,10 @@ class Trainer:
         reduce: the sum over ranks begins in the last backward.
         """
         rounds = self.plan.config.train.accumulate
-        totals = self._zeros()
+        totals = totals_on(self.device)
         for index in range(rounds):
-            batch = self._batch("train", step, index)
+            with self.phases("data"):
+                batch = self.batches.of_training(step, index)
             if step == 1 and index == 0:
                 check_batch(*batch, self.device)
             # from stage 2 on there is no room for whole gradients beyond a round
@@ -140,6 +161,10 @@ class Trainer:
         """One of my stages, in the precision of the run."""
         with self._autocast():
             return self.stage(stage, x)
+
+    def close(self, *, wait: bool = True) -> None:
+        """No more steps: end the thread that reads ahead, see `Batches.close`."""
+        self.batches.close(wait=wait)
 
     def limit(self, seconds: float) -> None:
         """Time limit of every later collective and message."""
@@ -157,11 +182,13 @@ class Trainer:
             return self._evaluate(stop)
 
     def _evaluate(self, stop: Wish) -> float | None:
-        totals = self._zeros()
+        totals = totals_on(self.device)
         self.stage.eval()
         with torch.random.fork_rng(devices=_cuda_indices(self.device)):
             for index in range(self.plan.config.train.eval_batches):
-                totals += self._pass(self.evaluator, self._batch("val", index, 0), None)
+                with self.phases("data"):
+                    batch = self.batches.of_validation(index)
+                totals += self._pass(self.evaluator, batch, None)
                 if stop is not never and self._anyone(stop()):
                     self.stage.train()
                     return None
@@ -170,34 +197,26 @@ class Trainer:
         return total / max(count, 1)
 
     def _anyone(self, wish: bool) -> bool:
-        flag = self._zeros()[:1] + float(wish)
-        return primitives.all_reduce(flag, self._world).item() > 0
+        flag = torch.tensor([float(wish)], dtype=torch.float64)
+        return primitives.all_reduce(flag, self._host_world).item() > 0
 
     # -- one pass over the microbatches of a round -------------------------------------
 
-    def _batch(self, split: Split, step: int, index: int) -> tuple[Tensor, Tensor]:
-        first = index * self._num_data * self._per_round
-        with self.phases("data"):
-            inputs, targets = self.data.batch(
-                split,
-                self.plan.config.run.seed,
-                step,
-                self._data_index,
-                self._num_data,
-                self._per_round,
-                first=first,
+    def _pinned(self, inputs: Tensor, targets: Tensor) -> Batch:
+        """Those that are copied from here to a device, in memory from where nobody waits for it."""
+        if self.device.type != "cuda":
+            return inputs, targets
+        # the current device of the thread that reads ahead is another one
+        with torch.cuda.device(self.device):
+            return (
+                inputs.pin_memory() if self._has_first and not inputs.is_cuda else inputs,
+                targets.pin_memory() if self._has_last and not targets.is_cuda else targets,
             )
-        if inputs.shape[0] != self._per_round or targets.shape[0] != self._per_round:
-            raise DataError(
-                f"the data source gave {inputs.shape[0]} inputs and {targets.shape[0]} targets "
-                f"where {self._per_round} samples were asked of data index {self._data_index}"
-            )
-        return inputs, targets
 
     def _pass(
         self,
         executor: Executor,
-        batch: tuple[Tensor, Tensor],
+        batch: Batch,
         reducer: Reducer | None,
         record: bool = False,
     ) -> Tensor:
@@ -205,8 +224,9 @@ class Trainer:
         phases, size = self.phases, self.plan.samples_per_microbatch
         weight = next(self.stage.parameters(), None)
         with phases("data"):
-            inputs, targets = (self._place(x, weight).split(size) for x in batch)
-        totals = self._zeros()
+            inputs = self._place(batch[0], weight).split(size) if self._has_first else ()
+            targets = self._place(batch[1], weight).split(size) if self._has_last else ()
+        totals = totals_on(self.device)
 
         def forward(stage: int, m: int, received: Message) -> Message:
             x = inputs[m] if executor.is_first_stage(stage) else received
@@ -234,14 +254,10 @@ class Trainer:
     def _around(self, kind: Kind) -> AbstractContextManager[None]:
         return self.phases("forward" if kind is Kind.F else "backward")
 
-    def _zeros(self) -> Tensor:
-        wide = torch.float64 if self.device.type == "cpu" else torch.float32
-        return torch.zeros(2, dtype=wide, device=self.device)
-
     def _place(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """On my device; numbers that are not ids in the precision of the weights."""
         dtype = weight.dtype if weight is not None and x.is_floating_point() else x.dtype
-        return x.to(self.device, dtype, non_blocking=True)
+        return x.to(self.device, non_blocking=True).to(dtype)
 
     def _autocast(self):
         if self.autocast is None:
@@ -253,6 +269,11 @@ def check_batch(inputs: Tensor, targets: Tensor, device: torch.device) -> None:
     """All ranks of one model must hold the same batch (tensor, context and pipe peers)."""
     value = (fingerprint(inputs) * 31 + fingerprint(targets)) % 2**62
     check_fingerprints(value, tpc.get_group("model"), "model", device)
+
+
+def totals_on(device: torch.device) -> Tensor:
+    """Room for (loss sum, count): 2**24 tokens and one more are one number in float32."""
+    return torch.zeros(2, dtype=torch.float64, device=device)
 
 
 def random_states(device: torch.device) -> tuple[Tensor, ...]:

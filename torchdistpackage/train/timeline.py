@@ -1,7 +1,8 @@
 """The timeline of a recorded step beside its simulation: the reason for the gap, and what stays.
 
 One rule: a step is recorded where the log has a line, by the pipe group of rank 0 alone; all other
-steps, and all other ranks, pay nothing. Rank 0 keeps the last one: a picture, predicted above
+steps, and all other ranks, pay nothing. It is read with the numbers of the step, so that no device
+stops for it. Rank 0 keeps the last one: a picture, predicted above
 measured, and the costs, from which `pipeline.schedule: auto` finds a better order for the next run.
 """
 
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import cast
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.groups import on_cpu
 from torchdistpackage.comm.primitives import ranks_of
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.parallel.pipeline.recording import Recording
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.costs_file import PieceCosts, costs_text
 from torchdistpackage.schedule.draw import svg_pair
@@ -36,22 +39,32 @@ class Recorder:
         self._trainer, self._every = trainer, config.log.every
         self._last = config.train.steps
         self._step = 0
+        self._held: tuple[int, Recording | None] | None = None
         self._rows: list[list[Span]] = []
         self._weights: Weights = {}
         self._gap: Gap | None = None
         self.records = False
         if config.parallel.pipe > 1:
             self._weights = _weights(trainer.plan, trainer.stage)
-            self._group = tpc.get_group("pipe")
-            self.records = 0 in ranks_of(self._group)
+            pipe = tpc.get_group("pipe")
+            self._group = on_cpu(pipe)
+            self.records = 0 in ranks_of(pipe)
 
     def is_due(self, step: int) -> bool:
         """Whether this rank is to record `step`."""
         return self.records and (step % self._every == 0 or step == self._last)
 
+    def hold(self, step: int) -> None:
+        """`step` has been issued, and recorded here."""
+        self._held = step, self._trainer.executor.recording
+
     def take(self, step: int) -> Gap | None:
-        """What the recorded step shows, on rank 0. All ranks that recorded it call this."""
-        mine = self._trainer.executor.spans, self._weights
+        """What `step` shows, on rank 0, if it was recorded; all ranks that did so call this."""
+        if self._held is None or self._held[0] != step:
+            return None
+        (_, recording), self._held = self._held, None
+        assert recording is not None
+        mine = recording.spans(), self._weights
         found = cast(list[tuple[list[Span], Weights]], primitives.gather_objects(mine, self._group))
         if self._trainer.rank != 0:
             return None

@@ -153,7 +153,7 @@ def kept_outputs_and_spans() -> None:
     times = [t for s in spans for t in (s.start, s.end)]
     assert times == sorted(times) and times[0] >= 0
     busy = sum(s.end - s.start for s in spans if not s.action.kind.is_message)
-    assert 0 < executor.clock.computed_s() <= busy <= executor.clock.elapsed_s()
+    assert 0 < executor.clock.timing().computed_s() <= busy <= executor.clock.timing().elapsed_s()
 
 
 def test_outputs_are_kept_on_request_and_a_run_can_be_recorded(ranks):

@@ -13,9 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
-from torch import Tensor
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.on_host import OnHost
 from torchdistpackage.comm.pending import Pending
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group, tpc
@@ -72,7 +72,7 @@ class Comparison:
         self._together = list(mesh.groups(("context", "tensor"))) if phases.on_device else []
         self._first: int | None = None
         self._pending: Pending | None = None
-        self._arrived: _OnHost | None = None
+        self._arrived: OnHost | None = None
         self._findings: Findings | None = None
 
     def __call__(self, step: int) -> list[str]:
@@ -107,10 +107,10 @@ class Comparison:
         """Judge what has arrived."""
         if self._pending is not None:
             table, self._pending = self._pending.wait(), None
-            self._arrived = _OnHost(table) if self._group.rank() == 0 else None
+            self._arrived = OnHost(table) if self._group.rank() == 0 else None
         if self._arrived is None or not self._arrived.is_there():
             return []
-        table, self._arrived = self._arrived.table.tolist(), None
+        table, self._arrived = self._arrived.read(), None
         return self._judge(table)
 
     def _judge(self, table: list[list[list[float]]]) -> list[str]:
@@ -124,16 +124,3 @@ class Comparison:
         found = find_stragglers(times, self._alike, self._costs)
         self._costs = measured(times, self._costs, found)
         return self._findings.news(found)
-
-
-class _OnHost:
-    """A table on its way to the host."""
-
-    def __init__(self, table: Tensor):
-        self.table = table.to("cpu", non_blocking=True)
-        self._event = torch.cuda.Event() if table.is_cuda else None
-        if self._event is not None:
-            self._event.record()
-
-    def is_there(self) -> bool:
-        return self._event is None or self._event.query()

@@ -16,10 +16,10 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 
+from torchdistpackage.comm.moments import Event, cuda_event
 from torchdistpackage.comm.record import calls
 from torchdistpackage.harness.stragglers.cores import clock_of_this_thread
 
@@ -28,20 +28,6 @@ KEPT = 16
 
 Times = dict[str, float]
 """Seconds by phase, of one step."""
-
-
-class Event(Protocol):
-    """What is needed of `torch.cuda.Event`."""
-
-    def record(self) -> None: ...
-
-    def query(self) -> bool: ...
-
-    def elapsed_time(self, end: "Event") -> float: ...
-
-
-def _cuda_event() -> Event:
-    return torch.cuda.Event(enable_timing=True)
 
 
 class Phases:
@@ -54,9 +40,7 @@ class Phases:
     device: where the work is done; the CPU without. event: makes a mark on the stream.
     """
 
-    def __init__(
-        self, device: torch.device | None = None, event: Callable[[], Event] = _cuda_event
-    ):
+    def __init__(self, device: torch.device | None = None, event: Callable[[], Event] = cuda_event):
         on_cuda = device is not None and device.type == "cuda"
         self._event = event if on_cuda else None
         calls.clock_s = time.monotonic if on_cuda else clock_of_this_thread()

@@ -62,7 +62,8 @@ class Executor:
         self._trains = schedule.has_backward
         self._steps = Steps(schedule, group, device, timeout_s, dynamic_shapes, self.clock)
         self.stages = tuple(self._steps.stages)
-        self._recording: Recording | None = None
+        self.recording: Recording | None = None
+        """Of the last run, if it was recorded."""
         self._interrupted_by = ""
 
     def is_first_stage(self, stage: int) -> bool:
@@ -74,7 +75,7 @@ class Executor:
     @property
     def spans(self) -> list[Span]:
         """Of the last run, if it was recorded, in order of their start."""
-        return [] if self._recording is None else self._recording.spans()
+        return [] if self.recording is None else self.recording.spans()
 
     @property
     def timeout_s(self) -> float | None:
@@ -143,6 +144,7 @@ class Executor:
                 is_under_way = steps.has_messages
                 (recording.run if recording else run)(program)
             steps.end()
+            self.clock.stop()
         except BaseException as error:
             if is_under_way:
                 self._interrupted_by = f"{type(error).__name__}: {error}"
@@ -150,8 +152,7 @@ class Executor:
         finally:
             calls.action = None
             steps.reset()
-            self.clock.stop()
-        self._recording = recording
+        self.recording = recording
 
 
 def run(program: Sequence[Step]) -> None:

@@ -1,0 +1,143 @@
+"""Steady steps of `tdp train` where calls are queued, as on NCCL: no value of a device is read.
+
+Here gloo says that it queues, which takes the branches of NCCL on the CPU.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.host_reads import HostReads
+from tests.train import parity
+from tests.train.test_nonfinite import BASE
+from torchdistpackage.comm import backends
+from torchdistpackage.comm.backends import GLOO, Transport
+from torchdistpackage.harness.hang.marks import Marks
+from torchdistpackage.train.log import read_metrics
+from torchdistpackage.train.loop import Loop
+from torchdistpackage.train.state import TrainState
+from torchdistpackage.train.step import Trainer
+
+STEPS = 9
+STEADY = range(5, 9)
+"""Not the first: they agree on shapes and buckets. Not the last, which is read at once."""
+
+LAYOUTS = {
+    "data": ["parallel.data=4"],
+    "zero1": ["parallel.data=4", "parallel.zero=1"],
+    "zero2": ["parallel.data=4", "parallel.zero=2"],
+    "zero3": ["parallel.data=4", "parallel.zero=3"],
+    "pipe": ["parallel.pipe=2", "parallel.data=2", "pipeline.schedule=zb-h1"],
+    "pipe, zero1": ["parallel.pipe=2", "parallel.data=2", "parallel.zero=1"],
+    "tensor": ["parallel.tensor=2", "parallel.data=2", "parallel.sequence_parallel=true"],
+    "all": ["parallel.pipe=2", "parallel.tensor=2", "parallel.data=1"],
+    "own model": [
+        *("model.target=tests.train.sources:build", "model.args={width: 8}"),
+        *("data.target=tests.train.sources:Line", "data.args={}", "parallel.pipe=2"),
+        *("model.loss=tests.train.sources:squared_error", "parallel.data=2"),
+    ],
+    "own model that counts": [
+        *("model.target=tests.train.sources:build", "model.args={width: 8}"),
+        *("data.target=tests.train.sources:Line", "data.args={}", "parallel.data=4"),
+        "model.loss=tests.train.sources:summed_squared_error",
+    ],
+}
+
+
+class CountingMarks(Marks):
+    """The loop marks the beginning of each step: between two marks lies a whole one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = HostReads()
+
+    def step(self) -> None:
+        super().step()
+        if self.num_steps == STEADY.start:
+            self.reads.__enter__()
+        elif self.num_steps == STEADY.stop:
+            self.reads.__exit__(None, None, None)
+
+
+def whole_run(folder: Path, extra: list[str]) -> tuple[dict[str, int], list[dict]]:
+    """(reads in the steady steps, by place; rows of the log)."""
+    own = any(x.startswith("model.target") for x in extra)
+    base = [x for x in BASE if not own or not x.startswith(("model.", "data.seq_len"))]
+    run = parity.trainer([*base, f"train.steps={STEPS}", "train.eval_every=0", *extra])
+    loop = Loop(run, TrainState(), folder)
+    loop.marks = CountingMarks()
+    loop.run()
+    rows = read_metrics(folder / "metrics.jsonl") if run.rank == 0 else []
+    kept = ("step", "loss", "grad_norm", "tokens", "lr", "val_loss")
+    return dict(loop.marks.reads.found), [{k: row.get(k) for k in kept} for row in rows]
+
+
+def as_queued(folder: str, extra: list[str]) -> tuple[dict[str, int], bool]:
+    """(reads in the steady steps; whether the run says what one that waits for each step says)."""
+    Path(folder, "early").mkdir(exist_ok=True)
+    Path(folder, "late").mkdir(exist_ok=True)
+    _, early = whole_run(Path(folder, "early"), extra)
+    backends.register_transport(Transport("gloo", queued=True))
+    try:
+        found, late = whole_run(Path(folder, "late"), extra)
+    finally:
+        backends.register_transport(GLOO)
+    return found, early == late
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_steady_step_reads_nothing_and_says_what_one_that_waits_says(ranks, tmp_path, layout):
+    extra = ["log.every=2", "train.straggler_every=2", *LAYOUTS[layout]]
+    for found, same in ranks(4).run(as_queued, str(tmp_path), extra):
+        assert found == {}
+        assert same
+
+
+def copied(pipe: int) -> list[str]:
+    """What of its batches this rank copies to its device in a step."""
+    extra = ["parallel.data=1", f"parallel.pipe={pipe}", "model.layers=3"]
+    run = parity.trainer([*BASE, *extra])
+    batches, seen = [], []
+    made, place = run.batches.of_training, run._place
+    run.batches.of_training = lambda *number: batches.append(made(*number)) or batches[-1]
+
+    def note(x: torch.Tensor, weight: object) -> torch.Tensor:
+        seen.append("inputs" if x is batches[-1][0] else "targets")
+        return place(x, weight)
+
+    run._place = note
+    run.train_step(1).read()
+    return seen
+
+
+def test_a_batch_is_copied_where_it_is_used(ranks):
+    assert ranks(3).run(copied, 3) == [["inputs"], [], ["targets"]]
+    assert ranks(1).run(copied, 1) == [["inputs", "targets"]]
+
+
+def ends_its_thread(folder: str, fails: bool) -> bool:
+    """Whether the data thread of a run that is ahead ended with it."""
+    backends.register_transport(Transport("gloo", queued=True))
+    try:
+        run: Trainer = parity.trainer([*BASE, "checkpoint.save_every=0"])
+    finally:
+        backends.register_transport(GLOO)
+    assert run.runs_ahead
+    if fails:
+        run.update.step = lambda *_: (_ for _ in ()).throw(ValueError("told to fail"))
+    threads = []
+    made = run.batches._in_thread
+    run.batches._in_thread = lambda n: (made(n), threads.append(run.batches._thread))[0]
+    try:
+        Loop(run, TrainState(), Path(folder)).run()
+        assert not fails
+    except ValueError:
+        assert fails
+    threads[0].join(10)
+    return not threads[0].is_alive() and run.batches._thread is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_thread_of_the_data_ends_with_the_run(ranks, tmp_path, fails):
+    assert ranks(1).run(ends_its_thread, str(tmp_path), fails) == [True]
