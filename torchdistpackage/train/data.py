@@ -47,6 +47,8 @@ class DataSource(Protocol):
         `num_data`, the global rank, or what was asked before. Accumulation round r of a step
         passes first = r * num_data * per_rank. For "val", `step` counts the batches of
         one validation, which is the same each time.
+
+        On a device it is called from a thread, a step ahead, for one batch at a time.
         """
         ...
 
