@@ -61,6 +61,9 @@ class Packed:
         self.fresh: list[Slot] = []
         self.fresh_bytes = 0
         self.slots = [Slot(i, s) for i, s in enumerate(shared)]
+        if len({s.parameter.device for s in shared}) > 1:  # gradients come in a thread for each
+            for slot in self.slots:
+                slot.is_small = False
         self._pack(packing, set(moving))
 
     def repack(self, packing: Packing) -> None:

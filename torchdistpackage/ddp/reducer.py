@@ -10,7 +10,6 @@ a backward *arms* the reducer for that backward (autograd calls it a graph task)
 engine to say when all of it is done (turns.py). Gradients that arrive in a backward nested inside,
 as reentrant checkpointing has them, may come again, so their buckets wait for the end; which
 parameters do so is learned in the first reduction, in which therefore nothing leaves early.
-
 Or whoever runs the backwards says which are the last (steered.py), and no output is watched.
 """
 
@@ -32,7 +31,7 @@ from torchdistpackage.ddp.packed import FRESH_BYTES, Packed, Slot
 from torchdistpackage.ddp.shared import Shared
 from torchdistpackage.ddp.steered import Steered
 from torchdistpackage.ddp.told import Told
-from torchdistpackage.ddp.turns import NO_TURNS, by_itself, turns_of
+from torchdistpackage.ddp.turns import ARMING, NO_TURNS, by_itself, turns_of
 from torchdistpackage.ddp.used import check_used
 from torchdistpackage.errors import CommError
 
@@ -69,8 +68,8 @@ class Reducer:
         self._held, self._turns = False, NO_TURNS
         self._task = -1  # the graph task that armed us, -1 for none
         self._steered: Steered | None = None
-        self._num_done = 0  # backwards since the last reduction
-        self._open = False  # a forward or a gradient is waiting for a reduction
+        # backwards since the last reduction; whether a forward or a gradient waits for one
+        self._num_done, self._open = 0, False
         self._own(shared, after, fit, (), lambda b: None)
 
     def renew(
@@ -218,13 +217,14 @@ class Reducer:
     def _reached(self, made_in: int, wait: bool, grad: Tensor) -> None:
         """Hook of an output that a forward made in graph task `made_in`: a backward is at it."""
         current = torch._C._current_graph_task_id()
-        if current == self._task or (made_in != -1 and made_in == self._task):
-            return
-        if torch.is_grad_enabled() and not gives_any(self.parameters):
-            return  # autograd.grad(..., create_graph=True) inside a loss
-        if self._task != -1:
-            self._abandon()
-        self._arm(current, wait)
+        with ARMING:
+            if current == self._task or (made_in != -1 and made_in == self._task):
+                return
+            if torch.is_grad_enabled() and not gives_any(self.parameters):
+                return  # autograd.grad(..., create_graph=True) inside a loss
+            if self._task != -1:
+                self._abandon()
+            self._arm(current, wait)
 
     def _arm(self, task: int, wait: bool) -> None:
         if self.departures.phase is not Phase.IDLE:

@@ -4,8 +4,12 @@ One rule: what was armed first sends all its early buckets first, and all send t
 is finished. A rank on which a bucket is late, because a parameter was not used, so keeps back
 those of later reducers too. One that shares a parameter with an earlier one waits until that is
 finished: its gradient is a mean that is still on its way.
+
+Autograd has a thread for each device, so gradients of a module on several devices come in several
+threads at once: one of them sends at a time, and one arms at a time.
 """
 
+from threading import Lock
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -35,7 +39,7 @@ class Turns:
     """Those of graph task `task`, in the order in which it came to their outputs."""
 
     def __init__(self, task: int):
-        self._task = task
+        self._task, self._sending = task, Lock()
         self._rounds: list[list[tuple[Sends, bool]]] = [[]]
         if task != -1:
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
@@ -51,10 +55,11 @@ class Turns:
 
     def go(self) -> None:
         """Send what is complete of those whose turn it is."""
-        for reducer, _ in self._rounds[0]:
-            reducer.send_complete()
-            if reducer.has_early:
-                return
+        with self._sending:
+            for reducer, _ in self._rounds[0]:
+                reducer.send_complete()
+                if reducer.has_early:
+                    return
 
     def _end(self) -> None:
         rounds, self._rounds = self._rounds, [[]]
@@ -66,6 +71,8 @@ class Turns:
 
 
 NO_TURNS = Turns(-1)
+ARMING = Lock()
+"""Held while a reducer is armed for a backward and takes its turn."""
 _of_task: WeakValueDictionary[int, Turns] = WeakValueDictionary()
 
 
