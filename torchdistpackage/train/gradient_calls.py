@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torchdistpackage.ddp.buckets import Bucket, Entry
 from torchdistpackage.ddp.buckets import plan as plan_buckets
+from torchdistpackage.ddp.zero.cut import even_bounds
 from torchdistpackage.harness.lint.order import Call
 from torchdistpackage.harness.lint.programs import Collective
 from torchdistpackage.layout.derive import gradient_axes, gradient_ranks, num_elements
@@ -21,21 +22,19 @@ from torchdistpackage.train.products import gather, reduction
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A bucket that `num_ranks` share: name of their group, one of its layouts."""
+    """A bucket that several ranks share: name of their group, one of its layouts.
+
+    slice_elements: of it that each rank owns under ZeRO.
+    """
 
     group: str
     layout: Layout
     bucket: Bucket
-    num_ranks: int
+    slice_elements: int
 
     @property
     def is_late(self) -> bool:
         return len(self.layout.stages) > 1
-
-    @property
-    def slice_elements(self) -> int:
-        """Of it that each rank owns under ZeRO."""
-        return -(-self.bucket.marks // self.num_ranks)
 
 
 class GradientCalls:
@@ -68,7 +67,8 @@ class GradientCalls:
             ranks, _ = keys[bucket.members[0]]
             name = f"gradients {ranks}"
             if len(ranks) > 1:
-                found.append(Sum(name, layouts[bucket.members[0]], bucket, len(ranks)))
+                length = even_bounds(bucket.marks, len(ranks), self._weight.num_bytes)[1]
+                found.append(Sum(name, layouts[bucket.members[0]], bucket, length))
         return found
 
     def reductions(self, sums: Sequence[Sum]) -> Iterator[Collective]:

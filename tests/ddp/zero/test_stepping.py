@@ -68,43 +68,47 @@ def test_every_class_steps_several_parts_to_the_same_bit(name: str, options: dic
                     for part in range(len(parts)):
                         steps.landed(part)
                 else:
-                    for some in steps.growing(range(len(parts))):
-                        steps.step(some)
+                    assert list(steps.in_turn(range(len(parts)))) == list(range(len(parts)))
         assert len(calls) == (44 if one_by_one else 5 + 4 + 5 + 4)
         assert sum(calls) == 4 * 21
     for mine, theirs in zip(together, alone, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
+def calls_of(num: int, how: str) -> list[list[int]]:
+    """The parts that each call stepped."""
+    parts, stepped = parts_of(num, (8, 8)), list[int]()
+    inner = built("SGD", parts)
+    steps = Stepping(inner, parts, one_by_one=False, stepped=stepped.append)
+    found: list[list[int]] = []
+    with steps.once():
+        for part in range(num) if how == "landed" else steps.in_turn(range(num)):
+            if how == "landed":
+                steps.landed(part)
+            if stepped:
+                found.append(stepped[:])
+                stepped.clear()
+    return found
+
+
 @pytest.mark.parametrize("num", [1, 2, 3, 10, 1000])
 def test_calls_halve_what_is_left_and_double_what_is_done(num: int):
-    parts = parts_of(num, (1, 1))
-    optimizer = built("SGD", parts)
-    steps = Stepping(optimizer, parts, one_by_one=False)
-    with steps.once():
-        landed = [steps.landed(part) for part in range(num)]
-    calls = [some for some in landed if some]
-    assert [part for some in calls for part in some] == list(range(num))
-    assert len(calls) <= num.bit_length() + 1
-    assert len(calls[-1]) == 1 and (num == 1 or landed[-2]), "the last, and the one before it"
+    landed, in_turn = calls_of(num, "landed"), calls_of(num, "in turn")
+    for calls in (landed, in_turn):
+        assert [part for some in calls for part in some] == list(range(num))
+        assert len(calls) <= num.bit_length() + 1
+    assert len(landed[-1]) == 1, "the call before it did not wait for the last sum"
     left = num
-    for some in calls:
+    for some in landed:
         assert len(some) == -(-left // 2), "the first call does not wait for the last sums"
         left -= len(some)
-
-    growing = list(steps.growing(range(num)))
-    assert [part for some in growing for part in some] == list(range(num))
-    assert [some[0] for some in growing] == [0, *(2**i for i in range(len(growing) - 1))]
+    assert [some[0] for some in in_turn] == [0, *(2**i for i in range(len(in_turn) - 1))]
 
 
 def test_a_call_is_made_once_enough_bytes_wait(monkeypatch):
-    parts = parts_of(100, (8, 8))
     monkeypatch.setattr(stepping, "AT_ONCE_BYTES", 5 * 2 * 8 * 4 * 4)
-    steps = Stepping(built("SGD", parts), parts, one_by_one=False)
-    with steps.once():
-        landed = [len(steps.landed(part)) for part in range(100)]
-    assert max(landed) == 5 and sum(landed) == 100
-    assert max(len(some) for some in steps.growing(range(100))) == 5
+    assert max(map(len, calls_of(100, "landed"))) == 5
+    assert max(map(len, calls_of(100, "in turn"))) == 5
 
 
 def deep() -> nn.Module:

@@ -7,7 +7,7 @@ lands and sends the parameters back, which arrive under the next forward, each w
 whoever reads it (absent.py).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -112,14 +112,9 @@ class ZeroOptimizer(Wrapped):
         refuse_owned(shared)
         split = [s.name for s in shared if sharing.is_split(s.name)]
         owner_of = whole_owners(shared) if needs_whole(optimizer, whole, split) else None
+        copies = Offload if offload else None
         self._cutter = Cutter(
-            stage,
-            sharing,
-            wire_dtype,
-            master_dtype,
-            self._need,
-            owner_of,
-            Offload if offload else None,
+            stage, sharing, wire_dtype, master_dtype, self._need, owner_of, copies
         )
         self._buckets: list[Sharded] = []
         self._passage: Passage | None = None
@@ -128,7 +123,8 @@ class ZeroOptimizer(Wrapped):
             sharing.equalise(module, {id(s.parameter) for s in shared})
         make_twins(s.group for s in shared)
         looks = searched(module, replicas) if embedding_rows else None
-        default_bytes = bucket_sizes(queued=is_queued(world())).default_bytes
+        is_queue = is_queued(world())
+        default_bytes = bucket_sizes(queued=is_queue).default_bytes
         self._heads = Heads(looks, shared, self)
         self.reducer = Reducer(
             packed(self._heads.coming(shared), int((bucket_cap_mb or 0) * MIB) or default_bytes),
@@ -146,7 +142,8 @@ class ZeroOptimizer(Wrapped):
         self._stepping = Stepping(
             optimizer,
             [[shard.tensor for shard in bucket.shards] for bucket in self._buckets],
-            one_by_one=offload or not is_queued(world()),
+            one_by_one=offload or not is_queue,
+            stepped=self._is_stepped,
         )
         lines = [(bucket.line, bucket.parameters.flat) for bucket in self._buckets]
         self._ties = Ties(module, lines, (h.shared for members in self.held for h in members))
@@ -235,29 +232,23 @@ class ZeroOptimizer(Wrapped):
         finally:
             self._in_step = False
         if not self._by_bucket:
-            self.inner.step()
-            for bucket in self._buckets:
-                bucket.carrier.stepped()
+            self._stepping.all_at_once()
         # what the forward reads first goes first, on all ranks alike, whoever had waited before
         order = sorted(self._order, key=lambda b: not self._goes_early(b))
         if self._by_bucket and not self._lands_in_step:
-            for some in self._stepping.growing(order):
-                self._stepping.step(some)
-                self._are_stepped(some)
-                self._send(some)
-        else:
-            self._send(b for b in order if not (self._lands_in_step and self._goes_early(b)))
+            order = self._stepping.in_turn(order)
+        for b in order:
+            if not (self._lands_in_step and self._goes_early(b)):
+                self._send(b)
         if self._passage is not None:
             self._passage.stepped()
 
-    def _send(self, buckets: Iterable[int]) -> None:
-        for b in buckets:
-            if not self._buckets[b].passes:
-                self._buckets[b].parameters.send()
+    def _send(self, bucket: int) -> None:
+        if not self._buckets[bucket].passes:
+            self._buckets[bucket].parameters.send()
 
-    def _are_stepped(self, buckets: Iterable[int]) -> None:
-        for b in buckets:
-            self._buckets[b].carrier.stepped()
+    def _is_stepped(self, bucket: int) -> None:
+        self._buckets[bucket].carrier.stepped()
 
     def _goes_early(self, bucket: int) -> bool:
         """While the last sum comes in and is stepped, the link has the bucket before it."""
@@ -274,9 +265,9 @@ class ZeroOptimizer(Wrapped):
         if not self._in_step:
             return
         self._lands_in_step = True
-        self._are_stepped(self._stepping.landed(bucket))
+        self._stepping.landed(bucket)
         if self._goes_early(bucket):
-            self._send([bucket])
+            self._send(bucket)
 
     # -- hooks -------------------------------------------------------------------------
 

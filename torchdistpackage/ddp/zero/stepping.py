@@ -10,7 +10,7 @@ double what is done while parameters go out: both are a few calls, and the devic
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -24,11 +24,19 @@ AT_ONCE_BYTES = 128 * 2**20
 class Stepping:
     """Steps `inner` by parts; each part is some of its parameters.
 
-    one_by_one: each in a call of its own, where the host itself waits for sums, or steps.
+    one_by_one: each in a call of its own, where the host itself waits for sums, or steps. stepped:
+    called with each part that has been.
     """
 
-    def __init__(self, inner: Optimizer, parts: Sequence[Sequence[Tensor]], *, one_by_one: bool):
-        self._inner = inner
+    def __init__(
+        self,
+        inner: Optimizer,
+        parts: Sequence[Sequence[Tensor]],
+        *,
+        one_by_one: bool,
+        stepped: Callable[[int], object] = lambda part: None,
+    ):
+        self._inner, self._stepped = inner, stepped
         self._at_once_bytes = 0 if one_by_one else AT_ONCE_BYTES
         self._num_bytes = [sum(p.nbytes for p in members) for members in parts]
         self._landed: list[int] = []
@@ -57,38 +65,47 @@ class Stepping:
         for hook in after.values():
             hook(inner, (), {})
 
-    def landed(self, part: int) -> list[int]:
-        """The gradients of `part` are there: step it, or let it wait; returns what was stepped."""
+    def landed(self, part: int) -> None:
+        """The gradients of `part` are there: step it, or let it wait for more."""
         self._landed.append(part)
-        if not self._is_enough(self._landed, -(-self._num_left // 2)):
-            return []
-        stepped, self._landed = self._landed, []
-        self._num_left -= len(stepped)
-        self.step(stepped)
-        return stepped
+        if self._is_enough(self._landed, -(-self._num_left // 2)):
+            some, self._landed = self._landed, []
+            self._num_left -= len(some)
+            self.step(some)
 
-    def growing(self, parts: Iterable[int]) -> Iterator[list[int]]:
-        """`parts`, all of which are there, in their order: for each of the calls to be made."""
+    def in_turn(self, parts: Iterable[int]) -> Iterator[int]:
+        """Step `parts`, all of which are there, in this order; each comes back once it is."""
         some: list[int] = []
         num_done = 0
+        parts = list(parts)
         for part in parts:
             some.append(part)
-            if self._is_enough(some, num_done):
-                yield some
+            if part == parts[-1] or self._is_enough(some, num_done):
+                self.step(some)
+                yield from some
                 num_done += len(some)
                 some = []
-        if some:
-            yield some
+
+    def all_at_once(self) -> None:
+        """Of what a class does across parameters no part may be left out."""
+        self._inner.step()
+        for part in range(len(self._parts)):
+            self._stepped(part)
 
     def step(self, parts: Sequence[int]) -> None:
         """Step the parameters of `parts` that have gradients, in one call."""
-        inner, groups = self._inner, self._inner.param_groups
         some: dict[int, list[Tensor]] = {}
         for part in parts:
             for number, params in self._parts[part].items():
                 some[number] = some[number] + params if number in some else params
-        if not some:
-            return
+        if some:
+            self._step_only(some)
+        for part in parts:
+            self._stepped(part)
+
+    def _step_only(self, some: dict[int, list[Tensor]]) -> None:
+        """Step these of the groups of these numbers."""
+        inner, groups = self._inner, self._inner.param_groups
         whole = {number: groups[number]["params"] for number in some}
         inner.param_groups = [groups[number] for number in some]
         try:
