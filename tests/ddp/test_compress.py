@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchdistpackage.comm import primitives
+from torchdistpackage.comm import backends, primitives
+from torchdistpackage.comm.backends import Transport
 from torchdistpackage.ddp.compress import Member, bf16_compress, bind, fp16_compress
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.power_sgd import PowerSGD
@@ -247,3 +248,39 @@ def test_a_pickle_has_the_settings_and_not_what_was_kept():
     back = pickle.loads(pickle.dumps(hook))  # noqa: S301
     assert vars(back).items() >= {"rank": 3, "num_exact_steps": 5, "seed": 2}.items()
     assert len(hook._matrices) > 0 and len(back._matrices) == 0
+
+
+LAYERS = {f"{name}{i}": shape for i in range(3) for name, shape in (("a", (9, 12)), ("b", (20, 5)))}
+
+
+def factored(queued: bool) -> tuple[list[Tensor], list[tuple[int, ...]]]:
+    """(the bucket after each of two steps, shapes of what was made orthonormal)."""
+    shapes: list[tuple[int, ...]] = []
+    qr = torch.linalg.qr
+
+    def note(x: Tensor):
+        shapes.append(tuple(x.shape))
+        return qr(x)
+
+    members, num_elements = members_of(LAYERS)
+    start, seen = bind(PowerSGD(rank=2), members, num_elements), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.linalg, "qr", note)
+        patch.setitem(backends._transports, "gloo", Transport("gloo", queued=queued, direct=True))
+        for step in range(2):
+            flat = gradient(dist.get_rank(), step, num_elements)
+            start(flat, dist.group.WORLD).wait()
+            seen.append(flat)
+    return seen, shapes
+
+
+def one_call_for_each_shape() -> None:
+    batched, shapes = factored(True)
+    one_by_one, singly = factored(False)
+    assert sorted(shapes) == [(3, 9, 2)] * 2 + [(3, 20, 2)] * 2
+    assert len(singly) == 2 * len(LAYERS)
+    assert all(map(torch.equal, batched, one_by_one))
+
+
+def test_matrices_of_one_shape_are_made_orthonormal_in_one_call_where_calls_are_launches(ranks):
+    ranks(2).run(one_call_for_each_shape)

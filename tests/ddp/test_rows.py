@@ -5,8 +5,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchdistpackage.comm.backends import GLOO, Transport, register_transport
 from torchdistpackage.comm.record import calls
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
+from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 
 VOCAB, DIM, STEPS = 40, 4, 3
 
@@ -112,3 +114,20 @@ def equal_to_the_bit() -> None:
 
 def test_all_ranks_end_with_the_same_bits(ranks):
     ranks(3).run(equal_to_the_bit)
+
+
+def on_a_queued_transport() -> None:
+    register_transport(Transport("gloo", queued=True))
+    try:
+        for head in ("tied", "own"):
+            with pytest.raises(ValueError, match=r"embedding_rows: table\.weight is on cpu"):
+                NaiveDDP(Words(head), embedding_rows=True)
+        net = Words("tied")
+        with pytest.raises(ValueError, match=r"embedding_rows: table\.weight"):
+            ZeroOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net, embedding_rows=True)
+    finally:
+        register_transport(GLOO)
+
+
+def test_rows_are_refused_where_the_host_would_wait_for_a_device(ranks):
+    ranks(2).run(on_a_queued_transport)

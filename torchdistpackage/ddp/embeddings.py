@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from torchdistpackage.comm.primitives import is_queued, transport_of
 from torchdistpackage.ddp.buckets import plan
 from torchdistpackage.ddp.carrier import AllReduced, Carrier
 from torchdistpackage.ddp.lookups import Table, can_leave_rows, hook_lookups
@@ -62,10 +63,23 @@ Looking = Sequence[tuple[nn.Embedding, Shared]]
 
 
 def looked_up(module: nn.Module, shared: Sequence[Shared]) -> Looking:
-    """Those of `module` whose lookups can leave rows of one of `shared`."""
+    """Those of `module` whose lookups can leave rows of one of `shared`.
+
+    Raises:
+        ValueError: the table is on a device, whose host would wait for it several times a step.
+    """
     by_parameter = {id(s.parameter): s for s in shared if s.group.size() > 1 and not s.last}
     found = ((m, by_parameter.get(id(m.weight))) for m in module.modules() if can_leave_rows(m))
-    return [(m, s) for m, s in found if s is not None]
+    looking = [(m, s) for m, s in found if s is not None]
+    for _, s in looking:
+        if s.parameter.device.type != "cpu" or is_queued(s.group):
+            raise ValueError(
+                f"embedding_rows: {s.name} is on {s.parameter.device} and travels by "
+                f"{transport_of(s.group).name}, where the host would have to wait for the device "
+                f"in the backward to learn how many rows there are; leave embedding_rows out, the "
+                f"dense gradient is then summed under the backward"
+            )
+    return looking
 
 
 def held_elsewhere(module: nn.Module, looking: Looking) -> set[str]:

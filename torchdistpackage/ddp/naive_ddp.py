@@ -67,7 +67,7 @@ class NaiveDDP(Wrapper):
     keep_order: buckets as registered and of one size, not as gradients are seen to come, so that
         the calls of a step are those of a plan on paper.
     embedding_rows: gradients of lookups in `nn.Embedding` travel as rows, where these are few.
-        Such a lookup cannot be differentiated twice.
+        Such a lookup cannot be differentiated twice. CPU only.
 
     Parameters that the module gains later, or that are no longer frozen, are taken in at the next
     forward, on all ranks. Those frozen or removed later count as unused until `refresh()`.
@@ -77,7 +77,7 @@ class NaiveDDP(Wrapper):
     Raises:
         CommError: `dp_rank0` is not in a parameter's group, or modules differ between ranks; in
             a training forward: it returns no tensor.
-        ValueError: `reduce_op` is neither "avg" nor "sum".
+        ValueError: `reduce_op` is neither "avg" nor "sum"; `embedding_rows` on a device.
     """
 
     _of_this_process = ("_group", "_by_node", "_reducer", "_membership", "_embeddings")

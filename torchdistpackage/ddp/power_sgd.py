@@ -165,7 +165,10 @@ class _Underway:
         sums, plain = arrived[: len(self._matrices)], arrived[len(self._matrices) :]
         for place, came in zip(self._plain, plain, strict=True):
             place.copy_(came)
-        self._ps = [torch.linalg.qr(p).Q for p in sums]
+        if primitives.is_queued(self._group):  # a processor has no launches to save
+            self._ps = _orthonormal(sums)
+        else:
+            self._ps = [torch.linalg.qr(p).Q for p in sums]
         qs = []
         for matrix, p in zip(self._matrices, self._ps, strict=True):
             mine = matrix.of(self._flat)
@@ -174,6 +177,19 @@ class _Underway:
             torch.addmm(mine, p, q.T, alpha=-1, out=lost)
             lost.nan_to_num_(0.0, 0.0, 0.0)
         self._second = _Message(qs, self._group, self._op)
+
+
+def _orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Q of each, (rows, rank); those of one shape are factored in one call."""
+    alike: dict[torch.Size, list[int]] = {}
+    for place, matrix in enumerate(matrices):
+        alike.setdefault(matrix.shape, []).append(place)
+    found = list(matrices)
+    for places in alike.values():
+        qs = torch.linalg.qr(torch.stack([matrices[place] for place in places])).Q
+        for place, q in zip(places, qs, strict=True):
+            found[place] = q
+    return found
 
 
 class _Message:
