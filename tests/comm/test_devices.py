@@ -3,6 +3,8 @@ with GPUs that a patched driver shows."""
 
 import os
 import socket
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -108,3 +110,30 @@ def join_with_gpus_alike() -> tuple[str, str]:
     """Both see the same single one."""
     torch.cuda.get_device_properties = lambda device: type("", (), {"uuid": "a"})
     return join_with_gpus()
+
+
+def variables_when_cuda_is_touched() -> list[str | None]:
+    """What a rank finds that sees TEST_GPUS, when the first call that may initialise CUDA comes."""
+    names = ("PYTORCH_ALLOC_CONF", "NCCL_LAUNCH_ORDER_IMPLICIT", "TORCH_FR_DUMP_TEMP_FILE")
+    seen: list[str | None] = []
+
+    def look(device: int) -> SimpleNamespace:
+        seen.extend(os.environ.get(name) for name in names)
+        return SimpleNamespace(uuid=device)
+
+    torch.cuda.device_count = lambda: int(os.environ["TEST_GPUS"])
+    torch.cuda.get_device_properties = look
+    torch.cuda.set_device = lambda device: None
+    join(detect(os.environ), backend="gloo", dump_folder=Path("/run/logs"))
+    leave()
+    return seen or [os.environ.get(name) for name in names]
+
+
+def test_variables_for_gpus_are_set_before_cuda_is_touched_and_only_where_there_are_any(start):
+    port, said = find_free_port(), {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}
+    envs = [by_hand(r, 2, port) | {"TEST_GPUS": "1"} | said for r in range(2)]
+    with_gpus = ["expandable_segments:True", "0", "/run/logs/nccl_trace_rank"]
+    assert start(variables_when_cuda_is_touched, envs) == [with_gpus] * 2
+    port = find_free_port()
+    envs = [by_hand(r, 2, port) | {"TEST_GPUS": "0"} for r in range(2)]
+    assert start(variables_when_cuda_is_touched, envs) == [[None] * 3] * 2

@@ -5,6 +5,7 @@ wait for what training needs. A mistake of the user ends in its text and code 2,
 failed in its report and code 1; a traceback of this process is a bug in this package.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -28,8 +29,30 @@ _REFUSED, _FAILED, _INTERRUPTED = 2, 1, 130
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `tdp` with the arguments after its name; returns the exit code."""
-    args = sys.argv[1:] if argv is None else argv
+    """Run `tdp` with the arguments after its name; returns the exit code.
+
+    argv: None: those of this process, which is a program then, and a rank that failed ends here.
+    """
+    code = _run(sys.argv[1:] if argv is None else argv)
+    if argv is None and code:
+        _end_rank(code)
+    return code
+
+
+def _end_rank(code: int) -> None:
+    """End this process at once if it is still one of the ranks.
+
+    A thread may be stuck in a call of the back end, and the interpreter's own end would wait for
+    the communicators to be aborted under it. What was to be said has been said.
+    """
+    world = sys.modules.get("torchdistpackage.comm.world")
+    if world is not None and world.is_joined():
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+
+
+def _run(args: list[str]) -> int:
     asked = args[0] if args else ""
     names = [asked] if asked in COMMANDS else COMMANDS
     try:

@@ -12,6 +12,7 @@ import socket
 import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torchdistpackage.comm.record import calls
 from torchdistpackage.comm.store import await_all, connect, find, serve
 from torchdistpackage.comm.world import world
 from torchdistpackage.errors import LaunchError
+from torchdistpackage.launch.device_variables import device_variables
 from torchdistpackage.launch.interfaces import master_address, reached_from, read_addresses
 from torchdistpackage.launch.network import settle, users_interfaces
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
@@ -98,8 +100,12 @@ def join(
     port: int | None = None,
     init_timeout_s: float = 60.0,
     timeout_s: float | None = None,
+    dump_folder: Path | None = None,
 ) -> Joined:
-    """Initialise the default group for this place in the world; see `setup_distributed`."""
+    """Initialise the default group for this place in the world; see `setup_distributed`.
+
+    dump_folder: where torch's record of NCCL's calls goes when one timed out.
+    """
     if dist.is_initialized():
         raise LaunchError(
             f"torch.distributed is already initialised with {dist.get_world_size()} ranks; "
@@ -110,6 +116,8 @@ def join(
         # Forked from a process that had loaded torch with one thread. Elsewhere torch has read the
         # variable itself, and what the user set since then must stand.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if torch.cuda.device_count():
+        os.environ.update(device_variables(os.environ, dump_folder))
     store, at, network = _meet(rendezvous, port, init_timeout_s)
     device, chosen, notes = agree_on_device(store, rendezvous, backend, init_timeout_s)
     dist.init_process_group(

@@ -44,8 +44,12 @@ def rank_main(config: RunConfig, resume: str, noted: Noted | None = None) -> int
         noted.listen(config.launch.requeue.signals)
     rendezvous = detect(os.environ)
     plan = make_plan(config, rendezvous.world_size)
-    joined = join(rendezvous, init_timeout_s=config.launch.init_timeout_s)
     folder = run_folder(plan.config)
+    joined = join(
+        rendezvous,
+        init_timeout_s=config.launch.init_timeout_s,
+        dump_folder=JobFiles(folder).logs,
+    )
     if rendezvous.source != "slurm" and (rendezvous.rank == 0 or rendezvous.source != "local"):
         # of the others a parent keeps the output
         log = JobFiles(folder).rank_log(rendezvous.rank, int(os.environ.get("TDP_RESTART", "0")))
