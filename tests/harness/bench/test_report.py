@@ -27,11 +27,12 @@ def test_percentiles_are_measured_values():
 def test_a_row_is_the_slowest_unit_of_its_link():
     units = {(0, 1): 1.0, (2, 3): 3.0, (4, 5): 2.0, (1, 2): 9.0}
     link = {unit: "network" if unit == (1, 2) else "node" for unit in units}
-    times = [(u, [t, t + 1, t + 2, t + 50], [t / 2] * 4) for u, t in units.items()]
+    times = [(u, [t, t + 1, t + 2, t + 50], [t / 2] * 4, [t / 8] * 4) for u, t in units.items()]
     near, far = rows_of(CELL, times, link)
     assert (near.link, near.ranks, near.num_units) == ("node", (2, 3), 3)
     assert (near.p50_s, near.p95_s, near.max_s) == (4.5, 53.0, 53.0)
     assert (near.fastest_p50_s, near.bare_p50_s) == (2.5, 1.5)
+    assert near.host_p50_s == 0.375
     assert (far.link, far.ranks, far.num_units) == ("network", (1, 2), 1)
 
 
@@ -121,3 +122,12 @@ def test_a_limit_is_a_positive_number(wrong):
 def test_a_limit_is_given_once():
     with pytest.raises(ConfigError, match="names data twice"):
         parse_limits(["data=1", "pipe=1", "data=2"])
+
+
+def test_where_calls_queue_the_table_shows_what_the_host_takes():
+    shown = text(report(row(host_p50_s=4.2e-5), row(size_bytes=2**10, host_p50_s=3e-5)))
+    head, *rows = (x.split("  ") for x in shown.splitlines() if x.startswith(("oper", "all_red")))
+    place = [x.strip() for x in head if x].index("host")
+    assert [[x.strip() for x in cells if x][place] for cells in rows[:2]] == ["42 us", "30 us"]
+    assert " host " not in text(report(row()))
+    assert rows_of(CELL, [((0, 1), [1.0], [1.0], ())], {(0, 1): "node"})[0].host_p50_s is None

@@ -182,7 +182,8 @@ def test_calls_take_turns_after_a_meeting_and_the_warm_up_is_not_kept():
     together = lambda: seen.append("|")  # noqa: E731
     times = timing.in_turns(calls, together, torch.device("cpu"), iterations=3, warmup=2)
     assert "".join(seen) == "|a|b|b|a|a|b|b|a|a|b"
-    assert [len(kept) for kept in times] == [3, 3]
+    assert [len(kept.seconds) for kept in times] == [3, 3]
+    assert [kept.host_s for kept in times] == [[], []]
 
 
 def spans_of_calls(config, request: Request) -> list[tuple[float, float]]:

@@ -37,6 +37,7 @@ class Row:
     size_bytes: as counted, whole elements. ranks: of that unit. bare_p50_s: of the same call in a
     bare torch.distributed loop, in turns with ours. fastest_p50_s: of the fastest unit. verified:
     every element that arrived was compared; a bench that finds a wrong one has no report.
+    host_p50_s: what the host took to issue ours, which is in no other figure; None where it blocks.
     """
 
     axis: str
@@ -53,6 +54,7 @@ class Row:
     fastest_p50_s: float
     bare_p50_s: float
     verified: bool = True
+    host_p50_s: float | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -152,20 +154,20 @@ class Report:
 
 def rows_of(
     cell: Cell,
-    times_s: Iterable[tuple[Unit, Sequence[float], Sequence[float]]],
+    times_s: Iterable[tuple[Unit, Sequence[float], Sequence[float], Sequence[float]]],
     link: dict[Unit, str],
 ) -> tuple[Row, ...]:
-    """A row for each link: times_s holds (unit, ours, bare), each by iteration."""
+    """A row for each link: times_s holds (unit, ours, bare, host), each by iteration."""
     found: list[Row] = []
     units = list(times_s)
-    for name in dict.fromkeys(link[unit] for unit, _, _ in units):
+    for name in dict.fromkeys(link[unit] for unit, *_ in units):
         same = [
-            (statistics.median(ours), statistics.median(bare), unit, sorted(ours))
-            for unit, ours, bare in units
+            (statistics.median(ours), statistics.median(bare), unit, sorted(ours), host)
+            for unit, ours, bare, host in units
             if link[unit] == name
         ]
         # by both, or what was unlucky in ours alone would be held against the bare call
-        p50_s, bare_s, unit, ours = max(same, key=lambda one: one[0] + one[1])
+        p50_s, bare_s, unit, ours, host = max(same, key=lambda one: one[0] + one[1])
         found.append(
             Row(
                 cell.axis,
@@ -181,6 +183,7 @@ def rows_of(
                 ours[-1],
                 min(one[0] for one in same),
                 bare_s,
+                host_p50_s=statistics.median(host) if host else None,
             )
         )
     return tuple(found)

@@ -90,7 +90,8 @@ def _title(rows: Sequence[Row]) -> str:
 
 
 def _cells(rows: Sequence[Row]) -> list[Sequence[str]]:
-    cells: list[Sequence[str]] = [(*_HEAD, "slowest ranks")]
+    queues = any(row.host_p50_s is not None for row in rows)
+    cells: list[Sequence[str]] = [(*_HEAD, *["host"] * queues, "slowest ranks")]
     for row in rows:
         ranks = " ".join(map(str, row.ranks[:4])) + (" ..." if row.num_ranks > 4 else "")
         cells.append(
@@ -102,6 +103,7 @@ def _cells(rows: Sequence[Row]) -> list[Sequence[str]]:
                 *map(rate, (row.algbw_bytes_per_s, row.busbw_bytes_per_s)),
                 duration(row.bare_p50_s),
                 f"{row.p50_s / row.bare_p50_s:.2f} x",
+                *[duration(row.host_p50_s or 0.0)] * queues,
                 f"{ranks} (of {row.num_units})" if row.num_units > 1 else ranks,
             )
         )

@@ -67,7 +67,7 @@ def _bandwidth(operation: str, num_elements: int, group: Group | None) -> tuple[
         iterations=NUM_ITERATIONS,
         warmup=NUM_WARMUP,
     )
-    slowest = torch.tensor(mine, dtype=torch.float64, device=device)
+    slowest = torch.tensor(mine.seconds, dtype=torch.float64, device=device)
     time_s = statistics.median(primitives.all_reduce(slowest, group, primitives.MAX).tolist())
     num_bytes = num_elements * x.element_size()
     return CASES[operation].bus_bytes_per_s(num_bytes, size, time_s) / 1e9, time_s

@@ -37,8 +37,10 @@ from torchdistpackage.harness.measure.timing import attend, in_turns
 PAIRS = "pairs"
 NUM_SIDES = 2
 """Of each call: ours and the bare one."""
-Times = tuple[Unit, Sequence[float], Sequence[float]]
-"""A unit, and seconds of ours and of the bare call by iteration."""
+KEPT = 3
+"""Rows of times: ours, the bare call's, and what the host took to issue ours."""
+Times = tuple[Unit, Sequence[float], Sequence[float], Sequence[float]]
+"""A unit, and KEPT seconds by iteration; none for the host where it blocks in the call."""
 Begin = Callable[[Cell, Round], object]
 """Told of each round as it begins, on every rank."""
 
@@ -59,7 +61,7 @@ def measure(request: Request, begin: Begin = lambda *_: None) -> Report:
     found: list[Row] = []
     for cell, plan in _cells(request, hosts):
         times = [one for part in plan for one in _round(cell, part, request, begin)]
-        links = {unit: rounds.link_of(unit, hosts) for unit, _, _ in times}
+        links = {unit: rounds.link_of(unit, hosts) for unit, *_ in times}
         found += rows_of(cell, times, links)
     whole = tpc.get_group("global")
     return Report(
@@ -111,7 +113,7 @@ def _pairs(request: Request, num_ranks: int, begin: Begin) -> Pairs:
     cell = Cell(PAIRS, "p2p_both", TOGETHER, dtype, size_bytes)
     times: list[tuple[int, int, float]] = []
     for part in rounds.tournament(num_ranks):
-        for (a, b), mine, _ in _round(cell, part, request, begin):
+        for (a, b), mine, *_ in _round(cell, part, request, begin):
             times.append((a, b, statistics.median(mine)))
     return Pairs(size_bytes, dtype, tuple(sorted(times)))
 
@@ -125,7 +127,7 @@ def _round(cell: Cell, part: Round, request: Request, begin: Begin) -> list[Time
     begin(cell, part)
     number = request.iterations
     mine = next((unit for unit in part if tpc.rank in unit), None)
-    wrong, seconds = "", [0.0] * (NUM_SIDES * number)
+    wrong, seconds = "", [0.0] * (KEPT * number)
     everybody = meet_all() if len(part) > 1 else None
     if mine is not None:
         group = tpc.get_group("global" if cell.axis == PAIRS else cell.axis)
@@ -152,12 +154,13 @@ def _round(cell: Cell, part: Round, request: Request, begin: Begin) -> list[Time
     found: list[Times] = []
     for unit in part:
         slowest = known[list(unit), 1:].amax(dim=0).tolist()
-        found.append((unit, slowest[:number], slowest[number:]))
+        mine_s, bare_s, host_s = (slowest[i * number :][:number] for i in range(KEPT))
+        found.append((unit, mine_s, bare_s, host_s if told.is_cuda else ()))
     return found
 
 
 def _run(cell: Cell, place: Place, request: Request, together: Call) -> tuple[str, list[float]]:
-    """What was wrong, or "", and seconds of this rank: of ours, then of the bare call."""
+    """What was wrong, or "", and times of this rank, KEPT rows of them."""
     dtype = getattr(torch, {"bf16": "bfloat16"}.get(cell.dtype, cell.dtype))
     kind = dtype, primitives.device_of(place.group)
     number = cell.size_bytes // ELEMENT_BYTES[cell.dtype]
@@ -183,7 +186,8 @@ def _run(cell: Cell, place: Place, request: Request, together: Call) -> tuple[st
         warmup=request.warmup,
     )
     after = verify()  # all take part in it, also who has found something already
-    return wrong or after, mine + bare
+    host_s = mine.host_s or [0.0] * request.iterations
+    return wrong or after, mine.seconds + bare.seconds + host_s
 
 
 def _device_name() -> str:

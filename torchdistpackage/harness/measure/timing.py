@@ -3,14 +3,29 @@
 One rule: nothing but the call is inside a time. Before each one the ranks that take part meet, so
 that nobody is timed waiting for a late peer or behind a full queue. Where several units are busy
 at the same time all of them meet, or they would drift apart and each be measured alone.
+
+On a device the stream sleeps first, then come the meeting and the call, which are so issued before
+either runs: no launch is inside a time, and sleeps of unlike length end in the meeting.
 """
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 Call = Callable[[], object]
+
+HELD_S, LONGEST_S = 3e-4, 2e-2
+"""How long a stream sleeps at first, and at most, where hosts take longer to issue a call."""
+
+
+@dataclass
+class Times:
+    """Of one call by iteration. host_s: what the host took to issue it; empty where it blocks."""
+
+    seconds: list[float] = field(default_factory=list[float])
+    host_s: list[float] = field(default_factory=list[float])
 
 
 def in_turns(
@@ -20,21 +35,18 @@ def in_turns(
     *,
     iterations: int,
     warmup: int,
-) -> list[list[float]]:
-    """For each call its seconds by iteration, of this rank.
+) -> list[Times]:
+    """For each call its times, of this rank.
 
     together: brings the ranks together, untimed. The order is turned from one iteration to the
     next, and `warmup` iterations go ahead that are not kept.
     """
-    watch = _device_s if device.type == "cuda" else _host_s
-    times: list[list[float]] = [[] for _ in calls]
+    watch = _Device(together) if device.type == "cuda" else _Host(together)
+    times = [Times() for _ in calls]
     order = list(range(len(calls)))
     for turn in range(-warmup, iterations):
         for i in order:
-            together()
-            seconds = watch(calls[i])
-            if turn >= 0:
-                times[i].append(seconds)
+            watch.time(calls[i], times[i] if turn >= 0 else Times())
         order.append(order.pop(0))
     return times
 
@@ -45,17 +57,51 @@ def attend(together: Call, num_calls: int, *, iterations: int, warmup: int) -> N
         together()
 
 
-def _host_s(call: Call) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
+class _Host:
+    """The call blocks."""
+
+    def __init__(self, together: Call) -> None:
+        self._together = together
+
+    def time(self, call: Call, times: Times) -> None:
+        self._together()
+        times.seconds.append(_host_s(call))
 
 
-def _device_s(call: Call) -> float:
+class _Device:
     """By events on the current stream, which every call of ours makes wait for its result."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
+
+    def __init__(self, together: Call) -> None:
+        self._together = together
+        self._cycles_per_s = _cycles_per_s()
+        self._held_s = HELD_S
+
+    def time(self, call: Call, times: Times) -> None:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(int(self._held_s * self._cycles_per_s))
+        self._together()
+        begin.record()
+        times.host_s.append(_host_s(call))
+        if begin.query():  # the device came to it while the host was still busy
+            self._held_s = min(2 * self._held_s, LONGEST_S)
+        end.record()
+        end.synchronize()  # the next iteration starts on an empty queue
+        times.seconds.append(begin.elapsed_time(end) / 1e3)
+
+
+def _host_s(call: Call) -> float:
+    begin_s = time.perf_counter()
     call()
+    return time.perf_counter() - begin_s
+
+
+def _cycles_per_s() -> float:
+    """Of torch's sleeping kernel."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    cycles = 1_000_000
+    torch.cuda._sleep(cycles)  # the first launch loads the kernel
+    begin.record()
+    torch.cuda._sleep(cycles)
     end.record()
-    end.synchronize()  # the next iteration starts on an empty queue
-    return begin.elapsed_time(end) / 1e3
+    end.synchronize()
+    return cycles / (begin.elapsed_time(end) / 1e3)
