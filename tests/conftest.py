@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Generator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
 
 if TYPE_CHECKING:
-    from torchdistpackage.testing import RankPool
+    from torchdistpackage.harness.pool import RankPool, Ranks
 
 # On a loaded machine a deadline would be a coin toss, and a red run must be red again.
 hypothesis.settings.register_profile(
@@ -19,9 +20,14 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("tests")
 
 
+UNDER_LATE = ("ddp", "comm", "parallel", "optim")
+"""Folders whose bodies run under the late transport too: their first case in the small set."""
+OWN_TRANSPORT = pytest.StashKey[dict[str, str]]()
+"""Bodies there that test gloo's own transport -> why."""
+
+
 @pytest.fixture(scope="session")
-def ranks() -> Generator[RankPool]:
-    """`ranks(4).run(fn, ...)` calls fn on 4 gloo ranks that live as long as the session."""
+def pool() -> Generator[RankPool]:
     from torchdistpackage.testing import RankPool
 
     # A rank's first optimizer imports torch._dynamo, which takes seconds.
@@ -29,8 +35,67 @@ def ranks() -> Generator[RankPool]:
         yield pool
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what the small set left out."""
+@pytest.fixture(scope="session")
+def ranks(request: pytest.FixtureRequest, pool: RankPool) -> RankPool | _Under:
+    """`ranks(4).run(fn, ...)` calls fn on 4 ranks that live as long as the session."""
+    transport = getattr(request, "param", "gloo")
+    return pool if transport == "gloo" else _Under(pool, transport)
+
+
+class _Under:
+    """A pool, or its ranks, whose runs are under a transport."""
+
+    def __init__(self, of: RankPool | Ranks, transport: str):
+        self._of, self._transport = of, transport
+
+    def __call__(self, world_size: int) -> _Under:
+        return _Under(self._of(world_size), self._transport)
+
+    def run(self, *args: Any, **kwargs: Any) -> list[Any]:
+        return self._of.run(*args, **{"transport": self._transport, **kwargs})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[OWN_TRANSPORT] = {}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every body on ranks of these folders, under both transports."""
+    path = metafunc.definition.path.relative_to(Path(__file__).parent)
+    if "ranks" not in metafunc.fixturenames or path.parts[0] not in UNDER_LATE:
+        return
+    if mark := metafunc.definition.get_closest_marker("own_transport"):
+        (reason,) = mark.args
+        metafunc.config.stash[OWN_TRANSPORT][f"{path}::{metafunc.definition.name}"] = reason
+    else:
+        both = [pytest.param("gloo", id=pytest.HIDDEN_PARAM), "late"]
+        metafunc.parametrize("ranks", both, indirect=True, scope="session")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Late cases beyond the first of a body are more cases of the same body."""
+    begun = set()
+    for item in items:
+        call = getattr(item, "callspec", None)
+        if call is None or call.params.get("ranks") != "late" or item.get_closest_marker("full"):
+            continue
+        body = item.nodeid.partition("[")[0]
+        if body in begun:
+            item.add_marker(pytest.mark.full)
+        begun.add(body)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Say what the small set left out, and what runs on gloo alone."""
+    if own := config.stash[OWN_TRANSPORT]:
+        reasons = ", ".join(f"{why} {number}" for why, number in Counter(own.values()).items())
+        terminalreporter.write_line(f"not under the late transport: {len(own)} bodies ({reasons})")
     items = terminalreporter.stats.get("deselected", [])
     left_out = Counter(item.path.name for item in items if item.get_closest_marker("full"))
     if left_out:

@@ -8,6 +8,7 @@ synchronous one delivers all before it, as both would run in order.
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from itertools import compress
 
 import torch
@@ -142,6 +143,8 @@ class LateGroup(dist.ProcessGroup):
         return [torch.device("cpu")]
 
     def _get_backend(self, device: torch.device):
+        if self._road.gloo is None:  # of one rank, or mirrored: torch wants one to set limits on
+            self._road.gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(minutes=1))
         return self._road.gloo
 
     def shutdown(self) -> None:

@@ -68,13 +68,15 @@ class Peers:
         """sends[i] go to rank i, tensors like likes[i] come from it."""
         rooms = [[torch.empty_like(x, memory_format=_DENSE) for x in parts] for parts in likes]
         for x, room in zip(sends[self._rank], rooms[self._rank], strict=False):
-            room.copy_(x)  # neither is there at the root of a broadcast
-        if self.gloo is None:
+            room.view(-1).copy_(
+                x.detach().reshape(-1)
+            )  # neither is there at the root of a broadcast
+        if self._size == 1:
             return Transfer(rooms)
         others = [i for i in range(self._size) if i != self._rank]
         going, coming = self._lengths(sends), self._lengths(rooms)
         # one collective whatever the call is: bytes of any dtype, any number to any rank
-        parts = [_bytes(x) for i in others for x in sends[i]]
+        parts = [_bytes(x.detach().clone(memory_format=_DENSE)) for i in others for x in sends[i]]
         sent = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
         got = torch.empty(sum(coming), dtype=torch.uint8)
         work = self.gloo.alltoall_base(got, sent, coming, going)
@@ -84,7 +86,7 @@ class Peers:
         """Messages to and from peers; those of a pair meet in order, as NCCL knows no tags."""
         rooms, works = [], []
         for what, x, peer in messages:
-            room = x.detach().clone(memory_format=torch.contiguous_format)
+            room = x.detach().clone(memory_format=_DENSE)
             rooms.append([room])
             function = self.gloo.send if what == "send" else self.gloo.recv
             works.append(function([room], peer, 0))
@@ -146,7 +148,7 @@ _DENSE = torch.contiguous_format
 
 
 def _bytes(x: Tensor) -> Tensor:
-    return x.detach().contiguous().view(-1).view(torch.uint8)
+    return x.view(-1).view(torch.uint8)
 
 
 def _fitted(x: Tensor, like: Tensor) -> Tensor:

@@ -68,13 +68,17 @@ def copy(source: Tensor, target: Tensor) -> None:
 
 
 def combined(tensors: list[Tensor], op: str) -> Tensor:
-    """Element-wise over the ranks; a mean of whole numbers is cut, as transports do."""
+    """Element-wise over the ranks.
+
+    As NCCL has it, floats of a mean are divided first, so that no sum overflows, and a mean of
+    whole numbers is cut.
+    """
+    exact = tensors[0].is_floating_point() or tensors[0].is_complex()
+    if op == "avg" and exact:
+        tensors = [x / len(tensors) for x in tensors]
     first, *rest = tensors
     total = reduce(OPS[op][1], rest, first.detach().clone())
-    if op != "avg":
-        return total
-    exact = total.is_floating_point() or total.is_complex()
-    return total / len(tensors) if exact else total // len(tensors)
+    return total // len(tensors) if op == "avg" and not exact else total
 
 
 def even_parts(x: Tensor, size: int, number: int) -> list[Tensor]:
