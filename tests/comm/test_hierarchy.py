@@ -16,6 +16,8 @@ from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.record import calls
 from torchdistpackage.errors import CommError
 
+pytestmark = pytest.mark.own_transport("gloo's sums over nodes first")
+
 CHUNK_BYTES = 256
 PLACES = [
     ([0, 1, 2, 3], [0, 0, 1, 1]),

@@ -49,6 +49,7 @@ def refused(name: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.own_transport("gloo's refusal of other devices")
 @pytest.mark.parametrize("name", CALLS)
 def test_what_is_not_in_host_memory_is_refused_by_name(ranks, name: str):
     for said in ranks(2).run(refused, name):

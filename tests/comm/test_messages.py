@@ -129,6 +129,7 @@ def late_peer() -> None:
             post.go().wait()
 
 
+@pytest.mark.own_transport("a message of gloo has a limit of its own")
 def test_a_peer_that_never_sends_is_reported_within_the_limit(ranks):
     ranks(3).run(late_peer)
 

@@ -163,6 +163,7 @@ def mixed_up() -> str:
     return str(caught.value)
 
 
+@pytest.mark.own_transport("tells calls apart by gloo's tags")
 def test_ranks_in_different_calls_do_not_take_one_for_the_other(ranks):
     first, second, _ = ranks(3).run(mixed_up)
     assert first.startswith("all_gather over") and second.startswith("reduce_scatter over")
@@ -187,6 +188,7 @@ def narrow_sum() -> torch.Tensor:
     return p.reduce_scatter(x, dist.group.WORLD)
 
 
+@pytest.mark.own_transport("gloo's messages are added in float32, NCCL adds in the dtype")
 def test_narrow_floats_are_added_in_float32(ranks):
     """256 + 1 + 1 + 1 is 256 in steps of bf16, which has no 257, and 260 (259, rounded) at once."""
     assert {float(x) for x in ranks(4).run(narrow_sum)} == {260.0}

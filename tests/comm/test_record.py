@@ -4,6 +4,7 @@ import json
 import threading
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -29,6 +30,7 @@ def talk() -> dict:
     return {"before": before, **calls.snapshot(num=5)}
 
 
+@pytest.mark.own_transport("what the record says of gloo's calls")
 def test_a_snapshot_says_what_each_group_did(ranks):
     for rank, seen in enumerate(ranks(4).run(talk)):
         seen = json.loads(json.dumps(seen))
@@ -84,6 +86,7 @@ def test_ended_groups_are_let_go(ranks):
     assert max(ranks(2).run(ended_groups)) <= 2
 
 
+@pytest.mark.own_transport("what the record says of gloo's calls")
 def test_the_ring_keeps_the_last_calls_and_forgets_ended_groups(ranks):
     ranks(1).run(keeps_the_last)
 

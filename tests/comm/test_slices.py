@@ -109,6 +109,7 @@ def rounded(dtype: torch.dtype) -> tuple[float, torch.Tensor]:
     return x[me].item(), start_gather_slices(y, bounds, group, wire=torch.bfloat16).wait()
 
 
+@pytest.mark.own_transport("gloo's messages are added in float32, NCCL adds in the dtype")
 def test_only_what_travels_is_rounded(ranks):
     """256 + 1 + 1 + 1 is 256 in steps of bf16; a sum of bf16 is rounded once, to 260."""
     for dtype, expected in ((torch.float32, 259.0), (torch.bfloat16, 260.0)):
@@ -166,6 +167,7 @@ def seen() -> list[str]:
     return [entry["operation"] for entry in entries]
 
 
+@pytest.mark.own_transport("what the record says of gloo's calls")
 def test_calls_are_in_the_record(ranks):
     assert ranks(2).run(seen) == [["reduce_scatter", "all_gather"]] * 2
 
@@ -186,6 +188,7 @@ def mixed_up(how: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.own_transport("a message of gloo has a limit of its own")
 @pytest.mark.parametrize("how", ["plain", "absent", "checked", "checked, cut otherwise"])
 def test_a_call_that_others_do_not_make_fails_by_name(ranks, how):
     first, second = ranks(2).run(mixed_up, how)

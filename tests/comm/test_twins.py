@@ -14,6 +14,8 @@ from torchdistpackage.comm import primitives as p
 from torchdistpackage.comm.groups import Groups, make_twins, twin_of
 from torchdistpackage.errors import CommError
 
+pytestmark = pytest.mark.own_transport("gloo's second connection")
+
 
 @contextmanager
 def noted() -> Iterator[set[tuple[p.Group, str, int]]]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -63,6 +64,7 @@ def both() -> tuple[dict[str, int], dict[str, int]]:
     return counts(), queued
 
 
+@pytest.mark.own_transport("sets the transport itself")
 def test_everybody_packs_by_the_transport(ranks):
     for host, queued in ranks(2).run(both):
         assert {host[name] for name in ("ddp", "zero", "bf16")} == {LAYERS}

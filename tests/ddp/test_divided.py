@@ -97,6 +97,9 @@ def comes_again() -> None:
         ddp(torch.ones(1, WIDE, requires_grad=True)).sum().backward()
 
 
+@pytest.mark.own_transport(
+    "refuses a mistake that is a write in flight, which the late transport names first"
+)
 def test_what_would_be_added_to_a_divided_gradient_is_an_error(ranks):
     ranks(2).run(comes_again)
 

@@ -73,6 +73,7 @@ def held_by_naive_ddp(cap_mb: float | None) -> int:
     return train(meter, ddp, sgd(ddp))
 
 
+@pytest.mark.own_transport("measures memory, of which the late transport holds copies")
 @pytest.mark.parametrize("cap_mb", [None, 0.05, 25])
 def test_fp32_gradients_are_held_once(ranks, cap_mb):
     ranks(2).run(naive_ddp_of_fp32, cap_mb)
@@ -169,6 +170,7 @@ def zero_at_its_worst(stage: int) -> None:
     assert worst[stage > 1] <= kept * ROUNDED_UP, "in stages 2 and 3 not in the first step"
 
 
+@pytest.mark.own_transport("measures memory, of which the late transport holds copies")
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_at_its_worst_holds_what_the_stage_says(ranks, size, stage):

@@ -157,6 +157,9 @@ def what_left_when(overlap: bool) -> tuple[list[int], list[str]]:
     return left, said
 
 
+@pytest.mark.own_transport(
+    "refuses a mistake that is a write in flight, which the late transport names first"
+)
 def test_from_the_second_iteration_on_buckets_leave_in_the_last_backward(ranks):
     for left, (said,) in ranks(2).run(what_left_when, True):
         assert left == [0, 0, 2, 2, 4, 4]

@@ -165,6 +165,9 @@ def more_than_was_said() -> None:
         expect_same([grads(module)], [truth(0)])
 
 
+@pytest.mark.own_transport(
+    "refuses a mistake that is a write in flight, which the late transport names first"
+)
 def test_a_gradient_after_the_last_is_refused_and_the_next_step_is_right(ranks):
     ranks(2).run(more_than_was_said)
 

@@ -19,8 +19,8 @@ from torchdistpackage.errors import CommError
 
 TEXT_BYTES = 192
 """What a side says of a call; longer texts are cut."""
-_SENDS, _RECEIVES = 0x7DD, 0x7DE
-"""Tags of what a sender says and what a receiver says, apart from all data."""
+_TAG = 0x7DD
+"""Of what is compared, apart from all data."""
 
 
 @contextmanager
@@ -88,14 +88,16 @@ def agree_messages(group: dist.ProcessGroup, messages: Sequence[tuple[str, Tenso
     Raises:
         CommError: on both sides of a pair, if they differ; or a peer did not come in time.
     """
-    device = device_of(group)
+    device, me = device_of(group), dist.get_rank()
+    # both sides of a pair in one order, what goes up first: NCCL knows no tags
+    messages = sorted(messages, key=lambda m: (m[0] == "send") != (me < m[2]))
+    tag = _TAG if calls.line(group).direct else 0
     told = [f"{dtype_name(x.dtype)}{list(x.shape)}" for _, x, _ in messages]
     rooms = [torch.empty(TEXT_BYTES, dtype=torch.uint8, device=device) for _ in messages]
     operations: list[dist.P2POp] = []
-    for (what, _, peer), room, text in zip(messages, rooms, told, strict=True):
-        here, there = (_SENDS, _RECEIVES) if what == "send" else (_RECEIVES, _SENDS)
-        operations.append(dist.P2POp(dist.irecv, room, peer, group, there))
-        operations.append(dist.P2POp(dist.isend, _written(text).to(device), peer, group, here))
+    for (_, _, peer), room, text in zip(messages, rooms, told, strict=True):
+        operations.append(dist.P2POp(dist.irecv, room, peer, group, tag))
+        operations.append(dist.P2POp(dist.isend, _written(text).to(device), peer, group, tag))
     limit = calls.line(group).limit
     try:
         for work in dist.batch_isend_irecv(operations) if operations else ():
@@ -103,11 +105,11 @@ def agree_messages(group: dist.ProcessGroup, messages: Sequence[tuple[str, Tenso
     except RuntimeError as error:
         peers = sorted({peer for _, _, peer in messages})
         raise CommError(
-            f"rank {dist.get_rank()} and ranks {peers} could not compare their messages "
+            f"rank {me} and ranks {peers} could not compare their messages "
             f"({', '.join(told)}); whoever did not come says why: {error}"
         ) from error
     wrong = [
-        f"rank {dist.get_rank()} is about to {what} {mine}, rank {peer} to "
+        f"rank {me} is about to {what} {mine}, rank {peer} to "
         f"{'receive' if what == 'send' else 'send'} {theirs}"
         for (what, _, peer), mine, theirs in zip(messages, told, map(_read, rooms), strict=True)
         if mine != theirs

@@ -46,7 +46,7 @@ def start_reduce_slices(
     be left alone, and its memory stay.
     bounds: one more than the group has ranks, ascending; slices may be uneven or empty.
     wire: the float dtype in which parts travel; sums are made in flat's own, narrow ones in
-        float32.
+        float32 (NCCL adds what travels in flat's own dtype in that).
 
     Raises:
         CommError: flat, bounds or wire do not fit, or the backend failed.

@@ -188,6 +188,7 @@ def bytes_needed() -> None:
     assert len(state["state"]) == 2 * (world().rank() == 0)
 
 
+@pytest.mark.own_transport("measures memory, of which the late transport holds copies")
 def test_who_gets_nothing_holds_one_piece_at_a_time(ranks):
     ranks(4).run(bytes_needed)
 

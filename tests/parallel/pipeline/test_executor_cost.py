@@ -1,5 +1,6 @@
 """What the executor allocates between two computations, beside torch's schedules."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,6 +33,7 @@ def allocations() -> tuple[float, float]:
     )
 
 
+@pytest.mark.own_transport("measures memory, of which the late transport holds copies")
 def test_a_microbatch_allocates_at_most_a_quarter_of_what_torchs_does(ranks):
     for ours, theirs in ranks(2).run(allocations):
         assert 0 < ours <= theirs / 4, (ours, theirs)

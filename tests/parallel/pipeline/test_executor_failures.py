@@ -78,6 +78,7 @@ def one_rank_fails(name: str) -> None:
             executor.run(forward)
 
 
+@pytest.mark.own_transport("a message of gloo has a limit of its own")
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_after_a_failure_nobody_runs_again_and_who_waited_says_for_what(ranks, name):
     ranks(2).run(one_rank_fails, name)

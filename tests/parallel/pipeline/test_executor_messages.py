@@ -218,6 +218,7 @@ def a_connection_for_each_way() -> None:
         assert messages == each_way(group, twin or group, neighbours)
 
 
+@pytest.mark.own_transport("gloo's second connection")
 @pytest.mark.parametrize("size", [2, 3])
 def test_activations_and_gradients_have_a_connection_each(ranks, size):
     ranks(size).run(a_connection_for_each_way)

@@ -79,11 +79,13 @@ def recorded(name: str, direct: bool, own_backward: bool) -> None:
     calls.line(group).direct = True
 
 
+@pytest.mark.own_transport("sets the transport itself")
 @pytest.mark.parametrize("direct", [True, False], ids=["one by one", "batched"])
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v"])
 def test_every_handle_is_waited_on(ranks, name, direct):
     ranks(2).run(recorded, name, direct, False)
 
 
+@pytest.mark.own_transport("sets the transport itself")
 def test_every_handle_is_waited_on_where_outputs_are_kept_for_a_backward(ranks):
     ranks(2).run(recorded, "1f1b", True, True)
