@@ -125,3 +125,15 @@ def test_time_s_of_a_run_is_that_of_the_stream(ranks, tmp_path):
     (found,) = ranks(1).run(one_rank_times_the_stream, str(tmp_path))
     times, _ = found
     assert times == pytest.approx([6, 6, 6, 5])
+
+
+def matmul_precisions() -> list[str]:
+    found = []
+    for asked in (["precision.matmul=high"], ["precision.matmul=medium"], []):
+        parity.trainer([*BASE, *asked]).close()
+        found.append(torch.get_float32_matmul_precision())
+    return found
+
+
+def test_how_exact_products_of_float32_are_is_asked_for(ranks):
+    assert ranks(1).run(matmul_precisions) == [["high", "medium", "highest"]]

@@ -97,6 +97,10 @@ class Flight:
     ):
         self._works, self._keep, self._calls, self._timeout = works, keep, made, timeout
 
+    def forget(self) -> None:
+        """Keep no tensor alive: of a queued transport, which keeps what is on its way itself."""
+        self._keep = None
+
     def wait(self) -> None:
         """On CUDA the current stream waits, not the host. Safe to call twice.
 

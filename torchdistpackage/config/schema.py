@@ -173,6 +173,10 @@ class Precision(Section):
     weights: k.WeightDtype = Field(
         default="float32", description="Type of weights if dtype is bf16; bf16 needs ZeRO."
     )
+    matmul: k.Matmul = Field(
+        default="highest",
+        description="How exact products of float32 are; `high` is TF32 on a GPU.",
+    )
 
 
 class Train(Section):

@@ -49,6 +49,7 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
     """
     config = plan.config
     calls.checks = config.train.check_calls
+    torch.set_float32_matmul_precision(config.precision.matmul)
     slow = max(config.launch.init_timeout_s, config.train.step_timeout_s)
     tpc.setup(plan.topology, rank, timeout_s=slow)
     seed_rank(config.run.seed, plan.topology.dense, rank)

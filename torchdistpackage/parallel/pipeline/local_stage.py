@@ -205,7 +205,8 @@ def _roots(
     if gradients is None:
         losses = [x for x in tensors_of(output) if x is not None and x.requires_grad]  # type: ignore[arg-type]
         if isinstance(weight, Tensor):
-            return [*losses], [torch.ones_like(x) * weight.to(x) for x in losses]
+            # of a number in host memory too: a copy to the device would wait for it each time
+            return [*losses], [torch.ones_like(x).mul_(weight.reshape(())) for x in losses]
         return [*losses], [torch.full_like(x, weight) for x in losses]
     pairs = [
         (x, g)

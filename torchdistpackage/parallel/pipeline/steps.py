@@ -21,6 +21,7 @@ from itertools import groupby, pairwise
 
 import torch
 
+from torchdistpackage.comm.backends import is_queued
 from torchdistpackage.comm.groups import make_twins, twin_of
 from torchdistpackage.comm.headers import Headers
 from torchdistpackage.comm.p2p import Flight, Post, Wire
@@ -43,7 +44,10 @@ AHEAD_BYTES = 2**20
 """Room for messages up to here is posted early in any case: each notice to the sender that there is
 room wakes a thread there, and many at a time wake it once."""
 SENDS_KEPT = 2
-"""Sends under way: what they hold is let go with them, and does not grow."""
+"""Sends under way where the host waits for them: what they hold is let go with them, and does not
+grow. On a queue a wait would hold up the stream that computes until the peer has received; there
+nobody waits before the end, and the queue, not the flight, keeps what was sent until it has left:
+NCCL by `record_stream`, so the allocator has the memory back once the message is out."""
 
 
 class Steps:
@@ -62,6 +66,7 @@ class Steps:
         self._dynamic, self._trains = dynamic, schedule.has_backward
         self._index, self._knows = group.rank(), False
         self._sends: deque[Flight] = deque()
+        self._queued = is_queued(group)
         self._wire = Wire(group, timeout_s)
         place = schedule.placement
         apart = any(a != b for a, b in pairwise(place))
@@ -229,14 +234,19 @@ class Steps:
         for action in messages:
             calls.action = action
             self._begin(action, self._side(action), post)
-        post.go()
+        flight = post.go()
+        if self._queued:
+            flight.forget()
+            self._sends.append(flight)
 
     def _begin(self, action: Action, side: Inlet | Outlet, post: Post) -> None:
         m = action.microbatch
-        if action.kind.is_send:
-            self._await_later(side, side.send(post, m))
-        else:
+        if not action.kind.is_send:
             side.receive(post, m)
+            return
+        flight = side.send(post, m)
+        if not self._queued:
+            self._await_later(side, flight)
 
 
 def _in_one_order(schedule: Schedule) -> Schedule:
