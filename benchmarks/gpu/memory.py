@@ -24,7 +24,7 @@ STEPS = 4
 
 def measure(here: Here, found: Found) -> None:
     if not here.small:
-        expandable = "expandable" in os.environ.get("PYTORCH_ALLOC_CONF", "")
+        expandable = "True" in os.environ.get("PYTORCH_ALLOC_CONF", "")
         found.show("expandable segments", "on" if expandable else "off")
     here.join()
     for stage in range(4):

@@ -16,26 +16,26 @@ from benchmarks.gpu.rows import Found, Row
 
 def main(module: str, file: str) -> None:
     here = Here.find()
-    keep = partial(write, Path(file), machine(here))
+    keep = partial(write, Path(file), here)
     found = Found(keep, small=here.small)
     keep(found.rows)
     with found.case(module):
         importlib.import_module(module).measure(here, found)
 
 
-def write(file: Path, known: dict[str, object], rows: Sequence[Row]) -> None:
+def write(file: Path, here: Here, rows: Sequence[Row]) -> None:
     """Whole after every row, so that what ends the process takes none that was there."""
-    text = json.dumps({"machine": known, "rows": [asdict(row) for row in rows]})
+    text = json.dumps({"machine": machine(here), "rows": [asdict(row) for row in rows]})
     new = file.with_suffix(".new")
     new.write_text(text)
     new.replace(file)
 
 
 def machine(here: Here) -> dict[str, object]:
-    """What the part ran on."""
-    known = {"device": "cpu", "torch": str(torch.__version__), "python": sys.version.split()[0]}
-    if here.small:
-        return known
+    """What the part runs on; a GPU that nobody has touched yet is left alone."""
+    known = {"torch": str(torch.__version__), "python": sys.version.split()[0]}
+    if here.small or not torch.cuda.is_initialized():
+        return known | {"device": here.device.type}
     return known | {
         "device": torch.cuda.get_device_name(here.device),
         "cuda": torch.version.cuda,

@@ -19,6 +19,8 @@ EXPANDABLE = {
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
 }
 """By the name of torch 2.10 on and by that before."""
+PLAIN = dict.fromkeys(EXPANDABLE, "expandable_segments:False")
+"""Said, since ranks with a GPU are given the other one where nothing is."""
 
 PARTS: dict[str, Part] = {
     "startup": Part(
@@ -49,7 +51,10 @@ PARTS: dict[str, Part] = {
     ),
     "buckets": Part("benchmarks.gpu.buckets", "what stepping costs by the size of a bucket", 60),
     "memory": Part(
-        "benchmarks.gpu.memory", "what the allocator was asked for beside `tdp plan`", 60
+        "benchmarks.gpu.memory",
+        "what the allocator was asked for beside `tdp plan`",
+        60,
+        PLAIN,
     ),
     "memory_expandable": Part(
         "benchmarks.gpu.memory",
@@ -67,5 +72,10 @@ PARTS: dict[str, Part] = {
         "benchmarks.gpu.hang",
         "the report names a rank stuck in a hook, and a process with a stuck thread ends",
         90,
+    ),
+    "several": Part(
+        "benchmarks.gpu.several",
+        "two GPUs or more: the numbers of one process, slices that are not aligned, a slow stage",
+        120,
     ),
 }

@@ -13,7 +13,6 @@ from benchmarks.gpu.here import Here
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.optim.clip import clip_grad_norm_
-from torchdistpackage.optim.scaler import GradScaler
 from torchdistpackage.parallel.pipeline.pipeline import Pipeline
 
 WIDTH, ROWS, CAP_MB = 256, 64, 0.3
@@ -49,15 +48,15 @@ def adamw(net: nn.Module, **options: object) -> torch.optim.AdamW:
     return torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True, **options)
 
 
-def naive(here: Here, *, dtype=torch.float32, clip=False, scaled=False, unused=False) -> Step:
+def naive(here: Here, *, dtype=torch.float32, clip=False, unused=False) -> Step:
     net = NaiveDDP(model(here, dtype, unused=unused), bucket_cap_mb=CAP_MB)
-    return _step(net, adamw(net), inputs(here, dtype), clip=clip, scaled=scaled)
+    return _step(net, adamw(net), inputs(here, dtype), clip=clip)
 
 
-def zero(here: Here, stage: int, *, clip=False, scaled=False, **options: object) -> Step:
+def zero(here: Here, stage: int, *, clip=False, **options: object) -> Step:
     net = model(here)
     optimizer = ZeroOptimizer(adamw(net), net, stage=stage, bucket_cap_mb=CAP_MB, **options)
-    return _step(net, optimizer, inputs(here), clip=clip, scaled=scaled)
+    return _step(net, optimizer, inputs(here), clip=clip)
 
 
 def pipeline(here: Here) -> Step:
@@ -75,23 +74,15 @@ def pipeline(here: Here) -> Step:
     return step
 
 
-def _step(net: nn.Module, optimizer, x: Tensor, *, clip: bool, scaled: bool) -> Step:
-    scaler = GradScaler(device=x.device.type) if scaled else None
-
+def _step(net: nn.Module, optimizer, x: Tensor, *, clip: bool) -> Step:
     def step() -> object:
         optimizer.zero_grad()
         loss = net(x).float().square().mean()
-        if scaler is None:
-            loss.backward()
-            if clip:
-                clip_grad_norm_(
-                    optimizer if hasattr(optimizer, "shards") else net.parameters(), 1.0
-                )
-            optimizer.step()
-            return loss
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        loss.backward()
+        if clip:
+            held = optimizer if isinstance(optimizer, ZeroOptimizer) else net.parameters()
+            clip_grad_norm_(held, 1.0)
+        optimizer.step()
         return loss
 
     return step

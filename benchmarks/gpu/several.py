@@ -1,0 +1,224 @@
+"""What takes two GPUs: the same numbers as one process, and times that depend on a peer.
+
+On the CPU two ranks over gloo show that the script runs. Each case starts ranks of its own, so that
+one that hangs is ended alone.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.gpu.here import Here, cycles_per_s
+from benchmarks.gpu.rows import Found
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.runtime import leave, setup_distributed
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.ddp.naive_ddp import NaiveDDP
+from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
+from torchdistpackage.launch.local import run_local
+from torchdistpackage.parallel.pipeline.pipeline import Pipeline
+from torchdistpackage.train.job import PRELOAD
+
+MOST, WIDTH, ROWS, STEPS = 4, 32, 64, 4
+CLOSE = 1e-11
+"""Sums of a few thousand products in float64, added in another order."""
+BIG, SMALL = 2**26, 2**12
+"""Elements of what is scattered."""
+UNALIGNED = 1.05
+"""What slices that begin anywhere may cost before aligning them pays."""
+SLOW_S, MICROBATCHES = 0.02, 8
+
+
+def measure(here: Here, found: Found) -> None:
+    number = 2 if here.small else min(torch.cuda.device_count(), MOST)
+    if number < 2:
+        found.leave("two ranks", "one GPU is visible, and NCCL refuses two ranks on it")
+        return
+    with found.case(f"data parallel, {number} ranks"):
+        for each in zip(*_ranks(number, _distances), strict=True):
+            name, off = each[0][0], max(off for _, off in each)
+            found.judge(f"{name}, {number} ranks", off < CLOSE, f"off by {off:.1e}", off=off)
+    with found.case(f"Pipeline, {number} stages"):
+        off = max(_ranks(number, _pipeline_distance))
+        found.judge(f"Pipeline, {number} stages", off < CLOSE, f"loss off by {off:.1e}", off=off)
+    with found.case("slices that begin anywhere"):
+        size = SMALL if here.small else BIG
+        even_s, odd_s = (max(each) for each in zip(*_ranks(number, _scattered, size), strict=True))
+        text = f"{odd_s / even_s:.3f} of the time of aligned ones, {1e3 * even_s:.3f} ms"
+        ratio = odd_s / even_s
+        found.judge_time("slices that begin anywhere", ratio < UNALIGNED, text, ratio=ratio)
+    with found.case("stages behind a slow one"):
+        step_s, least_s = _ranks(number, _slow_last)[0]
+        text = f"{1e3 * step_s:.1f} ms a step where the slow stage alone takes {1e3 * least_s:.1f}"
+        found.show("stages behind a slow one", text, ratio=step_s / least_s)
+
+
+def _ranks(number: int, work: Callable[..., object], *args: object) -> list:
+    return run_local(in_a_rank, (work.__name__, args), num_procs=number, preload=PRELOAD)
+
+
+def in_a_rank(name: str, args: Sequence[object]) -> object:
+    """In a rank."""
+    setup_distributed()
+    try:
+        return globals()[name](*args)
+    finally:
+        if tpc.is_set:
+            tpc.destroy()
+        leave()
+
+
+def _device() -> torch.device:
+    return primitives.device_of(dist.group.WORLD)
+
+
+def _seconds(work: Callable[[], object], rounds: int = 7) -> float:
+    """Median, from an idle device until it is idle again."""
+    wait = torch.cuda.synchronize if _device().type == "cuda" else lambda: None
+    taken = []
+    for _ in range(rounds + 2):
+        wait()
+        primitives.barrier()
+        begin = time.perf_counter()
+        work()
+        wait()
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken[2:])
+
+
+# -- the same numbers ---------------------------------------------------------------------
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(8))
+    return nn.Sequential(*layers).to(_device(), torch.float64)
+
+
+def _batch() -> Tensor:
+    draw = torch.Generator().manual_seed(1)
+    return torch.randn(ROWS * 12, WIDTH, generator=draw, dtype=torch.float64).to(_device())
+
+
+def _sgd(net: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+def _naive(net: nn.Module):
+    wrapped = NaiveDDP(net, bucket_cap_mb=0.02)
+    return wrapped, _sgd(wrapped)
+
+
+def _zero(net: nn.Module, stage: int):
+    return net, ZeroOptimizer(_sgd(net), net, stage=stage, bucket_cap_mb=0.02)
+
+
+BUILDS = {
+    "NaiveDDP": _naive,
+    "ZeRO 1": partial(_zero, stage=1),
+    "ZeRO 2": partial(_zero, stage=2),
+    "ZeRO 3": partial(_zero, stage=3),
+}
+
+
+def _train(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+
+
+def _distances() -> list[tuple[str, float]]:
+    """Largest of a parameter from that of one process that has the whole batch, by way."""
+    rank, number = _place()
+    tpc.setup_process_groups([("data", number)])
+    whole, x = _net(), _batch()
+    _train(whole, _sgd(whole), x)
+    found = []
+    for name, build in BUILDS.items():
+        mine = _net()
+        net, optimizer = build(mine)
+        _train(net, optimizer, x.chunk(number)[rank])
+        getattr(optimizer, "finish", lambda: None)()
+        pairs = zip(mine.parameters(), whole.parameters(), strict=True)
+        found.append((name, max(float((a - b).detach().abs().max()) for a, b in pairs)))
+    return found
+
+
+def _place() -> tuple[int, int]:
+    """My rank, and how many there are."""
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _stages(number: int) -> nn.Sequential:
+    """Those of this rank."""
+    rank, each = dist.get_rank(), 8 // number
+    return _net()[rank * each : (rank + 1) * each if rank < number - 1 else 8]
+
+
+def _loss(y: Tensor) -> Tensor:
+    return y.square().mean()
+
+
+def _pipeline_distance() -> float:
+    _, number = _place()
+    tpc.setup_process_groups([("pipe", number)])
+    whole, x = _net(), _batch()
+    optimizer = _sgd(whole)
+    stage = _stages(number)
+    pipe, own = Pipeline(stage, loss=_loss, num_microbatches=4), _sgd(stage)
+    off = 0.0
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        own.zero_grad()
+        expected = _loss(whole(x))
+        expected.backward()
+        off = max(off, float((pipe.step(x) - expected).detach().abs()))
+        optimizer.step()
+        own.step()
+    return off
+
+
+# -- times --------------------------------------------------------------------------------
+
+
+def _scattered(size: int) -> tuple[float, float]:
+    """Of a sum to owners in bf16: aligned slices, and such of an odd number of elements."""
+    number = dist.get_world_size()
+    found = []
+    for each in (size // number, size // number + 1):
+        x = torch.ones(each * number, device=_device(), dtype=torch.bfloat16)
+        sum_ = partial(primitives.reduce_scatter, x, dist.group.WORLD)
+        found.append(_seconds(sum_))
+    return found[0], found[1]
+
+
+class _Slow(nn.Module):
+    """Keeps its device, or its host, busy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            torch.cuda._sleep(int(SLOW_S * cycles_per_s()))
+        else:
+            time.sleep(SLOW_S)
+        return x
+
+
+def _slow_last() -> tuple[float, float]:
+    """Seconds of a step, and what the slow last stage takes by itself."""
+    rank, number = _place()
+    tpc.setup_process_groups([("pipe", number)])
+    stage = _stages(number)
+    if rank == number - 1:
+        stage = nn.Sequential(_Slow(), *stage)
+    pipe = Pipeline(stage, loss=_loss, num_microbatches=MICROBATCHES)
+    step_s = _seconds(lambda: pipe.step(_batch()), rounds=5)
+    alone_s = _seconds(
+        lambda: [_Slow()(torch.ones(1, device=_device())) for _ in range(MICROBATCHES)], 3
+    )
+    return step_s, alone_s
