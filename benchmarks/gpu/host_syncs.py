@@ -53,8 +53,8 @@ def _judge(here: Here, found: Found, name: str, step: Callable[[], object]) -> N
     issued_s, asleep = _behind_a_sleep(here, step)
     text = f"issued in {1e3 * issued_s:.2f} ms"
     if not here.small:
-        did = "while" if asleep else "and had waited for"
-        text += f" {did} a stream that slept {1e3 * SLEEP_S:.0f} ms"
+        did = "under" if asleep else "after"
+        text += f" {did} a sleep of the stream of {1e3 * SLEEP_S:.0f} ms"
     found.judge_time(name, asleep, text, issued_s=issued_s)
 
 

@@ -18,13 +18,15 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.cuda._sanitizer import CUDASanitizerErrors
 
 from benchmarks.gpu.here import Here
 from benchmarks.gpu.mirror import late, world
 from benchmarks.gpu.models import CONFIGS, ONE_RANK
 from benchmarks.gpu.rows import Found
-from benchmarks.gpu.sides import CAP_MB, adamw, inputs
+from benchmarks.gpu.sides import CAP_MB, WIDTH, adamw, inputs
 from benchmarks.gpu.sides import model as small_model
+from torchdistpackage.comm import primitives
 from torchdistpackage.comm.runtime import find_free_port
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
@@ -68,6 +70,8 @@ STAND_IN = Path(__file__).parent / "stand_in"
 def measure(here: Here, found: Found) -> None:
     with tempfile.TemporaryDirectory() as folder:
         _programs(here, found, Path(folder))
+    with found.case("a planted race"):
+        _planted(here, found)
     for name, run in {**OWN_STREAMS, **LATE}.items():
         with found.case(name):
             _compare(here, found, name, run)
@@ -134,6 +138,26 @@ def _what(text: str) -> str:
 
 
 # -- as one of several, early and late ----------------------------------------------------
+
+
+def _planted(here: Here, found: Found) -> None:
+    """What reads a sum that nobody has waited for must be seen, or the rows below say nothing."""
+    if here.small:
+        found.leave("a planted race", "nothing is late here")
+        return
+    with world(here, SEVERAL), late():
+        x = torch.ones(WIDTH, device=here.device)
+        pending = primitives.start_all_reduce(x, torch.distributed.group.WORLD)
+        try:
+            read = x * 1
+        except CUDASanitizerErrors:
+            found.judge("a planted race", True, "the sanitizer saw it")
+        else:
+            here.sync()
+            late_seen = bool(read.isnan().any())
+            text = "the sanitizer is silent; the late sum was read too early"
+            found.judge("a planted race", False, text, late_seen=int(late_seen))
+        pending.wait()
 
 
 def _compare(here: Here, found: Found, name: str, run: "Run") -> None:
