@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torchdistpackage.comm.runtime import leave
 from torchdistpackage.harness.late import group
 from torchdistpackage.harness.late.orders import LATE, is_late
+from torchdistpackage.harness.late.strict import strictness
 from torchdistpackage.harness.late.world import world
 from torchdistpackage.harness.pool_job import Answer, Job
 from torchdistpackage.launch.failure import Failure
@@ -110,12 +111,12 @@ class _Worker:
         self._default = dist.group.WORLD
 
     def _call(self, job: Job) -> object:
-        late = is_late(job.transport)
-        if late:
-            world.begin(job.transport, self._rank)
-        value = load_and_call(job.reference, job.args)
-        if late:
-            world.end()  # while there are still those who hold what was returned
+        if not is_late(job.transport):
+            return load_and_call(job.reference, job.args)
+        world.begin(job.transport, self._rank)
+        with strictness(job.transport):
+            value = load_and_call(job.reference, job.args)
+        world.end()  # while there are still those who hold what was returned
         return value
 
     def _clean(self, job: Job) -> None:

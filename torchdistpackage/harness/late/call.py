@@ -15,9 +15,9 @@ from torchdistpackage.errors import RaceError
 from torchdistpackage.harness.late.guard import Guard
 from torchdistpackage.harness.late.transfer import Transfer
 
-_TORCH = str(Path(dist.__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
-_NUM_FRAMES = 4
+_NUM_FRAMES = 6
 
 
 class Call:
