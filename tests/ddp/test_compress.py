@@ -282,5 +282,6 @@ def one_call_for_each_shape() -> None:
     assert all(map(torch.equal, batched, one_by_one))
 
 
+@pytest.mark.own_transport("sets the transport itself")
 def test_matrices_of_one_shape_are_made_orthonormal_in_one_call_where_calls_are_launches(ranks):
     ranks(2).run(one_call_for_each_shape)

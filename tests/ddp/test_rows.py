@@ -10,6 +10,8 @@ from torchdistpackage.comm.record import calls
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 
+pytestmark = pytest.mark.own_transport("embedding_rows is refused where calls are queued")
+
 VOCAB, DIM, STEPS = 40, 4, 3
 
 

@@ -5,15 +5,14 @@ held its listener, and so the model, would keep both for ever; these hold it wea
 """
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from weakref import WeakSet, finalize, ref
+from weakref import ReferenceType, WeakSet, finalize, ref
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torchdistpackage.ddp.shared import Shared
-from torchdistpackage.ddp.streams import Heard, on_one_stream
 from torchdistpackage.errors import CommError
 
 
@@ -26,7 +25,7 @@ class Told:
 
     def __init__(
         self,
-        heard: Heard,
+        heard: Callable[[ReferenceType, int, Tensor], None],
         listener: object,
         parameters: Sequence[nn.Parameter],
         *,
@@ -34,7 +33,6 @@ class Told:
     ):
         me, self.alone = ref(listener), alone
         self._ids = frozenset(map(id, parameters))
-        heard = on_one_stream(heard, parameters)
         handles = [
             p.register_post_accumulate_grad_hook(partial(heard, me, i))
             for i, p in enumerate(parameters)

@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -114,8 +115,9 @@ def test_objects_groups_and_blocking_messages(ranks: RankPool):
 
 def poisoned() -> None:
     x = torch.ones(4)
+    seen = x.numpy()  # by no operation of torch
     work = dist.all_reduce(x, async_op=True)
-    assert x.isnan().all() and not work.is_completed()
+    assert np.isnan(seen).all() and not work.is_completed()
     work.wait()
     assert work.is_completed() and x.tolist() == [2.0] * 4
     x = torch.ones(4, dtype=torch.int64)
@@ -129,10 +131,33 @@ def test_nothing_is_there_before_the_wait(ranks: RankPool):
     ranks(2).run(poisoned, transport="late")
 
 
+def read() -> None:
+    x = torch.ones(4)
+    work = dist.all_reduce(x, async_op=True)
+    x[2:].sum()
+    work.wait()
+
+
 def written() -> None:
     x = torch.ones(4)
     work = dist.all_reduce(x, async_op=True)
     x *= 1.0  # a NaN stays one
+    work.wait()
+
+
+def written_unseen() -> None:
+    x = torch.ones(4)
+    seen = x.numpy()
+    work = dist.all_reduce(x, async_op=True)
+    seen *= 1.0
+    work.wait()
+
+
+def input_changed_unseen() -> None:
+    x, out = torch.ones(4), torch.empty(8)
+    seen = x.numpy()
+    work = dist.all_gather_single(out, x, async_op=True)
+    seen[0] = 2
     work.wait()
 
 
@@ -187,6 +212,9 @@ def told_apart_by_tags() -> None:
 
 
 FINDINGS = {
+    read: ["all_reduce (number", "ranks (0, 1)", "shape (4,)", "read while in flight", "aten.sum"],
+    written_unseen: ["all_reduce", "shape (4,)", "written to while in flight"],
+    input_changed_unseen: ["all_gather", "shape (4,)", "input was changed"],
     written: ["all_reduce (number", "ranks (0, 1)", "shape (4,)", "written to while in flight"],
     written_in_part: ["all_reduce", "shape (4,)", "written to while in flight"],
     input_changed: ["all_gather", "shape (4,)", "input was changed"],

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchdistpackage.comm.backends import Transport, register_transport
 from torchdistpackage.comm.io_threads import yield_cores
 from torchdistpackage.errors import RaceError
-from torchdistpackage.harness.late.call import Call, LateWork, issued_at
+from torchdistpackage.harness.late.call import Call, LateWork, issued_at, own_operations
 from torchdistpackage.harness.late.guard import Guard
 from torchdistpackage.harness.late.orders import LATE
 from torchdistpackage.harness.late.transfer import Mirror, Peers, Posted, Transfer
@@ -216,10 +216,12 @@ class LateGroup(dist.ProcessGroup):
         writes: Tensors,
         finish: Callable[[Transfer, list[Tensor]], None],
     ) -> LateWork:
+        with own_operations():
+            return self._queue(operation, is_async, begin, reads, writes, finish)
+
+    def _queue(self, operation: str, is_async: bool, begin, reads, writes, finish) -> LateWork:
         self._num_issued += 1
         name = f"{operation} (number {self._num_issued}) over ranks {self._ranks}"
-        if world.strict is not None:
-            world.strict.check(name, operation, [*reads, *writes])
         written = {id(x) for x in writes}
         read = {id(x): x for x in reads if id(x) not in written}
         guards = [Guard(x, False) for x in read.values()] + [Guard(x, True) for x in writes]

@@ -24,11 +24,17 @@ _POISON = {
 _OTHER = 0x7F  # NaN in each of the float8 formats
 
 
+GIVEN_BACK = "its memory was given back while in flight"
+WRITTEN = "it was written to while in flight"
+CHANGED = "its input was changed while in flight"
+
+
 def span(x: Tensor) -> tuple[int, int]:
-    """Addresses of the first byte of `x` and of the first one after it."""
-    if not x.numel():
-        return 0, 0
+    """Addresses of the first byte of `x` and of the first one after it; of nothing if `x` has gaps,
+    in which others may be."""
     reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1
+    if reach != x.numel():
+        return 0, 0
     return x.data_ptr(), x.data_ptr() + reach * x.itemsize
 
 
@@ -66,13 +72,13 @@ class Guard:
         """Take the poison away; what was done to the tensor meanwhile, if anything."""
         storage = self.x.untyped_storage()
         if storage.nbytes() < self._nbytes or storage.data_ptr() != self.pointer:
-            return "its memory was given back while in flight"
+            return GIVEN_BACK
         if self.written:
             bits = _bits(self.x)
             touched = not bool((bits == _pattern(self.x)).all())
             bits.copy_(self._before)
             if touched or self._version not in (None, self.x._version):
-                return "it was written to while in flight"
+                return WRITTEN
         return ""
 
     def compare(self) -> str:
@@ -80,7 +86,7 @@ class Guard:
         same = self._version in (None, self.x._version)
         if same and torch.equal(_bits(self.x), self._before):
             return ""
-        return "its input was changed while in flight"
+        return CHANGED
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torchdistpackage.comm.runtime import leave
 from torchdistpackage.harness.late import group
 from torchdistpackage.harness.late.orders import LATE
-from torchdistpackage.harness.late.strict import strictness
 from torchdistpackage.harness.late.world import world
 
 
@@ -27,10 +26,8 @@ def mirror(world_size: int, rank: int = 0, transport: str = LATE) -> Iterator[No
     group._mirrored.append(rank)
     try:
         dist.init_process_group(LATE, store=dist.HashStore(), rank=rank, world_size=world_size)
-        world.begin(transport, rank)
-        with strictness(transport):
+        with world.job(transport, rank):
             yield
-        world.end()
     except BaseException as error:
         error.add_note(f"transport: {transport}")
         raise
