@@ -5,10 +5,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchdistpackage.comm.backends import GLOO, Transport, register_transport
 from torchdistpackage.comm.record import calls
+from torchdistpackage.ddp.embeddings import Embeddings
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
+from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.zero.rows import Heads
 
 pytestmark = pytest.mark.own_transport("embedding_rows is refused where calls are queued")
 
@@ -118,18 +119,17 @@ def test_all_ranks_end_with_the_same_bits(ranks):
     ranks(3).run(equal_to_the_bit)
 
 
-def on_a_queued_transport() -> None:
-    register_transport(Transport("gloo", queued=True))
-    try:
-        for head in ("tied", "own"):
-            with pytest.raises(ValueError, match=r"embedding_rows: table\.weight is on cpu"):
-                NaiveDDP(Words(head), embedding_rows=True)
-        net = Words("tied")
-        with pytest.raises(ValueError, match=r"embedding_rows: table\.weight"):
-            ZeroOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net, embedding_rows=True)
-    finally:
-        register_transport(GLOO)
+def on_a_device() -> None:
+    net = Words("tied").to("meta")
+    shared = [Shared(n, p, dist.group.WORLD) for n, p in net.named_parameters()]
+    for looks in (
+        lambda: Embeddings(net, shared, lookups=True, counts=lambda: True),
+        lambda: Heads(net, shared, net),  # no optimizer is needed to refuse
+    ):
+        with pytest.raises(ValueError, match=r"embedding_rows: table\.weight is on meta"):
+            looks()
+    assert Embeddings(net, shared, lookups=False, counts=lambda: True).after == []
 
 
 def test_rows_are_refused_where_the_host_would_wait_for_a_device(ranks):
-    ranks(2).run(on_a_queued_transport)
+    ranks(2).run(on_a_device)

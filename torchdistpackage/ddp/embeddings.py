@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from torch import nn
 
-from torchdistpackage.comm.primitives import is_queued, transport_of
 from torchdistpackage.ddp.buckets import plan
 from torchdistpackage.ddp.carrier import AllReduced, Carrier
 from torchdistpackage.ddp.lookups import Table, can_leave_rows, hook_lookups
@@ -72,12 +71,11 @@ def looked_up(module: nn.Module, shared: Sequence[Shared]) -> Looking:
     found = ((m, by_parameter.get(id(m.weight))) for m in module.modules() if can_leave_rows(m))
     looking = [(m, s) for m, s in found if s is not None]
     for _, s in looking:
-        if s.parameter.device.type != "cpu" or is_queued(s.group):
+        if s.parameter.device.type != "cpu":
             raise ValueError(
-                f"embedding_rows: {s.name} is on {s.parameter.device} and travels by "
-                f"{transport_of(s.group).name}, where the host would have to wait for the device "
-                f"in the backward to learn how many rows there are; leave embedding_rows out, the "
-                f"dense gradient is then summed under the backward"
+                f"embedding_rows: {s.name} is on {s.parameter.device}, where the host would have "
+                f"to wait for the device in the backward to learn how many rows there are; leave "
+                f"embedding_rows out, the dense gradient is then summed under the backward"
             )
     return looking
 
