@@ -54,9 +54,10 @@ def start_send(x: Tensor, group: Group, target: int) -> Pending:
     other there: post both in one `Post`.
     """
     peer = _peer(group, target, "send to")
-    if calls.line(group).direct:
+    line = calls.line(group)
+    if line.direct and not x.is_cpu:
         require_host_memory("send", group, x)
-    call = calls.begin_message("send", calls.line(group), x, target, calls.action)
+    call = calls.begin_message("send", line, x, target, calls.action)
     try:
         work = group.send([as_moved(x)], peer, 0)
     except RuntimeError as error:
@@ -67,11 +68,12 @@ def start_send(x: Tensor, group: Group, target: int) -> Pending:
 def start_receive(x: Tensor, group: Group, source: int) -> Pending:
     """`receive`, begun; `x` must not be read until `wait()`."""
     peer = _peer(group, source, "receive from")
-    if calls.line(group).direct:
+    line = calls.line(group)
+    if line.direct and not x.is_cpu:
         require_host_memory("receive", group, x)
     # what is not contiguous, or of a dtype that travels as bytes, arrives in a room of its own
     room = as_moved(x)
-    call = calls.begin_message("receive", calls.line(group), x, source, calls.action)
+    call = calls.begin_message("receive", line, x, source, calls.action)
     try:
         work = group.recv([room], peer, 0)
     except RuntimeError as error:
