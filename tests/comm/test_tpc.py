@@ -11,6 +11,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.tpc import is_using_pp, resolve_group, tpc
 from torchdistpackage.errors import CommError, LaunchError, TopologyError
+from torchdistpackage.layout.groups import Creation
 from torchdistpackage.topology.views import topology
 
 ORDERS = list(itertools.permutations((("data", 2), ("pipe", 2), ("tensor", 2))))
@@ -76,11 +77,8 @@ def made_anew() -> None:
         if dist.get_rank() < 2:
             tpc.groups.of([0, 1])
             tpc.groups.of([dist.get_rank()])
-        tpc.groups.prepare(
-            [[0, 1, 2], [1, 2, 3]]
-            if dist.get_rank() in (1, 2)
-            else [[0, 1, 2] if dist.get_rank() == 0 else [1, 2, 3]]
-        )
+        lists = [ranks for ranks in ((0, 1, 2), (1, 2, 3)) if dist.get_rank() in ranks]
+        tpc.groups.prepare(map(Creation, lists))
         if dist.get_rank() < 3:
             total = primitives.all_reduce(torch.ones(1), tpc.groups.of([0, 1, 2]))
             assert int(total) == 3

@@ -2,25 +2,23 @@
 
 Groups are scarce (threads, memory, and seconds to start and stop), so identical lists share
 one, all axes of size 1 share one group of one, and a list of everybody is the default
-group. Members alone take part in creating a group, so all members must ask for their groups
-in one order; a fixed order of axes gives that.
+group. Members alone take part in making a group, and wait for each other, so all must ask for
+their groups in one order: that of layout/groups.py.
 """
 
-import hashlib
-import threading
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
-from datetime import timedelta
-from typing import Any
+from collections.abc import Iterable, MutableMapping, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from torchdistpackage.comm.connections import connect
+from torchdistpackage.comm.creation import create, end, is_alive
 from torchdistpackage.comm.io_threads import yield_cores
 from torchdistpackage.comm.primitives import Group, is_queued, ranks_of, set_timeout
 from torchdistpackage.comm.record import calls
 from torchdistpackage.errors import CommError
+from torchdistpackage.layout.groups import Creation
 from torchdistpackage.topology.mesh import Mesh
 
 
@@ -37,14 +35,18 @@ class Groups:
         """My group along `axes` of `mesh`."""
         return self.of(mesh.group(self._rank, axes))
 
-    def of(self, ranks: Sequence[int], *, name: str | None = None, use: str = "") -> Group:
-        """The group of these ranks, made on first use by all of them together.
+    def of(
+        self, ranks: Sequence[int], *, name: str | None = None, use: str = "", connects: bool = True
+    ) -> Group:
+        """The group of these ranks, made and connected on first use by all of them together.
 
         use: one of its own for this use, which others do not share. Calls on a group run in the
             order in which they were issued, so two uses whose order differs between ranks need two.
+        connects: False leaves that to its first call, which must be a collective of all its ranks.
 
         Raises:
-            CommError: this rank is not among them, or there is no default group yet.
+            CommError: this rank is not among them, there is no default group yet, or others did
+                not come.
         """
         key = tuple(sorted(ranks))
         if self._rank not in key:
@@ -54,25 +56,31 @@ class Groups:
         if len(key) == dist.get_world_size() and not use:
             return dist.group.WORLD  # type: ignore[return-value]
         if (key, use) not in self._made:
-            limit = None if self._timeout_s is None else timedelta(seconds=self._timeout_s)
-            self._made[key, use] = _make(key, self._rank, use, timeout=limit, group_desc=name)
+            # what one rank sums or gathers is its own: that needs no communicator
+            connects, limit_s = connects and len(key) > 1, self._timeout_s
+            group = create(key, use, limit_s=limit_s, name=name, connects=connects)
+            self._made[key, use] = group
+            if connects:
+                connect(group, limit_s=limit_s)
         return self._made[key, use]
 
-    def prepare(self, lists: Iterable[Sequence[int]]) -> None:
-        """Make the groups of several rank lists, each of which holds this rank.
+    def prepare(self, wanted: Iterable[Creation]) -> None:
+        """Make groups that hold this rank, in this order (layout/groups.py), and connect them.
 
-        They are made in one order on all ranks, that of the lists themselves: whoever waits in
-        a group waits for a smaller one first, so nobody waits in a circle.
+        All ranks of each of them call it.
         """
-        for ranks in sorted({tuple(sorted(ranks)) for ranks in lists}):
-            self.of(ranks)
+        for one in wanted:
+            group = self.of(one.ranks, connects=one.connects)
+            if one.connects:
+                connect(group, neighbours=one.neighbours, limit_s=self._timeout_s)
+            if one.neighbours:
+                on_cpu(group)  # headers and agreements of a pipeline
 
     def set_timeout(self, seconds: float) -> None:
         """Time limit of every later operation, on the default group too."""
         self._timeout_s = seconds
-        alive = dist.distributed_c10d._world.pg_map  # companions may be of a world that ended
         for group in (_world(), *self._made.values(), *_on_cpu.values(), *_twins.values()):
-            if group in alive:
+            if is_alive(group):  # companions may be of a world that ended
                 set_timeout(group, seconds)
 
     @property
@@ -85,7 +93,7 @@ class Groups:
         for group in self._made.values() if self.are_there else ():
             leave_twin(group)
             leave_cpu(group)
-            _end(group)
+            end(group)
         self._made.clear()
 
 
@@ -118,11 +126,11 @@ def make_twins(groups: Iterable[Group]) -> None:
         CommError: a member did not come within the time limit of its group.
     """
     by_ranks = {ranks_of(group): group for group in groups}
-    for ranks in sorted(by_ranks):  # as in Groups.prepare
+    for ranks in sorted(by_ranks):  # one order on all ranks (layout/groups.py)
         group = by_ranks[ranks]
         if len(ranks) > 1 and calls.line(group).direct:
             limit = group._get_backend(torch.device("cpu")).options._timeout
-            _companion(group, _twins, "twin", limit)
+            _companion(group, _twins, "twin", limit.total_seconds())
             yield_cores()  # it is in no record, where others come by
 
 
@@ -144,12 +152,12 @@ def leave_twin(group: Group) -> None:
 
 
 def _companion(
-    group: Group, among: MutableMapping[Group, Group], use: str, limit: timedelta | None
+    group: Group, among: MutableMapping[Group, Group], use: str, limit_s: float | None
 ) -> Group:
     if group not in among:
         ranks = ranks_of(group)
         try:
-            among[group] = _make(ranks, dist.get_rank(), use, timeout=limit, backend="gloo")
+            among[group] = create(ranks, use, limit_s=limit_s, backend="gloo")
         except RuntimeError as error:
             raise CommError(f"ranks {ranks} could not make a second group: {error}") from error
     return among[group]
@@ -157,81 +165,4 @@ def _companion(
 
 def _leave(group: Group, among: MutableMapping[Group, Group]) -> None:
     if (made := among.pop(group, None)) is not None:
-        _end(made)
-
-
-_complete: WeakKeyDictionary[Group, tuple[dist.Store, str]] = WeakKeyDictionary()
-"""Group -> the key that its last member sets once it has the group, too, and in which store."""
-_LATE_S = 2.0
-"""How long a group waits for such a member before it ends; one that failed never comes."""
-
-
-def _make(key: tuple[int, ...], rank: int, use: str, **options: Any) -> Group:
-    with _named_by_members(key, rank, use) as (store, name):
-        group = dist.new_group(list(key), use_local_synchronization=True, **options)
-    assert isinstance(group, Group)
-    complete = f"complete/{name}"
-    if store.add(f"has/{name}", 1) == len(key):
-        store.set(complete, "")
-    _complete[group] = store, complete
-    return group
-
-
-def _end(group: Group) -> None:
-    """End a group, but not while a member is still making it.
-
-    A gloo member that is about to return from making the group finds it broken ("Connection closed
-    by peer") where another one, which needed no message, has already ended it.
-    """
-    store, complete = _complete.pop(group)
-    with suppress(RuntimeError):  # too late, or the store has gone: this is no reason to stay
-        if not store.check([complete]):
-            store.wait([complete], timedelta(seconds=_LATE_S))
-    calls.forget(group)
-    dist.destroy_process_group(group)
-
-
-class _Naming(threading.local):
-    """How this thread's next group is called; None: as torch likes."""
-
-    name: str | None = None
-
-
-_naming = _Naming()
-_patch = threading.Lock()
-_num_inside = 0
-_torch_naming = dist.distributed_c10d._hash_ranks_to_str
-
-
-def _name_of(ranks: list[int]) -> str:
-    return _torch_naming(ranks) if _naming.name is None else _naming.name
-
-
-@contextmanager
-def _named_by_members(
-    key: tuple[int, ...], rank: int, use: str
-) -> Iterator[tuple[dist.Store, str]]:
-    """Inside, torch names a new group by its ranks and by how often these made one before.
-
-    The name is where members meet in the store, so all must arrive at the same one. torch's own
-    choice mixes in how many groups the process has, which differs between ranks that are in
-    different numbers of them, and repeats once a group was destroyed, whose addresses then
-    are found again.
-    """
-    global _num_inside
-    store = dist.distributed_c10d._get_default_store()
-    members = hashlib.sha1(f"{key}{use}".encode(), usedforsecurity=False).hexdigest()
-    name = f"{members}-{store.add(f'made/{members}/{rank}', 1)}"
-    # never held while a group waits for its members: these may be threads of this process
-    with _patch:
-        _num_inside += 1
-        dist.distributed_c10d._hash_ranks_to_str = _name_of
-    before, _naming.name = _naming.name, name
-    try:
-        yield store, name
-    finally:
-        _naming.name = before
-        with _patch:
-            _num_inside -= 1
-            if not _num_inside:
-                dist.distributed_c10d._hash_ranks_to_str = _torch_naming
+        end(made)

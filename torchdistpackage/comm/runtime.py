@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.creation_limit import joins_within
 from torchdistpackage.comm.devices import agree_on_device, publish_gpu
 from torchdistpackage.comm.record import calls
 from torchdistpackage.comm.store import await_all, connect, find, serve
@@ -120,14 +121,15 @@ def join(
         os.environ.update(device_variables(os.environ, dump_folder))
     store, at, network = _meet(rendezvous, port, init_timeout_s)
     device, chosen, notes = agree_on_device(store, rendezvous, backend, init_timeout_s)
-    dist.init_process_group(
-        chosen,
-        store=dist.PrefixStore("default", store),
-        rank=rendezvous.rank,
-        world_size=rendezvous.world_size,
-        timeout=timedelta(seconds=init_timeout_s),
-        device_id=device if chosen == "nccl" else None,
-    )
+    with joins_within(store, rendezvous.rank, rendezvous.world_size, init_timeout_s):
+        dist.init_process_group(
+            chosen,
+            store=dist.PrefixStore("default", store),
+            rank=rendezvous.rank,
+            world_size=rendezvous.world_size,
+            timeout=timedelta(seconds=init_timeout_s),
+            device_id=device if chosen == "nccl" else None,
+        )
     primitives.set_timeout(world(), timeout_s or default_timeout_s(chosen))
     return Joined(rendezvous, device, chosen, at, notes + ((network,) if network else ()))
 

@@ -9,7 +9,7 @@ Modes are group names: an axis (`data`, `pipe`, `tensor`, ...), `model` (ranks t
 batch), `global`, and after `build_moe_groups` also `moe_dp` and `moe_ep`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,6 +21,8 @@ from torchdistpackage.comm.place import Place, apart, current, holder, standing_
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.record import calls
 from torchdistpackage.errors import LaunchError, TopologyError
+from torchdistpackage.layout.groups import creations
+from torchdistpackage.layout.layout import Layout
 from torchdistpackage.topology.views import Size, Topology, topology
 
 
@@ -45,12 +47,24 @@ class ProcessTopology:
         self.setup(topology(config, dist.get_world_size(), expert=expert), dist.get_rank())
 
     def setup(self, topology: Topology, rank: int, *, timeout_s: float | None = None) -> None:
-        """The same from a finished Topology. Makes the groups of each axis, in mesh order."""
+        """The same from a finished Topology. Groups of the axes are made in mesh order.
+
+        timeout_s: for the others to come, and for each later call.
+        """
         self.destroy()
         moe = topology.expert.axis_size("expert") > 1
         holder().place = Place(topology, rank, Groups(rank, timeout_s), moe)
+        self.prepare()
         for mode in (*topology.dense.names, "model", *(("moe_dp", "moe_ep") if moe else ())):
             self.get_group(mode)
+
+    def prepare(self, *, sums: Iterable[Layout] = (), copies: Iterable[Layout] = ()) -> None:
+        """Make the groups of parameters with these layouts, which this rank holds.
+
+        sums: over which gradients are summed. copies: of equal replicas. See layout/groups.py.
+        """
+        place = self._place()
+        self.groups.prepare(creations(place.topology, place.rank, sums=sums, copies=copies))
 
     def build_moe_groups(
         self, moe_dp_size: int | None = None, moe_ep_size: int | None = None

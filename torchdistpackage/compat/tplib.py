@@ -259,5 +259,6 @@ def create_group_and_assign(ranks: Sequence[int], backend: str, global_var: str)
     if mine not in ranks:
         return None
     groups = tpc.groups if tpc.is_set else Groups(mine)
-    group = groups.of(ranks, name=global_var)
-    return on_cpu(group) if backend == "gloo" else group
+    on_host = backend == "gloo"
+    group = groups.of(ranks, name=global_var, connects=not on_host)
+    return on_cpu(group) if on_host else group

@@ -119,7 +119,7 @@ class NaiveDDP(Wrapper):
         self._comm_hook, self._fp32_grads, self._keep_order = comm_hook, fp32_grads, keep_order
         self._embedding_rows, self._verbose, self._by_node = embedding_rows, verbose, None
         if self._layouts:
-            tpc.groups.prepare(map(self._ranks, self._layouts.values()))
+            tpc.prepare(sums=self._layouts.values())
         agree(self.replicas())
         self.broadcast_params()
         self._start()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.creation_limit import end_processes
 from torchdistpackage.comm.runtime import join, leave
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.harness.start import Axes
@@ -31,6 +32,7 @@ def call(
     """The function's result on this rank; with `together` those of all ranks, on rank 0 alone."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # the ranks of a node would otherwise each take all its cores
+    end_processes()
     join(detect(os.environ), init_timeout_s=init_timeout_s)
     tpc.setup_process_groups(axes, expert=expert)
     result: object = reference.resolve()(*args)

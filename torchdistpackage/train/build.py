@@ -136,6 +136,7 @@ def _stage(plan: Plan, device: torch.device) -> tuple[Chunks, dict[str, Layout],
     if config.model.loss is not None:
         loss = from_user(user_object(config.model.loss))
     initialize(stage, layouts, mesh, tpc.rank, config.run.seed)
+    tpc.prepare(sums=layouts.values())
     _equalise(stage)
     return stage, layouts, loss
 
@@ -213,7 +214,6 @@ def _sharing(
         name: gradient_ranks(layout, tpc.topology.view(layout.view), tpc.rank)
         for name, layout in layouts.items()
     }
-    tpc.groups.prepare(ranks.values())
     if config.parallel.zero and inner is not None:
         optimizer = ZeroOptimizer(
             inner,

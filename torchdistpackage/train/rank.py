@@ -7,6 +7,7 @@ from typing import TextIO, cast
 import torch
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.creation_limit import end_processes
 from torchdistpackage.comm.runtime import join, leave
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.harness.hang.dump import remove_traces
@@ -42,6 +43,7 @@ def rank_main(config: RunConfig, resume: str, noted: Noted | None = None) -> int
     if noted is None:
         noted = Noted()
         noted.listen(config.launch.requeue.signals)
+    end_processes()
     rendezvous = detect(os.environ)
     plan = make_plan(config, rendezvous.world_size)
     folder = run_folder(plan.config)

@@ -24,7 +24,7 @@ class ReplicaCheck:
             name: replica_ranks(layout, view(layout.view), tpc.rank)
             for name, layout in trainer.layouts.items()
         }
-        tpc.groups.prepare(self._ranks.values())
+        tpc.prepare(copies=trainer.layouts.values())
 
     def __call__(self) -> None:
         if isinstance(self._trainer.optimizer, Sharded):

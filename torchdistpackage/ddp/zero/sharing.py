@@ -60,7 +60,7 @@ class Sharing:
             both = frozenset(rank for ranks in told for rank in ranks)  # type: ignore[union-attr]
         sharing = cls(group, replicas, layouts, mean, both)
         if layouts:
-            tpc.groups.prepare(map(sharing.ranks, layouts.values()))
+            tpc.prepare(sums=[x for x in layouts.values() if set(sharing.ranks(x)) != both])
         return sharing
 
     def ranks(self, layout: Layout) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from typing import cast
 import torch
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.connections import connect
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.bench import rounds
@@ -85,6 +86,7 @@ def _cells(request: Request, hosts: Sequence[str]) -> Iterator[tuple[Cell, list[
     over = request.over or tuple(name for name, size in dense.axes if size > 1)
     for axis in over:
         groups = tpc.all_ranks(axis)
+        connect(tpc.get_group(axis))  # a message of two needs the others once
         for operation in request.operations:
             units = rounds.units_of(groups, operation in MESSAGES)
             if not units:

@@ -22,6 +22,7 @@ from itertools import groupby, pairwise
 import torch
 
 from torchdistpackage.comm.backends import is_queued
+from torchdistpackage.comm.connections import connect
 from torchdistpackage.comm.groups import make_twins, twin_of
 from torchdistpackage.comm.headers import Headers
 from torchdistpackage.comm.p2p import Flight, Post, Wire
@@ -70,6 +71,8 @@ class Steps:
         self._wire = Wire(group, timeout_s)
         place = schedule.placement
         apart = any(a != b for a, b in pairwise(place))
+        if apart:  # before a message: see comm/connections.py
+            connect(group, neighbours=True)
         self._headers = Headers(group, device, timeout_s, always=dynamic) if apart else None
         self._inlets: dict[int, Inlet] = {}
         self._outlets: dict[int, Outlet] = {}

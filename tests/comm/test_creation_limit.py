@@ -1,0 +1,111 @@
+"""Who waits for a group in vain says for whom, and is ended if it is ours."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from torchdistpackage.comm import creation_limit
+from torchdistpackage.comm.groups import Groups
+from torchdistpackage.comm.runtime import join
+from torchdistpackage.errors import CommError, RankError
+from torchdistpackage.launch.local import run_local
+from torchdistpackage.launch.rendezvous import detect
+
+LIMIT_S = 0.5
+
+
+def heard(text: Path) -> str:
+    """What is in the file, once there is a line."""
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        if "\n" in (told := text.read_text()):
+            return told
+        time.sleep(0.02)
+    raise AssertionError("nobody spoke")
+
+
+def never_returns(folder: str) -> None:
+    """Rank 2 does not come, and the back end of the others has no limit of its own."""
+    if dist.get_rank() == 2:
+        return
+    path, released, ended = Path(folder, f"{dist.get_rank()}"), threading.Event(), []
+
+    def ask() -> None:
+        try:
+            Groups(dist.get_rank(), timeout_s=LIMIT_S).of([0, 1, 2], use="late")
+        except ZeroDivisionError:
+            ended.append(True)
+
+    saved = os.dup(2)
+    with pytest.MonkeyPatch.context() as patch, path.open("wb") as file:
+        patch.setattr(creation_limit, "MARGIN_S", 0.1)
+        patch.setattr(dist, "new_group", lambda *_, **__: released.wait(60) and 1 / 0)
+        thread = threading.Thread(target=ask, daemon=True)
+        os.dup2(file.fileno(), 2)
+        try:
+            thread.start()
+            told = heard(path)
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+        assert thread.is_alive() and not ended, "a user's own process goes on"
+        released.set()
+        thread.join(20)
+    assert "the group of ranks (0, 1, 2): 1 of 3 ranks did not come" in told
+    assert "(rank 2)" in told and f"{LIMIT_S:g} s" in told
+    assert f"rank {dist.get_rank()} on " in told and ended
+
+
+def test_who_does_not_come_is_named_by_those_who_wait(ranks, tmp_path):
+    ranks(3).run(never_returns, str(tmp_path))
+
+
+def given_up() -> None:
+    """gloo has a limit, but does not say for whom it waited."""
+    made = Groups(dist.get_rank(), timeout_s=LIMIT_S)
+    if dist.get_rank() == 0:
+        with pytest.raises(CommError, match=r"1 of 2 ranks did not come .*\(rank 1\)"):
+            made.of([0, 1], use="late")
+
+
+def test_a_back_end_that_gives_up_is_told_for_whom(ranks):
+    ranks(2).run(given_up)
+
+
+def stuck(*_: object, **__: object) -> None:
+    time.sleep(120)
+
+
+def nobody_returns(which: str) -> None:
+    """As a rank of `tdp train`: joined, in a process that run_local started."""
+    creation_limit.MARGIN_S = 0.1
+    here = detect(os.environ)
+    if which == "the default group":
+        dist.init_process_group = stuck
+        join(here, init_timeout_s=3)
+    join(here, init_timeout_s=30)
+    if here.rank == 1:
+        time.sleep(120)
+    dist.new_group = stuck
+    Groups(here.rank, timeout_s=LIMIT_S).of([0, 1], use="late")
+
+
+def test_a_rank_that_we_started_is_ended_and_named():
+    began = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_local(nobody_returns, ("a group",), num_procs=2, preload=["torch"])
+    assert time.monotonic() - began < 60
+    text = str(caught.value)
+    assert text.startswith("rank 0 of 2 failed")
+    assert "the group of ranks (0, 1): 1 of 2 ranks did not come" in text
+    assert f"(rank 1 on {os.uname().nodename})" in text
+
+
+def test_a_default_group_that_is_not_there_in_time_ends_too():
+    with pytest.raises(RankError) as caught:
+        run_local(nobody_returns, ("the default group",), num_procs=2, preload=["torch"])
+    assert "the default group: its 2 ranks came, but are not connected" in str(caught.value)
