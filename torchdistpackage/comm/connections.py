@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from torchdistpackage.comm.creation import DEVICE_LIMIT_S, default_store
+from torchdistpackage.comm.creation import default_store, default_timeout_s
 from torchdistpackage.comm.creation_limit import creation_limit
-from torchdistpackage.comm.primitives import Group, device_of, is_queued, ranks_of
+from torchdistpackage.comm.primitives import Group, device_of, is_queued, ranks_of, transport_of
 from torchdistpackage.errors import CommError
 
 _connected: WeakKeyDictionary[Group, bool] = WeakKeyDictionary()
@@ -37,7 +37,8 @@ def connect(group: Group, *, neighbours: bool = False, limit_s: float | None = N
     ranks, store, key = ranks_of(group), default_store(), f"connect/{group.group_name}"
     store.set(f"{key}/{dist.get_rank()}", "")
     came = partial(_came, key)
-    with creation_limit(f"connecting ranks {ranks}", ranks, came, store, limit_s or DEVICE_LIMIT_S):
+    limit_s = limit_s or default_timeout_s(transport_of(group).name)
+    with creation_limit(f"connecting ranks {ranks}", ranks, came, store, limit_s):
         if known is None:
             _sum(group)
         if neighbours:

@@ -25,9 +25,6 @@ from torchdistpackage.errors import CommError
 
 Group = dist.ProcessGroup
 
-HOST_LIMIT_S, DEVICE_LIMIT_S = 1800.0, 600.0
-"""torch's own limits for operations of gloo and of NCCL."""
-
 _complete: WeakKeyDictionary[Group, tuple[dist.Store, str]] = WeakKeyDictionary()
 """Group -> the key that its last member sets once it has the group, too, and in which store."""
 _LATE_S = 2.0
@@ -62,7 +59,7 @@ def create(
     # only a back end that is asked to connects when it is made
     eager = connects and backend is None and transport.device_type == "cuda"
     came, what = partial(_came, members, times), f"the group of ranks {key}"
-    longest_s = limit_s or (DEVICE_LIMIT_S if transport.queued else HOST_LIMIT_S)
+    longest_s = limit_s or default_timeout_s(backend or transport.name)
     with (
         creation_limit(what, key, came, store, longest_s),
         _named(called),
@@ -111,6 +108,13 @@ def default_store() -> dist.Store:
 def is_alive(group: Group | None) -> bool:
     """Whether torch still knows the group: companions may be of a world that ended."""
     return group in dist.distributed_c10d._world.pg_map
+
+
+def default_timeout_s(backend: str) -> float:
+    """The limit that torch gives an operation of a new group: longer than steps need, but for
+    NCCL, whose watchdog ends the process, not so long that a stuck job holds its nodes for hours.
+    """
+    return dist.distributed_c10d._get_default_timeout(dist.Backend(backend)).total_seconds()
 
 
 def _came(members: str, times: int, store: dist.Store, rank: int) -> bool:

@@ -45,6 +45,8 @@ def creation_limit(
     timer.start()
     try:
         yield
+    except CommError:  # it says what is wrong
+        raise
     except RuntimeError as error:
         if text := wait.absent():
             raise CommError(text) from error
@@ -79,6 +81,7 @@ class _Wait:
     ):
         self._what, self._ranks, self._has_come = what, ranks, has_come
         self._store, self._limit_s, self.ended = store, limit_s, False
+        self._since_s = time.monotonic()
 
     def absent(self) -> str:
         """Who has not come, as far as the store says; "" where nobody is known to be absent."""
@@ -110,9 +113,10 @@ class _Wait:
         many = "s" * (len(absent) > 1)
         listed = ", ".join(absent[:_NAMED]) + ", ..." * (len(absent) > _NAMED)
         return (
-            f"{self._what}: {len(absent)} of {len(self._ranks)} ranks did not come within the time "
-            f"limit of {self._limit_s:g} s (rank{many} {listed}); see what they do instead, and "
-            f"whether all ranks ask for their groups in one order"
+            f"{self._what}: {len(absent)} of {len(self._ranks)} ranks did not come in "
+            f"{time.monotonic() - self._since_s:.1f} s, with a time limit of {self._limit_s:g} s "
+            f"(rank{many} {listed}); see what they do instead, and whether all ranks ask for "
+            f"their groups in one order"
         )
 
     def _all_came(self) -> str:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.creation import default_timeout_s
 from torchdistpackage.comm.creation_limit import joins_within
 from torchdistpackage.comm.devices import agree_on_device, publish_gpu
 from torchdistpackage.comm.record import calls
@@ -139,13 +140,6 @@ def leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     calls.forget_all()
-
-
-def default_timeout_s(backend: str) -> float:
-    """The limit that torch gives an operation of a new group: longer than steps need, but for
-    NCCL, whose watchdog ends the process, not so long that a stuck job holds its nodes for hours.
-    """
-    return dist.distributed_c10d._get_default_timeout(dist.Backend(backend)).total_seconds()
 
 
 def find_free_port() -> str:
