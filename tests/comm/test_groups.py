@@ -54,6 +54,7 @@ def ended_at_once(comes_back: bool) -> None:
     made.destroy()
 
 
+@pytest.mark.own_transport("gloo breaks a group that one end has left")
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_a_group_does_not_end_while_a_member_is_still_making_it(ranks, comes_back):
     ranks(2).run(ended_at_once, comes_back)
@@ -123,6 +124,7 @@ def the_device_it_is_asked_for(folder: str) -> None:
         made.destroy()
 
 
+@pytest.mark.own_transport("brings a back end of its own")
 def test_a_group_gets_its_device_where_it_connects_at_once(ranks, tmp_path):
     ranks(2).run(the_device_it_is_asked_for, str(tmp_path))
 
@@ -169,6 +171,7 @@ def connects_in_order(folder: str) -> None:
         assert ("all_reduce", tuple(range(6))) not in log
 
 
+@pytest.mark.own_transport("brings a back end of its own")
 def test_groups_connect_in_the_order_in_which_they_are_made(ranks, tmp_path):
     ranks(6).run(connects_in_order, str(tmp_path))
 
@@ -185,6 +188,7 @@ def connects_later(folder: str) -> None:
         assert not {("all_reduce", alone), ("all_reduce", model)} & {*log}
 
 
+@pytest.mark.own_transport("brings a back end of its own")
 def test_what_few_calls_use_is_not_connected(ranks, tmp_path):
     ranks(8).run(connects_later, str(tmp_path))
 
@@ -213,6 +217,7 @@ def pipeline_of_three(folder: str, order: str, num_stages: int) -> None:
         first_messages_of(log, order, num_stages)
 
 
+@pytest.mark.own_transport("brings a back end of its own")
 @pytest.mark.parametrize(("order", "num_stages"), [("1f1b", 3), ("interleaved", 6)])
 def test_a_pipeline_connects_before_its_first_message(ranks, tmp_path, order, num_stages):
     ranks(3).run(pipeline_of_three, str(tmp_path), order, num_stages)
@@ -230,6 +235,7 @@ def messages_of_a_pair(folder: str) -> None:
             assert room.item() == 6.0 - dist.get_rank()
 
 
+@pytest.mark.own_transport("brings a back end of its own")
 def test_a_pair_of_three_may_talk_alone(ranks, tmp_path):
     ranks(3).run(messages_of_a_pair, str(tmp_path))
 
@@ -241,5 +247,6 @@ def of_other_ranks(folder: str) -> None:
             connect(dist.group.WORLD)
 
 
+@pytest.mark.own_transport("brings a back end of its own")
 def test_a_communicator_of_other_ranks_is_noticed(ranks, tmp_path):
     ranks(2).run(of_other_ranks, str(tmp_path))
