@@ -31,6 +31,7 @@ HOST = (
     "parallel/tensor/embedding.py:check_ids",
     "train/corpus.py",
     "train/data.py",
+    "train/result.py:Issued",
 )
 """Files of the package, or functions in them, that read host memory: of a companion group for it,
 of a file, of a generator or a batch that is there, or of a copy that left the device before the

@@ -70,6 +70,17 @@ def test_the_folder_holds_the_measured_step_below_the_predicted_one(ranks, tmp_p
     assert sum(map(len, plan.stages)) == len(plan.pieces)
 
 
+def test_where_the_host_runs_ahead_a_recording_is_read_when_the_next_step_is_issued(pool, tmp_path):
+    """By then the executor is at that step, of which it records nothing."""
+    extra = ["parallel.data=1", "train.steps=7", "log.every=4"]
+    told = pool(2).run(whole_run, extra, str(tmp_path), transport="late")
+    assert [steps for steps, _ in told] == [[4, 7]] * 2
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows if "pipeline" in row] == [4, 7]
+    costs = read_costs(tmp_path / "costs.yaml").of(2)
+    assert min(*costs.forward, *costs.backward) > 0
+
+
 def test_without_a_pipeline_nothing_is_recorded(ranks, tmp_path):
     (told,) = ranks(1).run(whole_run, ["parallel.pipe=1"], str(tmp_path))
     assert told == ([], ()) and not (tmp_path / "pipeline.svg").exists()

@@ -119,7 +119,7 @@ class Trainer:
         totals = self.accumulate(step, record=record)
         timing = self.executor.clock.timing() if measure else None
         # a device is still at it, and its host does not wait: then it is told when it is read
-        later = timing if self.device.type != "cpu" else None
+        later = timing if self.runs_ahead else None
         busy = busy_share(timing) if timing is not None and later is None else 0.0
         with phases("optimizer"):
             power, norms = self.update.measure()

@@ -50,8 +50,8 @@ def of_pipeline(schedule: str, data: int, loss_scale: bool) -> dict[str, int]:
         *((schedule, 2, True) for schedule in ("1f1b", "zb-h1")),
     ],
 )
-def test_a_steady_step_of_a_pipeline_reads_nothing(ranks, schedule, data, loss_scale):
-    found = ranks(2 * data).run(of_pipeline, schedule, data, loss_scale, transport="late")
+def test_a_steady_step_of_a_pipeline_reads_nothing(pool, schedule, data, loss_scale):
+    found = pool(2 * data).run(of_pipeline, schedule, data, loss_scale, transport="late")
     assert found == [{}] * 2 * data
 
 
@@ -77,8 +77,8 @@ def of_functions() -> dict[str, int]:
     return dict(found.found)
 
 
-def test_a_steady_step_of_forward_backward_reads_nothing(ranks):
-    assert ranks(2).run(of_functions, transport="late") == [{}, {}]
+def test_a_steady_step_of_forward_backward_reads_nothing(pool):
+    assert pool(2).run(of_functions, transport="late") == [{}, {}]
 
 
 def sends_of_a_step() -> tuple[int, list[str], bool]:
@@ -126,8 +126,8 @@ def sends_of_a_step() -> tuple[int, list[str], bool]:
     return sum(sent.values()), early, kept[0]
 
 
-def test_a_queue_that_computes_waits_for_no_send_before_the_end(ranks):
-    found = ranks(4).run(sends_of_a_step, transport="late")
+def test_a_queue_that_computes_waits_for_no_send_before_the_end(pool):
+    found = pool(4).run(sends_of_a_step, transport="late")
     assert [early for _, early, _ in found] == [[]] * 4
     assert not any(kept for _, _, kept in found), "the queue keeps what was sent, not the flight"
     assert found[0][0] >= 3, "a warm-up of more sends than the host would keep"
@@ -161,6 +161,6 @@ def copies_of_the_scale() -> int:
     return copies.num
 
 
-def test_a_loss_scale_on_the_host_is_copied_for_no_microbatch(ranks):
+def test_a_loss_scale_on_the_host_is_copied_for_no_microbatch(pool):
     """In a dtype of its own, so that a copy here is what one from the host is on a device."""
-    assert ranks(1).run(copies_of_the_scale) == [0]
+    assert pool(1).run(copies_of_the_scale) == [0]
