@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from torchdistpackage.comm import checking
 from torchdistpackage.comm import primitives as p
 from torchdistpackage.comm.checking import checked_calls
 from torchdistpackage.comm.groups import Groups
@@ -12,6 +13,7 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
 
 ROWS = torch.ones(3, 2)
+TAGS = checking._SENDS, checking._RECEIVES
 
 DIFFERENT = {
     "shape": lambda g, odd: p.all_reduce(torch.ones(3, 3) if odd else ROWS, g),
@@ -118,6 +120,38 @@ def both_ways_and_round() -> None:
 
 def test_right_messages_pass(ranks):
     ranks(3).run(both_ways_and_round)
+
+
+def without_tags(case: str) -> str:
+    """As on NCCL, which takes a message for the next one of its pair, whatever the tag."""
+    rank = dist.get_rank()
+    group = Groups(rank).of((0, 1), use="tags")
+    peer = 1 - rank
+    checking._SENDS = checking._RECEIVES = 0
+    try:
+        with checked_calls():
+            post = Post(group)
+            if case == "both ways":  # each rank lists what it sends first
+                post.send([torch.ones(5 if rank else 3)], peer)
+                post.receive([torch.empty(3 if rank else 5)], peer)
+            else:
+                post.send([torch.ones(3)], peer)
+            post.go().wait()
+    except CommError as error:
+        return str(error)
+    finally:
+        checking._SENDS, checking._RECEIVES = TAGS
+    return "fits"
+
+
+def test_what_two_ranks_say_of_messages_is_not_mixed_up_where_tags_are_ignored(ranks):
+    assert ranks(2).run(without_tags, "both ways") == ["fits", "fits"]
+
+
+def test_two_ranks_that_both_send_are_told_so(ranks):
+    first, second = ranks(2).run(without_tags, "both send")
+    assert "rank 0 is about to send float32[3], rank 1 to send float32[3]" in first
+    assert "rank 1 is about to send float32[3], rank 0 to send float32[3]" in second
 
 
 def nobody_comes() -> list[str]:

@@ -22,6 +22,8 @@ class Transport:
     direct: parts of a collective go by point-to-point messages, each with a time limit.
     averages: ReduceOp.AVG is there for floats.
     device_type: where tensors must be.
+    beside: the back end of a group of the same ranks for what is in host memory, where calls of
+        this one are queued.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Transport:
     direct: bool = False
     averages: bool = False
     device_type: str = "cpu"
+    beside: str = "gloo"
 
 
 GLOO = Transport("gloo", direct=True)
@@ -85,4 +88,4 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     """Where tensors for this group live: my GPU under NCCL, else the CPU."""
     if transport_of(group).device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return torch.device(transport_of(group).device_type)

@@ -19,8 +19,8 @@ from torchdistpackage.errors import CommError
 
 TEXT_BYTES = 192
 """What a side says of a call; longer texts are cut."""
-_TAG = 0x7DD
-"""Of what is compared, apart from all data."""
+_SENDS, _RECEIVES = 0x7DD, 0x7DE
+"""Tags of what a sender says and what a receiver says, apart from all data."""
 
 
 @contextmanager
@@ -91,13 +91,14 @@ def agree_messages(group: dist.ProcessGroup, messages: Sequence[tuple[str, Tenso
     device, me = device_of(group), dist.get_rank()
     # both sides of a pair in one order, what goes up first: NCCL knows no tags
     messages = sorted(messages, key=lambda m: (m[0] == "send") != (me < m[2]))
-    tag = _TAG if calls.line(group).direct else 0
-    told = [f"{dtype_name(x.dtype)}{list(x.shape)}" for _, x, _ in messages]
+    tags = (_SENDS, _RECEIVES) if calls.line(group).direct else (0, 0)
+    told = [f"{what} {dtype_name(x.dtype)}{list(x.shape)}" for what, x, _ in messages]
     rooms = [torch.empty(TEXT_BYTES, dtype=torch.uint8, device=device) for _ in messages]
     operations: list[dist.P2POp] = []
-    for (_, _, peer), room, text in zip(messages, rooms, told, strict=True):
-        operations.append(dist.P2POp(dist.irecv, room, peer, group, tag))
-        operations.append(dist.P2POp(dist.isend, _written(text).to(device), peer, group, tag))
+    for (what, _, peer), room, text in zip(messages, rooms, told, strict=True):
+        here, there = tags if what == "send" else reversed(tags)
+        operations.append(dist.P2POp(dist.irecv, room, peer, group, there))
+        operations.append(dist.P2POp(dist.isend, _written(text).to(device), peer, group, here))
     limit = calls.line(group).limit
     try:
         for work in dist.batch_isend_irecv(operations) if operations else ():
@@ -109,10 +110,9 @@ def agree_messages(group: dist.ProcessGroup, messages: Sequence[tuple[str, Tenso
             f"({', '.join(told)}); whoever did not come says why: {error}"
         ) from error
     wrong = [
-        f"rank {me} is about to {what} {mine}, rank {peer} to "
-        f"{'receive' if what == 'send' else 'send'} {theirs}"
-        for (what, _, peer), mine, theirs in zip(messages, told, map(_read, rooms), strict=True)
-        if mine != theirs
+        f"rank {me} is about to {mine}, rank {peer} to {theirs}"
+        for (_, _, peer), mine, theirs in zip(messages, told, map(_read, rooms), strict=True)
+        if theirs != _mirrored(mine)
     ]
     if wrong:
         raise CommError(
@@ -159,6 +159,12 @@ def _difference(group: dist.ProcessGroup, texts: list[str]) -> CommError:
 
 def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}:" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}:"
+
+
+def _mirrored(told: str) -> str:
+    """What the peer says of the message of which this rank says `told`."""
+    what, _, of = told.partition(" ")
+    return f"{'receive' if what == 'send' else 'send'} {of}"
 
 
 def _written(text: str) -> Tensor:

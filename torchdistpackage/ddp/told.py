@@ -5,14 +5,15 @@ held its listener, and so the model, would keep both for ever; these hold it wea
 """
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from weakref import ReferenceType, WeakSet, finalize, ref
+from weakref import WeakSet, finalize, ref
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.streams import Heard, on_one_stream
 from torchdistpackage.errors import CommError
 
 
@@ -25,7 +26,7 @@ class Told:
 
     def __init__(
         self,
-        heard: Callable[[ReferenceType, int, Tensor], None],
+        heard: Heard,
         listener: object,
         parameters: Sequence[nn.Parameter],
         *,
@@ -33,6 +34,7 @@ class Told:
     ):
         me, self.alone = ref(listener), alone
         self._ids = frozenset(map(id, parameters))
+        heard = on_one_stream(heard, parameters)
         handles = [
             p.register_post_accumulate_grad_hook(partial(heard, me, i))
             for i, p in enumerate(parameters)

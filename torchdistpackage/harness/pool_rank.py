@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torchdistpackage.comm.runtime import leave
 from torchdistpackage.harness.late import group
 from torchdistpackage.harness.late.orders import LATE, is_late
+from torchdistpackage.harness.late.strict import strictness
 from torchdistpackage.harness.late.world import world
 from torchdistpackage.harness.pool_job import Answer, Job
 from torchdistpackage.launch.failure import Failure
@@ -112,7 +113,8 @@ class _Worker:
     def _call(self, job: Job) -> object:
         if not is_late(job.transport):
             return load_and_call(job.reference, job.args)
-        with world.job(job.transport, self._rank):  # ends while what is returned is still held
+        # the job ends while what is returned is still held
+        with world.job(job.transport, self._rank), strictness(job.transport):
             return load_and_call(job.reference, job.args)
 
     def _clean(self, job: Job) -> None:

@@ -222,6 +222,8 @@ class LateGroup(dist.ProcessGroup):
     def _queue(self, operation: str, is_async: bool, begin, reads, writes, finish) -> LateWork:
         self._num_issued += 1
         name = f"{operation} (number {self._num_issued}) over ranks {self._ranks}"
+        if world.strict is not None:
+            world.strict.check(name, operation, [*reads, *writes])
         written = {id(x) for x in writes}
         read = {id(x): x for x in reads if id(x) not in written}
         guards = [Guard(x, False) for x in read.values()] + [Guard(x, True) for x in writes]

@@ -25,6 +25,7 @@ _OTHER = 0x7F  # NaN in each of the float8 formats
 
 
 GIVEN_BACK = "its memory was given back while in flight"
+READ = "it was read before wait()"
 WRITTEN = "it was written to while in flight"
 CHANGED = "its input was changed while in flight"
 

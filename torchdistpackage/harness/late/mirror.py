@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torchdistpackage.comm.runtime import leave
 from torchdistpackage.harness.late import group
 from torchdistpackage.harness.late.orders import LATE
+from torchdistpackage.harness.late.strict import strictness
 from torchdistpackage.harness.late.world import world
 
 
@@ -26,7 +27,7 @@ def mirror(world_size: int, rank: int = 0, transport: str = LATE) -> Iterator[No
     group._mirrored.append(rank)
     try:
         dist.init_process_group(LATE, store=dist.HashStore(), rank=rank, world_size=world_size)
-        with world.job(transport, rank):
+        with world.job(transport, rank), strictness(transport):
             yield
     except BaseException as error:
         error.add_note(f"transport: {transport}")

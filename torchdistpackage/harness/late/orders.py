@@ -4,6 +4,7 @@
     late:early  a call completes when it is issued, or as soon as its peers have come
     late:7      at each issue and each wait, seed 7 decides for each group whether the next call
                 of its queue completes
+    late,strict any of them, and tensors in host memory are refused (strict.py)
 
 A token replays its order: decisions depend on the seed, the rank and their number alone.
 """
@@ -38,15 +39,20 @@ class Order:
 
     token: str
     rank: int = 0
+    strict: bool = field(default=False, init=False)
     _draws: random.Random | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        name, _, how = self.token.partition(":")
-        if name != LATE or (":" in self.token and how != "early" and not how.isdecimal()):
+        order, comma, more = self.token.partition(",")
+        name, colon, how = order.partition(":")
+        known = not colon or how == "early" or how.isdecimal()
+        if name != LATE or not known or more != ("strict" if comma else ""):
             raise ConfigError(
                 f"transport {self.token!r} is not known; use gloo, late, late:early, or late:N "
-                f"with a whole number N as the seed of an order of completion"
+                f"with a whole number N as the seed of an order of completion, each of the last "
+                f"three also followed by ,strict"
             )
+        self.strict = bool(comma)
         self._early = how == "early"
         if how.isdecimal():
             self._draws = random.Random(f"{how}/{self.rank}")

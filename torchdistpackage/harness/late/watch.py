@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchdistpackage.errors import RaceError
 from torchdistpackage.harness.late.call import Call, issued_at
-from torchdistpackage.harness.late.guard import CHANGED, WRITTEN, Guard, span
+from torchdistpackage.harness.late.guard import CHANGED, READ, WRITTEN, Guard, span
 
 _METADATA = {
     "as_strided_", "detach_", "empty_like", "full_like", "is_pinned", "is_same_size", "new_empty",
@@ -60,7 +60,7 @@ def _look(calls: list[Call], func, x: Tensor, writes: bool) -> None:
 
 
 def _raise(call: Call, guard: Guard, func, writes: bool) -> None:
-    found = "it was read while in flight"
+    found = READ
     if writes:
         found = WRITTEN if guard.written else CHANGED
     raise RaceError(

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+from torch import Tensor
+
 from torchdistpackage.errors import RaceError
 from torchdistpackage.harness.late.call import Call
 from torchdistpackage.harness.late.guard import Guard
@@ -22,14 +24,21 @@ class Queue(Protocol):
     def deliver_next(self) -> None: ...
 
 
+class Strictness(Protocol):
+    """Looks at the tensors of a call (strict.py)."""
+
+    def check(self, name: str, operation: str, tensors: Sequence[Tensor]) -> None: ...
+
+
 class World:
     """Use the instance of this module, `world`."""
 
     def __init__(self) -> None:
+        self.strict: Strictness | None = None
         self._begin(LATE, 0)
 
     def _begin(self, token: str, rank: int) -> None:
-        self._order, self._queues = Order(token, rank), list[Queue]()
+        self._order, self.queues = Order(token, rank), list[Queue]()
         self._open: list[Call] = []
 
     @contextmanager
@@ -46,7 +55,7 @@ class World:
         self._begin(LATE, 0)
 
     def _in_flight(self) -> list[Call]:
-        return [call for queue in self._queues for call in queue.calls]
+        return [call for queue in self.queues for call in queue.calls]
 
     def _look_for_lost(self) -> None:
         self._open = [call for call in self._open if not call.done]
@@ -60,13 +69,13 @@ class World:
 
     def issued(self, queue: Queue, call: Call) -> None:
         self._open.append(call)
-        if queue not in self._queues:
-            self._queues.append(queue)
+        if queue not in self.queues:
+            self.queues.append(queue)
 
     def forget(self, queue: Queue) -> None:
         """A group ends."""
-        if queue in self._queues:
-            self._queues.remove(queue)
+        if queue in self.queues:
+            self.queues.remove(queue)
 
     def draw(self) -> None:
         """Complete calls ahead of their wait, as the order has it.
@@ -77,7 +86,7 @@ class World:
         self._look_for_lost()
         if self._order.at_wait_only:
             return
-        for queue in self._queues:
+        for queue in self.queues:
             while queue.calls and self._order.completes():
                 if not queue.calls[0].transfer.is_ready(_PATIENCE_S):
                     break
@@ -91,7 +100,7 @@ class World:
         Raises:
             RaceError: another group's call holds one.
         """
-        for queue in self._queues:
+        for queue in self.queues:
             while last := next((c for c in queue.calls if _meets(c, guards)), None):
                 if queue is not own:
                     raise RaceError(
