@@ -11,8 +11,6 @@ from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.shared import Shared
 from torchdistpackage.ddp.zero.rows import Heads
 
-pytestmark = pytest.mark.own_transport("embedding_rows is refused where calls are queued")
-
 VOCAB, DIM, STEPS = 40, 4, 3
 
 

@@ -199,7 +199,6 @@ def wrapped_again() -> None:
         assert not net[1].weight._post_accumulate_grad_hooks
 
 
-@pytest.mark.own_transport("embedding_rows is refused where calls are queued")
 def test_a_wrapper_that_is_dropped_goes_with_its_hooks(ranks):
     ranks(2).run(wrapped_again)
 

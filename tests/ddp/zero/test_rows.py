@@ -13,8 +13,6 @@ from tests.ddp.zero.beside_one_process import TINY, adamw, batches, compare, exp
 from torchdistpackage.comm.record import calls
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 
-pytestmark = pytest.mark.own_transport("embedding_rows is refused where calls are queued")
-
 VOCAB, DIM = 42, 3
 
 
