@@ -12,8 +12,9 @@ from tests.comm.blocking import NAME, Log, blocking_world
 from tests.parallel.pipeline.whole_model import DIM
 from torchdistpackage.comm import creation
 from torchdistpackage.comm.backends import Transport
+from torchdistpackage.comm.companions import on_cpu
 from torchdistpackage.comm.connections import connect
-from torchdistpackage.comm.groups import Groups, on_cpu
+from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.p2p import Post
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.compat.tplib import create_group_and_assign

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchdistpackage.comm import groups, objects, primitives
+from torchdistpackage.comm import companions, objects, primitives
+from torchdistpackage.comm.record import calls
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError, LayoutError
 
@@ -200,16 +201,21 @@ def beside_gpus() -> None:
         return bare(x, source, group=group, **kwargs)
 
     with patch.context() as p:
-        p.setattr(groups, "is_queued", lambda g: g is tpc_group)
+        p.setattr(companions, "is_queued", lambda g: g is tpc_group)
         p.setattr(dist, "broadcast", seen)
-        twin = groups.on_cpu(group)
+        twin = companions.on_cpu(group)
         assert twin is not group and primitives.ranks_of(twin) == primitives.ranks_of(group)
-        assert groups.on_cpu(group) is twin and groups.on_cpu(twin) is twin
+        assert companions.on_cpu(group) is twin and companions.on_cpu(twin) is twin
         got = objects.broadcast_tensor_dict({"x": torch.arange(3)}, group)
         assert got["x"].tolist() == [0, 1, 2]
         assert used == [("broadcast", id(twin))]
+        # pickled objects too, whose sizes torch would read from the device one by one
+        members, before = primitives.ranks_of(group), calls.line(twin).issued
+        assert primitives.gather_objects(dist.get_rank(), group) == list(members)
+        assert primitives.broadcast_object(dist.get_rank(), group, members[1]) == members[1]
+        assert calls.line(group).issued == 0 and calls.line(twin).issued == before + 2
         tpc.destroy()  # and what was made for its groups
-        assert group not in groups._on_cpu
+        assert group not in companions._on_cpu
         assert twin not in dist.distributed_c10d._world.pg_map
 
 

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from tests.comm.test_slices import there_and_back
-from torchdistpackage.comm import groups, slices
+from torchdistpackage.comm import companions, slices
 from torchdistpackage.comm import primitives as p
-from torchdistpackage.comm.groups import Groups, make_twins, twin_of
+from torchdistpackage.comm.companions import make_twins, twin_of
+from torchdistpackage.comm.groups import Groups
 from torchdistpackage.errors import CommError
 
 pytestmark = pytest.mark.own_transport("gloo's second connection")
@@ -80,10 +81,10 @@ def ended() -> None:
     dist.destroy_process_group(twin_of(other))
     made.set_timeout(80)  # of those that there are
     assert twin._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 80
-    groups._twins.pop(other)
+    companions._twins.pop(other)
     dist.barrier()
     made.destroy()
-    assert twin not in dist.distributed_c10d._world.pg_map and group not in groups._twins
+    assert twin not in dist.distributed_c10d._world.pg_map and group not in companions._twins
 
 
 def test_a_twin_ends_with_its_group(ranks):

@@ -61,7 +61,7 @@ def post_receives(
 ) -> list[dist.Work]:
     """parts[i] from rank i of the group, except mine.
 
-    down: a group of the same ranks (groups.py, `make_twins`) for what goes from a rank to one
+    down: a group of the same ranks (companions.py, `make_twins`) for what goes from a rank to one
     before it, None: the same. Whoever posts on a connection waits while gloo reads from it, which
     may be for long where all cores compute; so traffic that is to hide behind computation has a
     connection for each way.

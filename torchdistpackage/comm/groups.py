@@ -6,17 +6,14 @@ group. Members alone take part in making a group, and wait for each other, so al
 their groups in one order: that of layout/groups.py.
 """
 
-from collections.abc import Iterable, MutableMapping, Sequence
-from weakref import WeakKeyDictionary
+from collections.abc import Iterable, Sequence
 
-import torch
 import torch.distributed as dist
 
+from torchdistpackage.comm.companions import companions, leave_cpu, leave_twin, on_cpu
 from torchdistpackage.comm.connections import connect
 from torchdistpackage.comm.creation import create, end, is_alive
-from torchdistpackage.comm.io_threads import yield_cores
-from torchdistpackage.comm.primitives import Group, is_queued, ranks_of, set_timeout
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.primitives import Group, set_timeout
 from torchdistpackage.errors import CommError
 from torchdistpackage.layout.groups import Creation
 from torchdistpackage.topology.mesh import Mesh
@@ -79,7 +76,7 @@ class Groups:
     def set_timeout(self, seconds: float) -> None:
         """Time limit of every later operation, on the default group too."""
         self._timeout_s = seconds
-        for group in (_world(), *self._made.values(), *_on_cpu.values(), *_twins.values()):
+        for group in (_world(), *self._made.values(), *companions()):
             if is_alive(group):  # companions may be of a world that ended
                 set_timeout(group, seconds)
 
@@ -99,70 +96,3 @@ class Groups:
 
 def _world() -> Group | None:
     return dist.group.WORLD if dist.is_initialized() else None
-
-
-_on_cpu: WeakKeyDictionary[Group, Group] = WeakKeyDictionary()
-"""Group of GPUs -> the gloo group of the same ranks."""
-_twins: WeakKeyDictionary[Group, Group] = WeakKeyDictionary()
-"""Gloo group -> another of the same ranks, over connections of its own."""
-
-
-def on_cpu(group: Group) -> Group:
-    """A group of the same ranks that moves what is in host memory: `group` itself unless NCCL.
-
-    Made when all of its ranks ask for the first time, and ended with `group` or by `leave_cpu`.
-    """
-    if not is_queued(group):
-        return group
-    return _companion(group, _on_cpu, "cpu", None)
-
-
-def make_twins(groups: Iterable[Group]) -> None:
-    """For each gloo group of several ranks another one of the same ranks, over other connections.
-
-    All members call it, for whichever groups they are in. A twin ends with its group.
-
-    Raises:
-        CommError: a member did not come within the time limit of its group.
-    """
-    by_ranks = {ranks_of(group): group for group in groups}
-    for ranks in sorted(by_ranks):  # one order on all ranks (layout/groups.py)
-        group = by_ranks[ranks]
-        if len(ranks) > 1 and calls.line(group).direct:
-            limit = group._get_backend(torch.device("cpu")).options._timeout
-            _companion(group, _twins, "twin", limit.total_seconds())
-            yield_cores()  # it is in no record, where others come by
-
-
-def twin_of(group: Group) -> Group | None:
-    """What `make_twins` made for `group`."""
-    return _twins.get(group)
-
-
-def leave_cpu(group: Group) -> None:
-    """End what `on_cpu` made for `group`, if it made one, and that one's twin."""
-    if group in _on_cpu:
-        leave_twin(_on_cpu[group])
-    _leave(group, _on_cpu)
-
-
-def leave_twin(group: Group) -> None:
-    """End the twin of `group`, if it has one."""
-    _leave(group, _twins)
-
-
-def _companion(
-    group: Group, among: MutableMapping[Group, Group], use: str, limit_s: float | None
-) -> Group:
-    if group not in among:
-        ranks = ranks_of(group)
-        try:
-            among[group] = create(ranks, use, limit_s=limit_s, backend="gloo")
-        except RuntimeError as error:
-            raise CommError(f"ranks {ranks} could not make a second group: {error}") from error
-    return among[group]
-
-
-def _leave(group: Group, among: MutableMapping[Group, Group]) -> None:
-    if (made := among.pop(group, None)) is not None:
-        end(made)

@@ -8,7 +8,7 @@ that nobody stops a device to read it.
 import torch
 
 from torchdistpackage.comm.backends import require_host_memory
-from torchdistpackage.comm.groups import on_cpu
+from torchdistpackage.comm.companions import on_cpu
 from torchdistpackage.comm.messages import (
     Description,
     decode,

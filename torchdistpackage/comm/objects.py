@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.arguments import as_dim, as_group
-from torchdistpackage.comm.groups import on_cpu
+from torchdistpackage.comm.companions import on_cpu
 from torchdistpackage.comm.p2p import start_receive, start_send
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import CommError

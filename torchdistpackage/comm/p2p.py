@@ -204,7 +204,7 @@ class Wire:
     The k-th `send` to a rank meets its k-th `receive` from this one. Tensors are contiguous, of
     plain dtypes, and want no gradient (`wire.as_moved`). tag: messages of another one are apart.
     down: a group of the same ranks, on all of them, for what goes to a rank before the sender
-    (`groups.make_twins`): whoever posts on a connection waits while gloo reads from it.
+    (`companions.make_twins`): whoever posts on a connection waits while gloo reads from it.
     """
 
     __slots__ = ("_issue", "_line", "_tag", "_timeout")

@@ -18,6 +18,7 @@ from torchdistpackage.comm.backends import is_nccl as is_nccl
 from torchdistpackage.comm.backends import is_queued as is_queued
 from torchdistpackage.comm.backends import require_host_memory
 from torchdistpackage.comm.backends import transport_of as transport_of
+from torchdistpackage.comm.companions import on_cpu
 from torchdistpackage.comm.exchange import GATHERED, SUMMED, exchange
 from torchdistpackage.comm.issue import NOTHING, Go, Result, later, now
 from torchdistpackage.comm.pending import Pending
@@ -163,11 +164,11 @@ def barrier(group: Group | None = None) -> None:
 
 
 def gather_objects(value: object, group: Group | None = None) -> list[object]:
-    """Small values of every rank, in group order."""
+    """Small values of every rank, in group order; no device is waited for."""
     group = _whole(group)
     values: list[object] = [value] * group.size()
     if group.size() > 1:
-        now("gather_objects", group, None, (), None, dist.all_gather_object, values, value)
+        now("gather_objects", on_cpu(group), None, (), None, dist.all_gather_object, values, value)
     return values
 
 
@@ -179,7 +180,7 @@ def broadcast_object(
     if group.size() > 1:
         source = source_in(group, source)
         send = dist.broadcast_object_list
-        now("broadcast_object", group, None, (source,), None, send, box, source)
+        now("broadcast_object", on_cpu(group), None, (source,), None, send, box, source)
     return box[0]
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchdistpackage.comm.backends import require_host_memory
+from torchdistpackage.comm.companions import twin_of
 from torchdistpackage.comm.exchange import (
     EXPECTED_GATHERED,
     EXPECTED_SUMMED,
@@ -26,7 +27,6 @@ from torchdistpackage.comm.exchange import (
     post_receives,
     post_sends,
 )
-from torchdistpackage.comm.groups import twin_of
 from torchdistpackage.comm.issue import later
 from torchdistpackage.comm.pending import Pending
 from torchdistpackage.comm.primitives import gather_into, scatter_into

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.groups import on_cpu
+from torchdistpackage.comm.companions import on_cpu
 from torchdistpackage.comm.objects import broadcast_tensor_dict, broadcast_tensors
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.ddp.naive_ddp import NaiveDDP

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchdistpackage.comm.groups import on_cpu
+from torchdistpackage.comm.companions import on_cpu
 from torchdistpackage.comm.p2p import send, start_receive
 from torchdistpackage.comm.primitives import Group, Pending, ranks_of
 

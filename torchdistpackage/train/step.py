@@ -15,7 +15,7 @@ from torch import Tensor
 from torchdistpackage.checkpoint.parts import Place
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.backends import is_queued
-from torchdistpackage.comm.groups import on_cpu
+from torchdistpackage.comm.companions import on_cpu
 from torchdistpackage.comm.messages import Message
 from torchdistpackage.comm.on_host import OnHost
 from torchdistpackage.comm.tpc import tpc

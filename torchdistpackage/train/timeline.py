@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import cast
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.groups import on_cpu
+from torchdistpackage.comm.companions import on_cpu
 from torchdistpackage.comm.primitives import ranks_of
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.parallel.pipeline.recording import Recording

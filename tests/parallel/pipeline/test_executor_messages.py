@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.comm.test_twins import each_way, noted
 from tests.parallel.pipeline.whole_model import DIM, batch, chain, same, same_gradients
 from torchdistpackage.comm.checking import checked_calls
-from torchdistpackage.comm.groups import Groups, twin_of
+from torchdistpackage.comm.companions import twin_of
+from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.headers import Headers
 from torchdistpackage.comm.record import calls
 from torchdistpackage.errors import CommError

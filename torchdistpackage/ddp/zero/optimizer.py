@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchdistpackage.comm.groups import make_twins
+from torchdistpackage.comm.companions import make_twins
 from torchdistpackage.comm.primitives import Group, is_queued
 from torchdistpackage.comm.world import world
 from torchdistpackage.ddp.bucket_sizes import MIB, bucket_sizes

@@ -11,7 +11,7 @@ from zlib import crc32
 import torch
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.groups import on_cpu
+from torchdistpackage.comm.companions import on_cpu
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import CommError, ScheduleError
 

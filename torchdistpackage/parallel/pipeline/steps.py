@@ -22,8 +22,8 @@ from itertools import groupby, pairwise
 import torch
 
 from torchdistpackage.comm.backends import is_queued
+from torchdistpackage.comm.companions import make_twins, twin_of
 from torchdistpackage.comm.connections import connect
-from torchdistpackage.comm.groups import make_twins, twin_of
 from torchdistpackage.comm.headers import Headers
 from torchdistpackage.comm.p2p import Flight, Post, Wire
 from torchdistpackage.comm.primitives import Group, ranks_of

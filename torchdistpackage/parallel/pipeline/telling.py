@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.groups import on_cpu
+from torchdistpackage.comm.companions import on_cpu
 from torchdistpackage.comm.p2p import Flight, Wire
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.record import calls
