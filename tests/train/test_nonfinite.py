@@ -134,6 +134,15 @@ def test_nothing_is_updated_and_the_culprit_is_named(ranks, case):
         assert "microbatch 0 is not finite on rank" in text
 
 
+@pytest.mark.parametrize("case", [("pipe2", 1, "loss"), ("zero3", 1, "gradient")])
+def test_where_batches_are_made_ahead_the_step_is_done_again_with_its_own(pool, case):
+    name, rank, how = case
+    size, extra = LAYOUTS[name]
+    skip = "train.on_nonfinite=skip"
+    early = pool(size).run(broken_step, [*extra, skip], rank, how)
+    assert pool(size).run(broken_step, [*extra, skip], rank, how, transport="late") == early
+
+
 def broken_chunk(how: str) -> tuple[str, str]:
     """(what is said, parameter that was hit) of a fault in the second stage of rank 1, stage 2."""
     run = parity.trainer([*BASE, "parallel.pipe=2", "pipeline.schedule=zb-v"])
