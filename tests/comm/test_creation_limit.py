@@ -88,6 +88,9 @@ def nobody_returns(which: str) -> None:
         dist.init_process_group = stuck
         join(here, init_timeout_s=3)
     join(here, init_timeout_s=30)
+    if which == "a group, under another launcher":
+        del os.environ["TDP_FAILURE"]
+        creation_limit.end_processes()
     if here.rank == 1:
         time.sleep(120)
     dist.new_group = stuck
@@ -103,6 +106,16 @@ def test_a_rank_that_we_started_is_ended_and_named():
     assert text.startswith("rank 0 of 2 failed")
     assert "the group of ranks (0, 1): 1 of 2 ranks did not come" in text
     assert f"(rank 1 on {os.uname().nodename})" in text
+
+
+def test_a_rank_that_is_ours_ends_under_another_launcher_too():
+    with pytest.raises(RankError, match="rank 0 of 2 failed: exit code 1"):
+        run_local(
+            nobody_returns,
+            ("a group, under another launcher",),
+            num_procs=2,
+            preload=["torch"],
+        )
 
 
 def test_a_default_group_that_is_not_there_in_time_ends_too():

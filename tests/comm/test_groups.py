@@ -19,6 +19,8 @@ from torchdistpackage.comm.p2p import Post
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.compat.tplib import create_group_and_assign
 from torchdistpackage.errors import CommError
+from torchdistpackage.harness.bench.request import Request
+from torchdistpackage.harness.measure.run import measure
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.schedule.generate import build
 
@@ -239,6 +241,22 @@ def messages_of_a_pair(folder: str) -> None:
 @pytest.mark.own_transport("brings a back end of its own")
 def test_a_pair_of_three_may_talk_alone(ranks, tmp_path):
     ranks(3).run(messages_of_a_pair, str(tmp_path))
+
+
+def bench_of_a_model(folder: str) -> None:
+    """Which nobody connects before: its neighbours are measured pair by pair."""
+    request = Request(("p2p_both",), (64,), over=("model",), iterations=1, warmup=0, alone=1)
+    with blocking_world(folder) as log:
+        tpc.setup_process_groups([("pipe", 2), ("tensor", 2), ("data", 2)])
+        model = tuple(tpc.get_ranks_in_group("model"))
+        assert ("all_reduce", model) not in log
+        assert {row.axis for row in measure(request).rows} == {"model"}
+        assert ("all_reduce", model) in log
+
+
+@pytest.mark.own_transport("brings a back end of its own")
+def test_a_bench_connects_what_it_measures(ranks, tmp_path):
+    ranks(8).run(bench_of_a_model, str(tmp_path))
 
 
 def of_other_ranks(folder: str) -> None:
