@@ -53,13 +53,13 @@ PARTS: dict[str, Part] = {
     "memory": Part(
         "benchmarks.gpu.memory",
         "what the allocator was asked for beside `tdp plan`",
-        60,
+        120,
         PLAIN,
     ),
     "memory_expandable": Part(
         "benchmarks.gpu.memory",
         "the same, and the time of a step, with expandable segments",
-        60,
+        120,
         EXPANDABLE,
     ),
     "step_time": Part(

@@ -100,6 +100,34 @@ def test_all_is_copied_and_launched_on_one_stream_that_waits_for_the_others(rank
                     assert log[i + 2] == ("kept", SIDE, str(MAIN))
 
 
+def test_the_stream_of_a_nested_backward_and_that_around_it_wait_for_each_other(monkeypatch):
+    """As with reentrant checkpoints: a bucket holds gradients that came on either."""
+    machine = Machine()
+    monkeypatch.setattr(streams, "place_of", lambda parameter: 0)
+    monkeypatch.setattr(streams, "current", lambda place: machine.now)
+    monkeypatch.setattr(streams, "stream_of", lambda numbers: Stream(machine, numbers))
+    heard = streams.on_one_stream(
+        lambda me, index, parameter: machine.note("heard"), [torch.ones(1)]
+    )
+    tasks = [(1, MAIN), (2, SIDE), (2, SIDE), (1, SIDE)]
+    for task, machine.now in tasks:
+        monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda task=task: task)
+        heard(None, 0, torch.ones(1))
+    assert [entry[:2] for entry in machine.log] == [
+        ("heard", MAIN),
+        ("wait", SIDE),
+        *[("heard", SIDE)] * 3,
+    ]
+    for task, machine.now in ((3, MAIN), (4, MAIN)):
+        monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda task=task: task)
+        heard(None, 0, torch.ones(1))
+    assert machine.log[5:] == [
+        ("wait", MAIN, SIDE),
+        ("heard", MAIN, None),
+        ("heard", MAIN, None),
+    ]
+
+
 def test_parameters_of_a_cpu_are_heard_of_as_ever():
     def heard(me, index, parameter) -> None: ...
 

@@ -32,6 +32,9 @@ def on_one_stream(heard: Heard, parameters: Iterable[Tensor]) -> Heard:
         here = current(place)
         main = mains.get(place)
         if main is None or main[0] != task:
+            if main is not None and main[1] != here:  # of a backward that this one is nested in,
+                # or nested in it, as checkpoints have them: its gradients lie in the same buckets
+                stream_of(here).wait_stream(stream_of(main[1]))
             main = mains[place] = task, here
         if main[1] == here:  # the usual way: no stream has become an object
             heard(me, index, parameter)
