@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn, optim
 
-from tests.ddp.queued import as_queued
 from tests.ddp.zero.beside_one_process import DIM, adamw, compare
 from torchdistpackage.comm.world import world
 from torchdistpackage.ddp.zero import stepping
@@ -118,25 +117,24 @@ def deep() -> nn.Module:
 
 def few_calls(stage: int, clipped: bool) -> tuple[int, int]:
     """Numbers: of buckets, of calls a step."""
-    with as_queued():
-        compare(deep, world(), stage=stage, steps=3)
-        net = deep()
-        inner = adamw(net)
-        zero = ZeroOptimizer(inner, net, stage=stage, bucket_cap_mb=0.0004)
-        calls = Calls(inner)
-        for _ in range(3):
-            net(torch.ones(1, DIM, dtype=torch.float64)).square().mean().backward()
-            if clipped:
-                clip_grad_norm_(zero, 1.0, group=world())
-            zero.step()
-            zero.zero_grad()
-        zero.finish()
+    compare(deep, world(), stage=stage, steps=3)
+    net = deep()
+    inner = adamw(net)
+    zero = ZeroOptimizer(inner, net, stage=stage, bucket_cap_mb=0.0004)
+    calls = Calls(inner)
+    for _ in range(3):
+        net(torch.ones(1, DIM, dtype=torch.float64)).square().mean().backward()
+        if clipped:
+            clip_grad_norm_(zero, 1.0, group=world())
+        zero.step()
+        zero.zero_grad()
+    zero.finish()
     return len(zero._buckets), len(calls) / 3
 
 
 @pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_on_a_queue_a_step_is_few_calls(ranks, stage: int, clipped: bool):
-    for num_buckets, num_calls in ranks(2).run(few_calls, stage, clipped):
+    for num_buckets, num_calls in ranks(2).run(few_calls, stage, clipped, transport="late"):
         assert num_buckets >= 24
         assert num_calls <= num_buckets.bit_length() + 1
