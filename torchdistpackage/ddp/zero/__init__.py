@@ -11,7 +11,8 @@ One bucket          bucket (all there is of one), shards and held (what the inne
                     a time), parameters with absent (out again, and who waits for them), rows
                     (lookups in a table that a head shares).
 Stage 3             passage (whole only where used), compiled (under torch.compile).
-Elsewhere           copies and offload (host memory), replicas (shards held several times).
+Elsewhere           copies and offload (host memory), on streams and arena; replicas (shards held
+                    several times).
 State               state (as the plain optimizer has it), on forms and gathered.
 ZeRO or all-reduces choose, on measured.
 """

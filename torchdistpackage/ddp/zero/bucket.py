@@ -1,6 +1,7 @@
 """One bucket of ZeRO: its line, its parameters, the carrier of its gradients, my shards of both."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -35,6 +36,11 @@ class Sharded:
     is_whole: bool
     is_rounded: bool
     passes: bool
+
+    def wait(self) -> None:
+        """Until the host may read the sum and write what is stepped, where it keeps them."""
+        self.carrier.wait()
+        self.parameters.wait()
 
     def held(self) -> list[Held]:
         """For each member, who owns what of it."""
@@ -71,10 +77,17 @@ class Cutter:
     _marks: dict[object, Marks] = field(default_factory=dict)
     _copies: dict[torch.device, Copies] = field(default_factory=dict)
 
-    def wait(self) -> None:
-        """Until what has been settled may be read."""
-        for copies in self._copies.values():
-            copies.wait()
+    @contextmanager
+    def stepping(self, buckets: Sequence[Sharded]) -> Iterator[None]:
+        """Around a call that steps these."""
+        for bucket in buckets:
+            bucket.wait()
+        with ExitStack() as around:
+            for copies in self._copies.values():
+                around.enter_context(copies.stepping())
+            yield
+        for bucket in buckets:
+            bucket.carrier.stepped()
 
     def cut(
         self,

@@ -4,6 +4,7 @@ One rule: whoever keeps copies also moves numbers to and from them, so that nobo
 they are.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -11,36 +12,65 @@ from torch import Tensor
 
 
 class Copies(Protocol):
-    """`host` is memory from `keep`, `device` a slice of a bucket."""
+    """`host` is memory from `keep`, `device` a slice of a bucket.
+
+    ahead: buckets whose sums land before one is stepped, so that copies have begun meanwhile.
+    """
+
+    ahead: int
 
     def keep(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """An empty tensor of the shape of `like`."""
         ...
 
     def to_host(self, host: Tensor, device: Tensor) -> None:
-        """Begin to copy; `host` may be read after `wait`, `device` may go at once."""
+        """Begin to copy; `device` may go at once, and be overwritten after `free`."""
         ...
 
     def to_device(self, host: Tensor, device: Tensor) -> None:
         """Copy; what follows on the current stream finds it there."""
         ...
 
-    def wait(self) -> None:
-        """Until everything begun by `to_host` is there."""
+    def here(self, host: Tensor) -> Tensor:
+        """`host` where slices are, to be added to on the current stream."""
+        ...
+
+    def free(self, host: Tensor) -> None:
+        """What follows on the current stream may overwrite what was copied to `host`."""
+        ...
+
+    def wait(self, *hosts: Tensor) -> None:
+        """The host waits until it may read and write these, by default all."""
+        ...
+
+    def stepping(self) -> AbstractContextManager[object]:
+        """Around a step of what is kept here."""
         ...
 
 
 class Beside:
-    """On the device of the slices."""
+    """On the device of the slices, where all is in order on the current stream."""
+
+    ahead = 0
 
     def keep(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.empty_like(like, dtype=dtype)
 
     def to_host(self, host: Tensor, device: Tensor) -> None:
-        host.copy_(device)
+        if host is not device:
+            host.copy_(device)
 
     def to_device(self, host: Tensor, device: Tensor) -> None:
         device.copy_(host)
 
-    def wait(self) -> None:
-        """It is in order on the stream."""
+    def here(self, host: Tensor) -> Tensor:
+        return host
+
+    def free(self, host: Tensor) -> None:
+        """It was copied on the same stream."""
+
+    def wait(self, *hosts: Tensor) -> None:
+        """The host reads nothing."""
+
+    def stepping(self) -> AbstractContextManager[object]:
+        return nullcontext()

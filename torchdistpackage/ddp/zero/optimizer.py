@@ -143,7 +143,7 @@ class ZeroOptimizer(Wrapped):
             optimizer,
             [[shard.tensor for shard in bucket.shards] for bucket in self._buckets],
             one_by_one=offload or not is_queue,
-            stepped=self._is_stepped,
+            around=lambda some: self._cutter.stepping([self._buckets[b] for b in some]),
         )
         lines = [(bucket.line, bucket.parameters.flat) for bucket in self._buckets]
         self._ties = Ties(module, lines, (h.shared for members in self.held for h in members))
@@ -247,9 +247,6 @@ class ZeroOptimizer(Wrapped):
         if not self._buckets[bucket].passes:
             self._buckets[bucket].parameters.send()
 
-    def _is_stepped(self, bucket: int) -> None:
-        self._buckets[bucket].carrier.stepped()
-
     def _goes_early(self, bucket: int) -> bool:
         """While the last sum comes in and is stepped, the link has the bucket before it."""
         is_before_last = bucket == len(self._buckets) - 2
@@ -261,8 +258,9 @@ class ZeroOptimizer(Wrapped):
 
     def _settled(self, bucket: int) -> None:
         """The sums of a bucket are in its shards, in the order in which they were begun."""
-        self._cutter.wait()
         if not self._in_step:
+            if not self._overlap or torch._C._current_graph_task_id() == -1:
+                self._buckets[bucket].wait()  # the next backward, which adds to them, reads none
             return
         self._lands_in_step = True
         self._stepping.landed(bucket)
@@ -289,6 +287,7 @@ class ZeroOptimizer(Wrapped):
         self.reducer.finish()
         for bucket in self._buckets:
             bucket.parameters.arrive()
+            bucket.wait()
 
     # -- at the start ------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from torchdistpackage.comm.slices import expect_gather_slices
 from torchdistpackage.ddp.zero.absent import leave, present
 from torchdistpackage.ddp.zero.copies import Beside, Copies
 from torchdistpackage.ddp.zero.line import Line
+from torchdistpackage.ddp.zero.streams import Stream, streams_of
 
 
 class Parameters:
@@ -55,6 +56,8 @@ class Parameters:
         self._num_bytes = self.flat.untyped_storage().nbytes()
         self._go: Callable[[], Pending] | None = None  # begins the gather that is expected
         self._pending: Pending | None = None
+        self._streams = streams_of(self.flat.device)
+        self._began_on: Stream | None = None
         self.is_free = False
 
     @property
@@ -66,7 +69,12 @@ class Parameters:
         """Masters become what the parameters are."""
         if self.master is not None:
             self._copies.to_host(self.master, self.slice)
-            self._copies.wait()
+            self.wait()
+
+    def wait(self) -> None:
+        """Until the host may write to what the optimizer works on."""
+        if self.master is not None:
+            self._copies.wait(self.master)
 
     def expect(self) -> None:
         """Be ready for what others send; from here until `arrive` nobody reads the parameters."""
@@ -87,7 +95,7 @@ class Parameters:
     def arrive(self) -> None:
         """Wait for the gather, if there is one."""
         if self._pending is not None:
-            self._pending.wait()
+            self._wait_on_streams() if self._streams is not None else self._pending.wait()
             self._pending = None
             for parameter, kind in zip(self._held, self._kinds, strict=True):
                 present(parameter, kind)
@@ -117,6 +125,17 @@ class Parameters:
         """A graph of before this step that is still alive must see that its weights changed."""
         torch.autograd.graph.increment_version(self._held)
 
+    def _wait_on_streams(self) -> None:
+        """The stream that began the gather waits too, whoever reads first: others are ordered
+        behind that one, and nobody tells it to wait any more."""
+        assert self._pending is not None and self._streams is not None
+        reader, began_on = self._streams.current(), self._began_on
+        assert began_on is not None
+        with self._streams.on(began_on):
+            self._pending.wait()
+        if reader != began_on:
+            reader.wait_event(began_on.record_event())
+
     def _leave(self) -> None:
         for parameter in self._held:
             leave(parameter, self)
@@ -127,4 +146,6 @@ class Parameters:
         if self.master is not None and not self._sends_master:
             self._copies.to_device(self.master, self.slice)
         assert self._go is not None
+        if self._streams is not None:
+            self._began_on = self._streams.current()
         self._pending, self._go = self._go(), None

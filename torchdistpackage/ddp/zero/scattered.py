@@ -118,6 +118,8 @@ class Scattered:
             self._add_up()
             self._marks.land()
         self._pending, self._landed = None, False
+        for carrier in self.next[: self._copies.ahead]:
+            carrier.land()
         for shard, view in zip(self.shards, self._views, strict=True):
             if shard.place not in self._without or self._marks.used(self._first_mark + shard.place):
                 shard.tensor.grad = view
@@ -129,7 +131,7 @@ class Scattered:
 
     def add_rows(self, place: int, ids: Tensor, rows: Tensor) -> None:
         """Add to the sum, which is here, rows `ids` (n) of member `place`: (n, ...)."""
-        self._copies.wait()
+        self.wait()
         for shard, view in zip(self.shards, self._views, strict=True):
             if shard.place == place:
                 shard.add_rows(view, ids.to(view.device), rows.to(view))
@@ -140,12 +142,17 @@ class Scattered:
         if self._pending is not None:
             self._pending.wait()
             self._pending, self._landed, self._is_lost = None, False, True
+        self.wait()
         if self._is_lost:  # and with it what has not left: ranks keep all sums or none
             self.drop()
             self._is_lost = False
             for carrier in self.next:
                 carrier._is_lost = True
         self._marks.forget()
+
+    def wait(self) -> None:
+        """Until the host may read the sum, and write it."""
+        self._copies.wait(self.total)
 
     def stepped(self) -> None:
         """The optimizer has used the gradients."""
@@ -163,6 +170,7 @@ class Scattered:
 
     def zero(self) -> None:
         """Set all gradients to zero that there are."""
+        self.wait()
         for shard in self.shards:
             if shard.tensor.grad is not None:
                 shard.tensor.grad.zero_()
@@ -172,24 +180,32 @@ class Scattered:
 
     def _begin(self) -> None:
         """A gradient is about to come in."""
-        if self._counts and not self._apart:
-            self._begin_anew()
+        if self._apart:
+            self._copies.free(self.total)
+        elif self._counts:
+            self._begin_anew(self._views)
             self._before = self.total.clone()
 
-    def _begin_anew(self) -> None:
+    def _begin_anew(self, views: Sequence[Tensor]) -> None:
         """Where the user threw away what there was, by `.grad = None` of a shard."""
-        for shard, view in zip(self.shards, self._views, strict=True):
+        for shard, view in zip(self.shards, views, strict=True):
             if shard.tensor.grad is None:
                 view.zero_()
+
+    def _views_of(self, total: Tensor) -> list[Tensor]:
+        """The same as of `self.total`; parameters, which may be absent, are not asked."""
+        by = total.storage_offset() - self.total.storage_offset()
+        return [total.as_strided(v.shape, v.stride(), v.storage_offset() + by) for v in self._views]
 
     def _add_up(self) -> None:
         if self._before is not None:
             self._slice.add_(self._before)
             self._before = None
         elif self._apart and self._counts:
-            self._copies.wait()
-            self._begin_anew()
-            self.total.add_(self._slice.to(self.total))
+            total = self._copies.here(self.total)
+            self._begin_anew(self._views if total is self.total else self._views_of(total))
+            total.add_(self._slice.to(total.dtype))
+            self._copies.to_host(self.total, total)
         elif self._apart:
             self._copies.to_host(self.total, self._slice)
         self.gradients.free()

@@ -11,7 +11,7 @@ double what is done while parameters go out: both are a few calls, and the devic
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -24,8 +24,8 @@ AT_ONCE_BYTES = 128 * 2**20
 class Stepping:
     """Steps `inner` by parts; each part is some of its parameters.
 
-    one_by_one: each in a call of its own, where the host itself waits for sums, or steps. stepped:
-    called with each part that has been.
+    one_by_one: each in a call of its own, where the host itself waits for sums, or steps. around:
+    of each call, given its parts.
     """
 
     def __init__(
@@ -34,9 +34,9 @@ class Stepping:
         parts: Sequence[Sequence[Tensor]],
         *,
         one_by_one: bool,
-        stepped: Callable[[int], object] = lambda part: None,
+        around: Callable[[Sequence[int]], AbstractContextManager[object]] = nullcontext,
     ):
-        self._inner, self._stepped = inner, stepped
+        self._inner, self._around = inner, around
         self._at_once_bytes = 0 if one_by_one else AT_ONCE_BYTES
         self._num_bytes = [sum(p.nbytes for p in members) for members in parts]
         self._landed: list[int] = []
@@ -88,9 +88,8 @@ class Stepping:
 
     def all_at_once(self) -> None:
         """Of what a class does across parameters no part may be left out."""
-        self._inner.step()
-        for part in range(len(self._parts)):
-            self._stepped(part)
+        with self._around(range(len(self._parts))):
+            self._inner.step()
 
     def step(self, parts: Sequence[int]) -> None:
         """Step the parameters of `parts` that have gradients, in one call."""
@@ -98,10 +97,9 @@ class Stepping:
         for part in parts:
             for number, params in self._parts[part].items():
                 some[number] = some[number] + params if number in some else params
-        if some:
-            self._step_only(some)
-        for part in parts:
-            self._stepped(part)
+        with self._around(parts):
+            if some:
+                self._step_only(some)
 
     def _step_only(self, some: dict[int, list[Tensor]]) -> None:
         """Step these of the groups of these numbers."""
