@@ -1,20 +1,14 @@
 """Where a device runs what it is given one by one, uneven tokens must not reorder its calls."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from torchdistpackage import comm
-from torchdistpackage.comm import backends
-from torchdistpackage.comm.backends import Transport
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp import moe
 from torchdistpackage.ddp.moe import ExpertGradients
 from torchdistpackage.harness.lint import lint
-from torchdistpackage.harness.lint.transport import BACKEND
 
 DIM, STEPS = 2, 2
 WITHOUT = (1, 2)
@@ -52,28 +46,21 @@ def train(rank: int) -> list[Tensor]:
     return [p.grad for p in layers.parameters()]
 
 
-@contextmanager
-def transport(*, queued: bool) -> Iterator[None]:
-    """The linter's ranks have calls of this kind, and each expert a bucket of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(backends._transports, BACKEND, Transport(BACKEND, queued=queued))
-        patch.setattr(moe, "BUCKET_BYTES", 1)
-        yield
+@pytest.fixture(autouse=True)
+def _a_bucket_for_each_expert(monkeypatch):
+    monkeypatch.setattr(moe, "BUCKET_BYTES", 1)
 
 
 def test_gradients_that_leave_when_a_rank_is_ready_are_found():
     """So they do where each group has connections of its own, as over gloo."""
-    with transport(queued=False):
-        report = lint(train, {"data": 4})
+    report = lint(train, {"data": 4}, queued=False)
     assert report.finding is not None and report.finding.kind == "launch order"
     assert "all_reduce" in str(report) and "all_to_all" in str(report)
 
 
 def test_on_one_queue_they_leave_in_the_same_order_on_all_ranks():
-    with transport(queued=True):
-        report = lint(train, {"data": 4}).check()
-    with transport(queued=False):
-        as_over_gloo = lint(train, {"data": 4}).results
+    report = lint(train, {"data": 4}).check()
+    as_over_gloo = lint(train, {"data": 4}, queued=False).results
     for mine, theirs in zip(report.results, as_over_gloo, strict=True):
         assert all(map(torch.equal, mine, theirs))
     for a, b in ((0, 1), (2, 3)):

@@ -46,7 +46,7 @@ WRONG = [
      r"waits in call 1 of group data .* to which rank 1 \(data 1\) comes after a call"),
     (steps.message_against_collective, {"data": 2, "tensor": 2}, "cycle",
      r"rank 0 \(data 0 tensor 0\) waits in call 1 of group data \(ranks 0, 2\), all_reduce"),
-    (steps.groups_in_a_circle, 3, "cycle", "new_group"),
+    (steps.groups_in_a_circle, 3, "group creation", "new_group"),
     (steps.two_under_way, {"data": 2, "tensor": 2}, "launch order",
      r"rank 0 .data 0 tensor 0. .* call 1 of group data \(ranks 0, 2\), all_reduce"),
     (steps.prefetch, 2, "launch order",

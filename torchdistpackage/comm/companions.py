@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from torchdistpackage.comm.backends import is_queued
+from torchdistpackage.comm.backends import is_queued, transport_of
 from torchdistpackage.comm.creation import create, end
 from torchdistpackage.comm.io_threads import yield_cores
 from torchdistpackage.comm.record import calls
@@ -78,7 +78,8 @@ def _companion(
     if group not in among:
         ranks = _ranks_of(group)
         try:
-            among[group] = create(ranks, use, limit_s=limit_s, backend="gloo")
+            beside = transport_of(group).beside
+            among[group] = create(ranks, use, limit_s=limit_s, backend=beside)
         except RuntimeError as error:
             raise CommError(f"ranks {ranks} could not make a second group: {error}") from error
     return among[group]

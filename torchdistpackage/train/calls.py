@@ -2,7 +2,7 @@
 
 One rule: this is the order of train/step.py, the executor and the reducer written down as data;
 a test holds the two together, call by call. Not in it: what a rank does before its first step and
-beside its steps (groups, initial weights, checkpoints).
+beside its steps (initial weights, checkpoints); its groups are made ahead.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,6 +17,7 @@ from torchdistpackage.harness.lint.programs import (
     Program,
     Wait,
     check,
+    made_first,
 )
 from torchdistpackage.harness.lint.report import Report
 from torchdistpackage.layout.layout import Layout
@@ -26,12 +27,16 @@ from torchdistpackage.train.plan import Plan
 from torchdistpackage.train.products import Activations, gather, loss_calls, piece_calls, reduction
 
 HEADER = (("elements", 1024), ("dtype", "uint8"))
+MOST_MADE = 256
+"""Ranks up to which their groups are made first: lists of ranks grow with the square of the world,
+and the rule of their order (layout/groups.py) does not depend on its size."""
 STATISTICS = 6
 """Numbers of a step that all ranks add up."""
 
 
 def static_report(plan: Plan, *, first: bool = True) -> Report:
-    """Check one step of every rank of the plan, without running any.
+    """Check one step of every rank of the plan, behind the making of its groups, without running
+    any.
 
     first: each message is announced by a header, as in the first step; later ones go without. The
     real first step also places messages along one order of all ranks (parallel/pipeline/steps.py)
@@ -39,7 +44,10 @@ def static_report(plan: Plan, *, first: bool = True) -> Report:
     """
     programs = StepPrograms(plan, first)
     ranks = range(plan.world_size)
-    return check([programs.of(rank) for rank in ranks], plan.topology, programs.unknown)
+    ops = [programs.of(rank) for rank in ranks]
+    if len(ops) <= MOST_MADE:
+        ops = made_first(ops, [plan.creations(rank) for rank in ranks])
+    return check(ops, plan.topology, programs.unknown)
 
 
 class StepPrograms:

@@ -7,12 +7,14 @@ into objects; neither decides anything anew.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torchdistpackage.config.check import violations
 from torchdistpackage.config.problem import ConfigProblems
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.ddp.bucket_sizes import bucket_sizes
 from torchdistpackage.layout.derive import num_elements
+from torchdistpackage.layout.groups import Creation, creations
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.gpt_layout import GPTShape
 from torchdistpackage.models.registry import Model, model
@@ -70,6 +72,22 @@ class Plan:
         """For each piece the pipe index that holds it."""
         placement = self.schedule.placement
         return tuple(placement[s] for s, span in enumerate(self.stages) for _ in span)
+
+    def creations(self, rank: int) -> tuple[Creation, ...]:
+        """The groups that a rank makes before its first step, in order; of a user's own model those
+        of the axes alone."""
+        place = self.topology.dense.coord(rank)["pipe"]
+        return creations(self.topology, rank, sums=self._kinds_of_layouts.get(place, ()))
+
+    @cached_property
+    def _kinds_of_layouts(self) -> dict[int, list[Layout]]:
+        """By pipe index one layout of each kind that tells groups apart."""
+        found: dict[int, dict[object, Layout]] = {}
+        for x in self.layouts.values():
+            for place in x.stages:
+                key = x.view, x.split, x.unreduced, x.stages
+                found.setdefault(place, {}).setdefault(key, x)
+        return {place: list(kinds.values()) for place, kinds in found.items()}
 
     @property
     def world_size(self) -> int:

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchdistpackage.harness.lint.order import Disagreement, Entry
+from torchdistpackage.harness.lint.host import split
+from torchdistpackage.harness.lint.order import CREATION, SPLIT, START, Disagreement, Entry
 
 OPS: dict[str, tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = {
     "sum": (dist.ReduceOp.SUM, torch.add),
@@ -190,5 +191,7 @@ _RULES: dict[str, Callable[[list[Entry], list[Any]], None]] = {
     "gather": _gather,
     "scatter": _scatter,
     "barrier": _nothing,
-    "new_group": _nothing,
+    CREATION.operation: _nothing,
+    START.operation: _nothing,
+    SPLIT.operation: split,
 }

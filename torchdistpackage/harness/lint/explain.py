@@ -8,7 +8,15 @@ import linecache
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from torchdistpackage.harness.lint.order import Board, Disagreement, Entry, Message, Where
+from torchdistpackage.harness.lint.order import (
+    CREATION,
+    SPLIT,
+    Board,
+    Disagreement,
+    Entry,
+    Message,
+    Where,
+)
 
 Name = Callable[[int], str]
 """A rank as people call it: `rank 3 (data 1 tensor 1)`."""
@@ -27,8 +35,9 @@ class Finding:
 
     kind: "exception" (a rank raised), "disagreement" (members of a group are not in the same
         call), "cycle" (ranks wait for each other), "launch order" (they would, if a device ran
-        what it is given one by one), "missing" (a call that a rank which has returned never
-        made), "time" (the limit passed).
+        what it is given one by one), "first use" (they would, if the first call of a group stopped
+        the host), "missing" (a call that a rank which has returned never made), "group creation"
+        (members do not come to make a group, or others do), "time" (the limit passed).
     ranks: those it names, the one to look at first in front. text: all of it, with stacks.
     """
 
@@ -59,7 +68,8 @@ def disagreement(found: Disagreement, name: Name) -> Finding:
             f"{name(other)} {second.call} {_towards(second, name)}"
         )
     stacks = [(one, _where(first)), (other, _where(second))]
-    return Finding("disagreement", (one, other), _with_stacks(head, stacks, name))
+    kind = "group creation" if makes_group(_entry(first)) else "disagreement"
+    return Finding(kind, (one, other), _with_stacks(head, stacks, name))
 
 
 def stuck(board: Board, entries: Sequence[Entry], name: Name) -> Finding:
@@ -74,6 +84,10 @@ def stuck(board: Board, entries: Sequence[Entry], name: Name) -> Finding:
             if path is not None:
                 return _told(board, path, kind, name)
     raise AssertionError("an entry that waits for nobody")
+
+
+def makes_group(entry: Entry) -> bool:
+    return entry.calls in ((CREATION,), (SPLIT,))
 
 
 def waits(board: Board, name: Name) -> str:
@@ -187,6 +201,8 @@ def _told(board: Board, path: Path, kind: str, name: Name) -> Finding:
         assert isinstance(gone, int)
         ranks = (gone, *(rank for rank in ranks if rank != gone))
     stacks = [(e.rank, m.where if m is not None else e.where) for e, _, m in path]
+    if any(makes_group(entry) for entry, _, _ in path):
+        kind = "group creation"
     return Finding(kind, ranks, _with_stacks("\n".join(lines), stacks, name))
 
 

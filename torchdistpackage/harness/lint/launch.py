@@ -12,6 +12,8 @@ from dataclasses import replace
 
 from torchdistpackage.harness.lint.explain import Finding, Name, disagreement, stuck
 from torchdistpackage.harness.lint.order import (
+    CREATION,
+    SPLIT,
     Board,
     Disagreement,
     Entry,
@@ -37,15 +39,18 @@ def one_queue(num_ranks: int) -> Queues:
 
 def launch_order(traces: Sequence[Trace], name: Name) -> Finding | None:
     """What stops if all that ranks did, which came to its end, is run with one queue a rank."""
-    queues, groups = one_queue(len(traces)), dict[Group, Group]()
-    for trace in traces:
-        for entry, _ in trace:
-            old = entry.group
-            if old not in groups:
-                groups[old] = Group(old.ranks, old.name, queues)
+    queues = one_queue(len(traces))
+    # hosts make groups, and no device
+    on_device = [[(e, w) for e, w in t if not {CREATION, SPLIT} & set(e.calls)] for t in traces]
+
+    def again(old: Group) -> Group:
+        """What goes through host memory holds no device up."""
+        return Group(old.ranks, old.name, None if old.in_host else queues)
+
+    groups = groups_again(on_device, again)
 
     def runs(board: Board) -> list[Iterator[Entry]]:
-        return [_again(board, trace, groups) for trace in traces]
+        return [replay(board, trace, groups) for trace in on_device]
 
     found = drive(runs, list(groups.values()), name)
     return None if found is None else as_launch_order(found)
@@ -57,7 +62,10 @@ def as_launch_order(found: Finding) -> Finding:
 
 
 def drive(
-    start: Callable[[Board], Sequence[Iterator[Entry]]], groups: Sequence[Group], name: Name
+    start: Callable[[Board], Sequence[Iterator[Entry]]],
+    groups: Sequence[Group],
+    name: Name,
+    met: Callable[[list[Entry]], object] | None = None,
 ) -> Finding | None:
     """Run every rank's calls on a board; a rank gives each entry that it waits for."""
     ready: deque[int] = deque()
@@ -67,7 +75,7 @@ def drive(
             del board.waiting[entry.rank]
             ready.append(entry.rank)
 
-    board = Board(done=done)
+    board = Board(met=met, done=done)
     runs = start(board)
     ready.extend(range(len(runs)))
     try:
@@ -86,17 +94,35 @@ def drive(
     return stuck(board, left, name) if left else None
 
 
-def _again(board: Board, trace: Trace, groups: dict[Group, Group]) -> Iterator[Entry]:
-    """The same entries on other groups; gives those that are waited for."""
+def groups_again(traces: Sequence[Trace], again: Callable[[Group], Group]) -> dict[Group, Group]:
+    """For each group in the traces the one that stands for it."""
+    old = dict.fromkeys(entry.group for trace in traces for entry, _ in trace)
+    return {group: again(group) for group in old}
+
+
+def replay(
+    board: Board,
+    trace: Trace,
+    groups: dict[Group, Group],
+    before: Callable[[Entry, Sequence[Message]], Iterator[Entry]] | None = None,
+) -> Iterator[Entry]:
+    """The same entries on other groups; gives those that are waited for.
+
+    before: what else is waited for when an entry with these messages comes.
+    """
     new: dict[Entry, Entry] = {}
     for entry, is_wait in trace:
         if is_wait:
             yield new[entry]
             continue
-        group, parts = groups[entry.group], entry.messages
+        parts = entry.messages
         again = new[entry] = Entry(
-            *(entry.rank, group, entry.calls, len(parts), entry.where), road=entry.road
+            *(entry.rank, groups[entry.group], entry.calls, len(parts), entry.where),
+            road=entry.road,
+            is_batch=entry.is_batch,
         )
+        if before is not None:
+            yield from before(again, parts)
         board.issue(again)
         for m in parts:
             board.post(again, Message(m.call, m.source, m.target, m.tag, m.where))

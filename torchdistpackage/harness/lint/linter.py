@@ -12,11 +12,14 @@ import torch.distributed as dist
 
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.harness.lint import delivery
+from torchdistpackage.harness.lint.host import host_blocking
 from torchdistpackage.harness.lint.launch import launch_order
-from torchdistpackage.harness.lint.order import Board
+from torchdistpackage.harness.lint.making import BACKEND, attach
+from torchdistpackage.harness.lint.order import Board, Group
 from torchdistpackage.harness.lint.report import Report, group_kinds, group_name, rank_name
 from torchdistpackage.harness.lint.threads import Threads
-from torchdistpackage.harness.lint.transport import BACKEND, Wire, attach, carry
+from torchdistpackage.harness.lint.transport import carry
+from torchdistpackage.harness.lint.work import Wire
 from torchdistpackage.harness.lint.worlds import settings_kept, worlds
 from torchdistpackage.topology.views import Size, Topology, topology
 
@@ -24,7 +27,9 @@ Axes = Topology | Mapping[str, int] | Sequence[tuple[str, Size]] | int
 """A topology, its axes outermost first, or a number of ranks along `data`."""
 
 
-def lint(step: Callable[[int], object], axes: Axes, *, limit_s: float = 60.0) -> Report:
+def lint(
+    step: Callable[[int], object], axes: Axes, *, limit_s: float = 60.0, queued: bool = True
+) -> Report:
     """Run `step(rank)` on every rank of a layout, each as a thread, and check all its calls.
 
     step: may call torch.distributed, the package's own functions, `tpc`, which is set up for
@@ -32,6 +37,8 @@ def lint(step: Callable[[int], object], axes: Axes, *, limit_s: float = 60.0) ->
         which all start where this process is.
     axes: the layout, such as `[("data", 2), ("pipe", 2)]`.
     limit_s: wall seconds after which the report says who still computes.
+    queued: calls behave as on NCCL, the package takes the branches that it takes there, and groups
+        connect at first use (host.py). False: as on a back end that blocks and is connected.
 
     Proved is: the members of each group make the same calls on it in the same order (operation,
     shape, dtype, reduce operation, root), every message has its other end, and nobody waits in a
@@ -50,6 +57,8 @@ def lint(step: Callable[[int], object], axes: Axes, *, limit_s: float = 60.0) ->
         threads = Threads(size, board, name, limit_s)
         wire = Wire(
             threads,
+            Group(range(size), "global"),
+            queued,
             partial(group_name, layout),
             calls=[[] for _ in range(size)],
             traces=[[] for _ in range(size)],
@@ -62,12 +71,15 @@ def lint(step: Callable[[int], object], axes: Axes, *, limit_s: float = 60.0) ->
             dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size)
             with tpc.apart():
                 tpc.setup(layout, rank)
+                wire.start(rank)
                 return step(rank)
 
         results = threads.run(body)
     return Report(
         topology=layout,
-        finding=threads.finding or launch_order(wire.traces, name),
+        finding=threads.finding
+        or launch_order(wire.traces, name)
+        or host_blocking(wire.traces, name, wire.setup or ()),
         kinds=group_kinds(group for _, group in wire.made.values()),
         results=tuple(results),
         calls=tuple(tuple((g.ranks, call, peer) for g, call, peer in c) for c in wire.calls),

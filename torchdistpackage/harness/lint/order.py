@@ -33,21 +33,42 @@ class Call:
         return f"{self.operation} ({shown})" if shown else self.operation
 
 
+CREATION = Call("new_group")
+"""A group is made by its members."""
+SPLIT, START = Call("split of the world"), Call("start of the step")
+"""All ranks make one group each, or none, from the world; all have their groups."""
+
+
 class Group:
     """The ranks of one group, and what each of them has issued on it and is not yet done.
 
     name: what people call it, such as `data`. num_calls: collectives that met; num_messages alike.
-    queues: of each rank, where they are not this group's alone.
+    queues: of each rank, where they are not this group's alone. in_host: its calls
+    take no part on a device. lazy: it connects at first use (`host.py`), but for ranks that are
+    `eager`, which had the communicator at once.
     """
 
-    def __init__(self, ranks: Sequence[int], name: str = "", queues: "Queues | None" = None):
-        self.ranks, self.name = tuple(ranks), name
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        name: str = "",
+        queues: "Queues | None" = None,
+        lazy: bool = False,
+        in_host: bool = False,
+    ):
+        self.ranks, self.name, self.lazy, self.in_host = tuple(ranks), name, lazy, in_host
+        self.eager: set[int] = set()
         self.queues: Queues = {rank: deque() for rank in ranks} if queues is None else queues
         self.roads: dict[tuple[int, Hashable], deque[Entry]] = {}
         self.issued = dict.fromkeys(ranks, 0)
         self.meetings: dict[int, dict[int, Entry]] = {}
         self.posted: defaultdict[Hashable, deque[Message]] = defaultdict(deque)
         self.from_anybody = False
+        self.num_calls = self.num_messages = 0
+
+    def count_anew(self) -> None:
+        """Call the next call of each rank its first; nothing is under way."""
+        self.issued = dict.fromkeys(self.ranks, 0)
         self.num_calls = self.num_messages = 0
 
     def queue_of(self, entry: "Entry") -> "deque[Entry]":
@@ -96,11 +117,12 @@ class Entry:
 
     calls: usually one; a run of calls that block one by one may stand for itself as a whole.
     number: of the first of them among the group's collectives, from 1. road: see the module.
+    is_batch: its messages were given as one call, and not one by one.
     """
 
     __slots__ = (
-        "calls", "done", "group", "messages", "number", "open", "payload", "rank", "road",
-        "where",
+        "calls", "done", "group", "is_batch", "messages", "number", "open", "payload", "rank",
+        "road", "where",
     )  # fmt: skip
 
     def __init__(
@@ -112,9 +134,10 @@ class Entry:
         where: Where = "",
         payload: object = None,
         road: Hashable = None,
+        is_batch: bool = False,
     ):
         self.rank, self.group, self.calls, self.where = rank, group, calls, where
-        self.road = road
+        self.road, self.is_batch = road, is_batch
         self.messages: list[Message] = []
         self.payload, self.open = payload, num_messages
         self.number = 0

@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from torchdistpackage.harness.lint.explain import Finding
+from torchdistpackage.harness.lint.host import Before, Connections, Making, as_first_use
 from torchdistpackage.harness.lint.launch import as_launch_order, drive, one_queue
 from torchdistpackage.harness.lint.order import Board, Call, Entry, Group, Message
 from torchdistpackage.harness.lint.report import Report, group_kinds, group_name, rank_name
+from torchdistpackage.layout.groups import Creation
 from torchdistpackage.topology.views import Topology
 
 
@@ -59,7 +61,20 @@ class Wait:
     """Until all that does not block is done, in the order in which it was issued."""
 
 
-Op = Collective | Messages | Wait
+@dataclass(frozen=True, slots=True)
+class Make:
+    """The making of one of the rank's groups, for which its members wait for each other.
+
+    connects: it is connected from then on; otherwise its first calls stop hosts (host.py).
+    split: it is split from the world, by all ranks together, each of which makes its next one.
+    """
+
+    group: str
+    connects: bool = True
+    split: bool = False
+
+
+Op = Collective | Messages | Wait | Make
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +88,13 @@ class Program:
 
 def check(programs: Sequence[Program], topology: Topology, unknown: Sequence[str] = ()) -> Report:
     """Whether all programs, one a rank, agree in every group and come to their end."""
-    finding, groups = _run(programs, topology, in_one_queue=True)
+    finding, groups = _run(programs, topology, in_one_queue=True, stops=True)
     if finding is not None:
         # the strictest reading fails; is it that alone?
         strict, (finding, groups) = finding, _run(programs, topology)
         if finding is None:
-            finding = as_launch_order(strict)
+            of_devices, _ = _run(programs, topology, in_one_queue=True)
+            finding = as_launch_order(of_devices) if of_devices else as_first_use(strict)
         elif any(_is_run(op) for program in programs for op in program.ops):
             # one by one, so that the call is named in which they part
             finding, groups = _run([_opened(program) for program in programs], topology)
@@ -86,7 +102,10 @@ def check(programs: Sequence[Program], topology: Topology, unknown: Sequence[str
 
 
 def _run(
-    programs: Sequence[Program], topology: Topology, in_one_queue: bool = False
+    programs: Sequence[Program],
+    topology: Topology,
+    in_one_queue: bool = False,
+    stops: bool = False,
 ) -> tuple[Finding | None, list[Group]]:
     queues = one_queue(len(programs)) if in_one_queue else None
     groups: dict[tuple[tuple[int, ...], str], Group] = {}
@@ -102,22 +121,33 @@ def _run(
         return seen[id(ranks), use]
 
     own = [{word: group_of(*g) for word, g in program.groups.items()} for program in programs]
+    making = Making(topology.world_size)
 
     def runs(board: Board) -> list[Iterator[Entry]]:
-        return [_steps(board, rank, p.ops, own[rank]) for rank, p in enumerate(programs)]
+        before = Connections(board).before if stops else None
+        return [
+            _steps(board, rank, p.ops, own[rank], making, before) for rank, p in enumerate(programs)
+        ]
 
-    found = drive(runs, list(groups.values()), partial(rank_name, topology))
+    found = drive(runs, list(groups.values()), partial(rank_name, topology), making.met)
     return found, list(groups.values())
 
 
 def _steps(
-    board: Board, rank: int, ops: Sequence[Op], groups: Mapping[str, Group]
+    board: Board,
+    rank: int,
+    ops: Sequence[Op],
+    groups: Mapping[str, Group],
+    making: Making,
+    before: Before | None,
 ) -> Iterator[Entry]:
     """Issue one rank's calls; gives every entry that is to be waited for and is not done."""
     under_way: list[Entry] = []
     for op in ops:
         if isinstance(op, Collective):
             entry = Entry(rank, groups[op.group], op.calls, where=op.label)
+            if before is not None:
+                yield from before(entry, ())
             board.issue(entry)
             if not op.blocks:
                 under_way.append(entry)
@@ -125,20 +155,35 @@ def _steps(
                 yield entry
         elif isinstance(op, Messages):
             group = groups[op.group]
-            entry = Entry(rank, group, (), len(op.parts), op.label, road=op.road)
+            entry = Entry(rank, group, (), len(op.parts), op.label, road=op.road, is_batch=True)
+            messages = [_message(rank, group, op, part) for part in op.parts]
+            # what has a road of its own goes through host memory
+            if before is not None and op.road is None:
+                yield from before(entry, messages)
             board.issue(entry)
-            for part in op.parts:
-                ends = rank, group.ranks[part.peer]
-                if part.call.operation != "send":
-                    ends = ends[::-1]
-                board.post(entry, Message(part.call, *ends, int(op.road is not None), op.label))
+            for message in messages:
+                board.post(entry, message)
             if not entry.done and op.road is None:
+                yield entry
+        elif isinstance(op, Make):
+            group = groups[op.group]
+            group.lazy = not op.connects
+            entry = making.entry(rank, group, op.split)
+            board.issue(entry)
+            if not entry.done:
                 yield entry
         else:
             for entry in under_way:
                 if not entry.done:
                     yield entry
             under_way.clear()
+
+
+def _message(rank: int, group: Group, op: Messages, part: Part) -> Message:
+    ends = rank, group.ranks[part.peer]
+    if part.call.operation != "send":
+        ends = ends[::-1]
+    return Message(part.call, *ends, int(op.road is not None), op.label)
 
 
 def _is_run(op: Op) -> bool:
@@ -154,3 +199,19 @@ def _opened(program: Program) -> Program:
         else:
             ops.append(op)
     return replace(program, ops=tuple(ops))
+
+
+def made_first(
+    programs: Sequence[Program], orders: Sequence[Sequence[Creation]], *, split: bool = False
+) -> list[Program]:
+    """The same programs behind the making of groups, of which `orders` has each rank's.
+
+    split: as torch makes them in a world that is bound to a device, unless told otherwise.
+    """
+    found: list[Program] = []
+    for program, order in zip(programs, orders, strict=True):
+        made = {f"made {i}": one for i, one in enumerate(order) if len(one.ranks) < len(programs)}
+        ops = tuple(Make(word, one.connects, split) for word, one in made.items())
+        groups = {word: (one.ranks, "") for word, one in made.items()}
+        found.append(Program((*ops, *program.ops), {**program.groups, **groups}))
+    return found

@@ -4,30 +4,46 @@ One rule: this file translates and moves nothing along. When a call is done the 
 (order.py), what it puts where stands in delivery.py, and who runs when in threads.py.
 """
 
-import threading
 from collections.abc import Hashable, Sequence
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torchdistpackage.comm.headers import TAG
 from torchdistpackage.comm.record import dtype_name
-from torchdistpackage.errors import CommError
 from torchdistpackage.harness.lint import delivery
 from torchdistpackage.harness.lint.delivery import Payload, even_parts, op_name, rows
-from torchdistpackage.harness.lint.order import Call, Entry, Facts, Group, Message, Where
-from torchdistpackage.harness.lint.stacks import stack_here
+from torchdistpackage.harness.lint.order import (
+    SPLIT,
+    Call,
+    Entry,
+    Facts,
+    Group,
+    Message,
+    Where,
+)
 from torchdistpackage.harness.lint.work import ThreadWork, Wire
-
-BACKEND = "threads"
 
 
 class ThreadGroup(dist.ProcessGroup):
-    """One member's end of a group; `rank` is its index in it, as torch has it."""
+    """One member's end of a group; `rank` is its index in it, as torch has it.
 
-    def __init__(self, wire: Wire, group: Group, index: int, name: str):
+    split_from: makes it by splitting the world, when torch has it connect.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        group: Group,
+        index: int,
+        name: str,
+        backend: str,
+        split_from: "ThreadGroup | None" = None,
+    ):
         super().__init__(index, len(group.ranks))
+        self._backend, self._split_from = backend, split_from
         self._wire, self._group, self._name = wire, group, name
         self._global_rank = group.ranks[index]
         self._batch: tuple[object, Entry, int] | None = None
@@ -124,11 +140,36 @@ class ThreadGroup(dist.ProcessGroup):
     # -- what torch asks of a group ----------------------------------------------------
 
     def getBackendName(self) -> str:
-        return BACKEND
+        return self._backend
 
     @property
     def group_name(self) -> str:
         return self._name
+
+    @property
+    def supports_splitting(self) -> bool:
+        """As NCCL: torch connects a new group at once where it knows the device, and by a split of
+        the world where that is bound to one."""
+        return self._group.lazy
+
+    def _get_backend(self, device: torch.device) -> "ThreadGroup":
+        return self
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """The communicator is made; from a world that is bound all of its ranks make one each."""
+        self._group.eager.add(self._global_rank)
+        if self._split_from is not None:
+            self._split_from.split(self._group.ranks)
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Others make a group, and this rank is no member."""
+        self.split(())
+
+    def split(self, ranks: tuple[int, ...]) -> None:
+        """Wait for all ranks to make one communicator each, this one that of `ranks`."""
+        where, _ = self._wire.stack()
+        entry = Entry(self._global_rank, self._wire.world, (SPLIT,), where=where, payload=ranks)
+        self._wire.stop(entry)
 
     def shutdown(self) -> None:
         """Nothing is held that ends with the group."""
@@ -165,7 +206,11 @@ class ThreadGroup(dist.ProcessGroup):
                 self._batch = (batch, entry, left - 1) if left > 1 else None
                 return entry
             num_messages = len(batch.f_locals["p2p_op_list"])  # type: ignore[attr-defined]
-        entry = Entry(self._global_rank, self._group, (), num_messages, where, road=road)
+        entry = Entry(
+            *(self._global_rank, self._group, (), num_messages, where),
+            road=road,
+            is_batch=batch is not None,
+        )
         self._batch = (batch, entry, num_messages - 1) if num_messages > 1 else None
         threads.act(entry.rank, partial(threads.board.issue, entry))
         self._wire.note(entry)
@@ -185,21 +230,6 @@ def carry(send: Message, receive: Message) -> None:
     send.payload = receive.payload = None
 
 
-def make_group(wire: Wire, name: str, ranks: Sequence[int], index: int) -> ThreadGroup:
-    """This rank's end of a new group, once all its members have come to make it."""
-    threads, key, rank = wire.threads, (name, tuple(ranks)), ranks[index]
-    with threads.lock:
-        if key not in wire.made:
-            label = wire.label(key[1])
-            wire.made[key] = (Group(ranks, label), Group(ranks, label))
-            threads.groups += wire.made[key]
-    making, group = wire.made[key]
-    entry = Entry(rank, making, (Call("new_group"),), where=stack_here()[0], payload=Payload())
-    threads.act(entry.rank, partial(threads.board.issue, entry))
-    threads.wait(rank, entry)
-    return ThreadGroup(wire, group, index, name)
-
-
 def _alike(tensors: Sequence[Tensor]) -> Facts:
     shapes = [tuple(x.shape) for x in tensors]
     shape = shapes[0] if len(shapes) == 1 else tuple(shapes)
@@ -209,26 +239,3 @@ def _alike(tensors: Sequence[Tensor]) -> Facts:
 def _as_many(tensors: Sequence[Tensor]) -> Facts:
     number = sum(x.numel() for x in tensors)
     return (("elements", number), ("dtype", dtype_name(tensors[0].dtype)))
-
-
-class _Here(threading.local):
-    """The wire of the lint that this thread is a rank of."""
-
-    wire: Wire | None = None
-
-
-_here = _Here()
-
-
-def attach(wire: Wire) -> None:
-    """This thread is a rank of the lint: groups that it makes are of threads."""
-    _here.wire = wire
-    if BACKEND.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
-
-
-def _create(options, _) -> ThreadGroup:
-    if _here.wire is None:
-        raise CommError(f"backend {BACKEND!r} joins the threads of a lint; use gloo or nccl")
-    ranks = options.global_ranks_in_group or range(options.group_size)
-    return make_group(_here.wire, options.group_id, tuple(ranks), options.group_rank)

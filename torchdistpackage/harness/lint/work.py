@@ -7,12 +7,13 @@ that is issued or waited for is written down, in order, for the check that comes
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchdistpackage.harness.lint.order import Call, Entry, Group, Message, Where
+from torchdistpackage.harness.lint.order import START, Call, Entry, Group, Message, Where
 from torchdistpackage.harness.lint.stacks import stack_here
 from torchdistpackage.harness.lint.threads import Threads
 
@@ -21,22 +22,45 @@ from torchdistpackage.harness.lint.threads import Threads
 class Wire:
     """What the groups of one lint share.
 
+    world: where all ranks meet to split it. queued: whether it stands for NCCL.
     label: for the ranks of a group what people call it. made: for torch's name and the ranks of a
     group where its members meet to make it, and where afterwards.
     """
 
     threads: Threads
+    world: Group
+    queued: bool
     label: Callable[[tuple[int, ...]], str]
     made: dict[tuple[str, tuple[int, ...]], tuple[Group, Group]] = field(default_factory=dict)
     calls: list[list[tuple[Group, Call, int | None]]] = field(default_factory=list)
     """Each rank's calls in order: group, call, and for a message its peer."""
     traces: list[list[tuple[Entry, bool]]] = field(default_factory=list)
     """The same for launch.py."""
+    setup: list[list[tuple[Entry, bool]]] | None = None
+    """What the ranks did before the step, once all of them are there."""
     stacks: dict[Where, Where] = field(default_factory=dict)
     """One of each, for a step makes most of its calls in few places."""
 
     def note(self, entry: Entry, *, waits: bool = False) -> None:
         self.traces[entry.rank].append((entry, waits))
+
+    def start(self, rank: int) -> None:
+        """All ranks have their groups: what comes now is the step, and is counted from 1."""
+        entry = Entry(rank, self.world, (START,))
+        self.threads.act(rank, partial(self.threads.board.issue, entry))
+        self.threads.wait(rank, entry)
+        if self.setup is None:
+            self.setup, self.traces = self.traces, [[] for _ in self.traces]
+            self.calls = [[] for _ in self.calls]
+            for _, group in self.made.values():
+                group.count_anew()
+
+    def stop(self, entry: Entry) -> None:
+        """Issue a call that holds the rank up until it is done."""
+        self.threads.act(entry.rank, partial(self.threads.board.issue, entry))
+        self.note(entry)
+        self.threads.wait(entry.rank, entry)
+        self.note(entry, waits=True)
 
     def stack(self) -> tuple[Where, object]:
         where, batch = stack_here()

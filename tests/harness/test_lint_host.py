@@ -1,0 +1,199 @@
+"""What stops a host: making a group, its first collective or batch, the first message of a pair."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchdistpackage.harness.lint import lint
+from torchdistpackage.harness.lint.order import Call
+from torchdistpackage.harness.lint.programs import (
+    Make,
+    Messages,
+    Part,
+    Program,
+    check,
+)
+from torchdistpackage.topology.views import topology
+
+FACTS = (("elements", 4),)
+
+
+def run(*ops_of_ranks, lists=None):
+    """Programs on the groups `pipe` of all ranks, `host` of the same ones, and those of `lists`."""
+    size = len(ops_of_ranks)
+    groups = {"pipe": (range(size), "pipe"), "host": (range(size), "host")}
+    groups |= {word: (ranks, word) for word, ranks in (lists or {}).items()}
+    return check(
+        [Program(tuple(ops), groups) for ops in ops_of_ranks], topology([("pipe", size)], size)
+    )
+
+
+def send(peer, group="pipe"):
+    return Messages(group, (Part(Call("send", FACTS), peer),))
+
+
+def receive(peer, group="pipe"):
+    return Messages(group, (Part(Call("receive", FACTS), peer),))
+
+
+def learning(connects):
+    """Forward through three stages, each message behind a header in host memory."""
+    made = Make("pipe", connects)
+    return (
+        [made, send(1, "host"), send(1)],
+        [made, receive(0, "host"), receive(0), send(2, "host"), send(2)],
+        [made, receive(1, "host"), receive(1)],
+    )
+
+
+def test_a_first_batch_waits_for_all_members():
+    """Rank 1 is stopped until rank 2 comes, who waits for what rank 1 would say next."""
+    finding = run(*learning(connects=False)).finding
+    assert finding.kind == "first use" and set(finding.ranks) == {1, 2}
+    assert (
+        "rank 1 (pipe 1) waits in call 1 of group pipe (ranks 0, 1, 2), first use, which rank 2"
+        in (str(finding))
+    )
+    assert run(*learning(connects=True)).ok
+
+
+def test_a_group_that_a_member_does_not_make():
+    lists = {"half": (0, 1)}
+    finding = run([Make("half")], [], [], lists=lists).finding
+    assert finding.kind == "group creation" and finding.ranks == (1, 0)
+    assert "new_group, which rank 1 (pipe 1) has not entered, and it has returned" in str(finding)
+
+
+def test_groups_in_two_orders():
+    lists = {"a": (0, 1), "b": (1, 2), "c": (0, 2)}
+    programs = [Make("a"), Make("c")], [Make("b"), Make("a")], [Make("c"), Make("b")]
+    finding = run(*programs, lists=lists).finding
+    assert finding.kind == "group creation" and set(finding.ranks) == {0, 1, 2}
+    assert run(
+        [Make("a"), Make("c")], [Make("a"), Make("b")], [Make("c"), Make("b")], lists=lists
+    ).ok
+
+
+def test_a_split_needs_all_ranks_of_the_world():
+    lists = {"a": (0, 1), "b": (2, 3)}
+    a, b = Make("a", split=True), Make("b", split=True)
+    assert run([a], [a], [b], [b], lists=lists).ok
+    finding = run([a], [a], [], [], lists=lists).finding
+    assert finding.kind == "group creation" and finding.ranks[0] in (2, 3)
+
+
+def test_a_split_in_which_members_do_not_meet_makes_smaller_groups():
+    lists = {"a": (0, 1, 2), "b": (2, 3)}
+    a, b = Make("a", split=True), Make("b", split=True)
+    finding = run([a, b], [a, b], [b, a], [b, a], lists=lists).finding
+    assert finding.kind == "group creation" and finding.ranks == (0, 2)
+    assert "makes the group of ranks (0, 1, 2), and rank 2 that of ranks (2, 3)" in str(finding)
+    assert "ranks (0, 1) alone get a communicator" in str(finding)
+
+
+# -- with threads ---------------------------------------------------------------------
+
+
+def first_messages(rank, connected):
+    """A chain of three, in which each message is announced over another group."""
+    pipe, host = dist.new_group(range(3)), dist.new_group(range(3), backend="threads_host")
+    x = torch.ones(4)
+    if connected:
+        dist.all_reduce(x, group=pipe)
+        for there in ((0, 1), (1, 2)):
+            if rank in there:
+                batch(rank, pipe, there[1 - there.index(rank)])
+    for source in range(2):
+        if rank == source:
+            dist.send(x, source + 1, group=host)
+            dist.batch_isend_irecv([dist.P2POp(dist.isend, x, source + 1, pipe)])[0].wait()
+        elif rank == source + 1:
+            dist.recv(x, source, group=host)
+            dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, source, pipe)])[0].wait()
+
+
+def batch(rank, group, peer):
+    x, room = torch.ones(1), torch.ones(1)
+    ops = [dist.P2POp(dist.isend, x, peer, group), dist.P2POp(dist.irecv, room, peer, group)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+
+
+def test_threads_stop_where_hosts_would():
+    report = lint(lambda rank: first_messages(rank, connected=False), {"pipe": 3})
+    assert report.finding.kind == "first use" and set(report.finding.ranks) == {1, 2}
+    assert "first use, which rank 2 (pipe 2) has not entered" in str(report)
+    lint(lambda rank: first_messages(rank, connected=True), {"pipe": 3}).check()
+
+
+def test_a_first_collective_waits_for_all_members_though_nobody_waits_for_it():
+    def step(rank, connected):
+        group = dist.new_group([0, 1])
+        host = dist.new_group([0, 1], backend="threads_host")
+        x = torch.ones(3)
+        if connected:
+            dist.all_reduce(x, group=group)
+        if rank:
+            dist.recv(x, 0, group=host)
+            work = dist.all_reduce(x, group=group, async_op=True)
+        else:
+            work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+            dist.send(x, 1, group=host)
+        work.wait()
+
+    finding = lint(lambda rank: step(rank, connected=False), 2).finding
+    assert finding.kind == "first use" and set(finding.ranks) == {0, 1}
+    lint(lambda rank: step(rank, connected=True), 2).check()
+
+
+def test_the_first_message_of_a_pair_waits_for_its_other_end():
+    """Begun and not waited for, but the host stops all the same."""
+
+    def step(rank, connected):
+        group = dist.new_group([0, 1])
+        other = dist.new_group([0, 1], backend="threads_host")
+        dist.all_reduce(torch.ones(1), group=group)
+        if connected:
+            batch(rank, group, 1 - rank)
+        x = torch.ones(3)
+        if rank:
+            work = dist.irecv(x, 0, group=group)
+            dist.all_reduce(x, group=other)
+        else:
+            dist.all_reduce(x, group=other)
+            work = dist.isend(x, 1, group=group)
+        work.wait()
+
+    finding = lint(lambda rank: step(rank, connected=False), 2).finding
+    assert finding.kind == "first use" and set(finding.ranks) == {0, 1}
+    assert "receive (connects the pair) from rank 0 (data 0)" in str(finding)
+    lint(lambda rank: step(rank, connected=True), 2).check()
+
+
+def bound(rank, local):
+    """Two groups, of which each rank but one makes one; the world is bound to a device."""
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+    for ranks in ([0, 1], [2, 3], [0, 1, 2, 3]):
+        if rank in ranks or not local:
+            dist.new_group(ranks, use_local_synchronization=local)
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_a_bound_world_is_split_by_all(local):
+    """Its members alone are not enough, whatever torch's own option says."""
+    report = lint(lambda rank: bound(rank, local), {"data": 2, "tensor": 2})
+    assert report.ok  # by luck: the k-th group of all ranks is among one set of them
+    report = lint(lambda rank: rank < 2 and bound(rank, local), {"data": 2, "tensor": 2})
+    assert report.finding.kind == "group creation"
+
+
+def test_members_that_split_at_different_points_get_smaller_groups():
+    def step(rank):
+        dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+        for ranks in ([0, 1, 2], [2, 3])[:: 1 if rank < 2 else -1]:
+            if rank in ranks:
+                dist.new_group(ranks, use_local_synchronization=True)
+
+    finding = lint(step, 4).finding
+    assert finding.kind == "group creation" and finding.ranks == (0, 2)
+    assert "ranks (0, 1) alone get a communicator" in str(finding)

@@ -1,0 +1,113 @@
+"""What stops hosts for ever, planted in the package's own code: the order linter names it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.harness.planting import planted
+from torchdistpackage.comm import connections, groups
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.config.load import load
+from torchdistpackage.harness.lint import lint
+from torchdistpackage.harness.lint.programs import Program, check, made_first
+from torchdistpackage.harness.lint.report import Report
+from torchdistpackage.layout import groups as order
+from torchdistpackage.parallel.pipeline.forward_backward import forward_backward
+from torchdistpackage.train.plan import Plan, make_plan
+
+GRID = {"data": 2, "pipe": 2, "tensor": 2}
+
+
+def step(rank: int) -> None:
+    """Three stages; the first batch of messages is announced over host memory."""
+    net, group = nn.Linear(4, 4), tpc.get_group("pipe")
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return net(x).square().mean() if group.rank() == 2 else net(x)
+
+    inputs = [torch.ones(4, 4)] if group.rank() == 0 else None
+    forward_backward(None, forward, None, inputs, num_microbatches=2, group=group)
+
+
+def test_a_pipe_that_connects_in_its_first_batch():
+    """Stage 1 is stopped until stage 2 comes, who waits to be told what stage 1 sends."""
+    assert lint(step, {"pipe": 3}).ok
+    with planted(connections, "_messages", "ranks, at =", "return; ranks, at ="):
+        finding = lint(step, {"pipe": 3}).finding
+    assert finding.kind == "first use" and len(finding.ranks) >= 2
+    assert "connects the pair" in str(finding)
+    with planted(
+        connections, "connect", "if group.size() == 1", "return\n    if group.size() == 1"
+    ):
+        finding = lint(step, {"pipe": 3}).finding
+    assert finding.kind == "first use" and set(finding.ranks) == {1, 2}
+    assert "first use, which rank 2 (pipe 2) has not entered" in str(finding)
+
+
+def groups_alone(rank: int) -> None:
+    """What tpc makes before a step."""
+
+
+def test_an_unequal_order_of_groups():
+    assert lint(groups_alone, GRID).ok
+    with planted(
+        groups.Groups, "prepare", "for one in wanted:",
+        "for one in sorted(wanted, key=lambda c: c.ranks, reverse=self._rank % 2 == 1):",
+    ):  # fmt: skip
+        finding = lint(groups_alone, GRID).finding
+    assert finding.kind == "group creation" and len(finding.ranks) >= 2
+    assert "new_group" in str(finding)
+
+
+def test_a_group_that_only_some_join():
+    with planted(
+        groups.Groups, "prepare", "for one in wanted:",
+        "for one in [c for c in wanted if self._rank != 3 or c.ranks != (3, 5, 7)]:",
+    ):  # fmt: skip
+        finding = lint(lambda rank: tpc.groups.prepare(some(rank)), GRID).finding
+    assert finding.kind == "group creation" and 3 in finding.ranks
+    assert "(ranks 3, 5, 7)" in str(finding)
+
+
+def some(rank: int) -> list[order.Creation]:
+    return [order.Creation((3, 5, 7))] if rank in (3, 5, 7) else []
+
+
+# -- on paper, over all configurations -------------------------------------------------
+
+CONFIGS = sorted(Path(__file__).parents[2].joinpath("configs").glob("*.yaml"))
+LAYOUTS = ((1, 4, 1), (2, 2, 2), (2, 3, 1), (4, 1, 2))
+"""Ranks along data, pipe and tensor."""
+
+
+def made(plan: Plan, *, split: bool) -> Report:
+    """The making of the groups of every rank, on paper."""
+    orders = [plan.creations(rank) for rank in range(plan.world_size)]
+    return check(made_first([Program((), {})] * len(orders), orders, split=split), plan.topology)
+
+
+def plan_of(config: Path, data: int, pipe: int, tensor: int) -> Plan:
+    axes = {"data": data, "pipe": pipe, "tensor": tensor}
+    given = [f"parallel.{axis}={size}" for axis, size in axes.items()]
+    more = ["launch.local.procs=null", "data.global_batch=96", "pipeline.microbatches=4"]
+    return make_plan(load(str(config), [*given, *more]), data * pipe * tensor)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_groups_of_every_configuration_are_made(config, layout):
+    made(plan_of(config, *layout), split=False).check()
+
+
+def test_split_from_a_bound_world_they_would_not_be():
+    """A tied embedding: ranks between the first and the last stage make a group less."""
+    tied = next(path for path in CONFIGS if path.stem == "gpt_tiny")
+    finding = made(plan_of(tied, 2, 4, 1), split=True).finding
+    assert finding.kind == "group creation"
+    slurm = next(path for path in CONFIGS if path.stem == "gpt_slurm")
+    settings = load(str(slurm), [], 16)
+    finding = made(make_plan(settings, 16), split=True).finding
+    assert finding.kind == "group creation"
+    assert made(make_plan(settings, 16), split=False).ok

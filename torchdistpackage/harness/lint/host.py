@@ -1,0 +1,168 @@
+"""Whether all ends if the first calls of a group stop the host until their members have come.
+
+One rule: it is the board once more, and before a rank issues a call for which NCCL connects it
+waits for the others, whether or not it waits for the call: the first collective or batch of a group
+for all members, since a communicator is made there; the first message one way between two ranks for
+the other end. What else blocks (the making of a group, whatever a rank waits for) blocks here too.
+No torch.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import cast
+
+from torchdistpackage.harness.lint.explain import Finding, Name
+from torchdistpackage.harness.lint.launch import Trace, drive, groups_again, replay
+from torchdistpackage.harness.lint.order import (
+    CREATION,
+    SPLIT,
+    Board,
+    Call,
+    Disagreement,
+    Entry,
+    Group,
+    Message,
+)
+
+Before = Callable[[Entry, Sequence[Message]], Iterator[Entry]]
+"""What is waited for before an entry with these messages is issued."""
+FIRST_USE = Call("first use")
+CONNECTS = (("connects", "the pair"),)
+
+HEAD = (
+    "the first call of a group stops the host on NCCL until its members come to theirs, and ranks "
+    "that do so wait for ever. Connect groups when they are made, or let all members make their "
+    "first call at one point:\n"
+)
+
+
+class Connections:
+    """What each rank has connected so far, and the entries in which it stops to do so."""
+
+    def __init__(self, board: Board):
+        self._board = board
+        self._meetings: dict[Group, Group] = {}
+        self._known: set[tuple[int, Group]] = set()
+        self._pairs: set[tuple[int, Group, int | None, int]] = set()
+
+    def before(self, entry: Entry, messages: Sequence[Message]) -> Iterator[Entry]:
+        """Entries that are waited for before this one is issued; messages: its own."""
+        rank, group = entry.rank, entry.group
+        if not group.lazy or len(group.ranks) == 1:
+            return
+        connects, new = self.note(rank, group, entry, messages)
+        if connects:
+            first = Entry(rank, self._meeting(group), (FIRST_USE,), where=entry.where)
+            self._board.issue(first)
+            yield first
+        if not new:
+            return
+        pairs = Entry(rank, self._meeting(group), (), len(new), entry.where)
+        self._board.issue(pairs)
+        for m in new:
+            call = Call(m.call.operation, CONNECTS)
+            self._board.post(pairs, Message(call, m.source, m.target, where=m.where))
+        yield pairs
+
+    def note(
+        self, rank: int, group: Group, entry: Entry, messages: Sequence[Message]
+    ) -> tuple[bool, list[Message]]:
+        """(whether `group` is connected by the entry, which of its messages connect a pair)."""
+        connects = bool(entry.calls) or (entry.is_batch and rank not in group.eager)
+        connects = connects and (rank, group) not in self._known
+        if connects:
+            self._known.add((rank, group))
+        new: list[Message] = []
+        for m in messages:
+            key = rank, group, m.source, m.target
+            if m.source is not None and key not in self._pairs:
+                self._pairs.add(key)
+                new.append(m)
+        return connects, new
+
+    def _meeting(self, group: Group) -> Group:
+        """Where members of a group meet to connect it, beside its own queue."""
+        if group not in self._meetings:
+            self._meetings[group] = Group(group.ranks, group.name)
+        return self._meetings[group]
+
+
+def host_blocking(
+    traces: Sequence[Trace], name: Name, earlier: Sequence[Trace] = ()
+) -> Finding | None:
+    """What stops if all that ranks did, which came to its end, is run with hosts that stop to
+    connect.
+
+    earlier: what they did before all of them came to one point.
+    """
+    if earlier and (found := host_blocking(earlier, name)):
+        return found
+
+    def again(old: Group) -> Group:
+        new = Group(old.ranks, old.name, lazy=old.lazy)
+        new.eager = old.eager
+        return new
+
+    groups = groups_again(traces, again)
+
+    def runs(board: Board) -> list[Iterator[Entry]]:
+        connections = Connections(board)
+        for trace in earlier:
+            for entry, _ in trace:
+                if entry.group in groups:
+                    connections.note(entry.rank, groups[entry.group], entry, entry.messages)
+        return [replay(board, trace, groups, connections.before) for trace in traces]
+
+    found = drive(runs, list(groups.values()), name)
+    return None if found is None else as_first_use(found)
+
+
+def as_first_use(found: Finding) -> Finding:
+    """A circle that is there only because hosts stop to connect, called what it is."""
+    return replace(found, kind="first use", text=HEAD + found.text)
+
+
+class Making:
+    """Where ranks meet to make groups: the members of each, or all ranks to split their world."""
+
+    def __init__(self, num_ranks: int):
+        self._world = Group(range(num_ranks), "global")
+        self._of: dict[Group, Group] = {}
+
+    def entry(self, rank: int, group: Group, is_split: bool) -> Entry:
+        """What `rank` waits for to have made `group`."""
+        if is_split:
+            return Entry(rank, self._world, (SPLIT,), payload=group.ranks)
+        if group not in self._of:
+            self._of[group] = Group(group.ranks, group.name)
+        return Entry(rank, self._of[group], (CREATION,))
+
+    def met(self, entries: list[Entry]) -> None:
+        """Check what came together.
+
+        Raises:
+            Disagreement: as `split`.
+        """
+        if entries[0].calls == (SPLIT,):
+            split(entries, [cast(tuple[int, ...], e.payload) for e in entries])
+
+
+def split(entries: Sequence[Entry], lists: Sequence[tuple[int, ...]]) -> None:
+    """All ranks of the world make one communicator each, of the ranks in their `lists`, or none.
+
+    Raises:
+        Disagreement: a list is not that of all ranks in it, who then talk in smaller groups.
+    """
+    for first, ranks in zip(entries, lists, strict=True):
+        came = tuple(e.rank for e, asked in zip(entries, lists, strict=True) if asked == ranks)
+        missing = [rank for rank in ranks if rank not in came]
+        if missing:
+            other = entries[missing[0]]
+            does = lists[other.rank]
+            raise Disagreement(
+                first,
+                other,
+                f"in split {first.number} rank {first.rank} makes the group of ranks {ranks}, and "
+                f"rank {other.rank} {f'that of ranks {does}' if does else 'none'}: ranks {came} "
+                f"alone get a communicator, and nothing says so",
+            )
