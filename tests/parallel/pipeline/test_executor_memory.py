@@ -41,6 +41,7 @@ def both(name: str) -> tuple[int, int]:
     return most_bytes(name, 12), most_bytes(name, 48)
 
 
+@pytest.mark.own_transport("measures memory, of which the late transport holds copies")
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_live_tensors_do_not_grow_with_microbatches(ranks, name):
     for few, many in ranks(2).run(both, name):

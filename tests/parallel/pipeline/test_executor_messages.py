@@ -252,6 +252,7 @@ def member_elsewhere(when: int) -> str:
         run += 1
 
 
+@pytest.mark.own_transport("a message of gloo has a limit of its own")
 @pytest.mark.parametrize("when", [0, 2])
 def test_a_member_on_another_device_is_named_before_its_header_leaves(ranks, when: int):
     said, peer = ranks(2).run(member_elsewhere, when)
