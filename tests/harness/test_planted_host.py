@@ -1,13 +1,15 @@
 """What stops hosts for ever, planted in the package's own code: the order linter names it."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.harness.planting import planted
-from torchdistpackage.comm import connections, groups
+from torchdistpackage.comm import connections, creation, groups
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.config.load import load
 from torchdistpackage.harness.lint import lint
@@ -111,3 +113,23 @@ def test_split_from_a_bound_world_they_would_not_be():
     finding = made(make_plan(settings, 16), split=True).finding
     assert finding.kind == "group creation"
     assert made(make_plan(settings, 16), split=False).ok
+
+
+def test_a_group_that_is_split_from_a_bound_world():
+    """A member that makes another group first leaves the others with a smaller communicator."""
+
+    def bound(rank: int) -> None:
+        dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+        for ranks in ((0, 1, 2), (2, 3)):
+            if rank in ranks:
+                tpc.groups.of(ranks)
+
+    assert lint(bound, 4).ok
+    with planted(creation, "create", "_unbound(whole) as bound", "nullcontext() as bound"):
+        creation.nullcontext = nullcontext
+        try:
+            finding = lint(bound, 4).finding
+        finally:
+            del creation.nullcontext
+    assert finding.kind == "group creation" and finding.ranks == (2, 3)
+    assert "ranks (3,) alone get a communicator" in str(finding)
