@@ -10,17 +10,20 @@ call runs when it is issued.
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.gpu.here import Here
+from torchdistpackage.comm import companions
 from torchdistpackage.comm.backends import Transport, register_transport
 from torchdistpackage.comm.runtime import leave
 from torchdistpackage.comm.tpc import tpc
 
-NAME = "one_of_several"
+NAME, HOST = "one_of_several", "one_of_several_on_host"
+"""On the device, and for what is in host memory, where gloo would wait for the others."""
 LATE_S = 0.002
 _settings = {"late": False}
 
@@ -29,17 +32,20 @@ _settings = {"late": False}
 def world(here: Here, size: int) -> Generator[None]:
     """The default group is of `size` ranks, of which this process is the first."""
     if NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(
-            NAME, _create, extended_api=True, devices=[here.device.type, "cpu"]
-        )
-        register_transport(
-            Transport(NAME, queued=True, averages=True, device_type=here.device.type)
-        )
+        for name in (NAME, HOST):
+            dist.Backend.register_backend(
+                name, partial(_create, name), extended_api=True, devices=["cpu", "cuda"]
+            )
+        kind = here.device.type
+        register_transport(Transport(NAME, queued=True, averages=True, device_type=kind))
+        register_transport(Transport(HOST))
     _Mirror.here = here
     dist.init_process_group(NAME, store=dist.HashStore(), rank=0, world_size=size)
+    companions._on_cpu[dist.group.WORLD] = dist.new_group(backend=HOST)
     try:
         yield
     finally:
+        companions._on_cpu.pop(dist.group.WORLD)
         if tpc.is_set:
             tpc.destroy()
         leave()
@@ -80,13 +86,14 @@ class _UnderWay(dist.Work):
 class _Mirror(dist.ProcessGroup):
     here: Here
 
-    def __init__(self, rank: int, size: int, name: str) -> None:
+    def __init__(self, backend: str, rank: int, size: int, name: str) -> None:
         super().__init__(rank, size)
-        self._group_name = name
-        self._stream = None if self.here.small else torch.cuda.Stream(self.here.device)
+        self._backend, self._group_name = backend, name
+        on_host = self.here.small or backend == HOST
+        self._stream = None if on_host else torch.cuda.Stream(self.here.device)
 
     def getBackendName(self) -> str:
-        return NAME
+        return self._backend
 
     @property
     def group_name(self) -> str:
@@ -156,5 +163,5 @@ class _Mirror(dist.ProcessGroup):
         return _Done()
 
 
-def _create(options, _) -> _Mirror:
-    return _Mirror(options.group_rank, options.group_size, options.group_id)
+def _create(backend: str, options, _) -> _Mirror:
+    return _Mirror(backend, options.group_rank, options.group_size, options.group_id)
