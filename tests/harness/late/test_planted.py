@@ -26,7 +26,12 @@ MISTAKES = {
         r"all_reduce \(number \d+\).*(read before wait\(\), by|nobody waited for it)",
     ),
     "no wait for the parameters": (
-        (Parameters, "arrive", "self._pending.wait()", "self._late = self._pending"),
+        (
+            Parameters,
+            "arrive",
+            "else self._pending.wait()",
+            "else vars(self).update(late=self._pending)",
+        ),
         "zero1",
         r"all_gather \(number \d+\).*read before wait\(\), by aten",
     ),
