@@ -75,6 +75,19 @@ def test_late_copies_give_the_same_bits_and_no_backward_waits(ranks, dtype, mast
     ranks(2).run(same_numbers, options, dtype, clips, transport="late")
 
 
+def masters_go_up(stage: int) -> None:
+    """With one sum a step nothing comes down behind what went up, so the host itself must wait."""
+    streams, net = LateStreams(), build(torch.float64)
+    train(net, wrapped(net, streams, stage=stage), clips=False, num_backwards=1)
+    for stream in streams.made:
+        stream.record_event().synchronize()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_step_waits_for_masters_that_are_going_up(ranks, stage):
+    ranks(2).run(masters_go_up, stage, transport="late")
+
+
 def test_whole_parameters_too(ranks):
     ranks(2).run(same_numbers, {"stage": 3, "whole": True}, torch.float64, False, transport="late")
 
