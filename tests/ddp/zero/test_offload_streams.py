@@ -1,5 +1,6 @@
 """Offload as on a device, with copies that run when somebody waits: same bits, what overlaps."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -86,6 +87,22 @@ def masters_go_up(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_step_waits_for_masters_that_are_going_up(ranks, stage):
     ranks(2).run(masters_go_up, stage, transport="late")
+
+
+def load_while_they_go_up() -> None:
+    streams, net = LateStreams(), build(torch.float32)
+    optimizer = wrapped(net, streams, wire_dtype=torch.bfloat16)
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert "master" in saved["state"][0]
+    backward(net, 0)
+    optimizer.step()
+    optimizer.load_state_dict(saved)
+    for stream in streams.made:
+        stream.record_event().synchronize()
+
+
+def test_loading_a_state_waits_for_masters_that_are_going_up(ranks):
+    ranks(2).run(load_while_they_go_up, transport="late")
 
 
 def test_whole_parameters_too(ranks):
