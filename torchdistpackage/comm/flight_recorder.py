@@ -26,7 +26,8 @@ def take(limit_s: float) -> dict[str, Any] | None:
     found: list[dict[str, Any]] = []
 
     def ask() -> None:
-        found.append(json.loads(dump(includeCollectives=True, onlyActive=True)))
+        if text := dump(includeCollectives=True, onlyActive=True):
+            found.append(json.loads(text))
 
     asking = threading.Thread(target=ask, name="flight recorder", daemon=True)
     asking.start()

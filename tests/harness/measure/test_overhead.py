@@ -3,6 +3,7 @@
 On torch's fake back end, which returns at once; benchmarks/comm_overhead.py has the times.
 """
 
+import gc
 import sys
 from collections import Counter
 from pathlib import Path
@@ -50,11 +51,14 @@ def functions_of(call) -> Counter:
             number["built in"] += 1
 
     call()
+    gc.collect()  # what others left behind is no part of the call
+    gc.disable()
     sys.setprofile(note)
     try:
         call()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return number
 
 
