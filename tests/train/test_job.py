@@ -151,7 +151,7 @@ def test_one_rank_ends_and_all_are_gone_with_the_culprit_named_last(
     assert process.returncode not in (0, None)
     assert survivors(mark) == []
     last = out[out.rindex("---", 0, out.rindex("---")) :] if how != "nothing" else out
-    block = out.splitlines()[-80:]
+    block = out.splitlines()[-100:]
     text = "\n".join(block)
     assert f"rank {rank} " in text and socket.gethostname() in text, out
     expected = {
