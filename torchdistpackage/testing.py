@@ -3,7 +3,7 @@
     from torchdistpackage.testing import RankPool, run_ranks
 
 With `transport="late"` asynchronous calls behave as on NCCL (docs/late_transport.md); `mirror` does
-so in one process.
+so in one process, and `ordered_streams` looks at streams there.
 
 One rule: names are loaded on first use, so that importing this module costs nothing.
 """
@@ -11,7 +11,7 @@ One rule: names are loaded on first use, so that importing this module costs not
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,13 +20,15 @@ if TYPE_CHECKING:
     from torchdistpackage.harness.pool import RankPool, run_ranks
 
     mirror: Callable[..., AbstractContextManager[None]]
+    ordered_streams: Callable[[], AbstractContextManager[Any]]
 
-__all__ = ["RankPool", "mirror", "run_ranks"]
-_MIRROR = "torchdistpackage.harness.late.mirror"
+__all__ = ["RankPool", "mirror", "ordered_streams", "run_ranks"]
+_LATE = "torchdistpackage.harness.late"
+_HOMES = {"mirror": f"{_LATE}.mirror", "ordered_streams": f"{_LATE}.streams"}
 _POOL = "torchdistpackage.harness.pool"
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MIRROR if name == "mirror" else _POOL), name)
+    return getattr(importlib.import_module(_HOMES.get(name, _POOL)), name)

@@ -234,12 +234,14 @@ class LateGroup(dist.ProcessGroup):
             transfer = begin()
             transfer.wait()
             finish(transfer, list(writes))
+            world.observer.called(self, name, list(read.values()), writes, None)
             world.draw()
-            return LateWork(None, _nothing, list(writes))
+            return LateWork(None, lambda: None, list(writes))
         call = Call(name, guards, begin(), finish)
         work = LateWork(call, lambda: self._settle(call), list(writes))
         self.calls.append(call)
         world.issued(self, call)
+        world.observer.called(self, name, list(read.values()), writes, call)
         world.draw()
         return work
 
@@ -247,6 +249,7 @@ class LateGroup(dist.ProcessGroup):
         world.draw()
         while not call.done:
             self.deliver_next()
+        world.observer.waited(call)
 
     def _to(self, root: int, tensors: Tensors) -> list[Tensors]:
         """To or from the root alone."""
@@ -275,10 +278,6 @@ def _all(parts: Sequence[Tensors]) -> list[Tensor]:
 
 def _op(opts) -> str:
     return op_name(dist.ReduceOp.SUM if opts is None else opts.reduceOp)
-
-
-def _nothing() -> None:
-    """A synchronous call is done."""
 
 
 def _create(options, _) -> LateGroup:

@@ -42,8 +42,8 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if (calls := self._calls()) and (written := _written(func)) is not None:
-            for at, x in _tensors(args, kwargs):
+        if (calls := self._calls()) and (written := written_by(func)) is not None:
+            for at, x in tensors_of(args, kwargs):
                 _look(calls, func, x, at in written)
         return func(*args, **kwargs)
 
@@ -70,7 +70,7 @@ def _raise(call: Call, guard: Guard, func, writes: bool) -> None:
 
 
 @cache
-def _written(func) -> frozenset[int | str] | None:
+def written_by(func) -> frozenset[int | str] | None:
     """Which arguments an operation writes, by place and name; None: it touches no elements."""
     arguments = func._schema.arguments
     aliases = [a.alias_info for a in arguments]
@@ -81,7 +81,7 @@ def _written(func) -> frozenset[int | str] | None:
     return frozenset([*places, *(arguments[i].name for i in places)])
 
 
-def _tensors(args, kwargs) -> Iterator[tuple[int | str, Tensor]]:
+def tensors_of(args, kwargs) -> Iterator[tuple[int | str, Tensor]]:
     for at, value in (*enumerate(args), *kwargs.items()):
         for x in value if isinstance(value, list | tuple) else (value,):
             if isinstance(x, Tensor):

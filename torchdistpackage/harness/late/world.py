@@ -16,6 +16,9 @@ _PATIENCE_S = 0.02
 """How long a call that is to complete before its wait may take."""
 
 
+Tensors = Sequence[Tensor]
+
+
 class Queue(Protocol):
     """A group, whose calls are delivered in order."""
 
@@ -30,11 +33,24 @@ class Strictness(Protocol):
     def check(self, name: str, operation: str, tensors: Sequence[Tensor]) -> None: ...
 
 
+class Observer:
+    """Follows calls from stream to stream (streams.py); this one looks away."""
+
+    def called(
+        self, queue: Queue, name: str, reads: Tensors, writes: Tensors, call: Call | None
+    ) -> None:
+        """call: None if the caller's stream runs it."""
+
+    def waited(self, call: Call) -> None:
+        """The caller's stream waits."""
+
+
 class World:
     """Use the instance of this module, `world`."""
 
     def __init__(self) -> None:
         self.strict: Strictness | None = None
+        self.observer = Observer()
         self._begin(LATE, 0)
 
     def _begin(self, token: str, rank: int) -> None:

@@ -1,0 +1,284 @@
+"""Streams of a device that is not there: who runs what on which is noted, and races are refused.
+
+One rule: all runs at once, in the order of the program, so numbers are right whatever the streams.
+What a device could run in another order is a mistake because nothing orders it (accesses.py), not
+because it did.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from torchdistpackage.harness.late.accesses import HOST, Access, History
+from torchdistpackage.harness.late.call import Call, own_operations
+from torchdistpackage.harness.late.watch import tensors_of, written_by
+from torchdistpackage.harness.late.world import Observer, Queue, Tensors, world
+
+
+class _Now(threading.local):
+    """Of each thread."""
+
+    stream = 0
+
+
+_now = _Now()
+_histories: list[History] = []
+
+
+class StreamDouble:
+    """In place of `torch.cuda.Stream`; with a `stream_id`, the one that has it."""
+
+    device_index, device_type = 0, 1
+
+    def __init__(self, device: object = None, priority: int = 0, *, stream_id=None, **_: object):
+        self.stream_id = _histories[-1].stream() if stream_id is None else stream_id
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StreamDouble) and self.stream_id == other.stream_id
+
+    def __hash__(self) -> int:
+        return hash(self.stream_id)
+
+    def record_event(self, event: "EventDouble | None" = None) -> "EventDouble":
+        event = event or EventDouble()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: "EventDouble") -> None:
+        event.wait(self)
+
+    def wait_stream(self, stream: "StreamDouble") -> None:
+        self.wait_event(stream.record_event())
+
+    def synchronize(self) -> None:
+        _histories[-1].host_waits_for(self.stream_id)
+
+    def query(self) -> bool:
+        return True
+
+
+class EventDouble:
+    """In place of `torch.cuda.Event`."""
+
+    def __init__(self, enable_timing: bool = False, **_: object):
+        self._number: int | None = None
+
+    def record(self, stream: StreamDouble | None = None) -> None:
+        history = _histories[-1]
+        self._number = history.event() if self._number is None else self._number
+        history.record(self._number, (stream or _current()).stream_id)
+
+    def wait(self, stream: StreamDouble | None = None) -> None:
+        if self._number is not None:
+            _histories[-1].wait((stream or _current()).stream_id, self._number)
+
+    def synchronize(self) -> None:
+        if self._number is not None:
+            _histories[-1].host_waits_for_event(self._number)
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: "EventDouble") -> float:
+        return 0.0
+
+
+def _current(device: object = None) -> StreamDouble:
+    return StreamDouble(stream_id=_now.stream)
+
+
+def _set(stream: StreamDouble) -> None:
+    _now.stream = stream.stream_id
+
+
+@contextmanager
+def _on(stream: StreamDouble | None) -> Iterator[None]:
+    before = _now.stream
+    _now.stream = before if stream is None else stream.stream_id
+    try:
+        yield
+    finally:
+        _now.stream = before
+
+
+class _Streams:
+    """In place of ZeRO's `CudaStreams`. All is in host memory here, so what is pinned is marked."""
+
+    def __init__(self, device: torch.device):
+        self.stream, self.current, self.on = StreamDouble, _current, _on
+
+    def copy(self, stream: StreamDouble, to: Tensor, source: Tensor) -> None:
+        history = _histories[-1]
+        with own_operations():
+            to.copy_(source)
+        history.run(stream.stream_id, "copy", [source], [to])
+        for x in (to, source):
+            history.memory(x, stream.stream_id).kept_for.add(stream.stream_id)
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        x = torch.empty(num_bytes, dtype=torch.uint8)
+        _histories[-1].memory(x, HOST).on_host = True
+        return x
+
+
+class _Operations(TorchDispatchMode):
+    """Notes what each operation reads and writes."""
+
+    def __init__(self, history: History):
+        super().__init__()
+        self._history = history
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, history = kwargs or {}, self._history
+        with torch._C.DisableTorchFunctionSubclass():
+            given = [(at, x) for at, x in tensors_of(args, kwargs) if x.layout is torch.strided]
+            old = {x.untyped_storage()._cdata for _, x in given}
+            places = [history.is_on_host(x) for _, x in given]
+            result = func(*args, **kwargs)
+            made = [x for x in tree_iter(result) if isinstance(x, Tensor) and _is_new(x, old)]
+            stream = HOST if any(places) else _now.stream
+            crosses = func in _COPIES and any(places) and not all(places)
+            for x in made:
+                history.memory(x, _now.stream).on_host = stream == HOST
+            places_written = written_by(func)
+            if places_written is None:
+                reads, writes = [], []
+            else:
+                reads = [x for at, x in given if at not in places_written]
+                writes = [x for at, x in given if at in places_written]
+            if not func._schema.name.startswith(("aten::empty", "aten::new_empty")):
+                writes += made
+            if not reads and not writes:
+                return result
+            history.run(_now.stream if crosses else stream, str(func), reads, writes)
+            if crosses or (stream != HOST and func in _READ_BY_HOST):
+                history.host_waits_for(_now.stream)
+        return result
+
+
+_COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default}
+"""Between the host and the device they block the host."""
+_READ_BY_HOST = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
+
+
+def _is_new(x: Tensor, old: set[int]) -> bool:
+    return x.layout is torch.strided and x.untyped_storage()._cdata not in old
+
+
+class _Calls(Observer):
+    """Collectives and messages: asynchronous ones run on a stream of their group."""
+
+    def __init__(self, history: History):
+        self._history = history
+        self._streams: dict[Queue, int] = {}
+        self._ends: dict[Call, tuple[int, list[Access]]] = {}
+
+    def called(
+        self, queue: Queue, name: str, reads: Tensors, writes: Tensors, call: Call | None
+    ) -> None:
+        history = self._history
+        for x in (*reads, *writes):
+            history.memory(x, _now.stream)
+        if call is None:
+            history.run(_now.stream, name, reads, writes)
+            return
+        if queue not in self._streams:
+            self._streams[queue] = history.stream(f"the stream of{name.partition(' over')[2]}")
+        stream, begin, end = self._streams[queue], history.event(), history.event()
+        history.record(begin, _now.stream)
+        history.wait(stream, begin)
+        accesses = history.run(stream, name, reads, writes)
+        for access in accesses:
+            access.in_flight = True
+        history.record(end, stream)
+        self._ends[call] = end, accesses
+
+    def waited(self, call: Call) -> None:
+        if call in self._ends:
+            end, accesses = self._ends[call]
+            self._history.wait(_now.stream, end)
+            for access in accesses:
+                access.in_flight = False
+
+
+_OF_A_DEVICE: dict[tuple[str, str], object] = {
+    ("streams", "place_of"): lambda parameter: 0,
+    ("streams", "current"): lambda place: (_now.stream, 0, 1),
+    ("zero.streams", "streams_of"): _Streams,
+    ("zero.offload", "streams_of"): _Streams,
+    ("zero.parameters", "streams_of"): _Streams,
+}
+"""Names in modules of ddp that ask for the device, by name as ddp stands on this folder."""
+
+
+@contextmanager
+def ordered_streams() -> Iterator[History]:
+    """Inside, `torch.cuda`'s streams and events are doubles, and work that they do not order is
+    refused; with `mirror`, calls of its groups too.
+
+    Raises:
+        RaceError: two accesses of the same bytes, of which one writes, are not ordered.
+        ConfigError: this torch has other clocks.
+    """
+    history = History()
+    changes: list[tuple[object, str, object]] = [
+        (torch.cuda, "Stream", StreamDouble),
+        (torch.cuda, "Event", EventDouble),
+        (torch.cuda, "current_stream", _current),
+        (torch.cuda, "stream", _on),
+        (torch.cuda, "set_stream", _set),
+        (Tensor, "record_stream", _record_stream),
+        (torch.UntypedStorage, "resize_", _resizing(history, torch.UntypedStorage.resize_)),
+        *((Tensor, name, _read(history, getattr(Tensor, name)))
+          for name in ("tolist", "numpy", "cpu")),
+        *((import_module(f"torchdistpackage.ddp.{module}"), name, value)
+          for (module, name), value in _OF_A_DEVICE.items()),
+    ]  # fmt: skip
+    with ExitStack() as stack:
+        for owner, name, value in changes:
+            stack.enter_context(patch.object(owner, name, value))
+        stack.enter_context(patch.object(world, "observer", _Calls(history)))
+        _histories.append(history)
+        stack.callback(_histories.pop)
+        before, _now.stream = _now.stream, 0
+        stack.callback(setattr, _now, "stream", before)
+        stack.enter_context(_Operations(history))
+        yield history
+        history.see_frees()
+
+
+def _record_stream(x: Tensor, stream: StreamDouble) -> None:
+    _histories[-1].memory(x, _now.stream).kept_for.add(stream.stream_id)
+
+
+def _read(history: History, read: Callable[..., object]) -> Callable[..., object]:
+    """The host reads `x`."""
+
+    def function(x: Tensor, *args, **kwargs) -> object:
+        on_host = history.is_on_host(x)
+        history.run(HOST if on_host else _now.stream, read.__name__, [x], [])
+        if not on_host:
+            history.host_waits_for(_now.stream)
+        return read(x, *args, **kwargs)
+
+    return function
+
+
+def _resizing(history: History, resize: Callable[..., object]) -> Callable[..., object]:
+    def function(storage: torch.UntypedStorage, size: int) -> object:
+        if size != storage.nbytes():
+            history.resized(storage, _now.stream, f"resize_({size})")
+        return resize(storage, size)
+
+    return function
