@@ -38,12 +38,12 @@ def gradients_on_two_streams() -> None:
         main.wait_stream(side)
 
 
-def reads_on_the_side() -> None:
+def reads_on_the_side(**options) -> None:
     """Forwards run on another stream than the step that began the gather."""
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     net = model(torch.float32)
     inner = torch.optim.AdamW(net.parameters())
-    optimizer = ZeroOptimizer(inner, net, bucket_cap_mb=0.004)
+    optimizer = ZeroOptimizer(inner, net, bucket_cap_mb=0.004, **options)
     for i in range(3):
         x = batch(i)
         side.wait_stream(main)
@@ -85,6 +85,7 @@ ALL = {
     "down and up": goes_down_and_up,
     "two streams": gradients_on_two_streams,
     "side": reads_on_the_side,
+    "freed on the side": partial(reads_on_the_side, stage=3, reshard_after_forward=True),
     "up": goes_up,
 }
 
@@ -124,6 +125,11 @@ MISTAKES = {
         (Parameters, "_wait_on_streams", "reader.wait_event(began_on.record_event())"),
         "side",
         r"on stream 1 reads memory that all_gather .* on the stream of ranks .* writes",
+    ),
+    "memory given away under a reader": (
+        (Parameters, "free", "self._streams.keep(self.flat)"),
+        "freed on the side",
+        r"stream 1 reads",
     ),
     "gradients of another stream": (
         (streams, "on_one_stream", "stream.wait_stream(stream_of(here))"),

@@ -106,6 +106,9 @@ class Parameters:
             self.arrive()
             self._leave()
             self.is_free = True
+            if self._streams is not None:
+                # a forward may read them on another stream than that on which they were made
+                self._streams.keep(self.flat)
             # views that autograd keeps are of this storage, so it is the same that comes back
             self.flat.untyped_storage().resize_(0)
 

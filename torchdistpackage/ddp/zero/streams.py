@@ -44,6 +44,10 @@ class Streams(Protocol):
         """Copy on `stream` between the device and pinned memory, of one dtype."""
         ...
 
+    def keep(self, x: Tensor) -> None:
+        """The memory of `x` is given to nobody before the current stream is done with it."""
+        ...
+
     def pinned(self, num_bytes: int) -> Tensor:
         """Host memory (num_bytes,) that a device copies from and to by itself."""
         ...
@@ -66,6 +70,9 @@ class CudaStreams:
         with self.on(stream):
             to.copy_(source, non_blocking=True)
         (source if source.is_cuda else to).record_stream(stream)  # type: ignore[arg-type]
+
+    def keep(self, x: Tensor) -> None:
+        x.record_stream(self.current())  # type: ignore[arg-type]
 
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

@@ -122,6 +122,9 @@ class _Streams:
         for x in (to, source):
             history.memory(x, stream.stream_id).kept_for.add(stream.stream_id)
 
+    def keep(self, x: Tensor) -> None:
+        x.record_stream(self.current())  # type: ignore[arg-type]
+
     def pinned(self, num_bytes: int) -> Tensor:
         x = torch.empty(num_bytes, dtype=torch.uint8)
         _histories[-1].memory(x, HOST).on_host = True
