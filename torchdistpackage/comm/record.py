@@ -176,8 +176,9 @@ class Recorder:
             self._lines.pop(group, None)
 
     def forget_all(self) -> None:
-        """The world has ended."""
+        """The world has ended, and with it whoever measured waits by a clock of its own."""
         self._lines.clear()
+        self.clock_s = _monotonic_s
 
     def snapshot(self, num: int = 64) -> Snapshot:
         """The last `num` calls, and where this rank is in each group. From any thread."""
