@@ -1,6 +1,7 @@
 """tpc over real processes and, through `using`, over none."""
 
 import itertools
+import logging
 import threading
 
 import pytest
@@ -68,6 +69,69 @@ def axes_of_size_one_share() -> None:
 
 def test_identical_rank_lists_share_one_group(ranks):
     ranks(4).run(axes_of_size_one_share)
+
+
+def absent_axes(config: object) -> None:
+    """Whatever is asked of an axis that is left out, the answer is that of one of size 1."""
+    tpc.setup_process_groups(config)
+    rank = dist.get_rank()
+    for mode in ("pipe", "context", "tensor"):
+        assert (
+            tpc.get_ranks_in_group(mode) == [rank] == list(primitives.ranks_of(tpc.get_group(mode)))
+        )
+        assert tpc.all_ranks(mode) == [[0], [1]]
+        assert tpc.get_next_global_rank(mode) == tpc.get_prev_global_rank(mode) == rank
+        assert (tpc.get_group_rank(mode), tpc.get_group_size(mode)) == (0, 1)
+        assert tpc.is_first_in_group(mode) and tpc.is_last_in_group(mode)
+        assert tpc.is_first_group(mode) == (rank == 0) and not tpc.is_mode_inited(mode)
+        assert resolve_group(None, mode) is tpc.get_group(mode)
+    for ask in (tpc.get_ranks_in_group, tpc.get_group, tpc.all_ranks, tpc.get_next_global_rank):
+        with pytest.raises(
+            TopologyError, match="no group 'pip' in data=2; the names are data, mod"
+        ):
+            ask("pip")
+    with pytest.raises(TopologyError, match=r"call tpc\.build_moe_groups first"):
+        tpc.get_group_size("moe_dp")
+    assert not tpc.is_mode_inited("moe_dp")
+
+
+@pytest.mark.parametrize("config", [[("data", 2)], {"data": 2}], ids=["pairs", "mapping"])
+def test_an_axis_that_is_left_out_has_one_rank_a_group(ranks, config):
+    ranks(2).run(absent_axes, config)
+
+
+def said_of_the_groups() -> list[tuple[str, str]]:
+    """What is logged when groups are made, by level."""
+    said: list[tuple[str, str]] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append((record.levelname, record.getMessage()))
+    logger = logging.getLogger("torchdistpackage.comm.tpc")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        tpc.setup_process_groups({"data": 1, "rows": 2})
+        assert tpc.get_ranks_in_group("rows") == [0, 1]
+        with pytest.raises(TopologyError, match="'expert' is no axis"):
+            tpc.setup_process_groups({"data": 1, "expert": 2})
+        tpc.setup_process_groups({"data": 2})
+        tpc.build_moe_groups(moe_ep_size=2)
+        assert tpc.describe().splitlines()[-1] == "group moe_ep, ranks: [0, 1]"
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    return said
+
+
+def test_groups_are_told_and_unknown_axes_warned_about_once(ranks):
+    told, silent = ranks(2).run(said_of_the_groups)
+    assert silent == []
+    assert [level for level, _ in told] == ["WARNING", "INFO", "INFO"]
+    assert "'rows'" in told[0][1] and "data, pipe, context, tensor" in told[0][1]
+    assert told[1][1].splitlines()[2:] == [
+        "group rows, ranks: [0, 1]",
+        "group model, ranks: [0, 1]",
+    ]
+    assert told[2][1] == "group data, ranks: [0, 1]"
 
 
 def made_anew() -> None:

@@ -23,7 +23,7 @@ def where(word: str) -> tuple[str, int, list[int], int, bool]:
     from torchdistpackage.comm.tpc import tpc
 
     data = tpc.get_ranks_in_group("data")
-    return word, tpc.rank, data, tpc.get_group_size("moe_ep"), "RANK" in os.environ
+    return word, tpc.rank, data, tpc.topology.expert.axis_size("expert"), "RANK" in os.environ
 
 
 def fails_on_rank_1() -> None:

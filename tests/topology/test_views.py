@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from torchdistpackage.errors import TopologyError
-from torchdistpackage.topology.views import topology
+from torchdistpackage.topology.views import SHOWN_GROUPS, topology, unknown_axes
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(("data", "pipe", "tensor"))))
@@ -61,3 +61,31 @@ def test_expert_must_divide_data():
 def test_an_unknown_name_is_answered_with_the_names():
     with pytest.raises(TopologyError, match=r"no group 'pipeline'.*data, pipe, model, global"):
         topology([("data", 2), ("pipe", 2)], 4).group(0, "pipeline")
+
+
+def test_a_mapping_is_read_as_pairs_in_its_order():
+    pairs = [("tensor", 2), ("data", None)]
+    assert topology(dict(pairs), 8) == topology(pairs, 8)
+    assert topology(dict(pairs), 8) != topology(dict(pairs[::-1]), 8)
+
+
+def test_unknown_axes_are_told_with_the_known_ones():
+    assert unknown_axes(["pipe", "data", "context", "tensor"]) == ""
+    text = unknown_axes(["rows", "tensr", "data"])
+    assert "'rows'" in text and "'tensr' (did you mean 'tensor'?)" in text
+    assert "data, pipe, context, tensor" in text
+    for taken in ("model", "global", "expert", "moe_dp"):
+        with pytest.raises(TopologyError, match=f"'{taken}' is no axis"):
+            topology([("data", 2), (taken, 1)], 2)
+
+
+def test_groups_are_listed_as_far_as_they_can_be_read():
+    """The 16 ranks of the earlier package's page, in its order."""
+    topo = topology([("pipe", 2), ("tensor", 2), ("data", 4)], 16)
+    lines = topo.describe(["pipe", "tensor", "data", "model"]).splitlines()
+    assert lines[:2] == ["group pipe, ranks: [0, 8]", "group pipe, ranks: [1, 9]"]
+    assert lines[8:10] == ["group tensor, ranks: [0, 4]", "group tensor, ranks: [1, 5]"]
+    assert lines[16] == "group data, ranks: [0, 1, 2, 3]"
+    assert lines[20] == "group model, ranks: [0, 4, 8, 12]" and len(lines) == 24
+    many = topology([("data", 2), ("tensor", 4096)], 8192).describe(["data", "tensor"])
+    assert many.splitlines()[SHOWN_GROUPS] == f"group data: {4096 - SHOWN_GROUPS} more"

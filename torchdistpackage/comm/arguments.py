@@ -13,7 +13,6 @@ from torch import Tensor
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError, LaunchError, LayoutError, TopologyError
-from torchdistpackage.topology.views import DEFAULT_ORDER
 
 Sizes = Sequence[int]
 """Lengths along one dim, one for each rank of a group, in its order; some may be 0."""
@@ -49,8 +48,6 @@ def _named(name: str) -> Group:
             f"tpc.setup_process_groups([...]) first, or pass a process group"
         )
     try:
-        if name in DEFAULT_ORDER and name not in tpc.topology.dense.names:
-            return tpc.groups.of([tpc.rank])
         return tpc.get_group(name)
     except (LaunchError, TopologyError) as error:
         raise CommError(str(error)) from error

@@ -9,7 +9,8 @@ Modes are group names: an axis (`data`, `pipe`, `tensor`, ...), `model` (ranks t
 batch), `global`, and after `build_moe_groups` also `moe_dp` and `moe_ep`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -19,21 +20,32 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.place import Place, apart, current, holder, standing_in
 from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.rank_queries import RankQueries
 from torchdistpackage.comm.record import calls
 from torchdistpackage.errors import LaunchError, TopologyError
 from torchdistpackage.layout.groups import creations
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.topology.views import Size, Topology, topology
+from torchdistpackage.topology.mesh import Mesh
+from torchdistpackage.topology.views import (
+    DEFAULT_ORDER,
+    Axes,
+    Topology,
+    topology,
+    unknown_axes,
+)
+
+_LOG = logging.getLogger(__name__)
 
 
-class ProcessTopology:
+class ProcessTopology(RankQueries):
     """The type of `tpc`. Use the instance of this module."""
 
-    def setup_process_groups(self, config: Sequence[tuple[str, Size]], *, expert: int = 1) -> None:
+    def setup_process_groups(self, config: Axes, *, expert: int = 1) -> None:
         """Tile the world by `[(axis, size), ...]`, outermost first, and make my groups.
 
-        One size may be None or -1; whole floats pass. The product is checked against the world
-        on every rank before any group is made. A second call replaces the first.
+        config: or a mapping, in the same order. One size may be None or -1; whole floats pass.
+        The product is checked against the world on every rank before any group is made. A second
+        call replaces the first. Rank 0 logs the groups, and warns of axes that are not known.
 
         Raises:
             LaunchError: torch.distributed is not initialised.
@@ -44,7 +56,12 @@ class ProcessTopology:
                 "tpc.setup_process_groups needs the default process group; "
                 "call setup_distributed() first"
             )
-        self.setup(topology(config, dist.get_world_size(), expert=expert), dist.get_rank())
+        tiled = topology(config, dist.get_world_size(), expert=expert)
+        self.setup(tiled, dist.get_rank())
+        if self.rank == 0:
+            if strange := unknown_axes(tiled.dense.names):
+                _LOG.warning("%s", strange)
+            _LOG.info("%s", self.describe())
 
     def setup(self, topology: Topology, rank: int, *, timeout_s: float | None = None) -> None:
         """The same from a finished Topology. Groups of the axes are made in mesh order.
@@ -132,6 +149,13 @@ class ProcessTopology:
             )
         return place.mesh
 
+    def describe(self) -> str:
+        """Who is in which group, a line for each: `group pipe, ranks: [0, 8]`; many are cut."""
+        place = self._place()
+        model = ("model",) if place.topology.model_axes else ()
+        moe = ("moe_dp", "moe_ep") if place.moe else ()
+        return place.topology.describe((*place.topology.dense.names, *model, *moe))
+
     def get_group(self, mode: str) -> Group:
         """Handle of my group of this mode, for torch.distributed calls."""
         found = self._place().found
@@ -151,86 +175,11 @@ class ProcessTopology:
         mesh, axes = self._named(mode)
         return [list(ranks) for ranks in mesh.groups(axes)]
 
-    def all_dp_ranks(self) -> list[list[int]]:
-        return self.all_ranks("data")
-
-    def get_group_rank(self, mode: str) -> int:
-        """My position in my group; 0 for an axis that the config does not list."""
-        return self.get_ranks_in_group(mode).index(self.rank) if self._has(mode) else 0
-
-    def get_group_size(self, mode: str) -> int:
-        """Number of ranks in my group; 1 for an axis that the config does not list."""
-        return len(self.get_ranks_in_group(mode)) if self._has(mode) else 1
-
-    def get_tp_rank(self) -> int:
-        return self.get_group_rank("tensor")
-
-    def get_pp_rank(self) -> int:
-        return self.get_group_rank("pipe")
-
-    def get_dp_rank(self) -> int:
-        return self.get_group_rank("data")
-
-    def get_mp_rank(self) -> int:
-        return self.get_group_rank("model")
-
-    def get_tp_size(self) -> int:
-        return self.get_group_size("tensor")
-
-    def get_pp_size(self) -> int:
-        return self.get_group_size("pipe")
-
-    def get_dp_size(self) -> int:
-        return self.get_group_size("data")
-
-    def get_mp_size(self) -> int:
-        return self.get_group_size("model")
-
-    def is_first_in_group(self, mode: str) -> bool:
-        return self.get_group_rank(mode) == 0
-
-    def is_last_in_group(self, mode: str) -> bool:
-        return self.get_group_rank(mode) == self.get_group_size(mode) - 1
-
-    def is_first_in_tensor_group(self) -> bool:
-        return self.is_first_in_group("tensor")
-
-    def is_last_in_tensor_group(self) -> bool:
-        return self.is_last_in_group("tensor")
-
-    def is_first_in_pipeline_group(self) -> bool:
-        return self.is_first_in_group("pipe")
-
-    def is_last_in_pipeline_group(self) -> bool:
-        return self.is_last_in_group("pipe")
-
-    def is_first_in_data_group(self) -> bool:
-        return self.is_first_in_group("data")
-
-    def is_last_in_data_group(self) -> bool:
-        return self.is_last_in_group("data")
-
-    def is_first_in_model_group(self) -> bool:
-        return self.is_first_in_group("model")
-
-    def is_last_in_model_group(self) -> bool:
-        return self.is_last_in_group("model")
-
-    def get_prev_global_rank(self, mode: str = "pipe") -> int:
-        """The rank before me in my group, the last one before the first."""
-        return self._beside(mode, -1)
-
-    def get_next_global_rank(self, mode: str = "pipe") -> int:
-        """The rank after me in my group, the first one after the last."""
-        return self._beside(mode, 1)
-
     def is_mode_inited(self, mode: str) -> bool:
         """Whether the mode is there and has more than one rank a group."""
-        return self.is_set and self._has(mode) and self.get_group_size(mode) > 1
-
-    def is_first_group(self, mode: str) -> bool:
-        """Whether mine is the first group of its kind: the one with rank 0."""
-        return 0 in self.get_ranks_in_group(mode)
+        if not self.is_set or (mode in ("moe_dp", "moe_ep") and not self._place().moe):
+            return False
+        return self.get_group_size(mode) > 1
 
     # -- life ------------------------------------------------------------------------
 
@@ -260,21 +209,14 @@ class ProcessTopology:
             raise LaunchError("tpc is not set up; call tpc.setup_process_groups([...]) first")
         return place
 
-    def _named(self, mode: str):
+    def _named(self, mode: str) -> tuple[Mesh, tuple[str, ...]]:
+        """The mesh and axes of a mode; a known axis that the config leaves out has size 1."""
         place = self._place()
         if mode in ("moe_dp", "moe_ep") and not place.moe:
             raise TopologyError(f"there is no group {mode!r} yet; call tpc.build_moe_groups first")
+        if mode in DEFAULT_ORDER and mode not in place.topology.dense.names:
+            return place.topology.dense, ()
         return place.topology.named(mode)
-
-    def _has(self, mode: str) -> bool:
-        """A mode that is absent on purpose counts as size 1; a misspelt one still raises."""
-        if mode in ("data", "pipe", "context", "tensor"):
-            return mode in self._place().topology.dense.names
-        return mode not in ("moe_dp", "moe_ep") or self._place().moe
-
-    def _beside(self, mode: str, step: int) -> int:
-        ranks = self.get_ranks_in_group(mode)
-        return ranks[(ranks.index(self.rank) + step) % len(ranks)]
 
 
 tpc = ProcessTopology()
@@ -294,7 +236,7 @@ def resolve_group(group: Group | None, mode: str) -> Group:
     if group is not None:
         return group
     if tpc.is_set:
-        return tpc.get_group(mode) if tpc._has(mode) else tpc.groups.of([tpc.rank])
+        return tpc.get_group(mode)
     if not dist.is_initialized():
         raise LaunchError(f"no {mode} group: call setup_distributed() first, or pass group=")
     return dist.group.WORLD  # type: ignore[return-value]

@@ -6,7 +6,9 @@ a set of axes in one of the two; the names users say (`model`, `moe_ep`, ...) ar
 spelled out here once.
 """
 
-from collections.abc import Sequence
+import difflib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +21,11 @@ DEFAULT_ORDER = ("data", "pipe", "context", "tensor")
 View = Literal["dense", "expert"]
 Size = float | str | None
 """A size in a declarative config; None, -1 or "auto" stands for "whatever is left"."""
+
+Axes = Sequence[tuple[str, Size]] | Mapping[str, Size]
+"""`[(axis, size), ...]`, outermost first, or a mapping in that order."""
+
+SHOWN_GROUPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,18 @@ class Topology:
         mesh, axes = self.named(mode)
         return mesh.group(rank, axes)
 
+    def describe(self, modes: Iterable[str]) -> str:
+        """A line `group pipe, ranks: [0, 8]` for each group of these modes; many are cut."""
+        return "\n".join(line for mode in modes for line in self._groups_of(mode))
+
+    def _groups_of(self, mode: str) -> Iterator[str]:
+        mesh, axes = self.named(mode)
+        for ranks in itertools.islice(mesh.groups(axes), SHOWN_GROUPS):
+            yield f"group {mode}, ranks: {list(ranks)}"
+        number = mesh.size // mesh.axis_size(*axes)
+        if number > SHOWN_GROUPS:
+            yield f"group {mode}: {number - SHOWN_GROUPS} more"
+
     def with_expert(self, expert: int) -> "Topology":
         """The same world with the data axis cut into expert_data x expert.
 
@@ -83,17 +102,23 @@ ALIASES: dict[str, tuple[View, tuple[str, ...]]] = {
 }
 
 
-def topology(sizes: Sequence[tuple[str, Size]], world_size: int, *, expert: int = 1) -> Topology:
-    """Build both views from `[(axis, size), ...]`, outermost first.
+def topology(sizes: Axes, world_size: int, *, expert: int = 1) -> Topology:
+    """Build both views from `[(axis, size), ...]` or `{axis: size, ...}`, outermost first.
 
     Any order, any subset; one size may be None, -1 or "auto" and is then inferred. Sizes may be
     whole floats (4.0), as arithmetic on world sizes gives them.
 
     Raises:
         TopologyError: a size is not whole, two are left open, the product is not
-            `world_size`, or `expert` does not divide the data axis.
+            `world_size`, `expert` does not divide the data axis, or an axis has the name of a
+            group that follows from the others.
     """
-    axes = list(sizes)
+    axes = list(sizes.items() if isinstance(sizes, Mapping) else sizes)
+    if taken := [name for name, _ in axes if name in ("model", "global", *ALIASES)]:
+        raise TopologyError(
+            f"{taken[0]!r} is no axis: that group follows from the axes; leave it out"
+            + ", and give expert= for the ranks that share the experts" * (taken[0] in ALIASES)
+        )
     left_open = [name for name, size in axes if size in (None, -1, "auto")]
     if len(left_open) > 1:
         raise TopologyError(
@@ -117,6 +142,21 @@ def topology(sizes: Sequence[tuple[str, Size]], world_size: int, *, expert: int 
         )
     dense = Mesh(tuple(known))
     return Topology(dense, _expert_view(dense, expert))
+
+
+def unknown_axes(names: Iterable[str]) -> str:
+    """What to say of axes that nothing in this package uses by itself; "" if there are none."""
+    said: list[str] = []
+    for name in names:
+        if name not in DEFAULT_ORDER:
+            close = difflib.get_close_matches(name.lower(), DEFAULT_ORDER, n=1)
+            said.append(f"{name!r} (did you mean {close[0]!r}?)" if close else repr(name))
+    if not said:
+        return ""
+    return (
+        f"not among the known axes {', '.join(DEFAULT_ORDER)}: {', '.join(said)}; such axes get "
+        f"groups, but nothing in this package uses them by name"
+    )
 
 
 def _expert_view(dense: Mesh, expert: int) -> Mesh:
