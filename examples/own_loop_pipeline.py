@@ -29,7 +29,7 @@ def train() -> None:
     pixels, digits = load_digits(return_X_y=True)
     images, labels = torch.tensor(pixels / 16, device=device), torch.tensor(digits, device=device)
 
-    stage = nn.Sequential(*partition_uniform(network(device)))
+    stage = partition_uniform(network(device))
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.5)
     first, last = tpc.is_first_in_pipeline_group(), tpc.is_last_in_pipeline_group()
     inputs = [images] * first + [labels] * last  # what this stage needs beside the one before

@@ -46,6 +46,6 @@ def test_models_are_flattened_and_cut_without_processes():
             assert len(
                 flat_and_partition([nn.Sequential(*seven)], partition_policy="balanced")
             ) in (1, 2)
-    assert lengths == [2, 2, 2, 1] and weights == [1, 1, 1, 1]
+    assert lengths == [1, 2, 2, 2] and weights == [1, 1, 1, 1]
     with pytest.raises(ScheduleError, match="no partition policy 'random'"):
         flat_and_partition(seven, partition_policy="random")

@@ -1,5 +1,6 @@
 """Pieces, what they cost, and which of them are mine."""
 
+import random
 from itertools import chain as joined
 from itertools import pairwise
 from types import SimpleNamespace
@@ -152,6 +153,56 @@ def test_embedding_and_head_are_weighted():
     assert [len(s) for s in of_each_rank(2, partition_balanced, chain)] == [1, 7]
     found = of_each_rank(2, partition_balanced, chain, weights={nn.Embedding: 0.0})
     assert [len(s) for s in found] in ([4, 4], [5, 3])
+
+
+def test_an_uneven_number_of_pieces_is_cut_as_by_the_earlier_package():
+    """There all that is left over goes to the last stage; one piece is the same cut."""
+    draw = random.Random(0)
+    for _ in range(60):
+        p, short, over = draw.randint(1, 8), draw.randint(1, 9), draw.randint(0, 1)
+        over = min(over, p - 1)
+        extra = draw.randint(0, min(2, short))
+        chain = [object() for _ in range(p * short + over - extra)]
+        edges = [stage * short for stage in range(p)] + [len(chain)]
+        earlier = [chain[a:b] for a, b in pairwise(edges)]
+        assert of_each_rank(p, partition_uniform, chain, extra) == earlier
+    spread = of_each_rank(4, partition_uniform, list(range(7)))
+    assert [len(s) for s in spread] == [1, 2, 2, 2], "the earlier one: 1, 1, 1, 4"
+
+
+def test_the_earlier_example_of_five_modules_has_weights_on_both_stages():
+    whole = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.ReLU())
+    stages = of_each_rank(2, partition_uniform, whole)
+    assert [len(s) for s in stages] == [2, 3]
+    assert all(list(s.parameters()) for s in stages)
+    x = torch.randn(3, 4)
+    assert torch.equal(stages[1](stages[0](x)), whole(x)), "a stage of a Sequential can be called"
+
+
+class Named(nn.Sequential):
+    """Whose constructor takes something else than layers."""
+
+    def __init__(self, width: int):
+        relu = nn.ReLU()  # in two places
+        super().__init__(nn.Linear(width, width), relu, nn.Linear(width, width), relu)
+
+
+@pytest.mark.parametrize(
+    "policy", [partition_uniform, lambda chain, **o: partition_balanced(chain, None, **o)]
+)
+def test_a_part_of_a_container_is_a_container(policy):
+    whole = Named(2)
+    x = torch.ones(1, 2)
+    first, last = of_each_rank(2, policy, whole)
+    assert type(first) is type(last) is nn.Sequential and torch.equal(last(first(x)), whole(x))
+    named = [name for part in (first, last) for name, _ in part.named_parameters()]
+    assert named == list(whole.state_dict()), "checkpoints of a stage keep the names"
+    of_list = of_each_rank(2, policy, nn.ModuleList(whole))
+    assert [type(part) for part in of_list] == [nn.ModuleList] * 2
+    assert [m for part in of_list for m in part] == list(whole)
+    chunks = of_each_rank(2, policy, whole, placement=[0, 1, 0, 1])
+    assert [[type(part) for part in parts] for parts in chunks] == [[nn.Sequential] * 2] * 2
+    assert [type(part) for part in of_each_rank(2, policy, list(whole))] == [list, list]
 
 
 def test_ranks_with_several_stages_are_balanced_by_rank():

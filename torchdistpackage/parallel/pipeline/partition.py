@@ -4,6 +4,7 @@ One rule: every rank builds the same chain and decides alike, from tpc's pipe gr
 otherwise, so nothing is sent; measured times, which differ, are made one first.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
@@ -17,8 +18,10 @@ from torchdistpackage.parallel.pipeline.profile import measure, measure_link
 from torchdistpackage.parallel.pipeline.split import split_by_cost, split_evenly
 from torchdistpackage.parallel.pipeline.traced import split_traced
 
-Parts = list[Piece] | list[list[Piece]]
-"""My stage's pieces; one such list for each of my stages where a placement is given."""
+Chain = list[Piece] | nn.Sequential | nn.ModuleList
+"""Pieces of a stage: a Sequential of a Sequential, a ModuleList of a ModuleList, else a list."""
+Parts = Chain | list[Chain]
+"""My stage; a list of my stages where a placement is given."""
 
 
 def partition_uniform(
@@ -29,7 +32,7 @@ def partition_uniform(
     head: float = 1.0,
     placement: Sequence[int] | None = None,
 ) -> Parts:
-    """My stage of pieces whose numbers differ by at most one.
+    """My stage of pieces whose numbers differ by at most one, the last stages with one more.
 
     extra_len: pieces that the last stage holds beyond the sequence, counted as its own.
     embedding, head: how many pieces the first and the last one count as.
@@ -37,7 +40,8 @@ def partition_uniform(
         of stages is returned, balanced by index first.
     """
     if embedding == head == 1.0 and placement is None:
-        ranges = split_evenly(len(flat_sequence) + extra_len, tpc.get_pp_size())
+        num = len(flat_sequence) + extra_len
+        ranges = split_evenly(num, tpc.get_pp_size(), longer_last=True)
     else:
         weights = [*block_weights(len(flat_sequence), embedding, head), *[1.0] * extra_len]
         ranges = _split(weights, placement)
@@ -75,7 +79,7 @@ def partition_by_time(
 ) -> Parts | nn.Module:
     """My stage of a cut whose step is as fast as can be, by measured times.
 
-    model: a chain of pieces (a list, a Sequential), of which a list is returned; or any module that
+    model: a chain of pieces (a list, a Sequential), of which a part is returned; or any module that
         torch.fx can trace, of which a module is returned (`traced.split_traced`).
     microbatch: the one argument of the model or first piece, or a tuple of several. Each rank runs
         the whole model on it a few times, `rounds` and one more, and the medians over ranks decide.
@@ -137,10 +141,22 @@ def _mine(
     index: int | None = None,
 ) -> Parts:
     index = tpc.get_pp_rank() if index is None else index
-    stages = [[pieces[i] for i in r if i < len(pieces)] for r in ranges]
+    stages = [_part(pieces, r) for r in ranges]
     if placement is None:
         return stages[index]
     return [stage for stage, place in zip(stages, placement, strict=True) if place == index]
+
+
+def _part(pieces: Sequence[Piece], span: range) -> Chain:
+    """Those of `span`, in the container of the chain, under their names as in torch's own slices.
+
+    Not by a slice: a subclass would be made anew by its own constructor.
+    """
+    if isinstance(pieces, nn.Sequential):
+        named = list(pieces._modules.items())[span.start : span.stop]
+        return nn.Sequential(OrderedDict(named))  # type: ignore[arg-type]
+    mine = list(pieces)[span.start : span.stop]
+    return nn.ModuleList(mine) if isinstance(pieces, nn.ModuleList) else mine  # type: ignore[arg-type]
 
 
 def _num_parameters(piece: Piece) -> int:

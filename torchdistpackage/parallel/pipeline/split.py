@@ -108,10 +108,13 @@ def split_by_cost(
     return (*ranges, *(range(num_pieces, num_pieces) for _ in range(num_stages - used)))
 
 
-def split_evenly(num_pieces: int, num_stages: int) -> tuple[range, ...]:
-    """Ranges whose lengths differ by at most one, longer ones first."""
+def split_evenly(
+    num_pieces: int, num_stages: int, *, longer_last: bool = False
+) -> tuple[range, ...]:
+    """Ranges whose lengths differ by at most one, longer ones first unless `longer_last`."""
     short, longer = divmod(num_pieces, num_stages)
-    ends = list(accumulate((short + (i < longer) for i in range(num_stages)), initial=0))
+    lengths = [short + (i < longer) for i in range(num_stages)]
+    ends = accumulate(reversed(lengths) if longer_last else lengths, initial=0)
     return tuple(range(a, b) for a, b in pairwise(ends))
 
 
