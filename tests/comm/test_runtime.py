@@ -42,6 +42,23 @@ def test_a_host_name_that_does_not_resolve_does_not_stall_rank_0(start):
     assert time.monotonic() - begin < 5 and "(rank 1)" in told[0].error
 
 
+def master_port_of_two_starts() -> list[tuple[str, int | None]]:
+    """In the second one the first port is in use by rank 0: it is no word of the user."""
+    told = []
+    for _ in range(2):
+        rank, _, port, _ = setup_distributed(init_timeout_s=8)
+        told.append((os.environ["MASTER_PORT"], port))
+        store = dist.distributed_c10d._get_default_store() if rank == 0 else None  # noqa: F841
+        leave()
+    return told
+
+
+def test_under_slurm_the_port_is_in_the_environment(start):
+    first, second = start(master_port_of_two_starts, [in_step(r, 2, 79) for r in range(2)])
+    assert first == second and all(name == str(port) for name, port in first)
+    assert first[0] != first[1]
+
+
 UNSAID = {"GLOO_SOCKET_IFNAME": ""}
 
 

@@ -31,6 +31,8 @@ from torchdistpackage.launch.network import settle, users_interfaces
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
 
 _starts = itertools.count()
+_told: dict[str, str] = {}
+"""Variables that `setup_distributed` has set: not the user's word when it is called again."""
 
 log = logging.getLogger(__name__)
 
@@ -63,14 +65,14 @@ def setup_distributed(
     init_timeout_s: for the ranks to meet, and for the default group to be made.
     timeout_s: for each later operation of the default group; None: what torch gives a new group.
     Returns (rank, world_size, port, address); port is None where no TCP store was needed.
-    RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR are set where they were not, unless this process
-    is alone: it would then look like one of several.
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and, where a TCP store serves, MASTER_PORT are set
+    where they were not, unless this process is alone: it would then look like one of several.
 
     Raises:
         LaunchError: the environment is contradictory, ranks are missing, or they cannot all run
             on the same kind of device with one backend; then on every rank.
     """
-    rendezvous = detect(os.environ)
+    rendezvous = detect({k: v for k, v in os.environ.items() if _told.get(k) != v})
     joined = join(
         rendezvous, backend=backend, port=port, init_timeout_s=init_timeout_s, timeout_s=timeout_s
     )
@@ -79,12 +81,14 @@ def setup_distributed(
         "WORLD_SIZE": rendezvous.world_size,
         "LOCAL_RANK": rendezvous.local_rank,
         "MASTER_ADDR": rendezvous.address,
+        **({} if joined.port is None else {"MASTER_PORT": joined.port}),
     }
     if rendezvous.note and rendezvous.rank == 0:
         log.warning("%s", rendezvous.note)  # who takes no notice of logs finds it on stderr
     if rendezvous.source != "alone":
         for name, value in defaults.items():
-            os.environ.setdefault(name, str(value))
+            if os.environ.get(name) in (None, _told.get(name)):
+                os.environ[name] = _told[name] = str(value)
     return rendezvous.rank, rendezvous.world_size, joined.port, rendezvous.address
 
 
