@@ -23,6 +23,7 @@ NAMES: dict[str, str] = {
     "Phases": "harness.stragglers.phases:Phases",
     "Comparison": "harness.stragglers.compare:Comparison",
     "lint": "harness.lint.linter:lint",
+    "seed_rank": "comm.random:seed_rank",
     "fix_rand": "comm.random:fix_rand",
     "gen_inner_ranks": "topology.ranks:gen_inner_ranks",
     "gen_groups": "topology.ranks:gen_groups",

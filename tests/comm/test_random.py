@@ -1,11 +1,16 @@
 """Streams: alike along tensor, different along the rest, forks replayed by checkpointing."""
 
+import random
+
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from torchdistpackage.comm.random import differ, fix_rand, seed_from, seed_rank
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.errors import LaunchError
 from torchdistpackage.topology.mesh import Mesh
 
 MESH = Mesh((("data", 2), ("pipe", 2), ("tensor", 2)))
@@ -66,3 +71,41 @@ def test_fix_rand_repeats_and_tells_ranks_apart():
         fix_rand(rank)
         seen.append(torch.rand(2).tolist())
     assert seen[0] == seen[1] != seen[2]
+
+
+def drawn() -> tuple[float, ...]:
+    """With all three libraries, as in a step with dropout."""
+    mask = F.dropout(torch.ones(64), 0.5)
+    return (*mask.tolist(), *numpy.random.rand(2), random.random())
+
+
+def own_step(seeded) -> tuple[list[float], ...]:
+    tpc.setup_process_groups([("data", 2), ("tensor", 2)])
+    found = []
+    for rank in (tpc.rank, 0, 1000 + tpc.rank):
+        if seeded:
+            fix_rand(rank)
+        else:
+            seed_rank(rank)
+        found.append(drawn()[: None if seeded else 64])
+    return tuple(found)
+
+
+@pytest.mark.parametrize("seeded", [True, False], ids=["fix_rand", "seed_rank"])
+def test_with_tpc_masks_are_alike_over_tensor_ranks_and_different_over_data(ranks, seeded):
+    mine, same, other = zip(*ranks(4).run(own_step, seeded), strict=True)
+    if not seeded:  # one seed, and who this is comes from tpc
+        assert same[0] == same[1] != same[2] == same[3]
+        return
+    assert mine[0] == mine[1] != mine[2] == mine[3]
+    assert len(set(same)) == 1, "all with one rank draw alike, as without tpc"
+    assert len(set(other)) == 4, "no rank of the mesh"
+
+
+def test_without_tpc_a_rank_has_the_seed_it_always_had():
+    fix_rand(5)
+    mine = drawn()
+    torch.manual_seed(2227)
+    assert mine[:64] == drawn()[:64]
+    with pytest.raises(LaunchError, match="tpc"):
+        seed_rank(1)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
+from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.topology.mesh import Mesh
 
 SAME_AXES = ("tensor",)
@@ -25,8 +26,16 @@ def seed_from(*parts: object) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def seed_rank(seed: int, mesh: Mesh, rank: int) -> None:
-    """Seed torch's generators, alike on ranks that differ only along the tensor axis."""
+def seed_rank(seed: int, mesh: Mesh | None = None, rank: int | None = None) -> None:
+    """Seed torch's generators, alike on ranks that differ only along the tensor axis.
+
+    mesh, rank: default to those of `tpc`.
+
+    Raises:
+        LaunchError: no mesh is given, and `tpc` is not set up.
+    """
+    mesh = tpc.topology.dense if mesh is None else mesh
+    rank = tpc.rank if rank is None else rank
     coord = {a: i for a, i in mesh.coord(rank).items() if a not in SAME_AXES and i}
     torch.manual_seed(seed_from(seed, sorted(coord.items())))
 
@@ -55,11 +64,17 @@ def differ(index: int, device: torch.device | str = "cpu") -> Iterator[None]:
 
 
 def fix_rand(rank: int = 0) -> None:
-    """Seed torch, numpy and random with 2222 + rank, and make cuDNN deterministic."""
+    """Seed torch, numpy and random with 2222 + rank, and make cuDNN deterministic.
+
+    Once `tpc` is set, ranks that differ only along the tensor axis count as the first of them, so
+    that with its own global rank each draws as after `seed_rank`: replicated activations alike.
+    """
     import random
 
     import numpy
 
+    if tpc.is_set and 0 <= rank < tpc.topology.world_size:
+        rank = tpc.topology.dense.group(rank, SAME_AXES)[0]
     seed = 2222 + rank
     random.seed(seed)
     numpy.random.seed(seed)
