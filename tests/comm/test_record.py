@@ -1,8 +1,10 @@
 """The ring of calls: what stands in it while ranks talk, wait and fail."""
 
+import gc
 import json
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -84,6 +86,30 @@ def ended_groups() -> int:
 
 def test_ended_groups_are_let_go(ranks):
     assert max(ranks(2).run(ended_groups)) <= 2
+
+
+def let_go() -> bool:
+    """Ended by its users, in a process that makes no other."""
+    group = dist.new_group([0, 1])
+    primitives.all_reduce(torch.ones(1), group)
+    seen = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return seen() is None and len(calls.snapshot()["groups"]) <= 1
+
+
+@pytest.mark.own_transport("the double keeps its groups")
+def test_the_record_keeps_no_group_alive(ranks):
+    assert ranks(2).run(let_go) == [True, True]
+
+
+def test_what_was_set_for_a_world_ends_with_it():
+    recorder = Recorder()
+    plain = recorder.clock_s
+    recorder.checks, recorder.clock_s = True, lambda: 0.0
+    recorder.forget_all()
+    assert recorder.checks is False and recorder.clock_s is plain
 
 
 @pytest.mark.own_transport("what the record says of gloo's calls")

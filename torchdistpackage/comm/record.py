@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypedDict
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -40,12 +41,13 @@ class Line:
     """
 
     __slots__ = (
-        "axis", "direct", "done", "expected", "issued", "left", "limit",
+        "axis", "direct", "done", "expected", "group", "issued", "left", "limit",
         "passed", "queued", "ranks", "received", "sent",
     )  # fmt: skip
 
     def __init__(self, ranks: tuple[int, ...], transport: Transport):
         self.ranks, self.axis = ranks, ""
+        self.group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self.queued, self.direct = transport.queued, transport.direct
         self.passed = ISSUED if self.queued else DONE
         self.limit: timedelta | None = None
@@ -121,12 +123,13 @@ class Recorder:
         self.waited_s = 0.0
         self.clock_s: Callable[[], float] = _monotonic_s
         self.checks = False
-        self._lines: dict[dist.ProcessGroup, Line] = {}
+        # By id and not by group: a group that its users let go must end, threads and all.
+        self._lines: dict[int, Line] = {}
         self._ring: deque[Call] = deque(maxlen=SIZE)
 
     def begin(self, operation: str, group: dist.ProcessGroup, x: Tensor | None) -> Call:
         """Note a collective that is about to be issued."""
-        line = self._lines.get(group) or self._line(group)
+        line = self._lines.get(id(group)) or self._line(group)
         line.issued = sequence = line.issued + 1
         shape, dtype = (None, None) if x is None else (x.shape, x.dtype)
         call = [line, operation, sequence, shape, dtype, None, self.action, _monotonic_s(), ISSUED]
@@ -159,7 +162,7 @@ class Recorder:
 
     def line(self, group: dist.ProcessGroup) -> Line:
         """What is known of the group."""
-        return self._lines.get(group) or self._line(group)
+        return self._lines.get(id(group)) or self._line(group)
 
     def name(self, group: dist.ProcessGroup, axis: str) -> None:
         """Say along which axis a group lies; the first name of a group that several share stays."""
@@ -173,12 +176,12 @@ class Recorder:
     def forget(self, *groups: dist.ProcessGroup) -> None:
         """Groups that have ended."""
         for group in groups:
-            self._lines.pop(group, None)
+            self._lines.pop(id(group), None)
 
     def forget_all(self) -> None:
-        """The world has ended, and with it whoever measured waits by a clock of its own."""
+        """The world has ended, and with it what was set for it: the clock of waits, the checks."""
         self._lines.clear()
-        self.clock_s = _monotonic_s
+        self.clock_s, self.checks = _monotonic_s, False
 
     def snapshot(self, num: int = 64) -> Snapshot:
         """The last `num` calls, and where this rank is in each group. From any thread."""
@@ -215,10 +218,12 @@ class Recorder:
         }
 
     def _line(self, group: dist.ProcessGroup) -> Line:
-        known = dist.distributed_c10d._world.pg_map
-        self.forget(*[old for old in self._lines if old not in known])
+        known, lines, key = dist.distributed_c10d._world.pg_map, self._lines, id(group)
+        alive = [g for line in list(lines.values()) if (g := line.group()) is not None]
+        self.forget(*[g for g in alive if g not in known])
         ranks = tuple(dist.get_process_group_ranks(group))
-        line = self._lines[group] = Line(ranks, transport_of(group))
+        line = lines[key] = Line(ranks, transport_of(group))
+        line.group = ref(group, lambda _: lines.pop(key, None))
         if line.direct:
             yield_cores()  # here, as every group comes by before its first call, whoever made it
         return line
