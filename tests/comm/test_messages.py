@@ -149,6 +149,13 @@ def test_gradients_go_back_only_for_what_wants_one():
     assert template.spread([gradient]) == (gradient, None, None, None)
 
 
+def test_a_form_takes_what_needs_no_gradient_any_more_but_no_new_one():
+    plain, wanting = torch.zeros(2), torch.zeros(2, requires_grad=True)
+    assert Template(describe(wanting), CPU).fits(plain)
+    assert not Template(describe(plain), CPU).fits(wanting)
+    assert str(describe((plain, wanting))) == "tuple(float32[2], float32[2] requires_grad)"
+
+
 @pytest.mark.parametrize("message", MESSAGES, ids=range(len(MESSAGES)))
 def test_a_template_fits_its_own_message_alone(message):
     for other in MESSAGES:

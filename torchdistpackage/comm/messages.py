@@ -30,7 +30,8 @@ class Member:
     requires_grad: bool
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        grad = " requires_grad" if self.requires_grad else ""
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{grad}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,8 +64,10 @@ class Template:
         return [as_moved(gradients[i]) for i in self._moving_back]
 
     def fits(self, message: Message) -> bool:
-        """Whether `message` is of this form: structure, shapes, dtypes, who wants a gradient; and
-        where the other side makes room for it.
+        """Whether `message` may go as this form: structure, shapes, dtypes, where the other side
+        makes room for it, and no member wants a gradient that is not in the form.
+
+        One that does not want its gradient any more (its stage was frozen) gets it, and drops it.
         """
         description = self.description
         if description.form == "tensor":
@@ -86,7 +88,7 @@ class Template:
                     return False
             elif (
                 x.dtype is not member.dtype
-                or x.requires_grad is not member.requires_grad
+                or (x.requires_grad and not member.requires_grad)
                 or x.shape != member.shape
                 or x.is_cpu is not self._on_host
             ):

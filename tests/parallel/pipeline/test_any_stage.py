@@ -268,6 +268,37 @@ def changing(num_steps: int) -> None:
         )
 
 
+def frozen_and_thawed(schedule: str, dynamic: bool) -> None:
+    """The first stage's weight has a gradient in some steps; each step is that of one process."""
+    tpc.setup_process_groups([("pipe", 2)])
+    rank, truth = dist.get_rank(), made(Linear, Linear)
+    for stages in (truth, mine := made(Linear, Linear)):
+        for stage in stages:
+            stage.forward = lambda x, weight=stage.weight: (x @ weight).tanh()
+    stage, options = mine[rank], {"dynamic_shapes": dynamic, "schedule": schedule}
+    pipe = Pipeline(stage, loss=squares_of, num_microbatches=3, timeout_s=20, **options)
+    for step, trains in enumerate([dynamic is False, False, True, False]):
+        for stages in (truth, mine):
+            stages[0].weight.requires_grad_(trains)
+            for one in stages:
+                one.weight.grad = None
+        x, y = batch(6, seed=step)
+        whole = squares_of(truth[1](truth[0](x)), y)
+        whole.backward()
+        same(pipe.step(x, targets=y), whole.detach())
+        assert (truth[0].weight.grad is None) != trains
+        if truth[rank].weight.grad is None:
+            assert stage.weight.grad is None
+        else:
+            same(stage.weight.grad, truth[rank].weight.grad)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["known", "dynamic"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_stage_may_be_frozen_and_thawed_between_steps(ranks, schedule, dynamic):
+    ranks(2).run(frozen_and_thawed, schedule, dynamic)
+
+
 def cut_in(number, x, y):
     return [
         (a, b, len(a)) for a, b in zip(x.tensor_split(number), y.tensor_split(number), strict=True)

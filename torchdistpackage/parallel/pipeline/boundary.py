@@ -158,8 +158,9 @@ class Outlet:
             agreed, found = template.description, describe(output, device)
             raise CommError(
                 f"stage {self.stage} sends {found} for microbatch {m}, but agreed on {agreed} in "
-                f"the first step; keep shapes, dtypes and what requires a gradient, or set "
-                f"dynamic_shapes"
+                f"the first step; keep shapes and dtypes, and let what will ever have "
+                f"requires_grad=True have it in the first step (to freeze it later is fine), or "
+                f"set dynamic_shapes"
             )
 
     def send(self, wire: Wire | Post, m: int) -> Flight:
