@@ -142,3 +142,36 @@ def absent() -> str:
 def test_who_does_not_come_is_an_error_on_all_others(ranks):
     for text in ranks(4).run(absent)[:3]:
         assert text.startswith("all_reduce over ranks (0, 1, 2, 3) failed (number "), text
+
+
+def planted(where: str) -> list[str]:
+    """Our thread raises what nobody expects, or never hears that a step has ended."""
+    group, start = by_node([0, 1, 2, 3], [0, 0, 1, 1])
+    p.set_timeout(group, 0.5)
+
+    def fail(*args) -> None:
+        raise ValueError("planted")
+
+    kind, name = {
+        "add": (hierarchy._Chunk, "add"),
+        "hand_out": (hierarchy._Chunk, "hand_out"),
+        "silence": (hierarchy._ByNode, "_tell"),
+    }[where]
+    texts, before = [], getattr(kind, name)
+    setattr(kind, name, (lambda *args: None) if where == "silence" else fail)
+    num = 1 if where == "silence" else 2
+    begun, began_s = [start(torch.ones(500), group, p.SUM) for _ in range(num)], time.monotonic()
+    for pending in begun:
+        with pytest.raises(CommError) as caught:
+            pending.wait()
+        texts.append(str(caught.value))
+    assert time.monotonic() - began_s < 0.5 + hierarchy.GRACE_S + 1
+    setattr(kind, name, before)
+    return texts
+
+
+@pytest.mark.parametrize("where", ["add", "hand_out", "silence"])
+def test_whatever_goes_wrong_on_its_thread_ends_the_wait(ranks, where):
+    for texts in ranks(4).run(planted, where):
+        said = "no chunk went on for 1.5 s" if where == "silence" else "ValueError: planted"
+        assert all(said in text for text in texts), texts

@@ -11,6 +11,7 @@ Between nodes collectives meet in the order in which they are issued, so a chunk
 before all that were begun earlier.
 """
 
+import contextlib
 import socket
 import threading
 from collections import deque
@@ -40,6 +41,8 @@ Start = Callable[[Tensor, Group, dist.ReduceOp.RedOpType], Pending]
 CHUNK_BYTES = 2 * 2**20
 """Shorter chunks cost more calls; longer ones leave the link idle while the first is summed and the
 last handed out."""
+GRACE_S = 1.0
+"""Beyond the limit, for the back end's own error, which says more than that nothing came."""
 
 
 def of(
@@ -88,6 +91,7 @@ class _ByNode:
         self._inside, self._across = groups.of(inside, use=use), groups.of(across, use=use)
         self._waiting: deque[_Chunk] = deque()
         self._num_chunks = 0
+        self.num_steps = 0
         self._ended: _Ended = SimpleQueue()
         thread = threading.Thread(
             target=_serve, args=(ref(self), self._ended), name="all_reduce by node", daemon=True
@@ -148,7 +152,7 @@ class _ByNode:
             while self._waiting and self._waiting[0].added:
                 self._cross(self._waiting[0])
                 self._waiting.popleft()
-        except RuntimeError as error:
+        except Exception as error:  # whatever it is, somebody waits for it
             while self._waiting:  # another order than that of the others would mix up chunks
                 self._waiting.popleft().sent.set_exception(error)
 
@@ -164,7 +168,7 @@ class _ByNode:
         try:
             future.value()
             chunk.hand_out(self._inside)
-        except RuntimeError as error:
+        except Exception as error:
             chunk.sent.set_exception(error)
 
 
@@ -204,9 +208,26 @@ class _Chunks:
         self._owner, self._chunks, self._limit = owner, chunks, limit
 
     def wait(self, limit: timedelta | None = None) -> None:
+        limit = limit or self._limit
         for chunk in self._chunks:
-            chunk.sent.result()
-            await_works(chunk.works, limit or self._limit)
+            self._await_sent(chunk, limit)
+            await_works(chunk.works, limit)
+
+    def _await_sent(self, chunk: _Chunk, limit: timedelta) -> None:
+        """Chunks begun earlier come first, each in its own time: the limit is for any step at all.
+
+        Raises:
+            RuntimeError: what went wrong on our thread, or nothing went on for `limit`.
+        """
+        limit_s, num_steps = limit.total_seconds() + GRACE_S, -1
+        while num_steps != self._owner.num_steps:
+            num_steps = self._owner.num_steps
+            with contextlib.suppress(TimeoutError):
+                error = chunk.sent.exception(limit_s)
+                if error is None or isinstance(error, RuntimeError):
+                    return chunk.sent.result()
+                raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        raise RuntimeError(f"no chunk went on for {limit_s:g} s, and the back end told no error")
 
 
 _Step = Callable[[_ByNode, _Chunk, torch.futures.Future], None]
@@ -218,5 +239,6 @@ def _serve(owner: ref[_ByNode], ended: _Ended) -> None:
     while (told := ended.get()) is not None:
         step, chunk, future = told
         if (alive := owner()) is not None:
+            alive.num_steps += 1
             step(alive, chunk, future)
         del told, chunk, future, alive  # nothing is kept alive while there is nothing to do
