@@ -67,6 +67,8 @@ def test_gpus_for_all_are_taken(start):
 def test_several_nodes_short_of_gpus_do_not_train_on_the_cpu_unless_told(start):
     told = on_two_nodes(start, 303, (2, 2), tasks=3)
     assert all("n1 shows 2 GPUs to 3 ranks" in t.error and "n2 shows" in t.error for t in told)
+    asked = on_two_nodes(start, 309, (2, 2), tasks=3, TEST_BACKEND="nccl")
+    assert {t.error for t in asked} == {t.error for t in told}
     assert on_two_nodes(start, 304, (2, 2), tasks=3, TEST_BACKEND="gloo") == [("cpu", "gloo")] * 6
     on_cpu = [("cpu", "gloo")] * 4
     assert on_two_nodes(start, 305, (0, 0), CUDA_VISIBLE_DEVICES="") == on_cpu

@@ -17,8 +17,15 @@ import torch.distributed as dist
 from tests.comm.starting import PLAIN, by_hand, in_step, meet, meet_within, two_nodes
 from torchdistpackage.comm import primitives, runtime
 from torchdistpackage.comm.p2p import Post
-from torchdistpackage.comm.runtime import find_free_port, join, leave, setup_distributed
+from torchdistpackage.comm.runtime import (
+    find_free_port,
+    join,
+    leave,
+    setup_distributed,
+    setup_distributed_slurm,
+)
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.compat.tplib import init_dist_env
 from torchdistpackage.errors import CommError, LaunchError
 from torchdistpackage.launch.local import run_local
 from torchdistpackage.launch.rendezvous import detect
@@ -107,14 +114,29 @@ def test_one_process_alone_needs_nothing_and_may_come_again(start):
     assert start(alone_twice, [{}]) == [(place, place, 1.0, True)]
 
 
-def want_nccl() -> None:
-    setup_distributed("nccl")
+def ask_for_nccl(call: str) -> tuple[str, list[str]]:
+    """The backend that there is then, and what was warned of."""
+    said: list[str] = []
+    runtime.log.warning = lambda text, *values: said.append(text % values)
+    setups = {
+        "setup_distributed": lambda: setup_distributed("nccl"),
+        "setup_distributed_slurm": lambda: setup_distributed_slurm("nccl"),
+        "init_dist_env": lambda: init_dist_env(backend="nccl"),
+    }
+    setups[call]()
+    backend = dist.get_backend()
+    leave()
+    return backend, said
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_nccl_without_a_gpu_is_refused(start):
-    (told,) = start(want_nccl, [{}])
-    assert "nccl needs a GPU for each rank" in told.error and "use gloo" in told.error
+def test_nccl_means_gloo_where_no_rank_has_a_gpu_whoever_is_asked(start):
+    """Programs of the time when it was the default name it; `test_devices.py` has the refusals."""
+    port = find_free_port()
+    for call in ("setup_distributed", "setup_distributed_slurm", "init_dist_env"):
+        told = start(ask_for_nccl, [by_hand(r, 2, port) for r in range(2)], call)
+        assert [backend for backend, _ in told] == ["gloo", "gloo"]
+        assert [len(said) for _, said in told] == [int(call != "init_dist_env"), 0]
 
 
 def one_gpu_in_sight() -> tuple[str, str]:

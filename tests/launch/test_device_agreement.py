@@ -54,9 +54,9 @@ REFUSED = {
         node(0, 4, "cpu", 1, num_given=1),
         ["n0 shows 1 GPU of the 1 that Slurm gave to 4 ranks (ranks 0 to 3)"],
     ),
-    "nccl asked for": (
-        node(0, 1, "cpu", 0, asked="nccl", backend="nccl"),
-        ["nccl needs a GPU for each rank", "n0 shows no GPU to 1 rank (rank 0)", "use gloo"],
+    "nccl asked for, and GPUs are short": (
+        [*node(0, 2, "cpu", 1, asked="nccl"), *node(1, 2, "cpu", 1, asked="nccl")],
+        ["too few GPUs", "n0 shows 1 GPU to 2 ranks"],
     ),
     "problems": (
         [*node(0, 1, "cuda", 1), *node(1, 1, "cpu", 0, problem="names 2")],

@@ -35,7 +35,7 @@ def agree_on_device(
 ) -> tuple[torch.device, str, tuple[str, ...]]:
     """My device, the backend for it, and what is worth saying about them; all ranks have met.
 
-    asked: the backend, None: nccl on a GPU, else gloo.
+    asked: the backend; None or nccl: nccl on a GPU, else gloo.
 
     Raises:
         LaunchError: on every rank, if one has no GPU where others have, or they were meant to.
@@ -53,7 +53,9 @@ def agree_on_device(
     except LaunchError as error:
         problem = str(error)
     device = torch.device("cpu") if choice.index is None else torch.device("cuda", choice.index)
-    backend = asked or ("nccl" if device.type == "cuda" else "gloo")
+    by_device = "nccl" if device.type == "cuda" else "gloo"
+    # programs that name nccl, as each earlier library did by default, run on a CPU too
+    backend = by_device if asked in (None, "nccl") else asked
     given = os.environ.get("SLURM_GPUS_ON_NODE", "")
     by_slurm = rendezvous.source in ("slurm", "torchrun") and given.isdecimal()
     mine = RankDevice(

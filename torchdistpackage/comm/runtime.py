@@ -60,7 +60,8 @@ def setup_distributed(
 ) -> tuple[int, int, int | None, str]:
     """Join the other ranks of this job, however they were started.
 
-    backend: None chooses by device: nccl where each rank has a GPU, else gloo.
+    backend: None chooses by device: nccl where each rank has a GPU, else gloo. "nccl" means the
+        same, and rank 0 warns where it became gloo.
     port: overrides the candidate ports; None derives them from the job.
     init_timeout_s: for the ranks to meet, and for the default group to be made.
     timeout_s: for each later operation of the default group; None: what torch gives a new group.
@@ -85,6 +86,8 @@ def setup_distributed(
     }
     if rendezvous.note and rendezvous.rank == 0:
         log.warning("%s", rendezvous.note)  # who takes no notice of logs finds it on stderr
+    if backend == "nccl" and joined.backend != "nccl" and rendezvous.rank == 0:
+        log.warning("backend nccl was asked for, but there is no GPU for each rank: gloo it is")
     if rendezvous.source != "alone":
         for name, value in defaults.items():
             if os.environ.get(name) in (None, _told.get(name)):

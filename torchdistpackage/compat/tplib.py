@@ -23,7 +23,7 @@ from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.comm.world import is_joined, world
 from torchdistpackage.compat.init_method import place
 from torchdistpackage.compat.reduction import summed
-from torchdistpackage.compat.worker import Worker, chosen
+from torchdistpackage.compat.worker import Worker
 from torchdistpackage.errors import LaunchError, TopologyError
 
 __all__ = [
@@ -76,7 +76,7 @@ def init_dist_env(
     if not is_joined():
         tpc.destroy()  # of a world that has ended
         found = place(distributed_init_method, world_size, rank, local_rank, os.environ)
-        join(found, backend=chosen(backend))
+        join(found, backend=backend)
         local_rank = found.local_rank
     group = world()
     there = {"world_size": (world_size, group.size()), "rank": (rank, group.rank())}

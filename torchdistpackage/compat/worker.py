@@ -67,11 +67,6 @@ class Worker:
         return [unpack(cast(bytes, result), reference.aliases) for result in results]
 
 
-def chosen(backend: str) -> str | None:
-    """The earlier default, nccl, leaves the choice to the devices."""
-    return None if backend == "nccl" else backend
-
-
 def _show(rank: int, line: str) -> None:
     """Rank 0 has this process's output, and the others get it line by line."""
     sys.stdout.write(line + "\n")
@@ -82,7 +77,7 @@ def _as_rank(reference: Reference, backend: str, packed: bytes) -> bytes:
     """In each process. Packed here, as only the caller knows a script's classes by their names."""
     function = reference.resolve()
     args, kwargs = cast(tuple[tuple[object, ...], dict[str, object]], unpack(packed))
-    rank, *_ = setup_distributed(chosen(backend))
+    rank, *_ = setup_distributed(backend)
     result = pack(function(rank, *args, **kwargs))
     tpc.destroy()
     leave()

@@ -50,11 +50,6 @@ def disagreement(ranks: Sequence[RankDevice]) -> str:
         shown = "; ".join(f"rank {r.rank} on {r.host}: {r.problem}" for r in wrong[:_NAMED])
         return shown + (f"; and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else "")
     on_cpu = [r for r in ranks if r.device == "cpu"]
-    if wanting := [r for r in on_cpu if r.backend == "nccl"]:
-        return (
-            f"backend nccl needs a GPU for each rank, but {_shortage(wanting)}; leave backend "
-            f"unset, or use gloo, to run on the CPU"
-        )
     if on_cpu and len(on_cpu) < len(ranks):
         return (
             f"some ranks have a GPU and some have none: {_shortage(on_cpu)}; the other "
