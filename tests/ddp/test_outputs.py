@@ -1,7 +1,8 @@
 """Whatever a forward returns, its backward reduces, and what is returned stays what it was."""
 
+from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.ddp.one_process import DIM
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
+from torchdistpackage.ddp.outputs import hook_outputs, map_tensors, tensors_in
 from torchdistpackage.errors import CommError
 
 
@@ -135,3 +137,83 @@ def nothing_to_hook() -> None:
 
 def test_outputs_without_tensors_are_refused_and_reduced_by_hand(ranks):
     ranks(2).run(nothing_to_hook)
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    y: Tensor
+    doubled: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "doubled", self.y * 2)
+
+
+class Mirrored(dict):
+    """Keeps what it holds as attributes too, as Hugging Face's outputs do."""
+
+    def __setitem__(self, key: str, value: object) -> None:
+        super().__setitem__(key, value)
+        setattr(self, key, value)
+
+
+class Pair(namedtuple("Pair", ("y", "name"))):
+    def __new__(cls, y: Tensor):
+        return super().__new__(cls, y, "one")
+
+
+def mirrored(y: Tensor) -> Mirrored:
+    made = Mirrored()
+    made["y"] = y
+    return made
+
+
+CONTAINERS: dict[str, tuple[Callable[[Tensor], object], Callable[..., Tensor]]] = {
+    "dict": (lambda y: {"y": y, "n": 1}, lambda out: out["y"]),
+    "ordered": (lambda y: OrderedDict(y=y), lambda out: out["y"]),
+    "default": (lambda y: defaultdict(list, y=y), lambda out: out["y"]),
+    "dict with attributes": (mirrored, lambda out: out["y"]),
+    "attributes of a dict": (mirrored, lambda out: out.y),
+    "list": (lambda y: [y], lambda out: out[0]),
+    "named tuple": (Pair, lambda out: out.y),
+    "frozen": (Frozen, lambda out: out.y),
+    "made after the start": (Frozen, lambda out: out.doubled),
+    "nested": (lambda y: {"all": [Scores(y), (1, None)]}, lambda out: out["all"][0].y),
+    **{name: FORMS[name] for name in FORMS if name not in ("tuple", "return type")},
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_what_the_caller_keeps_is_not_touched(name: str):
+    """As of a module that returns what it has in a cache."""
+    form, read = CONTAINERS[name]
+    kept = form(torch.ones(2))
+    before = tensors_in(kept)
+    out = map_tensors(kept, torch.neg)
+    assert type(out) is type(kept)
+    assert read(out).tolist() == (-read(form(torch.ones(2)))).tolist()
+    assert all(x is y for x, y in zip(tensors_in(kept), before, strict=True))
+    assert map_tensors(kept, lambda x: x) is kept
+
+
+def test_outputs_of_hugging_face_are_copied_with_their_attributes():
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    y = torch.ones(1, 2)
+    kept = outputs.CausalLMOutput(loss=None, logits=y, hidden_states=(y + 1, y + 2))
+    out = map_tensors(kept, torch.neg)
+    assert type(out) is type(kept)
+    assert list(out) == ["logits", "hidden_states"]
+    assert out.loss is None
+    assert out.logits is out["logits"]
+    assert out.hidden_states is out[1]
+    assert [x.tolist() for x in out.hidden_states] == [[[-2.0, -2.0]], [[-3.0, -3.0]]]
+    assert kept.logits is kept["logits"] is y
+    assert kept.hidden_states[0].tolist() == [[2.0, 2.0]]
+
+
+def test_a_cache_that_is_returned_in_every_forward_gets_no_hooks():
+    cache, called = {"y": torch.ones(2)}, []
+    for _ in range(3):
+        out = hook_outputs(cache, lambda grad: called.append(1))
+    out["y"].sum().backward()
+    assert called == [1]
+    assert cache["y"].grad_fn is None

@@ -1,12 +1,14 @@
 """Hooks on whatever a forward returns, so that somebody is told when a backward reaches it.
 
-One rule: what is found is replaced only where it must be, and nothing is left behind on tensors
-that live longer than the forward.
+One rule: what is found is replaced only where it must be, in copies of the containers that hold it,
+and nothing is left behind on tensors and containers that live longer than the forward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import partial
+from operator import is_, setitem
 from types import SimpleNamespace
 
 import torch
@@ -67,25 +69,38 @@ class _Anchor(torch.autograd.Function):
 
 def map_tensors(value, apply: Callable[[Tensor], Tensor]):
     """`apply` on every tensor inside tuples, lists, dicts, dataclasses, SimpleNamespace and
-    torch.distributions, in any nest; other values as they are."""
+    torch.distributions, in any nest; other values as they are.
+
+    A container in which `apply` replaces a tensor becomes a copy of its own class with the new
+    one: the caller's may be its cache. One in which nothing is replaced is returned itself.
+    """
     if isinstance(value, Tensor):
         return apply(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(v, apply) for v in value))
     if isinstance(value, tuple | list):
-        return type(value)(map_tensors(v, apply) for v in value)
+        mapped = [map_tensors(item, apply) for item in value]
+        if all(map(is_, mapped, value)):
+            return value
+        if isinstance(value, list):
+            new = copy(value)
+            new[:] = mapped
+            return new
+        make = type(value)._make if hasattr(value, "_make") else type(value)
+        return make(mapped)
     if isinstance(value, dict):
-        _map_items(value, apply)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            item = getattr(value, field.name)
-            if (mapped := map_tensors(item, apply)) is not item:
-                object.__setattr__(value, field.name, mapped)
-    elif isinstance(value, SimpleNamespace | Distribution):
-        _map_items(vars(value), apply)
+        return _replaced(value, value.items(), apply, setitem)
+    if is_dataclass(value) and not isinstance(value, type):
+        items = ((f.name, getattr(value, f.name)) for f in fields(value) if hasattr(value, f.name))
+        return _replaced(value, items, apply, object.__setattr__)
+    if isinstance(value, SimpleNamespace | Distribution):
+        return _replaced(value, vars(value).items(), apply, object.__setattr__)
     return value
 
 
-def _map_items(items: dict, apply: Callable[[Tensor], Tensor]) -> None:
-    for key, item in items.items():
-        items[key] = map_tensors(item, apply)
+def _replaced(value, items: Iterable, apply: Callable[[Tensor], Tensor], put: Callable):
+    """`value`, or its copy in which `put` has set those items that `apply` replaced."""
+    changed = [(k, new) for k, item in items if (new := map_tensors(item, apply)) is not item]
+    if changed:
+        value = copy(value)
+    for key, new in changed:
+        put(value, key, new)
+    return value
