@@ -109,6 +109,49 @@ def test_no_sync_may_be_used_inside(ranks):
     ranks(2).run(held_back)
 
 
+class WithLoss(nn.Module):
+    """Returns the loss and what it was made from, that twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> dict[str, object]:
+        logits = self.layer(x)
+        return {"loss": logits.square().mean(), "logits": logits, "more": [logits]}
+
+
+def scaled_once() -> None:
+    rank, numbers = dist.get_rank(), [3, 1]
+    torch.manual_seed(0)
+    one = WithLoss().double()
+    ddp = NaiveDDP(copy.deepcopy(one))
+
+    def total(net: nn.Module, x: Tensor) -> Tensor:
+        out = net(x)
+        return out["loss"] + 0.1 * (out["logits"] * out["more"][0]).mean()
+
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    with join(ddp, optimizer, divide_by_initial_world_size=False):
+        for x in parts_of(rank, numbers[rank]):
+            optimizer.zero_grad()
+            total(ddp, x).backward()
+            optimizer.step()
+    reference = torch.optim.SGD(one.parameters(), lr=0.05)
+    data = [parts_of(rank, number) for rank, number in enumerate(numbers)]
+    for micro in range(max(numbers)):
+        active = [parts[micro] for parts in data if len(parts) > micro]
+        reference.zero_grad()
+        (sum(total(one, x) for x in active) / len(active)).backward()
+        reference.step()
+    for (name, p), q in zip(ddp.module.named_parameters(), one.parameters(), strict=True):
+        near(p.detach(), q.detach(), name)
+
+
+def test_a_loss_that_is_returned_beside_what_it_was_made_from_is_scaled_once(ranks):
+    ranks(2).run(scaled_once)
+
+
 def thrown() -> None:
     ddp = NaiveDDP(Counts().double())
     done = 0

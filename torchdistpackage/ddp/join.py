@@ -11,7 +11,7 @@ from enum import IntEnum
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchdistpackage.comm import primitives
@@ -19,7 +19,7 @@ from torchdistpackage.comm.companions import on_cpu
 from torchdistpackage.comm.objects import broadcast_tensor_dict, broadcast_tensors
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.ddp.outputs import hook_outputs
+from torchdistpackage.ddp.outputs import map_tensors
 from torchdistpackage.ddp.replicas import by_group
 from torchdistpackage.errors import CommError
 
@@ -188,8 +188,7 @@ class _Joined:
     def _scaled(self, module: nn.Module, inputs: object, outputs: object) -> object:
         if not torch.is_grad_enabled():
             return outputs
-        share = len(self._ranks) / len(self._active)
-        return hook_outputs(outputs, partial(torch.mul, other=share))
+        return map_tensors(outputs, partial(_scaled, len(self._ranks) / len(self._active)))
 
     def _shadow_reduction(self) -> None:
         reducer = self._ddp.reducer
@@ -199,3 +198,12 @@ class _Joined:
         with torch.enable_grad():
             reducer.watch(())
         reducer.finish()
+
+
+def _scaled(by: float, output: Tensor) -> Tensor:
+    """Of this view all gradients from outside come scaled, once: those that reach `output` from
+    another output, as logits get them from their loss, have been scaled there."""
+    if output.requires_grad:
+        output = output.view_as(output)
+        output.register_hook(partial(torch.mul, other=by))
+    return output
