@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from torchdistpackage.ddp.zero.absent import Absent, leave, present
+from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 
 
 class Kept:
@@ -99,3 +100,41 @@ def test_a_parameter_class_of_ones_own_comes_back():
     leave(module.weight, Source())
     module(X)
     assert type(module.weight) is Own
+
+
+class Returned(nn.Module):
+    """A submodule that returns its parameter, and the product with it."""
+
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.linspace(-1, 1, 12).view(4, 3).double())
+
+        def forward(self) -> torch.Tensor:
+            return self.weight
+
+    def __init__(self):
+        super().__init__()
+        self.table = self.Table()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.table().t()
+
+
+def returned_parameter() -> None:
+    one, model = Returned(), Returned()
+    reference = torch.optim.SGD(one.parameters(), lr=0.1)
+    optimizer = ZeroOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, stage=3, reshard_after_forward=True
+    )
+    for _ in range(3):
+        for net, opt in ((one, reference), (model, optimizer)):
+            opt.zero_grad()
+            net(X.double()).square().sum().backward()
+            opt.step()
+    torch.testing.assert_close(model.table.weight.detach(), one.table.weight.detach())
+    assert not model.table.weight._backward_hooks
+
+
+def test_a_parameter_that_a_module_returns_collects_no_hooks(ranks):
+    ranks(2).run(returned_parameter)

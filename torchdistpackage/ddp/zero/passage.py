@@ -151,7 +151,8 @@ class Passage:
     # -- backward ----------------------------------------------------------------------
 
     def _hooked(self, places: Sequence[int], output: Tensor) -> Tensor:
-        if output.requires_grad:
+        # a leaf, as a parameter that is returned, has no backward here, and lives on
+        if output.requires_grad and not output.is_leaf:
             output.register_hook(partial(self._backward_needs, places))
         return output
 
