@@ -89,6 +89,7 @@ NAMES: dict[str, str] = {
     "CheckpointError": "errors:CheckpointError",
     "NonFiniteError": "errors:NonFiniteError",
     "RaceError": "errors:RaceError",
+    "NotAvailableError": "errors:NotAvailableError",
 }
 """Public name -> "module:attribute" inside this package."""
 

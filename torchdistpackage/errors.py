@@ -13,6 +13,7 @@ TorchDistError
   DataError          the data does not give what the run asks of it
   CheckpointError    a checkpoint is missing, damaged or of another run
   NonFiniteError     a loss or a gradient is not a finite number
+  NotAvailableError  a name of an earlier library is used that is not available yet
 
 Each message gives, in this order: what was wrong and where, the numbers that show
 it, and what to change. An `assert` means a bug in this package, never in its input.
@@ -73,3 +74,10 @@ class CheckpointError(TorchDistError, RuntimeError):
 
 class NonFiniteError(TorchDistError, ArithmeticError):
     """A loss or a gradient is not a finite number; names rank, stage and parameter."""
+
+
+class NotAvailableError(TorchDistError, NotImplementedError, AttributeError):
+    """A name of an earlier library is used that is not available yet; says why.
+
+    An AttributeError too, so that `hasattr` of what stands for the name answers no.
+    """

@@ -10,7 +10,10 @@ import ast
 import inspect
 from pathlib import Path
 
+import pytest
 import yaml
+
+from torchdistpackage.errors import NotAvailableError
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -59,3 +62,27 @@ def differences(signature: str, ours: list[inspect.Parameter]) -> set[str]:
     differ |= {name for kind, name in rest.items() if kind not in kinds}
     more = [*positional[len(wanted) :], *(p for p in ours if p.kind is p.KEYWORD_ONLY)]
     return differ | {p.name for p in more if p.default is p.empty}
+
+
+def refuses_use(thing: object, says: str) -> None:
+    """An import, a test of its kind and an annotation pass; each use is refused with the reason."""
+
+    def subclass():
+        class Mine(thing): ...
+
+    assert callable(thing) and not hasattr(thing, "anything")
+    assert thing | None == None | thing  # what an annotation does
+    for use in (
+        lambda: thing(),
+        lambda: thing(1, x=2),
+        lambda: thing.anything,
+        lambda: isinstance(1, thing),
+        lambda: isinstance(1, (str, thing)),
+        lambda: issubclass(int, thing),
+        lambda: thing[0],
+        lambda: list(thing),
+        subclass,
+    ):
+        with pytest.raises(NotAvailableError) as caught:
+            use()
+        assert str(caught.value) == says

@@ -1,4 +1,4 @@
-"""The names of tplib and torchshard: where they were, as they were, or why not.
+"""The names of the other earlier libraries: where they were, as they were, or why not.
 
 Their tables are held against the package from both sides, as `surface.yaml` is.
 """
@@ -10,24 +10,39 @@ import inspect
 
 import pytest
 
-from tests.compat.surface import differences, earlier_parameters, import_from, read
+from tests.compat.surface import differences, earlier_parameters, import_from, read, refuses_use
 from torchdistpackage.compat import paths, torchshard
 from torchdistpackage.compat.paths import Later
 
 LIBRARIES = {
     "torchdistpackage.compat.tplib": "surface_tplib.yaml",
     "torchdistpackage.compat.torchshard": "surface_torchshard.yaml",
+    "torchdistpackage.compat.tensor_parallel": "surface_tensor_parallel.yaml",
+    "torchdistpackage.compat.emp": "surface_emp.yaml",
 }
 NEW = {"torchdistpackage.compat.tplib": {"destroy_dist_env"}}
 """Public names that the earlier library had not, on purpose."""
 
+IN = {"torchdistpackage.compat.tplib": ["", "tensor_parallel"]}
+"""Where names are of which the table does not say it; else in the package itself."""
+
+
+def modules(library: str, entry: dict) -> list[str]:
+    below = entry.get("in", IN.get(library, [""]))
+    below = [below] if isinstance(below, str) else below
+    return [f"{library}.{path}".removesuffix(".") for path in below]
+
+
 ENTRIES = [
-    {**entry, "module": ".".join([library, *([entry["in"]] if "in" in entry else [])])}
+    {**entry, "library": library, "modules": modules(library, entry)}
     for library, file in LIBRARIES.items()
     for entry in read(file)
 ]
-HERE = [entry for entry in ENTRIES if entry["status"] == "here"]
-LATER = [e for e in ENTRIES if e["status"] == "later" and e["kind"] != "method"]
+NAMES = [{**entry, "module": module} for entry in ENTRIES for module in entry["modules"]]
+HERE = [entry for entry in NAMES if entry["status"] == "here" and entry["kind"] != "method"]
+LATER = [entry for entry in NAMES if entry["status"] == "later" and entry["kind"] != "method"]
+METHODS = [e for e in ENTRIES if e["status"] == "here" and e["kind"] == "method"]
+ABOVE = {(entry["library"], entry["name"]): entry["modules"][0] for entry in ENTRIES}
 
 
 def by_name(entries: list[dict]) -> object:
@@ -35,52 +50,86 @@ def by_name(entries: list[dict]) -> object:
 
 
 def test_the_tables_are_well_formed():
-    names = [(entry["module"], entry["name"]) for entry in ENTRIES]
+    names = [(e["module"], e["name"]) for e in NAMES if e["kind"] != "method"]
     assert len(set(names)) == len(names)
-    assert {module.split(".")[2] for module, _ in names} == {"tplib", "torchshard"}
+    assert {entry["library"] for entry in ENTRIES} == set(LIBRARIES)
     for entry in ENTRIES:
         assert entry["status"] in ("here", "later")
         assert (entry["status"] == "later") == bool(entry.get("reason")), entry["name"]
         assert ("." in entry["name"]) == (entry["kind"] == "method")
-        assert "signature" in entry or entry["kind"] == "value"
+        assert "signature" in entry or entry["kind"] in ("value", "constant")
         earlier_parameters(entry.get("signature", ""))
+        owner = entry["name"].partition(".")[0]
+        assert any(e["library"] == entry["library"] and e["name"] == owner for e in ENTRIES)
 
 
 @by_name(HERE)
 def test_a_name_is_there_and_takes_the_calls_that_it_took(entry: dict):
     pytest.importorskip("torch")
-    owner, _, attribute = entry["name"].partition(".")
-    thing = import_from(entry["module"], owner)
-    thing = getattr(thing, attribute) if attribute else thing
+    thing = import_from(entry["module"], entry["name"])
+    assert thing == import_from(ABOVE[entry["library"], entry["name"]], entry["name"])
     if "signature" in entry:
-        ours = list(inspect.signature(thing).parameters.values())[1 if attribute else 0 :]
+        ours = list(inspect.signature(thing).parameters.values())
         assert differences(entry["signature"], ours) == set(entry.get("differs", {}))
 
 
-@pytest.mark.parametrize("module", sorted({entry["module"] for entry in HERE}))
-def test_the_modules_have_no_other_names(module: str):
+@pytest.mark.parametrize("entry", METHODS, ids=lambda e: f"{e['library']}.{e['name']}")
+def test_a_method_is_there_and_takes_the_calls_that_it_took(entry: dict):
     pytest.importorskip("torch")
-    listed = {e["name"] for e in HERE if e["module"] == module and e["kind"] != "method"}
-    assert set(importlib.import_module(module).__all__) - NEW.get(module, set()) == listed
+    owner, _, name = entry["name"].partition(".")
+    thing = getattr(import_from(ABOVE[entry["library"], owner], owner), name)
+    ours = list(inspect.signature(thing).parameters.values())[1:]
+    assert differences(entry["signature"], ours) == set(entry.get("differs", {}))
+
+
+@pytest.mark.parametrize("module", sorted({entry["module"] for entry in NAMES}))
+def test_the_modules_have_no_other_names(module: str):
+    """A star imports what is still to come too: its use says so then, and not a NameError."""
+    pytest.importorskip("torch")
+    listed = [e for e in NAMES if e["module"] == module and e["kind"] not in ("method", "constant")]
+    names = set(importlib.import_module(module).__all__) - NEW.get(module, set())
+    assert names == {entry["name"] for entry in listed}
 
 
 @by_name(LATER)
-def test_a_name_that_is_not_there_yet_says_why(entry: dict):
-    """Also in a module that is not there itself: `from torchshard.nn import ParallelLinear`."""
-    first = entry.get("in", entry["name"]).partition(".")[0]
-    text = f"torchdistpackage.compat.torchshard.{first} is not there yet: {entry['reason']}"
-    with pytest.raises(ImportError) as imported:
-        import_from(entry["module"], entry["name"])
-    with pytest.raises(AttributeError) as asked:
-        getattr(torchshard, first)
-    assert str(imported.value) == str(asked.value) == text
-    assert first not in dir(torchshard)
+def test_a_name_that_is_still_to_come_is_imported_and_refuses_use(entry: dict):
+    pytest.importorskip("torch")  # of the modules of torchshard that are there
+    text = f"{entry['module']}.{entry['name']} is not available yet: {entry['reason']}"
+    refuses_use(import_from(entry["module"], entry["name"]), text)
 
 
-def test_no_other_name_is_said_to_come():
-    announced = paths.MODULES["torchdistpackage.compat.torchshard"]
-    assert all(isinstance(place, Later) for place in announced.values())
-    later = {e["name"] for e in LATER if "in" not in e}
-    assert set(announced) == later
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_no_other_name_is_said_to_come(library: str):
+    pytest.importorskip("torch")
+    importlib.import_module(library)
+    announced = {
+        (module, name)
+        for module, names in paths.MODULES.items()
+        if module == library or module.startswith(f"{library}.")
+        for name, place in names.items()
+        if isinstance(place, Later)
+    }
+    assert announced == {(e["module"], e["name"]) for e in LATER if e["library"] == library}
+
+
+def test_what_is_no_name_of_a_library_is_said_to_be_none():
     with pytest.raises(AttributeError, match="has no attribute 'nm'"):
         torchshard.nm  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'ParalelLinear'"):
+        from torchdistpackage.compat.torchshard.nn import ParalelLinear  # noqa: F401
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("torchdistpackage.compat.torchshard.nm")
+
+
+def test_names_of_modules_below_are_those_above():
+    pytest.importorskip("torch")
+    from torchdistpackage.compat import tplib
+    from torchdistpackage.compat.torchshard.distributed import comm, core
+    from torchdistpackage.compat.tplib import tensor_parallel, worker
+
+    assert worker.Worker is tplib.Worker and worker.init_dist_env is tplib.init_dist_env
+    assert tensor_parallel.tp_all_reduce is tplib.tp_all_reduce is not None
+    assert tplib.tensor_parallel is tensor_parallel
+    assert comm.gather is torchshard.distributed.gather
+    assert torchshard.distributed.core is core and core.get_rank is torchshard.distributed.get_rank
+    assert torchshard.TORCH_VERSION >= (2, 11)

@@ -78,6 +78,8 @@ def collectives(group_size: int) -> None:
         assert not ts.distributed._split(x, dim).requires_grad
         assert torch.equal(ts.distributed._split(whole, dim), part)
         assert torch.equal(ts.distributed._gather(whole + rank, dim), joined)
+    assert torch.equal(ts.distributed.scatter(input=whole, dim=0), ts.distributed.scatter(whole, 0))
+    assert torch.equal(ts.distributed.copy(input=whole), ts.distributed.copy(tensor=whole))
     for same in (ts.distributed.scatter, ts.distributed.gather):
         assert same(whole, None) is whole
 

@@ -2,7 +2,7 @@
 
 One rule: one table, and nothing is loaded before a name is asked for. An old path imports as a
 module whose names are looked up here; a module of this package at an old path keeps its own names
-and gets the missing ones. A name that is not there yet says so and why.
+and gets the missing ones. A name that is still to come can be imported, and says so at its use.
 """
 
 import importlib
@@ -13,11 +13,13 @@ from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
+from torchdistpackage.compat.not_available import NotAvailable
+
 PACKAGE = __name__.partition(".")[0]
 
 
 class Later(str):
-    """Why a name is not there yet; the text ends a sentence."""
+    """Why a name is not available yet; the text ends a sentence."""
 
     __slots__ = ()
 
@@ -98,7 +100,7 @@ OLD_PATHS: dict[str, Names] = {
         _NAN: ("_has_inf_or_nan",),
     },
     "utils": {"comm.random": ("fix_rand",), "ddp.partition": ("partition_params",)},
-    "ddp.naive_ddp": {"ddp.moe": ("create_moe_dp_hooks", "moe_dp_iter_step")},
+    "ddp.naive_ddp": {"ddp.moe": ("MoEDP", "create_moe_dp_hooks", "moe_dp_iter_step")},
     "ddp.zero_optim": _ZERO_OPTIMIZER,
     "ddp.zer_optim": _ZERO_OPTIMIZER,
     "parallel.pipeline_sched": _SCHEDULER,
@@ -132,9 +134,17 @@ OLD_PATHS: dict[str, Names] = {
     "parallel.tensor_parallel.transformer": {
         "parallel.tensor.classic_block": ("Block", "ParallelBlock", "Transformer"),
     },
-    "tools.module_profiler": {_PROFILE: _PROFILER},
+    "tools.module_profiler": {
+        _PROFILE: (*_PROFILER, "fwd_pre_hook_wrapper", "fwd_hook_wrapper"),
+    },
     "tools.debug_nan": {
-        _NAN: ("check_tensors", "check_model_params", "fwd_hook_wrapper", "bwd_hook_wrapper"),
+        _NAN: (
+            "check_tensor_inf_nan",
+            "check_tensors",
+            "check_model_params",
+            "fwd_hook_wrapper",
+            "bwd_hook_wrapper",
+        ),
     },
     "tools.module_replace": {_REPLACE: ("replace_all_module",)},
     "tools.bnb_fc": {_REPLACE: ("replace_linear_by_bnb",)},
@@ -181,20 +191,16 @@ def lookup(module: str, name: str) -> object:
     """What the old `module` called `name`, loaded now; a module below it counts as a name.
 
     Raises:
-        AttributeError: it never had that name, or the name is not there yet.
+        AttributeError: it never had that name.
     """
+    place = MODULES[module].get(name)
+    if isinstance(place, Later):
+        return NotAvailable(module, name, place)
+    if place is not None:
+        return getattr(importlib.import_module(f"{PACKAGE}.{place}"), name)
     if f"{module}.{name}" in MODULES:
         return importlib.import_module(f"{module}.{name}")
-    place = MODULES[module].get(name)
-    if place is None:
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    if isinstance(place, Later):
-        raise AttributeError(not_yet(module, name, place))
-    return getattr(importlib.import_module(f"{PACKAGE}.{place}"), name)
-
-
-def not_yet(module: str, name: str, why: Later) -> str:
-    return f"{module}.{name} is not there yet: {why}"
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
 def serve(module: ModuleType) -> None:
@@ -211,9 +217,6 @@ def serve(module: ModuleType) -> None:
         return lookup(module.__name__, name)
 
     vars(module)["__getattr__"] = find
-    # Of a module with a path, `from module import name` looks for a module of that name where an
-    # attribute is missing, asks the finder, and so shows the reason that an AttributeError loses.
-    vars(module).setdefault("__path__", [])
 
 
 class OldModule:
@@ -224,13 +227,12 @@ class OldModule:
 
     def exec_module(self, module: ModuleType) -> None:
         names = MODULES[module.__name__]
-        public = [name for name, place in names.items() if not isinstance(place, Later)]
         below = [path.rpartition(".") for path in MODULES]
         children = [name for parent, _, name in below if parent == module.__name__]
         vars(module).update(
-            __doc__=f"The earlier path of {', '.join(public) or 'other modules'}.",
-            __all__=public,
-            __dir__=lambda: sorted({*vars(module), *public, *children}),
+            __doc__=f"The earlier path of {', '.join(names) or 'other modules'}.",
+            __all__=list(names),
+            __dir__=lambda: sorted({*vars(module), *names, *children}),
         )
         vars(module).pop("__getattr__", None)  # of before a reload
         serve(module)
@@ -262,9 +264,6 @@ class OldPaths:
         if name == "__main__" and (file := PROGRAMS.get(module.removeprefix(f"{PACKAGE}."))):
             # An old path counts as a package, and of a package Python runs the __main__.
             return spec_from_file_location(fullname, Path(__file__).parents[1] / file)
-        why = MODULES.get(module, {}).get(name)
-        if isinstance(why, Later):
-            raise ImportError(not_yet(module, name, why), name=fullname)
         return None
 
 

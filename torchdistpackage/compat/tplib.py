@@ -21,6 +21,7 @@ from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.runtime import join, leave
 from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.comm.world import is_joined, world
+from torchdistpackage.compat import paths
 from torchdistpackage.compat.init_method import place
 from torchdistpackage.compat.reduction import summed
 from torchdistpackage.compat.worker import Worker
@@ -50,6 +51,24 @@ __all__ = [
     "tp_all_reduce",
     "tp_gather",
 ]
+
+_WORKER = ("Worker", "init_dist_env")
+_OWN = ("Worker", "destroy_dist_env")
+
+__path__: list[str] = []
+"""tplib has two modules, whose names are all in itself too."""
+
+paths.announce(__name__, {})
+paths.announce(f"{__name__}.worker", {"compat.tplib": _WORKER})
+paths.announce(
+    f"{__name__}.tensor_parallel",
+    {"compat.tplib": tuple(name for name in __all__ if name not in _OWN)},
+)
+
+
+def __getattr__(name: str) -> object:
+    return paths.lookup(__name__, name)
+
 
 _INIT = "init_dist_env()"
 

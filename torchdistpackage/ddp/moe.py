@@ -188,6 +188,9 @@ class ExpertGradients:
             self._next += 1
 
 
+MoEDP = ExpertGradients
+"""The earlier package's name of what `create_moe_dp_hooks` returns."""
+
 _made: list[ExpertGradients] = []
 """In the order in which they were made, which is the same on all ranks; those whose ranks are no
 longer there are dropped when next seen."""

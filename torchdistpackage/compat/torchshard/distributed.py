@@ -5,12 +5,16 @@ smaller than the world, and ranks and sizes are those of the group. Tensors are 
 handles.
 """
 
+import functools
+from collections.abc import Callable
+
 from torch import Tensor
 
 from torchdistpackage.comm import collectives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.comm.world import is_joined, world
+from torchdistpackage.compat import paths
 from torchdistpackage.compat.reduction import summed, summed_in_place
 from torchdistpackage.errors import LaunchError, TopologyError
 
@@ -30,6 +34,14 @@ __all__ = [
     "reduce",
     "scatter",
 ]
+
+__path__: list[str] = []
+"""torchshard has modules below this one, which are announced beside it."""
+
+
+def __getattr__(name: str) -> object:
+    return paths.lookup(__name__, name)
+
 
 # -- the groups ----------------------------------------------------------------------------
 
@@ -97,23 +109,39 @@ def get_group_size() -> int:
 # -- seen by autograd ----------------------------------------------------------------------
 
 
+def _or_input(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The pages call the first parameter `tensor`, the code `input`: both may be given by name."""
+
+    @functools.wraps(operation)
+    def call(*args: object, **kwargs: object) -> Tensor:
+        if "input" in kwargs:
+            kwargs["tensor"] = kwargs.pop("input")
+        return operation(*args, **kwargs)
+
+    return call
+
+
+@_or_input
 def scatter(tensor: Tensor, dim: int | None = -1) -> Tensor:
     """My part along `dim` of what all ranks hold alike; gradients are gathered. None: all of it."""
     group = get_group()
     return tensor if dim is None else collectives.scatter(tensor, dim, group)
 
 
+@_or_input
 def gather(tensor: Tensor, dim: int | None = -1) -> Tensor:
     """The parts of my group joined along `dim`; my part's gradient comes back. None: as it is."""
     group = get_group()
     return tensor if dim is None else collectives.gather(tensor, dim, group)
 
 
+@_or_input
 def reduce(tensor: Tensor) -> Tensor:
     """The sum over my group, in `tensor` itself unless it needs a gradient, which then passes."""
     return summed(tensor, get_group())
 
 
+@_or_input
 def copy(tensor: Tensor) -> Tensor:
     """The tensor itself; its gradient is summed over my group."""
     return collectives.copy(tensor, get_group())
