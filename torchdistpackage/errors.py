@@ -7,6 +7,7 @@ TorchDistError
   ScheduleError      a pipeline program is incomplete, out of order or stuck
   LaunchError        the environment does not say who this process is, or ranks are missing
     AbsentError      ranks are missing, by number
+    HeldError        another process writes to the run folder
   RankError          a rank that this process started failed, hung or was killed
   CommError          a message or a group is not what the peers agreed on
   RaceError          a program breaks a rule of asynchronous calls, found under the late transport
@@ -50,6 +51,10 @@ class AbsentError(LaunchError):
     def __init__(self, text: str, found: str = "", speaker: int = 0) -> None:
         super().__init__(text)
         self.found, self.speaker = found, speaker
+
+
+class HeldError(LaunchError):
+    """Another process writes to the run folder, or submits the run; names it and how to end it."""
 
 
 class RankError(TorchDistError, RuntimeError):

@@ -8,7 +8,7 @@ import pytest
 
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.load import load
-from torchdistpackage.launch.durable import alone
+from torchdistpackage.launch.lock import hold
 from torchdistpackage.launch.slurm.files import JobFiles
 from torchdistpackage.launch.slurm.records import read_records
 from torchdistpackage.launch.slurm.suspects import Evidence, record
@@ -228,8 +228,8 @@ def test_code_that_is_not_there_is_missed_before_the_queue(work: Path, capsys):
 def test_of_two_submissions_at_once_one_is_refused(work: Path, capsys):
     """Otherwise both would find the run free, and two jobs write to one folder."""
     run = load("run.yaml")
-    with alone(JobFiles(work / run.run.dir / run.run.name).lock, "a test"):
-        assert main(["submit", "run.yaml"]) == 1
+    with hold(JobFiles(work / run.run.dir / run.run.name).lock, "a test"):
+        assert main(["submit", "run.yaml"]) == 2
     assert "is under way elsewhere" in capsys.readouterr().err and calls(work) == []
     assert main(["submit", "run.yaml"]) == 0
 

@@ -1,9 +1,10 @@
 """Files that are there as a whole or not at all."""
 
+import os
+
 import pytest
 
-from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.durable import alone, write_whole
+from torchdistpackage.launch.durable import beside, write_whole
 
 
 def test_a_file_is_replaced_and_nothing_lies_beside_it(tmp_path):
@@ -22,14 +23,12 @@ def test_what_cannot_be_written_leaves_the_file_as_it_was(tmp_path):
     assert path.read_text() == "before" and len(list(tmp_path.iterdir())) == 1
 
 
-def test_of_two_that_come_at_once_one_is_told_so(tmp_path):
-    lock = tmp_path / "new" / ".run.lock"
-    with (
-        alone(lock, "a submission of run"),
-        pytest.raises(LaunchError, match="a submission of run is under way elsewhere"),
-        alone(lock, "a submission of run"),
-    ):
-        pass
-    with alone(lock, "a submission of run"):
-        assert lock.exists()
-    assert list(tmp_path.iterdir()) == [], "nothing is left"
+def test_two_processes_with_the_same_id_on_two_machines_write_under_two_names(
+    tmp_path, monkeypatch
+):
+    path = tmp_path / "report"
+    here = beside(path)
+    monkeypatch.setattr("socket.gethostname", lambda: "n7")
+    there = beside(path)
+    assert str(os.getpid()) in here.name and "n7" in there.name
+    assert len({here, there, beside(path)}) == 3 and here.name.startswith(".")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.launch.durable import alone
+from torchdistpackage.launch.lock import hold
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.launch.signals import Noted
 from torchdistpackage.launch.slurm.files import JobFiles, start_id
@@ -59,7 +59,7 @@ def submit_bench(prepared: Prepared) -> tuple[str, Path]:
         LaunchError: a bench of this run waits or runs already, or Slurm does not take the job.
     """
     folder = prepared.runs[0][0]
-    with alone(JobFiles(folder).lock, f"a submission of {folder.name}"):
+    with hold(JobFiles(folder).lock, f"a submission of {folder.name}"):
         refuse_alive(prepared)
         sent = send(prepared, os.environ)
     return sent.records[0].job, folder

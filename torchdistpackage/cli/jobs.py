@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from torchdistpackage.launch.failure import culprit, how
+from torchdistpackage.launch.lock import holder_of
 from torchdistpackage.launch.slurm import jobs as submitted
 from torchdistpackage.launch.slurm import suspects
 from torchdistpackage.launch.slurm.follow import Tail, follow, rank_logs
@@ -192,6 +193,7 @@ def _story(run: Run, info: JobInfo) -> str:
         else str(timedelta(seconds=int(info.elapsed_s))),
         "restarts": str(restarts(run, info)),
         "step": _steps(got.step, got.num_steps) + loss,
+        "written by": str(holder_of(run.files.run_lock) or ""),
         "script": latest.script,
         "code": latest.code,
         "main log": str(run.files.main_log),

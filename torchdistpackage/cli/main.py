@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from torchdistpackage.errors import (
     ConfigError,
+    HeldError,
     LayoutError,
     ScheduleError,
     TopologyError,
@@ -24,7 +25,7 @@ from torchdistpackage.errors import (
 COMMANDS = ("train", "submit", "jobs", "plan", "comm", "schedule", "schema")
 """Each a function, or commands of its own, in the module of its name; in the order of the help."""
 
-_REFUSALS = (ConfigError, TopologyError, LayoutError, ScheduleError)
+_REFUSALS = (ConfigError, TopologyError, LayoutError, ScheduleError, HeldError)
 _REFUSED, _FAILED, _INTERRUPTED = 2, 1, 130
 
 

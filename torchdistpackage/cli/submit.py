@@ -18,7 +18,7 @@ from torchdistpackage.config.load import load
 from torchdistpackage.config.problem import ConfigProblems, Problem
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm_options import ours
-from torchdistpackage.launch.durable import alone
+from torchdistpackage.launch.lock import hold
 from torchdistpackage.launch.reference import missing_module
 from torchdistpackage.launch.slurm.by_submitit import check as check_submitit
 from torchdistpackage.launch.slurm.by_submitit import submit as submitit_submit
@@ -108,7 +108,7 @@ def submit(
     log = JobFiles(prepared.runs[0][0]).main_log
     with ExitStack() as locks:
         for own, _ in sorted(prepared.runs, key=lambda pair: pair[0]):
-            locks.enter_context(alone(JobFiles(own).lock, f"a submission of {own.name}"))
+            locks.enter_context(hold(JobFiles(own).lock, f"a submission of {own.name}"))
         refuse_alive(prepared)
         if fresh:
             for _, run in prepared.runs:

@@ -4,9 +4,13 @@ Under torchrun or srun this process is a rank already, and a task of srun watche
 starts the ranks and watches them.
 """
 
+import errno
 import importlib
 import os
 import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 from torchdistpackage.checkpoint.commit import latest
 from torchdistpackage.config.load import load
@@ -14,20 +18,32 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.durable import write_whole
 from torchdistpackage.launch.local import run_local
+from torchdistpackage.launch.lock import Lock
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
 from torchdistpackage.launch.requeue import STOPPED, Decision, Word
 from torchdistpackage.launch.signals import Noted
 from torchdistpackage.launch.slurm.again import come_back
+from torchdistpackage.launch.slurm.commands import limited
 from torchdistpackage.launch.slurm.files import JobFiles, start_id
-from torchdistpackage.launch.slurm.starts import Start, note, refusal_of, series_of, this_start
+from torchdistpackage.launch.slurm.starts import (
+    Start,
+    note,
+    read_starts,
+    refusal_of,
+    series_of,
+    this_start,
+)
 from torchdistpackage.launch.slurm.suspects import note_failed_nodes
 from torchdistpackage.launch.supervise import Place, supervise
-from torchdistpackage.train.folder import prepare_folder, run_folder
+from torchdistpackage.train.folder import cannot_write, only_writer, prepare_folder, run_folder
 from torchdistpackage.train.life import limits_of
 from torchdistpackage.train.plan import local_procs, make_plan
 
 RANK = "torchdistpackage.train.rank"
 CHECKPOINTS = "checkpoints"
+SLURM_S = 5.0
+"""For all that Slurm is asked before rank 0 is started, for whom the other ranks wait."""
+_LOOK_S = 0.1
 # torch._dynamo: the first optimizer of a process imports it, which takes seconds
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "numpy", "safetensors.torch", RANK)
 
@@ -48,39 +64,91 @@ def launch(path: str, overrides: list[str], resume: str = "auto") -> int:
     config = load(path, overrides, rendezvous.world_size)
     if rendezvous.source == "slurm":
         return watched(config, rendezvous, resume)
-    return _be_rank(config, resume)
+    # torchrun starts the ranks anew by itself, and these go on
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return _be_rank(config, "auto" if again else resume)
 
 
 def watched(config: RunConfig, rendezvous: Rendezvous, resume: str = "auto") -> int:
     """Be the task of srun that watches over a rank; its exit code, 0 if the run ended early."""
     noted = Noted()
     noted.listen(config.launch.requeue.signals)
-    rank = rendezvous.rank
     files = JobFiles(run_folder(config).absolute())
+    try:
+        if rendezvous.rank == 0:
+            with only_writer(files.run, forks=True) as lock:
+                return _lead(config, resume, files, noted, lock)
+        if _resume(files, _this_start(files, rendezvous.rank), resume) == "never":
+            _wait_for_room(files, noted, config.launch.init_timeout_s)
+        return _follow(config, resume, files, noted, rendezvous.rank)
+    except OSError as error:
+        inside = error.filename is not None and Path(error.filename).is_relative_to(files.run)
+        if not inside and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise cannot_write(files.run, error) from error
+
+
+def _lead(config: RunConfig, resume: str, files: JobFiles, noted: Noted, lock: Lock | None) -> int:
+    """Be the watcher of rank 0, the only one that changes what an earlier start has left."""
+    resume = _resume(files, _this_start(files, 0), resume)
+    if resume == "never" and files.script.exists():
+        raise LaunchError(
+            f"--resume never: {files.run} was made by tdp submit, whose script, logs and code are "
+            f"there, and a job cannot move them away under itself; use tdp submit --fresh, or name "
+            f"another run with run.name=..."
+        )
+    prepare_folder(config, resume)
+    start = _this_start(files, 0)
+    decision = files.decision(start.start)
+    decision.unlink(missing_ok=True)
+    if refused := refusal_of(files, start, limits_of(config.launch.requeue)):
+        write_whole(decision, f"{Decision(Word.STOP, refused)}\n")
+        sys.stdout.write(f"{refused}\n")
+        return STOPPED
+    note(files, start)
+    note_failed_nodes(files, os.environ, limited(SLURM_S))
+
+    def with_heartbeats() -> None:
+        if lock is not None:
+            lock.keep()
+
+    code = _follow(config, resume, files, noted, 0, with_heartbeats)
+    if code == 0 and come_back(files, os.environ) is Word.STOP:
+        return STOPPED
+    return code
+
+
+def _follow(
+    config: RunConfig,
+    resume: str,
+    files: JobFiles,
+    noted: Noted,
+    rank: int,
+    first: Callable[[], None] = lambda: None,
+) -> int:
+    """Watch over a rank, which does `first` first."""
     start = _this_start(files, rank)
     resume = _resume(files, start, resume)
-    if resume == "never" and latest(files.run / CHECKPOINTS):
-        raise LaunchError(
-            f"--resume never: {files.run} holds checkpoints, and the ranks of a launcher cannot "
-            f"move it away under each other; move it, or name another run with run.name=..."
-        )
-    decision = files.decision(start.start)
-    place = Place(rank, files.rank_log(rank, start.restart), files.failures(start.start), decision)
+    failures, decision = files.failures(start.start), files.decision(start.start)
+    place = Place(rank, files.rank_log(rank, start.restart), failures, decision)
     place.report.unlink(missing_ok=True)
     os.environ["TDP_RESTART"] = str(start.restart)
 
-    if rank == 0:
-        decision.unlink(missing_ok=True)
-        note_failed_nodes(files, os.environ)
-        if refused := refusal_of(files, start, limits_of(config.launch.requeue)):
-            write_whole(decision, f"{Decision(Word.STOP, refused)}\n")
-            sys.stdout.write(f"{refused}\n")
-            return STOPPED
-        note(files, start)
-    code = supervise(lambda: _be_rank(config, resume, noted), place, noted)
-    if code == 0 and rank == 0 and come_back(files, os.environ) is Word.STOP:
-        return STOPPED
-    return code
+    def be_rank() -> int:
+        first()
+        return _be_rank(config, resume, noted)
+
+    return supervise(be_rank, place, noted)
+
+
+def _wait_for_room(files: JobFiles, noted: Noted, limit_s: float) -> None:
+    """Until rank 0 has moved an earlier run aside, which it says by noting this start."""
+    until_s, own = time.monotonic() + limit_s, start_id(os.environ)
+    while own not in (start.start for start in read_starts(files.starts)):
+        if noted.received or time.monotonic() > until_s:
+            why = noted.first or f"{limit_s:g} s (launch.init_timeout_s) are over"
+            raise LaunchError(f"{why}, and rank 0 has not made room in {files.run}")
+        time.sleep(_LOOK_S)
 
 
 def _be_rank(config: RunConfig, resume: str, noted: Noted | None = None) -> int:
@@ -94,6 +162,11 @@ def _start_ranks(path: str, overrides: list[str], resume: str) -> int:
     num_procs = local_procs(config)
     make_plan(config, num_procs, path)
     files = JobFiles(run_folder(config).absolute())
+    with only_writer(files.run):
+        return _run_ranks(config, num_procs, resume, files)
+
+
+def _run_ranks(config: RunConfig, num_procs: int, resume: str, files: JobFiles) -> int:
     in_job = start_id(os.environ) != "local"
     if in_job:
         resume = _resume(files, _this_start(files, 0), resume)

@@ -2,30 +2,32 @@
 
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TextIO, cast
 
 import torch
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.creation_limit import end_processes
-from torchdistpackage.comm.runtime import join, leave
+from torchdistpackage.comm.runtime import Joined, join, leave
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.harness.hang.dump import remove_traces
 from torchdistpackage.harness.watch import Watch
 from torchdistpackage.harness.watch_start import agree_on_start
-from torchdistpackage.launch.rendezvous import detect
+from torchdistpackage.launch.rendezvous import Rendezvous, detect
 from torchdistpackage.launch.requeue import STOPPED, Decision, Word
 from torchdistpackage.launch.signals import Noted
 from torchdistpackage.launch.slurm.files import JobFiles, start_id
 from torchdistpackage.launch.slurm.starts import correct
 from torchdistpackage.train.build import build
 from torchdistpackage.train.ending import finish
-from torchdistpackage.train.folder import RESOLVED, prepare_folder, run_folder
+from torchdistpackage.train.folder import RESOLVED, only_writer, prepare_folder, run_folder
 from torchdistpackage.train.life import begin, end, leave_word
 from torchdistpackage.train.log import Both, say
 from torchdistpackage.train.loop import Loop
 from torchdistpackage.train.own_code import add_own_code
-from torchdistpackage.train.plan import make_plan
+from torchdistpackage.train.plan import Plan, make_plan
 from torchdistpackage.train.state import resume as resume_state
 
 
@@ -52,18 +54,35 @@ def rank_main(config: RunConfig, resume: str, noted: Noted | None = None) -> int
         init_timeout_s=config.launch.init_timeout_s,
         dump_folder=JobFiles(folder).logs,
     )
+    with _sole_writer(rendezvous, folder):
+        return _train(plan, rendezvous, joined, resume, noted)
+
+
+def _leads(rendezvous: Rendezvous) -> bool:
+    """Whether this rank alone changes the run folder: rank 0, if no process of ours watches it."""
+    unwatched = rendezvous.store is None and rendezvous.source != "slurm"
+    return unwatched and rendezvous.rank == 0
+
+
+def _sole_writer(rendezvous: Rendezvous, folder: Path) -> AbstractContextManager[object]:
+    return only_writer(folder) if _leads(rendezvous) else nullcontext()
+
+
+def _train(plan: Plan, rendezvous: Rendezvous, joined: Joined, resume: str, noted: Noted) -> int:
+    config, folder = plan.config, run_folder(plan.config)
+    if rendezvous.rank == 0:
+        if _leads(rendezvous):
+            prepare_folder(config, resume)
+        (folder / RESOLVED).write_text(config.to_yaml())
+        remove_traces(folder)
+    primitives.barrier()
     if rendezvous.source != "slurm" and (rendezvous.rank == 0 or rendezvous.source != "local"):
-        # of the others a parent keeps the output
+        # of the others a parent keeps the output; not before rank 0 has made room
         log = JobFiles(folder).rank_log(rendezvous.rank, int(os.environ.get("TDP_RESTART", "0")))
         sys.stdout, sys.stderr = (cast(TextIO, Both(x, log)) for x in (sys.stdout, sys.stderr))
     if rendezvous.rank == 0:
         for note in joined.notes:
             say(note)
-        if rendezvous.store is None:
-            prepare_folder(config, resume)
-        (folder / RESOLVED).write_text(plan.config.to_yaml())
-        remove_traces(folder)
-    primitives.barrier()
     trainer = build(plan, rendezvous.rank, joined.device)
     state = resume_state(trainer, folder, resume)
     if rendezvous.rank == 0:

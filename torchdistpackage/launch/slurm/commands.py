@@ -6,6 +6,7 @@ texts that a real Slurm once gave.
 
 import os
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -41,14 +42,17 @@ class NoAnswer(LaunchError):
     """A command was given up; what it was to do may have been done."""
 
 
-def run(args: Sequence[str], env: Mapping[str, str] | None = None) -> Ran:
-    """Run a command and wait for it; any exit code is an answer.
+def run(
+    args: Sequence[str], env: Mapping[str, str] | None = None, *, timeout_s: float | None = None
+) -> Ran:
+    """Run a command and wait for it, TIMEOUT_S if not told otherwise; any exit code is an answer.
 
     env: its whole environment; None: this process's, and times are written in seconds since 1970.
 
     Raises:
         LaunchError: there is no such command here, or it does not answer (`NoAnswer`).
     """
+    limit_s = TIMEOUT_S if timeout_s is None else timeout_s
     try:
         done = subprocess.run(
             list(args),
@@ -57,7 +61,7 @@ def run(args: Sequence[str], env: Mapping[str, str] | None = None) -> Ran:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=TIMEOUT_S,
+            timeout=limit_s,
         )
     except FileNotFoundError:
         raise LaunchError(
@@ -65,7 +69,17 @@ def run(args: Sequence[str], env: Mapping[str, str] | None = None) -> Ran:
         ) from None
     except subprocess.TimeoutExpired:
         raise NoAnswer(
-            f"{' '.join(args[:3])} gave no answer in {TIMEOUT_S:g} s; is the controller away? "
+            f"{' '.join(args[:3])} gave no answer in {limit_s:g} s; is the controller away? "
             f"`scontrol ping` tells"
         ) from None
     return Ran(done.returncode, done.stdout, done.stderr)
+
+
+def limited(total_s: float) -> Runner:
+    """A runner whose commands have `total_s` from now on, all together."""
+    until_s = time.monotonic() + total_s
+
+    def run_within(args: Sequence[str], env: Mapping[str, str] | None = None) -> Ran:
+        return run(args, env, timeout_s=max(until_s - time.monotonic(), 0.0))
+
+    return run_within

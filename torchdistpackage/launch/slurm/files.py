@@ -64,6 +64,11 @@ class JobFiles:
         return self.run.parent / f".{self.run.name}.lock"
 
     @property
+    def run_lock(self) -> Path:
+        """Held by whoever trains this run, from before it writes until it has ended."""
+        return self.run.parent / f".{self.run.name}.running"
+
+    @property
     def logs(self) -> Path:
         return self.run / "logs"
 

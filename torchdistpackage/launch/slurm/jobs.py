@@ -11,12 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.durable import alone
+from torchdistpackage.errors import HeldError, LaunchError
+from torchdistpackage.launch.lock import hold, holder_of
 from torchdistpackage.launch.slurm import suspects
 from torchdistpackage.launch.slurm.commands import Runner
 from torchdistpackage.launch.slurm.commands import run as run_command
 from torchdistpackage.launch.slurm.environment import clean
+from torchdistpackage.launch.slurm.files import JobFiles
 from torchdistpackage.launch.slurm.look import GRACE_S, Looked, look
 from torchdistpackage.launch.slurm.records import Record, append_record
 from torchdistpackage.launch.slurm.runs import Run
@@ -69,6 +70,14 @@ def cancel(runs: Sequence[Run], runner: Runner = run_command) -> list[str]:
     return ids
 
 
+def refuse_held(folder: Path) -> None:
+    """Raises HeldError if anybody trains in the run folder, in a job or not."""
+    if held := holder_of(JobFiles(folder).run_lock):
+        raise HeldError(
+            f"{folder} is being written by {held}; {held.advice}, or give this run another run.name"
+        )
+
+
 def resubmit(
     run: Run, env: Mapping[str, str], runner: Runner = run_command, *, now_s: float | None = None
 ) -> Record:
@@ -79,7 +88,7 @@ def resubmit(
     Raises:
         LaunchError: a job of the run is alive, its script is gone, or Slurm refuses.
     """
-    with alone(run.files.lock, f"a submission of {run.name}"):
+    with hold(run.files.lock, f"a submission of {run.name}"):
         return _resubmit(run, env, runner, time.time() if now_s is None else now_s)
 
 
@@ -89,6 +98,7 @@ def _resubmit(run: Run, env: Mapping[str, str], runner: Runner, now: float) -> R
             f"{run.name} is not over: job {info.job} is {info.state or 'just submitted'}; "
             f"cancel it first (tdp jobs cancel {run.name}), or wait"
         )
+    refuse_held(run.folder)
     script = Path(run.latest.script)
     task = run.latest.job[len(base(run.latest.job)) + 1 :]
     options = [f"--array={task}"] if task else []

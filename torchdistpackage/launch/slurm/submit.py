@@ -25,7 +25,7 @@ from torchdistpackage.launch.slurm.commands import run as run_command
 from torchdistpackage.launch.slurm.environment import options_dropped
 from torchdistpackage.launch.slurm.files import JobFiles
 from torchdistpackage.launch.slurm.job import absolute, batch_job, job_shape
-from torchdistpackage.launch.slurm.jobs import alive, exclusion, sbatch
+from torchdistpackage.launch.slurm.jobs import alive, exclusion, refuse_held, sbatch
 from torchdistpackage.launch.slurm.records import Record, append_record, read_records
 from torchdistpackage.launch.slurm.runs import Run
 from torchdistpackage.launch.slurm.script import BatchJob, text
@@ -132,12 +132,14 @@ def prepare(
 
 
 def refuse_alive(prepared: Prepared, runner: Runner = run_command) -> None:
-    """Two jobs would write to one run folder.
+    """Two would write to one run folder.
 
     Raises:
+        HeldError: a run writes there that was not submitted.
         LaunchError: a job of one of the runs waits or runs, or Slurm cannot say.
     """
     for folder, _ in prepared.runs:
+        refuse_held(folder)
         records = read_records(JobFiles(folder).records)
         if not records:
             continue
