@@ -7,7 +7,9 @@ from setuptools import find_packages, setup
 PLOT = ["matplotlib>=3.7"]
 TOOLS = ["pytest>=8", "hypothesis>=6", "ruff>=0.9", "pyright[nodejs]>=1.1.390"]
 HF = ["transformers>=4.50"]
-DEV = [*TOOLS, *PLOT, *HF, "scikit-learn>=1.4"]
+# The tests also use what it does not promise to keep, so not any later version will do.
+TYPES = ["spmd_types>=0.3.1,<0.4"]
+DEV = [*TOOLS, *PLOT, *HF, *TYPES, "scikit-learn>=1.4"]
 
 setup(
     name="torchdistpackage",

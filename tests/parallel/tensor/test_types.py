@@ -1,0 +1,236 @@
+"""Our layers, typed: each gradient is summed once, or there is an error before any rank runs.
+
+The planted errors at the end show that the types can fail.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from spmd_types import I, P, R, SpmdTypeError, V
+
+from tests.parallel.tensor.typed import (
+    DUAL,
+    MAPS,
+    Sums,
+    backward,
+    checked,
+    give_type,
+    type_parameters,
+    typed_world,
+    types_of,
+)
+from torchdistpackage.comm import collectives, linear_maps
+from torchdistpackage.compat.torchshard import distributed as torchshard
+from torchdistpackage.ddp.naive_ddp import NaiveDDP
+from torchdistpackage.models.gpt import GPT
+from torchdistpackage.models.gpt_layout import GPTShape
+from torchdistpackage.parallel.tensor import classic, linear
+from torchdistpackage.parallel.tensor.classic_block import ParallelBlock
+from torchdistpackage.parallel.tensor.collect import collect
+from torchdistpackage.parallel.tensor.embedding import VocabParallelEmbedding
+from torchdistpackage.parallel.tensor.linear import ColumnLinear, RowLinear
+from torchdistpackage.parallel.tensor.mlp import ParallelMlp
+from torchdistpackage.parallel.tensor.norm import LayerNorm, RMSNorm
+
+SEQUENCE = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
+
+
+@pytest.fixture
+def world():
+    with typed_world():
+        yield
+
+
+def activations(sequence_parallel: bool, **types) -> torch.Tensor:
+    x = torch.randn(4, 2, 8, requires_grad=True)
+    return give_type(x, tensor=V if sequence_parallel else I, **types)
+
+
+def train(module, *inputs, layouts=None):
+    """A step of `module`, in NaiveDDP where layouts say that gradients are summed; its output."""
+    sums = Sums()
+    wrapped = module if layouts is None else NaiveDDP(module, layouts=layouts, comm_hook=sums)
+    type_parameters(wrapped, layouts or collect(module))
+    with checked():
+        out = wrapped(*inputs)
+        backward(out if out.dim() == 0 else out.square().sum())
+    if layouts is not None:
+        wrapped.reduce_gradients()
+        sums.check(module)
+    return out
+
+
+LAYERS = {
+    "column": lambda cut: ColumnLinear(8, 16, sequence_parallel=cut),
+    "layer norm": lambda cut: LayerNorm(8, sequence_parallel=cut),
+    "rms norm": lambda cut: RMSNorm(8, sequence_parallel=cut),
+    "classic column": lambda cut: classic.ColParallelLinear(8, 16, sequence_parallel=cut),
+    "classic block": lambda cut: ParallelBlock(8, 2, 2, cut),
+}
+
+
+@SEQUENCE
+@pytest.mark.parametrize("name", LAYERS)
+def test_each_gradient_of_a_layer_is_summed_once(world, name, sequence_parallel):
+    module = LAYERS[name](sequence_parallel)
+    out = train(module, activations(sequence_parallel), layouts=collect(module))
+    stays = V if sequence_parallel else I
+    assert types_of(out) == {"data": V, "tensor": V if "column" in name else stays}
+
+
+@SEQUENCE
+@pytest.mark.parametrize("row", [RowLinear, classic.RowParallelLinear])
+def test_a_row_product_sums_before_its_bias(world, row, sequence_parallel):
+    module = row(16, 8, sequence_parallel=sequence_parallel)
+    x = give_type(torch.randn(4, 2, 8, requires_grad=True), tensor=V)
+    out = train(module, x, layouts=collect(module))
+    assert types_of(out) == {"data": V, "tensor": V if sequence_parallel else I}
+
+
+@SEQUENCE
+def test_an_embedding_sums_the_rows_of_all(world, sequence_parallel):
+    module = VocabParallelEmbedding(10, 8, sequence_parallel=sequence_parallel)
+    out = train(module, give_type(torch.zeros(4, 2, dtype=torch.int64)), layouts=collect(module))
+    assert types_of(out) == {"data": V, "tensor": V if sequence_parallel else I}
+
+
+class WithLoss(torch.nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.gpt = GPT(GPTShape(layers=1, dim=8, heads=2, vocab=10, seq_len=4, **options))
+
+    def forward(self, ids, targets):
+        return self.gpt.loss(self.gpt(ids), targets)[0]
+
+
+@SEQUENCE
+@pytest.mark.parametrize("options", [{}, {"position": "learned", "tied": False}], ids=["", "own"])
+def test_a_gpt_from_ids_to_its_loss(world, options, sequence_parallel):
+    module = WithLoss(sequence_parallel=sequence_parallel, **options)
+    ids = give_type(torch.zeros(2, 4, dtype=torch.int64))
+    targets = give_type(torch.ones(2, 4, dtype=torch.int64))
+    loss = train(module, ids, targets, layouts=collect(module))
+    assert types_of(loss) == {"data": V, "tensor": I}, "all tensor ranks have one loss"
+
+
+def test_a_plain_optimizer_steps_equal_gradients():
+    """One data rank and no wrapper: what is partial is summed in the layer itself."""
+    with typed_world(data=1):
+        train(ParallelBlock(8, 2, 2), activations(False))
+
+
+def test_every_map_and_its_transpose_have_dual_types():
+    group = object()
+    made = {kind: kind(group, *([0] * len(kind.__dataclass_fields__))[1:]) for kind in MAPS}
+    for kind, linear_map in made.items():
+        src, dst = MAPS[kind]
+        assert MAPS[type(linear_map.transposed())] == (DUAL[dst], DUAL[src]), kind
+
+
+CLASSIC = [
+    (classic.gather_from_sequence_parallel_region, V, R),
+    (lambda x: classic.gather_from_sequence_parallel_region(x, False), V, I),
+    (classic.reduce_scatter_to_sequence_parallel_region, P, V),
+    (classic.maybe_split_into_sequence_parallel, I, V),
+    (torchshard.copy, I, R),
+    (torchshard.reduce, P, I),
+    (torchshard.scatter, I, V),
+    (torchshard.gather, V, I),
+]
+
+
+@pytest.mark.parametrize(("call", "src", "dst"), CLASSIC, ids=range(len(CLASSIC)))
+def test_the_earlier_names_have_the_types_of_our_collectives(world, call, src, dst):
+    for held in (I, R, V, P):
+        x = give_type(torch.randn(4, 8, requires_grad=True), tensor=held)
+        with checked():
+            if held is src or (held, src) == (V, P):
+                assert types_of(call(x)) == {"data": V, "tensor": dst}
+            else:
+                with pytest.raises(SpmdTypeError):
+                    call(x)
+
+
+# -- planted errors ------------------------------------------------------------------------
+
+
+class Forgotten(RowLinear):
+    """No sum at all."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
+
+
+class BiasFirst(RowLinear):
+    """A bias that is added once a rank."""
+
+    def forward(self, x):
+        return collectives.reduce(F.linear(x, self.weight, self.bias), self.group)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "residual"])
+@pytest.mark.parametrize("row", [Forgotten, BiasFirst])
+def test_a_row_product_that_does_not_sum_first_is_an_error(world, monkeypatch, row, bias):
+    monkeypatch.setattr("torchdistpackage.parallel.tensor.mlp.RowLinear", row)
+    mlp = ParallelMlp(8, 16, bias=bias)
+    residual = nn_of(lambda x: x + mlp(x), mlp)
+    if row is BiasFirst and not bias:
+        train(residual, activations(False), layouts=collect(residual))  # which is no error
+        return
+    with pytest.raises(SpmdTypeError, match="Invariant type"):
+        train(residual, activations(False), layouts=collect(residual))
+
+
+def nn_of(forward, *parts) -> torch.nn.Module:
+    module = torch.nn.Module()
+    module.parts = torch.nn.ModuleList(parts)
+    module.forward = forward
+    return module
+
+
+def test_a_gather_whose_backward_does_not_sum_is_an_error(world, monkeypatch):
+    column = ColumnLinear(8, 16, sequence_parallel=True)
+    with monkeypatch.context() as patch, pytest.raises(SpmdTypeError, match="Invariant"):
+        patch.setattr(linear.collectives, "all_gather", collectives.gather)
+        train(column, activations(True), layouts=collect(column))
+    with monkeypatch.context() as patch, pytest.raises(SpmdTypeError, match="its backward"):
+        patch.setattr(linear_maps.AllGather, "transposed", linear_maps.Gather.transposed)
+        train(column, activations(True), layouts=collect(column))
+
+
+def test_an_input_that_is_not_copied_is_an_error(world, monkeypatch):
+    column = ColumnLinear(8, 16)
+    monkeypatch.setattr(linear.collectives, "copy", lambda x, group: x)
+    with pytest.raises(SpmdTypeError, match="Invariant"):
+        train(column, activations(False), layouts=collect(column))
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["wrapped", "plain optimizer"])
+def test_norms_whose_partial_gradients_nobody_sums_are_an_error(wrapped):
+    with typed_world(data=2 if wrapped else 1):
+        block = ParallelBlock(8, 2, 2, True)
+        block.ln_1 = LayerNorm(8)  # believes that it sees all rows
+        layouts = collect(block) if wrapped else None
+        with pytest.raises(SpmdTypeError, match="layer_norm"):
+            train(block, activations(True), layouts=layouts)
+
+
+def test_a_sum_of_what_is_no_partial_gradient_is_an_error(world):
+    norm = LayerNorm(8, sequence_parallel=True)
+    with pytest.raises(SpmdTypeError, match="Invariant"):
+        train(norm, activations(False), layouts=collect(norm))
+
+
+def test_replicas_without_a_wrapper_are_an_error(world):
+    with pytest.raises(SpmdTypeError, match="Invariant"):
+        train(ParallelBlock(8, 2, 2), activations(False))
+
+
+def test_a_backward_whose_gradients_nobody_sends_is_an_error(world):
+    column, sums = ColumnLinear(8, 16), Sums()
+    wrapped = NaiveDDP(column, layouts=collect(column), comm_hook=sums)
+    type_parameters(wrapped, collect(column))
+    with checked(), wrapped.no_sync():
+        backward(wrapped(activations(False)).square().sum())
+    with pytest.raises(SpmdTypeError, match=r"weight.grad is P, summed 0x on data"):
+        sums.check(column)
