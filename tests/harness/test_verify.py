@@ -1,6 +1,7 @@
 """Groups that work pass, and each way not to work is named, on every rank alike and in time."""
 
-import logging
+import contextlib
+import io
 import socket
 from functools import partial
 
@@ -13,7 +14,6 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError, LaunchError
 from torchdistpackage.harness.coded import compare
 from torchdistpackage.harness.verify import checks
-from torchdistpackage.harness.verify import run as verify
 from torchdistpackage.harness.verify.run import test_comm
 
 HOST = socket.gethostname()
@@ -23,40 +23,32 @@ def passes(config: tuple[tuple[str, int], ...], moe_ep_size: int | None, pairs: 
     tpc.setup_process_groups(list(config))
     if moe_ep_size is not None:
         tpc.build_moe_groups(moe_ep_size=moe_ep_size)
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger(verify.__name__)
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
         tested = test_comm(pairs=pairs)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
-    return lines, [(row.name, row.num_groups, row.size) for row in tested.rows], tested.time_s
+    rows = [(row.name, row.num_groups, row.size) for row in tested.rows]
+    return out.getvalue().splitlines(), rows, tested.time_s
 
 
 @pytest.mark.parametrize(
     ("config", "moe_ep_size", "said", "rows"),
     [
-        ((("data", 1),), None, "one rank, none to test", []),
+        ((("data", 1),), None, "one rank, nothing to test", []),
         (
             (("pipe", 3),),
             None,
-            "pipe 3, model 3, global 3",
+            "pipe, model, global 3, all pairs 2",
             [("pipe, model, global", 1, 3), ("all pairs", 3, 2)],
         ),
         (
             (("tensor", 2), ("data", 2)),
             None,
-            "tensor 2, data 2, model 2, global 4",
+            "tensor, model 2, data 2, global 4, all pairs 2",
             [("tensor, model", 2, 2), ("data", 2, 2), ("global", 1, 4), ("all pairs", 6, 2)],
         ),
         (
             (("data", 4), ("pipe", 2)),
             2,
-            "data 4, pipe 2, model 2, moe_dp 2, moe_ep 2, global 8",
+            "data 4, pipe, model 2, moe_dp 2, moe_ep 2, global 8, all pairs 2",
             [
                 ("data", 2, 4),
                 ("pipe, model", 4, 2),
@@ -74,7 +66,7 @@ def test_groups_that_work_pass_with_one_line(ranks, config, moe_ep_size, said, r
     for _, size in config:
         world_size *= size
     found = ranks(world_size).run(passes, config, moe_ep_size, True)
-    assert found[0][0] == [f"all groups deliver what was sent ({said})"]
+    assert found[0][0] == [f"test_comm passed: {said}"]
     assert [lines for lines, *_ in found[1:]] == [[]] * (world_size - 1)
     assert [seen for _, seen, _ in found] == [rows] * world_size
 
@@ -247,8 +239,47 @@ def test_a_limit_of_nothing_is_refused(ranks):
     ranks(1).run(nonsense_limit)
 
 
-def test_it_needs_tpc():
-    with pytest.raises(LaunchError, match=r"call tpc\.setup_process_groups"):
+def without_tpc(damaged: bool) -> tuple[object, list[str]]:
+    """What is tested where the ranks have joined and no more; tpc is as before."""
+    with pytest.MonkeyPatch.context() as patch:
+        if damaged:
+            damage("send", 2, patch)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            try:
+                rows = [(row.name, row.num_groups, row.size) for row in test_comm().rows]
+            except CommError as error:
+                rows = str(error)
+    assert not tpc.is_set
+    return rows, out.getvalue().splitlines()
+
+
+def test_without_tpc_the_default_group_is_tested_and_messages_with_rank_0(ranks):
+    rows = [("global", 1, 4), ("pairs with rank 0", 3, 2)]
+    passed = "test_comm passed: global 4, pairs with rank 0 2"
+    assert ranks(4).run(without_tpc, False) == [(rows, [passed]), *[(rows, [])] * 3]
+    assert ranks(1).run(without_tpc, False) == [
+        ([], ["test_comm passed: one rank, nothing to test"])
+    ]
+    found = ranks(3).run(without_tpc, True)
+    assert len({text for text, _ in found}) == 1 and all(said == [] for _, said in found)
+    assert "over the pair of ranks [0, 2] from rank 2: rank 0 on" in found[0][0]
+
+
+def some_without_tpc() -> str:
+    if dist.get_rank():
+        tpc.setup_process_groups([("data", 2)])
+    with pytest.raises(CommError) as caught:
+        test_comm()
+    return str(caught.value)
+
+
+def test_ranks_with_and_without_tpc_are_told_apart(ranks):
+    first, second = ranks(2).run(some_without_tpc)
+    assert first == second and "pairs with rank 0" in first
+
+
+def test_it_needs_ranks_that_have_joined():
+    with pytest.raises(LaunchError, match=r"call setup_distributed\(\) first"):
         test_comm()
 
 

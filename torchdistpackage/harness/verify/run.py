@@ -7,10 +7,11 @@ store (comm/bulletin.py). All ranks walk one list, so groups of one kind are bus
 
 from __future__ import annotations
 
-import logging
 import socket
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.bulletin import Bulletin
 from torchdistpackage.comm.limits import limited
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.comm.world import world
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.verify import checks
 from torchdistpackage.harness.verify.checks import Check, Seat
@@ -32,8 +34,7 @@ from torchdistpackage.harness.verify.verdict import (
 from torchdistpackage.harness.verify.walk import Kind, Walk
 from torchdistpackage.launch.durable import write_whole
 from torchdistpackage.topology.mesh import describe
-
-_LOG = logging.getLogger(__name__)
+from torchdistpackage.topology.views import topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,8 @@ class CommTest:
 def test_comm(*, pairs: bool = False, timeout_s: float = 30.0) -> CommTest:
     """Use each of tpc's groups in every way, and compare each element that arrives.
 
-    Call it on every rank after `tpc.setup_process_groups`. Rank 0 logs one line at the end.
+    Call it on every rank after `tpc.setup_process_groups`, or without it: then the default group is
+    tested, and messages between rank 0 and each other rank. Rank 0 prints one line at the end.
 
     pairs: messages between all pairs of ranks too.
     timeout_s: how long the ranks may wait for each other in any one operation.
@@ -66,19 +68,14 @@ def test_comm(*, pairs: bool = False, timeout_s: float = 30.0) -> CommTest:
     Raises:
         CommError: data differed from what was sent, or a rank did not come in time; names
             operation, group, ranks, hosts, element and values, on every rank alike.
-        LaunchError: tpc is not set up.
+        LaunchError: the ranks have not joined.
     """
-    begin_s = time.monotonic()
-    if timeout_s <= 0:
-        raise CommError(f"timeout_s is {timeout_s:g}; give the ranks some seconds, e.g. 30")
-    used = _used_modes()
-    rows: tuple[Tested, ...] = ()
-    if tpc.topology.world_size > 1:
-        rows = _test_together(used, pairs, timeout_s)
-    if tpc.rank == 0:
-        sizes = ", ".join(f"{mode} {tpc.get_group_size(mode)}" for mode in used)
-        _LOG.info("all groups deliver what was sent (%s)", sizes or "one rank, none to test")
-    return CommTest(rows, time.monotonic() - begin_s)
+    tested = _test(pairs, timeout_s)
+    if world().rank() == 0:
+        shown = ", ".join(f"{row.name} {row.size}" for row in tested.rows)
+        sys.stdout.write(f"test_comm passed: {shown or 'one rank, nothing to test'}\n")
+        sys.stdout.flush()
+    return tested
 
 
 # its name is the earlier package's, and pytest would take it for a test
@@ -86,9 +83,10 @@ test_comm.__test__ = False  # type: ignore[attr-defined]
 
 
 def test_and_note(pairs: bool, timeout_s: float, path: str) -> CommTest:
-    """`test_comm`; leaves the text of an error at `path` too, for a parent that ends this rank."""
+    """`test_comm` without its line; leaves the text of an error at `path` too, for a parent that
+    ends this rank."""
     try:
-        return test_comm(pairs=pairs, timeout_s=timeout_s)
+        return _test(pairs, timeout_s)
     except CommError as error:
         write_whole(Path(path), str(error))
         raise
@@ -97,18 +95,46 @@ def test_and_note(pairs: bool, timeout_s: float, path: str) -> CommTest:
 test_and_note.__test__ = False  # type: ignore[attr-defined]
 
 
+def _test(pairs: bool, timeout_s: float) -> CommTest:
+    begin_s = time.monotonic()
+    if timeout_s <= 0:
+        raise CommError(f"timeout_s is {timeout_s:g}; give the ranks some seconds, e.g. 30")
+    rows: tuple[Tested, ...] = ()
+    with _topology() as (modes, extra):
+        if tpc.topology.world_size > 1:
+            rows = _test_together(modes, [_all_pairs()] if pairs else extra, timeout_s)
+    return CommTest(rows, time.monotonic() - begin_s)
+
+
+@contextmanager
+def _topology() -> Iterator[tuple[list[str], list[Kind]]]:
+    """Modes to test, and more: of the user's tpc, or of one that is the default group alone."""
+    if tpc.is_set:
+        yield _used_modes(), []
+        return
+    group = world()
+    with tpc.apart():
+        tpc.setup(topology([("data", group.size())], group.size()), group.rank())
+        try:
+            yield ["global"], [_with_rank_0()]
+        finally:
+            tpc.destroy()
+
+
 def _used_modes() -> list[str]:
     modes = [*tpc.topology.dense.names, "model", "moe_dp", "moe_ep", "global"]
     return [mode for mode in modes if tpc.is_mode_inited(mode)]
 
 
-def _test_together(used: list[str], pairs: bool, timeout_s: float) -> tuple[Tested, ...]:
+def _test_together(used: list[str], extra: list[Kind], timeout_s: float) -> tuple[Tested, ...]:
+    """used: modes of tpc. extra: kinds beyond theirs."""
     size = tpc.topology.world_size
     # of the limit a part is kept for telling each other
     settle_s = min(3.0, timeout_s / 4)
     patience_s = timeout_s - settle_s
     with Bulletin("test_comm") as bulletin:
-        plan = f"{describe(tpc.topology.dense.axes)}{' and all pairs' * pairs}, {', '.join(used)}"
+        more = "".join(f" and {name}" for kind in extra for name in kind.modes)
+        plan = f"{describe(tpc.topology.dense.axes)}{more}, {', '.join(used)}"
         roll = bulletin.meet(
             "roll",
             roll_text(plan, [text for mode in used for text in _wrong_members(mode)]),
@@ -119,7 +145,7 @@ def _test_together(used: list[str], pairs: bool, timeout_s: float) -> tuple[Test
             settle_s=settle_s / 3,
         )
         Verdict.from_json(roll).raise_problems()
-        kinds = _kinds(used, pairs)
+        kinds = [*_kinds(used), *extra]
         with limited((kind.seat.group for kind in kinds), timeout_s):
             walk = Walk(kinds, bulletin.alarmed, patience_s=patience_s, settle_s=settle_s / 4)
             end = _meet_at_the_end(bulletin, walk.report(), timeout_s, settle_s)
@@ -166,7 +192,7 @@ def _wrong_members(mode: str) -> Iterator[str]:
         )
 
 
-def _kinds(used: list[str], pairs: bool) -> list[Kind]:
+def _kinds(used: list[str]) -> list[Kind]:
     """Modes with the same groups are one kind; all ranks list them alike."""
     same: dict[str, list[str]] = {}
     for mode in used:
@@ -179,25 +205,38 @@ def _kinds(used: list[str], pairs: bool) -> list[Kind]:
         num_groups = tpc.topology.world_size // len(ranks)
         steps = tuple((check, seat) for check in listed)
         kinds.append(Kind(tuple(modes), f"{modes[0]} group", seat, num_groups, steps))
-    if pairs:
-        kinds.append(_all_pairs())
     return kinds
 
 
 def _all_pairs() -> Kind:
     """Everybody with everybody, as a tournament: in each round all meet another one."""
     size, mine = tpc.topology.world_size, tpc.rank
-    seat = Seat(tpc.get_group("global"), tuple(range(size)), mine)
     places = size + size % 2  # of an odd number one sits out
-    steps = []
+    peers: list[int | None] = []
     for turn in range(places - 1):
         order = [0, *((i + turn) % (places - 1) + 1 for i in range(places - 1))]
         peer = order[places - 1 - order.index(mine)]
-        if peer < size:
+        peers.append(peer if peer < size else None)
+    return _pairs("all pairs", peers, size * (size - 1) // 2)
+
+
+def _with_rank_0() -> Kind:
+    """Rank 0 with each other rank in turn."""
+    size, mine = tpc.topology.world_size, tpc.rank
+    turns = range(1, size)
+    peers = [other if mine == 0 else 0 if mine == other else None for other in turns]
+    return _pairs("pairs with rank 0", peers, size - 1)
+
+
+def _pairs(name: str, peers: list[int | None], number: int) -> Kind:
+    """Messages both ways with each of my peers in turn; None: a turn in which I have none."""
+    mine = tpc.rank
+    seat = Seat(tpc.get_group("global"), tuple(range(tpc.topology.world_size)), mine)
+    steps = []
+    for peer in peers:
+        if peer is None:
+            steps.append((Check("nothing", lambda _: iter(())), seat))
+        else:
             first, second = sorted((mine, peer))
             steps.append((checks.pair(first, second), Seat(seat.group, (first, second), mine)))
-        else:
-            steps.append((Check("nothing", lambda _: iter(())), seat))
-    return Kind(
-        ("all pairs",), "pair", Seat(seat.group, (0, 1), mine), size * (size - 1) // 2, tuple(steps)
-    )
+    return Kind((name,), "pair", Seat(seat.group, (0, 1), mine), number, tuple(steps))
