@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "torchdistpackage"
 PACKAGE = ROOT.name
 
-PURE_FOLDERS = ("errors", "topology", "layout", "schedule", "config", "launch")
+PURE_FOLDERS = ("errors", "bounded", "topology", "layout", "schedule", "config", "launch")
 ORDER = (
     *PURE_FOLDERS,
     *("comm", "harness", "tools", "ddp", "optim", "parallel", "models", "checkpoint", "train"),

@@ -59,15 +59,16 @@ def problems(text: str, *overrides: str) -> list[str]:
         ),
         (
             'parallel:\n  pipe: "2"',
-            'r.yaml:2: parallel.pipe: wants a whole number, 1 or more, got the text "2"',
+            'parallel.pipe: wants a whole number, 1 or more, up to 1,024, got the text "2"',
         ),
         (
             "train:\n  steps: 3.5",
-            "r.yaml:2: train.steps: wants a whole number, 1 or more, got the number 3.5",
+            "r.yaml:2: train.steps: wants a whole number, 1 or more, up to 1,000,000,000, got the "
+            "number 3.5",
         ),
         (
             "train: {steps: true}",
-            "r.yaml:1: train.steps: wants a whole number, 1 or more, got true",
+            "r.yaml:1: train.steps: wants a whole number, 1 or more, up to 1,000,000,000, got true",
         ),
         ("optim: {lr: false}", "r.yaml:1: optim.lr: wants a number above 0, got false"),
         ("optim: {lr: .nan}", "r.yaml:1: optim.lr: wants a number above 0, got the number nan"),
@@ -99,7 +100,7 @@ def problems(text: str, *overrides: str) -> list[str]:
         ('a: "\\U00110000"', "r.yaml:1: not valid YAML: chr() arg not in range"),
         ('"a\\nb": 1', "r.yaml:1: a\\nb: unknown key"),
         ("a: *b", "r.yaml:1: not valid YAML: found undefined alias 'b'"),
-        ("[" * 700, "r.yaml:1: not usable YAML: values are nested too deeply"),
+        ("[" * 700, "r.yaml:1: not usable YAML: values are nested too deeply, more than 50"),
         ("log: {every: 2}\n---\nlog: {}", "r.yaml:2: not valid YAML: but found another document"),
     ],
 )
@@ -190,7 +191,7 @@ def test_every_key_at_the_top_level_is_sent_home(path: str) -> None:
     ("override", "expected"),
     [
         ("parallel.tensr=2", "command line: parallel.tensr=2: unknown key; did you mean parallel."),
-        ("parallel.tensor=two", 'wants a whole number, 1 or more, got the text "two"'),
+        ("parallel.tensor=two", 'wants a whole number, 1 or more, up to 1,024, got the text "two"'),
         ("parallel={tensr: 2}", "command line: parallel={tensr: 2}: parallel.tensr: unknown key"),
         ("tensor=2", "command line: tensor=2: misplaced key; did you mean parallel.tensor?"),
         ("foo.bar.baz=2", "command line: foo.bar.baz=2: foo: unknown key"),
@@ -281,7 +282,8 @@ def test_loading_needs_only_yaml_and_pydantic() -> None:
     ("value", "read_as"), [("runs # of mine", "runs"), ("a\n  b", "a b"), ("!!str x", "x")]
 )
 def test_an_override_that_yaml_would_shorten_is_refused(value, read_as):
-    (line,) = problems("run: {name: a}", f"run.dir={value}")
+    own = "model: {target: 'a:b'}"
+    (line,) = problems(own, f"model.args.a={value}")
     assert f'would be read as the text "{read_as}"; put the value in YAML\'s quotes' in line
-    quoted = f'run.dir="{value}"'.replace("\n", "\\n")
-    assert loads("run: {name: a}", overrides=[quoted]).run.dir == value
+    quoted = f'model.args.a="{value}"'.replace("\n", "\\n")
+    assert loads(own, overrides=[quoted]).model.args == {"a": value}

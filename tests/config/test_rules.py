@@ -45,6 +45,20 @@ def run(**values: Any) -> RunConfig:
             "must use all 3 ranks but uses 2",
         ),
         (
+            {"parallel__data": 2048, "parallel__tensor": 256, "model__dim": 1024}
+            | {"model__heads": 256, "data__global_batch": 8192},
+            None,
+            "parallel.data",
+            "a world of 524,288 ranks is more than the 262,144 that a run may have",
+        ),
+        (
+            {"parallel__pipe": 8, "pipeline__microbatches": 4097},
+            None,
+            "parallel.pipe",
+            "pipeline.microbatches=4097 on 8 stages makes 32,776 passes, more than the 32,768 that "
+            "pipeline.schedule=1f1b is made for; set microbatches to 4096 or less",
+        ),
+        (
             {"parallel__context": 2},
             None,
             "parallel.context",

@@ -31,6 +31,7 @@ PLAIN = st.recursive(
     max_leaves=8,
 )
 FREE_FORM = st.dictionaries(WORDS, PLAIN, max_size=4)
+PATHS = st.text(st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"]), min_size=1, max_size=8)
 LINES = WORDS.filter(lambda text: bool(text.strip()) and text.isprintable())
 SLURM = st.fixed_dictionaries(
     {},
@@ -68,9 +69,7 @@ def runs(draw: st.DrawFn) -> RunConfig:
     if draw(st.booleans()):
         model = {"target": "my.models:build", "args": draw(FREE_FORM)}
     source: dict[str, Any] = draw(
-        st.fixed_dictionaries(
-            {"name": st.sampled_from(["text", "tokens"]), "path": WORDS.filter(bool)}
-        )
+        st.fixed_dictionaries({"name": st.sampled_from(["text", "tokens"]), "path": PATHS})
         | st.fixed_dictionaries({"target": st.just("d:build"), "args": FREE_FORM})
         | st.just({})
     )
@@ -78,7 +77,7 @@ def runs(draw: st.DrawFn) -> RunConfig:
     steps = draw(st.integers(1, 10**6))
     return RunConfig.model_validate(
         {
-            "run": {"dir": draw(WORDS.filter(bool)), "seed": draw(st.integers(0, 2**63 - 1))},
+            "run": {"dir": draw(PATHS), "seed": draw(st.integers(0, 2**63 - 1))},
             "parallel": {
                 "order": order,
                 "data": draw(st.sampled_from([data, "auto"])),
@@ -105,7 +104,7 @@ def runs(draw: st.DrawFn) -> RunConfig:
                 "dtype": draw(st.sampled_from(["float32", "float64", "bf16", "bfloat16"]))
             },
             "train": {"steps": steps, "accumulate": rounds},
-            "checkpoint": {"save_every_min": draw(st.none() | number)},
+            "checkpoint": {"save_every_min": draw(st.none() | st.floats(1e-12, 1e6))},
             "launch": {
                 "slurm": draw(SLURM),
                 "local": {"procs": draw(st.sampled_from([None, data * pipe * tensor]))},

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from torchdistpackage.cli.arguments import Config, Overrides
+from torchdistpackage.config.kinds import MAX_NAME_BYTES
 from torchdistpackage.config.load import load
 from torchdistpackage.config.problem import ConfigProblems, Problem
 from torchdistpackage.config.schema import RunConfig
@@ -144,7 +145,12 @@ def _checked(
             continue
         names[0] = run.run.name
         if point.suffix:
-            own = run.run.model_copy(update={"name": f"{run.run.name}-{point.suffix}"})
+            name = f"{run.run.name}-{point.suffix}"
+            if (size := len(name.encode())) > MAX_NAME_BYTES:
+                why = f"{size} bytes with what the sweep adds; {MAX_NAME_BYTES} are allowed"
+                problems[Problem(path, None, "run.name", why)] = None
+                continue
+            own = run.run.model_copy(update={"name": name})
             run = run.model_copy(update={"run": own})
         runs.append(run)
     if problems:

@@ -2,7 +2,8 @@
 
 One rule: a scalar means what YAML 1.2 says, read or written: `1e-4` is a float, `yes` and
 `2024-01-01` are strings, `010` is ten. Reading goes over composed nodes, which still know
-their lines, and builds only null, bool, int, float, str, list and dict.
+their lines, and builds only null, bool, int, float, str, list and dict, no more and no deeper than
+the bounds below: an alias counts as often as it is used.
 """
 
 import re
@@ -11,10 +12,18 @@ from typing import Any, cast
 
 import yaml
 
-from torchdistpackage.config.problem import Place, Problem
+from torchdistpackage.bounded import MAX_DEPTH, MAX_NODES, BoundedLoader, BoundError
+from torchdistpackage.config.problem import MAX_PROBLEMS, Place, Problem
 
 Keys = tuple[str | int, ...]
 """Keys and list indices from the top of the file."""
+
+MAX_BYTES = 1 << 18
+"""Of a file, in UTF-8."""
+MAX_KEY = 200
+MAX_TEXT = 1 << 16
+"""Characters of a text; of a key MAX_KEY, of a number MAX_NUMBER."""
+MAX_NUMBER = 100
 
 _TAG = "tag:yaml.org,2002:"
 _SCALARS = {
@@ -48,7 +57,7 @@ def _resolvers() -> _Resolvers:
 _RESOLVERS = _resolvers()
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(BoundedLoader):
     yaml_implicit_resolvers = _RESOLVERS
 
 
@@ -104,20 +113,22 @@ def read(text: str, file: str, root: Keys = (), given: Place | None = None) -> D
     """
     reader = _Reader(file, given)
     value = None
+    if (size := len(text.encode(errors="surrogatepass"))) > MAX_BYTES:
+        reader.report(1, root, f"has {size:,} bytes; {MAX_BYTES:,} are allowed")
+        return Document(None, {}, tuple(reader.problems), frozenset(reader.bad))
     try:
         node = _Loader(text).get_single_node()
         value = None if node is None else reader.convert(node, root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         why = ", ".join(part for part in (error.problem, error.context) if part)
-        reader.report(None if mark is None else mark.line + 1, root, f"not valid YAML: {why}")
+        what = "usable" if isinstance(error, BoundError) else "valid"
+        reader.report(None if mark is None else mark.line + 1, root, f"not {what} YAML: {why}")
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         reader.report(line, root, f"not valid YAML: character {error.character:#x} is not allowed")
     except (ValueError, OverflowError) as error:  # an escape such as "\U00110000"
         reader.report(1, root, f"not valid YAML: {error}")
-    except RecursionError:
-        reader.report(1, root, "not usable YAML: values are nested too deeply")
     return Document(value, reader.places, tuple(reader.problems), frozenset(reader.bad))
 
 
@@ -130,6 +141,8 @@ class _Reader:
         self.problems: list[Problem] = []
         self.bad: set[str] = set()
         self._open: list[int] = []  # ids of the nodes around this one: an alias may close a circle
+        self._nodes = 0
+        self._at: object = None  # of the key at the top: nodes of aliases stand elsewhere
 
     def place(self, line: int | None) -> Place:
         return self.given or Place(self.file, line)
@@ -138,11 +151,24 @@ class _Reader:
         self.problems.append(Problem(*self.place(line), dotted(path), text))
         self.bad.add(dotted(path))
 
+    def _go_on(self, node: yaml.Node) -> None:
+        if len(self.problems) >= MAX_PROBLEMS:
+            why = f"more than {MAX_PROBLEMS} problems; mend those before"
+            raise BoundError(why, node.start_mark)
+
     def convert(self, node: yaml.Node, path: Keys) -> Any:
         line = node.start_mark.line + 1
         if id(node) in self._open:
             self.report(line, path, f"the alias stands for a value that holds itself (line {line})")
             return None
+        self._nodes += 1
+        self._go_on(node)
+        if self._nodes > MAX_NODES:
+            why = f"its aliases stand for more than {MAX_NODES:,} values; write fewer"
+            raise BoundError(why, self._at)
+        if len(self._open) >= MAX_DEPTH:
+            why = f"its aliases nest values too deeply, more than {MAX_DEPTH} levels"
+            raise BoundError(why, self._at)
         self._open.append(id(node))
         try:
             if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
@@ -169,15 +195,22 @@ class _Reader:
         lines: dict[str, int] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
+            self._nodes += 1
+            if len(self._open) == 1:
+                self._at = key_node.start_mark
+            self._go_on(key_node)
             if key_node.tag == _TAG + "merge":
                 why = "merge keys are not read; write the keys out"
                 self.report(line, (*path, "<<"), why)
                 continue
             if key_node.tag != _TAG + "str":
-                shown = key_node.value if isinstance(key_node, yaml.ScalarNode) else "?"
+                shown = key_node.value[:40] if isinstance(key_node, yaml.ScalarNode) else "?"
                 self.report(line, (*path, shown), "a key must be a text; put it in quotes")
                 continue
             key: str = key_node.value
+            if why := _unfit_text(key, MAX_KEY):
+                self.report(line, (*path, f"{key[:20]}..."), f"a key {why}")
+                continue
             here = (*path, key)
             if key in out:
                 self.report(line, here, f"duplicate key, first given on line {lines[key]}")
@@ -198,8 +231,12 @@ class _Reader:
 
     def _scalar(self, node: yaml.ScalarNode, path: Keys) -> Any:
         text: str = node.value
+        kind = node.tag.removeprefix(_TAG)
+        if why := _unfit_text(text, MAX_TEXT if kind == "str" else MAX_NUMBER):
+            self.report(node.start_mark.line + 1, path, f"the value {why}")
+            return None
         try:
-            match node.tag.removeprefix(_TAG):
+            match kind:
                 case "str":
                     return text
                 case "null":
@@ -214,6 +251,15 @@ class _Reader:
                 case _:
                     why = f"the tag {node.tag} is not allowed; write a plain value"
         except (ValueError, KeyError):
-            why = f"{text[:40]!r} is no {node.tag.removeprefix(_TAG)}"
+            why = f"{text[:40]!r} is no {kind}"
         self.report(node.start_mark.line + 1, path, why)
         return None
+
+
+def _unfit_text(text: str, most: int) -> str | None:
+    """Why no file or process takes a text; what else a key may hold its kind says."""
+    if len(text) > most:
+        return f"has {len(text):,} characters; {most:,} are allowed"
+    if bad := re.search("[\ud800-\udfff]", text):
+        return f"has the character {ord(bad[0]):#x}, which is half of one"
+    return None

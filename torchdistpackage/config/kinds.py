@@ -2,13 +2,17 @@
 
 One rule: every kind carries its own `Wants`, so an error text is made of our words, whatever
 pydantic found. Types are strict: a string is no number, a bool is no int; an int will do for
-a float, and a whole float such as 4.0 for a count.
+a float, and a whole float such as 4.0 for a count. How large a number may be stands with its key
+in the schema.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast, get_args
 
+from annotated_types import Le
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
+from pydantic.fields import FieldInfo
 
 from torchdistpackage.config.slurm_options import OPTIONS, OURS
 from torchdistpackage.schedule.generate import GENERATORS, canonical
@@ -25,6 +29,15 @@ class Wants:
 
     text: str
     choices: tuple[str, ...] = ()
+
+
+def wants_of(field: FieldInfo) -> Wants:
+    """What a key takes; the most that its line in the schema allows comes first in the metadata."""
+    wants = next(m for m in reversed(field.metadata) if isinstance(m, Wants))
+    first = field.metadata[0]
+    if not isinstance(first, Le):
+        return wants
+    return Wants(f"{wants.text}, up to {first.le:,}", wants.choices)
 
 
 def _names(literal: Any) -> Wants:
@@ -55,6 +68,28 @@ def _schedule(value: str) -> str:
     return name
 
 
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+"""What ends a line, or the text itself, on its way into a script or a call of the system."""
+MAX_NAME_BYTES = 200
+"""Of a folder's name, which file systems end at 255: what a sweep adds has to fit as well."""
+_MAX_PATH_BYTES, _MAX_PART_BYTES = 4000, 255
+
+
+def _path(value: str) -> str:
+    parts = [part.encode() for part in value.split("/")]
+    if _UNPRINTABLE.search(value) or sum(map(len, parts)) + len(parts) > _MAX_PATH_BYTES:
+        raise ValueError("no path")
+    if max(map(len, parts)) > _MAX_PART_BYTES:
+        raise ValueError("no file has such a name")
+    return value
+
+
+def _short(value: str) -> str:
+    if len(value.encode()) > MAX_NAME_BYTES:
+        raise ValueError("too long")
+    return value
+
+
 def _axis(value: str) -> str:
     if value not in DEFAULT_ORDER:
         raise ValueError("no such axis")
@@ -65,18 +100,51 @@ def _bf16(value: object) -> object:
     return "bf16" if value == "bfloat16" else value
 
 
-Whole = Annotated[int, BeforeValidator(_whole)]
-Count = Annotated[Whole, Field(ge=1), Wants("a whole number, 1 or more")]
-CountOrZero = Annotated[Whole, Field(ge=0), Wants("a whole number, 0 or more")]
-CountOrNull = Annotated[Count | None, Wants("a whole number, 1 or more, or null")]
-Degree = Annotated[Count | Literal["auto"], Wants("a whole number, 1 or more, or auto", ("auto",))]
-ZeroStage = Annotated[Whole, Field(ge=0, le=3), Wants("0, 1, 2 or 3")]
-Seed = Annotated[Whole, Field(ge=0, lt=2**63), Wants("a whole number from 0 to 2**63 - 1")]
+MAX_RANKS = 1 << 18
+MAX_CHUNKS = 64
+MAX_PROCS = 4096
+"""Processes on one machine."""
+MAX_STEPS = 1_000_000_000
+MAX_TIME = 1_000_000
+"""In seconds more than 11 days: what waits longer waits for ever, and the clocks of systems end."""
+
+_Whole = BeforeValidator(_whole)
+Count = Annotated[int, Field(ge=1), _Whole, Wants("a whole number, 1 or more")]
+CountOrZero = Annotated[int, Field(ge=0), _Whole, Wants("a whole number, 0 or more")]
+Degree = Annotated[
+    Annotated[int, Field(ge=1, le=MAX_RANKS), _Whole] | Literal["auto"],
+    Wants(f"a whole number, 1 or more, or auto, up to {MAX_RANKS:,}", ("auto",)),
+]
+ChunksOrNull = Annotated[
+    Annotated[int, Field(ge=1, le=MAX_CHUNKS), _Whole] | None,
+    Wants(f"a whole number, 1 or more, or null, up to {MAX_CHUNKS}"),
+]
+ProcsOrNull = Annotated[
+    Annotated[int, Field(ge=1, le=MAX_PROCS), _Whole] | None,
+    Wants(f"a whole number, 1 or more, or null, up to {MAX_PROCS:,}"),
+]
+Steps = Annotated[
+    int,
+    Field(ge=1, le=MAX_STEPS),
+    _Whole,
+    Wants(f"a whole number, 1 or more, up to {MAX_STEPS:,}"),
+]
+StepsOrZero = Annotated[
+    int,
+    Field(ge=0, le=MAX_STEPS),
+    _Whole,
+    Wants(f"a whole number, 0 or more, up to {MAX_STEPS:,}"),
+]
+ZeroStage = Annotated[int, Field(ge=0, le=3), _Whole, Wants("0, 1, 2 or 3")]
+Seed = Annotated[int, Field(ge=0, lt=2**63), _Whole, Wants("a whole number from 0 to 2**63 - 1")]
 
 _Finite = Field(allow_inf_nan=False)
 Positive = Annotated[float, _Finite, Field(gt=0), Wants("a number above 0")]
-PositiveOrNull = Annotated[Positive | None, Wants("a number above 0, or null")]
 NotNegative = Annotated[float, _Finite, Field(ge=0), Wants("a number, 0 or more")]
+_TIME = f"up to {MAX_TIME:,}"
+Seconds = Annotated[Positive, Field(le=MAX_TIME), Wants(f"a number above 0, {_TIME}")]
+SecondsOrZero = Annotated[NotNegative, Field(le=MAX_TIME), Wants(f"a number, 0 or more, {_TIME}")]
+MinutesOrNull = Annotated[Seconds | None, Wants(f"a number above 0, or null, {_TIME}")]
 Fraction = Annotated[float, _Finite, Field(ge=0, le=1), Wants("a number from 0 to 1")]
 BelowOne = Annotated[float, _Finite, Field(ge=0, lt=1), Wants("a number from 0 to below 1")]
 UpToHalf = Annotated[float, _Finite, Field(gt=0, le=0.5), Wants("a number above 0, up to 0.5")]
@@ -87,16 +155,21 @@ Betas = Annotated[
 ]
 
 Flag = Annotated[bool, Wants("true or false", ("true", "false"))]
-Text = Annotated[str, Field(min_length=1), Wants("a text that is not empty")]
-TextOrNull = Annotated[Text | None, Wants("a text that is not empty, or null")]
+_A_PATH = "a path: a text without control characters, in names of up to 255 bytes"
+Path = Annotated[str, Field(min_length=1), AfterValidator(_path), Wants(_A_PATH)]
+PathOrNull = Annotated[Path | None, Wants(f"{_A_PATH}, or null")]
 FolderName = Annotated[
     str,
-    Field(pattern=r"^\w[\w.+=@-]*$"),
-    Wants("a folder name: letters, digits and _ . + = @ -, a letter, digit or _ first"),
+    Field(pattern=r"^\w[\w.+=@-]*$", max_length=MAX_NAME_BYTES),
+    AfterValidator(_short),
+    Wants(
+        "a folder name: letters, digits and _ . + = @ -, a letter, digit or _ first; at most "
+        f"{MAX_NAME_BYTES} bytes"
+    ),
 ]
 ImportPath = Annotated[
-    Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")] | None,
-    Wants("an import path such as pkg.module:build, or null"),
+    Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$", max_length=200)] | None,
+    Wants("an import path such as pkg.module:build, of at most 200 characters, or null"),
 ]
 FreeForm = Annotated[dict[str, JsonValue], Wants("a mapping of names to plain YAML values")]
 SlurmOptions = Annotated[

@@ -12,11 +12,12 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
+from torchdistpackage.bounded import MAX_DEPTH
 from torchdistpackage.config.check import broken
-from torchdistpackage.config.document import Document, Keys, dotted, read
-from torchdistpackage.config.kinds import Wants
+from torchdistpackage.config.document import MAX_BYTES, MAX_KEY, Document, Keys, dotted, read
+from torchdistpackage.config.kinds import wants_of
 from torchdistpackage.config.names import KEYS, SECTIONS, nearest, unknown_key
-from torchdistpackage.config.problem import ConfigProblems, Place, Problem
+from torchdistpackage.config.problem import MAX_PROBLEMS, ConfigProblems, Place, Problem
 from torchdistpackage.config.rules import Rule
 from torchdistpackage.config.schema import RunConfig
 
@@ -41,7 +42,10 @@ def load(
     """
     source, line = os.fspath(path), None
     try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
+        with Path(path).open("rb") as file:  # may be a pipe, and endless
+            content = file.read(MAX_BYTES + 1)
+        why = f"has more than {MAX_BYTES:,} bytes, which are allowed"
+        text = None if len(content) > MAX_BYTES else content.decode("utf-8-sig")
     except FileNotFoundError:
         folder = Path(path).parent
         files = [file.name for file in folder.iterdir()] if folder.is_dir() else []
@@ -53,7 +57,8 @@ def load(
         line = error.object.count(b"\n", 0, error.start) + 1
         why = f"byte {error.object[error.start]:#04x} is not UTF-8; save the file as UTF-8"
     else:
-        return loads(text, source, overrides, world_size, job=job)
+        if text is not None:
+            return loads(text, source, overrides, world_size, job=job)
     raise ConfigProblems(source, [Problem(source, line, "", why)])
 
 
@@ -111,7 +116,7 @@ class _Draft:
         place = Place(_OVERRIDE + text)
         name, equals, value = (part.strip() for part in text.partition("="))
         path = tuple(name.split("."))
-        if not equals or not all(path):
+        if not equals or not all(path) or len(path) > MAX_DEPTH or max(map(len, path)) > MAX_KEY:
             why = "an override is section.key=value, e.g. train.steps=100"
             self.problems.append(Problem(*place, "", why))
             return
@@ -161,6 +166,9 @@ class _Draft:
                 if path in seen:  # both branches of a union, two items of a list
                     continue
                 seen.add(path)
+                if len(self.problems) >= MAX_PROBLEMS:
+                    more = Problem(self.source, None, "", f"more than {MAX_PROBLEMS} problems")
+                    raise ConfigProblems(self.source, [*self.problems, more])
                 value = self._take(cast(tuple[str, ...], path))
                 if unknown:
                     text, meant = unknown_key(dotted(path[:-1]), str(path[-1]))
@@ -210,7 +218,7 @@ def _unfit_section(path: str, value: object) -> str:
 
 
 def _unfit_value(path: str, value: object) -> str:
-    wants = next(m for m in reversed(KEYS[path].metadata) if isinstance(m, Wants))
+    wants = wants_of(KEYS[path])
     text = f"wants {wants.text}, got {_shown(value)}"
     items = cast(list[object], value) if isinstance(value, list) else [value]
     wrong = (item for item in items if isinstance(item, str) and item not in wants.choices)

@@ -4,8 +4,10 @@ One rule: whatever a schedule or a file would refuse once processes run is refus
 none does.
 """
 
+from functools import lru_cache
 from pathlib import Path
 
+from torchdistpackage.bounded import read_regular
 from torchdistpackage.config.kinds import AUTO, CUSTOM, SCHEDULES
 from torchdistpackage.config.rule import Rule, reads
 from torchdistpackage.config.schema import RunConfig
@@ -14,6 +16,12 @@ from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs_file import CostsFile, read_costs
 from torchdistpackage.schedule.csv import from_csv
 from torchdistpackage.schedule.generate import TWO_CHUNKS
+
+MAX_CELLS = (1 << 15, 1 << 12)
+"""Microbatches times stages of a schedule that is made, by name or by a search (`auto`): larger
+ones take minutes."""
+
+MAX_CSV_BYTES = 1 << 21
 
 
 def piece_names(layers: int) -> tuple[str, ...]:
@@ -43,13 +51,23 @@ def custom_schedule(config: RunConfig) -> Schedule:
     assert config.pipeline.file is not None
     path = Path(config.pipeline.file)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_regular(path, MAX_CSV_BYTES).decode("utf-8-sig")
+    except OSError as error:
+        raise ScheduleError(
+            f"{path} cannot be read: {error.strerror}; name a file of text"
+        ) from error
+    except ValueError as error:
         raise ScheduleError(f"{path} cannot be read: {error}; name a file of text") from error
     try:
-        return from_csv(text, name=path.stem)
+        return _parse(text, path.stem)
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from error
+
+
+@lru_cache(maxsize=2)
+def _parse(text: str, name: str) -> Schedule:
+    """Several rules ask for the same file on each of many worlds."""
+    return from_csv(text, name=name)
 
 
 def measured_costs(config: RunConfig) -> CostsFile | None:
@@ -89,6 +107,21 @@ def _file_is_a_schedule(c: RunConfig, world_size: int | None) -> str | None:
     if idle:
         return f"{file} gives rank {idle[0]} no stage; write a stage into each row, or fewer rows"
     return None if schedule.has_backward else f"{file} has no backward; it would train nothing"
+
+
+@reads("parallel.pipe", "pipeline.chunks", "pipeline.schedule", "pipeline.microbatches")
+def _schedule_is_no_slip(c: RunConfig, world_size: int | None) -> str | None:
+    name, number = c.pipeline.schedule, c.pipeline.microbatches
+    if name == CUSTOM:
+        return None
+    most, stages = MAX_CELLS[name == AUTO], num_stages(c)
+    if stages * number <= most:
+        return None
+    return (
+        f"pipeline.microbatches={number} on {stages} stages makes {stages * number:,} passes, more "
+        f"than the {most:,} that pipeline.schedule={name} is made for; set microbatches to "
+        f"{max(most // stages, 1)} or less, or use fewer stages"
+    )
 
 
 @reads("pipeline.chunks", "pipeline.schedule")
@@ -184,6 +217,7 @@ def _costs_are_of_this_run(c: RunConfig, world_size: int | None) -> str | None:
 
 PIPELINE_RULES: tuple[Rule, ...] = (
     _file_is_a_schedule,
+    _schedule_is_no_slip,
     _chunks_fit_schedule,
     _stages_have_pieces,
     _costs_are_there,

@@ -10,6 +10,10 @@ from typing import NamedTuple
 
 from torchdistpackage.errors import ConfigError
 
+MAX_PROBLEMS = 100
+"""After so many nobody reads on, and advice for each of thousands takes minutes."""
+_MAX_LINE = 4000
+
 
 class Place(NamedTuple):
     """Where a key was written; an override has no line, its file is `command line: a.b=c`."""
@@ -32,6 +36,7 @@ class Problem:
         said = f"{self.path}=" in self.file  # the override repeats its own path
         line = ": ".join(part for part in (place, "" if said else self.path, self.text) if part)
         # One line that every terminal can show, whatever the file holds.
+        line = line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}..."
         return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 

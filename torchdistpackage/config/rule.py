@@ -4,6 +4,7 @@ One rule about rules: each declares the keys it reads, so that it can be left ou
 them is already wrong.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,8 +26,10 @@ def reads(*fields: str) -> Callable[[Callable[[RunConfig, int | None], str | Non
 def divisors(number: int, near: int) -> str:
     """The divisors of `number` at or around `near`, e.g. "2 or 4"."""
     near = min(near, number)
-    below = next(d for d in range(near, 0, -1) if number % d == 0)
-    above = next((d for d in range(near + 1, min(number, 64 * near) + 1) if number % d == 0), below)
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    found = {*small, *(number // d for d in small)}
+    below = max(d for d in found if d <= near)
+    above = min((d for d in found if near < d <= 64 * near), default=below)
     return f"{below}" if above == below else f"{below} or {above}"
 
 

@@ -3,6 +3,7 @@
 One rule: what it says gives names, values and the nearest values that would do.
 """
 
+from torchdistpackage.config.kinds import MAX_RANKS
 from torchdistpackage.config.pipeline_rules import PIPELINE_RULES
 from torchdistpackage.config.rule import Rule, divisors, multiples, reads
 from torchdistpackage.config.schema import Data, Model, RunConfig
@@ -35,6 +36,18 @@ def _degrees_fill_world(c: RunConfig, world_size: int | None) -> str | None:
     except ConfigError as error:
         return str(error).removeprefix("parallel: ")
     return None
+
+
+@reads(*DEGREES)
+def _world_is_no_slip(c: RunConfig, world_size: int | None) -> str | None:
+    p = c.parallel
+    world = world_size or p.model_size * (1 if p.data == "auto" else p.data)
+    if max(world, p.model_size) <= MAX_RANKS:
+        return None
+    return (
+        f"a world of {max(world, p.model_size):,} ranks is more than the {MAX_RANKS:,} that a run "
+        f"may have; use smaller degrees"
+    )
 
 
 @reads("launch.local.procs", *DEGREES, "parallel.order")
@@ -227,6 +240,7 @@ def _not_yet(key: str, only: int) -> Rule:
 
 RULES: tuple[Rule, ...] = (
     _order_names_axes,
+    _world_is_no_slip,
     _degrees_fill_world,
     _degrees_fill_procs,
     _not_yet("context", 1),

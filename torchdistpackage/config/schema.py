@@ -20,7 +20,7 @@ class Run(Section):
     """Who this run is and where its outputs go."""
 
     name: k.FolderName = Field(default="run", description="Name of the run and of its folder.")
-    dir: k.Text = Field(default="runs", description="Folder that holds the run folders.")
+    dir: k.Path = Field(default="runs", description="Folder that holds the run folders.")
     seed: k.Seed = Field(default=1234, description="Seed of weights, data order and dropout.")
 
 
@@ -31,10 +31,10 @@ class Parallel(Section):
         default=DEFAULT_ORDER, description="Axes, outermost first; those left out have size 1."
     )
     data: k.Degree = Field(default="auto", description="Model replicas; auto: as many as fit.")
-    pipe: k.Count = Field(default=1, description="Ranks the model is cut over.")
-    context: k.Count = Field(default=1, description="Ranks that share one sequence.")
-    tensor: k.Count = Field(default=1, description="Ranks that share each weight matrix.")
-    expert: k.Count = Field(default=1, description="Ranks that share the experts.")
+    pipe: k.Count = Field(default=1, le=1024, description="Ranks the model is cut over.")
+    context: k.Count = Field(default=1, le=1024, description="Ranks that share one sequence.")
+    tensor: k.Count = Field(default=1, le=1024, description="Ranks that share each weight matrix.")
+    expert: k.Count = Field(default=1, le=1024, description="Ranks that share the experts.")
     sequence_parallel: k.Flag = Field(
         default=False, description="Split norms and residuals along the sequence."
     )
@@ -90,15 +90,15 @@ class Pipeline(Section):
         default="1f1b", description="Order of work; auto: found from costs; custom: from file."
     )
     microbatches: k.Count = Field(
-        default=4, description="Equal pieces of a data rank's samples in one round."
+        default=4, le=1 << 15, description="Equal pieces of a data rank's samples in one round."
     )
-    chunks: k.CountOrNull = Field(
+    chunks: k.ChunksOrNull = Field(
         default=None, description="Stages on each pipe rank; null: as the schedule has it."
     )
-    file: k.TextOrNull = Field(
+    file: k.PathOrNull = Field(
         default=None, description="CSV of a custom schedule, in torch's format."
     )
-    costs: k.TextOrNull = Field(
+    costs: k.PathOrNull = Field(
         default=None, description="YAML of measured seconds, such as a run's costs.yaml."
     )
     partition: k.Partition = Field(
@@ -111,11 +111,11 @@ class Model(Named):
     """What is trained: one of our models, or your own by import path."""
 
     name: k.ModelName = Field(default="gpt", description="Our model; not with target.")
-    layers: k.Count = Field(default=4, description="Transformer blocks.")
-    dim: k.Count = Field(default=128, description="Width of the residual stream.")
-    heads: k.Count = Field(default=4, description="Attention heads; each is dim / heads wide.")
-    mlp_ratio: k.Positive = Field(default=4.0, description="Width of the MLP over dim.")
-    vocab: k.Count = Field(default=256, description="Number of token ids.")
+    layers: k.Count = Field(default=4, le=2048, description="Transformer blocks.")
+    dim: k.Count = Field(default=128, le=1 << 20, description="Width of the residual stream.")
+    heads: k.Count = Field(default=4, le=1 << 16, description="Attention heads, dim / heads wide.")
+    mlp_ratio: k.Positive = Field(default=4.0, le=1024, description="Width of the MLP over dim.")
+    vocab: k.Count = Field(default=256, le=1 << 24, description="Number of token ids.")
     dropout: k.BelowOne = Field(default=0.0, description="Part of activations dropped.")
     tied: k.Flag = Field(default=True, description="Embedding and output head share one weight.")
     position: k.Position = Field(default="rotary", description="How blocks know positions.")
@@ -138,7 +138,7 @@ class Data(Named):
     """What it is trained on: one of our sources, or your own by import path."""
 
     name: k.DataName = Field(default="python_stdlib", description="Our source; not with target.")
-    path: k.TextOrNull = Field(
+    path: k.PathOrNull = Field(
         default=None, description="File or folder of text, or file of token ids."
     )
     dtype: k.TokenDtype = Field(default="uint16", description="Type of the ids of tokens.")
@@ -146,8 +146,10 @@ class Data(Named):
         default=None, description="Your data, pkg.module:build; not with name."
     )
     args: k.FreeForm = Field(default_factory=dict, description="Keyword arguments of target.")
-    seq_len: k.Count = Field(default=128, description="Tokens in one sample.")
-    global_batch: k.Count = Field(default=32, description="Samples in a step, over all ranks.")
+    seq_len: k.Count = Field(default=128, le=1 << 27, description="Tokens in one sample.")
+    global_batch: k.Count = Field(
+        default=32, le=1 << 24, description="Samples in a step, of all ranks."
+    )
     val_fraction: k.UpToHalf = Field(default=0.05, description="Part kept for validation.")
 
 
@@ -160,7 +162,7 @@ class Optim(Section):
     betas: k.Betas = Field(default=(0.9, 0.95), description="Decay of the two running means.")
     eps: k.Positive = Field(default=1e-8, description="Added to the denominator of the update.")
     clip: k.NotNegative = Field(default=1.0, description="Largest global gradient norm; 0 is off.")
-    warmup_steps: k.CountOrZero = Field(default=20, description="Steps of linear warm-up from 0.")
+    warmup_steps: k.StepsOrZero = Field(default=20, description="Steps of linear warm-up from 0.")
     min_lr_ratio: k.Fraction = Field(default=0.1, description="Learning rate at the end, over lr.")
 
 
@@ -182,44 +184,46 @@ class Precision(Section):
 class Train(Section):
     """Length of the run and what happens on the way."""
 
-    steps: k.Count = Field(default=400, description="Optimizer steps.")
-    accumulate: k.Count = Field(default=1, description="Rounds of gradients summed in a step.")
-    eval_every: k.CountOrZero = Field(
+    steps: k.Steps = Field(default=400, description="Optimizer steps.")
+    accumulate: k.Count = Field(default=1, le=1 << 16, description="Rounds of gradients in a step.")
+    eval_every: k.StepsOrZero = Field(
         default=100, description="Steps between validations; 0: only at the end."
     )
-    eval_batches: k.Count = Field(default=8, description="Batches in one validation.")
-    step_timeout_s: k.Positive = Field(
+    eval_batches: k.Count = Field(default=8, le=1 << 20, description="Batches in one validation.")
+    step_timeout_s: k.Seconds = Field(
         default=120.0, description="Seconds after which a step counts as hung."
     )
     check_calls: k.Flag = Field(default=False, description="Compare calls between ranks; slow.")
     on_nonfinite: k.OnNonfinite = Field(
         default="stop", description="On a loss or gradient that is no finite number, on any rank."
     )
-    check_replicas_every: k.CountOrZero = Field(
+    check_replicas_every: k.StepsOrZero = Field(
         default=0, description="Steps between comparisons of replicas bit by bit; 0 is off."
     )
-    straggler_every: k.CountOrZero = Field(
+    straggler_every: k.StepsOrZero = Field(
         default=10, description="Steps between searches for a slow rank; 0 is off."
     )
     generate_tokens: k.CountOrZero = Field(
-        default=200, description="Tokens written at the end; 0 is off."
+        default=200, le=1 << 17, description="Tokens written at the end; 0 is off."
     )
 
 
 class Checkpoint(Section):
     """When the state is saved and how much of it is kept."""
 
-    save_every: k.CountOrZero = Field(default=200, description="Steps between saves; 0 is off.")
-    save_every_min: k.PositiveOrNull = Field(
+    save_every: k.StepsOrZero = Field(default=200, description="Steps between saves; 0 is off.")
+    save_every_min: k.MinutesOrNull = Field(
         default=None, description="Minutes between saves; null is off."
     )
-    keep_last: k.Count = Field(default=2, description="Checkpoints kept; older ones are removed.")
+    keep_last: k.Count = Field(
+        default=2, le=1 << 20, description="Checkpoints kept; older ones go."
+    )
 
 
 class Local(Section):
     """Processes on this machine."""
 
-    procs: k.CountOrNull = Field(
+    procs: k.ProcsOrNull = Field(
         default=None, description="Processes to start; null: as the degrees ask."
     )
 
@@ -232,13 +236,13 @@ class Requeue(Section):
         description="requeue the same job, chain a new one behind it, or never come back.",
     )
     max_requeues: k.CountOrZero = Field(
-        default=20, description="Times the run may come back; after that it stays down."
+        default=20, le=1 << 20, description="Times the run may come back; after that it stays down."
     )
     signals: k.Signals = Field(
         default=("USR1", "USR2", "TERM", "HUP"),
         description="Signals on which all ranks save and end.",
     )
-    margin_s: k.NotNegative = Field(
+    margin_s: k.SecondsOrZero = Field(
         default=30.0, description="Seconds to keep between the last save and the job's end."
     )
 
@@ -249,7 +253,7 @@ class Launch(Section):
     local: Local = default(Local)
     slurm: k.SlurmOptions = Field(default_factory=dict, description="Options of the Slurm job.")
     requeue: Requeue = default(Requeue)
-    init_timeout_s: k.Positive = Field(
+    init_timeout_s: k.Seconds = Field(
         default=60.0, description="Seconds to wait for all ranks at the start."
     )
 
@@ -257,7 +261,7 @@ class Launch(Section):
 class Log(Section):
     """What is reported."""
 
-    every: k.Count = Field(default=10, description="Steps between lines of the log.")
+    every: k.Steps = Field(default=10, description="Steps between lines of the log.")
     plot: k.Flag = Field(default=True, description="Draw the loss curve.")
 
 

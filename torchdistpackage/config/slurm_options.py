@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
+from torchdistpackage.config.problem import MAX_PROBLEMS
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
@@ -38,18 +40,27 @@ def _is_time(text: str) -> bool:
     return bool(is_time) and max(small[1:], default=0) < 60 and not (days and small[0] > 23)
 
 
-_SPAN = r"[1-9]\d{0,5}(-[1-9]\d{0,5}(:[1-9]\d*)?)?"
+_SPAN = r"[1-9]\d{0,5}(-[1-9]\d{0,5}(:[1-9]\d{0,5})?)?"
+
+
+MAX_CHOICES = 1024
+"""Different numbers of nodes; each is a world on which the rules are tried."""
+_MAX_TEXT = 4096
+"""Characters of an option: a line of the script."""
 
 
 def node_counts(text: str) -> tuple[int, ...]:
     """Every number of nodes that `4`, `4-8`, `1-9:4` or `2,4` allows, ascending; () if wrong."""
     counts: set[int] = set()
-    if re.fullmatch(f"{_SPAN}(,{_SPAN})*", text):
+    if len(text) <= _MAX_TEXT and re.fullmatch(f"{_SPAN}(,{_SPAN})*", text):
         for span in text.split(","):
             bounds, _, step = span.partition(":")
             first, _, last = bounds.partition("-")
-            counts.update(range(int(first), int(last or first) + 1, int(step or 1)))
-            if int(last or first) < int(first):
+            found = range(int(first), int(last or first) + 1, int(step or 1))
+            if not 0 < len(found) <= MAX_CHOICES:
+                return ()
+            counts.update(found)
+            if len(counts) > MAX_CHOICES:
                 return ()
     return tuple(sorted(counts))
 
@@ -64,7 +75,8 @@ _TIME = Kind("a time: MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS or UNLIMITE
 _MEMORY = Kind("a number of MB, or a number with K, M, G or T", _matching(r"\d+[KMGTkmgt]?"))
 _GPUS = Kind("a number of GPUs, or type:number", _matching(r"([\w.-]+:)?[1-9]\d{0,5}"))
 _NODES = Kind(
-    "a number, a range such as 4-8, or a list such as 2,4", lambda t: bool(node_counts(t))
+    "a number, a range such as 4-8, or a list such as 2,4: up to 1,024 different ones",
+    lambda t: bool(node_counts(t)),
 )
 _SIGNAL = Kind(
     "a signal and how many seconds before the end it comes, such as USR1@120; it goes to the ranks",
@@ -171,6 +183,8 @@ def problems(section: Mapping[str, object]) -> tuple[Found, ...]:
         elif text := _problem(name, value):
             found.append((key, text))
         seen.setdefault(name, key)
+        if len(found) >= MAX_PROBLEMS:  # the advice for a name takes long
+            break
     return tuple(found)
 
 
@@ -190,11 +204,19 @@ def _problem(name: str, value: object) -> str | None:
     if value is None or (kind.flag and isinstance(value, bool)):
         return None
     text = _plain(value, kind.many)
-    if text is None or not kind.fits(text):
-        return f"wants {kind.wants}, got {value!r}"
+    if text is None or len(text) > _MAX_TEXT or not kind.fits(text):
+        return f"wants {kind.wants}, got {_shown(value)}"
     if not text.isprintable():
-        return f"cannot be a line of the script: {value!r} has a character that is not printable"
+        return (
+            f"cannot be a line of the script: {_shown(value)} has a character that is not printable"
+        )
     return None
+
+
+def _shown(value: object) -> str:
+    """In a message, whatever its length."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _plain(value: object, many: bool) -> str | None:
@@ -211,11 +233,11 @@ def _problem_of_ours(name: str, value: object) -> str | None:
     wants_one = name == "conda"
     if (wants_one and isinstance(value, list)) or not all(isinstance(x, str) and x for x in items):
         kind = "a text" if wants_one else "texts in a list"
-        return f"wants {kind}: {OURS[name]}; got {value!r}"
+        return f"wants {kind}: {OURS[name]}; got {_shown(cast(object, value))}"
     try:
         words = words_of(name, cast(object, value))
     except ValueError as error:
-        return f"is not a command: {error}; got {value!r}"
+        return f"is not a command: {error}; got {_shown(cast(object, value))}"
     if bad := [word for word in words if not word.replace("\t", " ").isprintable()]:
         return f"cannot be a line of the script: {bad[0]!r} has a character that is not printable"
     for word in words if name == "srun" else ():

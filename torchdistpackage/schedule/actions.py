@@ -128,7 +128,7 @@ def flatten(program: Iterable[Step]) -> Iterable[Action]:
         yield from step.actions if isinstance(step, Batch) else (step,)
 
 
-_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)")
+_ACTION = re.compile(r"(\d{1,18})(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d{1,18})")
 _HEAD = re.compile(r"(\S+) stages=(\d+) microbatches=(\d+) placement=([\d,]*)")
 
 
@@ -141,8 +141,8 @@ def parse_action(text: str) -> Action:
     found = _ACTION.fullmatch(text)
     if not found:
         raise ScheduleError(
-            f"{text!r} is not an action; write stage, kind, microbatch, such as 2F0 or 1SEND_B3 "
-            f"(kinds: {', '.join(Kind)})"
+            f"{text[:40]!r} is not an action; write stage, kind, microbatch, such as 2F0 or "
+            f"1SEND_B3 (kinds: {', '.join(Kind)})"
         )
     return Action(int(found[1]), Kind(found[2]), int(found[3]))
 

@@ -10,23 +10,26 @@ YAML (or JSON), one number a stage in each row, in any unit; a run writes second
     pieces:                   # optional: forward and backward of each piece, whatever the cut
       embed: [0.0, 0.1]
 
-One number in place of a row is meant for every stage. One rule: costs by piece time any cut of the
-model, costs by stage only the cut that they are of.
+One number in place of a row is meant for every stage; anchors are not read. One rule: costs by
+piece time any cut of the model, costs by stage only the cut that they are of.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import yaml
 
+from torchdistpackage.bounded import BoundedLoader, BoundError, read_regular
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.costs import StageCosts
 
 ROWS = ("forward", "backward", "input", "weight", "message")
 PIECES = "pieces"
+MAX_BYTES = 1 << 21
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,17 +132,41 @@ def read_costs(path: str | Path) -> CostsFile:
             file and the key.
     """
     try:
-        found: object = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_regular(Path(path), MAX_BYTES).decode("utf-8-sig")
+    except OSError as error:
+        raise ScheduleError(
+            f"{path} cannot be read: {error.strerror}; name a file of costs"
+        ) from error
+    except ValueError as error:
         raise ScheduleError(f"{path} cannot be read: {error}; name a file of costs") from error
+    return _parse(text, str(path))
+
+
+class _Loader(BoundedLoader):
+    """Without aliases, of which a few hundred bytes stand for gigabytes."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if cast(Any, self).check_event(yaml.AliasEvent):
+            raise BoundError("an alias is not read here; write the numbers out", None)
+        return super().compose_node(parent, index)
+
+
+@lru_cache(maxsize=4)
+def _parse(text: str, path: str) -> CostsFile:
+    """Several rules ask for the same file on each of many worlds."""
+    try:
+        found: object = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ScheduleError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    except (ValueError, ArithmeticError, TypeError, AttributeError, LookupError) as error:
+        # a tag on a value that is none, or a number of thousands of digits
+        raise ScheduleError(f"{path} is not YAML: {error!r}") from error
     if not isinstance(found, dict):
         raise ScheduleError(
             f"{path} holds a {type(found).__name__}; costs are rows such as `forward: [1, 1]`"
         )
     held = cast(dict[str, object], found)
-    unknown = [str(key) for key in held if key not in (*ROWS, PIECES)]
+    unknown = [str(key)[:40] for key in held if key not in (*ROWS, PIECES)][:10]
     if unknown:
         raise ScheduleError(
             f"{path} has unknown keys {', '.join(unknown)}; there are {', '.join(ROWS)}, {PIECES}"
@@ -150,7 +177,7 @@ def read_costs(path: str | Path) -> CostsFile:
             f"{path} has rows {', '.join(rows) or 'of no costs'}; it needs forward, and backward "
             f"or both of input and weight"
         )
-    costs = CostsFile(rows, _pieces(f"{path}: {PIECES}", held.get(PIECES, {})), str(path))
+    costs = CostsFile(rows, _pieces(f"{path}: {PIECES}", held.get(PIECES, {})), path)
     costs.of(costs.num_stages or 1)
     return costs
 
@@ -180,18 +207,25 @@ def _number(where: str, item: object) -> float:
     """YAML 1.1 takes 1e-3, which has no point, for a text."""
     try:
         number = math.nan if isinstance(item, bool) else float(cast(float, item))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not 0 <= number < math.inf:
         raise ScheduleError(
-            f"{where} holds {item!r}; write finite numbers of zero or more, one a stage"
+            f"{where} holds {_shown(item)}; write finite numbers of zero or more, one a stage"
         )
     return number
 
 
+def _shown(value: object) -> str:
+    try:
+        return f"{value!r}"[:80]
+    except ValueError:  # Python writes no number of thousands of digits
+        return "a number too large"
+
+
 def _pieces(where: str, value: object) -> dict[str, PieceCosts]:
     if not isinstance(value, dict):
-        raise ScheduleError(f"{where} is {value!r}; write `name: [forward, backward]`")
+        raise ScheduleError(f"{where} is {_shown(value)}; write `name: [forward, backward]`")
     found: dict[str, PieceCosts] = {}
     for name, pair in cast(dict[str, object], value).items():
         row = _row(f"{where}.{name}", pair)

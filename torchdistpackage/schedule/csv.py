@@ -51,7 +51,10 @@ def from_csv(text: str, name: str = "custom") -> Schedule:
         ScheduleError: a cell does not read (the text names line and cell), a stage is on two
             lines, or the schedule is incomplete or out of order.
     """
-    rows = list(csv.reader(io.StringIO(text.strip())))
+    try:
+        rows = list(csv.reader(io.StringIO(text.strip())))
+    except csv.Error as error:  # a quote that spans the file, a carriage return alone
+        raise ScheduleError(f"{name}: no CSV: {error}; write actions between commas") from error
     programs = tuple(_program(line, row) for line, row in enumerate(rows, 1))
     if not programs:
         raise ScheduleError(f"{name}: no line; a line lists the actions of one pipe rank")

@@ -13,7 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchdistpackage.checkpoint.commit import latest
+from torchdistpackage.config.kinds import MAX_PROCS
 from torchdistpackage.config.load import load
+from torchdistpackage.config.problem import ConfigProblems, Problem
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.durable import write_whole
@@ -160,6 +162,9 @@ def _be_rank(config: RunConfig, resume: str, noted: Noted | None = None) -> int:
 def _start_ranks(path: str, overrides: list[str], resume: str) -> int:
     config = load(path, overrides)
     num_procs = local_procs(config)
+    if num_procs > MAX_PROCS:
+        text = f"{num_procs:,} processes on this machine, where {MAX_PROCS:,} are allowed; "
+        raise ConfigProblems(path, [Problem(path, None, "parallel", text + "submit a job instead")])
     make_plan(config, num_procs, path)
     files = JobFiles(run_folder(config).absolute())
     with only_writer(files.run):

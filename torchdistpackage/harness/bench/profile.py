@@ -11,12 +11,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar, cast
 
+from torchdistpackage.bounded import parse_json, read_regular
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.bench.fit import Fit
 from torchdistpackage.harness.bench.report import TOGETHER, Line, Report
 from torchdistpackage.harness.bench.rounds import NETWORK, NODE
 from torchdistpackage.harness.cases import CASES
 
+_MAX_BYTES = 1 << 24
 FORMAT, VERSION = "torchdistpackage cluster profile", 1
 
 
@@ -89,7 +91,7 @@ def read(path: Path) -> Profile:
         ConfigError: it cannot be read, is damaged, or is something else.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(read_regular(path, _MAX_BYTES).decode())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; name a profile") from error
     except ValueError as error:

@@ -1,0 +1,213 @@
+"""What a file may ask for is bounded: refused with its line, at once, in little memory."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from torchdistpackage.bounded import MAX_DEPTH, MAX_NODES
+from torchdistpackage.cli.main import main
+from torchdistpackage.config.document import MAX_BYTES
+from torchdistpackage.config.kinds import MAX_NAME_BYTES
+from torchdistpackage.config.load import load, loads
+from torchdistpackage.config.names import KEYS
+from torchdistpackage.config.problem import MAX_PROBLEMS, ConfigProblems, Problem
+from torchdistpackage.config.rule import divisors
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.train.plan import local_procs, make_plan
+
+OWN = "model: {target: 'a:b', args: {x: %s}}\n"
+
+
+def refused(text: str, *overrides: str) -> tuple[Problem, ...]:
+    """The problems; found in a second or two of a loaded machine."""
+    began = time.process_time()
+    with pytest.raises(ConfigProblems) as error:
+        loads(text, "r.yaml", overrides)
+    assert time.process_time() - began < 5
+    return error.value.problems
+
+
+def bomb(levels: int, width: int) -> str:
+    """A few hundred bytes that stand for width ** levels values."""
+    lines = ["a0: &a0 [" + ",".join("x" * width) + "]"]
+    lines += [f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * width)}]" for i in range(1, levels)]
+    return "\n".join(lines) + "\n"
+
+
+CHAIN = "a0: &a0 [1]\n" + "\n".join(f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, 99))
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "number"),
+    [
+        (bomb(9, 9), 5, f"{MAX_NODES:,}"),
+        (CHAIN, 49, "50 levels"),
+        ("b: 1\na: " + "[" * (MAX_DEPTH + 9), 2, f"{MAX_DEPTH} levels"),
+        ("b: 1\na: [" + "a," * (MAX_NODES + 1), 2, f"{MAX_NODES:,}"),
+        ("run: {dir: a}\n#" + "b" * MAX_BYTES, 1, f"{MAX_BYTES:,}"),
+        ("b: 1\n" + "a" * 201 + ": 1", 2, "201 characters"),
+        ("b: 1\nrun: {dir: " + "a" * 70_000 + "}", 2, "70,000 characters"),
+        ("b: 1\ntrain: {steps: 0x" + "f" * 5000 + "}", 2, "5,002 characters"),
+        ("b: 1\na: &a {<<: *a}", 2, "<<"),
+        ("b: 1\na: &a [*a]", 2, "holds itself"),
+        ('b: 1\nrun: {dir: "\\ud800"}', 2, "0xd800"),
+    ],
+)
+def test_what_would_be_too_much_names_its_line_and_the_bound(text, line, number):
+    found = refused(text)
+    assert any(p.line == line and number in str(p) for p in found), [str(p)[:200] for p in found]
+
+
+def test_anchors_in_ordinary_use_are_read():
+    config = loads(OWN % "&x [1, &y {b: 2}, *y]")
+    assert config.model.args == {"x": [1, {"b": 2}, {"b": 2}]}
+
+
+@pytest.mark.parametrize("section", ["", "launch: {slurm: {%s}}"])
+def test_of_thousands_of_problems_the_first_are_named(section):
+    keys = [f"k{i}: 1" for i in range(9000)]
+    found = refused(section % ", ".join(keys) if section else "\n".join(keys))
+    assert MAX_PROBLEMS <= len(found) <= MAX_PROBLEMS + 2
+
+
+def most(key: str) -> int | None:
+    """The bound that the JSON schema shows."""
+    section, _, name = key.rpartition(".")
+    shown = RunConfig.json_schema()
+    place = shown
+    for part in filter(None, section.split(".")):
+        place = shown["$defs"][place["properties"][part]["$ref"].rpartition("/")[2]]
+    field = place["properties"][name]
+    return next((x["maximum"] for x in (field, *field.get("anyOf", ())) if "maximum" in x), None)
+
+
+COUNTS = [
+    key
+    for key, field in KEYS.items()
+    if any("whole number" in getattr(m, "text", "") for m in field.metadata)
+]
+
+
+@pytest.mark.parametrize("key", COUNTS)
+def test_every_count_has_a_bound_that_the_schema_shows(key):
+    assert len(COUNTS) > 25
+    bound = most(key)
+    if key == "run.seed":  # no amount of anything
+        return
+    assert bound is not None and bound <= 10**9
+    for over in (bound + 1, 10**12, 10**99):
+        found = refused("", f"{key}={over}")
+        assert any(p.path == key and f"{bound:,}" in p.text for p in found)
+
+
+TIMES = ("train.step_timeout_s", "launch.init_timeout_s", "launch.requeue.margin_s")
+
+
+@pytest.mark.parametrize("key", [*TIMES, "checkpoint.save_every_min", "model.mlp_ratio"])
+def test_times_and_ratios_have_bounds(key):
+    assert refused("", f"{key}=1e300")[0].path == key
+
+
+@pytest.mark.parametrize("key", ["run.dir", "pipeline.costs", "pipeline.file", "data.path"])
+@pytest.mark.parametrize(
+    "value", ["a\\0b", "a\\nb", "a\\e[2J", "a\\u2028b", "a" * 256, "a/" * 3000]
+)
+def test_a_path_is_one(key, value):
+    (found,) = (p for p in refused("", f'{key}="{value}"') if "wants a path" in p.text)
+    assert found.path == key
+    assert str(found).isprintable()
+
+
+@pytest.mark.parametrize("name", ["a" * 100_000, "a" * (MAX_NAME_BYTES + 1), "ä" * 101, "a\\0"])
+def test_the_name_of_a_run_fits_into_a_folder(name):
+    assert refused("", f'run.name="{name}"')[0].path == "run.name"
+
+
+def test_names_of_a_sweep_fit_into_a_folder(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("run: {name: " + "a" * 150 + "}\n")
+    sweep = "--sweep=model.norm_eps=" + "0" * 60 + "1"
+    assert main(["submit", "run.yaml", "--dry-run", sweep]) == 2
+    assert "with what the sweep adds; 200 are allowed" in capsys.readouterr().err
+
+
+def test_a_machine_is_not_filled_with_processes(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("parallel: {data: 100000}\ndata: {global_batch: 400000}\n")
+    assert main(["train", "run.yaml"]) == 2
+    assert "100,000 processes on this machine" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+
+
+def test_an_endless_file_is_read_no_further_than_the_bound():
+    with pytest.raises(ConfigProblems, match=f"more than {MAX_BYTES:,} bytes"):
+        load("/dev/zero")
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (bomb(9, 9), "alias"),
+        ("forward: [1" + ",1" * MAX_NODES + "]", f"{MAX_NODES:,}"),
+        ("forward: " + "[" * 3000, f"{MAX_DEPTH} levels"),
+        ("forward: [0x" + "f" * 5000 + "]\nbackward: 1", "finite"),
+        ("forward: !!int ''", "not YAML"),
+        ("forward: !!python/object/apply:os.system ['touch x']", "not YAML"),
+        ("forward: \0", "not YAML"),
+        (b"\xff", "cannot be read"),
+        (None, "is a pipe"),
+        (Path("/dev/zero"), "is a device"),
+        (Path("/"), "is a folder"),
+    ],
+)
+@pytest.mark.parametrize("key", ["costs", "file"])
+def test_files_that_the_file_names_are_bounded(tmp_path: Path, key, content, why):
+    named = tmp_path / "named"
+    if content is None:
+        os.mkfifo(named)
+    elif isinstance(content, Path):
+        named.symlink_to(content)
+    else:
+        named.write_bytes(content if isinstance(content, bytes) else content.encode())
+    schedule = "custom" if key == "file" else "1f1b"
+    found = refused("", f"pipeline.{key}={named}", f"pipeline.schedule={schedule}")
+    assert {p.path for p in found} == {f"pipeline.{key}"}
+    assert key == "file" or why in str(found[0])
+    assert len(str(found[0])) < 700
+
+
+@pytest.mark.parametrize("nodes", ["1-999999", ",".join(["1-1024"] * 900), "1,1025-2048,1"])
+def test_a_job_has_a_bounded_choice_of_nodes(nodes):
+    text = f"parallel: {{pipe: 2}}\nlaunch: {{slurm: {{nodes: '{nodes}'}}}}"
+    with pytest.raises(ConfigProblems) as error:
+        loads(text, job=True)
+    assert error.value.problems[0].path == "launch.slurm.nodes"
+
+
+@pytest.mark.parametrize("number", [1, 12, 97, 360, 2**24, 9699690])
+def test_divisors_around_a_number(number):
+    for near in (1, 2, 5, 96, 1000):
+        near = min(near, number)
+        some = [d for d in range(1, min(number, 64 * near) + 1) if number % d == 0]
+        below = max(d for d in some if d <= near)
+        above = min((d for d in some if d > near), default=below)
+        assert divisors(number, near) == (f"{below}" if above == below else f"{below} or {above}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("parallel: {data: 262144}\ndata: {global_batch: 1048576}"),
+        pytest.param("model: {layers: 2048}", marks=pytest.mark.full),
+        pytest.param(
+            "pipeline: {microbatches: 32768}\ndata: {global_batch: 32768}", marks=pytest.mark.full
+        ),
+    ],
+)
+def test_what_the_bounds_allow_is_planned_in_seconds(text):
+    began = time.process_time()
+    config = loads(text)
+    make_plan(config, local_procs(config))
+    assert time.process_time() - began < 10
