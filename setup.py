@@ -31,6 +31,7 @@ setup(
         "rich>=13",
         "safetensors>=0.4.3",
         "submitit>=1.5",
+        "cloudpickle>=2.2",
     ],
     extras_require={"plot": PLOT, "hf": HF, "dev": DEV},
     entry_points={"console_scripts": ["tdp=torchdistpackage.cli.main:main"]},

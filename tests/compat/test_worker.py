@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.compat.tplib import Worker, init_dist_env
+from torchdistpackage.compat.worker import _packed
 from torchdistpackage.errors import LaunchError, RankError
+from torchdistpackage.launch.wire import unpack
 
 
 def tell(rank: int, scale: float, *, name: str) -> tuple:
@@ -94,13 +97,103 @@ def test_a_worker_of_one(capsys):
     assert Worker(1).run(tell, 1.0, name="y")[0][:5] == (0, 1, "gloo", 0.0, "y")
 
 
-def test_what_no_other_process_could_find_is_refused_before_anything_starts():
-    def local(rank: int) -> None: ...
+TYPED = """
+import torch.distributed as dist
+from torchdistpackage.compat.tplib import Worker
 
-    for func in (local, lambda rank: None, functools.partial(tell, name="x")):
-        with pytest.raises(LaunchError, match="cannot be run in another process"):
-            Worker(2).run(func)
-    with pytest.raises(LaunchError, match="bound to an object"):
-        Worker(2).run(Worker(2).run)
+offset = 100
+
+class Box:
+    def __init__(self, value):
+        self.value = value
+
+    def add(self, rank, more, by):
+        return Box(self.value + rank + by(more) + dist.get_world_size())
+
+def twice(x):
+    return 2 * x + offset
+
+def main():
+    def nested(rank, box):
+        return box.value + rank
+
+    boxes = Worker(2).run(Box(10).add, 1, by=lambda x: twice(x))
+    assert all(type(box) is Box for box in boxes), boxes
+    print([box.value for box in boxes], Worker(2).run(nested, boxes[0]) if NESTED else "")
+
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "-c",
+        pytest.param("stdin", marks=pytest.mark.full),
+        pytest.param("-i", marks=pytest.mark.full),
+    ],
+)
+def test_functions_and_classes_that_were_typed_go_in_and_come_out(tmp_path, start):
+    """A bound method of a typed class, with a lambda that calls a typed function; a nested one."""
+    text = TYPED.replace("NESTED", str(start != "-c"))
+    (tmp_path / "begun.py").write_text("begun = True\n")
+    command = {"-c": ["-c", text], "stdin": ["-"], "-i": ["-i", str(tmp_path / "begun.py")]}[start]
+    if start == "-i":  # a prompt takes one block at a time
+        text = f"assert begun\nexec({text!r})\n"
+    done = subprocess.run(
+        [sys.executable, *command],
+        input=None if start == "-c" else text,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    nested = "" if start == "-c" else [114, 115]
+    assert done.stdout.splitlines() == [f"[114, 115] {nested}"], done.stderr
+
+
+def by_name(rank: int, shift: int) -> int:
+    return rank + shift
+
+
+class Holder:
+    def __init__(self, shift: int):
+        self.shift = shift
+
+    def method(self, rank: int) -> int:
+        return rank + self.shift
+
+
+def test_a_function_is_sent_by_name_where_it_can_be_and_else_by_value():
+    def nested(rank: int) -> int:
+        return rank + shift
+
+    shift = 5
+    reference, packed = _packed(by_name, (5,), {})
+    assert reference is not None and reference.resolve() is by_name
+    assert unpack(packed) == ((5,), {})
+    given = [
+        nested,
+        lambda rank: rank + shift,
+        Holder(5).method,
+        functools.partial(by_name, shift=5),
+    ]
+    for func in given:
+        reference, packed = _packed(func, (), {})
+        assert reference is None
+        function, args, kwargs = unpack(packed)
+        assert function is not func and function(2, *args, **kwargs) == 7
+    reference, packed = _packed(by_name, (lambda: 5,), {})
+    function, (shift_of,), _ = unpack(packed)
+    assert reference is None and function is by_name and shift_of() == 5
+
+
+def test_what_cannot_be_sent_is_refused_before_anything_starts():
+    lock = threading.Lock()
+    with pytest.raises(LaunchError, match=r"cannot be run in another process: cannot pickle"):
+        Worker(2).run(lambda rank: lock.locked())
+    with pytest.raises(LaunchError, match="make what cannot be sent inside"):
+        Worker(2).run(by_name, lock)
     with pytest.raises(LaunchError, match="world_size is 0"):
         Worker(0)

@@ -1,12 +1,19 @@
 """tplib's `Worker`: a function in several processes of this machine, as ranks of one world.
 
-One rule: it stands on the one starter of local processes. They meet at a file and live and die as
-one, so there is no port to collide on and nothing is left behind.
+The ranks meet at a file and end together, so there is no port to collide on and nothing is left
+behind. A function that they can find by its name is found there; any other, typed in a notebook or
+defined inside another, travels by value. One rule: pickles of either kind travel over the private
+channels of `run_local` alone.
 """
 
+import inspect
+import pickle
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import cast
+
+import cloudpickle
 
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.comm.tpc import tpc
@@ -45,18 +52,17 @@ class Worker:
 
         The default group is joined before and left afterwards. What ranks print comes out here. In
         a script without `if __name__ == "__main__":` each rank runs what stands above the first
-        call.
+        call. A function that another process could not find by its name, or arguments that have
+        such ones in them, are sent by value, with the globals that they use.
 
         Raises:
-            LaunchError: another process could not find `func`, as it is a lambda, a function inside
-                another or bound to an object; or no process can be started.
+            LaunchError: `func` or an argument cannot be pickled, or no process can be started.
             RankError: a rank raised or died; the text ends with its traceback. All are gone then.
         """
         if main_is_loading():
             # a script without a guard, in a rank: it is here to be read, not to start more
             raise FarEnough
-        reference = Reference.of(func)
-        packed = pack_arguments(*args, **kwargs)
+        reference, packed = _packed(func, args, kwargs)
         results = run_local(
             _as_rank,
             (reference, self.backend, packed),
@@ -64,7 +70,8 @@ class Worker:
             preload=_PRELOAD,
             on_line=_show,
         )
-        return [unpack(cast(bytes, result), reference.aliases) for result in results]
+        aliases = reference.aliases if reference else None
+        return [unpack(cast(bytes, result), aliases) for result in results]
 
 
 def _show(rank: int, line: str) -> None:
@@ -73,12 +80,46 @@ def _show(rank: int, line: str) -> None:
     sys.stdout.flush()
 
 
-def _as_rank(reference: Reference, backend: str, packed: bytes) -> bytes:
+Call = tuple[Callable[..., object], tuple[object, ...], dict[str, object]]
+
+
+def _packed(
+    func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[Reference | None, bytes]:
+    """The function by name and its arguments, or None and all of them by value."""
+    try:
+        reference = Reference.of(func)
+        if _is_found(func, reference):
+            return reference, pack_arguments(*args, **kwargs)
+    except (LaunchError, pickle.PicklingError, AttributeError, TypeError):
+        pass  # pickle has all three for what has no name to be found by
+    try:
+        return None, cloudpickle.dumps((func, args, kwargs))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise LaunchError(
+            f"{func!r} cannot be run in another process: {error}; make what cannot be sent inside "
+            f"of the function"
+        ) from error
+
+
+def _is_found(func: Callable[..., object], reference: Reference) -> bool:
+    """Whether the file of a script has it: a session that began with a script goes on by hand."""
+    code = getattr(inspect.unwrap(func), "__code__", None)
+    if code is None or not reference.is_main or reference.file is None:
+        return True
+    return Path(code.co_filename).resolve() == Path(reference.file)
+
+
+def _as_rank(reference: Reference | None, backend: str, packed: bytes) -> bytes:
     """In each process. Packed here, as only the caller knows a script's classes by their names."""
-    function = reference.resolve()
-    args, kwargs = cast(tuple[tuple[object, ...], dict[str, object]], unpack(packed))
+    if reference is None:
+        function, args, kwargs = cast(Call, unpack(packed))
+    else:
+        function = reference.resolve()
+        args, kwargs = cast(tuple[tuple[object, ...], dict[str, object]], unpack(packed))
     rank, *_ = setup_distributed(backend)
-    result = pack(function(rank, *args, **kwargs))
+    value = function(rank, *args, **kwargs)
+    result = pack(value) if reference else cloudpickle.dumps(value)
     tpc.destroy()
     leave()
     return result
