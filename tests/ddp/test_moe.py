@@ -1,5 +1,9 @@
 """Gradients of experts are the means over their replicas, whoever got how many tokens."""
 
+import gc
+import io
+from weakref import ref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -242,3 +246,38 @@ def test_what_belongs_to_ranks_that_are_gone_is_dropped(ranks):
 def num_made() -> int:
     moe_dp_iter_step()
     return len(moe._made)
+
+
+def dropped() -> None:
+    """One rank has collected its garbage when the other model goes on, and the other has not."""
+    nets = [nn.Linear(2, 2) for _ in range(2)]
+    for net in nets:
+        create_moe_dp_hooks(net.named_parameters(), dist.group.WORLD, None)
+    # what a user keeps of one parameter keeps them all
+    bias, gone = nets[0].bias, ref(nets[1].weight)
+    del net, nets
+    gc.collect()
+    assert len(moe._made) == 2
+    gc.disable()
+    try:
+        if dist.get_rank() == 0:
+            gc.collect()
+        for number in range(3):
+            bias.grad = None
+            (bias * (1.0 + dist.get_rank())).sum().backward()
+            moe_dp_iter_step()
+            assert len(moe._made) == 1, f"after iteration {number}"
+            assert bias.grad.tolist() == [1.5, 1.5]
+    finally:
+        gc.enable()
+    assert gone() is None
+    saved = io.BytesIO()
+    torch.save(bias, saved)
+    saved.seek(0)
+    assert torch.equal(torch.load(saved), bias)
+    moe._made[0].remove()
+    assert vars(bias) == {}
+
+
+def test_a_model_that_is_dropped_is_freed_in_the_same_call_on_all_ranks(ranks):
+    ranks(2).run(dropped)

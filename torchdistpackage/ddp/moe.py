@@ -9,10 +9,16 @@ What leaves early leaves when this rank is ready, so each set of experts has a g
 on a shared one, calls of others would come before it here and after it there. Where calls are
 queued, as over NCCL, a group of its own does not help: a device may run the queues of all groups
 one after another, and must be given them in one order on all ranks. There nothing leaves early.
+
+Its parameters keep what averages them, and nothing else does, so that a model goes with its hooks.
+But `moe_dp_iter_step` is a collective of what is still there, and ranks collect garbage each at its
+own time: so what was dropped is found in the same call on all of them.
 """
 
+import gc
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from functools import partial
+from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
@@ -25,9 +31,13 @@ from torchdistpackage.comm.world import world
 from torchdistpackage.ddp.buckets import plan
 from torchdistpackage.ddp.carrier import AllReduced, settle_all
 from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.told import Told
 from torchdistpackage.errors import CommError
 
 BUCKET_BYTES = 25 * 2**20
+
+LOOK_EVERY = 1000
+"""Iterations after which a model that was dropped is found: garbage is collected for that."""
 
 Named = Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]]
 
@@ -48,7 +58,8 @@ def create_moe_dp_hooks(
     All ranks of the group call it, with the same names in the same order; all experts of a model
     are best given in one call. End each iteration by `moe_dp_iter_step()` or by the returned
     object's `reduce_gradients()`. A wrapper around the whole model must leave these parameters
-    alone (`_ddp_params_and_buffers_to_ignore`).
+    alone (`_ddp_params_and_buffers_to_ignore`). A model that is dropped is freed after the 1st,
+    and else after every 1000th iteration, or at once by `remove()`.
 
     params: name -> parameter, or pairs of them.
     moe_dp_group: ranks that hold the same experts, `tpc.get_group("moe_dp")`.
@@ -84,8 +95,32 @@ def moe_dp_iter_step() -> None:
     All ranks call it once in every iteration, after the last backward and before the optimizer.
     """
     _made[:] = [made for made in _made if made.is_there]
-    for made in _made:
-        made.reduce_gradients()
+    for i in range(len(_made)):  # a name would keep the last one
+        _made[i].reduce_gradients()
+    if due := {id(made) for made in _made if made.num_iterations % LOOK_EVERY == 1}:
+        _drop_unheld(due)
+
+
+def _drop_unheld(due: set[int]) -> None:
+    """Free those of `_made` with these ids that nobody but it holds: the same on all ranks."""
+    kept = [(ref(made), None if id(made) in due else made, made._groups) for made in _made]
+    _made.clear()
+    gc.collect()
+    for weak, _, groups in kept:
+        if (made := weak()) is not None:
+            _made.append(made)
+        else:
+            groups.destroy()
+
+
+class _Holder:
+    """Keeps `held` as long as the parameter whose attribute this is; a saved one keeps nothing."""
+
+    def __init__(self, held: "ExpertGradients"):
+        self.held = held
+
+    def __reduce__(self):
+        return OrderedDict, ()
 
 
 class ExpertGradients:
@@ -129,16 +164,17 @@ class ExpertGradients:
             for place, i in enumerate(bucket.members)
         }
         self._expected: list[int] | None = None  # gradients in an iteration, once that is known
+        self.num_iterations = 0
         self._begin()
-        self._handles = [
-            s.parameter.register_post_accumulate_grad_hook(partial(self._accumulated, i))
-            for i, s in enumerate(shared)
-        ]
+        self._parameters = [s.parameter for s in shared]
+        self._told = Told(_accumulated, self, self._parameters)
+        for parameter in self._parameters:
+            parameter._expert_gradients = _Holder(self)  # type: ignore[attr-defined]
 
     @property
     def is_there(self) -> bool:
         """Whether it was not removed and its ranks still are."""
-        return bool(self._handles) and self._groups.are_there
+        return bool(self._parameters) and self._groups.are_there
 
     def reduce_gradients(self) -> None:
         """Send what has not left, wait, and begin the next iteration. All ranks call it."""
@@ -149,13 +185,16 @@ class ExpertGradients:
             n = self._num_backwards
             # no token may have come in some of the backwards: full ones are counted
             self._expected = [n * max(1, -(-times // n)) for times in self._times]
+        self.num_iterations += 1
         self._begin()
 
     def remove(self) -> None:
         """Take the hooks off and end the group; gradients stay. All ranks call it."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._told.remove()
+        for parameter in self._parameters:
+            if parameter._expert_gradients.held is self:  # type: ignore[attr-defined]
+                del parameter._expert_gradients  # type: ignore[attr-defined]
+        self._parameters = []
         self._groups.destroy()
 
     def _begin(self) -> None:
@@ -186,6 +225,11 @@ class ExpertGradients:
         while self._next < len(self._missing) and self._missing[self._next] == 0:
             self._carriers[self._next].launch()
             self._next += 1
+
+
+def _accumulated(me: "ReferenceType[ExpertGradients]", index: int, parameter: torch.Tensor) -> None:
+    if (made := me()) is not None:
+        made._accumulated(index, parameter)
 
 
 MoEDP = ExpertGradients
