@@ -118,12 +118,16 @@ def test_a_short_validation_split_is_refused_when_used():
 # Sources
 
 
+def as_bytes(ids: corpus.Ids) -> bytes:
+    return np.asarray(ids).tobytes()
+
+
 def test_the_standard_library_is_split_by_whole_files():
     both = corpus.python_stdlib(0.05)
     assert both.train.dtype == both.val.dtype == np.uint8
     assert len(both.train) > 5_000_000
     assert 0.01 < len(both.val) / len(both.train) < 0.15
-    train, val = both.train.tobytes(), both.val.tobytes()
+    train, val = as_bytes(both.train), as_bytes(both.val)
     source = Path(hashlib.__file__).read_bytes()
     assert (source in train) != (source in val)
     assert b"class FutureWarningTests" not in train + val  # no tests
@@ -141,7 +145,7 @@ def test_no_validation_file_is_a_copy_of_training_text(tmp_path_factory, num_fil
     for i, content in enumerate(texts):
         (folder / ("below" if i % 3 else ".") / f"{i}.txt").write_text(content)
     both = corpus.text(folder, fraction)
-    train, val = both.train.tobytes().decode(), both.val.tobytes().decode()
+    train, val = as_bytes(both.train).decode(), as_bytes(both.val).decode()
     for content in set(texts):
         assert (train + val).count(content) == 1
     assert len(train + val) == sum(map(len, set(texts)))
@@ -151,11 +155,59 @@ def test_no_validation_file_is_a_copy_of_training_text(tmp_path_factory, num_fil
 def test_the_split_of_a_folder_does_not_depend_on_other_files(tmp_path):
     for i in range(50):
         (tmp_path / f"{i}.txt").write_text(f"<{i}>")
-    before = corpus.text(tmp_path, 0.3).val.tobytes().decode()
+    before = as_bytes(corpus.text(tmp_path, 0.3).val).decode()
     (tmp_path / "another.txt").write_text("<another>")
-    after = corpus.text(tmp_path, 0.3).val.tobytes().decode()
+    after = as_bytes(corpus.text(tmp_path, 0.3).val).decode()
     assert after.replace("<another>", "") == before
     assert before
+
+
+@pytest.mark.parametrize("most", [corpus.MOST_MAPPED, 5, 0])
+def test_a_folder_is_its_files_in_order_and_trains_as_one_array_would(tmp_path, monkeypatch, most):
+    """Windows that lie in a file, and such that cross one border or several."""
+    monkeypatch.setattr(corpus, "MOST_MAPPED", most)
+    draw = np.random.default_rng(0)
+    texts = {f"{i:02}.txt": draw.integers(1, 256, size, "uint8") for i, size in enumerate(SIZES)}
+    texts["50.txt"] = texts["03.txt"]  # of equal ones the first counts
+    for name, text in texts.items():
+        text.tofile(tmp_path / name)
+    both = corpus.text(tmp_path, 0.3)
+    train, val = np.asarray(both.train), np.asarray(both.val)
+    found = [train.tobytes(), val.tobytes()]
+    for side in found:
+        inside = [t for name, t in texts.items() if t.tobytes() in side and name != "50.txt"]
+        assert side == b"".join(text.tobytes() for text in inside)
+    assert sum(map(len, found)) == sum(SIZES)
+    assert (both.train[0], both.train[-1]) == (train[0], train[-1])
+    data, plain = (
+        TokenDataset(*sides, 256, 60) for sides in ((both.train, both.val), (train, val))
+    )
+    for split in ("train", "val"):
+        for ours, one in zip(*(d.batch(split, 3, 1, 0, 1, 50) for d in (data, plain)), strict=True):
+            assert torch.equal(ours, one)
+    assert corpus.entropies(both.train, both.val) == corpus.entropies(train, val)
+
+
+SIZES = (200, 17, 300, 40, 0, 900, 35, 64, 25, 500, 21)
+
+
+def test_a_folder_is_mapped_and_not_loaded(tmp_path):
+    for i in range(4):
+        (tmp_path / f"{i}.txt").write_bytes(bytes([i + 65]) * 2**23)
+
+    def used() -> tuple[int, int]:
+        """MiB of this process alone, and its open files."""
+        status = Path("/proc/self/status").read_text()
+        anonymous = next(x for x in status.splitlines() if x.startswith("RssAnon"))
+        return int(anonymous.split()[1]) // 1024, len(list(Path("/proc/self/fd").iterdir()))
+
+    before = used()
+    both = corpus.text(tmp_path, 0.3)
+    both.train[5 : 2**20].sum()
+    after = used()
+    assert len(both.train) + len(both.val) == 4 * 2**23
+    assert after[0] - before[0] < 8
+    assert after[1] == before[1]
 
 
 def test_a_single_text_file_is_cut_near_its_end(tmp_path):

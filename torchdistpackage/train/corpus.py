@@ -2,23 +2,27 @@
 
 One rule: nothing read in training is read again in validation. Folders are split by whole files
 (by a hash of the relative path, so the split is the same on every machine), of equal files only
-the first counts, and a single file is cut once, near its end. Sources are numpy arrays of small
-ids, mapped from the disk where they are one file; text is bytes, so its vocabulary is 256.
+the first counts, and a single file is cut once, near its end. Sources are small ids, mapped from
+the disk, so that the ranks of a node share one copy of what they read; text is bytes, so its
+vocabulary is 256.
 """
 
 import hashlib
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from torchdistpackage.errors import DataError
+from torchdistpackage.train.joined import Joined
 
-Ids = npt.NDArray[np.unsignedinteger]
+Ids = npt.NDArray[np.unsignedinteger] | Joined
 """A row of token ids: uint8, uint16 or uint32."""
 
 BYTE_VOCAB = 256
@@ -28,6 +32,10 @@ NOT_LIBRARY = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo")
 )
 """Folders of the standard library that hold other people's code, tests or demonstrations."""
+
+MOST_MAPPED = 1 << 14
+"""Files of a folder that are mapped, the largest; a process may have 65,530 maps on Linux. The rest
+are read."""
 
 _HEAD_BYTES = 1 << 20
 _COUNT_AT_ONCE = 1 << 22
@@ -156,16 +164,29 @@ def _split_by_file(root: Path, names: Sequence[str], val_fraction: float) -> Cor
         in_val = {min(names, key=lambda name: place[name])}
     if len(in_val) == len(names):
         in_val.remove(max(names, key=lambda name: place[name]))
-    train, val = bytearray(), bytearray()
+    contents = _contents(root, names)
+    sides = ([name for name in contents if (name in in_val) is side] for side in (False, True))
+    return Corpus(*(Joined([contents[name] for name in side], np.uint8) for side in sides))
+
+
+def _contents(root: Path, names: Sequence[str]) -> dict[str, npt.NDArray[np.uint8]]:
+    """The bytes of those files that are not as one before them."""
+    sizes = {name: _text_size(root / name) for name in names}
+    mapped = set(sorted(names, key=sizes.__getitem__, reverse=True)[:MOST_MAPPED])
+    of_size = Counter(sizes.values())
+    found: dict[str, npt.NDArray[np.uint8]] = {}
     seen: set[bytes] = set()
-    for name in names:
-        content = _read(root / name)
-        digest = hashlib.blake2b(content).digest()
-        if digest not in seen:
+    for name, size in sizes.items():
+        if not size:
+            continue
+        content = _whole(root / name, size, mapped=name in mapped)
+        if of_size[size] > 1:
+            digest = hashlib.blake2b(content.data).digest()
+            if digest in seen:
+                continue
             seen.add(digest)
-            side = val if name in in_val else train
-            side += content
-    return Corpus(np.frombuffer(train, np.uint8), np.frombuffer(val, np.uint8))
+        found[name] = content
+    return found
 
 
 def _place(name: str) -> float:
@@ -179,16 +200,27 @@ def _split_at_end(ids: Ids, val_fraction: float) -> Corpus:
     return Corpus(ids[:cut], ids[cut:])
 
 
-def _read(path: Path) -> bytes:
+def _text_size(path: Path) -> int:
+    """Bytes of a file that begins like text."""
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            _check_text(path, file.read(_HEAD_BYTES))
+            return os.fstat(file.fileno()).st_size
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
-    _check_text(path, content[:_HEAD_BYTES])
-    return content
 
 
-def _map(path: Path, dtype: str) -> Ids:
+def _whole(path: Path, num_bytes: int, *, mapped: bool) -> npt.NDArray[np.uint8]:
+    try:
+        if not mapped:
+            return np.fromfile(path, np.uint8, num_bytes)
+        # numpy's own map keeps the file open, and of those a process has few
+        return torch.from_file(str(path), size=num_bytes, dtype=torch.uint8).numpy()
+    except (OSError, RuntimeError) as error:
+        raise DataError(f"cannot read {num_bytes} bytes of {path}: {error}") from error
+
+
+def _map(path: Path, dtype: str) -> npt.NDArray[np.unsignedinteger]:
     try:
         size_bytes = path.stat().st_size
         width = np.dtype(dtype).itemsize

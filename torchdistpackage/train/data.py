@@ -72,7 +72,8 @@ class TokenDataset:
         self._ids: dict[str, Ids] = {"train": train, "val": val}
         self._check_length("train")
         for split, ids in self._ids.items():
-            self._check_ids(split, ids[:_CHECK_AT_START], np.zeros(1, np.int64))
+            if np.iinfo(ids.dtype).max >= vocab:
+                self._check_ids(split, ids[:_CHECK_AT_START], np.zeros(1, np.int64))
 
     @property
     def splits(self) -> tuple[Ids, Ids]:
@@ -108,8 +109,8 @@ class TokenDataset:
             starts = self._drawn(seed, step, sample)
         else:
             starts = self._spaced(step * num_data * per_rank + sample)
-        where = starts[:, None] + np.arange(self.seq_len + 1)
-        window = self._ids[split][where]
+        tokens, length = self._ids[split], self.seq_len + 1
+        window = np.stack([tokens[start : start + length] for start in starts.tolist()])
         self._check_ids(split, window, starts)
         ids = torch.from_numpy(window.astype(np.int64))
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
@@ -136,7 +137,7 @@ class TokenDataset:
                 f"data.seq_len, use more text" + (" or raise data.val_fraction" * (split == "val"))
             )
 
-    def _check_ids(self, split: str, ids: Ids, starts: npt.NDArray[np.int64]) -> None:
+    def _check_ids(self, split: str, ids: npt.NDArray, starts: npt.NDArray[np.int64]) -> None:
         """Refuse ids outside the vocabulary; row i of `ids` begins at token starts[i]."""
         if np.iinfo(ids.dtype).max < self.vocab or not ids.size or ids.max() < self.vocab:
             return
