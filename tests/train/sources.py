@@ -161,3 +161,11 @@ class Paced:
     def batch(self, split, *args, **more):
         time.sleep(self.pause_s if split == "train" else 0)
         return self.data.batch(split, *args, **more)
+
+
+class ByGlobalRank(UnevenTokens):
+    """The same, but other samples on each global rank."""
+
+    def batch(self, split, seed, step, data_index, num_data, per_rank, *, first=0):
+        mine = dist.get_rank() * per_rank
+        return super().batch(split, seed, step, data_index, num_data, per_rank, first=first + mine)

@@ -9,6 +9,10 @@ import torch
 from tests.train import parity
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.record import calls
+from torchdistpackage.config.load import loads
+from torchdistpackage.errors import DataError
+from torchdistpackage.train.build import build_data
+from torchdistpackage.train.plan import make_plan
 
 TINY = [
     "model.layers=2", "model.dim=16", "model.heads=4", "data.seq_len=16", "data.global_batch=24",
@@ -216,3 +220,24 @@ def test_calls_that_fit_pass_the_debug_mode_and_give_the_same(ranks, extra):
     extra = ["model.layers=4", *extra]
     for losses in ranks(4).run(checked, extra):
         assert losses[:2] == losses[2:]
+
+
+def first_step(step: int) -> str:
+    """How the first step that a process makes is refused; the second is none of this check's."""
+    own = ["data.target=tests.train.sources:ByGlobalRank", "data.args={seq_len: 16, vocab: 256}"]
+    run = parity.trainer([*TINY, *own, "parallel.pipe=2"])
+    with pytest.raises(DataError, match="ranks of one model must get one batch") as error:
+        run.train_step(step)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_other_samples_on_ranks_of_one_model_are_refused_in_a_resumed_run_too(ranks, step):
+    for text in ranks(2).run(first_step, step):
+        assert "rank 1 has" in text
+
+
+def test_what_a_target_of_data_returns_must_have_batches():
+    plan = make_plan(loads("data: {target: 'collections:OrderedDict'}"), 1)
+    with pytest.raises(DataError, match=r"data.target collections:OrderedDict .* OrderedDict"):
+        build_data(plan)

@@ -20,7 +20,7 @@ from torchdistpackage.ddp.bucket_sizes import bucket_sizes
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.shared import Shared
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
-from torchdistpackage.errors import LayoutError, ScheduleError
+from torchdistpackage.errors import DataError, LayoutError, ScheduleError
 from torchdistpackage.launch.reference import Reference
 from torchdistpackage.layout.derive import BATCH_AXES, gradient_ranks
 from torchdistpackage.layout.layout import Layout
@@ -85,7 +85,7 @@ def build_data(plan: Plan) -> DataSource:
     if section.target is not None:
         source = user_object(section.target)(**section.args)
         if not isinstance(source, DataSource):
-            raise TypeError(
+            raise DataError(
                 f"data.target {section.target} returned a {type(source).__name__} without a "
                 f"batch(...) method; see train.data.DataSource"
             )

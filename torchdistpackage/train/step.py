@@ -65,6 +65,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.phases = Phases(self.device)
+        self._checked = False
         config = self.plan.config
         mesh = self.plan.topology.dense
         place = Place(self.plan.topology, self.rank)
@@ -146,8 +147,9 @@ class Trainer:
         for index in range(rounds):
             with self.phases("data"):
                 batch = self.batches.of_training(step, index)
-            if step == 1 and index == 0:
+            if not self._checked:  # the first of this process, of a resumed run too
                 check_batch(*batch, self.device)
+                self._checked = True
             # from stage 2 on there is no room for whole gradients beyond a round
             due = index == rounds - 1 or self.plan.config.parallel.zero >= 2
             reducer = self.reducer if reduce and due else None
