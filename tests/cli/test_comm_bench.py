@@ -187,7 +187,7 @@ def test_as_a_job_the_bench_is_the_command_of_the_tasks(work, capsys):
         f"--dtypes float32 --sizes 1KiB:4KiB --iterations 20 --warmup 3 --alone 2 --over pipe "
         f"--timeout 60 --pairs --min-busbw pipe=2 --run-folder {files.run} "
     )
-    assert f'    {command}"$run/job/config.yaml"\n' in script
+    assert f'    {command}"$_tdp_run/job/config.yaml"\n' in script
     assert "#SBATCH --nodes=2\n" in script and "#SBATCH --time=5\n" in script
     assert "name: one-bench" in files.config.read_text()
     (noted,) = read_records(files.records)

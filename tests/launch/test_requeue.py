@@ -10,6 +10,7 @@ from torchdistpackage.launch.requeue import (
     Limits,
     Word,
     decide,
+    decide_in_job,
     needed_s,
     no_progress,
     quantile,
@@ -139,5 +140,36 @@ def test_a_decision_is_one_line_that_a_shell_can_read(word):
 
 
 def test_an_unknown_word_is_refused_with_those_that_are_known():
-    with pytest.raises(LaunchError, match=r"'again now'.*finished, requeue, chain, stop"):
-        Decision.parse("again now")
+    with pytest.raises(LaunchError, match=r"'later now'.*finished, requeue, chain, stop, again"):
+        Decision.parse("later now")
+
+
+KILLED = "after step 9: rank 2: killed by signal 9 (SIGKILL)"
+BEFORE = Decision(Word.AGAIN, KILLED)
+
+
+@pytest.mark.parametrize(
+    ("died", "before", "more", "word"),
+    [
+        (KILLED, None, {"left": 1}, Word.AGAIN),
+        (KILLED, Decision(Word.REQUEUE, KILLED), {"left": 1}, Word.AGAIN),
+        (KILLED.replace("9:", "8:"), BEFORE, {"left": 1}, Word.AGAIN),
+        (KILLED.replace("rank 2", "rank 3"), BEFORE, {"left": 1}, Word.AGAIN),
+        (KILLED, BEFORE, {"left": 5}, Word.STOP),
+        (KILLED, None, {"left": 0}, Word.STOP),
+        (KILLED, None, {"left": 1, "time_up": "the job ends in 3 s"}, Word.STOP),
+        (KILLED, None, {"left": 1, "bad_node": "killed by SIGBUS"}, Word.STOP),
+    ],
+)
+def test_ranks_start_anew_in_their_job_unless_that_is_in_vain(died, before, more, word):
+    found = decide_in_job(died, before, **more)
+    assert found.word is word and found.reason.startswith(died)
+    assert all(str(value) in found.reason for key, value in more.items() if key != "left")
+
+
+def test_ranks_that_start_anew_in_their_job_use_up_no_requeue():
+    limits = Limits(max_requeues=1)
+    assert not refusal([0, 5], 12, limits, in_job=1)
+    assert "1 requeues used up" in refusal([0, 5], 12, limits)
+    assert decide("USR1", [0, 5, 9], 12, limits, in_job=2).word is Word.REQUEUE
+    assert decide("USR1", [0, 12, 12], 12, limits, in_job=2).word is Word.STOP, "no progress"

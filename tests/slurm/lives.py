@@ -60,16 +60,21 @@ def told(run: Path) -> list[tuple]:
 
 
 def send(
-    cluster: Cluster, folder: Path, name: str, *changes: str, record: str | None = ""
+    cluster: Cluster,
+    folder: Path,
+    name: str,
+    *changes: str,
+    record: str | None = "",
+    env: dict[str, str] | None = None,
 ) -> tuple[Path, str]:
     """`tdp submit` with changes and options; the run folder and the job's id.
 
-    record: None if it is not one run that is submitted; then there is no id.
+    record: None if it is not one run that is submitted; then there is no id. env: more variables.
     """
     kept = {change.partition("=")[0] for change in changes}
     base = [x for x in RUN if x.partition("=")[0] not in kept]
     words = [str(CONFIG), f"run.dir={folder}", f"run.name={name}", *base, *changes]
-    out = cluster.tdp("submit", *words).stdout
+    out = cluster.tdp("submit", *words, env=env).stdout
     run = folder / name
     if record is None:
         return run, ""

@@ -18,8 +18,8 @@ def submit(cluster: Cluster, folder):
 def nowhere(cluster: Cluster, folder) -> Lived:
     """Requeued from outside as soon as it has started, before a rank has loaded torch."""
     watch = (
-        'until grep -qs "\\"$start\\"" "$run/job/starts.jsonl"; do sleep 0.2; done; '
-        'scontrol requeue "$job"'
+        'until grep -qs "\\"$_tdp_start\\"" "$_tdp_run/job/starts.jsonl"; do sleep 0.2; done; '
+        'scontrol requeue "$_tdp_job"'
     )
     prologue = f"launch.slurm.prologue={json.dumps([f'({watch}) &'])}"
     run, job = send(cluster, folder, "nowhere", *ONE_NODE, prologue, "launch.requeue.signals=[]")

@@ -169,3 +169,17 @@ class ByGlobalRank(UnevenTokens):
     def batch(self, split, seed, step, data_index, num_data, per_rank, *, first=0):
         mine = dist.get_rank() * per_rank
         return super().batch(split, seed, step, data_index, num_data, per_rank, first=first + mine)
+
+
+class Mortal(Paced):
+    """The same, and the first time that `rank` is asked for `step` is its end."""
+
+    def __init__(self, seq_len: int, num_val: int, pause_s: float, rank: int, step: int, note: str):
+        super().__init__(seq_len, num_val, pause_s)
+        self.end, self.note = (rank, step), Path(note)
+
+    def batch(self, split, seed, step, *args, **more):
+        if split == "train" and (dist.get_rank(), step) == self.end and not self.note.exists():
+            self.note.write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().batch(split, seed, step, *args, **more)

@@ -135,6 +135,9 @@ StepsOrZero = Annotated[
     _Whole,
     Wants(f"a whole number, 0 or more, up to {MAX_STEPS:,}"),
 ]
+Restarts = Annotated[
+    int, Field(ge=0, le=1000), _Whole, Wants("a whole number, 0 or more, up to 1,000")
+]
 ZeroStage = Annotated[int, Field(ge=0, le=3), _Whole, Wants("0, 1, 2 or 3")]
 Seed = Annotated[int, Field(ge=0, lt=2**63), _Whole, Wants("a whole number from 0 to 2**63 - 1")]
 

@@ -238,6 +238,7 @@ class Requeue(Section):
     max_requeues: k.CountOrZero = Field(
         default=20, le=1 << 20, description="Times the run may come back; after that it stays down."
     )
+    in_job_restarts: k.Restarts = Field(default=0, description="Times a job starts its ranks anew.")
     signals: k.Signals = Field(
         default=("USR1", "USR2", "TERM", "HUP"),
         description="Signals on which all ranks save and end.",

@@ -14,6 +14,8 @@ from torchdistpackage.errors import LaunchError
 
 STOPPED = 75
 """Exit code of a run that saved and ended early; started again, it goes on (EX_TEMPFAIL)."""
+NOT_BACK = 76
+"""Exit code of a job that should have come back and did not, or whose ranks left no word."""
 _QUANTILE = 0.98
 """Of the durations seen: high, because one step too many costs all steps since the last save."""
 _UNKNOWN_SAVE_STEPS = 10
@@ -28,6 +30,7 @@ class Word(StrEnum):
     REQUEUE = "requeue"  # the same job again, under its id
     CHAIN = "chain"  # a new job, behind this one
     STOP = "stop"  # saved, and not to come back by itself
+    AGAIN = "again"  # a rank died; all anew in this job, from what is saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,25 +116,50 @@ def no_progress(steps: Sequence[int], step: int) -> bool:
     return len(steps) >= 2 and steps[-2] == steps[-1] == step
 
 
-def refusal(steps: Sequence[int], step: int, limits: Limits) -> str:
-    """Why no further start is made after those that began at `steps`; "" if one may be."""
+def refusal(steps: Sequence[int], step: int, limits: Limits, in_job: int = 0) -> str:
+    """Why no further start is made after those that began at `steps`; "" if one may be.
+
+    in_job: how many of these were no requeues, but ranks that were started anew in their job.
+    """
     if no_progress(steps, step):
         return f"two starts in a row ended at step {step}, where they had begun"
-    if len(steps) > limits.max_requeues:
-        return (
-            f"{len(steps) - 1} requeues used up launch.requeue.max_requeues={limits.max_requeues}"
-        )
+    if (num := len(steps) - in_job) > limits.max_requeues:
+        return f"{num - 1} requeues used up launch.requeue.max_requeues={limits.max_requeues}"
     return ""
 
 
-def decide(reason: str, steps: Sequence[int], step: int, limits: Limits) -> Decision:
+def decide_in_job(
+    died: str, before: Decision | None, *, left: int, time_up: str = "", bad_node: str = ""
+) -> Decision:
+    """What becomes of a run that `died` so, after which step included, in a job that goes on.
+
+    before: what was decided of the start before this one. left: restarts in this job. time_up: why
+    the job is too short for one. bad_node: what speaks against the node.
+    """
+    again = Decision(Word.AGAIN, died)
+    if bad_node:
+        why = f"the node is to blame: {bad_node}"
+    elif str(before) == str(again):
+        why = "the start before died of the same at the same step"
+    elif time_up:
+        why = time_up
+    elif left < 1:
+        why = "no restart is left (launch.requeue.in_job_restarts, a signal, or a silent node)"
+    else:
+        return again
+    return Decision(Word.STOP, f"{died}; not again in this job: {why}")
+
+
+def decide(
+    reason: str, steps: Sequence[int], step: int, limits: Limits, in_job: int = 0
+) -> Decision:
     """What becomes of a run that was told to end for `reason` and saved `step`.
 
-    steps: where each start of this job began, the present one last.
+    steps: where each start of this job began, the present one last. in_job: see `refusal`.
     """
     reason = f"after step {step}: {reason}"
     if limits.mode == "never":
         return Decision(Word.STOP, f"{reason}; launch.requeue.mode is never")
-    if why := refusal(steps, step, limits):
+    if why := refusal(steps, step, limits, in_job):
         return Decision(Word.STOP, f"{reason}; not again: {why}")
     return Decision(Word(limits.mode), reason)

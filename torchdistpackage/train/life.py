@@ -17,7 +17,7 @@ from torchdistpackage.launch.durable import write_whole
 from torchdistpackage.launch.requeue import Decision, Limits, Word, decide, time_is_up
 from torchdistpackage.launch.signals import Noted
 from torchdistpackage.launch.slurm.files import JobFiles, start_id
-from torchdistpackage.launch.slurm.starts import series_of, this_start
+from torchdistpackage.launch.slurm.starts import in_job, series_of, this_start
 
 _KEPT = 100
 _TIMES = "save_s.json"
@@ -86,9 +86,10 @@ def end(life: Life, folder: Path, step: int, env: Mapping[str, str]) -> Decision
     if start_id(env) == "local":
         return Decision(Word.STOP, f"after step {step}: {life.reason()}; started again it goes on")
     files = JobFiles(folder)
-    steps = [s.step for s in series_of(files, this_start(files, env, step))]
+    starts = series_of(files, this_start(files, env, step))
     reason = f"after step {step}: {life.reason()}"
-    decision = decide(life.reason(), steps, step, life.limits)
+    steps = [start.step for start in starts]
+    decision = decide(life.reason(), steps, step, life.limits, in_job(starts))
     if decision.word is Word.CHAIN and not env.get("TDP_BATCH"):
         why = "nobody here chains jobs, which the script of tdp submit does"
         decision = Decision(Word.STOP, f"{decision.reason}; {why}")

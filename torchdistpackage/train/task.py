@@ -19,7 +19,7 @@ from torchdistpackage.errors import RankError
 from torchdistpackage.launch.requeue import Word
 from torchdistpackage.launch.slurm.again import may_requeue, read_decision
 from torchdistpackage.launch.slurm.files import JobFiles
-from torchdistpackage.launch.slurm.script import UNTIL_IT_LISTENS
+from torchdistpackage.launch.slurm.script_ranks import UNTIL_IT_LISTENS
 from torchdistpackage.train.folder import run_folder
 
 _KILLED_WITHIN_S = 300.0

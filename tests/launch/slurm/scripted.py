@@ -7,7 +7,8 @@ from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.slurm.commands import Ran
 
 NO_ACCOUNTING = Ran(1, "", "Slurm accounting storage is disabled\n")
-UNHEARD_OF = Ran(1, "", "slurm_load_jobs error: Invalid job id specified\n")
+UNHEARD_OF = Ran(0)
+"""squeue is silent about ids that it does not know, if there are two of them."""
 
 Answer = Ran | str | LaunchError | Callable[[Sequence[str]], "Answer"]
 
@@ -39,6 +40,11 @@ class Scripted:
         return sum(args[0] == command for args in self.asked)
 
 
+def ids_of(args: Sequence[str]) -> list[str]:
+    """The jobs that squeue is asked for, each once."""
+    return list(dict.fromkeys(args[-1].split(",")))
+
+
 def row(job: str, state: str, *, code: int = 0, used: str = "0:01", nodes: str = "n1") -> str:
     """A line of squeue; nobody needs the padding."""
     return f"{job}|{state}|0|{code}|{used}|{nodes}|None|\n"
@@ -52,7 +58,7 @@ class Programs:
         self.folder = folder
         self._asked = folder / "asked"
         self._asked.touch()
-        self.say("squeue", UNHEARD_OF.err, code=1)
+        self.say("squeue", "")
         self.say("sacct", NO_ACCOUNTING.err, code=1)
         self.say("scancel", "")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.slurm.folders import submitted
-from tests.launch.slurm.scripted import Scripted, row
+from tests.launch.slurm.scripted import Scripted, ids_of, row
 from torchdistpackage.errors import ConfigError, LaunchError
 from torchdistpackage.launch.slurm.follow import Tail, follow, rank_logs
 from torchdistpackage.launch.slurm.runs import Run, Status
@@ -76,13 +76,13 @@ def test_what_a_job_wrote_last_is_read_although_it_has_ended(run: Run):
 
 def test_a_chained_job_is_followed_too(run: Run):
     def chains(args: Sequence[str]) -> str:
-        if args[-1] == "7":
+        if ids_of(args) == ["7"]:
             submitted(run.folder, "8", 2000.0)
-        return row(args[-1], "COMPLETED")
+        return row(ids_of(args)[0], "COMPLETED")
 
     slurm = Scripted(squeue=chains)
     follow_main(run, slurm, Day())
-    assert [args[-1] for args in slurm.asked if args[0] == "squeue"] == ["7", "8"]
+    assert [ids_of(args) for args in slurm.asked if args[0] == "squeue"] == [["7"], ["8"]]
 
 
 def test_a_controller_that_is_away_ends_nothing(run: Run):
@@ -101,6 +101,23 @@ def test_a_tail_reads_each_byte_once_also_of_a_file_that_begins_anew(tmp_path: P
     path.write_text("d\n")
     assert tail.more([path, tmp_path / "none"]) == "d\n"
     assert Tail({path: 1}).more([path]) == "\n"
+
+
+def test_a_character_that_is_written_in_parts_is_passed_on_whole(tmp_path: Path):
+    one, other, tail = tmp_path / "a", tmp_path / "b", Tail()
+    snake, cut = "\N{SNAKE}".encode(), b"\xff"
+    said = ""
+    for byte in snake:
+        with one.open("ab") as file:
+            file.write(bytes([byte]))
+        with other.open("ab") as file:
+            file.write(b".")
+        said += tail.more([one, other])
+    assert said == "...\N{SNAKE}."
+    one.write_bytes(snake[:2])  # a new file, and what is no character at all
+    assert tail.more([one]) == ""
+    one.write_bytes(snake[:2] + cut + b"x")
+    assert tail.more([one]) == "\N{REPLACEMENT CHARACTER}" * 2 + "x"
 
 
 def test_a_ranks_logs_are_those_of_all_its_starts_in_order(run: Run):

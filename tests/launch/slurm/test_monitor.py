@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.slurm.folders import measured, started, submitted
-from tests.launch.slurm.scripted import UNHEARD_OF, Answer, Scripted, row
+from tests.launch.slurm.scripted import UNHEARD_OF, Answer, Scripted, ids_of, row
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.slurm.commands import NoAnswer, Ran
 from torchdistpackage.launch.slurm.monitor import RunTarget, ScriptTarget, Target, monitor
@@ -99,14 +99,14 @@ def test_a_job_that_the_user_cancelled_stays_cancelled(script: Path):
 
 
 def test_a_script_that_always_fails_is_given_up(script: Path):
-    slurm = Story(lambda args: row(args[-1], "FAILED", code=256))
+    slurm = Story(lambda args: row(ids_of(args)[0], "FAILED", code=256))
     stop, _ = run_monitor(ScriptTarget(script, ENV, slurm), slurm, Clock())
     assert stop.fate is Fate.FAILED
     assert slurm.count("sbatch") == 2
 
 
 def test_bad_nodes_are_borne_longer_and_ever_more_slowly(script: Path):
-    clock, slurm = Clock(), Story(lambda args: row(args[-1], "NODE_FAIL"))
+    clock, slurm = Clock(), Story(lambda args: row(ids_of(args)[0], "NODE_FAIL"))
     stop, _ = run_monitor(ScriptTarget(script, ENV, slurm), slurm, clock)
     assert stop.reason == "job 13 ended as NODE_FAIL after 5 resubmissions, the limit"
     assert clock.slept == [30.0, 60.0, 120.0, 240.0, 480.0]
@@ -195,9 +195,9 @@ def test_a_successor_chained_at_the_last_moment_is_seen(tmp_path: Path):
     run = submitted(tmp_path / "a", "7")
 
     def chains(args: Sequence[str]) -> str:
-        if args[-1] == "7":
+        if ids_of(args) == ["7"]:
             submitted(run.folder, "8", 2000.0)
-        return row(args[-1], "COMPLETED")
+        return row(ids_of(args)[0], "COMPLETED")
 
     stop, _ = run_monitor(RunTarget(run, ENV, Story(chains)), Story(chains), Clock())
     assert stop == Stop(Fate.SUCCEEDED, "job 8 is COMPLETED")
@@ -223,7 +223,7 @@ def test_progress_of_a_run_is_counted_in_steps(tmp_path: Path):
     dies: list[Answer] = [trains, row("7", "FAILED", used="9:00:00")]
 
     def squeue(args: Sequence[str]) -> Answer:
-        jobs = args[-1].split(",")
+        jobs = ids_of(args)
         if jobs == ["7"] and len(dies) > 1:
             return dies.pop(0)
         return "".join(row(job, "FAILED", used="9:00:00") for job in jobs)

@@ -10,17 +10,11 @@ from pathlib import Path
 import pytest
 
 from torchdistpackage.config.load import loads
+from torchdistpackage.launch.requeue import NOT_BACK, STOPPED
+from torchdistpackage.launch.slurm.batch_job import BatchJob, CodePaths
 from torchdistpackage.launch.slurm.files import JobFiles
 from torchdistpackage.launch.slurm.job import batch_job, preview
-from torchdistpackage.launch.slurm.script import (
-    STOPPED,
-    BatchJob,
-    CodePaths,
-    directive,
-    setup_lines,
-    text,
-    verdict_lines,
-)
+from torchdistpackage.launch.slurm.script import directive, setup_lines, text, verdict_lines
 from torchdistpackage.launch.slurm.sweep import Sweep
 
 ODD = '/shared/my run\'s "x" $HOME 100%/runs'
@@ -29,11 +23,20 @@ printf '%s\\0' "$(basename "$0")" "$@" >>"$NOTED"
 printf '\\n' >>"$NOTED"
 case $(basename "$0") in
 srun)
+    case $* in *" true") exit "${CHECK_CODE:-0}" ;; esac
     env >"$NOTED.env"
+    printf '%s' "$PWD" >"$NOTED.cwd"
     [ -z "$WORD" ] || echo "$WORD" >"$RUN/job/decision.7.${SLURM_RESTART_COUNT:-0}"
     exit "${SRUN_CODE:-0}"
     ;;
-squeue) case "$*" in *%e*) echo "$END" ;; *) echo "${STATE:-RUNNING}" ;; esac ;;
+squeue)
+    [ -z "$WARNING" ] || echo "$WARNING" >&2
+    answer=${STATE-RUNNING None}
+    case $* in *%e*) answer=$END ;; esac
+    for format in "$@"; do :; done
+    format=${format#--format=}
+    [ -z "$answer" ] || echo "${format%%=*}=$answer"
+    ;;
 sbatch) env >"$NOTED.sbatch"; echo "${NEXT:-8}" ;;
 scontrol) exit "${SCONTROL_CODE:-0}" ;;
 python) exit "${VERDICT:-3}" ;;
@@ -70,7 +73,7 @@ def bash(tmp_path: Path):
         def __init__(self) -> None:
             self.commands = tmp_path / "bin"
             self.commands.mkdir()
-            for name in ("srun", "squeue", "sbatch", "scontrol", "python"):
+            for name in ("srun", "squeue", "sbatch", "scontrol", "python", "sleep"):
                 (self.commands / name).write_text(STUB)
                 (self.commands / name).chmod(0o755)
             JobFiles(self.folder).job.mkdir(parents=True)
@@ -85,7 +88,7 @@ def bash(tmp_path: Path):
                     "PATH": f"{self.commands}:/usr/bin:/bin",
                     "NOTED": str(self.noted),
                     "RUN": str(self.folder),
-                    "WORD": "",
+                    "WORD": "finished well",
                     "END": "2030-01-01T00:00:00",
                     "SLURM_JOB_ID": "7",
                     "SLURM_JOB_NODELIST": "n[1-2]",
@@ -95,7 +98,7 @@ def bash(tmp_path: Path):
                 text=True,
                 timeout=30,
             )
-            assert done.stderr == ""
+            assert done.stderr == "" or env.get("WARNING", "\n") in done.stderr
             return done
 
         def words(self, command: str) -> list[list[str]]:
@@ -243,10 +246,10 @@ def test_a_job_without_an_end_sets_none(bash, end: str):
         ({"WORD": "finished all is done"}, 0, "job 7: finished: all is done"),
         ({"WORD": "stop saved; no more"}, STOPPED, "job 7: stop: saved; no more"),
         ({"WORD": "finished x", "SRUN_CODE": "143"}, 0, "finished"),
-        ({"SRUN_CODE": "143"}, 3, ""),
-        ({"SRUN_CODE": "143", "VERDICT": "127"}, 143, ""),
-        ({"SRUN_CODE": "143", "VERDICT": "0"}, 143, ""),
-        ({}, 0, ""),
+        ({"WORD": "", "SRUN_CODE": "143"}, 3, ""),
+        ({"WORD": "", "SRUN_CODE": "143", "VERDICT": "127"}, 143, ""),
+        ({"WORD": "", "SRUN_CODE": "143", "VERDICT": "0"}, 143, ""),
+        ({"WORD": ""}, NOT_BACK, "left no word"),
     ],
 )
 def test_the_exit_code_is_that_of_the_ranks_word(bash, env, code, said):
@@ -256,14 +259,16 @@ def test_the_exit_code_is_that_of_the_ranks_word(bash, env, code, said):
 
 
 def test_ranks_without_a_word_are_asked_for_a_verdict(bash):
-    bash(job_of("{nodes: 2}", bash.folder), SRUN_CODE="143", SLURM_RESTART_COUNT="2")
+    env = {"WORD": "", "SRUN_CODE": "143", "SLURM_RESTART_COUNT": "2"}
+    bash(job_of("{nodes: 2}", bash.folder), **env)
     module = "torchdistpackage.launch.slurm.verdict"
     assert bash.words("python") == [["-m", module, str(bash.folder), "7.2", "143", "4"]]
 
 
 def test_the_word_of_an_earlier_start_is_not_this_ones(bash):
     (bash.folder / "job" / "decision.7.0").write_text("requeue earlier\n")
-    assert bash(job_of(run=bash.folder), SLURM_RESTART_COUNT="1", SRUN_CODE="5").returncode == 3
+    env = {"WORD": "", "SLURM_RESTART_COUNT": "1", "SRUN_CODE": "5"}
+    assert bash(job_of(run=bash.folder), **env).returncode == 3
     assert not bash.words("scontrol")
 
 
@@ -271,12 +276,81 @@ def test_a_requeue_is_asked_for_once_and_only_while_the_job_runs(bash):
     job = job_of(run=bash.folder)
     assert bash(job, WORD="requeue time is up").returncode == 0
     assert bash.words("scontrol") == [["requeue", "7"]]
-    for state in ("COMPLETING", "PENDING", "CANCELLED", "slurm_load_jobs error: x"):
+    for state in ("COMPLETING", "PENDING BeginTime", "CANCELLED", "A_NEW_WORD"):
         done = bash(job, WORD="requeue time is up", STATE=state)
-        assert (done.returncode, bash.words("scontrol")) == (0, [])
+        assert (done.returncode, bash.words("scontrol")) == (NOT_BACK, [])
         assert f"not requeued here, it is {state}" in done.stdout
     done = bash(job, WORD="requeue time is up", SCONTROL_CODE="1")
-    assert done.returncode == 1 and "launch.requeue.mode=chain" in done.stdout
+    assert done.returncode == NOT_BACK and "launch.requeue.mode=chain" in done.stdout
+
+
+def test_what_slurms_tools_warn_of_is_no_answer(bash):
+    warned = {"WARNING": "squeue: error: plugin is old", "STATE": "RUNNING None"}
+    assert bash(job_of(run=bash.folder), WORD="requeue time", **warned).returncode == 0
+    assert bash.words("scontrol") == [["requeue", "7"]]
+    assert int(bash.env()["TDP_JOB_END_S"]) > 1_890_000_000
+    chain = job_of(run=bash.folder, overrides=["launch.requeue.mode=chain"])
+    assert bash(chain, WORD="chain time", **warned).returncode == 0
+    assert len(bash.words("sbatch")) == 1
+
+
+def test_a_slurm_that_does_not_answer_is_asked_again_and_then_the_job_has_failed(bash):
+    done = bash(job_of(run=bash.folder), WORD="requeue time is up", STATE="")
+    assert done.returncode == NOT_BACK and not bash.words("scontrol")
+    states = [words for words in bash.words("squeue") if not words[-1].endswith("%e")]
+    assert len(states) == 6 and len(bash.words("sleep")) == 6
+
+
+PROLOGUES = (
+    ("start=$(date +%s)", "run=/elsewhere", "job=8", "word=x", "state=x", "script=/x", "nodes=9"),
+    ("say() { exit 4; }", "_tdp_word=x", "_tdp_status=0", "_tdp_state() { echo PENDING; }"),
+    ("set -e", "set -u", "set -f"),
+    ("trap 'exit 5' ERR", "trap 'exit 6' EXIT", "trap 'exit 7' TERM"),
+    ("IFS=0123456789", "cd /"),
+    ("srun() { exit 8; }", "squeue() { exit 8; }", "scontrol() { exit 8; }", "sed() { exit 8; }"),
+    ("shopt -s expand_aliases", "alias scontrol=false printf=false read=false"),
+    ("export SLURM_JOB_ID=9", "unset SLURM_RESTART_COUNT SLURM_JOB_NODELIST"),
+    ("exec >/dev/null",),
+)
+
+
+@pytest.mark.parametrize("lines", PROLOGUES, ids=lambda lines: lines[0])
+def test_a_prologue_cannot_keep_a_run_from_coming_back(bash, lines):
+    job = job_of(f"{{nodes: 2, prologue: {json.dumps([*lines, 'export MINE=1'])}}}", bash.folder)
+    assert bash(job, WORD="requeue time is up").returncode == 0
+    assert bash.words("scontrol") == [["requeue", "7"]]
+    ((*words,),) = bash.words("srun")
+    assert words[:2] == ["--nodes=2", "--ntasks=4"]
+    assert words[-1] == f"{bash.folder}/job/config.yaml" and bash.env()["MINE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("lines", "code"),
+    [
+        (["exit 5"], 5),
+        (["set -e", "false"], 1),
+        (["_tdp_run=/elsewhere"], 1),
+        (["_tdp_say() { :; }", "_tdp_nodes=9"], 1),
+    ],
+)
+def test_a_prologue_that_ends_or_takes_a_name_of_the_script_fails_the_job(bash, lines, code):
+    done = bash(job_of(f"{{prologue: {json.dumps(lines)}}}", bash.folder), WARNING="readonly")
+    assert (done.returncode == code and not bash.noted.exists()) or not bash.words("srun")
+
+
+@pytest.mark.parametrize("line", ["if true; then", "cat <<EOF", "x='", "}", "fi"])
+def test_a_prologue_that_bash_cannot_read_fails_the_job_before_it_runs(bash, line):
+    done = bash(job_of(f"{{prologue: {json.dumps([line])}}}", bash.folder), WARNING="job.sbatch")
+    assert done.returncode not in (0, STOPPED) and not bash.words("srun")
+
+
+def test_names_in_messages_are_words_and_no_commands(bash, tmp_path):
+    names = [f"x$(touch {tmp_path}/INJ)", "y`touch INJ`", "z'; touch INJ; '", 'w"; touch INJ; "']
+    for name in names:
+        job = job_of(f"{{modules: [{json.dumps(name)}]}}", bash.folder)
+        done = bash(job, WARNING="module")
+        assert (done.returncode, f"no module {name}\n" in done.stdout) == (1, True)
+    assert not list(tmp_path.rglob("INJ"))
 
 
 def test_a_chained_job_comes_from_a_clean_environment_and_is_noted(bash):
@@ -350,3 +424,46 @@ def test_the_preview_is_the_script_but_for_the_code(tmp_path: Path):
     assert f"run={tmp_path}/runs/one\n" in shown
     assert f"export TDP_CODE={tmp_path}/runs/one/code/SNAPSHOT/tree" in shown
     assert sys.executable in shown
+
+
+ATTEMPTS = """#!/bin/bash
+# srun of a job whose ranks die until the attempt named DIES; python decides that all go on
+case $(basename "$0") in
+srun)
+    case $* in *" true") exit "${CHECK_CODE:-0}" ;; esac
+    echo "${TDP_ATTEMPT:-none}" >>"$NOTED.attempts"
+    own=7.0$([ "$TDP_ATTEMPT" = 0 ] || echo ".$TDP_ATTEMPT")
+    [ "$TDP_ATTEMPT" -lt "$DIES" ] || { echo "finished well" >"$RUN/job/decision.$own"; exit 0; }
+    [ -z "$TOLD" ] || kill -TERM "$PPID"
+    exit 137
+    ;;
+python)
+    printf '%s ' "${@:4}" >>"$NOTED.asked"
+    echo >>"$NOTED.asked"
+    [ "${7}" -lt 1 ] || echo "again after step 3: killed" >"$RUN/job/decision.$4"
+    exit 9
+    ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("env", "code", "attempts", "left"),
+    [
+        ({"DIES": "2"}, 0, "012", "21"),
+        ({"DIES": "9"}, 9, "012", "210"),
+        ({"DIES": "9", "CHECK_CODE": "1"}, 9, "0", "0"),
+        ({"DIES": "9", "TOLD": "1"}, 9, "0", "0"),
+    ],
+)
+def test_ranks_are_started_anew_in_the_job_while_all_is_well(bash, env, code, attempts, left):
+    for name in ("srun", "python"):
+        (bash.commands / name).write_text(ATTEMPTS)
+    job = job_of("{nodes: 2}", bash.folder, overrides=["launch.requeue.in_job_restarts=2"])
+    done = bash(job, **env)
+    assert done.returncode == code, done.stdout
+    assert Path(f"{bash.noted}.attempts").read_text().split() == list(attempts)
+    asked = [line.split() for line in Path(f"{bash.noted}.asked").read_text().splitlines()]
+    assert [words[-2] for words in asked] == list(left) and asked[0][-1] == "30"
+    assert [words[-5] for words in asked] == ["7.0", "7.0.1", "7.0.2"][: len(asked)]
+    assert done.stdout.count("again: after step 3: killed") == len(attempts) - 1

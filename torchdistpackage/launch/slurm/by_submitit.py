@@ -12,13 +12,10 @@ from pathlib import Path
 
 from torchdistpackage.config.schema import Requeue
 from torchdistpackage.errors import ConfigError, LaunchError
+from torchdistpackage.launch.slurm.batch_job import BatchJob
 from torchdistpackage.launch.slurm.files import JobFiles
-from torchdistpackage.launch.slurm.script import (
-    UNTIL_IT_LISTENS,
-    BatchJob,
-    setup_lines,
-    verdict_lines,
-)
+from torchdistpackage.launch.slurm.script import setup_lines, verdict_lines
+from torchdistpackage.launch.slurm.script_ranks import UNTIL_IT_LISTENS
 
 # What submitit states itself: by its own parameters, or because its protocol rests on it.
 _ITS_OWN = ("job-name", "output", "error", "open-mode", "array", "signal")
@@ -36,6 +33,11 @@ def check(job: BatchJob, requeue: Requeue) -> None:
         raise ConfigError(
             "launch.requeue.mode=chain: submitit only requeues its jobs; submit via sbatch, or set "
             "requeue or never"
+        )
+    if job.again:
+        raise ConfigError(
+            "launch.requeue.in_job_restarts: submitit starts the ranks once in a job; submit via "
+            "sbatch, or set it to 0"
         )
     if "time" not in dict(job.options):
         raise ConfigError(

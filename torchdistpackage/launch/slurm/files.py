@@ -13,10 +13,12 @@ def start_id(env: Mapping[str, str]) -> str:
     """`<job id>.<restart count>` of the Slurm job in `env`; "local" outside of one.
 
     A requeued job keeps its id, and Slurm counts its restarts; the tasks of an array have ids of
-    their own. A batch script can put the same name together.
+    their own. Where the batch script starts the ranks anew, their number follows: `7.0.1`. A batch
+    script can put the same name together.
     """
-    job = env.get("SLURM_JOB_ID")
-    return f"{job}.{env.get('SLURM_RESTART_COUNT') or 0}" if job else "local"
+    job, attempt = env.get("SLURM_JOB_ID"), env.get("TDP_ATTEMPT", "0")
+    start = f"{job}.{env.get('SLURM_RESTART_COUNT') or 0}" if job else "local"
+    return f"{start}.{attempt}" if job and attempt != "0" else start
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,11 @@ class JobFiles:
     def records(self) -> Path:
         """One JSON object per submission of this run (`records.Record`)."""
         return self.job / "submissions.jsonl"
+
+    @property
+    def intent(self) -> Path:
+        """A submission that sbatch was called for, until its job is noted (`intent`)."""
+        return self.job / "intent.json"
 
     @property
     def starts(self) -> Path:

@@ -4,6 +4,7 @@ One rule: a log only grows, and a restart with a file of its own comes after the
 was passed on once is never passed on again.
 """
 
+import codecs
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -44,25 +45,34 @@ def _restart(path: Path) -> int:
 
 @dataclass(slots=True)
 class Tail:
-    """What several files hold together, each read once. read_bytes: where to begin, if not at 0."""
+    """What several files hold together, each read once. read_bytes: where to begin, if not at 0.
+
+    A character of which only a part is written is passed on when the rest is.
+    """
 
     read_bytes: dict[Path, int] = field(default_factory=dict[Path, int])
+    _cut: dict[Path, bytes] = field(default_factory=dict[Path, bytes])
 
     def more(self, paths: Sequence[Path]) -> str:
         """What was added to `paths` since the last call, in their order."""
-        parts: list[bytes] = []
+        parts: list[str] = []
         for path in paths:
             at = self.read_bytes.get(path, 0)
             try:
                 with path.open("rb") as file:
-                    at = at if at <= file.seek(0, 2) else 0  # a shorter one is a new file
+                    if at > file.seek(0, 2):  # a shorter one is a new file
+                        at = 0
+                        self._cut.pop(path, None)
                     file.seek(at)
                     data = file.read()
             except OSError:
                 continue
             self.read_bytes[path] = at + len(data)
-            parts.append(data)
-        return b"".join(parts).decode(errors="replace")
+            decoder = codecs.getincrementaldecoder("utf-8")("replace")
+            parts.append(decoder.decode(self._cut.pop(path, b"") + data))
+            if rest := decoder.getstate()[0]:
+                self._cut[path] = rest
+        return "".join(parts)
 
 
 def follow(

@@ -16,8 +16,9 @@ from torchdistpackage.config.problem import ConfigProblems
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm_options import header, ours
 from torchdistpackage.config.slurm_shape import LAYOUT, JobShape, shape_of
+from torchdistpackage.launch.slurm.batch_job import BatchJob, CodePaths
 from torchdistpackage.launch.slurm.files import JobFiles
-from torchdistpackage.launch.slurm.script import BatchJob, CodePaths, text
+from torchdistpackage.launch.slurm.script import text
 from torchdistpackage.launch.slurm.sweep import Sweep
 
 _SIGNAL_S = 30
@@ -94,6 +95,9 @@ def batch_job(
         modules=ours(section, "modules"),
         conda=next(iter(conda), None),
         prologue=ours(section, "prologue"),
+        leaves_word=command is None,
+        again=config.launch.requeue.in_job_restarts if command is None else 0,
+        margin_s=config.launch.requeue.margin_s,
     )
 
 

@@ -14,15 +14,18 @@ from pathlib import Path
 from torchdistpackage.errors import HeldError, LaunchError
 from torchdistpackage.launch.lock import hold, holder_of
 from torchdistpackage.launch.slurm import suspects
-from torchdistpackage.launch.slurm.commands import Runner
+from torchdistpackage.launch.slurm.commands import NoAnswer, Runner
 from torchdistpackage.launch.slurm.commands import run as run_command
 from torchdistpackage.launch.slurm.environment import clean
 from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.slurm.intent import resolve, submit
 from torchdistpackage.launch.slurm.look import GRACE_S, Looked, look
-from torchdistpackage.launch.slurm.records import Record, append_record
+from torchdistpackage.launch.slurm.records import Record
 from torchdistpackage.launch.slurm.runs import Run
 from torchdistpackage.launch.slurm.states import JobInfo, base
 
+_LOST = re.compile(r"timed? ?out|contact|connect|communicat|send|recv|message", re.IGNORECASE)
+"""In what sbatch says when it is the answer of the controller that failed, not the request."""
 _EXCLUDE = re.compile(r"^#SBATCH\s+(?:--exclude[=\s]|-x\s*)\s*(\S+)", re.MULTILINE)
 
 
@@ -85,6 +88,8 @@ def resubmit(
 
     env: the caller's environment; sbatch gets what is the user's of it.
 
+    A job of an earlier call whose answer was lost is noted instead.
+
     Raises:
         LaunchError: a job of the run is alive, its script is gone, or Slurm refuses.
     """
@@ -93,6 +98,8 @@ def resubmit(
 
 
 def _resubmit(run: Run, env: Mapping[str, str], runner: Runner, now: float) -> Record:
+    if (lost := resolve(run.files, runner, now)) is not None:
+        return lost
     for info in alive(run, runner, now_s=now):
         raise LaunchError(
             f"{run.name} is not over: job {info.job} is {info.state or 'just submitted'}; "
@@ -103,16 +110,17 @@ def _resubmit(run: Run, env: Mapping[str, str], runner: Runner, now: float) -> R
     task = run.latest.job[len(base(run.latest.job)) + 1 :]
     options = [f"--array={task}"] if task else []
     nodes = suspects.excluded(run.files.suspects, now)
-    job = sbatch(script, env, runner, options=[*options, *exclusion(script, nodes)])
+    options += exclusion(script, nodes)
     record = replace(
         run.latest,
-        job=f"{job}_{task}" if task else job,
+        job=f"_{task}" if task else "",
         time_s=now,
         via="sbatch",
         host=socket.gethostname(),
     )
-    append_record(run.files.records, record)
-    return record
+    intents = [(run.files, record)]
+    (noted,) = submit(intents, lambda: sbatch(script, env, runner, options=options), runner)
+    return noted
 
 
 def exclusion(script: Path, nodes: Sequence[str]) -> list[str]:
@@ -137,11 +145,13 @@ def sbatch(
 
     Raises:
         LaunchError: there is no such script, or Slurm does not take it.
+        NoAnswer: it may have taken it.
     """
     if not script.is_file():
         raise LaunchError(f"there is no batch script {script}; submit the run anew")
     ran = runner(["sbatch", "--parsable", *options, str(script)], env=clean(env))
-    job = ran.out.strip().partition(";")[0]
-    if ran.code != 0 or not job.isdigit():
-        raise LaunchError(f"sbatch does not take {script}: {ran.why}")
-    return job
+    job = ran.out.strip().rpartition("\n")[2].partition(";")[0]
+    if ran.code == 0 and job.isdigit():
+        return job
+    lost = ran.code == 0 or _LOST.search(ran.err)
+    raise (NoAnswer if lost else LaunchError)(f"sbatch does not take {script}: {ran.why}")

@@ -2,7 +2,9 @@
 
 One rule: the controller is right about what it knows. The accounting lags behind it by seconds (a
 job that is being requeued is NODE_FAIL there), so it only adds to the controller's answer, and
-speaks for jobs that the controller has forgotten.
+speaks for jobs that the controller has forgotten. An answer is what stands on standard output after
+code 0: for an id that it does not know squeue fails, as it does when it is not answered; of several
+it is silent, so a single one is asked for twice.
 """
 
 import time
@@ -27,8 +29,6 @@ GRACE_S = 60.0
 _EARLIER_S = 3600.0
 """The accounting is asked for jobs from so long before the first submission on: clocks differ."""
 _TIME = "%Y-%m-%dT%H:%M:%S"
-_UNHEARD_OF = "Invalid job id"
-"""squeue says this of a single id that it does not know; of several it is silent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,9 @@ def look(ids: Sequence[str], runner: Runner = run, *, since_s: float | None = No
     """
     if not ids:
         return Looked({})
-    ran = runner([*SQUEUE, "-j", _joined(ids)])
-    if ran.code != 0 and _UNHEARD_OF not in ran.err:
+    asked = _joined(ids)
+    ran = runner([*SQUEUE, "-j", asked if "," in asked else f"{asked},{asked}"])
+    if ran.code != 0:
         raise LaunchError(f"squeue cannot say how jobs {_joined(ids)} are: {ran.why}")
     known = parse_squeue(ran.out)
     gone = [job for job in ids if _select(job, known).fate is not Fate.ALIVE]

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.slurm.script import CodePaths
+from torchdistpackage.launch.slurm.batch_job import CodePaths
 from torchdistpackage.launch.slurm.tree import LARGE_BYTES, Tree, some
 
 PACKAGE = Path(__file__).resolve().parents[2]

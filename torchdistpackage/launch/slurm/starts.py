@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -32,6 +32,17 @@ class Start:
     nodes: str
     host: str
     step: int
+
+    @property
+    def attempt(self) -> int:
+        """How often the ranks had been started before in the same start of the job."""
+        _, _, attempt = f"{self.start}.0.0".split(".")[:3]
+        return int(attempt)
+
+
+def in_job(starts: Iterable[Start]) -> int:
+    """How many of `starts` came in the job of the one before, which was not requeued for them."""
+    return sum(start.attempt > 0 for start in starts)
 
 
 def read_starts(path: Path) -> list[Start]:
@@ -73,8 +84,8 @@ def series_of(files: JobFiles, start: Start) -> list[Start]:
 
 def refusal_of(files: JobFiles, start: Start, limits: Limits) -> str:
     """Why this start, which Slurm made of itself, is not to train; "" if it is."""
-    steps = [s.step for s in series_of(files, start)[:-1]]
-    why = refusal(steps, start.step, limits)
+    before = series_of(files, start)[:-1]
+    why = refusal([s.step for s in before], start.step, limits, in_job([*before, start]))
     return why and (
         f"not started again at step {start.step}, which is saved: {why}; submit it again to go on, "
         f"the logs of its starts are in {files.logs}"

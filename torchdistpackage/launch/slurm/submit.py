@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchdistpackage.config.schema import RunConfig
@@ -20,15 +20,17 @@ from torchdistpackage.config.slurm_options import ours
 from torchdistpackage.errors import ConfigError, LaunchError
 from torchdistpackage.launch.durable import write_whole
 from torchdistpackage.launch.slurm import suspects
+from torchdistpackage.launch.slurm.batch_job import BatchJob
 from torchdistpackage.launch.slurm.commands import Runner
 from torchdistpackage.launch.slurm.commands import run as run_command
 from torchdistpackage.launch.slurm.environment import options_dropped
 from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.slurm.intent import resolve, submit
 from torchdistpackage.launch.slurm.job import absolute, batch_job, job_shape
 from torchdistpackage.launch.slurm.jobs import alive, exclusion, refuse_held, sbatch
 from torchdistpackage.launch.slurm.records import Record, append_record, read_records
 from torchdistpackage.launch.slurm.runs import Run
-from torchdistpackage.launch.slurm.script import BatchJob, text
+from torchdistpackage.launch.slurm.script import text
 from torchdistpackage.launch.slurm.snapshot import (
     Snapshot,
     code_paths,
@@ -132,15 +134,17 @@ def prepare(
 
 
 def refuse_alive(prepared: Prepared, runner: Runner = run_command) -> None:
-    """Two would write to one run folder.
+    """Two would write to one run folder; a job whose submission got no answer is noted first.
 
     Raises:
         HeldError: a run writes there that was not submitted.
         LaunchError: a job of one of the runs waits or runs, or Slurm cannot say.
     """
     for folder, _ in prepared.runs:
+        files = JobFiles(folder)
+        resolve(files, runner, time.time())
         refuse_held(folder)
-        records = read_records(JobFiles(folder).records)
+        records = read_records(files.records)
         if not records:
             continue
         for info in alive(Run(folder, records), runner):
@@ -176,26 +180,27 @@ def send(
     if shutil.which("sbatch", path=env.get("PATH")) is None:
         raise LaunchError("there is no sbatch here; submit from where it is, on a login node")
     lay_out(prepared, now_s)
+    record = Record(
+        job="",
+        time_s=now_s,
+        via=via,
+        script=job.script,
+        code=job.code.folder,
+        nodes=job.shape.nodes_text,
+        host=socket.gethostname(),
+    )
+    folders = [JobFiles(folder) for folder, _ in prepared.runs]
     if enqueue is not None:
         ids = enqueue(prepared, nodes)
-    else:
-        job_id = _sbatch(Path(job.script), nodes, env, runner)
-        ids = [f"{job_id}_{i}" for i in range(len(job.runs))] if job.is_array else [job_id]
-    records = tuple(
-        Record(
-            job=own_id,
-            time_s=now_s,
-            via=via,
-            script=job.script,
-            code=job.code.folder,
-            nodes=job.shape.nodes_text,
-            host=socket.gethostname(),
-        )
-        for own_id in ids
-    )
-    for record, (folder, _) in zip(records, prepared.runs, strict=True):
-        append_record(JobFiles(folder).records, record)
-    return Submitted(records, notes)
+        records = [replace(record, job=own_id) for own_id in ids]
+        for files, own in zip(folders, records, strict=True):
+            append_record(files.records, own)
+        return Submitted(tuple(records), notes)
+    tasks = [f"_{i}" if job.is_array else "" for i in range(len(folders))]
+    intents = [(f, replace(record, job=task)) for f, task in zip(folders, tasks, strict=True)]
+    script = Path(job.script)
+    records = submit(intents, lambda: _sbatch(script, nodes, env, runner), runner)
+    return Submitted(tuple(records), notes)
 
 
 def _sbatch(script: Path, nodes: Sequence[str], env: Mapping[str, str], runner: Runner) -> str:
@@ -204,7 +209,7 @@ def _sbatch(script: Path, nodes: Sequence[str], env: Mapping[str, str], runner: 
     except LaunchError as error:
         said = str(error).rpartition(f"{script}: ")[2].lower()
         advice = next((f"; {advice}" for part, advice in _ADVICE if part in said), "")
-        raise LaunchError(f"{error}{advice}") from error
+        raise type(error)(f"{error}{advice}") from error
 
 
 def lay_out(prepared: Prepared, now_s: float) -> None:

@@ -2,20 +2,26 @@
 
 Run by the batch script when the ranks are gone and left no decision:
 
-    python -m torchdistpackage.launch.slurm.verdict RUN_FOLDER START CODE NUM_RANKS
+    python -m torchdistpackage.launch.slurm.verdict RUN_FOLDER START CODE NUM_RANKS [LEFT MARGIN_S]
+
+With LEFT, how often this job may start its ranks anew, it leaves word if that is to be done now.
 
 One rule: the ranks' own reports count. What srun returned (CODE) is the code of whichever task it
 heard of first, or of its own killing of the others.
 """
 
+import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchdistpackage.launch.durable import write_whole
 from torchdistpackage.launch.failure import Failure, culprit, how, is_consequence, report
 from torchdistpackage.launch.hostlist import expand
+from torchdistpackage.launch.requeue import Decision, Word, decide_in_job, time_is_up
 from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.slurm.runs import Run, decision, progress
 from torchdistpackage.launch.slurm.starts import read_starts
 from torchdistpackage.launch.slurm.suspects import evidence_of, record
 from torchdistpackage.launch.supervise import read_failures
@@ -67,13 +73,54 @@ def _without_culprit(
     return "\n".join(lines), code or 1
 
 
+def start_again(
+    folder: Path, start: str, num_ranks: int, left: int, margin_s: float, end_s: float | None
+) -> Decision:
+    """Whether the ranks are started anew in this job, where all nodes answer; AGAIN is written.
+
+    left: how often that may be done still. end_s: when the job ends, in seconds since 1970.
+    """
+    files, now_s = JobFiles(folder), time.time()
+    failures = [f for f in read_failures(files.failures(start)) if f.rank < num_ranks]
+    first = culprit(failures) if failures else None
+    died = "a rank died with what watched over it"
+    if first is not None and not is_consequence(first):
+        died = f"rank {first.rank}: {how(first)}"
+    evidence = evidence_of(first, start, now_s) if first is not None else None
+    earlier = [s for s in read_starts(files.starts) if s.start != start]
+    decided = decide_in_job(
+        f"after step {progress(Run(folder, ())).step or 0}: {died}",
+        decision(Run(folder, ()), earlier[-1]) if earlier else None,
+        left=left,
+        time_up=time_is_up(now_s, end_s, (), (), margin_s),
+        bad_node=evidence.reason if evidence else "",
+    )
+    if decided.word is Word.AGAIN:
+        write_whole(files.decision(start), f"{decided}\n")
+    return decided
+
+
 def main(argv: list[str]) -> int:
-    if len(argv) != 5 or not argv[3].lstrip("-").isdigit() or not argv[4].isdigit():
-        sys.stderr.write(f"usage: python -m {__spec__.name} RUN_FOLDER START CODE NUM_RANKS\n")
+    numbers = argv[3:]
+    if len(numbers) not in (2, 4) or not all(map(_is_number, numbers)):
+        usage = "RUN_FOLDER START CODE NUM_RANKS [LEFT MARGIN_S]"
+        sys.stderr.write(f"usage: python -m {__spec__.name} {usage}\n")
         return 2
-    text, code = verdict(Path(argv[1]), argv[2], int(argv[3]), int(argv[4]))
+    folder, start, num_ranks = Path(argv[1]), argv[2], int(numbers[1])
+    text, code = verdict(folder, start, int(numbers[0]), num_ranks)
+    if len(numbers) == 4:
+        end = os.environ.get("TDP_JOB_END_S", "")
+        end_s = float(end) if end.isdecimal() else None
+        left, margin_s = int(numbers[2]), float(numbers[3])
+        decided = start_again(folder, start, num_ranks, left, margin_s, end_s)
+        if decided.word is not Word.AGAIN:
+            sys.stdout.write(f"{decided.reason}\n")
     sys.stdout.write(text + "\n")
     return code
+
+
+def _is_number(text: str) -> bool:
+    return text.lstrip("-").replace(".", "", 1).isdigit()
 
 
 if __name__ == "__main__":

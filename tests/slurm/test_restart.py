@@ -1,0 +1,122 @@
+"""A job that comes back against all odds, and one that should have come back and says so.
+
+One run tells most of it: a site whose tools warn, a submission whose answer is lost, a prologue
+that takes the names of the script, a rank that is killed, a signal, and a requeue that is refused.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster
+from tests.slurm.lives import FOUR_NODES, Lived, ending, rows, send, told, until_step
+from torchdistpackage.launch.requeue import NOT_BACK
+
+STEPS, DIES, SAVE = 200, 9, 5
+ONE_RANK = ["launch.slurm.nodes=1", "launch.slurm.ntasks-per-node=1", "parallel.data=1",
+            "parallel.pipe=1", "pipeline.microbatches=1"]  # fmt: skip
+MEANT_WELL = ["start=$(date +%s)", "run=/elsewhere", "job=1", "word=", "state=", "cd /", "set -eu"]
+
+
+def submit(cluster: Cluster, folder: Path):
+    return {"back": cluster.beside(back, cluster, folder)}
+
+
+def mortal(folder: Path, name: str, rank: int, pause_s: float) -> list[str]:
+    args = (
+        f"num_val: 16, pause_s: {pause_s}, rank: {rank}, step: {DIES}, note: {folder}/{name}.note"
+    )
+    return [
+        *("data.name=null", "data.target=tests.train.sources:Mortal"),
+        *(f"data.args={{seq_len: 32, {args}}}", f"checkpoint.save_every={SAVE}"),
+        *("train.eval_every=0", "launch.requeue.in_job_restarts=1"),
+    ]
+
+
+def odd_site(folder: Path) -> dict[str, str]:
+    """squeue warns whenever it is asked; sbatch takes the job, and its answer is lost once."""
+    commands = folder / "bin"
+    commands.mkdir()
+    for name, lines in {
+        "squeue": 'echo "squeue: warning: this plugin is old" >&2\nexec /usr/bin/squeue "$@"',
+        "sbatch": f"""
+[ -e {folder}/lost ] && exec /usr/bin/sbatch "$@"
+touch {folder}/lost
+/usr/bin/sbatch "$@" >/dev/null
+echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2
+exit 1""",
+    }.items():
+        (commands / name).write_text(f"#!/bin/bash\n{lines}\n")
+        (commands / name).chmod(0o755)
+    return {"PATH": f"{commands}:{os.environ['PATH']}"}
+
+
+def back(cluster: Cluster, folder: Path) -> tuple[Lived, str, list[str]]:
+    """Killed at step 9, told to end a while later, and once more when it may not be requeued."""
+    words = [*ONE_RANK, *mortal(folder, "back", 0, 0.2), f"train.steps={STEPS}"]
+    words.append(f"launch.slurm.prologue={json.dumps(MEANT_WELL)}")
+    run, job = send(cluster, folder, "back", *words, env=odd_site(folder))
+    jobs = cluster.run("squeue", "-h", "-t", "all", "-n", "back", "-o", "%i").stdout.split()
+    until_step(cluster, run, DIES + 2, restart=1)
+    cluster.run("scancel", "--signal=USR1", job)
+    begun = rows(run)[-1]["step"]
+    until_step(cluster, run, begun + 2, restart=2)
+    after = cluster.sbatch(f"--dependency=afterok:{job}", "-o", "/dev/null", script="true")
+    cluster.run("scontrol", "update", f"jobid={job}", "requeue=0")
+    cluster.run("scancel", "--signal=USR1", job)
+    found = ending(cluster, run, job)
+    waits = cluster.job(after)
+    cluster.cancel(after)
+    return found, waits["Reason"], jobs
+
+
+@pytest.fixture(scope="module")
+def found(submitted) -> tuple[Lived, str, list[str]]:
+    return submitted["back"].result(timeout=400)
+
+
+def test_a_killed_rank_starts_anew_in_its_job(found):
+    life = found[0]
+    assert [s["start"] for s in life.starts] == [f"{life.job}.{x}" for x in ("0", "0.1", "1")]
+    assert life.starts[1]["step"] == SAVE * (DIES // SAVE)
+    again = (life.run / "job" / f"decision.{life.job}.0").read_text()
+    assert again.startswith(f"again after step {DIES - 1}: rank 0: killed by signal 9")
+    steps = [row["step"] for row in rows(life.run)]
+    assert steps == list(range(1, len(steps) + 1)), "each step once"
+    assert len(life.starts) - 1 == len(list(life.run.glob("logs/rank0.restart[12].log")))
+
+
+def test_neither_a_prologue_nor_a_warning_keeps_it_from_coming_back(found):
+    life = found[0]
+    assert life.decision(1).startswith("requeue") and "this plugin is old" in life.log
+    assert (life.run / "job" / f"decision.{life.job}.0.1").read_text().startswith("requeue")
+
+
+def test_a_requeue_that_is_refused_fails_the_job_with_a_code_of_its_own(found):
+    life, reason, _ = found
+    assert life.states[-1] == "FAILED" and life.code == f"{NOT_BACK}:0"
+    assert reason in ("Dependency", "DependencyNeverSatisfied")
+
+
+def test_one_submission_whose_answer_was_lost_is_one_job(found):
+    life, _, jobs = found
+    assert jobs == [life.job]
+    assert len((life.run / "job" / "submissions.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.full
+def test_four_ranks_of_which_one_is_killed_say_what_they_would_have_said(own_cluster, tmp_path):
+    lives = {}
+    for name in ("plain", "killed"):
+        if name == "plain":
+            (tmp_path / "plain.note").write_text("dead")
+        words = [*FOUR_NODES, *mortal(tmp_path, name, 2, 0.05), "train.steps=20"]
+        run, job = send(own_cluster, tmp_path, name, *words)
+        lives[name] = ending(own_cluster, run, job)
+    killed = lives["killed"]
+    assert told(killed.run) == told(lives["plain"].run) and len(told(killed.run)) == 20
+    assert killed.states == ["COMPLETED"] and killed.code == "0:0"
+    assert [s["start"] for s in killed.starts] == [f"{killed.job}.0", f"{killed.job}.0.1"]
+    assert "--- rank 2 on host n3" in killed.log

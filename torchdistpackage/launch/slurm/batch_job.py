@@ -1,0 +1,53 @@
+"""A batch job as a value: all that its script is made of.
+
+One rule: it holds values and no text of a shell, so that other ways to submit read it as well.
+"""
+
+from dataclasses import dataclass
+
+from torchdistpackage.config.slurm_shape import JobShape
+
+
+@dataclass(frozen=True, slots=True)
+class CodePaths:
+    """folder: the snapshot. paths: for PYTHONPATH, in order. here: what stands for the current
+    folder, where a user's own modules are looked for."""
+
+    folder: str
+    paths: tuple[str, ...]
+    here: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchJob:
+    """One job, or one array of them, as its script has it.
+
+    options: of sbatch, None for one without a value. runs: run folders, one for each task of an
+    array. script: where the text will be. command: words of a task, to which the path of the
+    configuration is added. python: words that start an interpreter on the first node. record:
+    fields of `records.Record` that a chained job shares with this one, as JSON without braces.
+    at_once: tasks of the array that may run at a time. notes: comments above options.
+    leaves_word: the ranks say how they ended, always. again: times the ranks may be started anew in
+    one start of the job; margin_s: for these to be worth it, so long must be left at least.
+    """
+
+    name: str
+    shape: JobShape
+    options: tuple[tuple[str, str | None], ...]
+    runs: tuple[str, ...]
+    script: str
+    code: CodePaths
+    command: tuple[str, ...]
+    python: tuple[str, ...]
+    record: str
+    is_array: bool = False
+    at_once: int | None = None
+    notes: tuple[tuple[str, str], ...] = ()
+    container: tuple[str, ...] = ()
+    srun: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    conda: str | None = None
+    prologue: tuple[str, ...] = ()
+    leaves_word: bool = True
+    again: int = 0
+    margin_s: float = 0.0
