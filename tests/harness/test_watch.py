@@ -4,11 +4,14 @@ All cases run at the same time: what is measured is waiting. A case is started o
 tests may look at what it left.
 """
 
+import contextlib
 import os
 import re
 import signal
+import tempfile
 import time
 import timeit
+from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +22,12 @@ import torch.distributed as dist
 from tests.harness.hanging import AXES, FAULTS
 from tests.processes import survivors
 from torchdistpackage.errors import ConfigError
+from torchdistpackage.harness.hang import dump
+from torchdistpackage.harness.hang.ending import Ending
 from torchdistpackage.harness.hang.marks import Clock, Marks
+from torchdistpackage.harness.hang.nearby import Nearby
 from torchdistpackage.harness.hang.stacks import FOREIGN
+from torchdistpackage.harness.watch import Watch
 from torchdistpackage.harness.watch_start import agree_on_start
 from torchdistpackage.launch.children import Child, ForkServer
 
@@ -234,6 +241,63 @@ def test_ranks_that_do_not_see_one_folder_are_refused_at_the_start(ranks, tmp_pa
         assert re.search(rf"rank 1 on \S+ at {re.escape(str(tmp_path))}/1; name one folder", text)
         assert f"{tmp_path}/0 makes is not seen by" in text
     assert list(tmp_path.glob("*/hang*")) == []
+
+
+def test_one_rank_of_a_host_looks_at_the_shared_folder_and_all_hear_of_an_alarm(
+    tmp_path, monkeypatch
+):
+    """Eight ranks; then one more, on another host, raises the alarm."""
+    opened, ended = Counter[str](), list[float]()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("torchdistpackage.harness.watch.LOOK_S", 0.4)
+    monkeypatch.setattr(Ending, "report", lambda *_: None)
+    monkeypatch.setattr(Ending, "end", lambda *_: ended.append(time.monotonic()))
+    plain = dump._is_marked
+    monkeypatch.setattr(dump, "_is_marked", lambda x: opened.update([x.name]) or plain(x))
+
+    with contextlib.ExitStack() as stack:
+        watches = [
+            Watch(tmp_path / "run", rank=rank, world_size=9, start="1", c_stacks=False)
+            for rank in range(8)
+        ]
+        for each in watches:
+            stack.enter_context(each)
+        time.sleep(1.6)
+        assert 2 <= opened["alarm"] <= 2 * 1.6 / 0.4, "each of 8 would have looked 4 times"
+        raised_s = time.monotonic()
+        dump.Folder(tmp_path / "run", "1").raise_alarm()
+        for each in watches:
+            each._thread.join(5)
+    assert len(ended) == 8 and max(ended) - raised_s < 0.4 + 1.0, "on a machine that is busy"
+    (own,) = tmp_path.glob("tdp-*")
+    assert own.stat().st_mode & 0o077 == 0 and list(own.iterdir()) == []
+
+
+def test_who_looked_for_the_others_is_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    first, second = (Nearby(tmp_path / "run", 0.2) for _ in range(2))
+    assert (first.is_due(), second.is_due()) == (True, False)
+    time.sleep(0.25)
+    assert (second.is_due(), first.is_due()) == (True, False)
+    (own,) = tmp_path.iterdir()
+    own.chmod(0o777)
+    third = Nearby(tmp_path / "run", 0.2)
+    third.raise_alarm()
+    assert (third.is_due(), third.is_due(), third.has_alarm) == (True, True, False), "not its own"
+
+
+def test_a_report_is_never_readable_by_others(tmp_path, monkeypatch):
+    modes, plain = list[int](), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: modes.append(os.fstat(fd).st_mode) or plain(fd))
+    before = os.umask(0)
+    try:
+        folder = dump.Folder(tmp_path, "1")
+        folder.make()
+        folder.write_report("stacks")
+    finally:
+        os.umask(before)
+    assert [mode & 0o777 for mode in modes[:1]] == [0o600]
+    assert folder.report.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_mark_costs_less_than_5_us():

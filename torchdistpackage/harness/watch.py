@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import dropwhile
+from itertools import count, dropwhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,6 +27,7 @@ from torchdistpackage.harness.hang.c_stacks import CStacks
 from torchdistpackage.harness.hang.dump import Dump, Folder, State
 from torchdistpackage.harness.hang.ending import END_S, Ending
 from torchdistpackage.harness.hang.marks import Clock, Marks
+from torchdistpackage.harness.hang.nearby import Nearby
 from torchdistpackage.harness.hang.process import Process
 from torchdistpackage.harness.hang.stacks import FOREIGN
 from torchdistpackage.harness.watch_start import agree_on_start
@@ -35,7 +36,9 @@ from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.topology.views import Topology
 
 LOOK_S = 1.0
-"""Between two looks at the folder."""
+"""Until every rank knows of an alarm in the folder."""
+PEEKS = 4
+"""In that time: looks at what this host knows, which cost the shared file system nothing."""
 FLIGHTS_S = 2.0
 """For the flight recorder's word."""
 _FRAMES = 64
@@ -132,7 +135,8 @@ class Watch(Marks):
             rank, State.HERE, Process.mine(), time.time(), failure=str(failure) if failure else None
         )
         self._clock = Clock(self)
-        self._look_s = min(LOOK_S, timeout_s / 4, self.first_timeout_s / 4)
+        self._peek_s = min(LOOK_S, timeout_s / 4, self.first_timeout_s / 4) / PEEKS
+        self._nearby = Nearby(self._folder.path, (PEEKS - 1) * self._peek_s)
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._loop_thread: int | None = None
         self._c_stacks = CStacks(enabled=c_stacks)
@@ -169,6 +173,7 @@ class Watch(Marks):
         if error is None or (isinstance(error, SystemExit) and not error.code):
             with contextlib.suppress(OSError):
                 self._write(state=State.LEFT)
+                self._nearby.leave()
                 self._folder.remove_if_all_left(self.world_size)
             return
         process = self._dump.process
@@ -184,15 +189,21 @@ class Watch(Marks):
     # -- the thread --------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._alarm.wait(self._look_s):
+        peeks = count()
+        while not self._alarm.wait(self._peek_s):
+            if looks := next(peeks) % PEEKS == 0:
+                self._c_stacks.arm()
             # a slow or failing file system is not the end of the run
             with contextlib.suppress(OSError):
                 if self._is_hung():
                     self._alarm.set()
-                elif self._dump.state is not State.HERE and not self._folder.path.exists():
+                elif (
+                    looks and self._dump.state is not State.HERE and not self._folder.path.exists()
+                ):
                     return  # all have ended well
         alarm_s, diagnosis = time.time(), None
         try:
+            self._nearby.raise_alarm()
             with contextlib.suppress(OSError):
                 self._folder.raise_alarm()
             with contextlib.suppress(OSError):
@@ -205,11 +216,10 @@ class Watch(Marks):
             self._ending.end(self._dump, diagnosis, self._told)
 
     def _is_hung(self) -> bool:
-        self._c_stacks.arm()
         over_s, begun = self._clock.over_s(), self.num_steps or self.num_slow
         if self._dump.state is State.HERE and begun and over_s > self._limit_s:
             return True
-        return self._folder.has_alarm
+        return self._nearby.has_alarm or (self._nearby.is_due() and self._folder.has_alarm)
 
     @property
     def _limit_s(self) -> float:

@@ -11,8 +11,10 @@ from pathlib import Path
 _HOST_LETTERS = 32
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
     """Write `text` to `path`, whose folder is made where it is missing.
+
+    mode: the rights of the file, from its first byte on, less the umask.
 
     Raises:
         OSError: it cannot be written; then `path` is as before.
@@ -20,7 +22,8 @@ def write_whole(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = beside(path)
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -152,8 +152,7 @@ class Folder:
         return _is_marked(self._alarm)
 
     def write_report(self, text: str) -> None:
-        write_whole(self.report, text + "\n")
-        self.report.chmod(0o600)
+        write_whole(self.report, text + "\n", mode=0o600)
         _append(self._reported)
 
     @property
