@@ -1,6 +1,8 @@
 """The bench on real ranks: all is measured and verified, one wrong element ends it on all."""
 
+import getpass
 import itertools
+import os
 import time
 
 import pytest
@@ -27,6 +29,22 @@ def measured(config: tuple[tuple[str, int], ...], request: Request) -> Report:
 
 
 full = pytest.mark.full
+
+
+def without_a_name() -> str:
+    """A user that no passwd entry knows, as in a container; the bench is not lost for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+            patch.delenv(name, raising=False)
+        patch.setattr(os, "getuid", lambda: 54_321)
+        with pytest.raises((KeyError, OSError)):
+            getpass.getuser()
+        report = measured((("data", 2),), Request(operations=("all_reduce",), sizes_bytes=(1024,), **QUICK))
+    return report.by.partition("@")[0]
+
+
+def test_a_user_without_a_name_has_a_number(ranks):
+    assert ranks(2).run(without_a_name) == ["54321"] * 2
 
 
 @pytest.mark.parametrize("over", [("pipe",), pytest.param((), marks=full)], ids=str)

@@ -5,6 +5,7 @@ arrives at the same report. All learn of a wrong element too, and stop.
 """
 
 import getpass
+import os
 import socket
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -58,6 +59,7 @@ def measure(request: Request, begin: Begin = lambda *_: None) -> Report:
         CommError: the backend failed.
         TopologyError: there is no group of a name in `request.over`.
     """
+    user = user_name()  # before hours of measuring, after which nothing may fail any more
     hosts = tuple(cast(list[str], primitives.gather_objects(socket.gethostname())))
     found: list[Row] = []
     for cell, plan in _cells(request, hosts):
@@ -67,7 +69,7 @@ def measure(request: Request, begin: Begin = lambda *_: None) -> Report:
     whole = tpc.get_group("global")
     return Report(
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
-        by=f"{getpass.getuser()}@{hosts[0]}",
+        by=f"{user}@{hosts[0]}",
         backend="nccl" if primitives.is_nccl(whole) else "gloo",
         device=_device_name(),
         torch=str(torch.__version__),
@@ -78,6 +80,14 @@ def measure(request: Request, begin: Begin = lambda *_: None) -> Report:
         rows=tuple(found),
         pairs=_pairs(request, len(hosts), begin) if request.pairs and len(hosts) > 1 else None,
     )
+
+
+def user_name() -> str:
+    """Of whoever runs this; the number where no variable and no passwd entry has a name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
 
 
 def _cells(request: Request, hosts: Sequence[str]) -> Iterator[tuple[Cell, list[Round]]]:
