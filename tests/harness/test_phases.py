@@ -31,7 +31,7 @@ def clock(monkeypatch):
 
 def phases_on(clock) -> Phases:
     phases = Phases()
-    calls.clock_s = clock
+    phases.clock_s = clock
     return phases
 
 
@@ -51,6 +51,19 @@ def test_times_add_up_and_the_inner_phase_is_not_in_the_outer(clock):
     times = phases.kept()[7]
     assert times["messages"] == pytest.approx(6)
     assert times["forward"] == pytest.approx(30)
+
+
+def test_phases_that_are_only_made_change_nothing_for_others(clock):
+    first, before = phases_on(clock), calls.clock_s
+    first.begin(1)
+    second = Phases()
+    assert calls.clock_s is clock is not before
+    with first("forward"):
+        clock.now_s += 3
+    first.end()
+    assert first.kept()[1]["forward"] == pytest.approx(3), "on its own clock"
+    second.begin(2)
+    assert calls.clock_s is second.clock_s
 
 
 def test_waiting_for_others_does_not_count(clock):

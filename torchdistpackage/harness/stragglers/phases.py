@@ -38,12 +38,13 @@ class Phases:
     tells a hang report (`calls.phase`, `calls.step`) what the rank was at.
 
     device: where the work is done; the CPU without. event: makes a mark on the stream.
+    clock_s: of this host; on a CPU of the thread that made this.
     """
 
     def __init__(self, device: torch.device | None = None, event: Callable[[], Event] = cuda_event):
         on_cuda = device is not None and device.type == "cuda"
         self._event = event if on_cuda else None
-        calls.clock_s = time.monotonic if on_cuda else clock_of_this_thread()
+        self.clock_s = time.monotonic if on_cuda else clock_of_this_thread()
         self._phases: dict[str, _Phase] = {}
         self._outer: list[str] = []
         self._current = ""
@@ -57,8 +58,11 @@ class Phases:
         return self._phases.get(name) or self._phases.setdefault(name, _Phase(self, name))
 
     def begin(self, step: int) -> None:
-        """Start `step`; what was counted since the last one ended is dropped."""
-        calls.step = step
+        """Start `step`; what was counted since the last one ended is dropped.
+
+        From here on waits are measured with the clock of these phases, until the world ends.
+        """
+        calls.step, calls.clock_s = step, self.clock_s
         self._totals, self._marks = {}, []
 
     def end(self) -> None:
@@ -80,7 +84,7 @@ class Phases:
         }
 
     def _go_to(self, name: str) -> None:
-        now_s = calls.clock_s() - calls.waited_s
+        now_s = self.clock_s() - calls.waited_s
         current = self._current
         self._totals[current] = self._totals.get(current, 0.0) + now_s - self._since_s
         self._current = calls.phase = name
