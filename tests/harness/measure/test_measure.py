@@ -39,7 +39,9 @@ def without_a_name() -> str:
         patch.setattr(os, "getuid", lambda: 54_321)
         with pytest.raises((KeyError, OSError)):
             getpass.getuser()
-        report = measured((("data", 2),), Request(operations=("all_reduce",), sizes_bytes=(1024,), **QUICK))
+        report = measured(
+            (("data", 2),), Request(operations=("all_reduce",), sizes_bytes=(1024,), **QUICK)
+        )
     return report.by.partition("@")[0]
 
 
