@@ -6,15 +6,21 @@ Read from the syntax trees, so that nothing hides in a function or behind TYPE_C
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 from fnmatch import fnmatch
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1] / "torchdistpackage"
-PACKAGE = ROOT.name
+from tests import package_files
+from tests.package_files import (
+    ROOT,
+    every_file,
+    files,
+    imports,
+    module_of,
+    name_of,
+    own_imports,
+)
 
 PURE_FOLDERS = ("errors", "bounded", "topology", "layout", "schedule", "config", "launch")
 ORDER = (
@@ -91,8 +97,6 @@ PURE_FILES = (
 )
 """Outside the pure folders: what planning, and importing the package, need."""
 
-MAX_LINES = 300
-
 ONLY_ARGUMENTS = ("ddp", "optim", "parallel", "checkpoint", "tools")
 """Folders that take plain arguments and never see the configuration or the launcher."""
 
@@ -131,64 +135,11 @@ MAY_LOAD_BY_NAME = {
 }
 """Loading by text escapes the rules on imports."""
 
-FORBIDDEN_CALLS = ("eval", "exec", "breakpoint", "input", "exit", "quit")
-
-
-def files() -> list[Path]:
-    return sorted(ROOT.rglob("*.py"))
-
-
-def name_of(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
-every_file = pytest.mark.parametrize("path", files(), ids=name_of)
-
-
-@cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
 
 def is_pure(path: Path) -> bool:
     folder = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    empty = path.name == "__init__.py" and not tree(path).body
+    empty = path.name == "__init__.py" and not package_files.tree(path).body
     return folder in PURE_FOLDERS or empty or any(fnmatch(name_of(path), f) for f in PURE_FILES)
-
-
-def module_of(path: Path) -> str:
-    parts = (PACKAGE, *path.relative_to(ROOT).with_suffix("").parts)
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def imports(path: Path, inside: ast.AST | None = None) -> Iterator[tuple[int, str]]:
-    """(line, module) of each import: the module itself where one is imported from its package."""
-    for node in ast.walk(inside or tree(path)):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name_of(path)}:{node.lineno}: write imports in full"
-            for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                yield node.lineno, whole if file_of(whole) else str(node.module)
-
-
-def file_of(module: str) -> Path | None:
-    """The file of one of our modules."""
-    first, *rest = module.split(".")
-    base = ROOT.joinpath(*rest)
-    candidates = (
-        (base.with_suffix(".py"), base / "__init__.py") if rest else (base / "__init__.py",)
-    )
-    return next((p for p in candidates if first == PACKAGE and p.is_file()), None)
-
-
-def own_imports(path: Path, inside: ast.AST | None = None) -> Iterator[tuple[int, Path]]:
-    for line, module in imports(path, inside):
-        if module.split(".")[0] == PACKAGE:
-            target = file_of(module)
-            assert target is not None, f"{name_of(path)}:{line}: there is no {module}"
-            yield line, target
 
 
 def place(path: Path) -> tuple[int, int]:
@@ -231,7 +182,9 @@ def test_only_the_right_half_knows_configuration_and_launcher(path: Path):
 
 
 def test_files_that_promise_to_need_no_torch_are_held_to_it():
-    promised = [p for p in files() if "no torch" in (ast.get_docstring(tree(p)) or "").lower()]
+    promised = [
+        p for p in files() if "no torch" in (ast.get_docstring(package_files.tree(p)) or "").lower()
+    ]
     assert len(promised) > 8
     assert [name_of(path) for path in promised if not is_pure(path)] == []
 
@@ -275,14 +228,14 @@ def torch_distributed_in(path: Path) -> list[str]:
     ]
     by_name = [
         f"line {node.lineno}: from torch import distributed"
-        for node in ast.walk(tree(path))
+        for node in ast.walk(package_files.tree(path))
         if isinstance(node, ast.ImportFrom)
         and node.module == "torch"
         and any(alias.name == "distributed" for alias in node.names)
     ]
     by_attribute = [
         f"line {node.lineno}: {ast.unparse(node)}"
-        for node in ast.walk(tree(path))
+        for node in ast.walk(package_files.tree(path))
         if isinstance(node, ast.Attribute)
         and ast.unparse(node).startswith("torch.distributed")
         and node.attr == "distributed"
@@ -314,7 +267,7 @@ def test_own_modules_are_imported_at_the_top(path: Path):
     """A late import hides a circle. Optional dependencies, which are not ours, may come late."""
     late = [
         f"line {line}: {name_of(target)} in {function.name}"
-        for function in ast.walk(tree(path))
+        for function in ast.walk(package_files.tree(path))
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         for line, target in own_imports(path, function)
     ]
@@ -325,7 +278,7 @@ def loads_by_name(path: Path) -> list[str]:
     """Calls of import_module and __import__."""
     return [
         f"line {node.lineno}: {ast.unparse(node.func)}"
-        for node in ast.walk(tree(path))
+        for node in ast.walk(package_files.tree(path))
         if isinstance(node, ast.Call)
         and ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__")
     ]
@@ -335,47 +288,6 @@ def loads_by_name(path: Path) -> list[str]:
 def test_modules_are_loaded_by_text_only_where_there_is_a_reason(path: Path):
     if name_of(path) not in MAY_LOAD_BY_NAME:
         assert loads_by_name(path) == []
-
-
-@every_file
-def test_files_stay_short(path: Path):
-    num_lines = path.read_text(encoding="utf-8").count("\n")
-    assert num_lines <= MAX_LINES
-
-
-@every_file
-def test_modules_open_with_what_they_are(path: Path):
-    body = tree(path).body
-    assert not body or ast.get_docstring(tree(path)), "no docstring"
-    if path.name == "__init__.py" and path.parent != ROOT:
-        assigned = {ast.unparse(t) for n in body if isinstance(n, ast.Assign) for t in n.targets}
-        defined = {node.name for node in body if isinstance(node, ast.FunctionDef)}
-        assert len(body) < 2 or "__getattr__" in defined, f"neither a text nor lazy: {assigned}"
-
-
-def shortcuts_in(path: Path) -> Iterator[str]:
-    """Calls and statements that have no place in a library."""
-    in_cli = path.relative_to(ROOT).parts[0] == "cli"
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            barred = FORBIDDEN_CALLS if in_cli else (*FORBIDDEN_CALLS, "print")
-            if node.func.id in barred:
-                yield f"line {node.lineno}: {node.func.id}()"
-        elif isinstance(node, ast.Assert) and node.msg is not None and user_sees(node.msg):
-            yield f"line {node.lineno}: assert with a text for a user: raise one of errors.py"
-    for line, module in imports(path):
-        if module.split(".")[0] in ("pdb", "ipdb"):
-            yield f"line {line}: {module}"
-
-
-def user_sees(message: ast.expr) -> bool:
-    """A text with values in it tells somebody what is wrong; a plain one notes an invariant."""
-    return not isinstance(message, ast.Constant)
-
-
-@every_file
-def test_no_shortcuts(path: Path):
-    assert list(shortcuts_in(path)) == []
 
 
 SAMPLES = {
@@ -404,7 +316,6 @@ SAMPLES = {
         "from importlib import import_module\nimport_module('torchdistpackage.cli.main')",
         "line 2: import_module",
     ),
-    "train/sample.py": (shortcuts_in, "def f(x):\n    print(x)", "line 2: print()"),
 }
 
 
@@ -412,5 +323,5 @@ SAMPLES = {
 def test_the_fence_holds(name: str, monkeypatch: pytest.MonkeyPatch):
     """Each kind of breach, in a file that does not exist, is seen."""
     look, text, expected = SAMPLES[name]
-    monkeypatch.setitem(globals(), "tree", lambda path: ast.parse(text))
+    monkeypatch.setattr(package_files, "tree", lambda path: ast.parse(text))
     assert list(look(ROOT / name)) == [expected]

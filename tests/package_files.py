@@ -1,0 +1,62 @@
+"""The package's files as the tests of its rules see them: names, syntax trees, imports."""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "torchdistpackage"
+PACKAGE = ROOT.name
+
+
+def files() -> list[Path]:
+    return sorted(ROOT.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+every_file = pytest.mark.parametrize("path", files(), ids=name_of)
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def module_of(path: Path) -> str:
+    parts = (PACKAGE, *path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path, inside: ast.AST | None = None) -> Iterator[tuple[int, str]]:
+    """(line, module) of each import: the module itself where one is imported from its package."""
+    for node in ast.walk(inside or tree(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}:{node.lineno}: write imports in full"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield node.lineno, whole if file_of(whole) else str(node.module)
+
+
+def file_of(module: str) -> Path | None:
+    """The file of one of our modules."""
+    first, *rest = module.split(".")
+    base = ROOT.joinpath(*rest)
+    candidates = (
+        (base.with_suffix(".py"), base / "__init__.py") if rest else (base / "__init__.py",)
+    )
+    return next((p for p in candidates if first == PACKAGE and p.is_file()), None)
+
+
+def own_imports(path: Path, inside: ast.AST | None = None) -> Iterator[tuple[int, Path]]:
+    for line, module in imports(path, inside):
+        if module.split(".")[0] == PACKAGE:
+            target = file_of(module)
+            assert target is not None, f"{name_of(path)}:{line}: there is no {module}"
+            yield line, target

@@ -1,0 +1,61 @@
+"""What a file of the package looks like: short, with a text at its head, without shortcuts."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import package_files
+from tests.package_files import ROOT, every_file, imports
+
+MAX_LINES = 300
+
+FORBIDDEN_CALLS = ("eval", "exec", "breakpoint", "input", "exit", "quit")
+
+
+@every_file
+def test_files_stay_short(path: Path):
+    num_lines = path.read_text(encoding="utf-8").count("\n")
+    assert num_lines <= MAX_LINES
+
+
+@every_file
+def test_modules_open_with_what_they_are(path: Path):
+    body = package_files.tree(path).body
+    assert not body or ast.get_docstring(package_files.tree(path)), "no docstring"
+    if path.name == "__init__.py" and path.parent != ROOT:
+        assigned = {ast.unparse(t) for n in body if isinstance(n, ast.Assign) for t in n.targets}
+        defined = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+        assert len(body) < 2 or "__getattr__" in defined, f"neither a text nor lazy: {assigned}"
+
+
+def shortcuts_in(path: Path) -> Iterator[str]:
+    """Calls and statements that have no place in a library."""
+    in_cli = path.relative_to(ROOT).parts[0] == "cli"
+    for node in ast.walk(package_files.tree(path)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            barred = FORBIDDEN_CALLS if in_cli else (*FORBIDDEN_CALLS, "print")
+            if node.func.id in barred:
+                yield f"line {node.lineno}: {node.func.id}()"
+        elif isinstance(node, ast.Assert) and node.msg is not None and user_sees(node.msg):
+            yield f"line {node.lineno}: assert with a text for a user: raise one of errors.py"
+    for line, module in imports(path):
+        if module.split(".")[0] in ("pdb", "ipdb"):
+            yield f"line {line}: {module}"
+
+
+def user_sees(message: ast.expr) -> bool:
+    """A text with values in it tells somebody what is wrong; a plain one notes an invariant."""
+    return not isinstance(message, ast.Constant)
+
+
+@every_file
+def test_no_shortcuts(path: Path):
+    assert list(shortcuts_in(path)) == []
+
+
+def test_a_shortcut_is_seen(monkeypatch: pytest.MonkeyPatch):
+    """In a file that does not exist."""
+    monkeypatch.setattr(package_files, "tree", lambda path: ast.parse("def f(x):\n    print(x)"))
+    assert list(shortcuts_in(ROOT / "train" / "sample.py")) == ["line 2: print()"]
