@@ -4,10 +4,13 @@
 can change alone.
 """
 
+import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +20,7 @@ from torchdistpackage.compat import paths
 from torchdistpackage.errors import NotAvailableError
 from torchdistpackage.launch.wire import unpack
 
+TESTS = Path(__file__).parents[1]
 ENTRIES = read("surface.yaml")
 BY_NAME = {entry["name"]: entry for entry in ENTRIES}
 """Where two modules have a name, the later one: only owners of methods are looked up."""
@@ -54,6 +58,8 @@ def test_the_table_is_well_formed():
         assert not attribute or BY_NAME[owner]["status"] == entry["status"]
         assert attribute or places(entry), f"{entry['name']} was nowhere"
         assert "signature" in entry or entry["kind"] in ("value", "method")
+        assert entry["meaning"], entry["name"]
+        assert (entry["status"] == "here") == bool(entry.get("test")), entry["name"]
 
 
 @by_name(HERE)
@@ -112,6 +118,26 @@ def test_the_table_of_paths_has_no_other_names():
     assert served <= listed
     kept = {"torchdistpackage", "torchdistpackage.ddp.naive_ddp", "torchdistpackage.parallel"}
     assert {path for path, _ in listed - served} <= kept, "only real files have names of their own"
+
+
+@pytest.mark.parametrize("test", sorted({entry["test"] for entry in HERE}))
+def test_the_test_that_shows_a_meaning_is_there(test: str):
+    """By name only: what the test shows is for its reader, and for who changes the meaning."""
+    file, _, name = test.partition("::")
+    tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    assert functions.count(name) == 1
+
+
+def test_what_is_not_as_it_was_is_on_the_page():
+    """The first column of its table has each name that differs, and no other."""
+    page = (TESTS.parent / "docs" / "coming_from.md").read_text(encoding="utf-8")
+    section = page.partition("\n## TorchDistPackage\n")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    told = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    assert len(set(told)) == len(told)
+    differ = {e["name"] for e in HERE if e.get("differs") or e.get("changed")}
+    assert set(told) == differ
 
 
 def test_every_earlier_tpc_method_is_there():

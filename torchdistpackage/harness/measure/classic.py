@@ -37,12 +37,12 @@ def test_collection(
     return _bandwidth(mode, ele_num_total, group)
 
 
-def test_all2all_balanced(ele_num_total: int, group: Group | None = None) -> tuple[float, float]:
+def test_all2all_balanced(ele_num: int, group: Group | None = None) -> tuple[float, float]:
     """The same of an all-to-all in which each rank sends each other one as much.
 
-    ele_num_total: float32 elements of a rank's send buffer, a multiple of the group's size.
+    ele_num: float32 elements of a rank's send buffer, a multiple of the group's size.
     """
-    return _bandwidth("all_to_all", ele_num_total, group)
+    return _bandwidth("all_to_all", ele_num, group)
 
 
 # the names are the earlier package's, and pytest would take them for tests
