@@ -75,6 +75,7 @@ PURE_FILES = (
     "parallel/__init__.py",
     "parallel/pipeline/piece_cost.py",
     "parallel/pipeline/refine.py",
+    "parallel/pipeline/cut_search.py",
     "parallel/pipeline/split.py",
     "parallel/tensor/layouts.py",
     "models/registry.py",

@@ -1,6 +1,7 @@
 """The cut is the best there is, found by trying all of them."""
 
 import itertools
+import random
 from collections import defaultdict
 
 import pytest
@@ -8,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchdistpackage.errors import ScheduleError
+from torchdistpackage.parallel.pipeline import cut_search
+from torchdistpackage.parallel.pipeline.cut_search import Problem
 from torchdistpackage.parallel.pipeline.piece_cost import (
     PieceCost,
     block_weights,
@@ -202,6 +205,51 @@ def test_even_lengths_differ_by_at_most_one(num_pieces, num_stages):
     ranges = split_evenly(num_pieces, num_stages)
     assert [i for r in ranges for i in r] == list(range(num_pieces))
     assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
+
+
+@pytest.mark.parametrize(("p", "v"), [(8, 2), (16, 4)])
+@pytest.mark.parametrize("num_pieces", [126, 254])
+def test_a_large_chain_is_cut_in_a_bounded_number_of_tries(p, v, num_pieces):
+    """126 blocks, whole or in halves, between an embedding and a head."""
+    costs = [0.1, *(1.0 + i % 2 for i in range(num_pieces - 2)), 2.5]
+    total, placement, asked = [0.0, *itertools.accumulate(costs)], [*range(p)] * v, 0
+
+    def time(stage: int, first: int, end: int) -> float:
+        nonlocal asked
+        asked += 1
+        return total[end] - total[first]
+
+    cut = Problem(num_pieces, placement, time, time).best()
+    assert asked < 800_000, "the whole search asks 3 million times for the smallest of these"
+    edges = [0, *cut.ends()[1:]]
+    ranges = [range(a, b) for a, b in itertools.pairwise(edges)]
+    spent = lambda stage, pieces: sum(costs[i] for i in pieces)  # noqa: E731
+    busiest = by_rank(spent, ranges, placement)
+    assert busiest == pytest.approx(cut.rank) and all(ranges) and edges[-1] == num_pieces
+    assert busiest <= sum(costs) / p + max(costs) / 2
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
+def test_a_walk_finds_as_good_a_cut_as_a_whole_search(monkeypatch, zigzag):
+    """Of random chains, on average; and what goes across a cut counts there too."""
+    draw, found = random.Random(3), {0: 0.0, cut_search.MOST_TRIED: 0.0}
+    p, v = 3, 2
+    placement = [*range(p), *reversed(range(p))] if zigzag else [*range(p)] * v
+    for _ in range(4):
+        costs = [draw.uniform(0.5, 1.5) for _ in range(24)]
+        crossing = [draw.uniform(0, 0.2) for _ in costs]
+        for most in found:
+            monkeypatch.setattr(cut_search, "MOST_TRIED", most)
+            cut = split_by_cost(costs, p * v, placement=placement, crossing=crossing)
+            cost = dict.fromkeys(range(p), 0.0)
+            for stage, pieces in enumerate(cut):
+                cost[placement[stage]] += sum(costs[i] for i in pieces)
+            for stage, pieces in enumerate(cut[1:]):
+                if placement[stage] != placement[stage + 1]:
+                    for rank in placement[stage : stage + 2]:
+                        cost[rank] += crossing[pieces.start]
+            found[most] += max(cost.values())
+    assert found[0] <= found[cut_search.MOST_TRIED] * 1.002
 
 
 def test_nonsense_is_refused():

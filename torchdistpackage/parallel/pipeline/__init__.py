@@ -10,8 +10,8 @@ The executor      executor (runs one rank's program), steps (the program as boun
                   local_stage, boundary (what crosses between stages), clock, recording.
 Backwards         split_backward (I and W) on backward_graph and weight_gradients; reduction (tells
                   the reducer which backward is the last).
-Where to cut      split (on costs, on paper), piece_cost, profile (measured), partition (policies
-                  by name), flatten, stage (a Sequential), traced (by torch.fx), hugging_face
-                  with fewer_blocks.
+Where to cut      split (on costs, on paper) by cut_search, piece_cost, profile (measured),
+                  partition (policies by name), flatten, stage (a Sequential), traced (by
+                  torch.fx), hugging_face with fewer_blocks.
 By hand           p2p with moves and tensor_parts: messages under the names of the earlier package.
 """

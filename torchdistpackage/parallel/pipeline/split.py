@@ -4,20 +4,12 @@ The busiest rank sets the pace, so a cut is judged by the largest sum of costs o
 the largest stage. This file imports no torch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 from torchdistpackage.errors import ScheduleError
-
-Span = Callable[[int, int, int], float]
-"""(stage, first piece, first piece of the next stage) -> what the stage costs or holds."""
-
-KEPT = (4, 48)
-"""Partial cuts that end at one piece and are kept, where ranks run several stages: in a first
-search, whose answer bounds the second one, and in that. Of 48,769 random cases of up to twelve
-pieces one missed a cut that was better, by 0.04 %."""
+from torchdistpackage.parallel.pipeline.cut_search import Problem, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +51,10 @@ def split_by_cost(
     what a cut before it adds to the stages on its two sides, where these are on two ranks.
 
     By dynamic programming over stages and pieces; exact for the busiest rank where each runs one
-    stage, and but for what KEPT leaves out where they run several. What comes after that, the
-    largest stage and even ones, is preferred on the way and not searched for. With fewer pieces
-    than stages, stages without a piece stand last.
+    stage, and but for what `cut_search.KEPT` leaves out where they run several. Of many pieces in
+    many stages a good cut is searched for, in about a second. What comes after that, the largest
+    stage and even ones, is preferred on the way and not searched for. With fewer pieces than
+    stages, stages without a piece stand last.
 
     Raises:
         ScheduleError: fewer than one stage, a placement of another number, a negative cost, a
@@ -90,13 +83,13 @@ def split_by_cost(
         share = work(0, 0, num_pieces) / max(used, 1) + max(costs, default=0.0)
         share += 2 * max(crossing or (), default=0.0)
         busiest = max(map(places.count, places), default=0)
-        cut = _best(num_pieces, places, time, work, most=busiest * share)
+        cut = Problem(num_pieces, places, time, work).best(busiest * share)
         assert cut is not None
     else:
         held = _held(memory)
-        cut = _best(num_pieces, places, time, work, held, memory.cap_bytes)
+        cut = Problem(num_pieces, places, time, work, held, memory.cap_bytes).best()
         if cut is None:
-            least = _best(num_pieces, places, held, held)
+            least = Problem(num_pieces, places, held, held).best()
             assert least is not None
             raise ScheduleError(
                 f"no cut of {num_pieces} pieces into {num_stages} stages holds at most "
@@ -116,126 +109,6 @@ def split_evenly(
     lengths = [short + (i < longer) for i in range(num_stages)]
     ends = accumulate(reversed(lengths) if longer_last else lengths, initial=0)
     return tuple(range(a, b) for a, b in pairwise(ends))
-
-
-class _Cut(NamedTuple):
-    """A cut of the first `end` pieces; the smaller in this order is the better.
-
-    rank, stage: largest sum of a rank and of a stage; of ranks that have stages to come, `open` and
-    `full` tell what they cost and hold so far.
-    """
-
-    rank: float
-    stage: float
-    squares: float
-    open: tuple[float, ...]
-    full: tuple[float, ...]
-    end: int
-    before: "_Cut | None"
-
-    def ends(self) -> list[int]:
-        return [*(self.before.ends() if self.before else ()), self.end]
-
-    def beats(self, other: "_Cut") -> bool:
-        """Whether nothing that follows could make `other` the better one by its busiest rank."""
-        return (
-            self.rank <= other.rank
-            and all(a <= b for a, b in zip(self.open, other.open, strict=True))
-            and all(a <= b for a, b in zip(self.full, other.full, strict=True))
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Search:
-    """Stage by stage, for every piece at which the stages so far may end, the best ways to do so.
-
-    work: the part of `time` that grows with every piece. most: what a rank may cost, held and cap:
-    what it holds and may hold, kept: see KEPT.
-    """
-
-    num_pieces: int
-    placement: Sequence[int]
-    time: Span
-    work: Span
-    held: Span | None
-    cap: float
-    most: float
-    kept: int
-
-    def best(self) -> _Cut | None:
-        """None where no cut keeps to cap and most."""
-        ended: dict[int, list[_Cut]] = {0: [_Cut(0.0, 0.0, 0.0, (), (), 0, None)]}
-        going: list[int] = []  # ranks in the order of _Cut.open
-        for stage, rank in enumerate(self.placement):
-            at = going.index(rank) if rank in going else None
-            last = rank not in self.placement[stage + 1 :]
-            reached: dict[int, list[_Cut]] = {}
-            for cuts in ended.values():
-                for cut in cuts:
-                    for longer in self._extended(cut, stage, at, last):
-                        reached.setdefault(longer.end, []).append(longer)
-            ended = {end: self._worth_keeping(cuts) for end, cuts in reached.items()}
-            going = [r for r in going if r != rank] + ([] if last else [rank])
-        return min(ended.get(self.num_pieces, ()), default=None)
-
-    def _extended(self, cut: _Cut, stage: int, at: int | None, last: bool) -> Iterator[_Cut]:
-        """`cut` with one more stage, of every length. at: of its rank in `open`."""
-        left = len(self.placement) - stage - 1
-        spent, full = (0.0, 0.0) if at is None else (cut.open[at], cut.full[at])
-        others, others_full = cut.open, cut.full
-        if at is not None:
-            others = others[:at] + others[at + 1 :]
-            others_full = others_full[:at] + others_full[at + 1 :]
-        # what is not done by now must fit into the time that other ranks have left
-        going = len(set(self.placement[stage + 1 :]) - {self.placement[stage]} if last else ())
-        room = going * self.most - sum(others) if last else float("inf")
-        for end in range(cut.end + 1 if left else self.num_pieces, self.num_pieces - left + 1):
-            here = self.time(stage, cut.end, end)
-            holds = full + (0.0 if self.held is None else self.held(stage, cut.end, end))
-            if spent + self.work(stage, cut.end, end) > self.most or holds > self.cap:
-                break
-            if spent + here > self.most or self.work(stage, end, self.num_pieces) > room:
-                continue
-            yield _Cut(
-                max(cut.rank, spent + here) if last else cut.rank,
-                max(cut.stage, here),
-                cut.squares + here * here,
-                others if last else (*others, spent + here),
-                others_full if last else (*others_full, holds),
-                end,
-                cut,
-            )
-
-    def _worth_keeping(self, cuts: list[_Cut]) -> list[_Cut]:
-        """Those that no other beats, up to `kept`."""
-        cuts.sort(key=lambda cut: (max(cut.open, default=0.0), cut[:3]))
-        if not cuts[0].open:
-            return cuts[:1]
-        kept: list[_Cut] = []
-        for cut in cuts:
-            if not any(other.beats(cut) for other in kept):
-                kept.append(cut)
-                if len(kept) == self.kept:
-                    break
-        return kept
-
-
-def _best(
-    num_pieces: int,
-    placement: Sequence[int],
-    time: Span,
-    work: Span,
-    held: Span | None = None,
-    cap: float = float("inf"),
-    most: float = float("inf"),
-) -> _Cut | None:
-    best = None
-    for kept in KEPT:
-        most *= 1 + 1e-9
-        found = _Search(num_pieces, placement, time, work, held, cap, most, kept).best()
-        if found is not None:
-            best, most = found, found.rank
-    return best
 
 
 def _sums(values: Sequence[float]) -> Span:
