@@ -30,3 +30,17 @@ def test_every_link_to_a_file_leads_to_one(page: Path):
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
     lost = [x for x in links if "://" not in x and not (page.parent / x).exists()]
     assert not lost
+
+
+def test_what_is_to_be_touched_for_something_new_is_there():
+    """Each file, folder and constant that CONTRIBUTING.md names."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    text = text[text.index("## Where something new goes") : text.index("## Habits")]
+    files = [x for x in re.findall(r"`([^`<>]+)`", text) if "/" in x and " " not in x]
+    assert len(files) > 12
+    homes = (ROOT, ROOT / "torchdistpackage")
+    assert [x for x in files if not any((home / x).exists() for home in homes)] == []
+    tables = re.findall(r"`([A-Z_]{4,})`", text)
+    schedules = (ROOT / "torchdistpackage/schedule/generate.py").read_text(encoding="utf-8")
+    assert tables == ["GENERATORS", "TWO_CHUNKS"]
+    assert all(re.search(rf"^{name}\b", schedules, re.MULTILINE) for name in tables)
