@@ -77,14 +77,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Late cases beyond the first of a body are more cases of the same body."""
+    """Late cases beyond the first of a body are more cases of the same body; so are all of one
+    that is about time, memory or names more than about calls (`late_in_full`)."""
     begun = set()
     for item in items:
         call = getattr(item, "callspec", None)
         if call is None or call.params.get("ranks") != "late" or item.get_closest_marker("full"):
             continue
         body = item.nodeid.partition("[")[0]
-        if body in begun:
+        if body in begun or item.get_closest_marker("late_in_full"):
             item.add_marker(pytest.mark.full)
         begun.add(body)
 

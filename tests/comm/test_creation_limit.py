@@ -60,6 +60,7 @@ def never_returns(folder: str) -> None:
     assert f"rank {dist.get_rank()} on " in told and ended
 
 
+@pytest.mark.late_in_full
 def test_who_does_not_come_is_named_by_those_who_wait(ranks, tmp_path):
     ranks(3).run(never_returns, str(tmp_path))
 
@@ -72,6 +73,7 @@ def given_up() -> None:
             made.of([0, 1], use="late")
 
 
+@pytest.mark.late_in_full
 def test_a_back_end_that_gives_up_is_told_for_whom(ranks):
     ranks(2).run(given_up)
 

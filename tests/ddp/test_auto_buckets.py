@@ -62,6 +62,7 @@ def test_after_the_first_step_buckets_follow_the_gradients(ranks, set_to_none):
     ranks(2).run(follows_gradients, set_to_none, False)
 
 
+@pytest.mark.late_in_full
 def test_order_and_size_stay_as_registered_where_that_is_asked_for(ranks):
     ranks(2).run(follows_gradients, True, True)
 
@@ -139,6 +140,7 @@ def groups_in_a_chain() -> None:
     assert members(ddp) == before
 
 
+@pytest.mark.late_in_full
 def test_without_a_group_that_holds_all_others_nobody_decides(ranks):
     ranks(3).run(groups_in_a_chain)
 
@@ -167,5 +169,6 @@ def experts() -> None:
         assert all(torch.equal(t, p.grad) for t in theirs), name
 
 
+@pytest.mark.late_in_full
 def test_with_experts_the_widest_group_decides(ranks):
     ranks(4).run(experts)

@@ -46,6 +46,7 @@ def accumulated() -> None:
         torch.testing.assert_close(bucket.double(), truth, rtol=1e-5, atol=0)
 
 
+@pytest.mark.late_in_full
 def test_64_microbatches_on_8_ranks_are_within_1e_5_of_their_fp64_sum(ranks):
     ranks(8).run(accumulated)
 

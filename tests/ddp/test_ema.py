@@ -225,6 +225,7 @@ def ddp_of(ema: ShardedEMA) -> nn.Module:
     return NaiveDDP(net)
 
 
+@pytest.mark.late_in_full
 def test_wrappers_change_no_name_and_averages_can_be_tried_out(ranks):
     ranks(2).run(wrapped)
 

@@ -112,6 +112,7 @@ def measured_choice() -> tuple[bool, list[str]]:
     return isinstance(optimizer, ZeroOptimizer), lines
 
 
+@pytest.mark.late_in_full
 def test_the_first_rank_says_in_one_line_what_was_chosen_and_why(ranks):
     (mine, lines), (theirs, others) = ranks(2).run(measured_choice)
     assert mine is theirs and not others
@@ -165,6 +166,7 @@ def leave_as_it_was(*, fails: bool) -> None:
     assert model.last.bias.grad is None
 
 
+@pytest.mark.late_in_full
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_trial_leaves_nothing_behind(ranks, fails):
     ranks(2).run(leave_as_it_was, fails=fails)

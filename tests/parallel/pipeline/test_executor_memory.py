@@ -74,6 +74,7 @@ def few_and_many_storages() -> tuple[int, int]:
     return most_storages(6), most_storages(24)
 
 
+@pytest.mark.late_in_full
 def test_a_microbatch_leaves_nothing_behind(ranks):
     few, many = ranks(2).run(few_and_many_storages)[-1]
     assert 0 < many <= few

@@ -52,6 +52,7 @@ def recorded() -> list[Span]:
     return [Span(a, start + clock_s, end + clock_s) for a, start, end in executor.spans]
 
 
+@pytest.mark.late_in_full
 def test_a_run_is_put_on_one_clock_and_taken_apart(ranks):
     """What is so however full the machine is: a sleep never ends early, nor does a message."""
     schedule = build("1f1b", 2, NUM_MICROBATCHES)

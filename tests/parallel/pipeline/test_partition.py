@@ -95,6 +95,7 @@ def cut_by_measured_time() -> None:
     patch.undo()
 
 
+@pytest.mark.late_in_full
 def test_ranks_that_measure_differently_cut_alike(ranks):
     ranks(3).run(cut_by_measured_time)
 
@@ -118,6 +119,7 @@ def a_link_of_each_kind() -> None:
         assert (spans[0][-1] == 2) == wide
 
 
+@pytest.mark.late_in_full
 def test_the_link_is_measured_and_weighs_on_the_cut(ranks):
     ranks(1).run(a_link_of_each_kind)
     ranks(2).run(a_link_of_each_kind)

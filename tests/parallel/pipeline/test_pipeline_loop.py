@@ -1,5 +1,6 @@
 """Precision, losses and schedules of one's own in the loop around a pipeline."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -92,6 +93,7 @@ def synthesized(check: bool) -> None:
     same_gradients(mine, truth)
 
 
+@pytest.mark.late_in_full
 def test_the_schedule_may_be_made_from_costs(ranks):
     ranks(2).run(synthesized, True)
     ranks(2).run(synthesized, False)
