@@ -108,7 +108,6 @@ COMM_MAY_LAUNCH = {
 }
 
 MAY_CALL_TORCH_DISTRIBUTED = {
-    "harness/late/call.py": "the handle of a call of a back end of our own",
     "harness/late/group.py": "a back end of our own",
     "harness/late/mirror.py": "a default group without peers",
     "harness/late/transfer.py": "gloo under a back end of our own",
@@ -116,8 +115,8 @@ MAY_CALL_TORCH_DISTRIBUTED = {
     "harness/lint/linter.py": "a default group for each thread",
     "harness/lint/making.py": "registers it",
     "harness/lint/transport.py": "a backend of our own",
-    "harness/lint/work.py": "the handle of a call of a backend of our own",
     "harness/lint/worlds.py": "a world of groups for each thread",
+    "harness/lint/own_backend.py": "what both back ends of our own answer",
     "harness/pool_rank.py": "makes and ends the default groups of test ranks, under comm's feet",
 }
 

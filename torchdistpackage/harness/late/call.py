@@ -8,12 +8,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchdistpackage.errors import RaceError
 from torchdistpackage.harness.late.guard import Guard
 from torchdistpackage.harness.late.transfer import Transfer
+from torchdistpackage.harness.lint.own_backend import HERE, OwnWork
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
@@ -79,14 +79,14 @@ class Call:
             raise RaceError(f"{self.name}, tensor of shape {guard.shape}: {found}{self.where}")
 
 
-class LateWork(dist.Work):
+class LateWork(OwnWork):
     """Handle of a call. settle: brings the call about. call: None if that is done."""
 
     def __init__(self, call: Call | None, settle: Callable[[], None], result: list[Tensor]):
-        super().__init__()
+        super().__init__(result)
         if call is not None:
             call.handle = weakref.ref(self)
-        self.call, self._settle, self._result, self._asked = call, settle, result, False
+        self.call, self._settle, self._asked = call, settle, False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if timeout:
@@ -114,25 +114,8 @@ class LateWork(dist.Work):
     def is_success(self) -> bool:
         return self.call is None or self.call.done
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def result(self) -> list[Tensor]:
         return self._result
-
-    def get_future(self) -> torch.futures.Future:
-        """Done when the backward ends in which it is asked for, else at once."""
-        future = torch.futures.Future()
-
-        def settle() -> None:
-            self.wait()
-            future.set_result(self._result)
-
-        if torch._C._current_graph_task_id() == -1:
-            settle()
-        else:
-            torch.autograd.Variable._execution_engine.queue_callback(settle)
-        return future
 
 
 def issued_at() -> str:
@@ -140,7 +123,7 @@ def issued_at() -> str:
     frame, lines = sys._getframe(1), []
     while frame is not None and len(lines) < _NUM_FRAMES:
         code = frame.f_code
-        if not code.co_filename.startswith((_HERE, _TORCH)):
+        if not code.co_filename.startswith((_HERE, HERE, _TORCH)):
             lines.append(f"\n  at {code.co_filename}:{frame.f_lineno} {code.co_name}")
         frame = frame.f_back
     return "".join(lines)

@@ -23,18 +23,19 @@ from torchdistpackage.harness.late.guard import Guard
 from torchdistpackage.harness.late.orders import LATE
 from torchdistpackage.harness.late.transfer import Mirror, Peers, Posted, Transfer
 from torchdistpackage.harness.late.world import world
-from torchdistpackage.harness.lint.delivery import combined, copy, even_parts, op_name, rows
+from torchdistpackage.harness.lint.delivery import combined, copy, even_parts, op_name
+from torchdistpackage.harness.lint.own_backend import OwnGroup
 
 Tensors = Sequence[Tensor]
 
 
-class LateGroup(dist.ProcessGroup):
-    """One member's end of a group; `rank` is its place in it, as torch has it."""
+class LateGroup(OwnGroup):
+    """One member's end of a group."""
 
     def __init__(self, road: Peers | Mirror, rank: int, ranks: tuple[int, ...], name: str):
-        super().__init__(rank, len(ranks))
+        super().__init__(rank, len(ranks), name, LATE)
         self.calls: deque[Call] = deque()
-        self._road, self._ranks, self._name = road, ranks, name
+        self._road, self._ranks = road, ranks
         self._num_issued = 0
         self._batch: list[tuple[Posted, int]] = []
         self._tags: dict[tuple[str, int], tuple[int, Call]] = {}
@@ -44,8 +45,6 @@ class LateGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts=None) -> LateWork:
         n = self.size()
         return self._issue("all_reduce", opts, [tensors] * n, [tensors] * n, tensors, op=_op(opts))
-
-    allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[Tensor], opts) -> LateWork:
         n, mine = self.size(), self.rank() == opts.rootRank
@@ -70,9 +69,6 @@ class LateGroup(dist.ProcessGroup):
         rooms = [even_parts(out, x.numel(), self.size()) for out, x in pairs]
         return self.allgather(rooms, inputs, opts)
 
-    def all_gather_single(self, output: Tensor, x: Tensor, opts=None) -> LateWork:
-        return self.all_gather_single_coalesced([output], [x], opts)
-
     def reduce_scatter(self, outputs: list[Tensor], inputs, opts=None) -> LateWork:
         n = self.size()
         sends = [[parts[i] for parts in inputs] for i in range(n)]
@@ -83,18 +79,9 @@ class LateGroup(dist.ProcessGroup):
         parts = [even_parts(x, out.numel(), self.size()) for out, x in pairs]
         return self.reduce_scatter(outputs, parts, opts)
 
-    def reduce_scatter_single(self, output: Tensor, x: Tensor, opts=None) -> LateWork:
-        return self.reduce_scatter_single_coalesced([output], [x], opts)
-
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts=None) -> LateWork:
         rooms = [[x] for x in outputs]
         return self._issue("all_to_all", opts, [[x] for x in inputs], rooms, outputs)
-
-    def all_to_all_single(
-        self, output: Tensor, x: Tensor, output_sizes=None, input_sizes=None, opts=None
-    ) -> LateWork:
-        n = self.size()
-        return self.alltoall(rows(output, output_sizes, n), rows(x, input_sizes, n), opts)
 
     def gather(self, outputs, inputs: list[Tensor], opts) -> LateWork:
         rooms = [[x] for x in outputs[0]] if outputs else [[]] * self.size()
@@ -111,13 +98,6 @@ class LateGroup(dist.ProcessGroup):
         n = self.size()
         return self._issue("barrier", opts, [token] * n, [token] * n, token, op="max")
 
-    # names before torch 2.13
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
-    alltoall_base = all_to_all_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
     # -- messages ----------------------------------------------------------------------
 
     def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> LateWork | None:
@@ -130,13 +110,6 @@ class LateGroup(dist.ProcessGroup):
         raise RuntimeError("a receive from any source is not there on NCCL; name the source")
 
     # -- what torch asks of a group ----------------------------------------------------
-
-    def getBackendName(self) -> str:
-        return LATE
-
-    @property
-    def group_name(self) -> str:
-        return self._name
 
     @property
     def _device_types(self) -> list[torch.device]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchdistpackage.comm.headers import TAG
 from torchdistpackage.comm.record import dtype_name
 from torchdistpackage.harness.lint import delivery
-from torchdistpackage.harness.lint.delivery import Payload, even_parts, op_name, rows
+from torchdistpackage.harness.lint.delivery import Payload, even_parts, op_name
 from torchdistpackage.harness.lint.order import (
     SPLIT,
     Call,
@@ -24,11 +24,12 @@ from torchdistpackage.harness.lint.order import (
     Message,
     Where,
 )
+from torchdistpackage.harness.lint.own_backend import OwnGroup
 from torchdistpackage.harness.lint.work import ThreadWork, Wire
 
 
-class ThreadGroup(dist.ProcessGroup):
-    """One member's end of a group; `rank` is its index in it, as torch has it.
+class ThreadGroup(OwnGroup):
+    """One member's end of a group.
 
     split_from: makes it by splitting the world, when torch has it connect.
     """
@@ -42,9 +43,8 @@ class ThreadGroup(dist.ProcessGroup):
         backend: str,
         split_from: "ThreadGroup | None" = None,
     ):
-        super().__init__(index, len(group.ranks))
-        self._backend, self._split_from = backend, split_from
-        self._wire, self._group, self._name = wire, group, name
+        super().__init__(index, len(group.ranks), name, backend)
+        self._wire, self._group, self._split_from = wire, group, split_from
         self._global_rank = group.ranks[index]
         self._batch: tuple[object, Entry, int] | None = None
 
@@ -54,8 +54,6 @@ class ThreadGroup(dist.ProcessGroup):
         op = op_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
         facts = (*_alike(tensors), ("op", op))
         return self._enter("all_reduce", facts, Payload(list(tensors), op=op))
-
-    allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[Tensor], opts) -> ThreadWork:
         op = op_name(opts.reduceOp)
@@ -72,7 +70,7 @@ class ThreadGroup(dist.ProcessGroup):
         facts = _alike(inputs if even else rooms)
         return self._enter("all_gather", facts, Payload(list(inputs), rooms))
 
-    def all_gather_single(self, output: Tensor, x: Tensor, opts=None) -> ThreadWork:
+    def _gather_evenly(self, output: Tensor, x: Tensor) -> ThreadWork:
         rooms = even_parts(output, x.numel(), self.size())
         return self._enter("all_gather", _alike([x]), Payload([x], rooms))
 
@@ -83,16 +81,10 @@ class ThreadGroup(dist.ProcessGroup):
         payload = Payload(list(inputs[0]), list(outputs), op)
         return self._enter("reduce_scatter", facts, payload)
 
-    def reduce_scatter_single(self, output: Tensor, x: Tensor, opts=None) -> ThreadWork:
+    def _reduce_evenly(self, output: Tensor, x: Tensor, opts=None) -> ThreadWork:
         op = op_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
         payload = Payload(even_parts(x, output.numel(), self.size()), [output], op)
         return self._enter("reduce_scatter", (*_alike([output]), ("op", op)), payload)
-
-    def all_to_all_single(
-        self, output: Tensor, x: Tensor, output_sizes=None, input_sizes=None, opts=None
-    ) -> ThreadWork:
-        rooms, parts = rows(output, output_sizes, self.size()), rows(x, input_sizes, self.size())
-        return self.alltoall(rooms, parts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts=None) -> ThreadWork:
         facts = (("dtype", dtype_name(inputs[0].dtype)),)
@@ -113,18 +105,11 @@ class ThreadGroup(dist.ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs, inputs, opts=None) -> ThreadWork:
         # calls of a group end in order, so the last one's end is that of all
-        return [self.all_gather_single(o, x) for o, x in zip(outputs, inputs, strict=True)][-1]
+        return [self._gather_evenly(o, x) for o, x in zip(outputs, inputs, strict=True)][-1]
 
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts=None) -> ThreadWork:
         pairs = zip(outputs, inputs, strict=True)
-        return [self.reduce_scatter_single(o, x, opts) for o, x in pairs][-1]
-
-    # names before torch 2.13
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
-    alltoall_base = all_to_all_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+        return [self._reduce_evenly(o, x, opts) for o, x in pairs][-1]
 
     # -- messages ----------------------------------------------------------------------
 
@@ -138,13 +123,6 @@ class ThreadGroup(dist.ProcessGroup):
         return self._post("receive", tensors[0], None, self._global_rank, tag)
 
     # -- what torch asks of a group ----------------------------------------------------
-
-    def getBackendName(self) -> str:
-        return self._backend
-
-    @property
-    def group_name(self) -> str:
-        return self._name
 
     @property
     def supports_splitting(self) -> bool:

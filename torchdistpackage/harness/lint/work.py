@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchdistpackage.harness.lint.order import START, Call, Entry, Group, Message, Where
+from torchdistpackage.harness.lint.own_backend import OwnWork
 from torchdistpackage.harness.lint.stacks import stack_here
 from torchdistpackage.harness.lint.threads import Threads
 
@@ -67,17 +66,14 @@ class Wire:
         return self.stacks.setdefault(where, where), batch
 
 
-class ThreadWork(dist.Work):
-    """Handle of a call: `wait` lets other ranks run until it is done.
-
-    result: the tensors that the call writes, for its future.
-    """
+class ThreadWork(OwnWork):
+    """Handle of a call: `wait` lets other ranks run until it is done."""
 
     def __init__(
         self, wire: Wire, entry: Entry, result: list[Tensor], message: Message | None = None
     ):
-        super().__init__()
-        self._wire, self._entry, self._result, self._message = wire, entry, result, message
+        super().__init__(result)
+        self._wire, self._entry, self._message = wire, entry, message
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._wire.threads.wait(self._entry.rank, self._entry)
@@ -93,24 +89,6 @@ class ThreadWork(dist.Work):
 
     def is_success(self) -> bool:
         return self._entry.done
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def get_future(self) -> torch.futures.Future:
-        """Done when the backward ends in which it is asked for, else at once: who waits in a future
-        cannot let other ranks run, so the work is waited for before anybody can."""
-        future = torch.futures.Future()
-
-        def settle() -> None:
-            self.wait()
-            future.set_result(self._result)
-
-        if torch._C._current_graph_task_id() == -1:
-            settle()
-        else:
-            torch.autograd.Variable._execution_engine.queue_callback(settle)
-        return future
 
     def _source_rank(self) -> int:
         source = None if self._message is None else self._message.source
