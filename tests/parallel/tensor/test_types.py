@@ -20,6 +20,7 @@ from tests.parallel.tensor.typed import (
     types_of,
 )
 from torchdistpackage.comm import collectives, linear_maps
+from torchdistpackage.compat import tplib
 from torchdistpackage.compat.torchshard import distributed as torchshard
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.models.gpt import GPT
@@ -136,6 +137,8 @@ CLASSIC = [
     (torchshard.reduce, P, I),
     (torchshard.scatter, I, V),
     (torchshard.gather, V, I),
+    (tplib.tp_all_reduce, P, I),
+    (tplib.tp_all_gather, V, I),
 ]
 
 
