@@ -2,6 +2,8 @@
 
 import os
 import subprocess
+import time
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -252,3 +254,95 @@ def test_what_submitit_cannot_do_is_refused_before_anything_is_written(
     assert main([*words, change]) == 2
     assert said in capsys.readouterr().err
     assert calls(work) == [] and not (work / "runs").exists()
+
+
+def test_a_run_that_somebody_trains_is_not_submitted(work: Path, capsys):
+    files = JobFiles(work / "runs" / "one")
+    with hold(files.run_lock, "the run one"):
+        for more in ([], ["--fresh"]):
+            assert main(["submit", "run.yaml", *more]) == 2
+            assert f"process {os.getpid()}" in capsys.readouterr().err
+        assert calls(work) == [] and not files.run.exists()
+    assert main(["submit", "run.yaml"]) == 0
+    with hold(files.run_lock, "the run one"):
+        assert main(["jobs", "show", "one"]) == 0
+        assert f"process {os.getpid()}" in capsys.readouterr().out
+        assert main(["jobs", "resubmit", "one"]) != 0
+    assert len(calls(work)) == 1
+
+
+def test_a_folder_that_was_made_by_hand_outlives_a_submission_that_is_refused(work: Path, capsys):
+    """It may have been made for its striping, its quota or its rights."""
+    (work / "runs").mkdir()
+    made = (work / "runs").stat().st_ino
+    assert main(["submit", "run.yaml", "launch.slurm.files=[nothing]"]) == 1
+    with hold(JobFiles(work / "runs" / "one").run_lock, "the run one"):
+        assert main(["submit", "run.yaml"]) == 2
+    assert (work / "runs").stat().st_ino == made and list((work / "runs").iterdir()) == []
+
+
+@pytest.fixture
+def small_disk(work: Path) -> Generator[Path]:
+    """The folder of the runs on a file system of its own."""
+    runs = work / "runs"
+    runs.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tdp-tests", str(runs)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount a file system")
+    try:
+        yield runs
+    finally:
+        subprocess.run(["umount", str(runs)], check=True)
+
+
+def test_a_full_disk_refuses_a_submission_and_leaves_nothing_half_made(
+    work: Path, small_disk: Path, monkeypatch, capsys
+):
+    monkeypatch.setenv("STATE", "COMPLETED")
+
+    def fill(left_bytes: int) -> None:
+        free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_bsize
+        (small_disk / "filler").write_bytes(b"x" * (free - left_bytes))
+
+    for left_bytes in (0, 64 << 10):
+        fill(left_bytes)
+        assert main(["submit", "run.yaml"]) == 1
+        said = capsys.readouterr().err
+        assert "No space left on device" in said and str(small_disk) in said
+        assert [p.name for p in small_disk.iterdir()] == ["filler"] and calls(work) == []
+        (small_disk / "filler").unlink()
+    assert main(["submit", "run.yaml"]) == 0
+    files = JobFiles(small_disk / "one")
+    before = {p: p.read_bytes() for p in (files.config, files.script, files.records)}
+    (work / "run.yaml").write_text(RUN + "train: {steps: 70}\n")
+    fill(64 << 10)
+    assert main(["submit", "run.yaml"]) == 1
+    assert {p: p.read_bytes() for p in before} == before
+    assert len([*(files.run / "code").iterdir()]) == 1, "what resubmit needs is as it was"
+
+
+def test_copies_of_the_code_that_nobody_needs_go_with_a_later_submission(
+    work: Path, monkeypatch, capsys
+):
+    monkeypatch.setenv("STATE", "COMPLETED")
+    codes = work / "runs" / "one" / "code"
+
+    def submitted(text: str, days_ago: float) -> str:
+        (work / "run.yaml").write_text(f"{RUN}# {text}\n")
+        assert main(["submit", "run.yaml"]) == 0
+        (noted,) = read_records(JobFiles(codes.parent).records)[-1:]
+        then = time.time() - days_ago * 86400
+        os.utime(noted.code, (then, then))
+        return Path(noted.code).name
+
+    old, kept, again = submitted("a", 8), submitted("b", 8), submitted("c", 8)
+    newer = submitted("d", 6)
+    script = JobFiles(codes.parent).script
+    (script.parent / "mine.sbatch").write_text(f"PYTHONPATH={codes}/{kept}/tree")
+    (codes / f".{old}.host.1.ffff").mkdir()
+    (codes / "notes of mine").mkdir()
+    for name in (old, kept, again):  # all but the newest were taken away by those behind them
+        (codes / name).mkdir(exist_ok=True)
+        os.utime(codes / name, (time.time() - 8 * 86400,) * 2)
+    assert submitted("c", 0) == again, "used again, so it counts as new"
+    assert {p.name for p in codes.iterdir()} == {kept, again, newer, "notes of mine"}

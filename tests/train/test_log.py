@@ -11,7 +11,8 @@ import sys
 import pytest
 
 from torchdistpackage.errors import DataError
-from torchdistpackage.train.log import Both, MetricsLog, Progress, plot_loss, read_metrics
+from torchdistpackage.train.log import MetricsLog, Progress, plot_loss, read_metrics
+from torchdistpackage.train.rank_log import Both
 
 
 def steps(path) -> list[int]:
@@ -148,4 +149,62 @@ def test_what_a_screen_shows_is_kept_but_for_its_motions(tmp_path):
         both.flush()
         assert screen.getvalue() == f"\x1b[2K\rstep 3/9{line}" and not both.isatty()
         both.close()
-    assert path.read_text() == "first\nsecond\n"
+    assert path.read_text() == "step 3/9first\nstep 3/9second\n"
+
+
+COLOURED = (
+    "\x1b[1;31mValueError\x1b[0m: \x1b]8;;file:///a.py\x1b\\a.py\x1b]8;;\x07 is wrong\x1b(B\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("parts", "kept"),
+    [
+        ([COLOURED], "ValueError: a.py is wrong\n"),
+        (["\r 10%", "\r 50%", "\r100%\n", "done\n"], "100%\ndone\n"),
+        (["\r 10%", "\r 50%\x1b[K\r"], " 50%"),
+        (["a\r\nb\r\n"], "a\nb\n"),
+        (["x\ry", "z\nplain ", "goes on"], "yz\nplain goes on"),
+        (["\x1b[2K\x1b[1A\x1b[2Kstep 1\n"], "step 1\n"),
+        (["[0m is text, 3 < 4 ]\n"], "[0m is text, 3 < 4 ]\n"),
+    ],
+)
+def test_the_file_has_the_text_of_what_only_a_terminal_can_show(tmp_path, parts, kept):
+    screen = io.StringIO()
+    both = Both(screen, tmp_path / "log")
+    for part in parts:
+        both.write(part)
+    both.close()
+    assert (tmp_path / "log").read_text() == kept
+    assert screen.getvalue() == "".join(parts), "the screen has all of it"
+
+
+def test_plain_text_is_in_the_file_at_once_and_an_endless_line_is_no_leak(tmp_path):
+    both = Both(io.StringIO(), tmp_path / "log")
+    both.write("half a line\n")
+    assert (tmp_path / "log").read_text() == "half a line\n"
+    for percent in range(30_000):
+        both.write(f"\r{percent} of 30000")
+    assert len(both._line) < 1 << 17
+    both.close()
+    assert (tmp_path / "log").read_text() == "half a line\n29999 of 30000"
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced", "moved"])
+def test_a_folder_that_goes_away_under_a_run_is_noticed(tmp_path, how):
+    """Or the run would end well and leave nothing."""
+    metrics = MetricsLog(tmp_path / "run")
+    metrics.write(1, loss=1.0)
+    metrics.sync()
+    (tmp_path / "run").rename(tmp_path / "other")
+    if how != "moved":
+        (tmp_path / "other" / "metrics.jsonl").unlink()
+    if how == "replaced":
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "metrics.jsonl").write_text("")
+    with pytest.raises(DataError, match="was removed or replaced"):
+        metrics.sync()
+    metrics._looked_s -= 2
+    with pytest.raises(DataError, match="was removed or replaced"):
+        metrics.write(2, loss=1.0)
+    metrics.close()

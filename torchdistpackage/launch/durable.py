@@ -6,6 +6,7 @@ One rule: it is on the disk before it has its name, so nobody acts on what a cra
 import os
 import socket
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 
 _HOST_LETTERS = 32
@@ -19,17 +20,30 @@ def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
     Raises:
         OSError: it cannot be written; then `path` is as before.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = beside(path)
+    write_together({path: text}, mode=mode)
+
+
+def write_together(texts: Mapping[Path, str], *, mode: int = 0o666) -> None:
+    """Write several files; no one is changed before the disk has taken them all.
+
+    Raises:
+        OSError: one cannot be written; then all are as before.
+    """
+    drafts: dict[Path, Path] = {}
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        for path, text in texts.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            drafts[path] = beside(path)
+            descriptor = os.open(drafts[path], os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        for path, draft in drafts.items():
+            draft.replace(path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        for draft in drafts.values():
+            draft.unlink(missing_ok=True)
         raise
 
 

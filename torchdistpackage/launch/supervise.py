@@ -253,6 +253,9 @@ class _Watch:
             failure = Failure(rank, host, self._pid, time.time(), kind, status, error, detail)
             _leave(self._place, failure)
         sys.stderr.write(_spoken(failure) + "\n")
+        if not self._place.log.exists():  # removed in mid-run, and with it what was said there
+            with contextlib.suppress(OSError):
+                write_whole(self._place.log, f"{how(failure)}\n{failure.detail}\n")
         return 128 - status if status < 0 else status or 1
 
 

@@ -5,12 +5,12 @@ the run was stopped and resumed, and the picture is drawn from it alone. The pro
 screen is for people and may be lost.
 """
 
-import contextlib
 import json
 import logging
 import math
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -26,43 +26,14 @@ log = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 PLOT = "loss.png"
+_LOOK_S = 1.0
+"""How often it is looked whether the folder is still there, which is free but for old NFS."""
 
 
 def say(line: str) -> None:
     """One line for whoever watches the run."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
-
-
-class Both:
-    """A stream that is also kept in a file, but for what only a terminal can show.
-
-    For a rank whose output belongs to somebody's screen or launcher. That one of them takes no
-    more is no reason to end a run.
-    """
-
-    def __init__(self, stream: TextIO, path: Path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._stream, self._file = stream, path.open("a", encoding="utf-8", buffering=1)
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):  # a full disk
-            if "\r" not in text and "\x1b" not in text:
-                self._file.write(text)
-        with contextlib.suppress(OSError):  # a terminal or a pipe that was closed
-            return self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self._stream.flush()
-
-    def close(self) -> None:
-        """Close the file; the stream is its owner's."""
-        self._file.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 class MetricsLog:
@@ -77,6 +48,7 @@ class MetricsLog:
     def __init__(self, folder: str | Path, resume_step: int = 0):
         self.path = Path(folder) / METRICS
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._looked_s = 0.0
         kept = [row for row in read_metrics(self.path) if row["step"] <= resume_step]
         self._last = kept[-1]["step"] if kept else 0
         self._replace(kept)
@@ -85,7 +57,7 @@ class MetricsLog:
         """Add the row of a step and hand it to the system; not finite numbers become null.
 
         Raises:
-            DataError: a row of this step, or of a later one, is there.
+            DataError: a row of this step, or of a later one, is there; or the file is not any more.
         """
         if step <= self._last:
             raise DataError(
@@ -95,10 +67,31 @@ class MetricsLog:
         self._last = step
         self._file.write(_line({"step": step, **values}))
         self._file.flush()
+        if time.monotonic() - self._looked_s > _LOOK_S:
+            self._check()
 
     def sync(self) -> None:
-        """Have on the disk what was written so far."""
+        """Have on the disk what was written so far.
+
+        Raises:
+            DataError: the file is no longer where the run has written it.
+        """
         os.fsync(self._file.fileno())
+        self._check()
+
+    def _check(self) -> None:
+        """A file that was removed takes all that is written, and gives none of it back."""
+        self._looked_s = time.monotonic()
+        try:
+            there = os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            there = False
+        if not there:
+            raise DataError(
+                f"{self.path} was removed or replaced while the run wrote to it, so its folder has "
+                f"no rows, logs or checkpoints of this run; nothing more is written. Start it "
+                f"again; if the folder was moved, move it back before"
+            )
 
     def amend(self, step: int, **values: float | None) -> None:
         """Add to the row of `step`, the last one, what an earlier start did not come to."""

@@ -102,6 +102,7 @@ class Loop:
                 left = f"{total - done} to go" if done < total else "nothing left to train"
                 self._bar.say(f"resumed after step {done} of {total}; {left}")
             loss = self._train()
+            self._metrics.sync()
             self.left = self._recorder.write(self.folder)
             return loss
 

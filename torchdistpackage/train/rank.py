@@ -24,10 +24,11 @@ from torchdistpackage.train.build import build
 from torchdistpackage.train.ending import finish
 from torchdistpackage.train.folder import RESOLVED, only_writer, prepare_folder, run_folder
 from torchdistpackage.train.life import begin, end, leave_word
-from torchdistpackage.train.log import Both, say
+from torchdistpackage.train.log import say
 from torchdistpackage.train.loop import Loop
 from torchdistpackage.train.own_code import add_own_code
 from torchdistpackage.train.plan import Plan, make_plan
+from torchdistpackage.train.rank_log import Both
 from torchdistpackage.train.state import resume as resume_state
 
 

@@ -10,7 +10,7 @@ import pytest
 from torchdistpackage.launch.failure import Failure, Kind, to_json
 from torchdistpackage.launch.slurm.files import JobFiles
 from torchdistpackage.launch.slurm.starts import note, this_start
-from torchdistpackage.launch.slurm.verdict import verdict
+from torchdistpackage.launch.slurm.verdict import CANNOT_WRITE, keep, verdict
 
 START = "7.1"
 NOW = time.time()
@@ -116,3 +116,19 @@ def test_the_batch_script_calls_it_as_a_program(tmp_path):
     assert done.returncode == 3 and done.stdout.rstrip().endswith("ValueError: no such sample")
     wrong = subprocess.run([*program, "x"], capture_output=True, text=True, check=False)
     assert wrong.returncode == 2 and "usage" in wrong.stderr
+
+
+def test_a_run_folder_that_takes_nothing_is_named_with_a_code_of_its_own(tmp_path):
+    """Not the code of srun's own killing of the ranks, as if these had never been started."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "job").write_text("in the way of every report")
+    text, code = verdict(run, START, 143, 4)
+    assert code == CANNOT_WRITE and f"{run} cannot be written: File exists" in text
+
+
+def test_where_the_log_was_removed_the_reason_is_left_anew(tmp_path, capsys):
+    for log, kept in ((tmp_path / "gone" / "main.log", True), (tmp_path / "there", False)):
+        (tmp_path / "there").write_text("")
+        keep(log, "--- rank 1 failed ---")
+        assert (log.read_text() == "--- rank 1 failed ---\n") is kept

@@ -8,6 +8,7 @@ files always have the same folder.
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -17,11 +18,16 @@ from pathlib import Path
 from types import ModuleType
 
 from torchdistpackage.errors import LaunchError
+from torchdistpackage.launch.durable import beside
 from torchdistpackage.launch.slurm.batch_job import CodePaths
 from torchdistpackage.launch.slurm.tree import LARGE_BYTES, Tree, some
 
 PACKAGE = Path(__file__).resolve().parents[2]
 """This package, which is part of every snapshot, wherever it was imported from."""
+
+KEPT_S = 7 * 24 * 3600.0
+_COPY = re.compile(r"[0-9a-f]{12}|\.[0-9a-f]{12}\..+")
+"""A copy, or one that is being made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +101,10 @@ def write(snapshot: Snapshot, codes: Path, host: str, now_s: float) -> Path:
         LaunchError: a file was changed since it was read, or cannot be copied.
     """
     folder = snapshot.folder(codes)
-    partial = codes / f".{snapshot.digest}.{host}.{os.getpid()}"
+    partial = beside(folder)
     try:
         if folder.is_dir():
+            os.utime(folder)  # `prune` sees that it is in use
             return folder
         for item in snapshot.items:
             target = partial / item.name
@@ -125,6 +132,26 @@ def write(snapshot: Snapshot, codes: Path, host: str, now_s: float) -> Path:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def prune(codes: Path, scripts: Path, now_s: float) -> list[Path]:
+    """Remove the copies that nobody needs; returns them. No job of theirs may be alive.
+
+    These are the ones that no submission has used for KEPT_S and no batch script in the folder
+    `scripts` names, and what submissions that were killed have left unfinished.
+    """
+    named = "".join(
+        path.read_text(encoding="utf-8", errors="replace") for path in scripts.glob("*.sbatch")
+    )
+    removed: list[Path] = []
+    for folder in codes.iterdir():
+        unfinished = folder.name.startswith(".")
+        if not _COPY.fullmatch(folder.name) or (not unfinished and folder.name in named):
+            continue
+        if unfinished or now_s - folder.stat().st_mtime > KEPT_S:
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(folder)
+    return removed
 
 
 def code_paths(

@@ -4,6 +4,7 @@ One rule: everything is worked out before anything is written, and everything is
 sbatch is called; a submission that is refused leaves no trace in Slurm.
 """
 
+import contextlib
 import hashlib
 import os
 import shlex
@@ -18,7 +19,8 @@ from pathlib import Path
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm_options import ours
 from torchdistpackage.errors import ConfigError, LaunchError
-from torchdistpackage.launch.durable import write_whole
+from torchdistpackage.launch.durable import write_together
+from torchdistpackage.launch.lock_file import make_folder, remove_empty
 from torchdistpackage.launch.slurm import suspects
 from torchdistpackage.launch.slurm.batch_job import BatchJob
 from torchdistpackage.launch.slurm.commands import Runner
@@ -35,6 +37,7 @@ from torchdistpackage.launch.slurm.snapshot import (
     Snapshot,
     code_paths,
     import_folders,
+    prune,
     take,
     write,
 )
@@ -195,11 +198,13 @@ def send(
         records = [replace(record, job=own_id) for own_id in ids]
         for files, own in zip(folders, records, strict=True):
             append_record(files.records, own)
-        return Submitted(tuple(records), notes)
-    tasks = [f"_{i}" if job.is_array else "" for i in range(len(folders))]
-    intents = [(f, replace(record, job=task)) for f, task in zip(folders, tasks, strict=True)]
-    script = Path(job.script)
-    records = submit(intents, lambda: _sbatch(script, nodes, env, runner), runner)
+    else:
+        tasks = [f"_{i}" if job.is_array else "" for i in range(len(folders))]
+        intents = [(f, replace(record, job=task)) for f, task in zip(folders, tasks, strict=True)]
+        script = Path(job.script)
+        records = submit(intents, lambda: _sbatch(script, nodes, env, runner), runner)
+    with contextlib.suppress(OSError):
+        prune(prepared.codes, Path(job.script).parent, now_s)
     return Submitted(tuple(records), notes)
 
 
@@ -216,24 +221,31 @@ def lay_out(prepared: Prepared, now_s: float) -> None:
     """Write all that the job needs: folders, code, configurations and the script.
 
     Raises:
-        LaunchError: they cannot be written.
+        LaunchError: they cannot be written; then all is as before.
     """
+    made: list[Path] = []
+    code = Path(prepared.job.code.folder)
+    is_new = not code.exists()
+    texts = {JobFiles(folder).config: config.to_yaml() for folder, config in prepared.runs}
+    texts[Path(prepared.job.script)] = prepared.text
+    folders = [path for f, _ in prepared.runs for path in (JobFiles(f).logs, JobFiles(f).job)]
+    folders += [Path(prepared.job.script).parent, prepared.codes]
     try:
-        for folder, config in prepared.runs:
-            files = JobFiles(folder)
-            files.logs.mkdir(parents=True, exist_ok=True)
-            files.job.mkdir(exist_ok=True)
-            write_whole(files.config, config.to_yaml())
+        for folder in folders:
+            made = [*make_folder(folder), *made]
+        write(prepared.snapshot, prepared.codes, socket.gethostname(), now_s)
+        write_together(texts)
         if prepared.sweep is not None:
-            prepared.sweep.folder.mkdir(parents=True, exist_ok=True)
             for index, (folder, _) in enumerate(prepared.runs):
                 link = prepared.sweep.log(index)
                 link.unlink(missing_ok=True)
                 link.symlink_to(Path("..", JobFiles(Path(folder.name)).main_log))
-        prepared.codes.mkdir(exist_ok=True)
-        write(prepared.snapshot, prepared.codes, socket.gethostname(), now_s)
-        write_whole(Path(prepared.job.script), prepared.text)
-    except OSError as error:
+    except (OSError, LaunchError) as error:
+        if is_new:
+            shutil.rmtree(code, ignore_errors=True)
+        remove_empty(made)
+        if isinstance(error, LaunchError):
+            raise
         raise LaunchError(f"the run folder cannot be written: {error}; set run.dir") from error
 
 

@@ -10,13 +10,14 @@ One rule: the ranks' own reports count. What srun returned (CODE) is the code of
 heard of first, or of its own killing of the others.
 """
 
+import contextlib
 import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchdistpackage.launch.durable import write_whole
+from torchdistpackage.launch.durable import beside, write_whole
 from torchdistpackage.launch.failure import Failure, culprit, how, is_consequence, report
 from torchdistpackage.launch.hostlist import expand
 from torchdistpackage.launch.requeue import Decision, Word, decide_in_job, time_is_up
@@ -25,6 +26,10 @@ from torchdistpackage.launch.slurm.runs import Run, decision, progress
 from torchdistpackage.launch.slurm.starts import read_starts
 from torchdistpackage.launch.slurm.suspects import evidence_of, record
 from torchdistpackage.launch.supervise import read_failures
+
+CANNOT_WRITE = 73
+"""Exit code of a job whose run folder takes nothing (EX_CANTCREAT)."""
+_PROBE_BYTES = 1 << 16
 
 
 def exit_code(failure: Failure) -> int:
@@ -44,12 +49,29 @@ def verdict(run: Path, start: str, code: int, num_ranks: int) -> tuple[str, int]
     # A step with more ranks may have left reports in this start before.
     failures = [f for f in read_failures(files.failures(start)) if f.rank < num_ranks]
     silent = sorted(set(range(num_ranks)) - {failure.rank for failure in failures})
+    if not failures and (why := _refuses(files)):
+        return (
+            f"--- the run folder {run} cannot be written: {why}; so no rank could train or leave "
+            f"word there, and what srun says above is all there is. Make room and rights for it, "
+            f"or set run.dir ---"
+        ), CANNOT_WRITE
     if not failures or (silent and is_consequence(culprit(failures))):
         return _without_culprit(files, start, code, failures, silent)
     first = culprit(failures)
     if evidence := evidence_of(first, start, time.time()):
         record(files.suspects, evidence)
     return report(failures, num_ranks), exit_code(first)
+
+
+def _refuses(files: JobFiles) -> str:
+    """Why nothing can be written to the run folder; "" if something can."""
+    probe = beside(files.job / "probe")
+    try:
+        write_whole(probe, " " * _PROBE_BYTES)
+        probe.unlink()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def _without_culprit(
@@ -108,7 +130,7 @@ def main(argv: list[str]) -> int:
         return 2
     folder, start, num_ranks = Path(argv[1]), argv[2], int(numbers[1])
     text, code = verdict(folder, start, int(numbers[0]), num_ranks)
-    if len(numbers) == 4:
+    if len(numbers) == 4 and code != CANNOT_WRITE:
         end = os.environ.get("TDP_JOB_END_S", "")
         end_s = float(end) if end.isdecimal() else None
         left, margin_s = int(numbers[2]), float(numbers[3])
@@ -116,11 +138,19 @@ def main(argv: list[str]) -> int:
         if decided.word is not Word.AGAIN:
             sys.stdout.write(f"{decided.reason}\n")
     sys.stdout.write(text + "\n")
+    keep(JobFiles(folder).main_log, text)
     return code
 
 
 def _is_number(text: str) -> bool:
     return text.lstrip("-").replace(".", "", 1).isdigit()
+
+
+def keep(log: Path, text: str) -> None:
+    """Leave the reason where the log was, if it was removed: Slurm then writes to no file."""
+    if not log.exists():
+        with contextlib.suppress(OSError):
+            write_whole(log, text + "\n")
 
 
 if __name__ == "__main__":

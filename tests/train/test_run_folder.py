@@ -1,0 +1,229 @@
+"""One writer a run folder, an earlier run moved aside in time, and runs killed at any moment."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from torchdistpackage.checkpoint.commit import latest
+from torchdistpackage.config.load import load
+from torchdistpackage.launch.children import ForkServer
+from torchdistpackage.launch.lock import holder_of, take
+from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.train.folder import prepare_folder
+from torchdistpackage.train.job import PRELOAD, RANK
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "configs" / "gpt_tiny.yaml"
+SMALL = [
+    "model.dim=16", "model.layers=1", "data.seq_len=16", "data.global_batch=4",
+    "parallel.data=1", "parallel.pipe=1", "pipeline.microbatches=1", "launch.local.procs=1",
+    "model.dropout=0.2", "train.generate_tokens=0", "train.eval_every=0", "train.eval_batches=1",
+    "checkpoint.save_every=1", "log.plot=false", "log.every=1", "optim.warmup_steps=1",
+]  # fmt: skip
+KEYS = ("step", "loss", "grad_norm", "lr", "tokens")
+
+
+def words(folder: Path, *changes: str) -> list[str]:
+    kept = {c.partition("=")[0] for c in changes}
+    base = [c for c in SMALL if c.partition("=")[0] not in kept]
+    return [f"run.dir={folder}", "run.name=run", *base, *changes]
+
+
+def train(
+    folder: Path, *changes: str, prefix: tuple[str, ...] = (sys.executable, "-m"), **env: str
+) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*prefix, "torchdistpackage", "train", str(CONFIG), *words(folder, *changes)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | env, start_new_session=True,
+    )  # fmt: skip
+
+
+def rows(folder: Path) -> list[dict]:
+    path = folder / "run" / "metrics.jsonl"
+    return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+
+
+def steps(folder: Path) -> list[int]:
+    return [row["step"] for row in rows(folder)]
+
+
+def until(condition, what: str, limit_s: float = 120) -> None:
+    end_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end_s, what
+        time.sleep(0.01)
+
+
+def test_a_second_run_is_refused_and_the_first_loses_nothing(tmp_path):
+    first = train(tmp_path, "train.steps=60")
+    began = tmp_path / "run" / "resolved.yaml"
+    until(lambda: began.exists() or first.poll() is not None, "the first run")
+    held = holder_of(JobFiles(tmp_path / "run").run_lock)
+    assert held is not None and held.pid == first.pid, first.poll()
+    second = train(tmp_path, "train.steps=60", "run.seed=99")
+    out, _ = second.communicate(timeout=120)
+    assert second.returncode == 2 and f"process {first.pid}" in out, out
+    said, _ = first.communicate(timeout=120)
+    assert first.returncode == 0, said
+    assert steps(tmp_path) == list(range(1, 61))
+    assert [p.name for p in tmp_path.iterdir()] == ["run"], "nothing is left of the lock"
+
+
+# --resume never
+
+
+def earlier(folder: Path) -> set[str]:
+    """A run that was here before; the names of its files."""
+    names = {"metrics.jsonl", "logs/rank0.restart0.log", "logs/rank1.restart0.log"}
+    for name in names:
+        (folder / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "run" / name).write_text("earlier\n")
+    return names
+
+
+def files(folder: Path) -> set[str]:
+    return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+
+
+def alone_under_a_launcher(folder: Path) -> subprocess.Popen[str]:
+    env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29417"}
+    return train(folder, "train.steps=1", "--resume=never", **env, **place)
+
+
+def two_under_torchrun(folder: Path) -> subprocess.Popen[str]:
+    words = ("--standalone", "--nproc-per-node", "2", "-m")
+    prefix = (sys.executable, "-m", "torch.distributed.run", *words)
+    return train(
+        folder,
+        "train.steps=1",
+        "parallel.data=2",
+        "launch.local.procs=2",
+        "--resume=never",
+        prefix=prefix,
+    )
+
+
+@pytest.mark.parametrize(
+    ("start", "num_ranks"),
+    [
+        (alone_under_a_launcher, 1),
+        pytest.param(two_under_torchrun, 2, marks=pytest.mark.full),
+    ],
+)
+def test_under_a_launcher_an_earlier_run_is_moved_before_any_log_is_begun(
+    tmp_path, start, num_ranks
+):
+    before = earlier(tmp_path)
+    process = start(tmp_path)
+    out, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, out
+    assert files(tmp_path / "run.1") == before
+    logs = {f"rank{rank}.restart0.log" for rank in range(num_ranks)}
+    assert {p.name for p in (tmp_path / "run" / "logs").iterdir()} == logs
+    assert "step 1/1" in (tmp_path / "run" / "logs" / "rank0.restart0.log").read_text()
+    assert {p.name for p in tmp_path.iterdir()} == {"run", "run.1"}
+
+
+def test_under_a_launcher_rank_0_holds_the_lock(tmp_path):
+    """And is refused by it, before it makes or moves anything."""
+    before = earlier(tmp_path)
+    lock = take(JobFiles(tmp_path / "run").run_lock, "the run run")
+    try:
+        process = alone_under_a_launcher(tmp_path)
+        out, _ = process.communicate(timeout=180)
+    finally:
+        lock.release()
+    assert process.returncode == 2 and f"process {os.getpid()}" in out, out
+    assert files(tmp_path) == {f"run/{name}" for name in before}
+
+
+def test_an_empty_folder_is_not_moved_aside(tmp_path):
+    """It may have been made for its quota or striping."""
+    config = load(CONFIG, words(tmp_path))
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    made = (tmp_path / "run").stat().st_ino
+    prepare_folder(config, "never")
+    assert (tmp_path / "run").stat().st_ino == made
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+    (tmp_path / "run" / "logs" / "rank0.restart0.log").write_text("x")
+    prepare_folder(config, "never")
+    assert (tmp_path / "run.1").stat().st_ino == made
+
+
+# Killed at any moment
+
+
+def start_ranks(server: ForkServer, folder: Path, num_steps: int, log, start: int):
+    """Two ranks in processes of their own, as `tdp train` makes them."""
+    changes = (f"train.steps={num_steps}", "parallel.data=2", "launch.local.procs=2")
+    config = load(CONFIG, words(folder, *changes))
+    return [
+        server.spawn(
+            f"{RANK}:rank_main",
+            (config, "auto"),
+            env={
+                **os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": "2",
+                "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                "TDP_STORE": str(server.folder / f"store{folder.name}{start}"),
+            },
+            stdout=log,
+            stderr=log,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+
+
+def await_exit(server: ForkServer, children) -> None:
+    def gone() -> bool:
+        server.reap()
+        return all(child.exit is not None for child in children)
+
+    until(gone, "the end of the ranks")
+
+
+@pytest.mark.parametrize("kills", [6, pytest.param(40, marks=pytest.mark.full)])
+def test_a_run_that_is_killed_again_and_again_is_bitwise_one_that_never_was(tmp_path, kills):
+    """It saves every step, so it goes on at most one step before the last row that was written."""
+    draw, num_steps = random.Random(kills), 5 * kills
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        (folder / "run").mkdir(parents=True)
+    lost = []
+    with ForkServer(PRELOAD) as server, (tmp_path / "log").open("ab") as log:
+        unbroken = start_ranks(server, whole, num_steps, log, 0)
+        for start in range(kills):
+            before = len(rows_of_whole_lines(killed))
+            children = start_ranks(server, killed, num_steps, log, start)
+            until(lambda n=before: len(rows_of_whole_lines(killed)) > max(n, 1), "a step more")
+            time.sleep(draw.uniform(0, 0.05))
+            for child in draw.sample(children, 2):
+                child.signal(signal.SIGKILL)
+            await_exit(server, children)
+            saved = latest(killed / "run" / "checkpoints")
+            assert saved is not None, "two rows are not written before the first save"
+            at = int(saved.name.removeprefix("step_"))
+            lost.append(rows_of_whole_lines(killed)[-1]["step"] - at)
+        last = start_ranks(server, killed, num_steps, log, kills)
+        await_exit(server, [*unbroken, *last])
+        codes = [child.exit.exit_code for child in (*unbroken, *last) if child.exit]
+    assert codes == [0] * 4, (tmp_path / "log").read_text()[-3000:]
+    assert max(lost) <= 1, f"steps that were done and not saved: {lost}"
+    assert steps(killed) == list(range(1, num_steps + 1))
+    told = [[[row[key] for key in KEYS] for row in rows(folder)] for folder in (whole, killed)]
+    assert told[0] == told[1]
+
+
+def rows_of_whole_lines(folder: Path) -> list[dict]:
+    """As `rows`, of a file that is being written."""
+    path = folder / "run" / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
