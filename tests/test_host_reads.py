@@ -1,5 +1,7 @@
 """The counter of host reads counts each kind once, where it was asked for, and nothing else."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -28,8 +30,8 @@ READS = {
     "put by a mask": lambda: X.clone().__setitem__(X > 1, torch.zeros(4)),
     "repeats": lambda: X[0].repeat_interleave(torch.tensor([1, 2, 3])),
     "made from a number": lambda: torch.tensor(3.0, device=torch.device("cpu")),
-    "a call in a backward": lambda: _Lister.apply(X.clone().requires_grad_()).sum().backward(),
-    "in a backward": lambda: _Reader.apply(X.clone().requires_grad_()).sum().backward(),
+    "a call in a backward": lambda: in_a_backward(lambda g: g.tolist()[0][0]),
+    "in a backward": lambda: in_a_backward(lambda g: float(g[0, 0])),
 }
 
 NONE = {
@@ -48,23 +50,20 @@ NONE = {
 
 
 class _Reader(torch.autograd.Function):
+    """Its backward reads the gradient by `read`."""
+
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, read):
+        ctx.read = read
         return x * 2
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient * float(gradient[0, 0])
+        return gradient * ctx.read(gradient), None
 
 
-class _Lister(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * gradient.tolist()[0][0]
+def in_a_backward(read: Callable[[torch.Tensor], float]) -> None:
+    _Reader.apply(X.clone().requires_grad_(), read).sum().backward()
 
 
 @pytest.mark.parametrize("kind", READS)
