@@ -83,6 +83,7 @@ PURE_FILES = (
     "models/*_layout.py",
     "checkpoint/manifest.py",
     "checkpoint/commit.py",
+    "checkpoint/validate.py",
     "train/estimate.py",
     "train/calls.py",
     "train/gradient_calls.py",

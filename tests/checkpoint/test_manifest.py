@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from torchdistpackage.checkpoint import manifest as manifests
 from torchdistpackage.checkpoint.manifest import Entry, FileFacts, Manifest, Piece
+from torchdistpackage.checkpoint.validate import read_manifest
 from torchdistpackage.errors import CheckpointError
 
 counts = st.integers(0, 2**40)
@@ -73,10 +74,10 @@ def test_another_format_is_named():
 
 def test_reading_names_the_file(tmp_path):
     with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path} has no manifest.json")):
-        manifests.read(tmp_path)
+        read_manifest(tmp_path)
     (tmp_path / manifests.NAME).write_bytes(b"\xff\xfe")
     with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / manifests.NAME))):
-        manifests.read(tmp_path)
+        read_manifest(tmp_path)
 
 
 @given(st.integers(0, 3), st.integers(1, 4), st.integers(0, 1), st.integers(1, 2))

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from torchdistpackage.checkpoint import manifest as manifests
 from torchdistpackage.checkpoint.load import latest_together, load
 from torchdistpackage.checkpoint.save import save
+from torchdistpackage.checkpoint.validate import read_manifest
 from torchdistpackage.comm.random import seed_from
 from torchdistpackage.layout.derive import blocks, local_shape
 from torchdistpackage.layout.layout import Layout
@@ -151,7 +151,7 @@ def test_parameters_moments_and_extras_come_back_bitwise(ranks, tmp_path, axes):
 
 def check_files(path: Path) -> None:
     """Any reader can put the whole tensors together again, with safetensors and the manifest."""
-    manifest = manifests.read(path)
+    manifest = read_manifest(path)
     one = of((("data", 1),))
     whole = build(one, 0)
     alone = adamw(whole)

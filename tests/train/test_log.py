@@ -41,6 +41,29 @@ def test_after_a_resume_every_step_is_there_once(tmp_path, torn, resume):
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+NO_ROWS = [
+    *('{"step": 1e999}', '{"step": Infinity}', '{"step": "5"}', '{"step": true}', '{"step": 2.0}'),
+    *('{"step": -1}', '{"step": 1' + "0" * 30 + "}", '{"step": ' + "9" * 5000 + "}", '{"stop": 3}'),
+    *("[" * 200_000, '{"step": [7]}', '["step"]', "null", "\0", "\x85"),
+]
+
+
+def test_lines_that_are_no_rows_are_left_out(tmp_path):
+    rows = ['{"step": 1, "loss": 2.0}', *NO_ROWS, '{"step": 4, "loss": 1' + "0" * 400 + "}"]
+    (tmp_path / "metrics.jsonl").write_bytes("\n".join(rows).encode() + b"\n\xff\xfe\n")
+    with MetricsLog(tmp_path, resume_step=4) as metrics:
+        assert steps(metrics.path) == [1, 4]
+        metrics.write(5, loss=1.0)
+    assert steps(metrics.path) == [1, 4, 5]
+    assert plot_loss(metrics.path) == tmp_path / "loss.png"
+
+
+def test_a_pipe_in_place_of_the_rows_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(DataError, match="is a pipe"):
+        MetricsLog(tmp_path)
+
+
 def test_rows_are_on_disk_as_soon_as_they_are_written(tmp_path):
     metrics = MetricsLog(tmp_path / "new")
     metrics.write(3, loss=1.5, note="x", lr=None)

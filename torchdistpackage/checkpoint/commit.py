@@ -17,6 +17,12 @@ from pathlib import Path
 
 from torchdistpackage.checkpoint import manifest as manifests
 from torchdistpackage.checkpoint.manifest import FileFacts, Manifest
+from torchdistpackage.checkpoint.validate import (
+    check_header,
+    check_size,
+    claims,
+    read_manifest,
+)
 from torchdistpackage.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -73,7 +79,13 @@ def commit(temporary: Path, manifest: Manifest) -> Path:
     folder = temporary.parent
     final = folder / folder_name(manifest.step)
     path = temporary / manifests.NAME
-    path.write_text(manifest.to_json(), encoding="utf-8")
+    text = manifest.to_json()
+    if len(text) > manifests.MAX_BYTES:
+        raise CheckpointError(
+            f"the manifest has {len(text):,} bytes, and no reader takes more than "
+            f"{manifests.MAX_BYTES:,}; save from fewer ranks"
+        )
+    path.write_text(text, encoding="utf-8")
     settle(path)
     _flush_folder(temporary)
     temporary.chmod(folder.stat().st_mode & 0o777)
@@ -145,20 +157,24 @@ def warn_skipped(path: Path, problem: str) -> None:
 def damage(path: Path, *, checksums: bool = False, share: tuple[int, int] = (0, 1)) -> str | None:
     """What is wrong with a checkpoint folder, or None.
 
+    checksums: also those of the files, and whether their headers say what the manifest does.
     share: (i, n) reads only every n-th file, from the i-th on, so that n ranks check together.
     """
     try:
-        manifest = manifests.read(path)
+        manifest = read_manifest(path)
+        claimed = claims(manifest) if checksums else {}
         for name in sorted(manifest.files)[share[0] :: share[1]]:
             expected, file = manifest.files[name], path / name
-            size_bytes = file.stat().st_size
-            if size_bytes != expected.size_bytes:
-                return f"{name} has {size_bytes} bytes, the manifest says {expected.size_bytes}"
+            check_size(file, expected)
             if checksums and (crc32 := measure(file).crc32) != expected.crc32:
                 return f"{name} has checksum {crc32:08x}, the manifest says {expected.crc32:08x}"
+            if checksums and claimed[name]:
+                check_header(file, claimed[name])
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (OSError, CheckpointError) as error:
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    except CheckpointError as error:
         return str(error)
     return None
 

@@ -22,6 +22,7 @@ from torchdistpackage.checkpoint.save import EXTRA, degrees_of, file_name
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
+from torchdistpackage.errors import CheckpointError
 from torchdistpackage.topology.views import Topology
 
 
@@ -45,6 +46,9 @@ def latest_together(folder: str | Path, *, rank: int, group: Group | None = None
     """The newest checkpoint whose files all have their checksums, the same on every rank.
 
     The ranks share the reading. Damaged newer ones are named in a warning. group: all ranks.
+
+    Raises:
+        CheckpointError: on all ranks, if there are some and all are damaged.
     """
     group = resolve_group(group, "global")
     ranks = primitives.ranks_of(group)
@@ -52,6 +56,7 @@ def latest_together(folder: str | Path, *, rank: int, group: Group | None = None
     # The first rank's view of the folder counts: that of a shared disk may lag on others.
     names = primitives.broadcast_object([str(path) for path in candidates(Path(folder))], group)
     assert isinstance(names, list)
+    last = ""
     for path in map(Path, names):
         found = primitives.gather_objects(damage(path, checksums=True, share=share), group)
         problems = [problem for problem in found if problem is not None]
@@ -59,6 +64,12 @@ def latest_together(folder: str | Path, *, rank: int, group: Group | None = None
             return path
         if rank == ranks[0]:
             warn_skipped(path, str(problems[0]))
+        last = str(problems[0])
+    if names:
+        raise CheckpointError(
+            f"{folder} has {len(names)} checkpoints and none is whole ({last}); mend or move them, "
+            f"nothing is begun anew over them"
+        )
     return None
 
 

@@ -10,14 +10,16 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
+from torchdistpackage.bounded import parse_json
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.flat import Box, overlap, shifted
 
 FORMAT = 1
 NAME = "manifest.json"
+MAX_BYTES = 1 << 28
+"""Of the file; that of a run on ten thousand ranks has about half."""
 
 Fact = str | int | float | bool | None
 
@@ -91,48 +93,33 @@ class Manifest:
         """Inverse of `to_json`.
 
         Raises:
-            CheckpointError: not JSON, altered, of another format, or with something missing.
+            CheckpointError: not JSON, altered, of another format, or with something missing or of
+                another type. Whether it can be true is not looked at (validate.py).
         """
         try:
-            whole: dict[str, Any] = json.loads(text)
+            whole: dict[str, Any] = parse_json(text)
             data: dict[str, Any] = whole["manifest"]
             if data["format"] != FORMAT:
                 raise CheckpointError(
-                    f"it is of format {data['format']}, this version reads {FORMAT}"
+                    f"it is of format {str(data['format'])[:40]}, this version reads {FORMAT}"
                 )
             if _checksum(data) != whole["crc32"]:
                 raise CheckpointError(
-                    f"its checksum is {_checksum(data)}, and it says {whole['crc32']}"
+                    f"its checksum is {_checksum(data)}, and it says {str(whole['crc32'])[:40]}"
                 )
             return cls(
-                step=int(data["step"]),
-                tokens=int(data["tokens"]),
-                degrees=tuple((str(axis), int(size)) for axis, size in data["degrees"]),
+                step=_count(data["step"]),
+                tokens=_count(data["tokens"]),
+                degrees=tuple((_text(axis), _count(size)) for axis, size in data["degrees"]),
                 tensors={name: _entry(entry) for name, entry in data["tensors"].items()},
-                files={name: FileFacts(**facts) for name, facts in data["files"].items()},
-                facts=data["facts"],
+                files={
+                    name: FileFacts(_count(x["size_bytes"]), _count(x["crc32"]))
+                    for name, x in data["files"].items()
+                },
+                facts={name: _fact(x) for name, x in data["facts"].items()},
             )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"it is no manifest: {error!r}") from error
-
-
-def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder.
-
-    Raises:
-        CheckpointError: there is none, or it cannot be read.
-    """
-    path = folder / NAME
-    try:
-        return Manifest.from_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{folder} has no {NAME}, so it is no complete checkpoint; name one that has"
-        ) from error
-    except (OSError, UnicodeDecodeError, CheckpointError) as error:
-        raise CheckpointError(
-            f"{path} does not parse: {error}; use another checkpoint, or the version that wrote it"
-        ) from error
 
 
 def _checksum(body: dict[str, Any]) -> int:
@@ -141,6 +128,29 @@ def _checksum(body: dict[str, Any]) -> int:
 
 def _entry(data: dict[str, Any]) -> Entry:
     pieces = tuple(
-        Piece(p["file"], p["key"], tuple(p["offset"]), tuple(p["lengths"])) for p in data["pieces"]
+        Piece(_text(p["file"]), _text(p["key"]), _counts(p["offset"]), _counts(p["lengths"]))
+        for p in data["pieces"]
     )
-    return Entry(tuple(data["shape"]), data["dtype"], pieces)
+    return Entry(_counts(data["shape"]), _text(data["dtype"]), pieces)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{str(value)[:40]} is where a text belongs")
+    return value
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise TypeError(f"{str(value)[:40]} is where a number of things belongs")
+    return value
+
+
+def _counts(values: list[object]) -> tuple[int, ...]:
+    return tuple(map(_count, values))
+
+
+def _fact(value: object) -> Fact:
+    if not isinstance(value, Fact):
+        raise TypeError(f"{str(value)[:40]} is where a plain value belongs")
+    return value

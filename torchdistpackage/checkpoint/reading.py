@@ -15,7 +15,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from torchdistpackage.checkpoint import manifest as manifests
 from torchdistpackage.checkpoint.commit import measure
 from torchdistpackage.checkpoint.manifest import Entry, Manifest
 from torchdistpackage.checkpoint.parts import (
@@ -26,6 +25,7 @@ from torchdistpackage.checkpoint.parts import (
     Sharded,
     has_master,
 )
+from torchdistpackage.checkpoint.validate import check_header, check_size, claims, read_manifest
 from torchdistpackage.comm.record import dtype_name
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.flat import Box
@@ -53,7 +53,7 @@ class Reading:
         optimizer: torch.optim.Optimizer | None,
     ):
         self.path = path
-        self.manifest: Manifest = manifests.read(path)
+        self.manifest: Manifest = read_manifest(path)
         self.num_owned = 0
         self._place, self._optimizer = place, optimizer
         self._reads: dict[str, list[Read]] = defaultdict(list)
@@ -76,15 +76,22 @@ class Reading:
             self._ask_states(layouts)
 
     def check_files(self, checksums: bool, more: set[str]) -> None:
+        """That the files to read, and `more`, are what the manifest says."""
+        claimed = claims(self.manifest) if checksums else {}
         for name in sorted({*self._reads, *more}):
-            expected, file = self.manifest.files[name], self.path / name
-            size_bytes = file.stat().st_size if file.exists() else 0
-            if size_bytes != expected.size_bytes or (checksums and measure(file) != expected):
+            expected, file = self.manifest.files.get(name), self.path / name
+            try:
+                if expected is None:
+                    raise CheckpointError("the manifest does not list it")
+                check_size(file, expected)
+                if checksums and measure(file) != expected:
+                    raise CheckpointError(f"it should have checksum {expected.crc32:08x}")
+                if checksums:
+                    check_header(file, claimed[name])
+            except (FileNotFoundError, CheckpointError) as error:
                 raise CheckpointError(
-                    f"{file} is damaged: it has {size_bytes} bytes and should have "
-                    f"{expected.size_bytes} with checksum {expected.crc32:08x}; "
-                    f"use another checkpoint"
-                )
+                    f"{file} is damaged: {error}; use another checkpoint"
+                ) from error
 
     def check_total(self, asked: int) -> None:
         """Weights that nobody asked for would be lost without a word."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torchdistpackage.bounded import parse_json
 from torchdistpackage.config.schema import Requeue
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.durable import write_whole
@@ -111,6 +112,6 @@ def leave_word(files: JobFiles, decision: Decision, env: Mapping[str, str]) -> N
 
 def _read_times(files: JobFiles) -> list[float]:
     try:
-        return [float(x) for x in json.loads((files.job / _TIMES).read_text("utf-8"))]
-    except (OSError, ValueError, TypeError):
+        return [float(x) for x in parse_json((files.job / _TIMES).read_text("utf-8"))]
+    except (OSError, ValueError, TypeError, OverflowError):
         return []

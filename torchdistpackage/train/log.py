@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from torchdistpackage.bounded import check_regular, parse_json
 from torchdistpackage.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,8 @@ METRICS = "metrics.jsonl"
 PLOT = "loss.png"
 _LOOK_S = 1.0
 """How often it is looked whether the folder is still there, which is free but for old NFS."""
+_MOST = 1e300
+"""Of what is drawn: a whole number that is no float ends matplotlib."""
 
 
 def say(line: str) -> None:
@@ -128,17 +131,33 @@ class MetricsLog:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Rows by ascending step, of a step the last written; none if there is no file.
 
-    Lines that do not parse, as a kill leaves at the end, are left out.
+    Lines that are no row, as a kill leaves at the end, are left out.
+
+    Raises:
+        DataError: the name is that of a device, a pipe or the like, which is not opened.
     """
     rows: dict[int, dict[str, Any]] = {}
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    for line in text.splitlines():
-        try:
-            row = json.loads(line)
-            rows[int(row["step"])] = row
-        except (ValueError, TypeError, KeyError):
-            continue
+    try:
+        check_regular(path.resolve())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise DataError(f"{path} {error.strerror}; move it away") from error
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if (row := _row(line)) is not None:
+                rows[row["step"]] = row
     return [rows[step] for step in sorted(rows)]
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    """A row, or None for what is none."""
+    try:
+        row: Any = parse_json(line)
+    except ValueError:
+        return None
+    step = row.get("step") if isinstance(row, dict) else None
+    return row if type(step) is int and 0 <= step < 1 << 63 else None
 
 
 class Progress:
@@ -251,7 +270,8 @@ def plot_loss(metrics: str | Path, out: str | Path | None = None) -> Path | None
 
 
 def _points(rows: list[dict[str, Any]], key: str) -> Iterator[tuple[int, float]]:
-    return ((row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float))
+    found = ((row["step"], row.get(key)) for row in rows)
+    return ((s, x) for s, x in found if isinstance(x, int | float) and abs(x) < _MOST)
 
 
 def _line(row: Mapping[str, Any]) -> str:

@@ -92,7 +92,10 @@ def resume(trainer: Trainer, run_folder: Path, how: str) -> TrainState:
     if how != "auto" and trainer.rank == 0 and path.resolve().parent == own.resolve():
         set_aside(own, loaded.step)
     if isinstance(cpu := loaded.extras.get("rng_cpu"), torch.Tensor):
-        torch.set_rng_state(cpu)
+        try:
+            torch.set_rng_state(cpu)
+        except (RuntimeError, TypeError) as error:
+            raise CheckpointError(f"{path}: its random state is none: {error}") from error
     elif trainer.rank == 0:
         now = describe(degrees_of(tpc.topology))
         log.info(
@@ -102,7 +105,8 @@ def resume(trainer: Trainer, run_folder: Path, how: str) -> TrainState:
     if trainer.device.type == "cuda" and isinstance(cuda, torch.Tensor):
         torch.cuda.set_rng_state(cuda, trainer.device)
     skipped = loaded.facts.get(SKIPPED) or 0
-    assert isinstance(skipped, int)
+    if not isinstance(skipped, int):
+        raise CheckpointError(f"{path}: {SKIPPED} is {str(skipped)[:40]!r}, which is no number")
     return TrainState(loaded.step, loaded.tokens, bool(loaded.facts.get(OWES)), skipped)
 
 

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
+from torchdistpackage.bounded import parse_json
+
 
 @dataclass(frozen=True, slots=True)
 class Record:
@@ -54,7 +56,7 @@ def read_records(path: Path) -> tuple[Record, ...]:
 
 def _record(line: str) -> Record | None:
     try:
-        values = cast(dict[str, Any], json.loads(line))
+        values = cast(dict[str, Any], parse_json(line))
         return Record(**{field.name: values[field.name] for field in fields(Record)})
     except (ValueError, TypeError, KeyError):
         return None

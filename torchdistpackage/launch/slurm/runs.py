@@ -5,13 +5,13 @@ them: what is missing or cut short is left out, never an error.
 """
 
 import difflib
-import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from torchdistpackage.bounded import parse_json
 from torchdistpackage.errors import ConfigError, LaunchError
 from torchdistpackage.launch.failure import Failure
 from torchdistpackage.launch.requeue import Decision, Word
@@ -127,8 +127,8 @@ def progress(run: Run) -> Progress:
     step = loss = None
     for row in _last_rows(run.folder / "metrics.jsonl"):
         step = int(row["step"]) if step is None else step
-        if isinstance(row.get("loss"), float | int):
-            loss = float(row["loss"])
+        if isinstance(found := row.get("loss"), float | int) and abs(found) < 1e300:
+            loss = float(found)
             break
     for path in (run.folder / "resolved.yaml", run.files.config):
         if path.is_file() and (match := _STEPS.search(path.read_text(encoding="utf-8"))):
@@ -212,8 +212,8 @@ def _last_rows(path: Path) -> Iterable[dict[str, Any]]:
         return
     for line in reversed(lines):
         try:
-            row: Any = json.loads(line)
-            int(row["step"])
-        except (ValueError, TypeError, KeyError):
+            row: Any = parse_json(line)
+        except ValueError:
             continue
-        yield row
+        if isinstance(row, dict) and type(cast(dict[str, Any], row).get("step")) is int:
+            yield cast(dict[str, Any], row)

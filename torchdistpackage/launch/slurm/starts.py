@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from torchdistpackage.bounded import parse_json
 from torchdistpackage.launch.requeue import Limits, refusal
 from torchdistpackage.launch.slurm.files import JobFiles, start_id
 
@@ -51,7 +52,7 @@ def read_starts(path: Path) -> list[Start]:
     starts: dict[str, Start] = {}
     for line in text.splitlines():
         try:
-            start = Start(**json.loads(line))
+            start = Start(**parse_json(line))
         except (ValueError, TypeError):
             continue
         starts[start.start] = start  # of one start the last line holds

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torchdistpackage.bounded import parse_json
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.failure import Failure, Kind
 from torchdistpackage.launch.hostlist import expand
@@ -231,7 +232,7 @@ def _reason(failure: Failure) -> str:
 
 def _parse(line: str) -> Evidence | None:
     try:
-        fields: dict[str, Any] = json.loads(line)
+        fields: dict[str, Any] = parse_json(line)
         return Evidence(
             str(fields["node"]),
             str(fields["reason"]),
@@ -240,5 +241,5 @@ def _parse(line: str) -> Evidence | None:
             float(fields["expires_s"]),
             str(fields["job"]),
         )
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError):
         return None
