@@ -275,6 +275,8 @@ def dropped() -> None:
     torch.save(bias, saved)
     saved.seek(0)
     assert torch.equal(torch.load(saved), bias)
+    again = create_moe_dp_hooks({"bias": bias}, dist.group.WORLD, None)
+    again.remove()
     moe._made[0].remove()
     assert vars(bias) == {}
 

@@ -113,6 +113,10 @@ def _drop_unheld(due: set[int]) -> None:
             groups.destroy()
 
 
+_HOLDER = "_expert_gradients"
+"""The attribute of a parameter."""
+
+
 class _Holder:
     """Keeps `held` as long as the parameter whose attribute this is; a saved one keeps nothing."""
 
@@ -169,7 +173,7 @@ class ExpertGradients:
         self._parameters = [s.parameter for s in shared]
         self._told = Told(_accumulated, self, self._parameters)
         for parameter in self._parameters:
-            parameter._expert_gradients = _Holder(self)  # type: ignore[attr-defined]
+            setattr(parameter, _HOLDER, _Holder(self))
 
     @property
     def is_there(self) -> bool:
@@ -192,8 +196,8 @@ class ExpertGradients:
         """Take the hooks off and end the group; gradients stay. All ranks call it."""
         self._told.remove()
         for parameter in self._parameters:
-            if parameter._expert_gradients.held is self:  # type: ignore[attr-defined]
-                del parameter._expert_gradients  # type: ignore[attr-defined]
+            if getattr(vars(parameter).get(_HOLDER), "held", None) is self:
+                delattr(parameter, _HOLDER)
         self._parameters = []
         self._groups.destroy()
 
