@@ -162,10 +162,15 @@ def test_the_split_of_a_folder_does_not_depend_on_other_files(tmp_path):
     assert before
 
 
-@pytest.mark.parametrize("most", [corpus.MOST_MAPPED, 5, 0])
-def test_a_folder_is_its_files_in_order_and_trains_as_one_array_would(tmp_path, monkeypatch, most):
+@pytest.mark.parametrize(
+    ("most", "large"), [(corpus.MOST_MAPPED, corpus.LARGE_BYTES), (5, 200), (0, 0)]
+)
+def test_a_folder_is_its_files_in_order_and_trains_as_one_array_would(
+    tmp_path, monkeypatch, most, large
+):
     """Windows that lie in a file, and such that cross one border or several."""
     monkeypatch.setattr(corpus, "MOST_MAPPED", most)
+    monkeypatch.setattr(corpus, "LARGE_BYTES", large)
     draw = np.random.default_rng(0)
     texts = {f"{i:02}.txt": draw.integers(1, 256, size, "uint8") for i, size in enumerate(SIZES)}
     texts["50.txt"] = texts["03.txt"]  # of equal ones the first counts

@@ -37,6 +37,10 @@ MOST_MAPPED = 1 << 14
 """Files of a folder that are mapped, the largest; a process may have 65,530 maps on Linux. The rest
 are read."""
 
+LARGE_BYTES = 2**31
+"""Files beyond it are mapped by numpy, which keeps them open, of which a process has few. torch
+does not, but its maps could be written to, and Linux grants none beyond the memory of the node."""
+
 _HEAD_BYTES = 1 << 20
 _COUNT_AT_ONCE = 1 << 22
 
@@ -214,7 +218,8 @@ def _whole(path: Path, num_bytes: int, *, mapped: bool) -> npt.NDArray[np.uint8]
     try:
         if not mapped:
             return np.fromfile(path, np.uint8, num_bytes)
-        # numpy's own map keeps the file open, and of those a process has few
+        if num_bytes > LARGE_BYTES:
+            return np.asarray(np.memmap(path, np.uint8, mode="r", shape=(num_bytes,)))
         return torch.from_file(str(path), size=num_bytes, dtype=torch.uint8).numpy()
     except (OSError, RuntimeError) as error:
         raise DataError(f"cannot read {num_bytes} bytes of {path}: {error}") from error

@@ -110,7 +110,9 @@ class TokenDataset:
         else:
             starts = self._spaced(step * num_data * per_rank + sample)
         tokens, length = self._ids[split], self.seq_len + 1
-        window = np.stack([tokens[start : start + length] for start in starts.tolist()])
+        window = np.empty((per_rank, length), tokens.dtype)
+        for row, start in zip(window, starts.tolist(), strict=True):
+            row[:] = tokens[start : start + length]
         self._check_ids(split, window, starts)
         ids = torch.from_numpy(window.astype(np.int64))
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
