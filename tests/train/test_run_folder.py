@@ -3,10 +3,12 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from torchdistpackage.config.load import load
 from torchdistpackage.launch.children import ForkServer
 from torchdistpackage.launch.lock import holder_of, take
 from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.slurm.starts import Start, read_starts
 from torchdistpackage.train.folder import prepare_folder
 from torchdistpackage.train.job import PRELOAD, RANK
 
@@ -133,6 +136,15 @@ def test_under_a_launcher_an_earlier_run_is_moved_before_any_log_is_begun(
     assert {p.name for p in tmp_path.iterdir()} == {"run", "run.1"}
 
 
+def test_a_run_whose_folder_is_removed_fails(tmp_path):
+    """Or it would end well, and leave nothing."""
+    process = train(tmp_path, "train.steps=3000", "checkpoint.save_every=0")
+    until(lambda: rows(tmp_path) or process.poll() is not None, "the first row")
+    shutil.rmtree(tmp_path / "run")
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 1 and "was removed or replaced" in out, out
+
+
 def test_under_a_launcher_rank_0_holds_the_lock(tmp_path):
     """And is refused by it, before it makes or moves anything."""
     before = earlier(tmp_path)
@@ -144,6 +156,31 @@ def test_under_a_launcher_rank_0_holds_the_lock(tmp_path):
         lock.release()
     assert process.returncode == 2 and f"process {os.getpid()}" in out, out
     assert files(tmp_path) == {f"run/{name}" for name in before}
+
+
+@pytest.mark.full
+def test_a_slow_slurm_holds_up_no_start_for_long(tmp_path):
+    """A task of srun whose job had a start before; nothing that it asks Slurm is answered."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name in ("sinfo", "sacct", "sacctmgr", "squeue", "scontrol"):
+        (commands / name).write_text("#!/bin/bash\nexec sleep 100\n")
+        (commands / name).chmod(0o755)
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "1"}
+    place = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "1"}
+    nodes = {"SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_NODELIST": "localhost"}
+    tasks = {"SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_GTIDS": "0"}
+    job = tmp_path / "run" / "job"
+    job.mkdir(parents=True)
+    before = Start("7.0", 0, "7", "7", time.time() - 60, "localhost", "localhost", 0)
+    (job / "starts.jsonl").write_text(json.dumps(asdict(before)) + "\n")
+    path = f"{commands}:{os.environ['PATH']}"
+    began_s = time.monotonic()
+    process = train(tmp_path, "train.steps=1", PATH=path, **step, **place, **nodes, **tasks)
+    out, _ = process.communicate(timeout=180)
+    assert process.returncode == 0 and "validation loss" in out, out
+    assert time.monotonic() - began_s < 60
+    assert [s.start for s in read_starts(job / "starts.jsonl")] == ["7.0", "7.1"]
 
 
 def test_an_empty_folder_is_not_moved_aside(tmp_path):

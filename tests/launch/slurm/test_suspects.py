@@ -2,7 +2,9 @@
 
 import json
 import logging
+import os
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from tests.launch.slurm.folders import started, submitted
 from tests.launch.slurm.scripted import NO_ACCOUNTING, Answer, Scripted
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.failure import Failure, Kind
+from torchdistpackage.launch.slurm.commands import limited
 from torchdistpackage.launch.slurm.runs import Run
 from torchdistpackage.launch.slurm.suspects import (
     EXPIRY_S,
@@ -245,3 +248,18 @@ def test_a_line_is_one_json_object(tmp_path: Path):
     record(tmp_path / "suspects.jsonl", HALF)
     (line,) = (tmp_path / "suspects.jsonl").read_text().splitlines()
     assert set(json.loads(line)) == {"node", "reason", "weight", "time_s", "expires_s", "job"}
+
+
+def test_a_slow_accounting_costs_no_more_than_what_was_granted(run: Run, tmp_path, monkeypatch):
+    """Rank 0 asks before it starts, and the other ranks wait for it."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    texts = {"sinfo": f"cat <<'END'\n{SINFO}END\n", "sacct": "exec sleep 60\n"}
+    for name, text in (texts | {"sacctmgr": texts["sacct"]}).items():
+        (commands / name).write_text(f"#!/bin/bash\n{text}")
+        (commands / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    began_s = time.monotonic()
+    new = note_failed_nodes(run.files, LATER, limited(1.0), now_s=NOW_S)
+    assert time.monotonic() - began_s < 5
+    assert [evidence.node for evidence in new] == ["n2"], "what the controller says is noted"

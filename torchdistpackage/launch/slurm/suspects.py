@@ -176,8 +176,6 @@ def _broken(start: Start, runner: Runner, now_s: float) -> dict[str, str]:
     except LaunchError as error:
         log.warning("start %s: %s", start.start, error)
         return {}
-    end_s = _end_s(start, runner)
-    until_s = now_s if end_s is None else end_s + _NOTICED_S
     outages = (
         _rows(runner, "sinfo", "-N", "-h", "-n", start.nodes, "-o", "%N|%T|%H|%E"),
         _rows(
@@ -185,6 +183,9 @@ def _broken(start: Start, runner: Runner, now_s: float) -> dict[str, str]:
             *(f"start={_slurm_time(start.time_s)}", "format=NodeName,State,TimeStart,Reason"),
         ),
     )
+    # the accounting last: it may be slow, and time short
+    end_s = _end_s(start, runner)
+    until_s = now_s if end_s is None else end_s + _NOTICED_S
     broken: dict[str, str] = {}
     for node, state, since, reason in (row for rows in outages for row in rows if len(row) == 4):
         since_s = float(since) if since.isdigit() else now_s
