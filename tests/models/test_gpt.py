@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from torchdistpackage.comm.primitives import all_reduce
 from torchdistpackage.comm.random import seed_rank
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import DataError, LayoutError
@@ -157,8 +156,6 @@ def check_against_one(world, shape: GPTShape) -> None:
     layouts = net.layouts()
     assert grads.keys() == whole.keys() == layouts.keys()
     for name, grad in grads.items():
-        if layouts[name].unreduced:
-            all_reduce(grad, group)
         for at, local in blocks(layouts[name], mesh, tpc.rank):
             torch.testing.assert_close(grad[local], whole[name][at], **CLOSE)
 

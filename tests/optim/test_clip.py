@@ -13,6 +13,8 @@ from torchdistpackage.comm.nodes import setup_node_groups
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.ddp.zero.replicas import same_place
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.layout.mark import mark
 from torchdistpackage.models.gpt import GPT
 from torchdistpackage.models.gpt_layout import GPTShape
 from torchdistpackage.optim.clip import clip_grad_norm_
@@ -132,6 +134,12 @@ def expect_shards(zero: ZeroOptimizer, grads: dict[str, torch.Tensor], factor: f
         torch.testing.assert_close(shard.tensor.grad.flatten(), expected, rtol=1e-12, atol=0)
 
 
+def halved(name: str, half: torch.Tensor) -> Layout:
+    """Of a parameter of which each of two tensor ranks has half the rows."""
+    rows, *others = half.shape
+    return Layout(name, (2 * rows, *others), (("tensor",), *((),) * len(others)))
+
+
 def of_shards(kind: str, stage: int) -> None:
     """Whole replicas in one group, in nodes that are replicas, or under two tensor ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -150,6 +158,8 @@ def of_shards(kind: str, stage: int) -> None:
     grads = {n: p.grad for n, p in nets[mine].named_parameters()}
     for p in (1.0, 2.0, math.inf):
         net = net_of(mine)
+        if kind == "tensor":
+            mark(net, {n: halved(n, q) for n, q in net.named_parameters()})
         optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
         zero = ZeroOptimizer(optimizer, net, stage=stage, **groups)
         net(batch().chunk(size // parts)[index]).square().mean().backward()

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchdistpackage.checkpoint.agree import together
 from torchdistpackage.checkpoint.commit import candidates, damage, warn_skipped
 from torchdistpackage.checkpoint.manifest import Fact
-from torchdistpackage.checkpoint.parts import Params, Place, Sharded
+from torchdistpackage.checkpoint.parts import Params, Place, Sharded, params_of
 from torchdistpackage.checkpoint.reading import Reading
 from torchdistpackage.checkpoint.save import EXTRA, degrees_of, file_name
 from torchdistpackage.comm import primitives
@@ -76,7 +76,7 @@ def latest_together(folder: str | Path, *, rank: int, group: Group | None = None
 def load(
     path: str | Path,
     *,
-    params: Params,
+    params: Params | nn.Module,
     topology: Topology,
     rank: int,
     optimizer: torch.optim.Optimizer | None = None,
@@ -89,6 +89,7 @@ def load(
     The run may have other degrees, and more or less ZeRO, than the one that wrote it: every rank
     reads what it needs of whichever pieces hold it. Under ZeRO parameters are whole afterwards.
 
+    params: as in `save`.
     with_extras: also read what this rank saved for itself, if the degrees are equal.
     checksums: check those of the files that this rank reads (`latest_together` has done so).
 
@@ -100,6 +101,7 @@ def load(
     if isinstance(optimizer, Sharded):
         optimizer.finish()
     with together(group, doing):
+        params = params_of(params, topology, rank)
         reading = Reading(path, params, Place(topology, rank), optimizer)
         manifest = reading.manifest
         with_extras = with_extras and manifest.degrees == degrees_of(topology)

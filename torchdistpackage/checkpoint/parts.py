@@ -11,17 +11,50 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group, ranks_of
-from torchdistpackage.errors import CheckpointError
-from torchdistpackage.layout.derive import blocks, owner, owns
+from torchdistpackage.ddp.plain import plain_module
+from torchdistpackage.errors import CheckpointError, LayoutError
+from torchdistpackage.layout.collect import collect
+from torchdistpackage.layout.derive import blocks, local_shape, owner, owns
 from torchdistpackage.layout.flat import Box, parts
 from torchdistpackage.layout.layout import Layout
+from torchdistpackage.layout.mark import mark_of
 from torchdistpackage.topology.views import Topology
 
 Params = Mapping[str, tuple[Tensor, Layout]]
 """Local name -> (parameter or buffer, its layout); the checkpoint knows it as `layout.name`."""
+
+
+def params_of(params: Params | nn.Module, topology: Topology, rank: int) -> Params:
+    """`params`, or all parameters of a module, wrapped or not, cut as they say themselves.
+
+    Those that belong to no stage are named after the stage that holds them, where there are some.
+
+    Raises:
+        LayoutError: a parameter is no part that the topology has; names it.
+    """
+    if not isinstance(params, nn.Module):
+        return params
+    module = plain_module(params)
+    own, found = collect(module), dict[str, tuple[Tensor, Layout]]()
+    for name, parameter in module.named_parameters():
+        mark = mark_of(parameter)
+        layout = mark.layout if mark is not None and mark.is_told else own[name]
+        mesh = topology.view(layout.view)
+        if mesh.axis_size("pipe") > 1 and not layout.stages:
+            stage = mesh.coord(rank)["pipe"]
+            layout = layout.named(f"{stage}.{layout.name}").on(stage)
+        if tuple(parameter.shape) != (shape := local_shape(layout, mesh, rank)):
+            raise LayoutError(
+                f"{name} has shape {tuple(parameter.shape)} on rank {rank}, but its layout, "
+                f"{layout.shape} split {layout.split}, gives it {shape} on these axes; save under "
+                f"a topology with the axis that cuts it"
+            )
+        found[name] = parameter, layout
+    return found
+
 
 MASTER = "master"
 """Key of the wide copy of a narrow parameter; all other keys are the inner optimizer's."""

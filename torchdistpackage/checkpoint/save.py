@@ -17,12 +17,12 @@ from typing import cast
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchdistpackage.checkpoint.agree import together
 from torchdistpackage.checkpoint.commit import commit, folder_name, make_temporary, retain, settle
 from torchdistpackage.checkpoint.manifest import Entry, Fact, FileFacts, Manifest, Piece
-from torchdistpackage.checkpoint.parts import Params, Place, held
+from torchdistpackage.checkpoint.parts import Params, Place, held, params_of
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.record import dtype_name
@@ -42,7 +42,7 @@ def save(
     *,
     step: int,
     tokens: int,
-    params: Params,
+    params: Params | nn.Module,
     topology: Topology,
     rank: int,
     optimizer: torch.optim.Optimizer | None = None,
@@ -52,6 +52,8 @@ def save(
     group: Group | None = None,
 ) -> Path:
     """Write `folder`/step_NNNNNN, all ranks together, and return its path.
+
+    params: with their layouts, or the module, whose layers say them.
 
     Optimizer state is saved beside each parameter, as `name#exp_avg` with the parameter's layout
     or, for scalars, `name#step`. Under ZeRO both are written by the ranks that hold their slices,
@@ -66,6 +68,7 @@ def save(
     doing = f"writing the checkpoint of step {step} to {folder}"
     temporary = folder
     with together(group, doing):
+        params = params_of(params, topology, rank)
         if rank == ranks[0]:
             temporary = make_temporary(folder, step)
     temporary = Path(str(primitives.broadcast_object(str(temporary), group)))

@@ -17,6 +17,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.world import world
 from torchdistpackage.ddp.compress import bf16_compress, fp16_compress
+from torchdistpackage.ddp.layouts import is_cut
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.wrapper import batch_group
 from torchdistpackage.ddp.zero.choose import all_reduced_s, scattered_s, scatters
@@ -24,6 +25,7 @@ from torchdistpackage.ddp.zero.measured import measure
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.ddp.zero.whole import needs_whole
 from torchdistpackage.errors import LayoutError
+from torchdistpackage.layout.collect import collect
 from torchdistpackage.layout.layout import Layout
 
 Mode = Literal["auto", "ddp", "zero"]
@@ -72,7 +74,7 @@ def data_parallel(
     if wire_dtype not in _COMPRESSED:
         raise ValueError(f"wire_dtype is {wire_dtype}; use torch.bfloat16 or torch.float16")
     if mode == "auto":
-        shares = _is_faster_shared(module, optimizer, loss_of, group, layouts or {}, wire_dtype)
+        shares = _is_faster_shared(module, optimizer, loss_of, group, layouts, wire_dtype)
     else:
         shares = mode == "zero"
     if shares:
@@ -104,7 +106,7 @@ def _is_faster_shared(
     optimizer: Optimizer,
     loss_of: Callable[[nn.Module], Tensor],
     group: Group | None,
-    layouts: Mapping[str, Layout],
+    layouts: Mapping[str, Layout] | None,
     wire: torch.dtype | None,
 ) -> bool:
     """Whether ZeRO's step is the shorter one, as the first rank has it; one line in its log."""
@@ -135,9 +137,12 @@ def _is_faster_shared(
     return shares
 
 
-def _unshareable(module: nn.Module, optimizer: Optimizer, layouts: Mapping[str, Layout]) -> str:
+def _unshareable(
+    module: nn.Module, optimizer: Optimizer, layouts: Mapping[str, Layout] | None
+) -> str:
     """Why ZeRO cannot have them, or nothing."""
-    split = [name for name, layout in layouts.items() if layout.split_axes]
+    own = collect(module) if layouts is None else layouts
+    split = [name for name, p in module.named_parameters() if is_cut(own.get(name), p)]
     try:
         needs_whole(optimizer, split=split)
     except LayoutError as error:

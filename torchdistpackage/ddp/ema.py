@@ -18,6 +18,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.objects import broadcast_tensors
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
+from torchdistpackage.ddp.layouts import refuse_cut
 from torchdistpackage.ddp.membership import Membership
 from torchdistpackage.ddp.owned import Owned, receive_all, send_all
 from torchdistpackage.ddp.partition import share_out
@@ -37,6 +38,9 @@ class ShardedEMA:
     model: wrapped in NaiveDDP, torch's DDP or torch.compile or not, here and later; names are
         always those of the plain module.
     group: ranks that hold the same model; default tpc's data group, or everybody.
+
+    Raises:
+        LayoutError: layers cut parameters over ranks of the group.
     """
 
     def __init__(self, model: nn.Module, group: Group | None = None):
@@ -46,6 +50,7 @@ class ShardedEMA:
         self._is_first = self._rank == ranks[0]
         module = plain_module(model)
         named = dict(module.named_parameters())
+        refuse_cut(named.items(), ranks, "ShardedEMA")
         dtypes = [_kept_as(p.dtype) for p in named.values()]
         sizes = [p.numel() * d.itemsize for p, d in zip(named.values(), dtypes, strict=True)]
         shares = share_out(sizes, len(ranks))

@@ -24,6 +24,7 @@ from torchdistpackage.ddp.compress import Hook
 from torchdistpackage.ddp.embeddings import Embeddings
 from torchdistpackage.ddp.equal import equalise
 from torchdistpackage.ddp.fit import Fit
+from torchdistpackage.ddp.layouts import layouts_of, num_batches, refuse_cut, summed_over
 from torchdistpackage.ddp.membership import Membership
 from torchdistpackage.ddp.outputs import tensors_in
 from torchdistpackage.ddp.reducer import Reducer
@@ -32,7 +33,6 @@ from torchdistpackage.ddp.shared import Shared
 from torchdistpackage.ddp.told import refuse_sharded
 from torchdistpackage.ddp.wrapper import Wrapper
 from torchdistpackage.errors import CommError
-from torchdistpackage.layout.derive import gradient_ranks, num_replicas
 from torchdistpackage.layout.layout import Layout
 
 SMALLEST_BY_NODE = 4
@@ -55,9 +55,9 @@ class NaiveDDP(Wrapper):
     reduce_op: "avg", or "sum" (then zero gradients every step).
     num_grad_acc_iter: reduce in every so manieth backward only, the pipeline's number of
         microbatches for example; those between accumulate.
-    layouts: for parallel modules, name -> Layout; gradients are then summed over what each
-        layout says (partial sums, tied stages) and `tpc` must be set up. Parameters it does
-        not list count as replicated over the group.
+    layouts: name -> Layout: over what gradients are summed (partial sums, tied stages), by tpc.
+        Default: what the module's own layers say (docs/data_parallel.md). A parameter that is
+        not listed counts as replicated over the group.
     strict: raise on all ranks, by name, when some rank leaves parameters unused.
     broadcast_buffers: before each training forward buffers follow the group's first rank.
     comm_hook: how buckets travel (compress.py); by default in full.
@@ -77,6 +77,7 @@ class NaiveDDP(Wrapper):
     Raises:
         CommError: `dp_rank0` is not in a parameter's group, or modules differ between ranks; in
             a training forward: it returns no tensor.
+        LayoutError: layers cut parameters over ranks of the group.
         ValueError: `reduce_op` is neither "avg" nor "sum"; `embedding_rows` on a device.
     """
 
@@ -112,14 +113,13 @@ class NaiveDDP(Wrapper):
             raise ValueError(f"reduce_op is {reduce_op!r}; use 'avg' or 'sum'")
         self.source, self.broadcast_buffers = dp_rank0, broadcast_buffers
         self._mean = reduce_op.lower() == "avg"
-        self._layouts = dict(layouts or {})
         self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._cap_bytes = None if bucket_cap_mb is None else int(bucket_cap_mb * MIB)
         self._num_backwards, self._overlap, self._strict = num_grad_acc_iter, not sync, strict
         self._comm_hook, self._fp32_grads, self._keep_order = comm_hook, fp32_grads, keep_order
         self._embedding_rows, self._verbose, self._by_node = embedding_rows, verbose, None
-        if self._layouts:
-            tpc.prepare(sums=self._layouts.values())
+        self._given = layouts
+        self._read_layouts()
         agree(self.replicas())
         self.broadcast_params()
         self._start()
@@ -161,6 +161,7 @@ class NaiveDDP(Wrapper):
         Collective. Only after parameters were frozen or removed must it be called by hand.
         """
         known = {id(parameter) for parameter in self.reducer.parameters}
+        self._read_layouts()
         replicas = self.replicas()
         agree(replicas)
         equalise((r for r in replicas if id(r.tensor) not in known), self.source)
@@ -255,28 +256,27 @@ class NaiveDDP(Wrapper):
         if self._comm_hook is not primitives.start_all_reduce:
             _LOG.info("%s: gradients travel as %s has them", name, self._comm_hook)
 
+    def _read_layouts(self) -> None:
+        own = self._own_parameters()
+        self._layouts = layouts_of(self.module, own, self._given, self._ranks_given)
+        if self._layouts:
+            tpc.prepare(sums=self._layouts.values())
+        for named in ((n, p) for n, p in own if n not in self._layouts):
+            refuse_cut([named], ranks_of(self._get_group(*named)), "NaiveDDP")
+
     def _get_group(self, name: str, parameter: nn.Parameter) -> Group:
         """Ranks over which this gradient is summed. Override to choose for each parameter."""
         layout = self._layouts.get(name)
-        if layout is None:
-            return self.group
-        return tpc.groups.of(self._ranks(layout))
-
-    @staticmethod
-    def _ranks(layout: Layout) -> tuple[int, ...]:
-        return gradient_ranks(layout, tpc.topology.view(layout.view), tpc.rank)
+        ranks = None if layout is None else summed_over(layout)
+        return self.group if ranks in (None, ranks_of(self.group)) else tpc.groups.of(ranks)
 
     def _share(self, name: str, parameter: nn.Parameter) -> Shared:
         group = self._get_group(name, parameter)
         layout = self._layouts.get(name)
-        if not self._mean:
-            divide = 1
-        elif layout is None:
-            divide = group.size()
-        else:
-            divide = num_replicas(layout, tpc.topology.view(layout.view))
-        is_tied = layout is not None and len(layout.stages) > 1
-        return Shared(name, parameter, group, divide, last=is_tied)
+        divide, is_tied = group.size(), layout is not None and len(layout.stages) > 1
+        if layout is not None and ranks_of(group) == summed_over(layout):
+            divide = num_batches(layout)
+        return Shared(name, parameter, group, divide if self._mean else 1, last=is_tied)
 
     def _own_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.module.named_parameters() if n not in self._ignored]

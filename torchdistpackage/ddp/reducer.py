@@ -25,6 +25,7 @@ from torchdistpackage.ddp.carrier import AllReduced, Carrier, Carry
 from torchdistpackage.ddp.departures import Departures, Phase
 from torchdistpackage.ddp.fit import Fit
 from torchdistpackage.ddp.gradients import came_late, gives_any
+from torchdistpackage.ddp.layouts import take_over
 from torchdistpackage.ddp.order import Packing
 from torchdistpackage.ddp.outputs import hook_outputs
 from torchdistpackage.ddp.packed import FRESH_BYTES, Packed, Slot
@@ -96,7 +97,7 @@ class Reducer:
         self.shared, self.leaves_early = list(shared), False
         self._packed = Packed(self.shared, Packing(self._cap_bytes), self._carry, after, moving)
         self.departures = Departures(self._packed, fit, on_launch)
-        self._told = Told(_accumulated, self, self.parameters, alone=self._alone)
+        self._told = Told(_accumulated, self, self.parameters, self._alone, take_over(shared))
 
     # -- what callers use --------------------------------------------------------------
 
@@ -173,10 +174,9 @@ class Reducer:
     def watch(self, outputs: object, *, wait: bool = True) -> object:
         """The same outputs, whose backward will reduce; call it on what a forward returns.
 
-        outputs: a tensor, or tuples, lists, dicts and dataclasses of them. Tensors that do not
-        require a gradient get an anchor, so that a loss that uses no parameter still
-        reduces, with zeros. wait: whether the end of that backward waits for the sums; if not,
-        `finish()` does.
+        outputs: a tensor, or tuples, lists, dicts and dataclasses of them. Those without gradient
+        get an anchor, so that a loss that uses no parameter still reduces, with zeros.
+        wait: whether the end of that backward waits for the sums; if not, `finish()` does.
         """
         if not self.shared:
             return outputs

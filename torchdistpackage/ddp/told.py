@@ -7,21 +7,25 @@ held its listener, and so the model, would keep both for ever; these hold it wea
 import gc
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Protocol
 from weakref import WeakSet, finalize, ref
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from torchdistpackage.ddp.shared import Shared
 from torchdistpackage.ddp.streams import Heard, on_one_stream
 from torchdistpackage.errors import CommError
 
 
+class Removable(Protocol):
+    def remove(self) -> None: ...
+
+
 class Told:
     """Hooks on `parameters` until `remove`, or the end of this.
 
     heard: called when a gradient is there, with a weak reference to `listener`, the number of the
-    parameter, and it. alone: whether the listener must stay the only one.
+    parameter, and it. alone: whether the listener must stay the only one. also: removed with them.
     """
 
     def __init__(
@@ -29,16 +33,17 @@ class Told:
         heard: Heard,
         listener: object,
         parameters: Sequence[nn.Parameter],
-        *,
         alone: bool = False,
+        also: Iterable[Removable] = (),
     ):
         me, self.alone = ref(listener), alone
         self._ids = frozenset(map(id, parameters))
         heard = on_one_stream(heard, parameters)
-        handles = [
+        handles: list[Removable] = [
             p.register_post_accumulate_grad_hook(partial(heard, me, i))
             for i, p in enumerate(parameters)
         ]
+        handles += also
         self._end = finalize(self, take_off, handles)
         self._end.atexit = False
         _all.add(self)
@@ -88,7 +93,7 @@ def _heard_of(parameters: Sequence[nn.Parameter], alone: bool) -> list[nn.Parame
     return [p for p in parameters if any(t.has(p) for t in told)]
 
 
-def take_off(handles: Iterable[RemovableHandle]) -> None:
+def take_off(handles: Iterable[Removable]) -> None:
     """Remove these hooks."""
     for handle in handles:
         handle.remove()

@@ -6,14 +6,14 @@ and hooks can be neither copied nor pickled, so what belongs to a process is mad
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 
 from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import resolve_group, tpc
-from torchdistpackage.errors import CommError
+from torchdistpackage.comm.unpickled import group_again
 from torchdistpackage.layout.derive import BATCH_AXES
 
 
@@ -40,7 +40,7 @@ class Wrapper(nn.Module):
         """Ranks that see different batches."""
         if self._group is None:
             given = self._ranks_given
-            self._group = batch_group() if given is None else _group_of(given)
+            self._group = batch_group() if given is None else group_again(given)
         return self._group
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *args, **kwargs):
@@ -80,23 +80,6 @@ def batch_group() -> Group:
     if tpc.is_set:
         return tpc.groups.along(tpc.topology.dense, BATCH_AXES)
     return resolve_group(None, "data")
-
-
-def _group_of(ranks: Sequence[int]) -> Group:
-    """The group of these ranks in a process that has no handle of it.
-
-    Raises:
-        CommError: nobody here made it.
-    """
-    if tpc.is_set:
-        return tpc.groups.of(ranks)
-    everybody = resolve_group(None, "data")
-    if ranks_of(everybody) == tuple(ranks):
-        return everybody
-    raise CommError(
-        f"before it was pickled this wrapper reduced over ranks {tuple(ranks)}, the default group "
-        f"has {everybody.size()}: set up tpc here, or wrap its module anew with process_group="
-    )
 
 
 def _strip(module: nn.Module, state: dict[str, Tensor], prefix: str, local: dict) -> None:

@@ -66,6 +66,12 @@ class Layout:
         """Every axis that cuts some dim."""
         return tuple(axis for dim in self.split for axis in dim)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds all of it, and no gradient of it is a partial sum."""
+        cut = self.split_axes or self.unreduced or self.stages
+        return not cut and self.view == "dense"
+
     def named(self, name: str) -> "Layout":
         return replace(self, name=name)
 

@@ -78,6 +78,7 @@ class GPT(Grouped):
         self.head = Head(shape, **common) if HEAD in held else None
         if shape.tied and self.embed is not None and self.head is not None:
             self.head.weight = self.embed.weight
+        self.mark()
 
     def layouts(self) -> Layouts:
         """By local name; a tied head's own copy, `head.weight`, is `embed.weight` globally."""
@@ -156,7 +157,7 @@ class Embed(VocabParallelEmbedding):
         if not self.shape.sequence_parallel:
             return self.position[:seq_len]
         rows = seq_len // self.group.size()
-        return self.position.narrow(0, self.group.rank() * rows, rows)
+        return self.summed(self.position).narrow(0, self.group.rank() * rows, rows)
 
 
 class Block(nn.Module):
@@ -167,7 +168,7 @@ class Block(nn.Module):
         dim, sequence_parallel = shape.dim, shape.sequence_parallel
         # each of 2L branches adds to the residual stream, whose variance should not grow with L
         branch = Initial("normal", NORMAL.std / (2 * shape.layers) ** 0.5)
-        norm = {key: common[key] for key in ("axis", "dtype", "device")}
+        norm = {key: common[key] for key in ("group", "axis", "dtype", "device")}
         norm |= {"eps": shape.norm_eps, "sequence_parallel": sequence_parallel}
         self.attention = self.mlp = None
         if ATTENTION in halves:
@@ -210,6 +211,7 @@ class Head(Grouped):
             shape.dim,
             eps=shape.norm_eps,
             sequence_parallel=shape.sequence_parallel,
+            group=self.group,
             axis=axis,
             dtype=dtype,
             device=device,

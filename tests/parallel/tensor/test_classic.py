@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchdistpackage.comm.primitives import all_reduce
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.derive import blocks
@@ -61,11 +60,9 @@ def my_rows(sequence_parallel: bool) -> slice:
 def check_gradients(parallel: nn.Module, serial: nn.Module) -> None:
     whole = {name: p.grad for name, p in serial.named_parameters()}
     layouts = collect(parallel)
-    mesh, group = tpc.topology.dense, tpc.get_group("tensor")
+    mesh = tpc.topology.dense
     assert {name.replace(".linear.", ".") for name in layouts} == whole.keys()
     for name, parameter in parallel.named_parameters():
-        if layouts[name].unreduced:
-            all_reduce(parameter.grad, group)
         for at, local in blocks(layouts[name], mesh, tpc.rank):
             got, wanted = parameter.grad[local], whole[name.replace(".linear.", ".")][at]
             torch.testing.assert_close(got, wanted, **CLOSE, msg=lambda m, n=name: f"{n}: {m}")

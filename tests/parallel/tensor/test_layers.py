@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchdistpackage.comm.collectives import all_gather
-from torchdistpackage.comm.primitives import all_reduce
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.derive import blocks
@@ -149,9 +148,6 @@ def check_layer(world, name: str, sequence_parallel: bool, recompute: bool | Non
     torch.testing.assert_close(y_mine, y[mine], **close)
     torch.testing.assert_close(x_mine.grad, x.grad[mine], **close)
     for key, parameter in layer.named_parameters():
-        if layouts[key].unreduced:
-            assert layouts[key].unreduced == ("tensor",)
-            all_reduce(parameter.grad, group)
         for at, local in blocks(layouts[key], mesh, tpc.rank):
             torch.testing.assert_close(parameter.grad[local], weights[key].grad[at], **close)
             assert torch.equal(parameter[local], weights[key][at]), f"{key} starts differently"

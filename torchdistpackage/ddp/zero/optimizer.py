@@ -30,7 +30,7 @@ from torchdistpackage.ddp.zero.passage import Passage
 from torchdistpackage.ddp.zero.rows import Heads, searched
 from torchdistpackage.ddp.zero.scattered import Scattered, line_up
 from torchdistpackage.ddp.zero.shards import Shard
-from torchdistpackage.ddp.zero.sharing import Sharing, names_of, packed
+from torchdistpackage.ddp.zero.sharing import Sharing, named_in, names_of, packed
 from torchdistpackage.ddp.zero.stepping import Stepping
 from torchdistpackage.ddp.zero.ties import Ties, refuse_owned
 from torchdistpackage.ddp.zero.whole import needs_whole
@@ -51,7 +51,7 @@ class ZeroOptimizer(Wrapped):
     group: ranks that share; default tpc's data (and context) ranks, or everybody where tpc is not
         set up. replicas: ranks that hold the same shard, so that a node can be a `group` and the
         same place on all nodes `replicas`.
-    layouts: name -> Layout, as in NaiveDDP; each parameter is shared by whom its layout says.
+    layouts: name -> Layout, by default the layers' own, as in NaiveDDP: who shares what.
     overlap: send under backward and forward; False waits at the end of the backward and of `step`.
     bucket_cap_mb: MiB of gradients that travel together; default 4, over NCCL 32.
     wire_dtype: dtype in which gradients and parameters travel, torch.bfloat16 for example; sums and
@@ -105,9 +105,9 @@ class ZeroOptimizer(Wrapped):
         self._overlap = overlap and may_overlap(module, stage)
         if offload:
             check_offload(optimizer)
-        sharing = Sharing.over(group, replicas, layouts, reduce_op.lower() == "avg")
-        self._sharing = sharing
         names = names_of(optimizer, module)
+        named, mean = named_in(optimizer, module, names), reduce_op.lower() == "avg"
+        sharing = Sharing.over(group, replicas, module, named, layouts, mean)
         shared = sharing.trained(optimizer, module, names)
         refuse_owned(shared)
         split = [s.name for s in shared if sharing.is_split(s.name)]
@@ -213,6 +213,7 @@ class ZeroOptimizer(Wrapped):
         self.finish()
         self.reducer.remove()
         self._ties.cut()
+        self.forget()
 
     def refresh_masters(self) -> None:
         """Set the optimizer's copies to the parameters, after somebody wrote to these."""

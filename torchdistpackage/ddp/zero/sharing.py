@@ -10,12 +10,13 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.equal import equalise
+from torchdistpackage.ddp.layouts import is_cut, layouts_of, num_batches, refuse_cut, summed_over
 from torchdistpackage.ddp.replicas import Replica
 from torchdistpackage.ddp.shared import Shared
 from torchdistpackage.ddp.wrapper import batch_group
 from torchdistpackage.ddp.zero.units import Member, pack
-from torchdistpackage.layout.derive import gradient_ranks, num_replicas
 from torchdistpackage.layout.layout import Layout
+from torchdistpackage.layout.mark import layout_of
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Packed(Shared):
 class Sharing:
     """Parameters without layout are shared by `group` and copied over `replicas`.
 
-    mean: gradients are divided by the number of batches.
+    mean: gradients are divided by the number of batches. both: ranks of `group` and of replicas.
+    cut: names of parameters of which this rank holds a part.
     """
 
     group: Group
@@ -41,41 +43,49 @@ class Sharing:
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     mean: bool = True
     both: frozenset[int] = frozenset()
+    cut: frozenset[str] = frozenset()
 
     @classmethod
     def over(
         cls,
         group: Group | None,
         replicas: Group | None,
+        module: nn.Module | None,
+        named: Sequence[tuple[str, nn.Parameter]],
         layouts: Mapping[str, Layout] | None,
         mean: bool,
     ) -> "Sharing":
-        """Collective over `replicas`, whose members learn what ranks the others share with."""
-        layouts = dict(layouts or {})
+        """Collective over `replicas`, whose members learn what ranks the others share with.
+
+        named: parameters of the optimizer and of `module`.
+
+        Raises:
+            LayoutError: ranks that share cut a parameter.
+        """
         if group is None:
             group = batch_group()
         both = frozenset(ranks_of(group))
         if replicas is not None:
             told = primitives.gather_objects(ranks_of(group), replicas)
             both = frozenset(rank for ranks in told for rank in ranks)  # type: ignore[union-attr]
-        sharing = cls(group, replicas, layouts, mean, both)
-        if layouts:
-            tpc.prepare(sums=[x for x in layouts.values() if set(sharing.ranks(x)) != both])
+        followed = layouts_of(module, named, layouts, both)
+        alone = [(name, p) for name, p in named if name not in followed]
+        refuse_cut(alone, sorted(both), "ZeroOptimizer")
+        cut = frozenset(n for n, p in named if is_cut(followed.get(n) or layout_of(p), p))
+        sharing = cls(group, replicas, followed, mean, both, cut)
+        if followed:
+            tpc.prepare(sums=[x for x in followed.values() if set(summed_over(x)) != both])
         return sharing
-
-    def ranks(self, layout: Layout) -> tuple[int, ...]:
-        """Over which this gradient is summed."""
-        return gradient_ranks(layout, tpc.topology.view(layout.view), tpc.rank)
 
     def of(self, name: str, parameter: nn.Parameter) -> Shared:
         layout = self.layouts.get(name)
         if layout is None:
             copies = 1 if self.replicas is None else self.replicas.size()
             return Shared(name, parameter, self.group, self._divide(self.group.size() * copies))
-        ranks = self.ranks(layout)
+        ranks = summed_over(layout)
         group = self.group if frozenset(ranks) == self.both else tpc.groups.of(ranks)
-        batches = num_replicas(layout, tpc.topology.view(layout.view))
-        return Shared(name, parameter, group, self._divide(batches), last=len(layout.stages) > 1)
+        divide = self._divide(num_batches(layout))
+        return Shared(name, parameter, group, divide, last=len(layout.stages) > 1)
 
     def trained(
         self, optimizer: Optimizer, module: nn.Module | None, names: Mapping[int, str]
@@ -92,7 +102,7 @@ class Sharing:
 
     def is_split(self, name: str) -> bool:
         """Whether this rank holds a part of the parameter only."""
-        return name in self.layouts and bool(self.layouts[name].split_axes)
+        return name in self.cut
 
     def equalise(self, module: nn.Module, trained: Container[int]) -> None:
         """Set buffers, and parameters whose id is not in `trained`, to those of the first rank."""
@@ -108,6 +118,15 @@ class Sharing:
 
     def _divide(self, batches: int) -> int:
         return batches if self.mean else 1
+
+
+def named_in(
+    optimizer: Optimizer, module: nn.Module | None, names: Mapping[int, str]
+) -> list[tuple[str, nn.Parameter]]:
+    """The module's parameters, or those of the optimizer without one."""
+    if module is not None:
+        return list(module.named_parameters())
+    return [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
 
 
 def packed(shared: Sequence[Shared], cap_bytes: int) -> list[Packed]:

@@ -5,10 +5,13 @@ time, so that whoever changes a learning rate changes it for both; and what is s
 by the user's parameters, not by the pieces.
 """
 
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from weakref import WeakSet
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from torchdistpackage.ddp.zero import state
@@ -28,6 +31,7 @@ class Wrapped(Optimizer):
     def __init__(self, inner: Optimizer, held: Sequence[Sequence[Held]]):
         before = inner.state_dict()
         self.inner, self.held = inner, [list(members) for members in held]
+        _all.add(self)
         # Optimizer.__init__ would make groups of its own; this gives us its hooks
         self.__setstate__({})
         for group, members in zip(inner.param_groups, self.held, strict=True):
@@ -137,8 +141,33 @@ class Wrapped(Optimizer):
         self._settle()
         state.load_shard(self.inner, self.held, state_dict)
 
+    def forget(self) -> None:
+        """From here on it owns no parameter."""
+        _all.discard(self)
+
     def __getstate__(self) -> dict:
         raise CheckpointError(
             f"{type(self).__name__} is tied to its ranks and cannot be copied or pickled; save its "
             f"state_dict(), build it again and load that"
         )
+
+
+_all: WeakSet[Wrapped] = WeakSet()
+"""Those that own parameters."""
+
+
+def owners_of(parameters: Iterable[Tensor]) -> list[Wrapped]:
+    """Optimizers in use to which some of these parameters belong, in their order."""
+    given = list(parameters) if _all else []
+    found = _owners(given)
+    if found and any(p.grad is not None for p in given):
+        del found
+        gc.collect()  # one that was dropped may only wait for this
+        found = _owners(given)
+    return found
+
+
+def _owners(parameters: Sequence[Tensor]) -> list[Wrapped]:
+    of = {id(h.shared.parameter): x for x in _all for members in x.held for h in members}
+    found = {id(x): x for p in parameters if p.requires_grad and (x := of.get(id(p))) is not None}
+    return list(found.values())

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from torchdistpackage.errors import ScheduleError
+from torchdistpackage.layout.collect import collect
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.pipeline.split import split_by_cost
-from torchdistpackage.parallel.tensor.collect import collect
 
 
 class Chain(nn.Module):

@@ -22,6 +22,7 @@ from torchdistpackage.parallel.tensor.grouped import Grouped
 from torchdistpackage.parallel.tensor.init import ZEROS, Initial, copy_part, fill
 from torchdistpackage.parallel.tensor.layouts import Layouts, prefixed, transposed
 from torchdistpackage.parallel.tensor.linear import column_linear, row_linear
+from torchdistpackage.parallel.tensor.marked import Marked
 from torchdistpackage.topology.mesh import Mesh
 
 _chosen: Group | None = None
@@ -94,13 +95,22 @@ def _noted(y: Tensor, x: Tensor, value: bool) -> Tensor:
     return set_sequence_parallel_attr(y.view_as(y) if y is x else y, value)
 
 
-class TpLinear(nn.Module):
-    """x W + b on one rank: weight (fin, fout), uniform within 1 / sqrt(fin); bias zero."""
+class TpLinear(Marked):
+    """x W + b on one rank: weight (fin, fout), uniform within 1 / sqrt(fin); bias zero.
+
+    `cut` says of which layouts these are parts, for a layer that has a part over its group.
+    """
+
+    cut: Layouts | None = None
 
     def __init__(self, fin: int, fout: int, bias: bool = True):
         super().__init__()
+        self.group = None
         self.weight = nn.Parameter(fill(torch.empty(fin, fout), uniform(fin)))
         self.bias = nn.Parameter(torch.zeros(fout)) if bias else None
+
+    def layouts(self) -> Layouts:
+        return self.cut or {}
 
     def initials(self) -> dict[str, Initial]:
         return {"weight": uniform(self.weight.shape[0]), "bias": ZEROS}
@@ -125,6 +135,10 @@ class _ParallelLinear(Grouped):
         self.linear = TpLinear(*shape, bias)
         with differ(self.group.rank(), self.linear.weight.device):
             fill(self.linear.weight, uniform(fin))
+        own = ((n.removeprefix("linear."), x) for n, x in self.layouts().items())
+        self.linear.group, self.linear.cut = self.group, {n: x.named(n) for n, x in own}
+        self.linear.mark()
+        self.mark()
 
     def initials(self) -> dict[str, Initial]:
         return {"linear.weight": uniform(self.fin), "linear.bias": ZEROS}
@@ -202,4 +216,5 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.linear.weight.t()
-        return row_linear(x, weight, self.linear.bias, self.group, self.sequence_parallel)
+        bias = self.summed(self.linear.bias) if self.sequence_parallel else self.linear.bias
+        return row_linear(x, weight, bias, self.group, self.sequence_parallel)

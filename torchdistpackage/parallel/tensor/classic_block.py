@@ -10,6 +10,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group
+from torchdistpackage.layout.collect import collect
 from torchdistpackage.parallel.tensor.attention import attend
 from torchdistpackage.parallel.tensor.classic import (
     ColParallelLinear,
@@ -19,7 +20,6 @@ from torchdistpackage.parallel.tensor.classic import (
     get_tp_group,
     maybe_split_into_sequence_parallel,
 )
-from torchdistpackage.parallel.tensor.collect import collect
 from torchdistpackage.parallel.tensor.dropout import Dropout
 from torchdistpackage.parallel.tensor.grouped import Grouped
 from torchdistpackage.parallel.tensor.init import copy_part
@@ -155,9 +155,7 @@ class Block(nn.Module):
 
 
 class ParallelBlock(Grouped):
-    """`Block` over the group. Sequence-parallel, its input and output are cut along dim 0, and the
-    gradients of its norms and row biases are partial sums, as `collect` says.
-    """
+    """`Block` over the group. Sequence-parallel, its input and output are cut along dim 0."""
 
     def __init__(
         self,
@@ -170,9 +168,10 @@ class ParallelBlock(Grouped):
     ):
         super().__init__(tp_group or get_tp_group())
         cut = {"tp_group": self.group, "sequence_parallel": sequence_parallel}
-        self.ln_1 = LayerNorm(dim, sequence_parallel=sequence_parallel)
+        norm = {"group": self.group, "sequence_parallel": sequence_parallel}
+        self.ln_1 = LayerNorm(dim, **norm)
         self.attn = TpAttention(dim, num_heads, **cut)
-        self.ln_2 = LayerNorm(dim, sequence_parallel=sequence_parallel)
+        self.ln_2 = LayerNorm(dim, **norm)
         self.mlp = TpMlp(dim, int(dim * mlp_ratio), **cut)
 
     forward = Block.forward

@@ -19,6 +19,7 @@ from torchdistpackage.comm.random import differ, seed_from
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.derive import blocks, local_shape
 from torchdistpackage.layout.layout import Layout
+from torchdistpackage.parallel.tensor.marked import Marked
 from torchdistpackage.topology.mesh import Mesh
 
 
@@ -78,9 +79,9 @@ def parameter(
 
 
 def make_parameters(
-    layer: nn.Module, dtype: torch.dtype | None, device: torch.device | str | None
+    layer: Marked, dtype: torch.dtype | None, device: torch.device | str | None
 ) -> None:
-    """Register the parameters that a layer with `group` and `axis` declares by `initials()`.
+    """Register and mark what a layer with `group` and `axis` declares by `initials()`.
 
     One without a layout, such as a bias that is not wanted, becomes None.
     """
@@ -90,6 +91,7 @@ def make_parameters(
         if name in layouts:
             made = parameter(layouts[name], initial, layer.group, layer.axis, dtype, device)
         layer.register_parameter(name, made)
+    layer.mark()
 
 
 def collect_initials(module: nn.Module) -> dict[str, Initial]:

@@ -11,23 +11,8 @@ under sequence parallelism that is every parameter applied outside the column..r
 from dataclasses import replace
 
 from torchdistpackage.errors import LayoutError
+from torchdistpackage.layout.collect import Layouts, prefixed
 from torchdistpackage.layout.layout import Axes, Layout
-
-Layouts = dict[str, Layout]
-"""Layouts by parameter name, local to one layer."""
-
-
-def prefixed(prefix: str, layouts: Layouts) -> Layouts:
-    """The same layouts one level further out: `weight` becomes `prefix.weight`."""
-    return {
-        join(prefix, name): layout.named(join(prefix, layout.name))
-        for name, layout in layouts.items()
-    }
-
-
-def join(prefix: str, name: str) -> str:
-    """`prefix.name`, or `name` where there is no prefix."""
-    return f"{prefix}.{name}" if prefix else name
 
 
 def column(dout: int, din: int, bias: bool, axis: str, parts: tuple[int, ...] = ()) -> Layouts:

@@ -104,4 +104,5 @@ class RowLinear(_Linear):
         return cut.row(self.dout, self.din, self.has_bias, self.axis, self.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
-        return row_linear(x, self.weight, self.bias, self.group, self.sequence_parallel)
+        bias = self.summed(self.bias) if self.sequence_parallel else self.bias
+        return row_linear(x, self.weight, bias, self.group, self.sequence_parallel)

@@ -1,19 +1,27 @@
 """Norms over the last dim, whole on every tensor rank.
 
 One rule: under sequence parallelism each rank normalises its own rows, so the gradients of
-scale and shift are partial sums, which the layouts say.
+scale and shift are partial sums, which the layouts say. They are summed over the group in the
+backward, or by a reducer.
 """
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.parallel.tensor import layouts as cut
 from torchdistpackage.parallel.tensor.init import ONES, ZEROS, Initial
 from torchdistpackage.parallel.tensor.layouts import Layouts
+from torchdistpackage.parallel.tensor.marked import Marked
 
 
-class LayerNorm(nn.LayerNorm):
-    """`torch.nn.LayerNorm` over the last dim, with layouts."""
+class LayerNorm(Marked, nn.LayerNorm):
+    """`torch.nn.LayerNorm` over the last dim, with layouts.
+
+    group: needed under sequence parallelism alone; default as in `Grouped`.
+    """
 
     def __init__(
         self,
@@ -22,23 +30,32 @@ class LayerNorm(nn.LayerNorm):
         eps: float = 1e-5,
         bias: bool = True,
         sequence_parallel: bool = False,
+        group: Group | None = None,
         axis: str = "tensor",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
         super().__init__(dim, eps=eps, bias=bias, dtype=dtype, device=device)
         self.sequence_parallel, self.axis = sequence_parallel, axis
+        self.group = resolve_group(group, axis) if sequence_parallel else None
+        self.mark()
 
     def layouts(self) -> Layouts:
         (dim,) = self.normalized_shape
         return cut.norm(dim, self.bias is not None, self.axis, self.sequence_parallel)
 
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.sequence_parallel:
+            return super().forward(x)
+        weight, bias = self.summed(self.weight), self.summed(self.bias)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
     def initials(self) -> dict[str, Initial]:
         return {"weight": ONES, "bias": ZEROS}
 
 
-class RMSNorm(nn.RMSNorm):
-    """`torch.nn.RMSNorm` over the last dim, with layouts."""
+class RMSNorm(Marked, nn.RMSNorm):
+    """`torch.nn.RMSNorm` over the last dim, with layouts; `group` as in `LayerNorm`."""
 
     def __init__(
         self,
@@ -46,16 +63,24 @@ class RMSNorm(nn.RMSNorm):
         *,
         eps: float = 1e-5,
         sequence_parallel: bool = False,
+        group: Group | None = None,
         axis: str = "tensor",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
         super().__init__(dim, eps=eps, dtype=dtype, device=device)
         self.sequence_parallel, self.axis = sequence_parallel, axis
+        self.group = resolve_group(group, axis) if sequence_parallel else None
+        self.mark()
 
     def layouts(self) -> Layouts:
         (dim,) = self.normalized_shape
         return cut.norm(dim, False, self.axis, self.sequence_parallel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.sequence_parallel:
+            return super().forward(x)
+        return F.rms_norm(x, self.normalized_shape, self.summed(self.weight), self.eps)
 
     def initials(self) -> dict[str, Initial]:
         return {"weight": ONES}

@@ -1,0 +1,150 @@
+"""Sequence- and tensor-parallel layers are right where nobody gives layouts: three steps of a plain
+optimizer, of wrappers, clipping, averages and checkpoints are those of one process in float64."""
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from torchdistpackage.checkpoint.load import load
+from torchdistpackage.checkpoint.save import save
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.ddp.ema import ShardedEMA
+from torchdistpackage.ddp.naive_ddp import NaiveDDP
+from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
+from torchdistpackage.layout.collect import collect
+from torchdistpackage.layout.derive import blocks
+from torchdistpackage.optim.clip import clip_grad_norm_
+from torchdistpackage.parallel.tensor.classic_block import Transformer
+
+DIM, HEADS, DEPTH, BATCH = 8, 2, 2, 8
+CLIP, DECAY = 0.05, 0.7
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+WORLDS = [(("tensor", 2),), (("data", 2), ("tensor", 2)), (("pipe", 2), ("tensor", 2))]
+
+
+def batches() -> Iterator[Tensor]:
+    for step in range(3):
+        draw = torch.Generator().manual_seed(step)
+        yield torch.randn(BATCH, 3, DIM, dtype=torch.float64, generator=draw)
+
+
+def serial() -> Transformer:
+    torch.manual_seed(0)
+    net = Transformer(DIM, num_heads=HEADS, depth=DEPTH, tensor_parallel=False).double()
+    for p in net.parameters():
+        nn.init.normal_(p, std=0.5)
+    return net
+
+
+def loss_of(net: nn.Module, x: Tensor) -> Tensor:
+    return net(x).square().mean()
+
+
+def train_serial(clips: bool) -> tuple[Transformer, dict[str, Tensor], list[float]]:
+    net = serial()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9)
+    averages = {name: p.detach().clone() for name, p in net.named_parameters()}
+    norms: list[float] = []
+    for x in batches():
+        optimizer.zero_grad()
+        loss_of(net, x).backward()
+        if clips:
+            norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), CLIP)))
+        optimizer.step()
+        for name, p in net.named_parameters():
+            averages[name] = averages[name] * DECAY + p.detach() * (1 - DECAY)
+    return net, averages, norms
+
+
+def parallel(sequence: bool, group=None) -> Transformer:
+    options = {"depth": DEPTH, "sequence_parallel": sequence, "tp_group": group}
+    net = Transformer(DIM, num_heads=HEADS, **options).double()
+    for mine, whole in zip(net.blocks, serial().blocks, strict=True):
+        mine.init_from_full(whole)
+    return net
+
+
+def expect(net: nn.Module, whole: dict[str, Tensor], mine: dict[str, Tensor]) -> None:
+    for name, layout in collect(net).items():
+        wanted = whole[name.replace(".linear.", ".")]
+        for at, local in blocks(layout, tpc.topology.dense, tpc.rank):
+            where = functools.partial("{}: {}".format, name)
+            torch.testing.assert_close(mine[name][local], wanted[at], **CLOSE, msg=where)
+
+
+def train(world, way: str, sequence: bool, folder: str) -> None:
+    tpc.setup_process_groups(list(world))
+    truth, averages, norms = train_serial(clips=way != "accumulate")
+    net = parallel(sequence)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9)
+    model: nn.Module = net
+    if way == "naive":
+        model = NaiveDDP(net)
+    elif way.startswith("zero"):
+        optimizer = ZeroOptimizer(optimizer, net, stage=int(way[-1]))
+    ema = ShardedEMA(model)
+    for step, x in enumerate(batches()):
+        optimizer.zero_grad()
+        mine = x.chunk(tpc.get_dp_size())[tpc.get_dp_rank()]
+        for part in mine.chunk(2) if way == "accumulate" else (mine,):
+            run = functools.partial(checkpoint, model, use_reentrant=False)
+            out = run(part) if way == "accumulate" else model(part)
+            (out.square().mean() / (2 if way == "accumulate" else 1)).backward()
+        if way != "accumulate":
+            norm = clip_grad_norm_(net.parameters(), CLIP)
+            assert float(norm) == pytest.approx(norms[step], rel=1e-9)
+        optimizer.step()
+        ema.update(model, DECAY)
+    if way == "zero3":
+        optimizer.finish()
+    mine = {name: p.detach() for name, p in net.named_parameters()}
+    expect(net, dict(truth.named_parameters()), mine)
+    held = ema.state_dict_cpu()
+    if held:
+        expect(net, averages, held)
+    save(
+        folder, step=3, tokens=0, params=model, topology=tpc.topology, rank=tpc.rank,
+        optimizer=optimizer,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("world", "way", "sequence"),
+    [
+        (WORLDS[0], "plain", True),
+        (WORLDS[0], "accumulate", True),
+        (WORLDS[1], "naive", True),
+        (WORLDS[1], "zero1", True),
+        pytest.param(WORLDS[0], "plain", False, marks=pytest.mark.full),
+        pytest.param(WORLDS[1], "naive", False, marks=pytest.mark.full),
+        pytest.param(WORLDS[1], "zero2", True, marks=pytest.mark.full),
+        pytest.param(WORLDS[1], "zero3", True, marks=pytest.mark.full),
+        pytest.param(WORLDS[1], "zero3", False, marks=pytest.mark.full),
+        pytest.param(WORLDS[0], "zero2", True, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_three_steps_are_those_of_one_process(ranks, tmp_path, world, way, sequence):
+    size = 2 if len(world) == 1 else 4
+    ranks(size).run(train, world, way, sequence, str(tmp_path))
+    ranks(1).run(resumed, str(tmp_path), way)
+
+
+def resumed(folder: str, way: str) -> None:
+    """What was saved loads whole, under a topology of one rank, and goes on."""
+    tpc.setup_process_groups([("data", 1)])
+    truth, _, _ = train_serial(clips=way != "accumulate")
+    net = parallel(False, tpc.get_group("data"))
+    with torch.no_grad():
+        for p in net.parameters():
+            p.zero_()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9)
+    path = Path(folder) / "step_000003"
+    load(path, params=net, topology=tpc.topology, rank=0, optimizer=optimizer, with_extras=False)
+    expect(net, dict(truth.named_parameters()), dict(net.named_parameters()))
+    assert len(optimizer.state) == len(list(net.parameters()))
