@@ -47,15 +47,15 @@ def activations(sequence_parallel: bool, **types) -> torch.Tensor:
     return give_type(x, tensor=V if sequence_parallel else I, **types)
 
 
-def train(module, *inputs, layouts=None):
-    """A step of `module`, in NaiveDDP where layouts say that gradients are summed; its output."""
+def train(module, *inputs, wrap=None):
+    """A step of `module`, in a NaiveDDP with these options, or without one; its output."""
     sums = Sums()
-    wrapped = module if layouts is None else NaiveDDP(module, layouts=layouts, comm_hook=sums)
-    type_parameters(wrapped, layouts or collect(module))
+    wrapped = module if wrap is None else NaiveDDP(module, comm_hook=sums, **wrap)
+    type_parameters(wrapped, collect(module))
     with checked():
         out = wrapped(*inputs)
         backward(out if out.dim() == 0 else out.square().sum())
-    if layouts is not None:
+    if wrap is not None:
         wrapped.reduce_gradients()
         sums.check(module)
     return out
@@ -74,7 +74,7 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_each_gradient_of_a_layer_is_summed_once(world, name, sequence_parallel):
     module = LAYERS[name](sequence_parallel)
-    out = train(module, activations(sequence_parallel), layouts=collect(module))
+    out = train(module, activations(sequence_parallel), wrap={"layouts": collect(module)})
     stays = V if sequence_parallel else I
     assert types_of(out) == {"data": V, "tensor": V if "column" in name else stays}
 
@@ -84,14 +84,16 @@ def test_each_gradient_of_a_layer_is_summed_once(world, name, sequence_parallel)
 def test_a_row_product_sums_before_its_bias(world, row, sequence_parallel):
     module = row(16, 8, sequence_parallel=sequence_parallel)
     x = give_type(torch.randn(4, 2, 8, requires_grad=True), tensor=V)
-    out = train(module, x, layouts=collect(module))
+    out = train(module, x, wrap={"layouts": collect(module)})
     assert types_of(out) == {"data": V, "tensor": V if sequence_parallel else I}
 
 
 @SEQUENCE
 def test_an_embedding_sums_the_rows_of_all(world, sequence_parallel):
     module = VocabParallelEmbedding(10, 8, sequence_parallel=sequence_parallel)
-    out = train(module, give_type(torch.zeros(4, 2, dtype=torch.int64)), layouts=collect(module))
+    out = train(
+        module, give_type(torch.zeros(4, 2, dtype=torch.int64)), wrap={"layouts": collect(module)}
+    )
     assert types_of(out) == {"data": V, "tensor": V if sequence_parallel else I}
 
 
@@ -110,14 +112,36 @@ def test_a_gpt_from_ids_to_its_loss(world, options, sequence_parallel):
     module = WithLoss(sequence_parallel=sequence_parallel, **options)
     ids = give_type(torch.zeros(2, 4, dtype=torch.int64))
     targets = give_type(torch.ones(2, 4, dtype=torch.int64))
-    loss = train(module, ids, targets, layouts=collect(module))
+    loss = train(module, ids, targets, wrap={"layouts": collect(module)})
     assert types_of(loss) == {"data": V, "tensor": I}, "all tensor ranks have one loss"
 
 
-def test_a_plain_optimizer_steps_equal_gradients():
+UNWRAPPED = {
+    "block": lambda cut: ParallelBlock(8, 2, 2, cut),
+    "rms norm": lambda cut: RMSNorm(8, sequence_parallel=cut),
+    "gpt": lambda cut: WithLoss(sequence_parallel=cut, position="learned"),
+}
+
+
+@SEQUENCE
+@pytest.mark.parametrize("name", UNWRAPPED)
+def test_a_plain_optimizer_steps_equal_gradients(name, sequence_parallel):
     """One data rank and no wrapper: what is partial is summed in the layer itself."""
     with typed_world(data=1):
-        train(ParallelBlock(8, 2, 2), activations(False))
+        train(UNWRAPPED[name](sequence_parallel), *inputs_of(name, sequence_parallel))
+
+
+def inputs_of(name: str, sequence_parallel: bool) -> list[torch.Tensor]:
+    if name == "gpt":
+        return [give_type(torch.ones(2, 4, dtype=torch.int64)) for _ in range(2)]
+    return [activations(sequence_parallel)]
+
+
+@SEQUENCE
+@pytest.mark.parametrize("name", UNWRAPPED)
+def test_a_wrapper_that_is_told_nothing_needs_nothing(world, name, sequence_parallel):
+    """Partial gradients are summed by it, so not by the layer as well."""
+    train(UNWRAPPED[name](sequence_parallel), *inputs_of(name, sequence_parallel), wrap={})
 
 
 def test_every_map_and_its_transpose_have_dual_types():
@@ -178,10 +202,12 @@ def test_a_row_product_that_does_not_sum_first_is_an_error(world, monkeypatch, r
     mlp = ParallelMlp(8, 16, bias=bias)
     residual = nn_of(lambda x: x + mlp(x), mlp)
     if row is BiasFirst and not bias:
-        train(residual, activations(False), layouts=collect(residual))  # which is no error
+        train(
+            residual, activations(False), wrap={"layouts": collect(residual)}
+        )  # which is no error
         return
     with pytest.raises(SpmdTypeError, match="Invariant type"):
-        train(residual, activations(False), layouts=collect(residual))
+        train(residual, activations(False), wrap={"layouts": collect(residual)})
 
 
 def nn_of(forward, *parts) -> torch.nn.Module:
@@ -195,17 +221,17 @@ def test_a_gather_whose_backward_does_not_sum_is_an_error(world, monkeypatch):
     column = ColumnLinear(8, 16, sequence_parallel=True)
     with monkeypatch.context() as patch, pytest.raises(SpmdTypeError, match="Invariant"):
         patch.setattr(linear.collectives, "all_gather", collectives.gather)
-        train(column, activations(True), layouts=collect(column))
+        train(column, activations(True), wrap={"layouts": collect(column)})
     with monkeypatch.context() as patch, pytest.raises(SpmdTypeError, match="its backward"):
         patch.setattr(linear_maps.AllGather, "transposed", linear_maps.Gather.transposed)
-        train(column, activations(True), layouts=collect(column))
+        train(column, activations(True), wrap={"layouts": collect(column)})
 
 
 def test_an_input_that_is_not_copied_is_an_error(world, monkeypatch):
     column = ColumnLinear(8, 16)
     monkeypatch.setattr(linear.collectives, "copy", lambda x, group: x)
     with pytest.raises(SpmdTypeError, match="Invariant"):
-        train(column, activations(False), layouts=collect(column))
+        train(column, activations(False), wrap={"layouts": collect(column)})
 
 
 @pytest.mark.parametrize("wrapped", [True, False], ids=["wrapped", "plain optimizer"])
@@ -213,15 +239,15 @@ def test_norms_whose_partial_gradients_nobody_sums_are_an_error(wrapped):
     with typed_world(data=2 if wrapped else 1):
         block = ParallelBlock(8, 2, 2, True)
         block.ln_1 = LayerNorm(8)  # believes that it sees all rows
-        layouts = collect(block) if wrapped else None
+        wrap = {"layouts": collect(block)} if wrapped else None
         with pytest.raises(SpmdTypeError, match="layer_norm"):
-            train(block, activations(True), layouts=layouts)
+            train(block, activations(True), wrap=wrap)
 
 
 def test_a_sum_of_what_is_no_partial_gradient_is_an_error(world):
     norm = LayerNorm(8, sequence_parallel=True)
     with pytest.raises(SpmdTypeError, match="Invariant"):
-        train(norm, activations(False), layouts=collect(norm))
+        train(norm, activations(False), wrap={"layouts": collect(norm)})
 
 
 def test_replicas_without_a_wrapper_are_an_error(world):
