@@ -83,6 +83,7 @@ NAMES: dict[str, str] = {
     "ScheduleError": "errors:ScheduleError",
     "LaunchError": "errors:LaunchError",
     "AbsentError": "errors:AbsentError",
+    "HeldError": "errors:HeldError",
     "RankError": "errors:RankError",
     "CommError": "errors:CommError",
     "DataError": "errors:DataError",
