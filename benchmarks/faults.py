@@ -189,7 +189,8 @@ def settings() -> dict[str, object]:
         "step, rank 0 saves. Beside it, where that can matter, the same with --max-restarts=3 and "
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (without the variable the attempts of four agents "
         "did not meet: the one such run was stuck at the limit)",
-        "ours": "tdp submit, defaults but for the same things",
+        "ours": "tdp submit, defaults but for the same things; beside it, where that can matter, "
+        "the same with launch.requeue.in_job_restarts=3",
     }
 
 

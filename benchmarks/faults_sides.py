@@ -20,6 +20,8 @@ MARK = "FAULTS_OF"
 """Variable that all processes of a run have."""
 PEERS = {"torchrun": 0, "torchrun, 3 restarts": 3}
 """Name and --max-restarts."""
+OURS = {"ours": 0, "ours, 3 restarts": 3}
+"""Name and launch.requeue.in_job_restarts."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Side:
     logs: Callable[[Path, str], list[Path]]
 
 
-def submit_ours(cluster: Cluster, run: Path, fault: str) -> str:
+def submit_ours(cluster: Cluster, run: Path, fault: str, restarts: int) -> str:
     args = f"seq_len: {SEQ_LEN}, vocab: {VOCAB}"
     if fault == "raise":
         args += f", broken: {VICTIM}, broken_step: {AT_STEP}, note: {run.parent / run.name}.note"
@@ -58,6 +60,7 @@ def submit_ours(cluster: Cluster, run: Path, fault: str) -> str:
         f"launch.slurm.partition={partition(fault)}", "launch.slurm.time=60",
         "launch.slurm.files=[benchmarks/*.py]",
         f"launch.slurm.prologue=['export {MARK}={run.name}']",
+        f"launch.requeue.in_job_restarts={restarts}",
         limit_s=120,
     )  # fmt: skip
     records = (run / "job" / "submissions.jsonl").read_text().splitlines()
@@ -113,18 +116,22 @@ def logs_peer(run: Path, job: str) -> list[Path]:
 
 
 def sides_of(fault: str) -> list[Side]:
-    """Restarts of torchrun itself come into play only when a rank ends and its node stays."""
-    sides = [
+    """Restarts inside the job come into play only when a rank ends and its node stays."""
+    ways = (
+        (PEERS, submit_peer, progress_peer, logs_peer),
+        (OURS, submit_ours, progress_ours, logs_ours),
+    )
+    return [
         Side(
             name,
-            lambda cluster, run, fault, n=num: submit_peer(cluster, run, fault, n),
-            progress_peer,
-            logs_peer,
+            lambda cluster, run, fault, n=num, submit=submit: submit(cluster, run, fault, n),
+            progress,
+            logs,
         )
-        for name, num in PEERS.items()
+        for names, submit, progress, logs in ways
+        for name, num in names.items()
         if num == 0 or fault in ("raise", "kill")
     ]
-    return [*sides, Side("ours", submit_ours, progress_ours, logs_ours)]
 
 
 def partition(fault: str) -> str:

@@ -6,12 +6,13 @@ that takes the names of the script, a rank that is killed, a signal, and a reque
 
 import json
 import os
+import shlex
 from pathlib import Path
 
 import pytest
 
 from tests.slurm.cluster import Cluster
-from tests.slurm.lives import FOUR_NODES, Lived, ending, rows, send, told, until_step
+from tests.slurm.lives import CONFIG, FOUR_NODES, RUN, Lived, ending, rows, send, told, until_step
 from torchdistpackage.launch.requeue import NOT_BACK
 
 STEPS, DIES, SAVE = 200, 9, 5
@@ -120,3 +121,46 @@ def test_four_ranks_of_which_one_is_killed_say_what_they_would_have_said(own_clu
     assert killed.states == ["COMPLETED"] and killed.code == "0:0"
     assert [s["start"] for s in killed.starts] == [f"{killed.job}.0", f"{killed.job}.0.1"]
     assert "--- rank 2 on host n3" in killed.log
+
+
+TORCHRUN = """#!/bin/bash
+#SBATCH --ntasks=1 --time=10 --open-mode=append --output={folder}/out
+export TDP_TEST_MARK={folder}/torchrun MASTER_ADDR=127.0.0.1
+srun {python} -m torch.distributed.run --nproc-per-node=1 --max-restarts={restarts} \\
+    --master-port={port} -m torchdistpackage train {config} {words}
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("requeue", [True, False])
+def test_under_torchrun_a_job_comes_back_or_says_before_it_starts_that_it_cannot(
+    own_cluster, tmp_path, requeue
+):
+    source = mortal(tmp_path, "torchrun", 1, 0.2)  # a rank that is not there, so nobody dies
+    changes = ["run.name=torchrun", f"run.dir={tmp_path}", "launch.requeue.in_job_restarts=0"]
+    words = [*RUN, "parallel.data=1", "parallel.pipe=1", "pipeline.microbatches=1", *source]
+    last = {word.partition("=")[0]: shlex.quote(word) for word in [*words, *changes]}
+    script = TORCHRUN.format(
+        folder=tmp_path, python=Cluster.python, restarts=0 if requeue else 2,
+        port=29500 + requeue, config=CONFIG, words=" ".join(last.values()),
+    )  # fmt: skip
+    how = "--requeue" if requeue else "--no-requeue"
+    job, run = own_cluster.sbatch(how, script=script), tmp_path / "torchrun"
+    until_step(own_cluster, run, 3)
+    said = (tmp_path / "out").read_text()
+    assert ("it was submitted with --no-requeue" in said) is not requeue
+    own_cluster.run("scancel", "--signal=TERM", job)
+    if requeue:
+        begun = rows(run)[-1]["step"]
+        until_step(own_cluster, run, begun + 2, restart=1)
+        own_cluster.cancel(job)
+    life = ending(own_cluster, run, job)
+    decision = (run / "job" / f"decision.{job}.0").read_text()
+    assert decision.startswith("requeue after step") and "SIGTERM" in decision
+    steps = [row["step"] for row in rows(run)]
+    assert steps == list(range(1, len(steps) + 1)), "each step once"
+    if requeue:
+        assert [s["start"] for s in life.starts] == [f"{job}.0", f"{job}.1"]
+        assert life.starts[1]["step"] >= 3
+    else:
+        assert life.states == ["FAILED"] and len(life.starts) == 1

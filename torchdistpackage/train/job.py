@@ -24,7 +24,7 @@ from torchdistpackage.launch.lock import Lock
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
 from torchdistpackage.launch.requeue import STOPPED, Decision, Word
 from torchdistpackage.launch.signals import Noted
-from torchdistpackage.launch.slurm.again import come_back
+from torchdistpackage.launch.slurm.again import come_back, read_decision, why_not
 from torchdistpackage.launch.slurm.commands import limited
 from torchdistpackage.launch.slurm.files import JobFiles, start_id
 from torchdistpackage.launch.slurm.starts import (
@@ -68,7 +68,10 @@ def launch(path: str, overrides: list[str], resume: str = "auto") -> int:
         return watched(config, rendezvous, resume)
     # torchrun starts the ranks anew by itself, and these go on
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    return _be_rank(config, "auto" if again else resume)
+    resume = "auto" if again else resume
+    if start_id(os.environ) != "local":
+        return _be_rank_in_job(config, rendezvous.rank, resume)
+    return _be_rank(config, resume)
 
 
 def watched(config: RunConfig, rendezvous: Rendezvous, resume: str = "auto") -> int:
@@ -114,10 +117,15 @@ def _lead(config: RunConfig, resume: str, files: JobFiles, noted: Noted, lock: L
         if lock is not None:
             lock.keep()
 
+    _say_if_it_stays_away(config)
     code = _follow(config, resume, files, noted, 0, with_heartbeats)
-    if code == 0 and come_back(files, os.environ) is Word.STOP:
-        return STOPPED
-    return code
+    return code or come_back(files, os.environ)
+
+
+def _say_if_it_stays_away(config: RunConfig) -> None:
+    if said := why_not(config.launch.requeue.mode, os.environ, limited(SLURM_S)):
+        sys.stdout.write(f"{said}\n")
+        sys.stdout.flush()
 
 
 def _follow(
@@ -159,6 +167,33 @@ def _be_rank(config: RunConfig, resume: str, noted: Noted | None = None) -> int:
     return 0 if code == STOPPED else code
 
 
+def _be_rank_in_job(config: RunConfig, rank: int, resume: str) -> int:
+    """Be a rank that torchrun started in a Slurm job, whose script does not hear of decisions.
+
+    All ranks read the same, so they agree whether to train without a word.
+    """
+    files = JobFiles(run_folder(config).absolute())
+    start = _this_start(files, 0)
+    resume = _resume(files, start, resume)
+    refused = refusal_of(files, start, limits_of(config.launch.requeue))
+    ended = read_decision(files, os.environ)
+    if ended is not None and ended.word is not Word.FINISHED:
+        refused = f"start {start.start} has ended: {ended}"  # torchrun starts ranks anew after it
+    if refused:
+        if rank == 0:
+            sys.stdout.write(f"{refused}\n")
+            if ended is None:
+                write_whole(files.decision(start.start), f"{Decision(Word.STOP, refused)}\n")
+        return STOPPED
+    if rank == 0:
+        _say_if_it_stays_away(config)
+    os.environ["TDP_RESTART"] = str(start.restart if resume != "never" else 0)
+    code = importlib.import_module(RANK).rank_main(config, resume)
+    if code != STOPPED:
+        return code
+    return come_back(files, os.environ) if rank == 0 else 0
+
+
 def _start_ranks(path: str, overrides: list[str], resume: str) -> int:
     config = load(path, overrides)
     num_procs = local_procs(config)
@@ -192,9 +227,9 @@ def _run_ranks(config: RunConfig, num_procs: int, resume: str, files: JobFiles) 
         env=env,
         handled=config.launch.requeue.signals,
     )
-    if STOPPED in codes and env:
-        come_back(files, os.environ)
-    return STOPPED if STOPPED in codes else 0
+    if STOPPED not in codes:
+        return 0
+    return (come_back(files, os.environ) if env else 0) or STOPPED
 
 
 def _this_start(files: JobFiles, rank: int) -> Start:

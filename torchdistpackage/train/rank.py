@@ -19,7 +19,8 @@ from torchdistpackage.launch.rendezvous import Rendezvous, detect
 from torchdistpackage.launch.requeue import STOPPED, Decision, Word
 from torchdistpackage.launch.signals import Noted
 from torchdistpackage.launch.slurm.files import JobFiles, start_id
-from torchdistpackage.launch.slurm.starts import correct
+from torchdistpackage.launch.slurm.starts import correct, this_start
+from torchdistpackage.launch.slurm.starts import note as note_start
 from torchdistpackage.train.build import build
 from torchdistpackage.train.ending import finish
 from torchdistpackage.train.folder import RESOLVED, only_writer, prepare_folder, run_folder
@@ -87,6 +88,8 @@ def _train(plan: Plan, rendezvous: Rendezvous, joined: Joined, resume: str, note
     trainer = build(plan, rendezvous.rank, joined.device)
     state = resume_state(trainer, folder, resume)
     if rendezvous.rank == 0:
+        if _leads(rendezvous) and start_id(os.environ) != "local":
+            note_start(JobFiles(folder), this_start(JobFiles(folder), os.environ, state.step))
         correct(JobFiles(folder), os.environ, state.step)
     section = config.launch.requeue
     life = begin(folder, section, noted, rendezvous.rank, os.environ)

@@ -4,8 +4,8 @@ import pytest
 
 from tests.launch.slurm.scripted import Scripted
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.requeue import Decision, Word
-from torchdistpackage.launch.slurm.again import come_back, requeue_id
+from torchdistpackage.launch.requeue import NOT_BACK, STOPPED, Decision, Word
+from torchdistpackage.launch.slurm.again import come_back, requeue_id, why_not
 from torchdistpackage.launch.slurm.commands import Ran
 from torchdistpackage.launch.slurm.files import JobFiles
 
@@ -37,18 +37,18 @@ def slurm_that_says(text: str) -> Scripted:
 def test_a_running_job_is_requeued_once_and_of_an_array_one_task(tmp_path, env, job, text):
     """Also one that ran into its time limit, while its processes still have time to save."""
     slurm = slurm_that_says(text)
-    assert come_back(decided(tmp_path, Word.REQUEUE, env), env, slurm) is Word.REQUEUE
+    assert come_back(decided(tmp_path, Word.REQUEUE, env), env, slurm) == 0
     assert requeue_id(env) == job
     assert slurm.asked == [["scontrol", "-o", "show", "job", job], ["scontrol", "requeue", job]]
 
 
 @pytest.mark.parametrize(
     "text",
-    [shown("COMPLETING"), shown("PENDING", "BeginTime"), shown("CANCELLED"), ""],
+    [shown("COMPLETING"), shown("PENDING", "BeginTime"), shown("CANCELLED"), shown("NEW_WORD")],
 )
 def test_a_job_that_slurm_is_ending_is_left_to_it(tmp_path, text, capsys):
     slurm = slurm_that_says(text)
-    come_back(decided(tmp_path, Word.REQUEUE), JOB, slurm)
+    assert come_back(decided(tmp_path, Word.REQUEUE), JOB, slurm) == NOT_BACK
     assert slurm.count("scontrol") == 1
     assert "is not requeued here, it is" in capsys.readouterr().out
 
@@ -56,21 +56,21 @@ def test_a_job_that_slurm_is_ending_is_left_to_it(tmp_path, text, capsys):
 def test_a_job_without_a_script_is_not_requeued(tmp_path, capsys):
     """A shell of salloc."""
     slurm = slurm_that_says(shown("RUNNING", batch=0))
-    come_back(decided(tmp_path, Word.REQUEUE), JOB, slurm)
+    assert come_back(decided(tmp_path, Word.REQUEUE), JOB, slurm) == NOT_BACK
     assert slurm.count("scontrol") == 1 and "no batch script" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("word", [Word.FINISHED, Word.STOP, Word.CHAIN, None])
 def test_nothing_is_asked_for_where_nothing_was_decided(tmp_path, word):
     slurm = Scripted()
-    assert come_back(decided(tmp_path, word), JOB, slurm) is word
+    assert come_back(decided(tmp_path, word), JOB, slurm) == (STOPPED if word is Word.STOP else 0)
     assert slurm.asked == []
 
 
 def test_a_batch_script_of_ours_asks_itself(tmp_path):
     slurm = Scripted()
     env = {**JOB, "TDP_BATCH": "1"}
-    assert come_back(decided(tmp_path, Word.REQUEUE), env, slurm) is None and slurm.asked == []
+    assert come_back(decided(tmp_path, Word.REQUEUE), env, slurm) == 0 and slurm.asked == []
 
 
 def refuses(args):
@@ -85,7 +85,37 @@ def refuses(args):
         (refuses, "scontrol requeue 12 said: Requested operation is disabled"),
     ],
 )
-def test_a_refusal_says_that_the_run_is_saved(tmp_path, scontrol, said):
-    with pytest.raises(LaunchError, match="saved, but not requeued") as caught:
+def test_a_refusal_is_told(tmp_path, scontrol, said):
+    with pytest.raises(LaunchError, match="not requeued") as caught:
         come_back(decided(tmp_path, Word.REQUEUE), JOB, Scripted(scontrol=scontrol))
     assert said in str(caught.value)
+
+
+def test_a_slurm_that_shows_nothing_is_asked_again(tmp_path):
+    answers = ["", "", shown("RUNNING")]
+    slurm = Scripted(scontrol=lambda args: "" if "requeue" in args else answers.pop(0))
+    slept: list[float] = []
+    assert come_back(decided(tmp_path, Word.REQUEUE), JOB, slurm, slept.append) == 0
+    assert slept == [0.0, 1.0, 4.0] and slurm.asked[-1] == ["scontrol", "requeue", "12"]
+    silent = Scripted(scontrol=Ran(0, "", "scontrol: warning: odd JobState=RUNNING"))
+    with pytest.raises(LaunchError, match="shows no state of job 12"):
+        come_back(JobFiles(tmp_path), JOB, silent, slept.append)
+    assert silent.count("scontrol") == 3
+
+
+@pytest.mark.parametrize(
+    ("mode", "scontrol", "said"),
+    [
+        ("requeue", shown("RUNNING"), ""),
+        ("requeue", shown("RUNNING") + " Requeue=0", "--no-requeue"),
+        ("requeue", shown("RUNNING", batch=0), "no batch script"),
+        ("requeue", LaunchError("there is no scontrol here"), "there is no scontrol here"),
+        ("requeue", "", "shows no state"),
+        ("chain", shown("RUNNING"), "only the script of tdp submit chains jobs"),
+        ("never", LaunchError("not asked"), ""),
+    ],
+)
+def test_a_job_that_will_not_come_back_says_so_before_it_starts(mode, scontrol, said):
+    why = why_not(mode, JOB, Scripted(scontrol=scontrol))
+    assert said in why and bool(why) is bool(said)
+    assert why_not(mode, {**JOB, "TDP_BATCH": "1"}, Scripted()) == ""

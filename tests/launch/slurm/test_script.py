@@ -452,7 +452,7 @@ esac
     [
         ({"DIES": "2"}, 0, "012", "21"),
         ({"DIES": "9"}, 9, "012", "210"),
-        ({"DIES": "9", "CHECK_CODE": "1"}, 9, "0", "0"),
+        ({"DIES": "9", "CHECK_CODE": "1"}, 9, "0", "2"),
         ({"DIES": "9", "TOLD": "1"}, 9, "0", "0"),
     ],
 )
@@ -466,4 +466,7 @@ def test_ranks_are_started_anew_in_the_job_while_all_is_well(bash, env, code, at
     asked = [line.split() for line in Path(f"{bash.noted}.asked").read_text().splitlines()]
     assert [words[-2] for words in asked] == list(left) and asked[0][-1] == "30"
     assert [words[-5] for words in asked] == ["7.0", "7.0.1", "7.0.2"][: len(asked)]
+    silent = "not every node starts a task" in done.stdout
+    assert silent is ("CHECK_CODE" in env)
+    assert (bash.folder / "job" / "decision.7.0").exists() is (len(attempts) > 1)
     assert done.stdout.count("again: after step 3: killed") == len(attempts) - 1

@@ -6,12 +6,15 @@ ranks asks: the script of `tdp submit`, or submitit.
 """
 
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.requeue import Decision, Word
+from torchdistpackage.launch.requeue import NOT_BACK, STOPPED, Decision, Word
 from torchdistpackage.launch.slurm.commands import Runner, run
 from torchdistpackage.launch.slurm.files import JobFiles, start_id
+
+_WAITS_S = (0.0, 1.0, 4.0)
 
 
 def read_decision(files: JobFiles, env: Mapping[str, str]) -> Decision | None:
@@ -26,7 +29,29 @@ def requeue_id(env: Mapping[str, str]) -> str:
     return f"{array}_{task}" if array and task else env["SLURM_JOB_ID"]
 
 
-def may_requeue(env: Mapping[str, str], runner: Runner = run) -> bool:
+def why_not(mode: str, env: Mapping[str, str], runner: Runner = run) -> str:
+    """Why this job, whose script is not ours, will not come back in `mode`; "" if it can."""
+    if mode == "never" or env.get("TDP_BATCH"):
+        return ""
+    cannot = f"job {requeue_id(env)} will not come back by itself"
+    if mode == "chain":
+        return f"{cannot}: only the script of tdp submit chains jobs; set launch.requeue.mode"
+    try:
+        facts = _facts(env, runner, lambda wait_s: None)
+    except LaunchError as error:
+        return f"{cannot}, as far as can be told here: {error}"
+    if facts.get("BatchFlag") == "0":
+        return f"{cannot}: it has no batch script that could be run again"
+    if facts.get("Requeue") == "0":
+        return f"{cannot}: it was submitted with --no-requeue"
+    return ""
+
+
+def may_requeue(
+    env: Mapping[str, str],
+    runner: Runner = run,
+    sleep: Callable[[float], object] = time.sleep,
+) -> bool:
     """Whether this job is one that can come back and that nobody else requeues or cancels.
 
     A job that is ended by its time limit may still be requeued while its processes save.
@@ -34,10 +59,8 @@ def may_requeue(env: Mapping[str, str], runner: Runner = run) -> bool:
     Raises:
         LaunchError: Slurm does not answer.
     """
-    job = requeue_id(env)
-    shown = _out(runner, "scontrol", "-o", "show", "job", job)
-    facts = dict(word.split("=", 1) for word in shown.split() if "=" in word)
-    state, reason = facts.get("JobState", "gone"), facts.get("Reason", "")
+    job, facts = requeue_id(env), _facts(env, runner, sleep)
+    state, reason = facts["JobState"], facts.get("Reason", "")
     if facts.get("BatchFlag") == "0":
         sys.stdout.write(f"job {job} has no batch script, so it is not requeued\n")
         return False
@@ -47,28 +70,52 @@ def may_requeue(env: Mapping[str, str], runner: Runner = run) -> bool:
     return True
 
 
-def come_back(files: JobFiles, env: Mapping[str, str], runner: Runner = run) -> Word | None:
-    """Requeue this job if that was decided and nobody else will do it; what was decided.
+def come_back(
+    files: JobFiles,
+    env: Mapping[str, str],
+    runner: Runner = run,
+    sleep: Callable[[float], object] = time.sleep,
+) -> int:
+    """Requeue this job if that was decided and nobody else will do it; the code to end with.
 
     Raises:
         LaunchError: Slurm did not take it.
     """
     decision = read_decision(files, env)
     if decision is None or env.get("TDP_BATCH"):
-        return None
-    if decision.word is Word.REQUEUE and may_requeue(env, runner):
+        return 0
+    if decision.word is Word.REQUEUE:
+        if not may_requeue(env, runner, sleep):
+            return NOT_BACK
         _out(runner, "scontrol", "requeue", requeue_id(env))
-    return decision.word
+    return STOPPED if decision.word is Word.STOP else 0
+
+
+def _facts(
+    env: Mapping[str, str], runner: Runner, sleep: Callable[[float], object]
+) -> dict[str, str]:
+    """What scontrol shows of this job; asked again while it shows nothing.
+
+    Raises:
+        LaunchError: it fails, or goes on showing nothing.
+    """
+    job = requeue_id(env)
+    for wait_s in _WAITS_S:
+        sleep(wait_s)
+        shown = _out(runner, "scontrol", "-o", "show", "job", job)
+        facts = dict(word.split("=", 1) for word in shown.split() if "=" in word)
+        if "JobState" in facts:
+            return facts
+    raise LaunchError(f"scontrol shows no state of job {job}; requeue or submit it by hand")
 
 
 def _out(runner: Runner, *command: str) -> str:
     try:
         ran = runner(command)
     except LaunchError as error:
-        raise LaunchError(f"the run is saved, but not requeued: {error}") from error
+        raise LaunchError(f"not requeued: {error}") from error
     if ran.code:
         raise LaunchError(
-            f"the run is saved, but not requeued: {' '.join(command)} said: {ran.why}; requeue or "
-            f"submit it by hand"
+            f"not requeued: {' '.join(command)} said: {ran.why}; requeue or submit it by hand"
         )
     return ran.out

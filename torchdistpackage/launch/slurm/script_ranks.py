@@ -147,18 +147,21 @@ export TDP_ATTEMPT="$_tdp_attempt"
 {start}
 [ ! -f "$_tdp_run/job/decision.$_tdp_own" ] || exit "$_tdp_status"
 _tdp_left=$(({job.again} - _tdp_attempt))
-if [ "$_tdp_status" -eq 0 ] || [ "$_tdp_told" -ne 0 ]; then
-    _tdp_left=0
-elif [ "$_tdp_left" -gt 0 ] &&
-    ! timeout {_ANSWERS_S} srun --nodes="$_tdp_nodes" --ntasks="$_tdp_nodes" \\
-        --ntasks-per-node=1 --mpi=none true; then
-    _tdp_say "not every node starts a task within {_ANSWERS_S} s"
-    _tdp_left=0
+if [ "$_tdp_status" -eq 0 ] || [ "$_tdp_told" -ne 0 ]; then _tdp_left=0; fi
+# Both take a while, so at once.
+if [ "$_tdp_left" -gt 0 ]; then
+    timeout {_ANSWERS_S} srun --nodes="$_tdp_nodes" --ntasks="$_tdp_nodes" \\
+        --ntasks-per-node=1 --mpi=none true &
 fi
 {ask}
 _tdp_word='' _tdp_reason=''
 if [ -f "$_tdp_run/job/decision.$_tdp_own" ]; then
     read -r _tdp_word _tdp_reason <"$_tdp_run/job/decision.$_tdp_own"
+    if ! wait "$!" || [ "$_tdp_told" -ne 0 ]; then
+        _tdp_say "told to end, or not every node starts a task within {_ANSWERS_S} s"
+        rm -f "$_tdp_run/job/decision.$_tdp_own"
+        _tdp_word=
+    fi
 fi
 if [ "$_tdp_word" != {Word.AGAIN} ]; then
 {indent(end, "    ")}
