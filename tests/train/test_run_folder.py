@@ -130,6 +130,7 @@ def test_under_a_launcher_an_earlier_run_is_moved_before_any_log_is_begun(
     out, _ = process.communicate(timeout=180)
     assert process.returncode == 0, out
     assert files(tmp_path / "run.1") == before
+    assert {(tmp_path / "run.1" / name).read_text() for name in before} == {"earlier\n"}
     logs = {f"rank{rank}.restart0.log" for rank in range(num_ranks)}
     assert {p.name for p in (tmp_path / "run" / "logs").iterdir()} == logs
     assert "step 1/1" in (tmp_path / "run" / "logs" / "rank0.restart0.log").read_text()
