@@ -10,7 +10,7 @@ from tests.parallel.pipeline.whole_model import batch, chain, same, squares
 from torchdistpackage import Pipeline
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError, ScheduleError
-from torchdistpackage.parallel.pipeline.agreement import agree_on_step
+from torchdistpackage.parallel.pipeline.agreement import StepAgreement
 from torchdistpackage.schedule.generate import build
 
 
@@ -160,7 +160,7 @@ def changed_length() -> None:
         ):
             pipe.step(torch.tensor([1.0, 1.0, 2.0, 2.0])[:, None].expand(-1, 3))
     else:  # which waits for nothing, as nothing was sent
-        agree_on_step(pair, "step", 4)
+        StepAgreement(pair, "step", 4).settle()
 
 
 def test_a_changed_length_is_refused_at_the_sender(ranks):

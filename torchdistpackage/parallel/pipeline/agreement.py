@@ -41,12 +41,14 @@ def agree_on_settings(group: Group, settings: Settings, problem: str) -> None:
 class StepAgreement:
     """Begun when it is made; nothing may be sent before `settle`.
 
-    what: this rank is about to do. num_samples: 0 without tensors.
+    what: this rank is about to do. num_samples: 0 without tensors. note: a number for the others,
+    who find it in `notes`, by pipe index, once all have settled.
     """
 
-    def __init__(self, group: Group, what: str, num_samples: int, problem: str = ""):
+    def __init__(self, group: Group, what: str, num_samples: int, problem: str = "", note: int = 0):
         self._group, self._what, self._problem = on_cpu(group), what, problem
-        row = torch.tensor(((crc32(what.encode()), num_samples, bool(problem)),))
+        self.notes: list[int] = []
+        row = torch.tensor(((crc32(what.encode()), num_samples, bool(problem), note),))
         self._rows = primitives.start_all_gather(row, self._group)
 
     def settle(self) -> int:
@@ -57,6 +59,7 @@ class StepAgreement:
                 problem of its own.
         """
         rows = self._rows.wait().tolist()
+        self.notes = [row[3] for row in rows]
         if any(row[2] for row in rows):
             texts = primitives.gather_objects(self._problem, self._group)
             raise CommError(by_rank([str(text) for text in texts]))
@@ -87,11 +90,6 @@ def _named(ranks: Sequence[int], num_ranks: int) -> str:
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"pipe ranks {ranks[0]}-{ranks[-1]}"
     return f"pipe ranks {', '.join(map(str, ranks))}"
-
-
-def agree_on_step(group: Group, what: str, num_samples: int, problem: str = "") -> int:
-    """`StepAgreement`, made and settled."""
-    return StepAgreement(group, what, num_samples, problem).settle()
 
 
 def common_samples(seen: list[int]) -> int:

@@ -6,8 +6,10 @@ batch, also where the batch does not divide.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -18,10 +20,11 @@ from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline import tensor_parts
-from torchdistpackage.parallel.pipeline.agreement import agree_on_step
+from torchdistpackage.parallel.pipeline.agreement import StepAgreement
+from torchdistpackage.parallel.pipeline.dividing import Dividing
 from torchdistpackage.parallel.pipeline.executor import Executor, autograd
+from torchdistpackage.parallel.pipeline.losses import Losses, is_counted
 from torchdistpackage.parallel.pipeline.microbatches import (
-    Mean,
     cut,
     detached,
     is_scalar,
@@ -37,6 +40,9 @@ from torchdistpackage.schedule.generate import evaluation
 FwdFn = Callable[..., object]
 BwdFn = Callable[..., object]
 Gradients = tuple[Tensor | None, ...] | None
+
+_COUNTED: "WeakKeyDictionary[FwdFn, bool]" = WeakKeyDictionary()
+"""Whether functions of a last stage return (sum, count)."""
 
 
 def forward_backward(
@@ -60,8 +66,10 @@ def forward_backward(
     optimizer: its gradients are zeroed first; None accumulates into what is there.
     fwd_fn: called with one object if there is one, else with a list: the previous stage's
         tensors first, then this stage's own `inputs`, cut along dim 0. Returns a tensor, tuple or
-        dict for the next stage; on the last stage the mean loss of its microbatch. A list has one
-        for each of this rank's stages, in ascending order, and so have `bwd_fn` and `inputs` then.
+        dict for the next stage; on the last stage the loss of its microbatch: the mean as a number
+        without dims, or (sum, how many were summed), for targets that do not all count. A list has
+        one for each of this rank's stages, in ascending order, and so have `bwd_fn` and `inputs`
+        then.
     bwd_fn: `bwd_fn(output, gradient)`, gradient None on the last stage, where it may take the
         output alone; None uses autograd. A schedule that splits backwards runs all of it where
         the input's gradient is due.
@@ -75,19 +83,24 @@ def forward_backward(
     reducer: `NaiveDDP(...).reducer` of a module that `fwd_fn` calls directly (`ddp.module`);
         its buckets then leave in the last backward of each parameter.
 
-    Returns the mean loss over the batch where the last stage is (scalars are averaged by samples;
-    other outputs are joined along dim 0), None elsewhere.
+    Returns the mean loss over the batch where the last stage is, None elsewhere; of (sum, count) it
+    is that of all replicas, whose counts are added up. With a backward of the last stage's own, or
+    `forward_only`, what is no loss is joined along dim 0, and numbers in it are means over samples.
 
     Raises:
         CommError: on every rank: there is no such schedule or it has no backwards, functions and
             inputs do not match, the stages' inputs differ in their number of samples, or there
-            are fewer than microbatches.
+            are fewer than microbatches. Where it happens: the last stage returns something else
+            than a loss, or (sum, count) without the optimizer whose gradients are to be divided.
     """
     group = resolve_group(group, "pipe")
     job = _Job.of(fwd_fn, bwd_fn, inputs, schedule, group, num_microbatches, forward_only)
     sizes = sizes_of(job.num_samples or num_microbatches, num_microbatches)
     if optimizer is not None and not forward_only:
         optimizer.zero_grad()
+    dividing = None
+    if not forward_only and job.counted is not False:
+        dividing = Dividing(group, job.schedule.placement[-1], job.counted, optimizer, reducer)
     executor = Executor(
         job.schedule,
         group,
@@ -98,7 +111,7 @@ def forward_backward(
     cuts = {s: [cut(x, sizes) for x in mine] for s, mine in job.inputs.items()}
     parts = resolve_group(tensor_group, "tensor") if scatter_gather_tensors else None
     outputs: dict[int, object] = {}
-    losses = Mean(sizes)
+    losses = Losses(sizes, 1.0, job.counted, reads=not is_queued(group))
     sent_whole: dict[tuple[int, int], Message] = {}
 
     def forward(s: int, m: int, received: Message) -> Message:
@@ -106,12 +119,12 @@ def forward_backward(
             received = tensor_parts.join(received, parts)
         output = _called(job.forwards[s], s, received, [x[m] for x in cuts[s]])
         if executor.is_last_stage(s):
-            if not is_scalar(output):
+            if not _is_loss(output, forward_only, job.backwards[s] is not None):
                 outputs[m] = detached(output)
                 return output  # type: ignore[return-value]
-            losses.put(m, output)  # type: ignore[arg-type]
-            share = sizes[m] / sum(sizes)
-            return output if share == 1 else output * share  # type: ignore[operator,return-value]
+            root = losses.put(m, output, [x[m] for x in cuts[s]])
+            weight = losses.weights[m]
+            return root if isinstance(weight, float) and weight == 1 else root * weight
         if parts is None:
             return cast(Message, output)
         if job.backwards[s] is not None:
@@ -129,11 +142,17 @@ def forward_backward(
         single = gradients is not None and not isinstance(output, tuple | list | dict)
         own_backward(output, gradients[0] if single and gradients else gradients)
 
-    executor.run(forward, backward if job.has_own_backward else None, reducer=reducer)
-    if reducer is not None:
-        reducer.finish()
-    if losses.num:
-        return losses.value()
+    own = backward if job.has_own_backward else None
+    if dividing is None:
+        executor.run(forward, own, reducer=reducer)
+        if reducer is not None:
+            reducer.finish()
+    else:
+        with dividing.held() as early:
+            executor.run(forward, own, reducer=early)
+        job.remember(dividing.finish(losses))
+    if losses.counted is not None and losses.is_whole:
+        return losses.mean()
     return joined([outputs[m] for m in sorted(outputs)], sizes) if outputs else None
 
 
@@ -178,6 +197,15 @@ class _Job:
     backwards: dict[int, BwdFn | None]
     inputs: dict[int, list[object]]
     num_samples: int
+    counted: bool | None = None
+    """Whether losses are (sum, count), as the last stage's function gave them before."""
+
+    def remember(self, counted: bool) -> None:
+        """For the next call with this function of the last stage, if it is here."""
+        function = self.forwards.get(self.schedule.num_stages - 1)
+        with suppress(TypeError):  # of a kind that has no weak references
+            if function is not None:
+                _COUNTED[function] = counted
 
     @property
     def has_own_backward(self) -> bool:
@@ -221,9 +249,34 @@ class _Job:
             )
         except ScheduleError as error:
             problem = str(error)
-        num_samples = agree_on_step(group, what, job.num_samples if job else 0, problem)
+        agreement = StepAgreement(group, what, job.num_samples if job else 0, problem, _known(job))
+        num_samples = agreement.settle()
         assert job is not None
-        return replace(job, num_samples=num_samples)
+        counted = (None, False, True)[agreement.notes[job.schedule.placement[-1]]]
+        return replace(job, num_samples=num_samples, counted=counted)
+
+
+def _known(job: _Job | None) -> int:
+    """0: not known, 1: one number, 2: (sum, count), of the last stage's function if it is here."""
+    function = None if job is None else job.forwards.get(job.schedule.num_stages - 1)
+    try:
+        counted = None if function is None else _COUNTED.get(function)
+    except TypeError:
+        return 0
+    return 0 if counted is None else 1 + counted
+
+
+def _is_loss(output: object, forward_only: bool, has_own_backward: bool) -> bool:
+    """Without a backward two numbers may as well be two means, unless the second one counts."""
+    if not (forward_only or has_own_backward):
+        return True
+    if is_counted(output):
+        count = cast(tuple, output)[1]
+        is_whole = not isinstance(count, float | Tensor) or (
+            isinstance(count, Tensor) and not count.is_floating_point()
+        )
+        return is_whole or not forward_only
+    return is_scalar(output)
 
 
 def _of_two(bwd_fn: BwdFn | None, is_last: bool) -> BwdFn | None:

@@ -85,7 +85,8 @@ def detached(output: object) -> object:
 
 
 def is_scalar(x: object) -> bool:
-    return isinstance(x, Tensor) and x.numel() == 1 and x.is_floating_point()
+    """Whether it is a number for a whole microbatch. One of a sample has a dim, if of length 1."""
+    return isinstance(x, Tensor) and x.dim() == 0 and x.is_floating_point()
 
 
 def joined(outputs: Sequence[object], sizes: Sequence[int]) -> object:

@@ -7,8 +7,9 @@
         optimizer.step()
 
 One rule: a step computes the mean loss of its batch, and leaves the gradient of that, whatever the
-schedule and the number of microbatches, also where the batch does not divide. All pipe ranks make
-the same calls; each may bring the whole batch or only what its own stages need.
+schedule and the number of microbatches, also where the batch does not divide, and with a loss of
+(sum, count) where targets do not all count. All pipe ranks make the same calls; each may bring the
+whole batch or only what its own stages need.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,15 +17,23 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
-from torchdistpackage.comm.primitives import Group, ranks_of
+from torchdistpackage.comm.primitives import Group, is_queued, ranks_of
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.pipeline import one_pass
 from torchdistpackage.parallel.pipeline.agreement import StepAgreement, common_samples
 from torchdistpackage.parallel.pipeline.executor import Executor
-from torchdistpackage.parallel.pipeline.microbatches import Mean, cut, samples_in, sizes_of
+from torchdistpackage.parallel.pipeline.losses import (
+    Addition,
+    Losses,
+    mean_of,
+    over_replicas,
+    replicas,
+)
+from torchdistpackage.parallel.pipeline.microbatches import cut, samples_in, sizes_of
 from torchdistpackage.parallel.pipeline.one_pass import Batch, Named
 from torchdistpackage.parallel.pipeline.order import CostsOrder, Order, has_backward
 from torchdistpackage.parallel.pipeline.own_stages import Stages, agree, listed
@@ -34,6 +43,8 @@ from torchdistpackage.parallel.pipeline.telling import Telling
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.generate import evaluation
 
+Loss = Tensor | tuple[Tensor, Tensor | float]
+
 
 class Pipeline:
     """This rank's stages of a model, trained by any schedule.
@@ -41,7 +52,9 @@ class Pipeline:
     stages: my stage, or the list of my stages in ascending order, or {number: stage}; modules or
         functions, on their device, NaiveDDP around them or not. `schedule.stages_of` says which.
     loss: `loss(output, targets)` of the last stage's output, or `loss(output)` without targets: the
-        mean over its samples. None: the last stage returns that itself, and may name `targets`.
+        mean over its samples as a number without dims, or (sum of losses, how many were summed),
+        which is divided by all counts together. None: the last stage returns that itself, and may
+        name `targets`.
     schedule: a name (`tdp schedule --help` lists them), a Schedule, a CSV file or its text, or
         `auto` with `costs` (or the file of them). chunks: stages on a rank; None: the
         schedule's own number.
@@ -66,7 +79,7 @@ class Pipeline:
         self,
         stages: Stages,
         *,
-        loss: Callable[..., Tensor] | None = None,
+        loss: Callable[..., Loss] | None = None,
         schedule: Order = "1f1b",
         num_microbatches: int | None = None,
         chunks: int | None = None,
@@ -89,6 +102,7 @@ class Pipeline:
         self._whole, self._timeout_s = frozenset(listed("whole", whole)), timeout_s
         self._dynamic, self._check, self._held = dynamic_shapes, check, False
         self.executor = self._make(self.schedule, dynamic_shapes)
+        self._reads = not is_queued(self._group)
         self._evaluators: dict[int, Executor] = {}
         self._first_sizes: list[int] | None = None
         teller = ranks_of(self._group)[self.schedule.placement[-1]]
@@ -125,13 +139,23 @@ class Pipeline:
         """
         has_backward(self.schedule)
         batch = self._batch("step", args, targets, inputs, None)
-        reducer = self._reducing.reducer
-        if reducer is None or self._held:
-            with nullcontext() if reducer is None else reducer.no_sync():
-                return self._loss_over(self.executor, batch, targets, loss_scale, keep_outputs)
-        batch.before.append(self._reducing.follow_buffers)
-        loss = self._loss_over(self.executor, batch, targets, loss_scale, keep_outputs, reducer)
-        reducer.finish()
+        counted, reducer = self._telling.counted, self._reducing.reducer
+        sums = reducer is not None and not self._held
+        if sums:
+            batch.before.append(self._reducing.follow_buffers)
+        addition = None if counted is False else Addition(self._holders())
+        early = reducer if sums and not counted else None
+        with nullcontext() if reducer is None or early is not None else reducer.no_sync():
+            loss = self._loss_over(self.executor, batch, targets, loss_scale, keep_outputs, early)
+        if early is not None:
+            early.finish()
+        if self._telling.counted:
+            loss = self._divided(loss, addition, batch, early)
+        if reducer is not None and sums and counted:
+            # what is counted is divided before it is summed: steps before may wait for the sum too
+            with reducer.steered():
+                pass
+            reducer.finish()
         return loss
 
     def eval_step(
@@ -152,7 +176,8 @@ class Pipeline:
         """
         batch = self._batch("eval_step", args, targets, inputs, num_microbatches)
         with self._own.evaluating():
-            return self._loss_over(self._evaluator(batch), batch, targets, 1.0, keep_outputs)
+            found = self._loss_over(self._evaluator(batch), batch, targets, 1.0, keep_outputs)
+            return self._mean(found)
 
     def predict(
         self, *args: object, num_microbatches: int | None = None, **inputs: object
@@ -186,24 +211,18 @@ class Pipeline:
         keep_outputs: bool,
         reducer: Reducer | None = None,
     ) -> Tensor:
-        losses = Mean(batch.sizes)
+        """The mean, or [sum, count] of this replica."""
         telling = self._telling
+        losses = Losses(batch.sizes, loss_scale, telling.counted, reads=self._reads)
         batch.before.append(telling.begin)
-        shares = [n / sum(batch.sizes) * loss_scale for n in batch.sizes]
         parts = cut(targets, batch.sizes) if self._own.has_last else ()
 
         def finish(m: int, output: object) -> Tensor:
             value = output if self._loss is None else self._call_loss(output, parts[m])
-            if not isinstance(value, Tensor) or value.numel() != 1:
-                shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                raise CommError(
-                    f"the loss of microbatch {m} is {shape}, not one number; return the mean over "
-                    f"its samples{', or give loss=' if self._loss is None else ''}"
-                )
-            losses.put(m, value)
+            root = losses.put(m, value, parts[m], self._loss)
             if losses.is_whole:
-                telling.tell(losses.value().reshape(()))
-            return value
+                telling.tell(losses.value(), losses.dtype)
+            return root
 
         self.outputs = one_pass.run(
             executor,
@@ -211,12 +230,37 @@ class Pipeline:
             batch,
             finish,
             reducer=reducer,
-            weights=shares,
+            weights=losses.weights,
             keep_outputs=keep_outputs,
         )
         return telling.told()
 
-    def _call_loss(self, output: object, targets: object) -> Tensor:
+    def _holders(self) -> list[Tensor]:
+        """Where gradients of this rank are at the end of a step, in the first one summed ones."""
+        own = [p for mine in self._own.parameters().values() for p in mine]
+        return own if self._telling.counted else [*own, *self._reducing.holders]
+
+    def _divided(
+        self, totals: Tensor, addition: Addition | None, batch: Batch, reducer: Reducer | None
+    ) -> Tensor:
+        """The mean of [sum, count], after gradients are divided too. reducer: which has summed."""
+        functions = [s for s, stage in self._own.modules.items() if not isinstance(stage, Module)]
+        if functions:
+            raise CommError(
+                f"the loss is (sum, count), and stage {functions[0]} is a function, of which no "
+                f"parameters are known whose gradients could be divided; give a module"
+            )
+        if reducer is not None:
+            self._reducing.check_holders()
+        assert addition is not None
+        totals, num = over_replicas(totals, replicas(self._reducing.reducer))
+        addition.divide(totals, sum(batch.sizes), num)
+        return self._mean(totals)
+
+    def _mean(self, loss: Tensor) -> Tensor:
+        return mean_of(loss).to(self._telling.dtype) if self._telling.counted else loss
+
+    def _call_loss(self, output: object, targets: object) -> Loss:
         assert self._loss is not None
         return self._loss(output) if targets is None else self._loss(output, targets)
 

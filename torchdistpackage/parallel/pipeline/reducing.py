@@ -4,11 +4,15 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Protocol, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.reducer import Reducer
+from torchdistpackage.ddp.shared import Shared
 from torchdistpackage.ddp.steered import Steered
+from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
+from torchdistpackage.ddp.zero.scattered import Scattered
+from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.pipeline.stage_call import Stage
 
 
@@ -23,6 +27,7 @@ class Reducing:
     """The reducer of some stages, and the wrappers whose buffers follow the first replica's."""
 
     def __init__(self, given: Reducer | HasReducer | None, stages: Iterable[Stage]):
+        self._given = given
         self._wrappers = [stage for stage in stages if isinstance(stage, NaiveDDP)]
         if isinstance(given, NaiveDDP) and given not in self._wrappers:
             self._wrappers.append(given)
@@ -34,11 +39,31 @@ class Reducing:
         elif self._wrappers:
             self.reducer = cast(Reducer, _Several([ddp.reducer for ddp in self._wrappers]))
 
+    @property
+    def holders(self) -> list[Tensor]:
+        """Where sums are that are in no parameter's own gradient, as far as known."""
+        if isinstance(self._given, ZeroOptimizer):
+            return [shard.tensor for shard in self._given.shards]
+        return []
+
+    def check_holders(self) -> None:
+        """Raises CommError: a ZeroOptimizer has sums, of which only the reducer was given."""
+        if isinstance(self._given, Reducer) and scatters(self._given):
+            raise CommError(
+                "the loss is (sum, count), and reducer= is that of a ZeroOptimizer, which holds "
+                "gradients that are to be divided by the count; give the ZeroOptimizer itself"
+            )
+
     def follow_buffers(self) -> None:
         """Once a step that reduces, as the wrapper's own forward does."""
         for ddp in self._wrappers:
             if ddp.broadcast_buffers and ddp.training:
                 ddp.follow_buffers()
+
+
+def scatters(reducer: Reducer) -> bool:
+    """Whether sums go to a ZeroOptimizer."""
+    return any(isinstance(carrier, Scattered) for carrier in reducer.departures.packed.carriers)
 
 
 class _Several:
@@ -51,6 +76,10 @@ class _Several:
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
         return tuple(p for reducer in self._reducers for p in reducer.parameters)
+
+    @property
+    def shared(self) -> list[Shared]:
+        return [shared for reducer in self._reducers for shared in reducer.shared]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

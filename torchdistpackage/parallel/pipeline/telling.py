@@ -19,9 +19,10 @@ TAG = 0x7E0
 
 
 class Telling:
-    """A scalar that one rank of `group` has and all get, once a step; all make the same calls.
+    """A loss that one rank of `group` has and all get, once a step; all make the same calls.
 
-    teller: its global rank. device: where the scalar is. timeout_s: how long it may take (gloo).
+    It is a number, or (sum, count), always the one or the other (`counted`, None before the first).
+    teller: its global rank. device: where the loss is. timeout_s: how long it may take (gloo).
     """
 
     def __init__(self, group: Group, teller: int, device: torch.device, timeout_s: float | None):
@@ -30,7 +31,9 @@ class Telling:
         ranks = ranks_of(group)
         self._tells = ranks[group.rank()] == teller
         self._others = [rank for rank in ranks if rank != teller]
-        self._dtype: torch.dtype | None = None
+        self.counted: bool | None = None
+        self.dtype: torch.dtype | None = None
+        self._mine: tuple[bool, torch.dtype] | None = None
         self._value: Tensor | None = None
         self._flights: list[Flight] = []
 
@@ -39,12 +42,16 @@ class Telling:
         self._value = None
         self._flights.clear()
         if not self._tells and self._goes_alone():
-            self._value = torch.empty((), dtype=self._dtype, device=self._device)
+            self._value = self._room()
             self._flights.append(self._wire.receive([self._value], self._teller))
 
-    def tell(self, value: Tensor) -> None:
-        """On the teller: this step's."""
-        self._value = value if self._dtype is None else value.to(self._dtype)
+    def tell(self, value: Tensor, dtype: torch.dtype) -> None:
+        """On the teller: this step's, a number or [sum, count]. dtype: of the number they make."""
+        self._value = value
+        if self.dtype is None:
+            self._mine = value.dim() == 1, torch.promote_types(dtype, torch.float32)
+        elif not self.counted:
+            self._value = value.to(self.dtype)
         if self._goes_alone():
             self._flights += [self._wire.send([self._value], rank) for rank in self._others]
 
@@ -61,15 +68,18 @@ class Telling:
         return value
 
     def _goes_alone(self) -> bool:
-        return self._dtype is not None and self._wire.is_direct and not calls.checks
+        return self.dtype is not None and self._wire.is_direct and not calls.checks
 
     def _broadcast(self) -> None:
         group, teller, value = self._group, self._teller, self._value
-        if self._dtype is None:
-            mine = None if value is None else torch.promote_types(value.dtype, torch.float32)
-            dtype = primitives.broadcast_object(mine, on_cpu(group), teller)
-            assert isinstance(dtype, torch.dtype)
-            self._dtype = dtype
-        if value is None:
-            value = torch.zeros((), dtype=self._dtype, device=self._device)
-        self._value = primitives.broadcast(value.to(self._dtype), group, teller)
+        if self.dtype is None:
+            agreed = primitives.broadcast_object(self._mine, on_cpu(group), teller)
+            assert isinstance(agreed, tuple)
+            self.counted, self.dtype = agreed
+        room = self._room()
+        self._value = primitives.broadcast(room if value is None else value.to(room), group, teller)
+
+    def _room(self) -> Tensor:
+        if self.counted:
+            return torch.zeros(2, dtype=torch.float64, device=self._device)
+        return torch.zeros((), dtype=self.dtype, device=self._device)
