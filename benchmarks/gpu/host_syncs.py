@@ -87,7 +87,7 @@ def _raises(here: Here) -> Generator[None]:
 
 def _train(here: Here, found: Found) -> None:
     """Its loop reads the numbers of a step when the next one has been issued."""
-    _, train = trainer(here, [*overrides("tiny"), "optim.warmup_steps=1"])
+    train = trainer(here, [*overrides("tiny"), "optim.warmup_steps=1"])
     go = steady(train)
     for _ in range(STEPS):
         go()

@@ -11,9 +11,10 @@ import os
 import torch
 
 from benchmarks.gpu.here import Here
-from benchmarks.gpu.models import overrides, sizes, trainer
+from benchmarks.gpu.models import overrides, plan_of, sizes, trainer
 from benchmarks.gpu.rows import Found
 from tests.ddp.allocated import Meter
+from torchdistpackage.train.build import build_data
 from torchdistpackage.train.plan import stage_loads
 
 MIB = 2**20
@@ -35,18 +36,20 @@ def measure(here: Here, found: Found) -> None:
 
 def _stage(here: Here, found: Found, stage: int) -> None:
     changes = [*overrides(sizes(here)[0]), "precision.dtype=bf16", f"parallel.zero={stage}"]
-    meter = Meter()
+    plan, meter = plan_of(changes), Meter()
+    # before anything is counted: the text is mapped from its files, and no memory of a step
+    data = build_data(plan)
     before = _held(here, meter)
     if not here.small:
         torch.cuda.reset_peak_memory_stats()
 
     def train():
-        plan, trained = trainer(here, changes)
+        trained = trainer(here, changes, data)
         for step in range(1, STEPS + 1):
             trained.train_step(step, measure=False)
-        return plan, trained
+        return trained
 
-    plan, trained = meter.run(train) if here.small else train()
+    trained = meter.run(train) if here.small else train()
     gc.collect()
     here.sync()
     held = _held(here, meter) - before

@@ -12,6 +12,7 @@ from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.models.gpt import GPT
 from torchdistpackage.models.gpt_layout import GPTShape
 from torchdistpackage.train.build import build
+from torchdistpackage.train.data import DataSource
 from torchdistpackage.train.plan import Plan, make_plan
 from torchdistpackage.train.step import Trainer
 
@@ -82,11 +83,15 @@ ONE_RANK = [
 ]
 
 
-def trainer(here: Here, changes: Sequence[str], config: str = "gpt_tiny") -> tuple[Plan, Trainer]:
-    """What `tdp train` would train with, and its plan. Needs the default group; sets up tpc."""
+def trainer(here: Here, changes: Sequence[str], data: DataSource | None = None) -> Trainer:
+    """What `tdp train` would train with. Needs the default group; sets up tpc."""
     assert detect({}).world_size == 1
-    plan = make_plan(load(str(CONFIGS / f"{config}.yaml"), [*changes], 1), 1)
-    return plan, build(plan, 0, here.device)
+    return build(plan_of(changes), 0, here.device, data)
+
+
+def plan_of(changes: Sequence[str]) -> Plan:
+    """Of the tiny GPT's configuration with these changes, at world 1."""
+    return make_plan(load(str(CONFIGS / "gpt_tiny.yaml"), [*changes], 1), 1)
 
 
 def steady(train: Trainer) -> Callable[[], object]:

@@ -54,7 +54,7 @@ def _ceiling(here: Here) -> float:
 
 def _steps(here: Here, found: Found, name: str, ceiling: float) -> None:
     *_, seq_len, samples = numbers(name)
-    _, train = trainer(here, [*overrides(name), "precision.dtype=bf16"])
+    train = trainer(here, [*overrides(name), "precision.dtype=bf16"])
     own, data = gpt(here, name), batch(here, name)
     optimizer = adamw(own.parameters())
 
