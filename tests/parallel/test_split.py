@@ -17,6 +17,7 @@ from torchdistpackage.parallel.pipeline.piece_cost import (
     split_measured,
     stage_costs,
 )
+from torchdistpackage.parallel.pipeline.refine import MOST_COMPUTATIONS, refine
 from torchdistpackage.parallel.pipeline.split import Memory, split_by_cost, split_evenly
 from torchdistpackage.schedule.generate import build
 from torchdistpackage.schedule.simulate import simulate
@@ -291,3 +292,18 @@ def test_embedding_and_head_count_as_they_are_told():
     assert block_weights(4, first=0.0, last=3.0) == [0.0, 1.0, 1.0, 3.0]
     assert block_weights(1, first=3.0, last=2.0) == [3.0]
     assert [len(r) for r in split_by_cost(block_weights(8, 0.0, 3.0), 2)] == [5, 3]
+
+
+def test_a_large_schedule_is_simulated_a_bounded_number_of_times():
+    schedule, lengths = build("interleaved", 16, 32, 4), random.Random(1)
+    costs = [lengths.uniform(0.5, 2) for _ in range(254)]
+    computations = []
+
+    def step(cut):
+        computations.append(2 * schedule.num_stages * schedule.num_microbatches)
+        return max(sum(costs[i] for i in stage) for stage in cut)
+
+    cut = split_evenly(254, schedule.num_stages)
+    found = refine(cut, schedule, step)
+    assert sum(computations) <= MOST_COMPUTATIONS
+    assert step(found) <= step(cut)

@@ -73,7 +73,7 @@ def stages(config: RunConfig, pieces: Pieces | None) -> Stages:
     cut = _cut(config, pieces, measured, schedule.placement)
     if section.partition == "time":
         by_cut = partial(_costs, config, pieces, measured, num_stages=schedule.num_stages)
-        cut = refine(cut, lambda tried: simulate(schedule, by_cut(tried)).total)
+        cut = refine(cut, schedule, lambda tried: simulate(schedule, by_cut(tried)).total)
     costs = _costs(config, pieces, measured, cut, schedule.num_stages)
     return Stages(schedule, cut, costs, simulate(schedule, costs), measured)
 

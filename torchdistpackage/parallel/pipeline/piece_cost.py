@@ -92,7 +92,7 @@ def split_measured(
             return inf
         return simulate(schedule, stage_costs(pieces, tried, bytes_per_s=bytes_per_s)).total
 
-    return refine(cut, step_s)
+    return refine(cut, schedule, step_s)
 
 
 def stage_costs(
