@@ -22,7 +22,16 @@ from tests.package_files import (
     own_imports,
 )
 
-PURE_FOLDERS = ("errors", "bounded", "topology", "layout", "schedule", "config", "launch")
+PURE_FOLDERS = (
+    "errors",
+    "bounded",
+    "bounded_yaml",
+    "topology",
+    "layout",
+    "schedule",
+    "config",
+    "launch",
+)
 ORDER = (
     *PURE_FOLDERS,
     *("comm", "harness", "tools", "ddp", "optim", "parallel", "models", "checkpoint", "train"),

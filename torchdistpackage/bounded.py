@@ -1,21 +1,14 @@
-"""Reading what anybody may have written: files, YAML and JSON of bounded size, depth and kind.
+"""Reading what anybody may have written: files and JSON of bounded size, depth and kind.
 
-One rule: the bound is checked before anything is opened, read or built, so a device, a pipe or a
-few hundred bytes of aliases cost no more than their refusal.
+One rule: the bound is checked before anything is opened or read, so a device or a pipe costs no
+more than its refusal.
 """
 
 import json
 import os
 import stat
 from pathlib import Path
-from typing import Any, cast
-
-import yaml
-
-MAX_NODES = 20_000
-"""Values and keys of one YAML file, each use of an alias counted in full."""
-MAX_DEPTH = 50
-"""Lists and mappings inside each other."""
+from typing import Any
 
 
 def read_regular(path: Path, most_bytes: int, *, follow: bool = True) -> bytes:
@@ -78,32 +71,3 @@ def parse_json(text: str) -> Any:
         return json.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-
-
-class BoundError(yaml.MarkedYAMLError):
-    """A YAML text goes over a bound. why: which; mark: where."""
-
-    def __init__(self, why: str, mark: Any) -> None:
-        super().__init__(problem=why, problem_mark=mark)
-
-
-class BoundedLoader(yaml.SafeLoader):
-    """Composes at most MAX_NODES nodes, MAX_DEPTH deep; an alias counts as one here."""
-
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self._nodes = self._depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        self._nodes += 1
-        self._depth += 1
-        event: Any = cast(Any, self).peek_event()
-        if self._nodes > MAX_NODES:
-            raise BoundError(f"it has more than {MAX_NODES:,} values and keys", event.start_mark)
-        if self._depth > MAX_DEPTH:
-            why = f"values are nested too deeply, more than {MAX_DEPTH} levels"
-            raise BoundError(why, event.start_mark)
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self._depth -= 1

@@ -19,7 +19,13 @@ KINDS = [
     for kind in vars(errors).values()
     if isinstance(kind, type) and issubclass(kind, errors.TorchDistError)
 ]
-REFUSALS = {errors.ConfigError, errors.TopologyError, errors.LayoutError, errors.ScheduleError}
+REFUSALS = {
+    errors.ConfigError,
+    errors.TopologyError,
+    errors.LayoutError,
+    errors.ScheduleError,
+    errors.HeldError,
+}
 
 WATCHED = """
 import sys

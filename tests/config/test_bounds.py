@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchdistpackage.bounded import MAX_DEPTH, MAX_NODES
+from torchdistpackage.bounded_yaml import MAX_DEPTH, MAX_NODES
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.document import MAX_BYTES
 from torchdistpackage.config.kinds import MAX_NAME_BYTES

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tests.train import parity
-from torchdistpackage.checkpoint import manifest as manifests
+from torchdistpackage.checkpoint.validate import read_manifest
 from torchdistpackage.train.state import TrainState, resume, save_state
 
 BASE = [
@@ -70,7 +70,7 @@ def whole(run_folder: Path) -> dict[str, Tensor]:
     """Every tensor of a run's checkpoint by name."""
     path = run_folder / "checkpoints" / "step_000002"
     found: dict[str, Tensor] = {}
-    for name, entry in manifests.read(path).tensors.items():
+    for name, entry in read_manifest(path).tensors.items():
         tensor = torch.full(entry.shape, -7.0, dtype=getattr(torch, entry.dtype))
         seen = torch.zeros(entry.shape, dtype=torch.int32)
         for piece in entry.pieces:
@@ -146,5 +146,5 @@ def test_every_rank_writes_its_part_of_the_weights_too(ranks, tmp_path):
     """Nobody gathers anything to save, and no rank writes for all."""
     ranks(4).run(first_half, "data4-zero1", str(tmp_path))
     path = tmp_path / "checkpoints" / "step_000002"
-    sizes = [file.size_bytes for file in manifests.read(path).files.values()]
+    sizes = [file.size_bytes for file in read_manifest(path).files.values()]
     assert max(sizes) < 1.3 * min(sizes)

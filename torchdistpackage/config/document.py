@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import yaml
 
-from torchdistpackage.bounded import MAX_DEPTH, MAX_NODES, BoundedLoader, BoundError
+from torchdistpackage.bounded_yaml import MAX_DEPTH, MAX_NODES, BoundedLoader, BoundError
 from torchdistpackage.config.problem import MAX_PROBLEMS, Place, Problem
 
 Keys = tuple[str | int, ...]

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from torchdistpackage.bounded import MAX_DEPTH
+from torchdistpackage.bounded_yaml import MAX_DEPTH
 from torchdistpackage.config.check import broken
 from torchdistpackage.config.document import MAX_BYTES, MAX_KEY, Document, Keys, dotted, read
 from torchdistpackage.config.kinds import wants_of

@@ -23,7 +23,8 @@ from typing import Any, cast
 
 import yaml
 
-from torchdistpackage.bounded import BoundedLoader, BoundError, read_regular
+from torchdistpackage.bounded import read_regular
+from torchdistpackage.bounded_yaml import BoundedLoader, BoundError
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.costs import StageCosts
 
