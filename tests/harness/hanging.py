@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,10 @@ from torchdistpackage.comm import p2p, primitives
 from torchdistpackage.comm.record import calls
 from torchdistpackage.comm.runtime import setup_distributed
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.harness.hang import process
 from torchdistpackage.harness.watch import watch
+from torchdistpackage.launch.signals import Noted
+from torchdistpackage.launch.supervise import Place, supervise
 
 STEPS, AT = 50, 3
 """Length of the loop, and the step that goes wrong."""
@@ -103,6 +107,7 @@ FAULTS: dict[str, dict[int, Callable[[], None]]] = {
     "loading": {1: load_for_ever},
     "computing": {2: compute_for_ever},
     "stopped": {0: stop},
+    "alone": {0: stop},
     "killed": {0: die},
     "several": {0: stop, 1: die, 3: load_for_ever},
     "all": {0: load_for_ever, 1: load_for_ever, 2: load_for_ever},
@@ -120,6 +125,16 @@ FAULTS: dict[str, dict[int, Callable[[], None]]] = {
 }
 """Name -> what ranks do in the step that goes wrong, before they go on as usual."""
 AXES = {"several": [("data", 2), ("tensor", 2)], "computing": [("data", 2), ("tensor", 2)]}
+
+
+def alone_on_its_host(case: str, folder: str, timeout_s: float) -> None:
+    """As under srun with a rank a node: forked by a watcher, and not seen by the other ranks."""
+    rank, own = int(os.environ["RANK"]), Path(folder)
+    process.socket = SimpleNamespace(gethostname=lambda: f"host{rank}")  # type: ignore[assignment]
+    noted = Noted()
+    noted.listen(["TERM"])
+    place = Place(rank, own / f"log{rank}", own / "failures")
+    sys.exit(supervise(lambda: rank_main(case, folder, timeout_s) or 0, place, noted))
 
 
 def rank_main(case: str, folder: str, timeout_s: float) -> None:

@@ -273,6 +273,15 @@ def test_a_whole_host_that_is_silent_is_named():
     assert "no rank on node09 does, so the host or its network is gone" in found.text
 
 
+def test_who_is_alone_on_its_host_is_stopped_if_its_watcher_says_so():
+    silent, late = one(1, state=State.HERE), snapshot((0, 1), call("all_reduce", 3, "done"))
+    found = diagnose(2, {0: one(0, late), 1: silent}, noted={1: "T"})
+    assert [(c.rank, c.fault) for c in found.culprits] == [(1, Fault.STOPPED)]
+    seen = one(0, late, neighbours={1: ""})
+    (gone,) = diagnose(2, {0: seen, 1: silent}, noted={1: "T"}).culprits
+    assert gone.fault is Fault.GONE, "what was seen in the hang counts more than what was noted"
+
+
 def test_the_failure_is_the_culprits_and_comes_before_what_the_alarm_brought_about():
     late = snapshot((0, 1), call("all_reduce", 3, "done"), phase="data")
     found = told(one(0, snapshot((0, 1), call("all_reduce", 4))), one(1, late))

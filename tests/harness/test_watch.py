@@ -30,10 +30,14 @@ from torchdistpackage.harness.hang.stacks import FOREIGN
 from torchdistpackage.harness.watch import Watch
 from torchdistpackage.harness.watch_start import agree_on_start
 from torchdistpackage.launch.children import Child, ForkServer
+from torchdistpackage.launch.failure import Kind, culprit
+from torchdistpackage.launch.slurm.suspects import evidence_of
+from torchdistpackage.launch.supervise import read_failures
 
 TIMEOUT_S = 2.5
 FULL = ("several", "all", "exits", "raw", "lingering", "left", "shape")
 """Cases of the same bodies that the small set does without."""
+ALONE = "alone"
 LOOPS = ("well", "paced")
 PAIRS = (*LOOPS, "raw", "first", "hooked")
 
@@ -78,10 +82,14 @@ class Cases:
                 "TDP_STORE": str(folder / "store"), "TDP_TEST_MARK": str(folder),
             }  # fmt: skip
             with (folder / f"err{rank}").open("wb") as err:
-                target = f"tests.harness.hanging:{name if name in LOOPS else 'rank_main'}"
+                main = name if name in LOOPS else "rank_main"
+                target = f"tests.harness.hanging:{'alone_on_its_host' if name == ALONE else main}"
                 args = (name, str(folder), 1.5 if name == "well" else TIMEOUT_S)
                 case.children.append(self._server.spawn(target, args, env=env, stderr=err))
         return case
+
+    def reap(self) -> None:
+        self._server.reap()
 
     def ended(self, name: str) -> Case:
         """The case, when all its processes are gone."""
@@ -185,7 +193,8 @@ EXPECTED: dict[str, tuple[str, list[str]]] = {
 
 
 every_case = pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.full] if n in FULL else []) for n in FAULTS]
+    "name",
+    [pytest.param(n, marks=[pytest.mark.full] if n in FULL else []) for n in FAULTS if n != ALONE],
 )
 
 
@@ -203,6 +212,23 @@ def test_the_culprit_is_named_in_time_and_all_processes_are_gone(cases: Cases, n
     assert took_s < TIMEOUT_S + 15, f"{took_s:.1f} s"
     assert survivors(f"TDP_TEST_MARK={case.folder}") == []
     assert first in case.errors, "the same text, where the run speaks"
+
+
+@pytest.mark.parametrize("name", [ALONE])
+def test_who_stops_alone_on_its_host_is_named_by_what_its_watcher_noted(cases: Cases, name: str):
+    case, end_s = cases.cases[name], time.monotonic() + 60
+    while any(child.exit is None for child in case.children[1:]):
+        cases.reap()
+        assert time.monotonic() < end_s, case.errors
+        time.sleep(0.05)
+    case.children[0].signal(signal.SIGTERM)  # as srun does when the others are gone
+    cases.ended(name)
+    head = case.report.splitlines()[0]
+    assert re.match(r"hang: rank 0 \(data 0 on host0\) is stopped \(process state T", head), head
+    first = culprit(read_failures(case.folder / "failures"))
+    assert (first.rank, first.host, first.kind) == (0, "host0", Kind.HUNG)
+    assert evidence_of(first, "1", time.time()) is None
+    assert survivors(f"TDP_TEST_MARK={case.folder}") == []
 
 
 @pytest.mark.parametrize("name", ["well"])

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from torchdistpackage.launch.failure import Failure, Kind, from_json, to_json
+from torchdistpackage.launch.stopped import noted
 from torchdistpackage.launch.supervise import read_failures
 
 HOST = socket.gethostname()
@@ -52,9 +54,13 @@ def run(folder: Path, body: str, rank: int = 1) -> tuple[int, str, str]:
 
 
 def wait_for(path: Path) -> None:
+    wait_until(path.exists, f"no {path}")
+
+
+def wait_until(condition: Callable[[], object], what: str = "") -> None:
     end = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < end, f"no {path}"
+    while not condition():
+        assert time.monotonic() < end, what
         time.sleep(0.05)
 
 
@@ -261,6 +267,32 @@ def test_a_rank_does_not_outlive_its_watcher(tmp_path):
     ):
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def test_a_watcher_notes_that_its_rank_is_stopped_for_as_long_as_it_is(tmp_path):
+    process = start(
+        tmp_path,
+        """
+        (folder / "ready").write_text(str(os.getpid()))
+        while not (folder / "go").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return 0
+        """,
+    )
+    wait_for(tmp_path / "ready")
+    pid, report = int((tmp_path / "ready").read_text()), tmp_path / "failures" / "rank1.json"
+    for _ in range(2):
+        os.kill(pid, signal.SIGSTOP)
+        wait_for(report.with_suffix(".stopped"))
+        assert noted(report) == "T" and read_failures(report.parent) == []
+        os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: not noted(report))
+    (tmp_path / "go").touch()
+    wait_until(lambda: noted(report))
+    os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=30)
+    assert process.returncode == 137 and noted(report) == "", "a rank that is gone is not stopped"
 
 
 def test_a_process_with_threads_forks_no_rank(tmp_path):

@@ -1,6 +1,5 @@
 """A job that hangs, one rank a node: the main log ends with the report, and the job with 1."""
 
-import json
 import re
 import time
 
@@ -12,14 +11,14 @@ from tests.slurm.lives import FOUR_NODES, ending, send
 TIMEOUT_S = 4
 SAID = {
     "sleep": r"is in data loading while \d other ranks? waits? for it",
-    "stop": r"does not answer: no rank on n3 does, so the host or its network is gone",
+    "stop": r"is stopped \(process state T, process \d+\), by SIGSTOP or Ctrl-Z",
 }
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("how", SAID)
 def test_a_hang_ends_the_job_with_the_culprit_named_last(own_cluster, tmp_path, how):
-    """A stopped rank is alone on its node, so nobody else can see that it is stopped."""
+    """A stopped rank is alone on its node, and its watcher lives: the node is no suspect."""
     note, mark = tmp_path / "fault", f"TDP_TEST_MARK={tmp_path / how}"
     args = f"{{seq_len: 32, vocab: 256, how: {how}, rank: 2, step: 4, note: {note}, val_s: 0}}"
     run, job = send(
@@ -41,6 +40,4 @@ def test_a_hang_ends_the_job_with_the_culprit_named_last(own_cluster, tmp_path, 
     assert found.log.rstrip().endswith(text), found.log
     assert re.search(rf"--- rank 2 on host n3 \(pid \d+\): hang: it {SAID[how]} ---", found.log)
     suspects = tmp_path / "suspects.jsonl"
-    lines = suspects.read_text().splitlines() if suspects.exists() else []
-    blamed = [json.loads(line)["node"] for line in lines]
-    assert blamed == (["n3"] if how == "stop" else [])
+    assert not suspects.exists(), suspects.read_text()

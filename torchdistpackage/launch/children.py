@@ -21,6 +21,7 @@ from typing import IO, Self
 
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.reference import Reference, main_is_loading
+from torchdistpackage.launch.stopped import stopped
 from torchdistpackage.launch.wire import (
     Channel,
     Exited,
@@ -57,13 +58,7 @@ class Child:
     @property
     def is_stopped(self) -> bool:
         """Whether it is in stopped state (SIGSTOP, Ctrl-Z), which no exit code ever tells."""
-        if self.exit is not None:
-            return False
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text("utf-8", errors="replace")
-        except OSError:
-            return False
-        return stat.rpartition(")")[2].split()[0] == "T"
+        return self.exit is None and stopped(self.pid) == "T"
 
 
 class ForkServer:

@@ -36,6 +36,7 @@ from torchdistpackage.launch.failure import (
 )
 from torchdistpackage.launch.local import tail
 from torchdistpackage.launch.signals import Noted
+from torchdistpackage.launch.stopped import note, stopped
 
 GRACE_S = 2.0
 """For a rank to end by itself when another one has failed and this process is told to end."""
@@ -176,7 +177,10 @@ def _leave(place: Place, failure: Failure) -> None:
 
 
 class _Watch:
-    """The parent: copies output, passes signals on, ends a rank whose peers are gone."""
+    """The parent: copies output, passes signals on, ends a rank whose peers are gone.
+
+    While its rank is stopped a note says so.
+    """
 
     def __init__(
         self, place: Place, num_passed: int, earlier: dict[Path, int], start_bytes: int
@@ -184,7 +188,8 @@ class _Watch:
         self._place, self._num_passed, self._earlier = place, num_passed, earlier
         self._start_bytes = start_bytes
         self._pid = 0
-        self._look_s = 0.0
+        self._look_s = self._state_s = 0.0
+        self._noted = ""
         self._kill_s = float("inf")
         self._ended_by_us = False
 
@@ -192,6 +197,8 @@ class _Watch:
         """Wait for the rank; its exit code, minus the signal that killed it."""
         self._pid = pid
         status = None
+        with contextlib.suppress(OSError):
+            note(self._place.report, "")  # another step's
         with selectors.DefaultSelector() as selector:
             selector.register(output, selectors.EVENT_READ)
             while status is None:
@@ -200,9 +207,11 @@ class _Watch:
                     selector.unregister(output)
                     time.sleep(_POLL_S / 10)
                 self._look_around(noted)
+                self._note_state()
                 pid, raw = os.waitpid(self._pid, os.WNOHANG)
                 status = os.waitstatus_to_exitcode(raw) if pid else None
             self._copy(output, log)
+            self._say("")
         return status
 
     def _copy(self, output: int, log: int) -> bool:
@@ -231,6 +240,17 @@ class _Watch:
         if now_s >= self._kill_s:
             self._ended_by_us = True
             self._kill(signal.SIGKILL)
+
+    def _note_state(self) -> None:
+        if (now_s := time.monotonic()) >= self._state_s:
+            self._state_s = now_s + _LOOK_S
+            self._say(stopped(self._pid))
+
+    def _say(self, letter: str) -> None:
+        if letter != self._noted:
+            with contextlib.suppress(OSError):
+                note(self._place.report, letter)
+                self._noted = letter
 
     def _kill(self, signum: int) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -10,6 +10,7 @@ import pytest
 from torchdistpackage.launch.failure import Failure, Kind, to_json
 from torchdistpackage.launch.slurm.files import JobFiles
 from torchdistpackage.launch.slurm.starts import note, this_start
+from torchdistpackage.launch.slurm.suspects import read
 from torchdistpackage.launch.slurm.verdict import CANNOT_WRITE, keep, verdict
 
 START = "7.1"
@@ -88,6 +89,29 @@ def test_the_report_of_a_hang_is_the_last_block_whoever_wrote_it(tmp_path):
     text, code = verdict(files.run, START, 143, 4)
     assert code == 1 and text.endswith(f"(pid 102): hang: it is in data loading ---\n{report}")
     assert not files.suspects.exists(), "slow data is not the node's fault"
+
+
+@pytest.mark.parametrize(
+    ("last", "suspects"),
+    [
+        (None, ["n3"]),
+        (closed(2, after_s=-3), ["n3"]),
+        (failed(1, Kind.ENDED, 1, after_s=2), ["n3"]),
+        (failed(2, Kind.ENDED, -9, after_s=2), []),
+        (failed(2, Kind.ENDED, -9, after_s=-60), []),
+        (failed(2, Kind.SIGNAL, -9, after_s=2), []),
+    ],
+    ids=["silent", "before", "elsewhere", "ended", "clock behind", "killed"],
+)
+def test_a_node_whose_watcher_reports_after_the_alarm_is_not_gone(tmp_path, last, suspects):
+    hung = Failure(2, "n3", 102, NOW, Kind.HUNG, 1, "does not answer: no rank on n3 does", "")
+    files = JobFiles(tmp_path / "run")
+    files.failures(START).mkdir(parents=True)
+    for name, failure in (("rank0", hung), ("rank2", last)):
+        if failure is not None:
+            (files.failures(START) / f"{name}.json").write_text(to_json(failure))
+    verdict(files.run, START, 143, 4)
+    assert [evidence.node for evidence in read(files.suspects)] == suspects
 
 
 def test_a_report_of_a_rank_that_this_step_has_not_is_another_steps(tmp_path):

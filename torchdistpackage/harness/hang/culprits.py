@@ -61,7 +61,8 @@ class Hang:
     """What is known of a hang.
 
     dumps: by rank, of all that have one; stacks: left by the C side of those that do not answer.
-    mesh: gives ranks their coordinates.
+    mesh: gives ranks their coordinates. noted: letters of those whose watchers say that they are
+    stopped.
     """
 
     def __init__(
@@ -70,9 +71,10 @@ class Hang:
         dumps: Mapping[int, Dump],
         stacks: Mapping[int, str],
         mesh: Mesh | None,
+        noted: Mapping[int, str],
     ) -> None:
         self.world_size, self.dumps, self.stacks, self.mesh = world_size, dumps, stacks, mesh
-        self.letters = states(dumps)
+        self.letters = {**noted, **states(dumps)}
         self.hosts = {rank: dump.process.host for rank, dump in dumps.items()}
         answered = {rank for rank, dump in dumps.items() if dump.state is State.DUMPED}
         self.answered = answered

@@ -16,6 +16,7 @@ from torchdistpackage.harness.hang.dump import Dump, Folder, State, states
 from torchdistpackage.harness.hang.report import Diagnosis, diagnose
 from torchdistpackage.launch.durable import write_whole
 from torchdistpackage.launch.failure import Failure, Kind, to_json
+from torchdistpackage.launch.stopped import noted
 from torchdistpackage.topology.mesh import Mesh
 
 GATHER_S = 4.0
@@ -62,7 +63,10 @@ class Ending:
     def _write(self, dumps: dict[int, Dump], alarm_s: float) -> Diagnosis:
         silent = [rank for rank, dump in dumps.items() if not dump.answers]
         stacks = self.folder.stacks(silent)
-        found = diagnose(self.world_size, dumps, stacks, mesh=self.mesh)
+        reports = {rank: dumps[rank].failure for rank in silent}
+        letters = {rank: noted(Path(report)) for rank, report in reports.items() if report}
+        stopped = {rank: letter for rank, letter in letters.items() if letter}
+        found = diagnose(self.world_size, dumps, stacks, mesh=self.mesh, noted=stopped)
         if self.failure is not None:
             write_whole(self.failure, to_json(found.failure(alarm_s)))
         self.folder.write_report(found.text)

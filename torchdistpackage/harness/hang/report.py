@@ -37,9 +37,10 @@ def diagnose(
     stacks: Mapping[int, str] | None = None,
     *,
     mesh: Mesh | None = None,
+    noted: Mapping[int, str] | None = None,
 ) -> Diagnosis:
     """The culprits of a hang and the report; see `Hang` for the arguments."""
-    hang = Hang(world_size, dumps, stacks or {}, mesh)
+    hang = Hang(world_size, dumps, stacks or {}, mesh, noted or {})
     culprits = hang.culprits()
     parts = [
         _heads(hang, culprits),

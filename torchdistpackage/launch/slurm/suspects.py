@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -69,9 +69,16 @@ class Evidence:
         return f"{self.node}: {self.reason} ({when}, job {self.job}; until {until})"
 
 
-def evidence_of(failure: Failure, job: str, now_s: float) -> Evidence | None:
-    """What the failure that brought a start down says against its node, if anything."""
+def evidence_of(
+    failure: Failure, job: str, now_s: float, others: Sequence[Failure] = ()
+) -> Evidence | None:
+    """What the failure that brought a start down says against its node, if anything.
+
+    others: of this start. A node that told of a rank's end after the alarm of a hang is not gone.
+    """
     reason = _reason(failure)
+    if failure.kind is Kind.HUNG and any(_is_word_after(failure, other) for other in others):
+        return None
     node = failure.host.partition(".")[0]
     if not reason or not node:
         return None
@@ -229,6 +236,12 @@ def _reason(failure: Failure) -> str:
         return "did not answer in a hang" if "does not answer" in failure.error else ""
     text = f"{failure.error}\n{failure.detail}".lower()
     return next((what for what, pattern in _HARDWARE if re.search(pattern, text)), "")
+
+
+def _is_word_after(alarm: Failure, other: Failure) -> bool:
+    # a watcher ends its rank only after others have failed, whatever the clocks of two hosts say
+    later = other.kind is Kind.ENDED or other.time_s > alarm.time_s
+    return other.host == alarm.host and later
 
 
 def _parse(line: str) -> Evidence | None:

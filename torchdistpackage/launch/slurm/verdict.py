@@ -58,7 +58,7 @@ def verdict(run: Path, start: str, code: int, num_ranks: int) -> tuple[str, int]
     if not failures or (silent and is_consequence(culprit(failures))):
         return _without_culprit(files, start, code, failures, silent)
     first = culprit(failures)
-    if evidence := evidence_of(first, start, time.time()):
+    if evidence := evidence_of(first, start, time.time(), failures):
         record(files.suspects, evidence)
     return report(failures, num_ranks), exit_code(first)
 
@@ -108,7 +108,7 @@ def start_again(
     died = "a rank died with what watched over it"
     if first is not None and not is_consequence(first):
         died = f"rank {first.rank}: {how(first)}"
-    evidence = evidence_of(first, start, now_s) if first is not None else None
+    evidence = evidence_of(first, start, now_s, failures) if first is not None else None
     earlier = [s for s in read_starts(files.starts) if s.start != start]
     decided = decide_in_job(
         f"after step {progress(Run(folder, ())).step or 0}: {died}",
