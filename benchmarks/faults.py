@@ -6,7 +6,7 @@ from outside: from the files of a run, from Slurm's accounting and from the list
 
     python -m benchmarks.faults [--faults crash,kill] [--sides ours] [--json FILE]
 
-Needs root on a Debian (scripts/slurm_cluster).
+Needs root on a Debian with Slurm (scripts/slurm_cluster up --install).
 """
 
 import argparse

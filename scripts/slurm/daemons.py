@@ -13,7 +13,7 @@ import subprocess
 from pathlib import Path
 
 from slurm import files, network, processes
-from slurm.instance import Failed, Instance, folder_of, load
+from slurm.instance import Failed, Instance, exists, folder_of, load
 
 HERE = Path(__file__).resolve().parent
 
@@ -22,8 +22,21 @@ def is_up(instance: Instance | None) -> bool:
     return instance is not None and processes.pid_of(instance, "slurmctld") is not None
 
 
+def make_folder(instance: Instance) -> None:
+    """The instance's folder; Failed if somebody has just put something in its place.
+
+    Others pass through, and list nothing: munged asks that of its socket's folders, and the
+    database, which runs as mysql, has its own folder in this one.
+    """
+    os.umask(0o022)
+    try:
+        instance.folder.mkdir(mode=0o711)
+    except FileExistsError:
+        raise Failed(f"{instance.folder} is there already; remove it, or take a --name") from None
+
+
 def up(instance: Instance) -> None:
-    """Start everything; returns when every node is idle."""
+    """Start everything in `make_folder`'s; returns when every node is idle."""
     _write_files(instance)
     network.make(instance)
     _start_munged(instance)
@@ -37,9 +50,6 @@ def up(instance: Instance) -> None:
 
 def down(name: str) -> None:
     """Take down what an `up` of this name started, whole or in part."""
-    folder = folder_of(name)
-    if folder.exists() and folder.stat().st_uid != os.geteuid():
-        raise Failed(f"{folder} belongs to uid {folder.stat().st_uid}; remove it, or take a --name")
     instance = load(name) or Instance(name)
     processes.stop(instance, "slurmctld")
     for node in instance.node_names:
@@ -47,8 +57,8 @@ def down(name: str) -> None:
     for daemon in ("slurmdbd", "mariadbd", "munged"):
         processes.stop(instance, daemon)
     network.remove(instance)
-    if folder.exists():
-        shutil.rmtree(folder)
+    if exists(name):
+        shutil.rmtree(folder_of(name))
 
 
 def boot(instance: Instance, node: str) -> None:
@@ -61,12 +71,11 @@ def boot(instance: Instance, node: str) -> None:
 
 def _write_files(instance: Instance) -> None:
     folder = instance.folder
-    os.umask(0o022)
-    folder.mkdir()
     instance.save()
-    for name in ("etc", "run", "log", "spool", "munge", "dev"):
-        (folder / name).mkdir()
-    (folder / "state").mkdir(mode=0o700)
+    for name in ("etc", "run", "spool", "munge", "dev"):
+        (folder / name).mkdir(mode=0o711)
+    for name in ("state", "log"):
+        (folder / name).mkdir(mode=0o700)
     instance.conf.write_text(files.slurm_conf(instance))
     (folder / "etc" / "gres.conf").write_text(files.gres_conf(instance))
     (folder / "etc" / "hosts").write_text(files.hosts(instance))

@@ -2,6 +2,7 @@
 
 The one rule: everything that is outside the folder (network links, namespaces, ports, addresses)
 follows from what `settings.json` in the folder says, so that any later process can remove it.
+So nothing is read from a folder that somebody else than root has put in its place.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import ipaddress
 import json
 import os
+import stat
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -93,10 +95,23 @@ def folder_of(name: str) -> Path:
     return Path(f"/tmp/tdp-slurm-{name}")
 
 
+def exists(name: str) -> bool:
+    """Whether the folder is there; Failed if it is a link, or not root's."""
+    folder = folder_of(name)
+    try:
+        found = folder.lstat()
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != 0:
+        kind = "a link" if stat.S_ISLNK(found.st_mode) else "no folder of root's"
+        raise Failed(f"{folder} is {kind} (uid {found.st_uid}); remove it, or take a --name")
+    return True
+
+
 def load(name: str) -> Instance | None:
-    """The instance as `up` wrote it down, or None where there is none."""
+    """The instance as `up` wrote it down, or None where there is none; Failed as `exists`."""
     path = folder_of(name) / "settings.json"
-    if not path.is_file():
+    if not exists(name) or not path.is_file():
         return None
     settings = json.loads(path.read_text())
     # Another version of this script may have written it: `down` shall work all the same.

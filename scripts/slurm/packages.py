@@ -1,7 +1,7 @@
 """What the machine must have, and how it is got from Debian.
 
 The one rule: a machine that cannot have a cluster is told why in one line before anything is
-touched.
+touched. Packages are installed for who asked for it.
 """
 
 from __future__ import annotations
@@ -45,9 +45,12 @@ def check_user() -> None:
         raise Refused(f"nodes are network namespaces, which root alone makes; uid {os.geteuid()}")
 
 
-def install_missing(*, accounting: bool) -> None:
-    """Raises Refused where something is missing that cannot be got."""
+def check_machine(*, accounting: bool, install: bool) -> None:
+    """Raises Refused where something is missing that cannot be got, or may not be installed."""
     if packages := sorted(set(_missing(accounting=accounting))):
+        if not install:
+            asked = "`scripts/slurm_cluster up --install` gets them by apt-get"
+            raise Refused(f"{', '.join(packages)} not installed; {asked}")
         if not shutil.which("apt-get"):
             raise Refused(f"{', '.join(packages)} not installed, and there is no apt-get")
         sys.stderr.write(f"installing {' '.join(packages)}\n")

@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "slurm_cluster"
+REQUIRE = "TDP_REQUIRE_SLURM"
 # Of a job that will not change any more; squeue remembers it for an hour.
 ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"}
 ENDED |= {"OUT_OF_MEMORY", "TIMEOUT"}
@@ -46,8 +47,9 @@ class Cluster:
         self._siblings: list[Cluster] = []
         self._numbers = itertools.count(1)
         self._threads = ThreadPoolExecutor(max_workers=16, thread_name_prefix=name)
-        # Packages may have to be installed.
-        done = self.script("up", *_options(options), limit_s=1200, check=False)
+        # Where a cluster must be, its packages may have to be installed.
+        install = ["--install"] if os.environ.get(REQUIRE) == "1" else []
+        done = self.script("up", *install, *_options(options), limit_s=1200, check=False)
         if done.returncode == 3:
             raise CannotRun(done.stderr.strip())
         if done.returncode:

@@ -20,8 +20,8 @@ starts all its slow ones at once, before the first test of the session:
 nodes, preempts, or needs an empty queue takes `own_cluster`, which is emptied and repaired
 before each test, or a sibling of another shape. Jobs that burn CPU (ranks with torch) take
 `-J heavy --dependency=singleton`, so that Slurm runs them one after the other. The environment
-variable TDP_REQUIRE_SLURM=1 turns a skip of these tests into a failure. Daemons' logs are kept in
-pytest's temporary folder, slurm/logs.
+variable TDP_REQUIRE_SLURM=1 installs packages that are missing, and turns a skip of these tests
+into a failure. Daemons' logs are kept in pytest's temporary folder, slurm/logs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any
 
 import pytest
 
-from tests.slurm.cluster import SCRIPT, CannotRun, Cluster, take_down_leftovers
+from tests.slurm.cluster import REQUIRE, SCRIPT, CannotRun, Cluster, take_down_leftovers
 
 # What submit() of a module returned, or the exception it raised.
 _submitted: dict[str, Any] = {}
@@ -66,8 +66,8 @@ def cluster(request: pytest.FixtureRequest, shared_folder: Path) -> Generator[Cl
         logs = shared_folder / "logs"
         cluster = Cluster(f"tests-{os.getpid()}", logs, nodes=5, accounting=True)
     except CannotRun as error:
-        if os.environ.get("TDP_REQUIRE_SLURM") == "1":
-            pytest.fail(f"TDP_REQUIRE_SLURM=1, but {SCRIPT.name} {error}", pytrace=False)
+        if os.environ.get(REQUIRE) == "1":
+            pytest.fail(f"{REQUIRE}=1, but {SCRIPT.name} {error}", pytrace=False)
         pytest.skip(f"{SCRIPT.name} {error}")
     with cluster:
         _submit_all(request.session.items, cluster, shared_folder)

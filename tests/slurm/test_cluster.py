@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -192,6 +193,86 @@ def test_a_recorded_pid_that_is_someone_elses_by_now_is_left_alone(cluster):
     finally:
         bystander.kill()
         bystander.wait()
+
+
+@pytest.fixture
+def put():
+    """A path in the place of an instance's folder, which is cleared afterwards."""
+    path = Path(f"/tmp/tdp-slurm-planted-{os.getpid()}")
+    yield path
+    if path.is_symlink():
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
+
+
+ours = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who alone has clusters")
+
+
+def planted(folder: Path, pid: int) -> Path:
+    """What somebody else wrote: a daemon's record with the process id of another program."""
+    start = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    (folder / "run").mkdir(parents=True)
+    (folder / "run" / "slurmctld.pid").write_text(f"{pid} {start}\n")
+    (folder / "settings.json").write_text('{"name": "planted"}')
+    return folder
+
+
+@ours
+@pytest.mark.parametrize("how", ["a link", "of another user"])
+def test_what_others_put_in_the_place_of_its_folder_is_neither_read_nor_touched(put, tmp_path, how):
+    bystander = subprocess.Popen(["sleep", "100"])
+    try:
+        if how == "a link":
+            put.symlink_to(planted(tmp_path / "roots", bystander.pid))
+        else:
+            os.chown(planted(put, bystander.pid), 12345, 12345)
+        before = sorted(put.rglob("*"))
+        name = put.name.removeprefix("tdp-slurm-")
+        commands = (["up"], ["down"], ["status"], ["conf"], ["repair"], ["node", "exec", "n1"])
+        for words in commands:
+            done = script("--name", name, *words)
+            assert done.returncode == 1, (words, done.stdout)
+            assert done.stderr.startswith(f"slurm_cluster: {put} is "), done.stderr
+            assert done.stderr.count("\n") == 1 and "--name" in done.stderr
+        assert bystander.poll() is None and sorted(put.rglob("*")) == before
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_the_folder_is_for_others_to_pass_through_only(cluster):
+    folder = cluster.conf.parents[1]
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (folder, *folder.iterdir())}
+    parts = ("etc", "run", "spool", "munge", "dev")
+    assert {modes[part] for part in (folder.name, *parts)} == {0o711}
+    assert {modes[part] for part in ("state", "log", "mysql")} == {0o700}
+    assert (folder / "etc" / "slurmdbd.conf").stat().st_mode & 0o777 == 0o600
+    assert (folder / "munge" / "key").stat().st_mode & 0o777 == 0o600
+
+
+@ours
+def test_packages_are_installed_for_who_asks_for_it():
+    """Here a file of one is hidden, in a mount namespace that goes with the command."""
+    hide = 'for d in /usr/lib/*/slurm*; do [ -d "$d" ] && mount -t tmpfs none "$d"; done; exec "$@"'
+    policy = Path("/usr/sbin/policy-rc.d")
+    before = policy.exists() and policy.stat().st_mtime_ns
+    done = script(
+        *("--name", "bare", "up", "--accounting"),
+        first=("unshare", "--mount", "sh", "-c", hide, "-"),
+    )
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.startswith("cannot: ") and done.stderr.count("\n") == 1
+    assert "slurm-wlm-mysql-plugin not installed" in done.stderr
+    assert "scripts/slurm_cluster up --install" in done.stderr
+    assert (policy.exists() and policy.stat().st_mtime_ns) == before
+    assert not Path("/tmp/tdp-slurm-bare").exists()
+
+
+def script(*words: str, first: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [*first, sys.executable, str(SCRIPT), *words]
+    return subprocess.run(
+        command, env=clean_environment(), capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def test_without_root_it_refuses_in_one_line():
