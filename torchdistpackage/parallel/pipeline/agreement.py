@@ -41,14 +41,21 @@ def agree_on_settings(group: Group, settings: Settings, problem: str) -> None:
 class StepAgreement:
     """Begun when it is made; nothing may be sent before `settle`.
 
-    what: this rank is about to do. num_samples: 0 without tensors. note: a number for the others,
-    who find it in `notes`, by pipe index, once all have settled.
+    what: this rank is about to do. num_samples: 0 without tensors. note: numbers for the others,
+    who find them in `notes`, by pipe index, once all have settled.
     """
 
-    def __init__(self, group: Group, what: str, num_samples: int, problem: str = "", note: int = 0):
+    def __init__(
+        self,
+        group: Group,
+        what: str,
+        num_samples: int,
+        problem: str = "",
+        note: tuple[int, int] = (0, 0),
+    ):
         self._group, self._what, self._problem = on_cpu(group), what, problem
-        self.notes: list[int] = []
-        row = torch.tensor(((crc32(what.encode()), num_samples, bool(problem), note),))
+        self.notes: list[tuple[int, int]] = []
+        row = torch.tensor(((crc32(what.encode()), num_samples, bool(problem), *note),))
         self._rows = primitives.start_all_gather(row, self._group)
 
     def settle(self) -> int:
@@ -59,7 +66,7 @@ class StepAgreement:
                 problem of its own.
         """
         rows = self._rows.wait().tolist()
-        self.notes = [row[3] for row in rows]
+        self.notes = [(row[3], row[4]) for row in rows]
         if any(row[2] for row in rows):
             texts = primitives.gather_objects(self._problem, self._group)
             raise CommError(by_rank([str(text) for text in texts]))

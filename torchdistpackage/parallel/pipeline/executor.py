@@ -58,13 +58,14 @@ class Executor:
                 f"{schedule.name} is for {len(schedule.programs)} pipe ranks, but the group has "
                 f"{group.size()}: {ranks_of(group)}; build it for as many"
             )
-        self.schedule, self.clock = schedule, Clock(device)
+        self.schedule, self.group, self.clock = schedule, group, Clock(device)
         self._trains = schedule.has_backward
         self._steps = Steps(schedule, group, device, timeout_s, dynamic_shapes, self.clock)
         self.stages = tuple(self._steps.stages)
         self.recording: Recording | None = None
         """Of the last run, if it was recorded."""
-        self._interrupted_by = ""
+        self.interrupted_by = ""
+        """The exception that ended a run while messages were under way."""
 
     def is_first_stage(self, stage: int) -> bool:
         return stage == 0
@@ -118,9 +119,9 @@ class Executor:
                 `dynamic_shapes` off, or an earlier run ended in an exception, which nobody knows
                 but this rank, and with which the messages between ranks are out of step.
         """
-        if self._interrupted_by:
+        if self.interrupted_by:
             raise CommError(
-                f"an earlier run of this executor was interrupted by {self._interrupted_by}; its "
+                f"an earlier run of this executor was interrupted by {self.interrupted_by}; its "
                 f"messages are lost: make a new group and a new executor"
             )
         steps = self._steps
@@ -147,7 +148,7 @@ class Executor:
             self.clock.stop()
         except BaseException as error:
             if is_under_way:
-                self._interrupted_by = f"{type(error).__name__}: {error}"
+                self.interrupted_by = f"{type(error).__name__}: {error}"
             raise
         finally:
             calls.action = None

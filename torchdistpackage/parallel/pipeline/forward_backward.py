@@ -22,7 +22,14 @@ from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline import tensor_parts
 from torchdistpackage.parallel.pipeline.agreement import StepAgreement
 from torchdistpackage.parallel.pipeline.dividing import Dividing
-from torchdistpackage.parallel.pipeline.executor import Executor, autograd
+from torchdistpackage.parallel.pipeline.executor import Backward, Executor, Forward, autograd
+from torchdistpackage.parallel.pipeline.kept import (
+    Kept,
+    form_around,
+    form_of,
+    schedule_for,
+    why_interrupted,
+)
 from torchdistpackage.parallel.pipeline.losses import Losses, is_counted
 from torchdistpackage.parallel.pipeline.microbatches import (
     cut,
@@ -32,10 +39,9 @@ from torchdistpackage.parallel.pipeline.microbatches import (
     samples_in,
     sizes_of,
 )
-from torchdistpackage.parallel.pipeline.order import Order, has_backward, schedule_of
+from torchdistpackage.parallel.pipeline.order import Order
 from torchdistpackage.parallel.pipeline.stage_call import Signature
 from torchdistpackage.schedule.actions import Schedule
-from torchdistpackage.schedule.generate import evaluation
 
 FwdFn = Callable[..., object]
 BwdFn = Callable[..., object]
@@ -60,6 +66,7 @@ def forward_backward(
     tensor_group: Group | None = None,
     reducer: Reducer | None = None,
     timeout_s: float | None = None,
+    dynamic_shapes: bool = False,
 ) -> object:
     """One step over the pipe group: forward and backward of all microbatches.
 
@@ -82,6 +89,9 @@ def forward_backward(
     schedule: as `Pipeline` takes it.
     reducer: `NaiveDDP(...).reducer` of a module that `fwd_fn` calls directly (`ddp.module`);
         its buckets then leave in the last backward of each parameter.
+    dynamic_shapes: what a stage gives may change its form while functions and inputs do not. Else
+        it is agreed on in the first step of these functions with inputs of these shapes on all
+        ranks, and a change is refused before it is sent.
 
     Returns the mean loss over the batch where the last stage is, None elsewhere; of (sum, count) it
     is that of all replicas, whose counts are added up. With a backward of the last stage's own, or
@@ -91,34 +101,32 @@ def forward_backward(
         CommError: on every rank: there is no such schedule or it has no backwards, functions and
             inputs do not match, the stages' inputs differ in their number of samples, or there
             are fewer than microbatches. Where it happens: the last stage returns something else
-            than a loss, or (sum, count) without the optimizer whose gradients are to be divided.
+            than a loss, or (sum, count) without the optimizer whose gradients are to be divided; a
+            stage gives another form than agreed on; an earlier step over the group ended in an
+            exception while messages were under way.
     """
     group = resolve_group(group, "pipe")
-    job = _Job.of(fwd_fn, bwd_fn, inputs, schedule, group, num_microbatches, forward_only)
+    parts = resolve_group(tensor_group, "tensor") if scatter_gather_tensors else None
+    around = None if parts is None else parts.size()
+    options = _Options(optimizer, timeout_s, dynamic_shapes, around)
+    job = _Job.of(fwd_fn, bwd_fn, inputs, schedule, group, num_microbatches, forward_only, options)
     sizes = sizes_of(job.num_samples or num_microbatches, num_microbatches)
     if optimizer is not None and not forward_only:
         optimizer.zero_grad()
     dividing = None
     if not forward_only and job.counted is not False:
         dividing = Dividing(group, job.schedule.placement[-1], job.counted, optimizer, reducer)
-    executor = Executor(
-        job.schedule,
-        group,
-        device=_device(group, job.inputs.values(), optimizer),
-        timeout_s=timeout_s,
-        dynamic_shapes=True,
-    )
     cuts = {s: [cut(x, sizes) for x in mine] for s, mine in job.inputs.items()}
-    parts = resolve_group(tensor_group, "tensor") if scatter_gather_tensors else None
     outputs: dict[int, object] = {}
     losses = Losses(sizes, 1.0, job.counted, reads=not is_queued(group))
+    last = job.schedule.num_stages - 1
     sent_whole: dict[tuple[int, int], Message] = {}
 
     def forward(s: int, m: int, received: Message) -> Message:
         if s and parts is not None:
             received = tensor_parts.join(received, parts)
         output = _called(job.forwards[s], s, received, [x[m] for x in cuts[s]])
-        if executor.is_last_stage(s):
+        if s == last:
             if not _is_loss(output, forward_only, job.backwards[s] is not None):
                 outputs[m] = detached(output)
                 return output  # type: ignore[return-value]
@@ -144,12 +152,12 @@ def forward_backward(
 
     own = backward if job.has_own_backward else None
     if dividing is None:
-        executor.run(forward, own, reducer=reducer)
+        job.run(forward, own, reducer)
         if reducer is not None:
             reducer.finish()
     else:
         with dividing.held() as early:
-            executor.run(forward, own, reducer=early)
+            job.run(forward, own, early)
         job.remember(dividing.finish(losses))
     if losses.counted is not None and losses.is_whole:
         return losses.mean()
@@ -164,6 +172,7 @@ def forward_eval(
     schedule: Order = "1f1b",
     group: Group | None = None,
     timeout_s: float | None = None,
+    dynamic_shapes: bool = False,
     **options: object,
 ) -> object:
     """One pass of the whole batch through the stages, without a graph.
@@ -172,10 +181,8 @@ def forward_eval(
     functions a list of theirs.
     """
     group = resolve_group(group, "pipe")
-    job = _Job.of(fwd_fn, None, inputs, schedule, group, 1, True)
-    device = _device(group, job.inputs.values(), None)
-    executor = Executor(
-        job.schedule, group, device=device, timeout_s=timeout_s, dynamic_shapes=True
+    job = _Job.of(
+        fwd_fn, None, inputs, schedule, group, 1, True, _Options(None, timeout_s, dynamic_shapes)
     )
     outputs: dict[int, object] = {}
 
@@ -183,9 +190,19 @@ def forward_eval(
         outputs[s] = _called(job.forwards[s], s, received, job.inputs[s])
         return cast(Message, outputs[s])
 
-    executor.run(forward)
-    found = [outputs[s] for s in executor.stages]
+    job.run(forward)
+    found = [outputs[s] for s in job.forwards]
     return found if isinstance(fwd_fn, list | tuple) else found[0]
+
+
+@dataclass
+class _Options:
+    """num_parts: of a message, None where it is whole."""
+
+    optimizer: torch.optim.Optimizer | None
+    timeout_s: float | None
+    dynamic_shapes: bool
+    num_parts: int | None = None
 
 
 @dataclass
@@ -197,8 +214,21 @@ class _Job:
     backwards: dict[int, BwdFn | None]
     inputs: dict[int, list[object]]
     num_samples: int
+    kept: Kept
+    executor: Executor | None = None
     counted: bool | None = None
     """Whether losses are (sum, count), as the last stage's function gave them before."""
+
+    def run(
+        self, forward: Forward, backward: Backward | None = None, reducer: Reducer | None = None
+    ) -> None:
+        """All microbatches; what an exception ends is not kept."""
+        assert self.executor is not None
+        try:
+            self.executor.run(forward, backward, reducer=reducer)
+        except BaseException:
+            self.kept.forget(self.executor)
+            raise
 
     def remember(self, counted: bool) -> None:
         """For the next call with this function of the last stage, if it is here."""
@@ -221,16 +251,17 @@ class _Job:
         group: Group,
         num_microbatches: int,
         forward_only: bool,
+        options: _Options,
     ) -> "_Job":
-        job, what, problem = None, "", ""
+        job, what, problem, dynamic = None, "", "", options.dynamic_shapes
+        device = torch.device("cpu")
         listed = isinstance(fwd_fn, list | tuple)
         forwards = list(fwd_fn) if listed else [cast(FwdFn, fwd_fn)]
         try:
-            schedule = schedule_of(order, group.size(), num_microbatches, len(forwards))
             backwards = _each(bwd_fn, forwards, "bwd_fn", isinstance(bwd_fn, list | tuple))
             own = [_as_list(x) for x in _each(inputs, forwards, "inputs", listed)]
-            schedule = (
-                evaluation(schedule, num_microbatches) if forward_only else has_backward(schedule)
+            schedule = schedule_for(
+                order, group.size(), num_microbatches, len(forwards), forward_only
             )
             stages = schedule.stages_of(group.rank())
             if not forward_only:
@@ -243,22 +274,35 @@ class _Job:
             )
             if differing:
                 raise ScheduleError(differing)
-            job = cls(schedule, *given, num_samples=num_samples)
+            device = _device(group, [*own], options.optimizer)
+            form = (id(schedule), options.num_parts, form_around(device, options.optimizer))
+            forms = "dynamic" if dynamic else form_of(own)
+            kept = Kept(forwards, group, (form, forms))
+            job = cls(schedule, *given, num_samples=num_samples, kept=kept)
             what = (
                 f"{schedule.name} of {schedule.num_stages} stages, {num_microbatches} microbatches"
+                + ", dynamic_shapes" * dynamic
             )
+            problem = why_interrupted(group)
         except ScheduleError as error:
             problem = str(error)
-        agreement = StepAgreement(group, what, job.num_samples if job else 0, problem, _known(job))
+        note = (_known(job), job.kept.note) if job else (0, 0)
+        agreement = StepAgreement(group, what, job.num_samples if job else 0, problem, note)
         num_samples = agreement.settle()
         assert job is not None
-        counted = (None, False, True)[agreement.notes[job.schedule.placement[-1]]]
-        return replace(job, num_samples=num_samples, counted=counted)
+        counted = (None, False, True)[agreement.notes[job.schedule.placement[-1]][0]]
+        make = lambda: Executor(  # noqa: E731
+            job.schedule, group, device=device, dynamic_shapes=dynamic
+        )
+        executor = job.kept.executor((number for _, number in agreement.notes), make)
+        if executor.timeout_s != options.timeout_s:
+            executor.timeout_s = options.timeout_s
+        return replace(job, num_samples=num_samples, counted=counted, executor=executor)
 
 
-def _known(job: _Job | None) -> int:
+def _known(job: _Job) -> int:
     """0: not known, 1: one number, 2: (sum, count), of the last stage's function if it is here."""
-    function = None if job is None else job.forwards.get(job.schedule.num_stages - 1)
+    function = job.forwards.get(job.schedule.num_stages - 1)
     try:
         counted = None if function is None else _COUNTED.get(function)
     except TypeError:

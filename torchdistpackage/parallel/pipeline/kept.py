@@ -1,0 +1,165 @@
+"""Executors of functions, kept from call to call.
+
+One rule: from its second run on an executor sends no headers, so all ranks take the one of an
+earlier call or none does. In the word that they exchange before each step every rank says a number
+for all that its messages follow from; what is kept is found by the numbers of all ranks. Whoever
+forgets something takes a new number, by which nobody finds anything.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from itertools import count
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.comm.creation import is_alive
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.parallel.pipeline.executor import Executor
+from torchdistpackage.parallel.pipeline.order import Order, has_backward, schedule_of
+from torchdistpackage.schedule.actions import Schedule
+from torchdistpackage.schedule.generate import evaluation
+
+MOST_KEPT = 8
+"""Executors of one function: forms of its batches, numbers of microbatches, groups."""
+
+_numbers = count(1)
+
+
+class _Shelf:
+    """What is kept with one function, and its number."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.number = next(_numbers)
+        self.executors: dict[tuple[int, ...], Executor] = {}
+
+
+class _Shelves(threading.local):
+    """Of the functions of a rank, which may be a thread. Nobody lives on because of them."""
+
+    def __init__(self) -> None:
+        self.of: WeakKeyDictionary[object, dict[int, _Shelf]] = WeakKeyDictionary()
+
+
+_shelves = _Shelves()
+_interrupted: WeakKeyDictionary[Group, str] = WeakKeyDictionary()
+"""Groups with messages that nobody received, and why."""
+
+
+class Kept:
+    """The place of one call among what is kept; `note` is for the other ranks.
+
+    form: all else that messages follow from, as plain values.
+    """
+
+    def __init__(self, functions: Sequence[Callable], group: Group, form: object):
+        shelves = [_shelf_of(function) for function in functions]
+        self._shelf, self._group = shelves[0], group
+        # a group or schedule that is named by its address lives as long as the executor does
+        text = repr(([shelf.number for shelf in shelves], id(group), form))
+        digest = blake2b(text.encode(), digest_size=8).digest()
+        self.note = int.from_bytes(digest, "little", signed=True)
+
+    def executor(self, notes: Iterable[int], make: Callable[[], Executor]) -> Executor:
+        """Of an earlier call in which all ranks had these notes; else a new one."""
+        key, kept = tuple(notes), self._shelf.executors
+        if key not in kept:
+            _forget_ended()
+            executor = make()
+            if len(kept) == MOST_KEPT:
+                self._shelf.clear()
+                return executor
+            kept[key] = executor
+        return kept[key]
+
+    def forget(self, executor: Executor) -> None:
+        """After an exception."""
+        self._shelf.clear()
+        if executor.interrupted_by:
+            _interrupted[self._group] = executor.interrupted_by
+
+
+def why_interrupted(group: Group) -> str:
+    """What is wrong with a further step over `group`, or nothing."""
+    if group not in _interrupted:
+        return ""
+    return (
+        f"an earlier step over this group was interrupted by {_interrupted[group]}; its messages "
+        f"are lost: make a new group"
+    )
+
+
+def form_of(value: object) -> object:
+    """What the shapes that a stage makes of an input can follow from."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype, value.requires_grad
+    if isinstance(value, Mapping):
+        return [(repr(key), form_of(member)) for key, member in value.items()]
+    if isinstance(value, tuple | list):
+        return [form_of(member) for member in value]
+    return repr(value) if isinstance(value, int | str | None) else type(value).__name__
+
+
+def form_around(device: torch.device, optimizer: torch.optim.Optimizer | None) -> object:
+    """The same of what is around a call: autocast, and which parameters are trained."""
+    kind, groups = device.type, [] if optimizer is None else optimizer.param_groups
+    trained = "".join("01"[p.requires_grad] for g in groups for p in g["params"])
+    is_autocast = torch.is_autocast_enabled(kind)
+    return str(device), is_autocast and torch.get_autocast_dtype(kind), trained
+
+
+def schedule_for(
+    order: Order, num_ranks: int, num_microbatches: int, chunks: int, forward_only: bool
+) -> Schedule:
+    """The same object for the same order: made and checked once.
+
+    Raises:
+        ScheduleError: as `schedule_of`, or it has no backwards and is to train.
+    """
+    asked = (order, num_ranks, num_microbatches, chunks, forward_only)
+    is_table = not isinstance(order, Schedule) and ("," in str(order) or "." in str(order))
+    try:
+        hash(asked)
+    except TypeError:
+        return _made(*asked)
+    return _one(_made(*asked)) if is_table else _remembered(*asked)  # a file may change
+
+
+def _made(
+    order: Order, num_ranks: int, num_microbatches: int, chunks: int, forward_only: bool
+) -> Schedule:
+    schedule = schedule_of(order, num_ranks, num_microbatches, chunks)
+    return evaluation(schedule, num_microbatches) if forward_only else has_backward(schedule)
+
+
+_remembered = lru_cache(maxsize=16, typed=True)(_made)
+
+
+@lru_cache(maxsize=16)
+def _one(schedule: Schedule) -> Schedule:
+    """Of equal ones the first."""
+    return schedule
+
+
+def _shelf_of(function: Callable) -> _Shelf:
+    """A bound method is made anew whenever it is asked for: what counts is whose it is."""
+    code, owner = getattr(function, "__func__", None), getattr(function, "__self__", None)
+    of, which = (function, 0) if code is None or owner is None else (owner, id(code))
+    try:
+        return _shelves.of.setdefault(of, {}).setdefault(which, _Shelf())
+    except TypeError:  # of a kind that has no weak references, or no hash
+        return _Shelf()
+
+
+def _forget_ended() -> None:
+    """Executors hold their group."""
+    for shelves in list(_shelves.of.values()):
+        for shelf in shelves.values():
+            if not all(is_alive(executor.group) for executor in shelf.executors.values()):
+                shelf.clear()
