@@ -1,6 +1,7 @@
 """What forward_backward keeps from call to call, and when it must not."""
 
 import gc
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -260,9 +261,10 @@ def after_an_exception() -> None:
         with pytest.raises(ValueError if loop.rank else CommError):
             loop.step(functions=[fwd_fn], group=group, timeout_s=30 if loop.rank else 1)
         fails.clear()
-        assert "ValueError: no such" in kept.why_interrupted(group) or loop.rank == 0
-        with pytest.raises(CommError, match=r"interrupted by|[cC]onnection"):
+        begun = time.monotonic()
+        with pytest.raises(CommError, match=r"interrupted by \w+Error: .* make a new group"):
             loop.step(functions=[fwd_fn], group=group)
+        assert time.monotonic() - begun < 10
 
 
 @pytest.mark.own_transport("a message of gloo has a limit of its own")

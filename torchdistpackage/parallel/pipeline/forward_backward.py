@@ -27,8 +27,8 @@ from torchdistpackage.parallel.pipeline.kept import (
     Kept,
     form_around,
     form_of,
+    refuse_interrupted,
     schedule_for,
-    why_interrupted,
 )
 from torchdistpackage.parallel.pipeline.losses import Losses, is_counted
 from torchdistpackage.parallel.pipeline.microbatches import (
@@ -102,15 +102,15 @@ def forward_backward(
             inputs do not match, the stages' inputs differ in their number of samples, or there
             are fewer than microbatches. Where it happens: the last stage returns something else
             than a loss, or (sum, count) without the optimizer whose gradients are to be divided; a
-            stage gives another form than agreed on; an earlier step over the group ended in an
-            exception while messages were under way.
+            stage gives another form than agreed on; an exception ended an earlier step over the
+            group while messages were under way.
     """
     group = resolve_group(group, "pipe")
     parts = resolve_group(tensor_group, "tensor") if scatter_gather_tensors else None
     around = None if parts is None else parts.size()
     options = _Options(optimizer, timeout_s, dynamic_shapes, around)
     job = _Job.of(fwd_fn, bwd_fn, inputs, schedule, group, num_microbatches, forward_only, options)
-    sizes = sizes_of(job.num_samples or num_microbatches, num_microbatches)
+    sizes = job.sizes
     if optimizer is not None and not forward_only:
         optimizer.zero_grad()
     dividing = None
@@ -215,6 +215,8 @@ class _Job:
     inputs: dict[int, list[object]]
     num_samples: int
     kept: Kept
+    sizes: Sequence[int] = ()
+    """Samples of each microbatch."""
     executor: Executor | None = None
     counted: bool | None = None
     """Whether losses are (sum, count), as the last stage's function gave them before."""
@@ -227,8 +229,9 @@ class _Job:
         try:
             self.executor.run(forward, backward, reducer=reducer)
         except BaseException:
-            self.kept.forget(self.executor)
+            self.kept.failed(self.executor)
             raise
+        self.kept.succeeded()
 
     def remember(self, counted: bool) -> None:
         """For the next call with this function of the last stage, if it is here."""
@@ -253,6 +256,7 @@ class _Job:
         forward_only: bool,
         options: _Options,
     ) -> "_Job":
+        refuse_interrupted(group)
         job, what, problem, dynamic = None, "", "", options.dynamic_shapes
         device = torch.device("cpu")
         listed = isinstance(fwd_fn, list | tuple)
@@ -283,13 +287,13 @@ class _Job:
                 f"{schedule.name} of {schedule.num_stages} stages, {num_microbatches} microbatches"
                 + ", dynamic_shapes" * dynamic
             )
-            problem = why_interrupted(group)
         except ScheduleError as error:
             problem = str(error)
         note = (_known(job), job.kept.note) if job else (0, 0)
         agreement = StepAgreement(group, what, job.num_samples if job else 0, problem, note)
         num_samples = agreement.settle()
         assert job is not None
+        sizes = sizes_of(num_samples or num_microbatches, num_microbatches)
         counted = (None, False, True)[agreement.notes[job.schedule.placement[-1]][0]]
         make = lambda: Executor(  # noqa: E731
             job.schedule, group, device=device, dynamic_shapes=dynamic
@@ -297,7 +301,7 @@ class _Job:
         executor = job.kept.executor((number for _, number in agreement.notes), make)
         if executor.timeout_s != options.timeout_s:
             executor.timeout_s = options.timeout_s
-        return replace(job, num_samples=num_samples, counted=counted, executor=executor)
+        return replace(job, sizes=sizes, counted=counted, executor=executor)
 
 
 def _known(job: _Job) -> int:

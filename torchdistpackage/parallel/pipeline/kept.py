@@ -18,6 +18,7 @@ from torch import Tensor
 
 from torchdistpackage.comm.creation import is_alive
 from torchdistpackage.comm.primitives import Group
+from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.order import Order, has_backward, schedule_of
 from torchdistpackage.schedule.actions import Schedule
@@ -30,7 +31,10 @@ _numbers = count(1)
 
 
 class _Shelf:
-    """What is kept with one function, and its number."""
+    """What is kept with one function, and its number.
+
+    in_use: from the choice of an executor to the end of its run; found so, that run has failed.
+    """
 
     def __init__(self) -> None:
         self.clear()
@@ -38,6 +42,7 @@ class _Shelf:
     def clear(self) -> None:
         self.number = next(_numbers)
         self.executors: dict[tuple[int, ...], Executor] = {}
+        self.in_use = False
 
 
 class _Shelves(threading.local):
@@ -61,6 +66,8 @@ class Kept:
     def __init__(self, functions: Sequence[Callable], group: Group, form: object):
         shelves = [_shelf_of(function) for function in functions]
         self._shelf, self._group = shelves[0], group
+        if self._shelf.in_use:
+            self._shelf.clear()
         # a group or schedule that is named by its address lives as long as the executor does
         text = repr(([shelf.number for shelf in shelves], id(group), form))
         digest = blake2b(text.encode(), digest_size=8).digest()
@@ -68,31 +75,39 @@ class Kept:
 
     def executor(self, notes: Iterable[int], make: Callable[[], Executor]) -> Executor:
         """Of an earlier call in which all ranks had these notes; else a new one."""
-        key, kept = tuple(notes), self._shelf.executors
-        if key not in kept:
+        key, shelf = tuple(notes), self._shelf
+        shelf.in_use = True
+        if key not in shelf.executors:
             _forget_ended()
             executor = make()
-            if len(kept) == MOST_KEPT:
-                self._shelf.clear()
+            if len(shelf.executors) == MOST_KEPT:
+                shelf.clear()
                 return executor
-            kept[key] = executor
-        return kept[key]
+            shelf.executors[key] = executor
+        return shelf.executors[key]
 
-    def forget(self, executor: Executor) -> None:
-        """After an exception."""
+    def succeeded(self) -> None:
+        """The run is over, and what it has learned holds."""
+        self._shelf.in_use = False
+
+    def failed(self, executor: Executor) -> None:
+        """The run has ended in an exception: what was built for it goes now."""
         self._shelf.clear()
         if executor.interrupted_by:
             _interrupted[self._group] = executor.interrupted_by
 
 
-def why_interrupted(group: Group) -> str:
-    """What is wrong with a further step over `group`, or nothing."""
-    if group not in _interrupted:
-        return ""
-    return (
-        f"an earlier step over this group was interrupted by {_interrupted[group]}; its messages "
-        f"are lost: make a new group"
-    )
+def refuse_interrupted(group: Group) -> None:
+    """Ranks of such a group cannot even agree: what is under way would be taken for their words.
+
+    Raises:
+        CommError: a step over `group` ended here in an exception while messages were under way.
+    """
+    if group in _interrupted:
+        raise CommError(
+            f"an earlier step over this group was interrupted by {_interrupted[group]}; its "
+            f"messages are lost: make a new group"
+        )
 
 
 def form_of(value: object) -> object:
