@@ -18,6 +18,7 @@ from torchdistpackage.ddp.specification import Specification
 from torchdistpackage.errors import RaceError, RankError
 from torchdistpackage.optim import clip
 from torchdistpackage.parallel.pipeline import forward_backward as interface
+from torchdistpackage.parallel.pipeline import function_call
 from torchdistpackage.testing import mirror
 
 STRICT = "late,strict"
@@ -93,7 +94,7 @@ def test_rooms_where_the_batch_is(ranks):
 
 
 def pipeline_with_rooms_where_the_batch_is() -> None:
-    with planted(interface, "_device", "if is_queued(group):", "if False:"):
+    with planted(function_call, "_device", "if is_queued(group):", "if False:"):
         pipeline()
 
 

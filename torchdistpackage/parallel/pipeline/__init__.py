@@ -3,7 +3,7 @@
 To read in this order.
 
 What users call   pipeline (`Pipeline`, for loops of your own), forward_backward (for functions)
-                  with kept (what stays from call to call).
+                  with function_call and kept (what stays from call to call).
                   Under both: order (which schedule), own_stages, stage_call and one_pass (what a
                   stage is called with), microbatches, losses and dividing (means, sums and counts),
                   agreement (mistakes, before anything is sent), envelope (skips), reducing and ties
