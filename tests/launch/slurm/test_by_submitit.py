@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.launch.slurm.test_script import job_of
+from tests.launch.slurm.batch import job_of
 from torchdistpackage.config.schema import Requeue
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.launch.slurm.by_submitit import _parameters, _python, check

@@ -1,4 +1,4 @@
-"""The batch script, run by bash with stand-ins for Slurm's commands that note their words."""
+"""The batch script, run by bash: what it asks of Slurm and what its ranks see."""
 
 import json
 import os
@@ -9,107 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.slurm.batch import job_of, lines
 from torchdistpackage.config.load import loads
-from torchdistpackage.launch.requeue import NOT_BACK, STOPPED
-from torchdistpackage.launch.slurm.batch_job import BatchJob, CodePaths
-from torchdistpackage.launch.slurm.files import JobFiles
-from torchdistpackage.launch.slurm.job import batch_job, preview
+from torchdistpackage.launch.requeue import STOPPED
+from torchdistpackage.launch.slurm.job import preview
 from torchdistpackage.launch.slurm.script import directive, setup_lines, text, verdict_lines
-from torchdistpackage.launch.slurm.sweep import Sweep
-
-ODD = '/shared/my run\'s "x" $HOME 100%/runs'
-STUB = """#!/bin/bash
-printf '%s\\0' "$(basename "$0")" "$@" >>"$NOTED"
-printf '\\n' >>"$NOTED"
-case $(basename "$0") in
-srun)
-    case $* in *" true") exit "${CHECK_CODE:-0}" ;; esac
-    env >"$NOTED.env"
-    printf '%s' "$PWD" >"$NOTED.cwd"
-    [ -z "$WORD" ] || echo "$WORD" >"$RUN/job/decision.7.${SLURM_RESTART_COUNT:-0}"
-    exit "${SRUN_CODE:-0}"
-    ;;
-squeue)
-    [ -z "$WARNING" ] || echo "$WARNING" >&2
-    answer=${STATE-RUNNING None}
-    case $* in *%e*) answer=$END ;; esac
-    for format in "$@"; do :; done
-    format=${format#--format=}
-    [ -z "$answer" ] || echo "${format%%=*}=$answer"
-    ;;
-sbatch) env >"$NOTED.sbatch"; echo "${NEXT:-8}" ;;
-scontrol) exit "${SCONTROL_CODE:-0}" ;;
-python) exit "${VERDICT:-3}" ;;
-esac
-"""
-
-
-def job_of(
-    options: str = "{}", run: Path | None = None, degrees: str = "data: 4", **more
-) -> BatchJob:
-    config = loads(
-        f"run: {{name: one}}\nparallel: {{{degrees}}}\ndata: {{global_batch: 48}}\n"
-        f"pipeline: {{microbatches: 1}}\nlaunch: {{slurm: {options}}}",
-        overrides=more.pop("overrides", ()),
-        job=True,
-    )
-    folder = run or Path(ODD, "one")
-    code = CodePaths(f"{folder}/code/abc", (f"{folder}/code/abc/tree", "/other"), f"{folder}/here")
-    return batch_job(config, [folder], Path("/home/me"), code, "/venv/bin/python", "login", **more)
-
-
-def lines(job: BatchJob) -> list[str]:
-    return [line for line in text(job).splitlines() if line.startswith("#SBATCH")]
-
-
-@pytest.fixture
-def bash(tmp_path: Path):
-    """`bash(job, WORD=...)` runs the script in a job 7 of its own; what it did, for the asking."""
-
-    class Ran:
-        folder = tmp_path / "runs" / "my run"
-        noted = tmp_path / "noted"
-
-        def __init__(self) -> None:
-            self.commands = tmp_path / "bin"
-            self.commands.mkdir()
-            for name in ("srun", "squeue", "sbatch", "scontrol", "python", "sleep"):
-                (self.commands / name).write_text(STUB)
-                (self.commands / name).chmod(0o755)
-            JobFiles(self.folder).job.mkdir(parents=True)
-
-        def __call__(self, job: BatchJob, *args: str, **env: str) -> subprocess.CompletedProcess:
-            script = tmp_path / "job.sbatch"
-            script.write_text(text(replace(job, python=("python",))))
-            self.noted.unlink(missing_ok=True)
-            done = subprocess.run(
-                ["bash", str(script), *args],
-                env={
-                    "PATH": f"{self.commands}:/usr/bin:/bin",
-                    "NOTED": str(self.noted),
-                    "RUN": str(self.folder),
-                    "WORD": "finished well",
-                    "END": "2030-01-01T00:00:00",
-                    "SLURM_JOB_ID": "7",
-                    "SLURM_JOB_NODELIST": "n[1-2]",
-                    **env,
-                },
-                capture_output=True,
-                text=True,
-                timeout=30,
-            )
-            assert done.stderr == "" or env.get("WARNING", "\n") in done.stderr
-            return done
-
-        def words(self, command: str) -> list[list[str]]:
-            rows = [line.split("\0")[:-1] for line in self.noted.read_text().splitlines()]
-            return [row[1:] for row in rows if row[0] == command]
-
-        def env(self, of: str = "env") -> dict[str, str]:
-            text = Path(f"{self.noted}.{of}").read_text()
-            return dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
-
-    return Ran()
 
 
 @pytest.mark.parametrize(
@@ -240,67 +144,6 @@ def test_a_job_without_an_end_sets_none(bash, end: str):
     assert "TDP_JOB_END_S" not in bash.env()
 
 
-@pytest.mark.parametrize(
-    ("env", "code", "said"),
-    [
-        ({"WORD": "finished all is done"}, 0, "job 7: finished: all is done"),
-        ({"WORD": "stop saved; no more"}, STOPPED, "job 7: stop: saved; no more"),
-        ({"WORD": "finished x", "SRUN_CODE": "143"}, 0, "finished"),
-        ({"WORD": "", "SRUN_CODE": "143"}, 3, ""),
-        ({"WORD": "", "SRUN_CODE": "143", "VERDICT": "127"}, 143, ""),
-        ({"WORD": "", "SRUN_CODE": "143", "VERDICT": "0"}, 143, ""),
-        ({"WORD": ""}, NOT_BACK, "left no word"),
-    ],
-)
-def test_the_exit_code_is_that_of_the_ranks_word(bash, env, code, said):
-    done = bash(job_of(run=bash.folder), **env)
-    assert (done.returncode, said in done.stdout) == (code, True)
-    assert not bash.words("scontrol") and not bash.words("sbatch")
-
-
-def test_ranks_without_a_word_are_asked_for_a_verdict(bash):
-    env = {"WORD": "", "SRUN_CODE": "143", "SLURM_RESTART_COUNT": "2"}
-    bash(job_of("{nodes: 2}", bash.folder), **env)
-    module = "torchdistpackage.launch.slurm.verdict"
-    assert bash.words("python") == [["-m", module, str(bash.folder), "7.2", "143", "4"]]
-
-
-def test_the_word_of_an_earlier_start_is_not_this_ones(bash):
-    (bash.folder / "job" / "decision.7.0").write_text("requeue earlier\n")
-    env = {"WORD": "", "SLURM_RESTART_COUNT": "1", "SRUN_CODE": "5"}
-    assert bash(job_of(run=bash.folder), **env).returncode == 3
-    assert not bash.words("scontrol")
-
-
-def test_a_requeue_is_asked_for_once_and_only_while_the_job_runs(bash):
-    job = job_of(run=bash.folder)
-    assert bash(job, WORD="requeue time is up").returncode == 0
-    assert bash.words("scontrol") == [["requeue", "7"]]
-    for state in ("COMPLETING", "PENDING BeginTime", "CANCELLED", "A_NEW_WORD"):
-        done = bash(job, WORD="requeue time is up", STATE=state)
-        assert (done.returncode, bash.words("scontrol")) == (NOT_BACK, [])
-        assert f"not requeued here, it is {state}" in done.stdout
-    done = bash(job, WORD="requeue time is up", SCONTROL_CODE="1")
-    assert done.returncode == NOT_BACK and "launch.requeue.mode=chain" in done.stdout
-
-
-def test_what_slurms_tools_warn_of_is_no_answer(bash):
-    warned = {"WARNING": "squeue: error: plugin is old", "STATE": "RUNNING None"}
-    assert bash(job_of(run=bash.folder), WORD="requeue time", **warned).returncode == 0
-    assert bash.words("scontrol") == [["requeue", "7"]]
-    assert int(bash.env()["TDP_JOB_END_S"]) > 1_890_000_000
-    chain = job_of(run=bash.folder, overrides=["launch.requeue.mode=chain"])
-    assert bash(chain, WORD="chain time", **warned).returncode == 0
-    assert len(bash.words("sbatch")) == 1
-
-
-def test_a_slurm_that_does_not_answer_is_asked_again_and_then_the_job_has_failed(bash):
-    done = bash(job_of(run=bash.folder), WORD="requeue time is up", STATE="")
-    assert done.returncode == NOT_BACK and not bash.words("scontrol")
-    states = [words for words in bash.words("squeue") if not words[-1].endswith("%e")]
-    assert len(states) == 6 and len(bash.words("sleep")) == 6
-
-
 PROLOGUES = (
     ("start=$(date +%s)", "run=/elsewhere", "job=8", "word=x", "state=x", "script=/x", "nodes=9"),
     ("say() { exit 4; }", "_tdp_word=x", "_tdp_status=0", "_tdp_state() { echo PENDING; }"),
@@ -353,63 +196,6 @@ def test_names_in_messages_are_words_and_no_commands(bash, tmp_path):
     assert not list(tmp_path.rglob("INJ"))
 
 
-def test_a_chained_job_comes_from_a_clean_environment_and_is_noted(bash):
-    job = job_of(run=bash.folder, overrides=["launch.requeue.mode=chain"])
-    dirty = {"SBATCH_ACCOUNT": "x", "SLURM_CPU_BIND": "x", "CUDA_VISIBLE_DEVICES": "0"}
-    conf = {"SLURM_CONF": "/etc/c", "MINE": "kept"}
-    done = bash(job, "5", WORD="chain time is up", NEXT="8;cluster", **dirty, **conf)
-    assert done.returncode == 0 and "goes on as job 8" in done.stdout
-    script = str(JobFiles(bash.folder).script)
-    assert bash.words("sbatch") == [["--parsable", "--dependency=afterany:7", script, "5"]]
-    seen = bash.env("sbatch")
-    assert not [
-        x for x in seen if x.startswith(("SLURM_", "SBATCH_", "TDP_")) and x != "SLURM_CONF"
-    ]
-    assert (seen["MINE"], seen["SLURM_CONF"]) == ("kept", "/etc/c")
-    assert "CUDA_VISIBLE_DEVICES" not in seen
-    (line,) = JobFiles(bash.folder).records.read_text().splitlines()
-    noted = json.loads(line)
-    assert noted.pop("time_s") > 1_600_000_000
-    assert noted == {
-        "job": "8",
-        "via": "sbatch",
-        "script": script,
-        "nodes": "1",
-        "host": "login",
-        "code": f"{bash.folder}/code/abc",
-    }
-
-
-def test_a_task_of_an_array_has_its_own_folder_and_id(bash):
-    first = job_of(run=bash.folder)
-    sweep = Sweep(bash.folder.parent / "one.sweep", 2)
-    config = loads(
-        "run: {name: one}\nparallel: {data: 4}\nlaunch: {requeue: {mode: chain}}", job=True
-    )
-    runs = [Path("/elsewhere"), bash.folder]
-    job = batch_job(config, runs, Path("/"), first.code, "python", "login", sweep=sweep)
-    assert "#SBATCH --array=0-1%2" in lines(job)
-    log = str(sweep.folder).replace("%", "%%")
-    assert directive("output", f"{log}/%a.log") in lines(job)
-    array = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "1"}
-    bash(job, WORD="requeue time", **array)
-    assert bash.words("scontrol") == [["requeue", "6_1"]]
-    assert bash.words("srun")[0][-1] == f"{bash.folder}/job/config.yaml"
-    bash(job, WORD="chain time", **array)
-    expected = ["--parsable", "--dependency=afterany:6_1", "--array=1", str(sweep.script), "7"]
-    assert bash.words("sbatch") == [expected]
-    assert json.loads(JobFiles(bash.folder).records.read_text())["job"] == "8_1"
-
-
-def test_a_signal_to_the_script_leaves_it_to_the_ranks(bash):
-    """It waits for srun, reads the word, and acts on it."""
-    stub = "#!/bin/bash\nkill -USR1 $PPID\nkill -TERM $PPID\nsleep 0.2\n"
-    stub += 'echo "finished well" >"$RUN/job/decision.7.0"\n'
-    (bash.commands / "srun").write_text(stub)
-    done = bash(job_of(run=bash.folder))
-    assert (done.returncode, "finished: well" in done.stdout) == (0, True)
-
-
 def test_outside_of_a_job_it_says_so(tmp_path: Path):
     script = tmp_path / "job.sbatch"
     script.write_text(text(job_of()))
@@ -424,49 +210,3 @@ def test_the_preview_is_the_script_but_for_the_code(tmp_path: Path):
     assert f"run={tmp_path}/runs/one\n" in shown
     assert f"export TDP_CODE={tmp_path}/runs/one/code/SNAPSHOT/tree" in shown
     assert sys.executable in shown
-
-
-ATTEMPTS = """#!/bin/bash
-# srun of a job whose ranks die until the attempt named DIES; python decides that all go on
-case $(basename "$0") in
-srun)
-    case $* in *" true") exit "${CHECK_CODE:-0}" ;; esac
-    echo "${TDP_ATTEMPT:-none}" >>"$NOTED.attempts"
-    own=7.0$([ "$TDP_ATTEMPT" = 0 ] || echo ".$TDP_ATTEMPT")
-    [ "$TDP_ATTEMPT" -lt "$DIES" ] || { echo "finished well" >"$RUN/job/decision.$own"; exit 0; }
-    [ -z "$TOLD" ] || kill -TERM "$PPID"
-    exit 137
-    ;;
-python)
-    printf '%s ' "${@:4}" >>"$NOTED.asked"
-    echo >>"$NOTED.asked"
-    [ "${7}" -lt 1 ] || echo "again after step 3: killed" >"$RUN/job/decision.$4"
-    exit 9
-    ;;
-esac
-"""
-
-
-@pytest.mark.parametrize(
-    ("env", "code", "attempts", "left"),
-    [
-        ({"DIES": "2"}, 0, "012", "21"),
-        ({"DIES": "9"}, 9, "012", "210"),
-        ({"DIES": "9", "CHECK_CODE": "1"}, 9, "0", "2"),
-        ({"DIES": "9", "TOLD": "1"}, 9, "0", "0"),
-    ],
-)
-def test_ranks_are_started_anew_in_the_job_while_all_is_well(bash, env, code, attempts, left):
-    for name in ("srun", "python"):
-        (bash.commands / name).write_text(ATTEMPTS)
-    job = job_of("{nodes: 2}", bash.folder, overrides=["launch.requeue.in_job_restarts=2"])
-    done = bash(job, **env)
-    assert done.returncode == code, done.stdout
-    assert Path(f"{bash.noted}.attempts").read_text().split() == list(attempts)
-    asked = [line.split() for line in Path(f"{bash.noted}.asked").read_text().splitlines()]
-    assert [words[-2] for words in asked] == list(left) and asked[0][-1] == "30"
-    assert [words[-5] for words in asked] == ["7.0", "7.0.1", "7.0.2"][: len(asked)]
-    silent = "not every node starts a task" in done.stdout
-    assert silent is ("CHECK_CODE" in env)
-    assert (bash.folder / "job" / "decision.7.0").exists() is (len(attempts) > 1)
-    assert done.stdout.count("again: after step 3: killed") == len(attempts) - 1
