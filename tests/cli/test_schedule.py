@@ -175,6 +175,10 @@ def test_a_csv_that_cannot_be_read_is_named(tmp_path, capsys):
     path = tmp_path / "none.csv"
     assert main(["schedule", str(path)]) == 2
     assert f"tdp: {path} cannot be read" in capsys.readouterr().err
+    path.symlink_to("/dev/zero")
+    assert main(["schedule", str(path)]) == 2
+    assert f"tdp: {path} cannot be read: is a device" in capsys.readouterr().err
+    path.unlink()
     path.write_text("0F0,0B0\n1F0,1Z0\n")
     assert main(["schedule", str(path)]) == 2
     assert f"{path}: line 2, cell 2: '1Z0' is not an action" in capsys.readouterr().err

@@ -3,11 +3,14 @@
 That torch reads it, and we what torch writes: tests/parallel/pipeline/test_torch_csv.py.
 """
 
+import os
+from pathlib import Path
+
 import pytest
 
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import Program, Schedule, flatten
-from torchdistpackage.schedule.csv import from_csv, to_csv
+from torchdistpackage.schedule.csv import MAX_BYTES, csv_text, from_csv, to_csv
 from torchdistpackage.schedule.generate import GENERATORS, build
 
 
@@ -54,6 +57,31 @@ def test_a_file_that_is_no_schedule_is_refused_where_it_goes_wrong(text, said):
     with pytest.raises(ScheduleError) as caught:
         from_csv(text)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "is a pipe"),
+        (Path("/dev/zero"), "is a device"),
+        (Path("/"), "is a folder"),
+        (10 << 30, rf"has {10 << 30:,} bytes, more than the {MAX_BYTES:,} allowed"),
+        (b"\xb3\xff,0F0\n", "utf-8"),
+    ],
+)
+def test_a_file_that_is_no_text_of_bounded_size_is_refused_unread(content, why, tmp_path):
+    path = tmp_path / "a.csv"
+    if content is None:
+        os.mkfifo(path)
+    elif isinstance(content, Path):
+        path.symlink_to(content)
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        with path.open("wb") as file:
+            file.truncate(content)
+    with pytest.raises(ScheduleError, match=f"^{path} cannot be read: .*{why}"):
+        csv_text(path)
 
 
 def test_orders_that_wait_for_each_other_are_refused():

@@ -12,7 +12,7 @@ from torchdistpackage.schedule import draw
 from torchdistpackage.schedule.actions import Kind, Schedule
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.costs_file import read_costs
-from torchdistpackage.schedule.csv import from_csv, to_csv
+from torchdistpackage.schedule.csv import csv_text, from_csv, to_csv
 from torchdistpackage.schedule.draw_png import png
 from torchdistpackage.schedule.generate import GENERATORS, build
 from torchdistpackage.schedule.simulate import DEFAULT_COSTS, Timeline, simulate
@@ -105,17 +105,14 @@ def _schedule(
     chunks: int | None,
     costs: Callable[[int], StageCosts],
 ) -> Schedule:
-    if Path(name).suffix != ".csv":
+    if Path(name).suffix.lower() != ".csv":
         if ranks is None or microbatches is None:
             raise ConfigError(f"{name} needs --stages P (pipe ranks) and --microbatches M")
         if name != "auto":
             return build(name, ranks, microbatches, chunks)
         v = 1 if chunks is None else chunks
         return synthesize(ranks, microbatches, costs(max(ranks * v, 1)), chunks=v)
-    try:
-        text = Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name} cannot be read: {error}; name a CSV file") from error
+    text = csv_text(Path(name))
     try:
         made = from_csv(text, Path(name).stem.replace(" ", "_"))
     except ScheduleError as error:

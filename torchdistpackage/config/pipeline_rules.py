@@ -7,21 +7,18 @@ none does.
 from functools import lru_cache
 from pathlib import Path
 
-from torchdistpackage.bounded import read_regular
 from torchdistpackage.config.kinds import AUTO, CUSTOM, SCHEDULES
 from torchdistpackage.config.rule import Rule, reads
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs_file import CostsFile, read_costs
-from torchdistpackage.schedule.csv import from_csv
+from torchdistpackage.schedule.csv import csv_text, from_csv
 from torchdistpackage.schedule.generate import TWO_CHUNKS
 
 MAX_CELLS = (1 << 15, 1 << 12)
 """Microbatches times stages of a schedule that is made, by name or by a search (`auto`): larger
 ones take minutes."""
-
-MAX_CSV_BYTES = 1 << 21
 
 
 def piece_names(layers: int) -> tuple[str, ...]:
@@ -50,14 +47,7 @@ def custom_schedule(config: RunConfig) -> Schedule:
     """
     assert config.pipeline.file is not None
     path = Path(config.pipeline.file)
-    try:
-        text = read_regular(path, MAX_CSV_BYTES).decode("utf-8-sig")
-    except OSError as error:
-        raise ScheduleError(
-            f"{path} cannot be read: {error.strerror}; name a file of text"
-        ) from error
-    except ValueError as error:
-        raise ScheduleError(f"{path} cannot be read: {error}; name a file of text") from error
+    text = csv_text(path)
     try:
         return _parse(text, path.stem)
     except ScheduleError as error:

@@ -8,7 +8,9 @@ import csv
 import io
 import re
 from itertools import islice
+from pathlib import Path
 
+from torchdistpackage.bounded import read_regular
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import (
     Action,
@@ -20,6 +22,8 @@ from torchdistpackage.schedule.actions import (
 )
 from torchdistpackage.schedule.check import check, check_computations
 from torchdistpackage.schedule.passes import add_messages, fuse_messages
+
+MAX_BYTES = 1 << 21
 
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 # Sharded parameters gather, free and reduce themselves here: hooks see when, not the schedule.
@@ -39,6 +43,22 @@ def to_csv(schedule: Schedule, *, messages: bool = False) -> str:
         for program in schedule.programs
     )
     return "".join(f"{line}\n" for line in lines)
+
+
+def csv_text(path: Path) -> str:
+    """The text of a file of at most MAX_BYTES, for `from_csv`.
+
+    Raises:
+        ScheduleError: it cannot be read, or is larger, or no regular file, or no text; names it.
+    """
+    try:
+        return read_regular(path, MAX_BYTES).decode("utf-8-sig")
+    except OSError as error:
+        raise ScheduleError(
+            f"{path} cannot be read: {error.strerror}; name a CSV file of text"
+        ) from error
+    except ValueError as error:
+        raise ScheduleError(f"{path} cannot be read: {error}; name a CSV file of text") from error
 
 
 def from_csv(text: str, name: str = "custom") -> Schedule:

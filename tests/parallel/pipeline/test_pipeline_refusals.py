@@ -1,5 +1,6 @@
 """What does not fit is refused on every rank at once, with the numbers."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,11 @@ def unfitting_pipelines(folder: Path) -> None:
         ({"schedule": build("1f1b", 3, 4)}, "1f1b is of 3 pipe ranks, asked are 2"),
         ({"schedule": build("1f1b", 2, 3)}, "1f1b is of 3 microbatches, asked are 4"),
         ({"schedule": "auto"}, "needs costs of each stage"),
-        ({"schedule": "missing.csv"}, "cannot read the schedule missing.csv: No such file"),
+        ({"schedule": "missing.csv"}, "missing.csv cannot be read: No such file"),
         ({"schedule": None if rank else "1f1b"}, "^pipe rank 1: schedule is None; give a name"),
-        ({"schedule": binary if rank else "1f1b"}, "^pipe rank 1: the schedule .* is no text"),
+        ({"schedule": binary if rank else "1f1b"}, "^pipe rank 1: .* cannot be read: 'utf-8'"),
+        ({"schedule": str(folder / "pipe.csv")}, "^all pipe ranks: .* cannot be read: is a pipe"),
+        ({"schedule": Path("/dev/zero")}, "^all pipe ranks: /dev/zero .* is a device"),
         ({"num_microbatches": "4"}, "^all pipe ranks: num_microbatches is '4'; give a whole"),
         ({"num_microbatches": 2.5 if rank else 4}, "^pipe rank 1: num_microbatches is 2.5"),
         ({"schedule": "auto", "chunks": 0, "costs": costs}, "chunks is 0; give a whole number"),
@@ -66,6 +69,7 @@ def unfitting_pipelines(folder: Path) -> None:
 
 def test_stages_that_do_not_fit_the_schedule_are_refused(ranks, tmp_path):
     (tmp_path / "costs.yaml").write_text("forward: 1\nbackward: 2\n")
+    os.mkfifo(tmp_path / "pipe.csv")
     (tmp_path / "binary.csv").write_bytes(b"\xb3\xff,0F0\n")
     ranks(2).run(unfitting_pipelines, tmp_path)
 

@@ -9,7 +9,7 @@ from torchdistpackage.schedule.actions import Schedule, flatten
 from torchdistpackage.schedule.check import check
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.costs_file import read_costs
-from torchdistpackage.schedule.csv import from_csv
+from torchdistpackage.schedule.csv import csv_text, from_csv
 from torchdistpackage.schedule.generate import GENERATORS, build, canonical
 from torchdistpackage.schedule.passes import add_messages, fuse_messages
 from torchdistpackage.schedule.synthesize import synthesize
@@ -40,12 +40,7 @@ def schedule_of(
     if isinstance(order, str) and order.lower().endswith(".csv"):
         order = Path(order)
     if isinstance(order, Path):
-        try:
-            order = from_csv(order.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ScheduleError(f"cannot read the schedule {order}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise ScheduleError(f"the schedule {order} is no text: {error}") from error
+        order = from_csv(csv_text(order))
     elif isinstance(order, str) and ("," in order or "\n" in order):
         order = from_csv(order)
     if isinstance(order, Schedule):
