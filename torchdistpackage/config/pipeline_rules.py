@@ -47,17 +47,19 @@ def custom_schedule(config: RunConfig) -> Schedule:
     """
     assert config.pipeline.file is not None
     path = Path(config.pipeline.file)
-    text = csv_text(path)
-    try:
-        return _parse(text, path.stem)
-    except ScheduleError as error:
-        raise ScheduleError(f"{path}: {error}") from error
+    found = _parse(csv_text(path), path.stem)
+    if isinstance(found, ScheduleError):
+        raise ScheduleError(f"{path}: {found}") from found
+    return found
 
 
 @lru_cache(maxsize=2)
-def _parse(text: str, name: str) -> Schedule:
-    """Several rules ask for the same file on each of many worlds."""
-    return from_csv(text, name=name)
+def _parse(text: str, name: str) -> Schedule | ScheduleError:
+    """Several rules ask for the same file on each of many worlds: a bad one is read once too."""
+    try:
+        return from_csv(text, name=name)
+    except ScheduleError as error:
+        return error
 
 
 def measured_costs(config: RunConfig) -> CostsFile | None:

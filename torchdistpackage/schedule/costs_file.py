@@ -140,7 +140,10 @@ def read_costs(path: str | Path) -> CostsFile:
         ) from error
     except ValueError as error:
         raise ScheduleError(f"{path} cannot be read: {error}; name a file of costs") from error
-    return _parse(text, str(path))
+    found = _parse(text, str(path))
+    if isinstance(found, ScheduleError):
+        raise found.with_traceback(None)
+    return found
 
 
 class _Loader(BoundedLoader):
@@ -153,8 +156,15 @@ class _Loader(BoundedLoader):
 
 
 @lru_cache(maxsize=4)
-def _parse(text: str, path: str) -> CostsFile:
-    """Several rules ask for the same file on each of many worlds."""
+def _parse(text: str, path: str) -> CostsFile | ScheduleError:
+    """Several rules ask for the same file on each of many worlds: a bad one is read once too."""
+    try:
+        return _costs_of(text, path)
+    except ScheduleError as error:
+        return error
+
+
+def _costs_of(text: str, path: str) -> CostsFile:
     try:
         found: object = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
