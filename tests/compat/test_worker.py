@@ -43,11 +43,30 @@ def traces() -> tuple:
 
 
 def test_results_come_back_and_nothing_stays(monkeypatch, tmp_path, capsys):
+    """Of a function and a class that only this test has."""
+
+    class Told:
+        def __init__(self, what: tuple):
+            self.what = what
+
+    def nested(rank: int, name: str) -> Told:
+        return Told(tell(rank, scale, name=name))
+
+    scale = 2.0
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = traces()
-    results = Worker(3).run(tell, 2.0, name="x")
-    assert [result[:5] for result in results] == [(r, 3, "gloo", 6.0, "x") for r in range(3)]
-    assert not any(Path(f"/proc/{pid}").exists() for *_, pid in results)
+    results = Worker(3).run(nested, name="x")
+    assert all(type(told) is Told for told in results)
+    assert [told.what[:5] for told in results] == [(r, 3, "gloo", 6.0, "x") for r in range(3)]
+    assert not any(Path(f"/proc/{told.what[-1]}").exists() for told in results)
+    assert traces() == before
+    assert "printed by 2" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_a_rank_that_fails_says_how_and_nothing_stays(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = traces()
     with pytest.raises(RankError) as caught:
         Worker(2, "tcp://localhost:1", "gloo").run(fail_on_1)
     assert str(caught.value).startswith("rank 1 of 2 failed")
@@ -56,7 +75,6 @@ def test_results_come_back_and_nothing_stays(monkeypatch, tmp_path, capsys):
     assert first.endswith("in fail_on_1"), "our own frames say nothing"
     assert str(caught.value).endswith("ValueError: the tensor is not square")
     assert traces() == before
-    assert "printed by 2" in capsys.readouterr().out
 
 
 GUARDED = """
@@ -125,14 +143,8 @@ main()
 """
 
 
-@pytest.mark.parametrize(
-    "start",
-    [
-        "-c",
-        pytest.param("stdin", marks=pytest.mark.full),
-        pytest.param("-i", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("start", ["-c", "stdin", "-i"])
 def test_functions_and_classes_that_were_typed_go_in_and_come_out(tmp_path, start):
     """A bound method of a typed class, with a lambda that calls a typed function; a nested one."""
     text = TYPED.replace("NESTED", str(start != "-c"))
