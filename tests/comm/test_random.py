@@ -69,8 +69,11 @@ def test_fix_rand_repeats_and_tells_ranks_apart():
     seen = []
     for rank in (0, 0, 1):
         fix_rand(rank)
-        seen.append(torch.rand(2).tolist())
+        seen.append(drawn())
     assert seen[0] == seen[1] != seen[2]
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        seed(2222 + 1)
+    assert drawn() == seen[2]
 
 
 def drawn() -> tuple[float, ...]:

@@ -75,6 +75,7 @@ def absent_axes(config: object) -> None:
     """Whatever is asked of an axis that is left out, the answer is that of one of size 1."""
     tpc.setup_process_groups(config)
     rank = dist.get_rank()
+    assert tpc.is_mode_inited("data")
     for mode in ("pipe", "context", "tensor"):
         assert (
             tpc.get_ranks_in_group(mode) == [rank] == list(primitives.ranks_of(tpc.get_group(mode)))

@@ -235,6 +235,13 @@ def check_alone() -> None:
     whole = gather_from_sequence_parallel_region(x)
     assert is_squence_parallel_tensor(x), "the caller's tensor keeps its note"
     assert not is_squence_parallel_tensor(whole)
+    assert not is_squence_parallel_tensor(set_sequence_parallel_attr(x, False))
+    linear, y = TpLinear(3, 200).double(), x.detach().double()
+    assert (
+        linear.weight.shape == (3, 200) and -1 < linear.weight.min() < 0 < linear.weight.max() < 1
+    )
+    randomize(linear)
+    torch.testing.assert_close(linear(y), y @ linear.weight + linear.bias, **CLOSE)
     assert TpLinear(3, 2, bias=False)(x).shape == (2, 2)
     by_hand = ColParallelLinear(3, 4)
     assert by_hand(x).shape == (2, 4)
