@@ -71,7 +71,8 @@ def expect_mean(net: Net, read: Callable[..., Tensor]) -> None:
 def every_form() -> None:
     for form, read in FORMS.values():
         net = Net(form)
-        read(NaiveDDP(net)(mine(dist.get_rank()))).square().sum().backward()
+        ddp = NaiveDDP(net)
+        read(ddp(mine(dist.get_rank()))).square().sum().backward()
         expect_mean(net, read)
 
 

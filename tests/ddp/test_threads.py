@@ -90,7 +90,7 @@ def two_outputs() -> list[int]:
 
     def reach() -> None:
         with torch.no_grad():
-            reducer._reached(-1, True, torch.ones(()))
+            reducer.reached(-1, True)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch._C, "_current_graph_task_id", lambda: 7)

@@ -7,6 +7,7 @@ Nothing needs to be called after `loss.backward()`; it returns with reduced grad
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import itemgetter
 from weakref import ref
 
@@ -76,7 +77,7 @@ class NaiveDDP(Wrapper):
 
     Raises:
         CommError: `dp_rank0` is not in a parameter's group, or modules differ between ranks; in
-            a training forward: it returns no tensor.
+            a training forward: it returns no tensor; in a backward: this was dropped before it.
         LayoutError: layers cut parameters over ranks of the group.
         ValueError: `reduce_op` is neither "avg" nor "sum"; `embedding_rows` on a device.
     """
@@ -218,8 +219,9 @@ class NaiveDDP(Wrapper):
         if not self._keep_order and self._overlap and any(s.is_early for s in shared):
             fit = Fit(shared, cap_bytes, () if self._cap_bytes else sizes.candidates_bytes)
         self._membership = Membership(self.module)
+        carry = partial(_carry, self._embeddings, self._comm_hook, self._by_node, self._fp32_grads)
         if self._reducer is not None:
-            self._reducer.renew(shared, after=after, fit=fit)
+            self._reducer.renew(shared, carry=carry, after=after, fit=fit)
             return
         self._reducer = Reducer(
             shared,
@@ -227,19 +229,11 @@ class NaiveDDP(Wrapper):
             num_backwards=self._num_backwards,
             overlap=self._overlap,
             strict=self._strict,
-            carry=self._carry,
+            carry=carry,
             after=after,
             fit=fit,
         )
         self._log(shared)
-
-    def _carry(self, bucket: Bucket, members: Sequence[Shared]) -> Carrier:
-        if members[0].rows:
-            return self._embeddings.carry(members[0])
-        hook = self._comm_hook
-        if hook is primitives.start_all_reduce:
-            hook = self._by_node.get(ranks_of(members[0].group), hook)
-        return AllReduced(bucket, members, hook=hook, keep_wide=self._fp32_grads)
 
     def _log(self, shared: Sequence[Shared]) -> None:
         name = type(self.module).__name__
@@ -284,6 +278,21 @@ class NaiveDDP(Wrapper):
     def _own_buffers(self) -> list[Replica]:
         held = self.module.named_buffers()
         return [Replica(n, b, self.group) for n, b in held if n not in self._ignored]
+
+
+def _carry(
+    embeddings: Embeddings,
+    hook: Hook,
+    by_node: Mapping[tuple[int, ...], Hook],
+    keep_wide: bool,
+    bucket: Bucket,
+    members: Sequence[Shared],
+) -> Carrier:
+    if members[0].rows:
+        return embeddings.carry(members[0])
+    if hook is primitives.start_all_reduce:
+        hook = by_node.get(ranks_of(members[0].group), hook)
+    return AllReduced(bucket, members, hook=hook, keep_wide=keep_wide)
 
 
 def _must_be_owned(shared: Shared) -> bool:

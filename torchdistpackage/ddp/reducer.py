@@ -11,6 +11,10 @@ engine to say when all of it is done (turns.py). Gradients that arrive in a back
 as reentrant checkpointing has them, may come again, so their buckets wait for the end; which
 parameters do so is learned in the first reduction, in which therefore nothing leaves early.
 Or whoever runs the backwards says which are the last (steered.py), and no output is watched.
+
+Whose it is. Nothing that outlives a call keeps the reducer, neither what it owns nor an output that
+it watches: a layer whose partial sums it has taken on sums them again as soon as its owner is
+dropped, and not only when Python collects garbage.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -66,7 +70,7 @@ class Reducer:
     ):
         self._num_backwards, self._overlap, self._strict = num_backwards, overlap, strict
         self._carry, self._cap_bytes, self._alone = carry, cap_bytes, alone
-        self._held, self._turns = False, NO_TURNS
+        self._held, self._turns = False, ref(NO_TURNS)
         self._task = -1  # the graph task that armed us, -1 for none
         self._steered: Steered | None = None
         # backwards since the last reduction; whether a forward or a gradient waits for one
@@ -74,7 +78,12 @@ class Reducer:
         self._own(shared, after, fit, (), lambda b: None)
 
     def renew(
-        self, shared: Sequence[Shared], *, after: Sequence[Carrier] = (), fit: Fit | None = None
+        self,
+        shared: Sequence[Shared],
+        *,
+        carry: Carry,
+        after: Sequence[Carrier] = (),
+        fit: Fit | None = None,
     ) -> None:
         """Own these parameters from here on, on all ranks; gradients that are there stay.
 
@@ -84,6 +93,7 @@ class Reducer:
         if self.departures.phase is not Phase.IDLE:
             raise CommError("parameters changed during a reduction; call finish() before")
         self.remove()
+        self._carry = carry
         self._own(shared, after, fit, self._packed.leave(), self.departures.on_launch)
 
     def _own(
@@ -150,7 +160,8 @@ class Reducer:
         if self.departures.phase is not Phase.IDLE:
             self.finish()
         held, self._held, self._open = self._held, True, True
-        self._steered, self._turns = Steered(self), by_itself(self)
+        turns = by_itself(self)
+        self._steered, self._turns = Steered(self), ref(turns)
         is_over = False
         try:
             yield self._steered
@@ -195,7 +206,7 @@ class Reducer:
         if self._held or not torch.is_grad_enabled():
             return outputs
         self._open = True
-        return hook_outputs(outputs, partial(self._reached, current, wait))
+        return hook_outputs(outputs, partial(_reached, ref(self), current, wait))
 
     def finish(self) -> None:
         """Send what has not left and wait for all sums. Idempotent: a second call does nothing."""
@@ -214,8 +225,8 @@ class Reducer:
 
     # -- the life of one backward ------------------------------------------------------
 
-    def _reached(self, made_in: int, wait: bool, grad: Tensor) -> None:
-        """Hook of an output that a forward made in graph task `made_in`: a backward is at it."""
+    def reached(self, made_in: int, wait: bool) -> None:
+        """A backward is at an output that a forward made in graph task `made_in`."""
         current = torch._C._current_graph_task_id()
         with ARMING:
             if current == self._task or (made_in != -1 and made_in == self._task):
@@ -233,8 +244,9 @@ class Reducer:
         self._num_done += 1
         if self._num_done >= self._num_backwards:
             self.departures.begin()
-        self._turns = turns_of(task)
-        self._turns.join(self, wait)
+        turns = turns_of(task)
+        self._turns = ref(turns)
+        turns.join(self, wait)
 
     def send_early(self, task: int) -> None:
         """The outermost backward is over."""
@@ -297,4 +309,16 @@ def _accumulated(me: "ref[Reducer]", index: int, parameter: Tensor) -> None:
     if is_final:
         departures.missing[bucket] -= 1
         if not departures.missing[bucket] and bucket == departures.next:
-            self._turns.go()
+            turns = self._turns()
+            assert turns is not None  # the backward, or the block, that runs keeps it
+            turns.go()
+
+
+def _reached(me: "ref[Reducer]", made_in: int, wait: bool, grad: Tensor) -> None:
+    """Hook of an output that was watched."""
+    if (self := me()) is None:
+        raise CommError(
+            "a backward came to what a NaiveDDP or ZeroOptimizer returned that was dropped since, "
+            "so nobody would reduce its gradients; keep it until the backward is over"
+        )
+    self.reached(made_in, wait)

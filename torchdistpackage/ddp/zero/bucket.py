@@ -14,7 +14,7 @@ from torchdistpackage.ddp.zero.copies import Copies
 from torchdistpackage.ddp.zero.held import Held
 from torchdistpackage.ddp.zero.line import Line, cut_between, cut_evenly
 from torchdistpackage.ddp.zero.marks import Marks
-from torchdistpackage.ddp.zero.parameters import Parameters
+from torchdistpackage.ddp.zero.parameters import Need, Parameters
 from torchdistpackage.ddp.zero.scattered import Scattered
 from torchdistpackage.ddp.zero.shards import Shard, make_shards
 from torchdistpackage.ddp.zero.sharing import Sharing
@@ -63,7 +63,7 @@ class Cutter:
 
     stage, wire, master_dtype: as ZeroOptimizer has them. offload: makes what keeps copies of slices
     of a device elsewhere.
-    need: told when a freed parameter is read.
+    need: what is told when a freed parameter is read, as Parameters has it.
     owner_of: name -> index in its group, where each parameter has one owner.
     """
 
@@ -71,15 +71,16 @@ class Cutter:
     sharing: Sharing
     wire: torch.dtype | None
     master_dtype: torch.dtype | None
-    need: Callable[[Parameters], None]
+    need: Need
     owner_of: Mapping[str, int] | None
     offload: Callable[[torch.device], Copies] | None
     _marks: dict[object, Marks] = field(default_factory=dict)
     _copies: dict[torch.device, Copies] = field(default_factory=dict)
 
     @contextmanager
-    def stepping(self, buckets: Sequence[Sharded]) -> Iterator[None]:
-        """Around a call that steps these."""
+    def stepping(self, buckets: Sequence[Sharded], some: Sequence[int]) -> Iterator[None]:
+        """Around a call that steps those of these numbers."""
+        buckets = [buckets[b] for b in some]
         for bucket in buckets:
             bucket.wait()
         with ExitStack() as around:

@@ -9,6 +9,7 @@ whoever reads it (absent.py).
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from torchdistpackage.comm.primitives import Group, is_queued
 from torchdistpackage.comm.world import world
 from torchdistpackage.ddp.bucket_sizes import MIB, bucket_sizes
 from torchdistpackage.ddp.buckets import Bucket
-from torchdistpackage.ddp.hooks import hooked
+from torchdistpackage.ddp.hooks import Hook, hooked
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.shared import Shared
 from torchdistpackage.ddp.zero.bucket import Cutter, Sharded, held_by_group, whole_owners
@@ -114,7 +115,7 @@ class ZeroOptimizer(Wrapped):
         owner_of = whole_owners(shared) if needs_whole(optimizer, whole, split) else None
         copies = Offload if offload else None
         self._cutter = Cutter(
-            stage, sharing, wire_dtype, master_dtype, self._need, owner_of, copies
+            stage, sharing, wire_dtype, master_dtype, WeakMethod(self._need), owner_of, copies
         )
         self._buckets: list[Sharded] = []
         self._passage: Passage | None = None
@@ -131,7 +132,7 @@ class ZeroOptimizer(Wrapped):
             cap_bytes=UNLIMITED_BYTES,
             num_backwards=num_grad_acc_iter if stage == 1 else 1,
             overlap=self._overlap,
-            carry=self._carry,
+            carry=Hook(self._carry),
             after=self._heads.after,
             alone=True,
         )
@@ -143,7 +144,7 @@ class ZeroOptimizer(Wrapped):
             optimizer,
             [[shard.tensor for shard in bucket.shards] for bucket in self._buckets],
             one_by_one=offload or not is_queue,
-            around=lambda some: self._cutter.stepping([self._buckets[b] for b in some]),
+            around=partial(self._cutter.stepping, self._buckets),
         )
         lines = [(bucket.line, bucket.parameters.flat) for bucket in self._buckets]
         self._ties = Ties(module, lines, (h.shared for members in self.held for h in members))
@@ -294,7 +295,7 @@ class ZeroOptimizer(Wrapped):
 
     def _carry(self, bucket: Bucket, members: Sequence[Shared]) -> Scattered:
         number = len(self._buckets)
-        left, settled = partial(self._left, number), partial(self._settled, number)
+        left, settled = partial(Hook(self._left), number), partial(Hook(self._settled), number)
         self._buckets.append(self._cutter.cut(bucket, members, left, settled))
         self._heads.attach(number, self._buckets[-1].carrier)
         return self._buckets[-1].carrier

@@ -6,6 +6,7 @@ elsewhere, or there while the rest is freed, and each gather begins with writing
 """
 
 from collections.abc import Callable
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +18,16 @@ from torchdistpackage.ddp.zero.copies import Beside, Copies
 from torchdistpackage.ddp.zero.line import Line
 from torchdistpackage.ddp.zero.streams import Stream, streams_of
 
+Need = WeakMethod[Callable[["Parameters"], None]]
+"""What is told when somebody reads a parameter that is freed, to `fetch` it or say why not."""
+
 
 class Parameters:
     """Takes over the parameters of `line`; afterwards they are views of `flat`.
 
     master: dtype of the copy that the optimizer works on, None if it works on the slice itself.
-    copies: where that is. wire: dtype in which slices travel. need: told when somebody
-    reads a parameter that is freed, to `fetch` it or say why not.
+    copies: where that is. wire: dtype in which slices travel. need: None if nothing is freed; its
+    owner, who has the rest, lives on while something is.
     """
 
     def __init__(
@@ -34,9 +38,10 @@ class Parameters:
         master: torch.dtype | None = None,
         copies: Copies | None = None,
         wire: torch.dtype | None = None,
-        need: Callable[["Parameters"], None] | None = None,
+        need: Need | None = None,
     ):
         self.line, self._wire, self._need = line, wire, need
+        self._needed: Callable[[Parameters], None] | None = None  # while freed
         self._copies = copies or Beside()
         self._held = [shared.parameter for shared in line.members]
         self._kinds = [type(parameter) for parameter in self._held]
@@ -106,6 +111,8 @@ class Parameters:
             self.arrive()
             self._leave()
             self.is_free = True
+            if self._need is not None:
+                self._needed = self._need()
             if self._streams is not None:
                 # a forward may read them on another stream than that on which they were made
                 self._streams.keep(self.flat)
@@ -116,12 +123,13 @@ class Parameters:
         """Begin to gather what was freed; all ranks of the group call it."""
         if self.is_free:
             self.flat.untyped_storage().resize_(self._num_bytes)
-            self.is_free = False
+            self.is_free, self._needed = False, None
             self._start()
 
     def bring(self, parameter: nn.Parameter) -> None:
-        if self._need is not None:
-            self._need(self)
+        need = self._need() if self._need is not None else None
+        if need is not None:
+            need(self)
         self.arrive()
 
     def changed(self) -> None:
