@@ -32,6 +32,7 @@ class Lived:
     code: str
     suspects: str = ""
     excluded: str = ""
+    requeue_s: float = 0.0
 
     @property
     def log(self) -> str:

@@ -10,6 +10,7 @@ import re
 import subprocess
 import time
 from concurrent.futures import Future
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ from tests.slurm.lives import (
 )
 from torchdistpackage.launch.hostlist import expand
 
+MESSAGE_TIMEOUT_S = 10  # as scripts/slurm/files.py has it
 # every rank is told; whether rank 0 has taken notice when another rank's wish arrives is chance
 OTHER = "a signal to another rank"
 
@@ -75,8 +77,19 @@ def lived(shared: Cluster, folder: Path) -> Lived:
     _, again = send(cluster, folder, "next", *FOUR_NODES)
     found.suspects = (folder / "suspects.jsonl").read_text()
     found.excluded = cluster.job(again)["ExcNodeList"]
+    found.requeue_s = requeue_s(cluster, job)
     cluster.down()
     return found
+
+
+def requeue_s(cluster: Cluster, job: str) -> float:
+    """How long after slurmctld knew of the lost node the job had ended everywhere else."""
+    log = (cluster.conf.parents[1] / "log" / "slurmctld.log").read_text()
+    time_of = r"^\[(\S+)\] {} JobId={}\b"
+    (knew,) = re.findall(time_of.format("requeue job", job) + " due to failure", log, re.MULTILINE)
+    ended = re.findall(time_of.format("Requeuing", job), log, re.MULTILINE)
+    times = [datetime.fromisoformat(t) for t in (knew, *ended)]
+    return min((t - times[0]).total_seconds() for t in times[1:] if t >= times[0])
 
 
 def limit(cluster: Cluster, folder: Path, before: Future) -> Lived:
@@ -160,6 +173,11 @@ def test_accounting_saw_each_end_and_no_other(survivor):
     assert survivor.states[-1] == "COMPLETED" and survivor.code == "0:0"
     assert len(survivor.states) == 4, survivor.states
     assert survivor.states[2] == "NODE_FAIL"
+
+
+def test_a_lost_node_keeps_no_message_of_slurm_waiting(survivor):
+    """The tasks beside it were still there; where none is left, Slurm waits for MessageTimeout."""
+    assert survivor.requeue_s < MESSAGE_TIMEOUT_S
 
 
 def test_the_main_log_has_all_starts_and_ends_well(survivor):

@@ -36,6 +36,7 @@ from torchdistpackage.launch.failure import (
 )
 from torchdistpackage.launch.local import tail
 from torchdistpackage.launch.signals import Noted
+from torchdistpackage.launch.silence import wait_for_word
 from torchdistpackage.launch.stopped import note, stopped
 
 GRACE_S = 2.0
@@ -52,17 +53,22 @@ _READ_BYTES = 1 << 16
 class Place:
     """What is watched: rank, its log, and the folder for reports of this start.
 
-    decision: file that says that the run has ended; whoever is told to end then, ends.
+    decision: file that says that the run has ended; whoever is told to end then, ends. num_ranks:
+    of this start, if a rank that lost a peer shall wait for word of it.
     """
 
     rank: int
     log: Path
     failures: Path
     decision: Path | None = None
+    num_ranks: int = 0
 
     @property
     def report(self) -> Path:
         return self.failures / f"rank{self.rank}.json"
+
+    def has_ended(self) -> bool:
+        return self.decision is not None and self.decision.exists()
 
 
 def supervise(body: Callable[[], int], place: Place, noted: Noted) -> int:
@@ -104,7 +110,10 @@ def supervise(body: Callable[[], int], place: Place, noted: Noted) -> int:
     with os.fdopen(returned, "rb", 0) as mark:
         os.set_blocking(mark.fileno(), False)
         has_returned = bool(mark.read(1))
-    return watch.last_words(status, has_returned)
+    code, failure = watch.last_words(status, has_returned)
+    if place.num_ranks and failure is not None and is_consequence(failure):
+        wait_for_word(place.failures, place.rank, place.num_ranks, noted, place.has_ended)
+    return code
 
 
 def read_failures(folder: Path) -> list[Failure]:
@@ -256,10 +265,10 @@ class _Watch:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, signum)
 
-    def last_words(self, status: int, has_returned: bool) -> int:
-        """Report how the rank ended, if it has not; the exit code to end with."""
+    def last_words(self, status: int, has_returned: bool) -> tuple[int, Failure | None]:
+        """Report how the rank ended, if it has not; the exit code to end with, and the report."""
         if status == 0 and has_returned:
-            return 0
+            return 0, None
         rank, host = self._place.rank, socket.gethostname()
         if self._place.report.exists():
             failure = from_json(self._place.report.read_text(encoding="utf-8"))
@@ -276,7 +285,7 @@ class _Watch:
         if not self._place.log.exists():  # removed in mid-run, and with it what was said there
             with contextlib.suppress(OSError):
                 write_whole(self._place.log, f"{how(failure)}\n{failure.detail}\n")
-        return 128 - status if status < 0 else status or 1
+        return (128 - status if status < 0 else status or 1), failure
 
 
 def _spoken(failure: Failure) -> str:

@@ -82,10 +82,10 @@ def watched(config: RunConfig, rendezvous: Rendezvous, resume: str = "auto") -> 
     try:
         if rendezvous.rank == 0:
             with only_writer(files.run, forks=True) as lock:
-                return _lead(config, resume, files, noted, lock)
+                return _lead(config, resume, files, noted, lock, rendezvous.world_size)
         if _resume(files, _this_start(files, rendezvous.rank), resume) == "never":
             _wait_for_room(files, noted, config.launch.init_timeout_s)
-        return _follow(config, resume, files, noted, rendezvous.rank)
+        return _follow(config, resume, files, noted, rendezvous.rank, rendezvous.world_size)
     except OSError as error:
         inside = error.filename is not None and Path(error.filename).is_relative_to(files.run)
         if not inside and error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -93,7 +93,14 @@ def watched(config: RunConfig, rendezvous: Rendezvous, resume: str = "auto") -> 
         raise cannot_write(files.run, error) from error
 
 
-def _lead(config: RunConfig, resume: str, files: JobFiles, noted: Noted, lock: Lock | None) -> int:
+def _lead(
+    config: RunConfig,
+    resume: str,
+    files: JobFiles,
+    noted: Noted,
+    lock: Lock | None,
+    num_ranks: int,
+) -> int:
     """Be the watcher of rank 0, the only one that changes what an earlier start has left."""
     resume = _resume(files, _this_start(files, 0), resume)
     if resume == "never" and files.script.exists():
@@ -118,7 +125,7 @@ def _lead(config: RunConfig, resume: str, files: JobFiles, noted: Noted, lock: L
             lock.keep()
 
     _say_if_it_stays_away(config)
-    code = _follow(config, resume, files, noted, 0, with_heartbeats)
+    code = _follow(config, resume, files, noted, 0, num_ranks, with_heartbeats)
     return code or come_back(files, os.environ)
 
 
@@ -134,13 +141,15 @@ def _follow(
     files: JobFiles,
     noted: Noted,
     rank: int,
+    num_ranks: int,
     first: Callable[[], None] = lambda: None,
 ) -> int:
     """Watch over a rank, which does `first` first."""
     start = _this_start(files, rank)
     resume = _resume(files, start, resume)
     failures, decision = files.failures(start.start), files.decision(start.start)
-    place = Place(rank, files.rank_log(rank, start.restart), failures, decision)
+    log = files.rank_log(rank, start.restart)
+    place = Place(rank, log, failures, decision, num_ranks)
     place.report.unlink(missing_ok=True)
     os.environ["TDP_RESTART"] = str(start.restart)
 
