@@ -91,7 +91,8 @@ def test_times_of_slurm_are_taken(text: str):
 
 
 @pytest.mark.parametrize(
-    "value", ["", "1h", "1:60", "1:2:3:4", "1-24", "1-", "-5", "1-1:1:1:1", "1:60:00", 1.5, True]
+    "value",
+    ["", "1h", "1:60", "1:2:3:4", "1-24", "1-", "-5", "1-1:1:1:1", "1:60:00", 1.5, True, "1٣"],
 )
 def test_other_times_are_refused(value: object):
     assert slurm(time=value).startswith("wants a time")
@@ -133,6 +134,8 @@ def test_values_become_lines_of_the_header(options: dict[str, object], lines: di
         ({"signal": "B:USR1@60"}, "it goes to the ranks"),
         ({"distribution": "cyclic"}, "ranks that follow each other"),
         ({"gpus-per-node": "all"}, "number of GPUs"),
+        ({"gpus-per-node": "1٣"}, "number of GPUs"),
+        ({"nodes": "1٣"}, "wants a number, a range"),
         ({"srun": ["--mpi=pmix"]}, "may not change the way the ranks meet"),
         ({"srun": ["-n4"]}, "may not change the layout"),
         ({"srun": ["--output=x"]}, "may not change the output"),

@@ -24,11 +24,14 @@ def place(method: str, world_size: int, rank: int, local_rank: int, env: Env) ->
     Raises:
         LaunchError: the method is another one, or a number is missing or cannot be.
     """
-    url = urlsplit(method)
+    try:
+        url = urlsplit(method)
+    except ValueError as error:
+        raise LaunchError(f"init method {method!r} is no URL: {error}") from error
     query = {name.upper(): values[-1] for name, values in parse_qs(url.query).items()}
     said = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank}
     given = {name: str(number) for name, number in said.items() if number != -1}
-    given = {name: query[name] for name in said if name in query} | given
+    given = {name: query[name] for name in ("RANK", "WORLD_SIZE") if name in query} | given
     if given.get("WORLD_SIZE") == "1":
         if given.get("RANK", "0") != "0":
             raise LaunchError(f"rank {given['RANK']} of 1 cannot be; the only rank is 0")
@@ -43,6 +46,8 @@ def place(method: str, world_size: int, rank: int, local_rank: int, env: Env) ->
     numbers = _numbers(method, given, env)
     if url.scheme == "tcp":
         return detect(_tcp(method, url, numbers))
+    if not url.netloc + url.path:
+        raise LaunchError(f"init method {method!r} needs the path of a file: file://PATH")
     everyone_here = {"LOCAL_RANK": numbers["RANK"], "LOCAL_WORLD_SIZE": numbers["WORLD_SIZE"]}
     return detect({**everyone_here, **numbers, "TDP_STORE": url.netloc + url.path})
 

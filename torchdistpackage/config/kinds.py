@@ -102,6 +102,7 @@ def _bf16(value: object) -> object:
 
 MAX_RANKS = 1 << 18
 MAX_CHUNKS = 64
+MAX_MLP_RATIO = 1024
 MAX_PROCS = 4096
 """Processes on one machine."""
 MAX_STEPS = 1_000_000_000

@@ -3,7 +3,7 @@
 One rule: what it says gives names, values and the nearest values that would do.
 """
 
-from torchdistpackage.config.kinds import MAX_RANKS
+from torchdistpackage.config.kinds import MAX_MLP_RATIO, MAX_RANKS
 from torchdistpackage.config.pipeline_rules import PIPELINE_RULES
 from torchdistpackage.config.rule import Rule, divisors, multiples, reads
 from torchdistpackage.config.schema import Data, Model, RunConfig
@@ -95,12 +95,18 @@ def _hidden_over_tensor(c: RunConfig, world_size: int | None) -> str | None:
     hidden, tensor = c.model.hidden, c.parallel.tensor
     if c.model.name is None or hidden % tensor == 0:
         return None
-    good = max(round(hidden / tensor), 1) * tensor
+    good = min(max(round(hidden / tensor), 1), c.model.dim * MAX_MLP_RATIO // tensor) * tensor
     return (
         f"the MLP is model.dim={c.model.dim} x model.mlp_ratio={c.model.mlp_ratio:g} = {hidden} "
         f"wide, which parallel.tensor={tensor} ranks cannot share evenly; set mlp_ratio to "
-        f"{good / c.model.dim:.6g}, which gives {good}, or change dim"
+        f"{_ratio(good, c.model.dim)}, which gives {good}, or change dim"
     )
+
+
+def _ratio(hidden: int, dim: int) -> str:
+    """The mlp_ratio that gives `hidden`, in as few digits as that takes, 6 or more."""
+    texts = (f"{hidden / dim:.{digits}g}" for digits in range(6, 18))
+    return next(text for text in texts if round(dim * float(text)) == hidden)
 
 
 @reads("data.seq_len", "parallel.tensor", "parallel.sequence_parallel")

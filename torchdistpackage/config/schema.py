@@ -114,7 +114,9 @@ class Model(Named):
     layers: k.Count = Field(default=4, le=2048, description="Transformer blocks.")
     dim: k.Count = Field(default=128, le=1 << 20, description="Width of the residual stream.")
     heads: k.Count = Field(default=4, le=1 << 16, description="Attention heads, dim / heads wide.")
-    mlp_ratio: k.Positive = Field(default=4.0, le=1024, description="Width of the MLP over dim.")
+    mlp_ratio: k.Positive = Field(
+        default=4.0, le=k.MAX_MLP_RATIO, description="Width of the MLP over dim."
+    )
     vocab: k.Count = Field(default=256, le=1 << 24, description="Number of token ids.")
     dropout: k.BelowOne = Field(default=0.0, description="Part of activations dropped.")
     tied: k.Flag = Field(default=True, description="Embedding and output head share one weight.")

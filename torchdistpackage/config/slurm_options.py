@@ -29,14 +29,14 @@ class Kind:
 
 
 def _matching(pattern: str) -> Callable[[str], bool]:
-    compiled = re.compile(pattern)
+    compiled = re.compile(pattern, re.ASCII)  # Slurm knows no other digits
     return lambda text: bool(compiled.fullmatch(text))
 
 
 def _is_time(text: str) -> bool:
     days, _, clock = text.rpartition("-")
     small = [int(part) for part in re.findall(r"\d+", clock)]
-    is_time = re.fullmatch(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", text)
+    is_time = re.fullmatch(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", text, re.ASCII)
     return bool(is_time) and max(small[1:], default=0) < 60 and not (days and small[0] > 23)
 
 
@@ -52,7 +52,7 @@ _MAX_TEXT = 4096
 def node_counts(text: str) -> tuple[int, ...]:
     """Every number of nodes that `4`, `4-8`, `1-9:4` or `2,4` allows, ascending; () if wrong."""
     counts: set[int] = set()
-    if len(text) <= _MAX_TEXT and re.fullmatch(f"{_SPAN}(,{_SPAN})*", text):
+    if len(text) <= _MAX_TEXT and re.fullmatch(f"{_SPAN}(,{_SPAN})*", text, re.ASCII):
         for span in text.split(","):
             bounds, _, step = span.partition(":")
             first, _, last = bounds.partition("-")
