@@ -52,6 +52,17 @@ def test_all_errors_are_public():
     assert all(getattr(torchdistpackage, name) is getattr(errors, name) for name in raised)
 
 
+def test_the_tree_of_errors_is_the_one_in_their_module():
+    above: list[str] = []
+    told: dict[str, str] = {}
+    for indent, name in re.findall(r"^( *)(\w+Error)\b", str(errors.__doc__), re.MULTILINE):
+        above[len(indent) // 2 :] = [name]
+        told[name] = above[-2] if above[1:] else "Exception"
+    assert told == {
+        n: e.__bases__[0].__name__ for n, e in vars(errors).items() if inspect.isclass(e)
+    }
+
+
 def test_dir_shows_what_there_is():
     shown = dir(torchdistpackage)
     assert set(torchdistpackage.__all__) <= set(shown)

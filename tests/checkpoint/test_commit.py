@@ -1,5 +1,6 @@
 """What counts as a checkpoint, and what is left of one that does not."""
 
+import errno
 import logging
 from pathlib import Path
 
@@ -89,6 +90,34 @@ def test_the_one_just_written_stays_beside_later_ones_of_an_earlier_attempt(tmp_
         write(tmp_path, step)
     write(tmp_path, 5, keep_last=2)
     assert names(tmp_path) == ["step_000005", "step_000020"]
+
+
+def test_one_that_cannot_be_removed_stays_and_the_new_one_counts(tmp_path, monkeypatch, caplog):
+    """Of another user, say: the save has worked."""
+    rename = Path.rename
+
+    def refused(path: Path, target: Path) -> Path:
+        if path.name == "step_000001":
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        return rename(path, target)
+
+    for step in (1, 2):
+        write(tmp_path, step)
+    monkeypatch.setattr(Path, "rename", refused)
+    with caplog.at_level(logging.WARNING):
+        write(tmp_path, 3, keep_last=1)
+    assert names(tmp_path) == ["step_000001", "step_000003"]
+    (record,) = caplog.records
+    assert "step_000001" in record.getMessage()
+
+
+def test_a_file_that_cannot_be_read_is_damage_with_a_place(tmp_path, monkeypatch):
+    def broken(path: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")  # as of read(), which knows no name
+
+    path = write(tmp_path, 1)
+    monkeypatch.setattr(commits, "measure", broken)
+    assert damage(path, checksums=True) == f"{path}: Input/output error"
 
 
 def test_leftovers_go_and_other_files_stay(tmp_path):

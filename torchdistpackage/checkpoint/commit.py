@@ -106,8 +106,12 @@ def retain(folder: Path, keep_last: int, newest: Path) -> None:
     complete = [path for path in candidates(folder) if path != newest and not damage(path)]
     for path in complete[max(keep_last - 1, 0) :]:
         doomed = folder / f"{path.name.split('.')[0]}.tmp-{secrets.token_hex(4)}"
-        path.rename(doomed)
-        _remove(doomed)
+        try:
+            path.rename(doomed)
+        except OSError as error:  # such as of another user, in a folder that all may write to
+            log.warning("cannot remove checkpoint %s, so it stays: %s", path, error.strerror)
+        else:
+            _remove(doomed)
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -173,7 +177,7 @@ def damage(path: Path, *, checksums: bool = False, share: tuple[int, int] = (0, 
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except OSError as error:
-        return f"{error.filename}: {error.strerror}"
+        return f"{error.filename or path}: {error.strerror}"  # a failed read has no name
     except CheckpointError as error:
         return str(error)
     return None
