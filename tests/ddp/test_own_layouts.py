@@ -2,7 +2,7 @@
 optimizer, of wrappers, clipping, averages and checkpoints are those of one process in float64."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.layout.collect import collect
 from torchdistpackage.layout.derive import blocks
 from torchdistpackage.optim.clip import clip_grad_norm_
+from torchdistpackage.parallel.pipeline.forward_backward import forward_backward
 from torchdistpackage.parallel.tensor.classic_block import Transformer
 
 DIM, HEADS, DEPTH, BATCH = 8, 2, 2, 8
@@ -77,8 +78,13 @@ def expect(net: nn.Module, whole: dict[str, Tensor], mine: dict[str, Tensor]) ->
             torch.testing.assert_close(mine[name][local], wanted[at], **CLOSE, msg=where)
 
 
-def train(world, way: str, sequence: bool, folder: str) -> None:
+def train_all(world, ways: Sequence[str], sequence: bool, folder: str) -> None:
     tpc.setup_process_groups(list(world))
+    for way in ways:
+        train(way, sequence, f"{folder}/{way}")
+
+
+def train(way: str, sequence: bool, folder: str) -> None:
     truth, averages, norms = train_serial(clips=way != "accumulate")
     net = parallel(sequence)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9)
@@ -116,30 +122,31 @@ def train(world, way: str, sequence: bool, folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "way", "sequence"),
+    ("world", "ways", "sequence"),
     [
-        (WORLDS[0], "plain", True),
-        (WORLDS[0], "accumulate", True),
-        (WORLDS[1], "naive", True),
-        (WORLDS[1], "zero1", True),
-        pytest.param(WORLDS[0], "plain", False, marks=pytest.mark.full),
-        pytest.param(WORLDS[1], "naive", False, marks=pytest.mark.full),
-        pytest.param(WORLDS[1], "zero2", True, marks=pytest.mark.full),
-        pytest.param(WORLDS[1], "zero3", True, marks=pytest.mark.full),
-        pytest.param(WORLDS[1], "zero3", False, marks=pytest.mark.full),
-        pytest.param(WORLDS[0], "zero2", True, marks=pytest.mark.full),
+        (WORLDS[0], ("plain", "accumulate"), True),
+        (WORLDS[1], ("naive", "zero1"), True),
+        pytest.param(WORLDS[0], ("plain", "zero2"), False, marks=pytest.mark.full),
+        pytest.param(WORLDS[0], ("zero2",), True, marks=pytest.mark.full),
+        pytest.param(WORLDS[1], ("zero2", "zero3"), True, marks=pytest.mark.full),
+        pytest.param(WORLDS[1], ("naive", "zero3"), False, marks=pytest.mark.full),
     ],
     ids=str,
 )
-def test_three_steps_are_those_of_one_process(ranks, tmp_path, world, way, sequence):
+def test_three_steps_are_those_of_one_process(ranks, tmp_path, world, ways, sequence):
     size = 2 if len(world) == 1 else 4
-    ranks(size).run(train, world, way, sequence, str(tmp_path))
-    ranks(1).run(resumed, str(tmp_path), way)
+    ranks(size).run(train_all, world, ways, sequence, str(tmp_path))
+    ranks(1).run(all_resumed, ways, str(tmp_path))
+
+
+def all_resumed(ways: Sequence[str], folder: str) -> None:
+    tpc.setup_process_groups([("data", 1)])
+    for way in ways:
+        resumed(f"{folder}/{way}", way)
 
 
 def resumed(folder: str, way: str) -> None:
     """What was saved loads whole, under a topology of one rank, and goes on."""
-    tpc.setup_process_groups([("data", 1)])
     truth, _, _ = train_serial(clips=way != "accumulate")
     net = parallel(False, tpc.get_group("data"))
     with torch.no_grad():
@@ -150,3 +157,52 @@ def resumed(folder: str, way: str) -> None:
     load(path, params=net, topology=tpc.topology, rank=0, optimizer=optimizer, with_extras=False)
     expect(net, dict(truth.named_parameters()), dict(net.named_parameters()))
     assert len(optimizer.state) == len(list(net.parameters()))
+
+
+def pipelined(ways: Sequence[str], sequence: bool) -> None:
+    """A block on each stage, two microbatches."""
+    tpc.setup_process_groups(list(WORLDS[2]))
+    truth, _, norms = train_serial(clips=True)
+    stage = tpc.get_group_rank("pipe")
+    for way in ways:
+        net = parallel(sequence)
+        net.blocks = net.blocks[stage : stage + 1]
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9)
+        reducer, held = None, None
+        if way == "naive":
+            held = NaiveDDP(net)
+            reducer = held.reducer
+        elif way.startswith("zero"):
+            optimizer = ZeroOptimizer(optimizer, net, stage=int(way[-1]))
+            reducer = optimizer.reducer
+
+        def forward(given: Tensor, net: nn.Module = net) -> Tensor:
+            return loss_of(net, given) if stage else net(given)
+
+        for step, x in enumerate(batches()):
+            own = None if stage else x
+            forward_backward(optimizer, forward, None, own, 2, reducer=reducer)
+            norm = clip_grad_norm_(net.parameters(), CLIP)
+            assert float(norm) == pytest.approx(norms[step], rel=1e-9), way
+            optimizer.step()
+        whole = {n.replace(f"blocks.{stage}.", "blocks.0."): p for n, p in of_stage(truth, stage)}
+        expect(net, whole, {name: p.detach() for name, p in net.named_parameters()})
+        del held
+
+
+def of_stage(truth: Transformer, stage: int) -> list[tuple[str, Tensor]]:
+    return [(n, p) for n, p in truth.named_parameters() if n.startswith(f"blocks.{stage}.")]
+
+
+@pytest.mark.late_in_full
+@pytest.mark.parametrize(
+    ("ways", "sequence"),
+    [
+        (("plain", "naive", "zero1"), True),
+        pytest.param(("zero2",), True, marks=pytest.mark.full),
+        pytest.param(("plain", "naive", "zero1"), False, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_stages_of_a_pipeline_are_those_of_one_process(ranks, ways, sequence):
+    ranks(4).run(pipelined, ways, sequence)

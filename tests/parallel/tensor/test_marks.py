@@ -86,8 +86,8 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def survive() -> None:
-    tpc.setup_process_groups([("data", 2), ("tensor", 2)])
+def survive(data: int) -> None:
+    tpc.setup_process_groups([("data", data), ("tensor", 2)])
     group = tpc.get_group("tensor")
     for name, way in WAYS.items():
         for net in map(way, models()):
@@ -110,8 +110,10 @@ def survive() -> None:
                 assert group_of(p) is group, where
 
 
-def test_a_mark_survives_what_replaces_parameters(ranks):
-    ranks(4).run(survive)
+@pytest.mark.late_in_full
+@pytest.mark.parametrize("data", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_mark_survives_what_replaces_parameters(ranks, data):
+    ranks(2 * data).run(survive, data)
 
 
 def inner_moves_alone() -> None:
@@ -130,6 +132,7 @@ def inner_moves_alone() -> None:
     assert layout_of(plain[0].weight).split == (("tensor",), ())
 
 
+@pytest.mark.late_in_full
 def test_outer_modules_and_users_speak_for_inner_ones(ranks):
     ranks(2).run(inner_moves_alone)
 
@@ -150,29 +153,35 @@ def pickles_alone() -> None:
     assert again.group is dist.group.WORLD
 
 
+@pytest.mark.late_in_full
 def test_pickled_parameters_need_no_class_of_ours(ranks):
     ranks(2).run(pickles_alone)
 
 
-def compiled() -> None:
+def compiled(norm: type[LayerNorm | RMSNorm]) -> None:
     """Marks are read while a graph is made: no break, and none is made anew."""
     tpc.setup_process_groups([("tensor", 2)])
     x = torch.randn(3, 4)
-    for net in (LayerNorm(4, sequence_parallel=True), RMSNorm(4, sequence_parallel=True)):
-        twin = copy.deepcopy(net)
-        ddp = NaiveDDP(net)
-        counter = CompileCounter()
-        net.compile(fullgraph=True, backend=counter)
-        for _ in range(3):
-            ddp.zero_grad()
-            ddp(x).square().sum().backward()
-        assert counter.frame_count == 1
-        # without a reducer the layer sums, also where the graph breaks at the sum
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # dynamo looks at .grad of what passes a break
-            torch.compile(twin, backend="eager")(x).square().sum().backward()
-        for mine, theirs in zip(net.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad)
+    net = norm(4, sequence_parallel=True)
+    twin = copy.deepcopy(net)
+    ddp = NaiveDDP(net)
+    counter = CompileCounter()
+    net.compile(fullgraph=True, backend=counter)
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(x).square().sum().backward()
+    assert counter.frame_count == 1
+    # without a reducer the layer sums, also where the graph breaks at the sum
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dynamo looks at .grad of what passes a break
+        torch.compile(twin, backend="eager")(x).square().sum().backward()
+    for mine, theirs in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def compiled_alone() -> None:
+    tpc.setup_process_groups([("tensor", 2)])
+    x = torch.randn(3, 4)
     alone = ColumnLinear(4, 4, group=tpc.groups.of([tpc.rank]))
     for one in (LayerNorm(4), alone):
         counter = CompileCounter()
@@ -181,5 +190,12 @@ def compiled() -> None:
 
 
 @pytest.mark.own_transport("torch.compile")
-def test_marks_neither_break_nor_remake_a_graph(ranks):
-    ranks(2).run(compiled)
+@pytest.mark.parametrize("norm", [LayerNorm, pytest.param(RMSNorm, marks=pytest.mark.full)])
+def test_marks_neither_break_nor_remake_a_graph(ranks, norm):
+    ranks(2).run(compiled, norm)
+
+
+@pytest.mark.full
+@pytest.mark.own_transport("torch.compile")
+def test_layers_of_one_rank_are_one_graph(ranks):
+    ranks(2).run(compiled_alone)
