@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.ddp.against_specification import both, descend, follow, part, squares
+from tests.ddp.against_reference import both, descend, follow, part, squares
 from torchdistpackage.comm import primitives
 from torchdistpackage.ddp.compress import bf16_compress, fp16_compress
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
@@ -73,8 +73,8 @@ class Recording:
 
 def own_hook() -> None:
     hook = Recording()
-    ddp, specification = both(lambda: layers().double(), comm_hook=hook)
-    follow(ddp, specification, squares)
+    ddp, reference = both(lambda: layers().double(), comm_hook=hook)
+    follow(ddp, reference, squares)
     assert hook.num_started == hook.num_waited == 3 * ddp.reducer.num_buckets
 
 

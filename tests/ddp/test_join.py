@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.ddp.against_specification import DIM, near, part, squares
+from tests.ddp.against_reference import DIM, near, part, squares
 from torchdistpackage.comm import primitives
 from torchdistpackage.ddp.join import join
 from torchdistpackage.ddp.naive_ddp import NaiveDDP

@@ -6,10 +6,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.ddp.specification import Specification
+from torchdistpackage.ddp.reference import ReferenceDDP
 
 
-def sent_by_the_specification() -> list[str]:
+def sent_by_the_reference() -> list[str]:
     """Devices of all that it hands to the group."""
     sent: list[str] = []
 
@@ -20,9 +20,9 @@ def sent_by_the_specification() -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(primitives, "all_reduce", send)
         patch.setattr(primitives, "broadcast", send)
-        Specification(nn.Linear(2, 2, device="meta"), dist.group.WORLD).average()
+        ReferenceDDP(nn.Linear(2, 2, device="meta"), dist.group.WORLD).average()
     return sent
 
 
-def test_the_specification_asks_on_the_device_of_the_parameter(ranks):
-    assert ranks(1).run(sent_by_the_specification) == [["meta"] * 4]
+def test_the_reference_asks_on_the_device_of_the_parameter(ranks):
+    assert ranks(1).run(sent_by_the_reference) == [["meta"] * 4]

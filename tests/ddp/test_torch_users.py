@@ -1,6 +1,6 @@
 """What users of torch's DDP rely on, one promise a test: accumulation, copies, parameters.
 
-Each is held against the specification (specification.py) on ranks with data of their own.
+Each is held against the reference (reference.py) on ranks with data of their own.
 """
 
 import copy
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.ddp.against_specification import (
+from tests.ddp.against_reference import (
     DIM,
     both,
     descend,
@@ -21,7 +21,7 @@ from tests.ddp.against_specification import (
     squares,
 )
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.ddp.specification import Specification
+from torchdistpackage.ddp.reference import ReferenceDDP
 
 SMALL_MIB = 0.0001
 """Room for one layer, so that there are several buckets."""
@@ -35,8 +35,8 @@ def layers(number: int = 3) -> nn.Sequential:
 
 
 def gradients_add_up() -> None:
-    ddp, specification = both(layers)
-    follow(ddp, specification, squares, num_micro=3, reduce_each=True)
+    ddp, reference = both(layers)
+    follow(ddp, reference, squares, num_micro=3, reduce_each=True)
 
 
 def test_gradients_of_several_reduced_backwards_add_up(ranks):
@@ -44,8 +44,8 @@ def test_gradients_of_several_reduced_backwards_add_up(ranks):
 
 
 def last_microbatch() -> None:
-    ddp, specification = both(layers, num_grad_acc_iter=3, bucket_cap_mb=SMALL_MIB)
-    follow(ddp, specification, squares, num_micro=3)
+    ddp, reference = both(layers, num_grad_acc_iter=3, bucket_cap_mb=SMALL_MIB)
+    follow(ddp, reference, squares, num_micro=3)
     events: list[str] = []
     ddp.reducer.on_launch = lambda b: events.append(f"bucket {b}")
     for name, parameter in ddp.module.named_parameters():
@@ -84,12 +84,12 @@ def test_two_wrappers_live_in_one_process_and_in_one_graph(ranks):
 
 
 def copies() -> None:
-    ddp, specification = both(layers, bucket_cap_mb=SMALL_MIB)
-    follow(ddp, specification, squares)
-    other, other_truth = copy.deepcopy(ddp), Specification(copy.deepcopy(specification.module))
+    ddp, reference = both(layers, bucket_cap_mb=SMALL_MIB)
+    follow(ddp, reference, squares)
+    other, other_truth = copy.deepcopy(ddp), ReferenceDDP(copy.deepcopy(reference.module))
     descend(other), descend(other_truth)
     follow(other, other_truth, squares, steps=range(3, 6))
-    follow(ddp, specification, squares, steps=range(6, 9))
+    follow(ddp, reference, squares, steps=range(6, 9))
     expect_equal(other.module, other_truth.module)
 
 
@@ -98,10 +98,10 @@ def test_a_deepcopy_trains_on_its_own(ranks):
 
 
 def pickles() -> None:
-    ddp, specification = both(layers, bucket_cap_mb=SMALL_MIB, num_grad_acc_iter=2)
-    follow(ddp, specification, squares, num_micro=2)
+    ddp, reference = both(layers, bucket_cap_mb=SMALL_MIB, num_grad_acc_iter=2)
+    follow(ddp, reference, squares, num_micro=2)
     back = pickle.loads(pickle.dumps(ddp))  # noqa: S301
-    follow(back, specification, squares, steps=range(3, 6), num_micro=2)
+    follow(back, reference, squares, steps=range(3, 6), num_micro=2)
 
 
 def test_an_unpickled_wrapper_goes_on_over_the_default_group(ranks):
@@ -121,8 +121,8 @@ class Spare(nn.Module):
 
 
 def unused() -> None:
-    ddp, specification = both(lambda: Spare().double())
-    follow(ddp, specification, squares)
+    ddp, reference = both(lambda: Spare().double())
+    follow(ddp, reference, squares)
     assert ddp.module.unused.weight.grad is None
 
 
@@ -135,8 +135,8 @@ def used_by_one_rank() -> None:
         spare = net.module.unused(x).sum() if dist.get_rank() == 1 else 0
         return squares(net, x) + spare
 
-    ddp, specification = both(lambda: Spare().double(), bucket_cap_mb=SMALL_MIB)
-    follow(ddp, specification, loss)
+    ddp, reference = both(lambda: Spare().double(), bucket_cap_mb=SMALL_MIB)
+    follow(ddp, reference, loss)
     assert ddp.module.unused.weight.grad is not None
 
 
@@ -169,8 +169,8 @@ class Tied(nn.Module):
 
 
 def tied() -> None:
-    ddp, specification = both(lambda: Tied().double())
-    follow(ddp, specification, squares)
+    ddp, reference = both(lambda: Tied().double())
+    follow(ddp, reference, squares)
     assert ddp.module.head.weight is ddp.module.embed.weight
     assert set(ddp.state_dict()) == {"embed.weight", "head.weight"}
 
@@ -180,15 +180,15 @@ def test_tied_weights_stay_one_and_are_reduced_once(ranks):
 
 
 def frozen() -> None:
-    ddp, specification = both(layers)
-    for net in (ddp.module, specification.module):
+    ddp, reference = both(layers)
+    for net in (ddp.module, reference.module):
         net[1].requires_grad_(False)
-    follow(ddp, specification, squares)
-    for net in (ddp.module, specification.module):
+    follow(ddp, reference, squares)
+    for net in (ddp.module, reference.module):
         net.zero_grad()
         net[0].requires_grad_(False)
         net[1].requires_grad_(True)
-    follow(ddp, specification, squares, steps=range(3, 6))
+    follow(ddp, reference, squares, steps=range(3, 6))
 
 
 def test_parameters_may_be_frozen_and_freed_at_any_time(ranks):
@@ -197,13 +197,13 @@ def test_parameters_may_be_frozen_and_freed_at_any_time(ranks):
 
 def late() -> None:
     """Each rank adds a layer with values of its own; all go on with the first rank's."""
-    ddp, specification = both(layers, bucket_cap_mb=SMALL_MIB)
-    follow(ddp, specification, squares)
+    ddp, reference = both(layers, bucket_cap_mb=SMALL_MIB)
+    follow(ddp, reference, squares)
     torch.manual_seed(dist.get_rank())
     ddp.module.append(nn.Linear(DIM, DIM).double())
     torch.manual_seed(0)
-    specification.module.append(nn.Linear(DIM, DIM).double())
-    follow(ddp, specification, squares, steps=range(3, 6))
+    reference.module.append(nn.Linear(DIM, DIM).double())
+    follow(ddp, reference, squares, steps=range(3, 6))
 
 
 def test_parameters_added_later_are_taken_in_at_the_next_forward(ranks):
@@ -221,8 +221,8 @@ class Bags(nn.Module):
 
 
 def sparse() -> None:
-    ddp, specification = both(lambda: Bags().double())
-    follow(ddp, specification, squares)
+    ddp, reference = both(lambda: Bags().double())
+    follow(ddp, reference, squares)
     assert ddp.module.words.weight.grad.is_sparse, "as one process has it"
     optimizer = torch.optim.SparseAdam([ddp.module.words.weight])
     optimizer.step()

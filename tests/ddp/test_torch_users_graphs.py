@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.ddp.against_specification import DIM, both, expect_equal, follow, part, squares
+from tests.ddp.against_reference import DIM, both, expect_equal, follow, part, squares
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.ddp.specification import Specification
+from torchdistpackage.ddp.reference import ReferenceDDP
 from torchdistpackage.ddp.sync_batch_norm import convert_sync_batchnorm
 
 SMALL_MIB = 0.0001
@@ -32,8 +32,8 @@ class Mixed(nn.Module):
 
 
 def mixed() -> None:
-    ddp, specification = both(Mixed)
-    follow(ddp, specification, squares)
+    ddp, reference = both(Mixed)
+    follow(ddp, reference, squares)
     assert ddp.module.narrow[0].weight.grad.dtype == torch.float32
 
 
@@ -81,15 +81,15 @@ def test_a_gradient_in_the_loss_is_differentiated_again(ranks):
 
 
 def kept_graph() -> None:
-    ddp, specification = both(smooth)
+    ddp, reference = both(smooth)
     for step in range(2):
-        ddp.zero_grad(), specification.zero_grad()
+        ddp.zero_grad(), reference.zero_grad()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch on cycles that create_graph makes
             squares(ddp, part(step)).backward(create_graph=True)
-            squares(specification, part(step)).backward(create_graph=True)
-        specification.average()
-        expect_equal(ddp.module, specification.module)
+            squares(reference, part(step)).backward(create_graph=True)
+        reference.average()
+        expect_equal(ddp.module, reference.module)
 
 
 def test_a_backward_may_create_a_graph(ranks):
@@ -113,8 +113,8 @@ class Checkpointed(nn.Module):
 
 
 def checkpointed(reentrant: bool) -> None:
-    ddp, specification = both(lambda: Checkpointed(reentrant).double(), bucket_cap_mb=SMALL_MIB)
-    follow(ddp, specification, squares)
+    ddp, reference = both(lambda: Checkpointed(reentrant).double(), bucket_cap_mb=SMALL_MIB)
+    follow(ddp, reference, squares)
 
 
 def test_reentrant_checkpointing(ranks):
@@ -132,12 +132,12 @@ def blocks() -> nn.Module:
 
 
 def compiled(backend: str) -> None:
-    ddp, specification = both(blocks, bucket_cap_mb=SMALL_MIB)
+    ddp, reference = both(blocks, bucket_cap_mb=SMALL_MIB)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.compile on its own parts
         for block in ddp.module:
             block.compile(backend=backend)
-        follow(ddp, specification, squares)
+        follow(ddp, reference, squares)
 
 
 def test_blocks_may_be_compiled(ranks):
@@ -192,8 +192,8 @@ def per_parameter_groups() -> None:
     truth = copy.deepcopy(net)
     truth.forward = lambda x: truth["expert"](torch.tanh(truth["shared"](x)))
     ddp = TwoExperts(net, pairs)
-    whole = Specification(truth["shared"])
-    experts = Specification(truth["expert"], pairs[dist.get_rank() % 2])
+    whole = ReferenceDDP(truth["shared"])
+    experts = ReferenceDDP(truth["expert"], pairs[dist.get_rank() % 2])
     for step in range(3):
         ddp.zero_grad(), truth.zero_grad()
         squares(ddp, part(step)).backward()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.ddp.against_specification import DIM, near, part
+from tests.ddp.against_reference import DIM, near, part
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 
 SMALL_MIB = 0.0001

@@ -1,6 +1,8 @@
 """Data parallelism: ranks with equal parameters and different batches average their gradients.
 
-To read in this order. What it computes, with nothing else: specification.
+To read in this order.
+
+What it computes    reference: DDP and ZeRO-1 in the plainest way, which tests hold all else to.
 
 What users hold      naive_ddp (the wrapper NaiveDDP), on wrapper (names, copies, pickles).
 One backward         reducer (which backward counts) and what calls it: outputs (hooks on what a

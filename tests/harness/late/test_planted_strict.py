@@ -14,7 +14,7 @@ from torchdistpackage.comm.headers import Headers
 from torchdistpackage.comm.world import world as everybody
 from torchdistpackage.ddp.carrier import AllReduced
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.ddp.specification import Specification
+from torchdistpackage.ddp.reference import ReferenceDDP
 from torchdistpackage.errors import RaceError, RankError
 from torchdistpackage.optim import clip
 from torchdistpackage.parallel.pipeline import forward_backward as interface
@@ -50,20 +50,20 @@ def test_the_norm_of_an_empty_stage():
 
 
 def average() -> None:
-    net = Specification(nn.Linear(3, 2), everybody())
+    net = ReferenceDDP(nn.Linear(3, 2), everybody())
     net(torch.ones(1, 3)).sum().backward()
     net.average()
 
 
-def test_a_word_of_the_specification():
+def test_a_word_of_the_reference():
     with mirror(2, transport=STRICT):
         average()
     wrong = planted(
-        Specification, "average", "dtype=torch.int32, device=parameter.device", "dtype=torch.int32"
+        ReferenceDDP, "average", "dtype=torch.int32, device=parameter.device", "dtype=torch.int32"
     )
     with wrong, mirror(2, transport=STRICT), pytest.raises(RaceError, match="in host memory") as e:
         average()
-    assert re.search(r"made at .*specification.py:\d+ average", str(e.value))
+    assert re.search(r"made at .*reference.py:\d+ average", str(e.value))
 
 
 # -- pipelines of two real ranks -------------------------------------------------------

@@ -2,6 +2,7 @@
 
 To read in this order.
 
+What it computes  reference: GPipe in 40 lines, which tests hold Pipeline to.
 What users call   pipeline (`Pipeline`, for loops of your own), forward_backward (for functions)
                   with function_call and kept (what stays from call to call).
                   Under both: order (which schedule), own_stages, stage_call and one_pass (what a

@@ -1,4 +1,4 @@
-"""A few steps of SGD under NaiveDDP and under its specification: equal to 1e-12 in float64."""
+"""A few steps of SGD under NaiveDDP and under its reference: equal to 1e-12 in float64."""
 
 from collections.abc import Callable, Iterable
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.ddp.specification import Specification
+from torchdistpackage.ddp.reference import ReferenceDDP
 
 DIM = 4
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -21,7 +21,7 @@ def part(step: int, micro: int = 0, rows: int = 5) -> Tensor:
 
 def follow(
     ddp: NaiveDDP,
-    specification: Specification,
+    reference: ReferenceDDP,
     loss: Loss,
     *,
     steps: Iterable[int] = range(3),
@@ -30,14 +30,14 @@ def follow(
 ) -> None:
     """Both train on the same parts; gradients after each step, and so weights, are equal."""
     for step in steps:
-        ddp.zero_grad(), specification.zero_grad()
+        ddp.zero_grad(), reference.zero_grad()
         for micro in range(num_micro):
             loss(ddp, part(step, micro)).backward()
-            loss(specification, part(step, micro)).backward()
+            loss(reference, part(step, micro)).backward()
             if reduce_each or micro == num_micro - 1:
-                specification.average()
-        expect_equal(ddp.module, specification.module)
-        descend(ddp), descend(specification)
+                reference.average()
+        expect_equal(ddp.module, reference.module)
+        descend(ddp), descend(reference)
 
 
 def expect_equal(mine: nn.Module, truth: nn.Module) -> None:
@@ -61,12 +61,12 @@ def descend(net: nn.Module) -> None:
                 parameter.sub_(parameter.grad.detach().to_dense(), alpha=0.01)
 
 
-def both(make: Callable[[], nn.Module], **options) -> tuple[NaiveDDP, Specification]:
+def both(make: Callable[[], nn.Module], **options) -> tuple[NaiveDDP, ReferenceDDP]:
     """The same module in both wrappers, in float64, begun from unlike values on each rank."""
     torch.manual_seed(dist.get_rank())
     net = make()
     torch.manual_seed(dist.get_rank())
-    return NaiveDDP(net, **options), Specification(make())
+    return NaiveDDP(net, **options), ReferenceDDP(make())
 
 
 def squares(net: nn.Module, x: Tensor) -> Tensor:
