@@ -2,6 +2,7 @@
 
 One run tells most of it: a site whose tools warn, a submission whose answer is lost, a prologue
 that takes the names of the script, a rank that is killed, a signal, and a requeue that is refused.
+In the small set is one that only meets the tools and the prologue.
 """
 
 import json
@@ -22,7 +23,7 @@ MEANT_WELL = ["start=$(date +%s)", "run=/elsewhere", "job=1", "word=", "state=",
 
 
 def submit(cluster: Cluster, folder: Path):
-    return {"back": cluster.beside(back, cluster, folder)}
+    return {"warned": cluster.beside(warned, cluster, folder)}
 
 
 def mortal(folder: Path, name: str, rank: int, pause_s: float) -> list[str]:
@@ -54,6 +55,18 @@ exit 1""",
     return {"PATH": f"{commands}:{os.environ['PATH']}"}
 
 
+def warned(cluster: Cluster, folder: Path) -> Lived:
+    """Told to end once, where squeue warns, behind a prologue that takes what it wants."""
+    env = odd_site(folder)
+    (folder / "lost").touch()
+    words = [*ONE_RANK, *mortal(folder, "warned", 1, 0.1), "train.steps=20"]
+    words.append(f"launch.slurm.prologue={json.dumps(MEANT_WELL)}")
+    run, job = send(cluster, folder, "warned", *words, env=env)
+    until_step(cluster, run, 2)
+    cluster.run("scancel", "--signal=USR1", job)
+    return ending(cluster, run, job)
+
+
 def back(cluster: Cluster, folder: Path) -> tuple[Lived, str, list[str]]:
     """Killed at step 9, told to end a while later, and once more when it may not be requeued."""
     words = [*ONE_RANK, *mortal(folder, "back", 0, 0.2), f"train.steps={STEPS}"]
@@ -73,13 +86,18 @@ def back(cluster: Cluster, folder: Path) -> tuple[Lived, str, list[str]]:
     return found, waits["Reason"], jobs
 
 
-@pytest.fixture(scope="module")
-def found(submitted) -> tuple[Lived, str, list[str]]:
-    return submitted["back"].result(timeout=400)
+def test_neither_a_prologue_nor_a_warning_keeps_a_job_from_coming_back(submitted):
+    life = submitted["warned"].result(timeout=400)
+    assert life.decision(0).startswith("requeue") and "this plugin is old" in life.log
+    assert [s["start"] for s in life.starts] == [f"{life.job}.0", f"{life.job}.1"]
+    assert life.states[-1] == "COMPLETED" and life.code == "0:0"
+    assert [row["step"] for row in rows(life.run)] == list(range(1, 21)), "each step once"
 
 
-def test_a_killed_rank_starts_anew_in_its_job(found):
-    life = found[0]
+@pytest.mark.full
+def test_a_job_comes_back_from_all_that_and_fails_where_it_is_not_let(own_cluster, tmp_path):
+    life, reason, jobs = back(own_cluster, tmp_path)
+    # a killed rank: anew in its job
     assert [s["start"] for s in life.starts] == [f"{life.job}.{x}" for x in ("0", "0.1", "1")]
     assert life.starts[1]["step"] == SAVE * (DIES // SAVE)
     again = (life.run / "job" / f"decision.{life.job}.0").read_text()
@@ -87,22 +105,13 @@ def test_a_killed_rank_starts_anew_in_its_job(found):
     steps = [row["step"] for row in rows(life.run)]
     assert steps == list(range(1, len(steps) + 1)), "each step once"
     assert len(life.starts) - 1 == len(list(life.run.glob("logs/rank0.restart[12].log")))
-
-
-def test_neither_a_prologue_nor_a_warning_keeps_it_from_coming_back(found):
-    life = found[0]
-    assert life.decision(1).startswith("requeue") and "this plugin is old" in life.log
+    # a signal: requeued, by a script that neither the prologue nor the warning has reached
     assert (life.run / "job" / f"decision.{life.job}.0.1").read_text().startswith("requeue")
-
-
-def test_a_requeue_that_is_refused_fails_the_job_with_a_code_of_its_own(found):
-    life, reason, _ = found
+    # a requeue that is refused: a code of its own, which `afterok` does not take for success
+    assert life.decision(1).startswith("requeue") and "this plugin is old" in life.log
     assert life.states[-1] == "FAILED" and life.code == f"{NOT_BACK}:0"
     assert reason in ("Dependency", "DependencyNeverSatisfied")
-
-
-def test_one_submission_whose_answer_was_lost_is_one_job(found):
-    life, _, jobs = found
+    # the submission whose answer was lost: one job
     assert jobs == [life.job]
     assert len((life.run / "job" / "submissions.jsonl").read_text().splitlines()) == 1
 

@@ -29,8 +29,7 @@ BEFORE = {"metrics.jsonl": "", "logs/rank0.restart0.log": "earlier\n"}
 
 
 def submit(cluster: Cluster, folder: Path):
-    scenarios = (written_to_by_a_job, read_only)
-    return {s.__name__: cluster.beside(s, cluster, folder) for s in scenarios}
+    return {"written_to_by_a_job": cluster.beside(written_to_by_a_job, cluster, folder)}
 
 
 def words(folder: Path) -> list[str]:
@@ -96,8 +95,9 @@ def found(submitted) -> dict[str, Any]:
     return submitted["written_to_by_a_job"].result(timeout=600)
 
 
-def test_a_run_folder_that_takes_nothing_is_named_with_a_code_of_its_own(submitted):
-    found = submitted["read_only"].result(timeout=600)
+@pytest.mark.full
+def test_a_run_folder_that_takes_nothing_is_named_with_a_code_of_its_own(own_cluster, tmp_path):
+    found = read_only(own_cluster, tmp_path)
     if "Operation not supported" in found.log:
         pytest.skip("chattr +i is not for this file system")
     assert found.states == ["FAILED"] and found.code == f"{CANNOT_WRITE}:0", found.log
