@@ -1,6 +1,7 @@
 """What does not fit is refused on every rank at once, with the numbers."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tests.parallel.pipeline.whole_model import batch, chain, same, squares
-from torchdistpackage import Pipeline
+from torchdistpackage import Pipeline, forward_backward
+from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError, ScheduleError
 from torchdistpackage.parallel.pipeline.agreement import StepAgreement
@@ -169,6 +171,62 @@ def changed_length() -> None:
 
 def test_a_changed_length_is_refused_at_the_sender(ranks):
     ranks(2).run(changed_length)
+
+
+class Failing(torch.nn.Module):
+    """A stage that raises in the second microbatch while `fails`."""
+
+    def __init__(self, stage: torch.nn.Module):
+        super().__init__()
+        self.stage, self.fails, self.calls = stage, False, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.fails and self.calls == 2:
+            raise ValueError("no such sample")
+        return self.stage(x)
+
+
+def after_an_exception() -> None:
+    """One rank fails in a step or an evaluation, or alone in the loss of the last microbatch, when
+    the other one waits for that; next calls are refused on both at once."""
+    groups, rank, (x, y) = Groups(dist.get_rank()), dist.get_rank(), batch(8)
+
+    def loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if fails_in_loss and not targets[-1].ne(y[-1]).any():
+            raise ValueError("no such target")
+        return squares(output, targets)
+
+    cases = [(1, 2, True, False), (0, 2, False, False), (1, 0, True, False), (1, 1, True, True)]
+    for who, good, check, evaluates in cases:
+        group = groups.of(range(2), use=f"fails {who} {good} {check}")
+        stage, fails_in_loss = Failing(chain(2)[rank]), False
+        pipe = made(rank, stages=stage, loss=loss, group=group, check=check)
+        for _ in range(good):
+            pipe.step(x, targets=y)
+        pipe.executor.timeout_s = 0.5
+        pipe._telling._wire.limit(0.5)
+        fails_in_loss = evaluates
+        stage.fails, stage.calls = not evaluates and rank == who, 0
+        with pytest.raises(ValueError if rank == who else CommError):
+            (pipe.eval_step if evaluates else pipe.step)(x, targets=y)
+        fails_in_loss = stage.fails = False
+        begun = time.monotonic()
+        for call in (
+            lambda of=pipe: of.step(x, targets=y),
+            lambda of=pipe: of.eval_step(x, targets=y),
+            lambda of=pipe: of.predict(x),
+            lambda over=group: made(rank, group=over),
+            lambda over=group: forward_backward(None, chain(2)[rank], None, x, 4, group=over),
+        ):
+            with pytest.raises(CommError, match=r"interrupted by \w+Error: .* make a new group"):
+                call()
+        assert time.monotonic() - begun < 10
+
+
+@pytest.mark.own_transport("a message of gloo has a limit of its own")
+def test_after_an_exception_the_group_is_refused_at_once(ranks):
+    ranks(2).run(after_an_exception)
 
 
 def thawed_late() -> None:

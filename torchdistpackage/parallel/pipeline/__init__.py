@@ -7,8 +7,9 @@ What users call   pipeline (`Pipeline`, for loops of your own), forward_backward
                   with function_call and kept (what stays from call to call).
                   Under both: order (which schedule), own_stages, stage_call and one_pass (what a
                   stage is called with), microbatches, losses and dividing (means, sums and counts),
-                  agreement (mistakes, before anything is sent), envelope (skips), reducing and ties
-                  (gradients over replicas and stages).
+                  agreement (mistakes, before anything is sent), interrupted (groups whose messages
+                  are lost), envelope (skips), reducing and ties (gradients over replicas and
+                  stages).
 The executor      executor (runs one rank's program), steps (the program as bound functions),
                   local_stage, boundary (what crosses between stages), clock, recording.
 Backwards         split_backward (I and W) on backward_graph and weight_gradients; reduction (tells

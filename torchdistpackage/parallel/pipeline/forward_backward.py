@@ -19,6 +19,7 @@ from torchdistpackage.parallel.pipeline import tensor_parts
 from torchdistpackage.parallel.pipeline.dividing import Dividing
 from torchdistpackage.parallel.pipeline.executor import autograd
 from torchdistpackage.parallel.pipeline.function_call import BwdFn, FunctionCall, FwdFn, Options
+from torchdistpackage.parallel.pipeline.interrupted import step_over
 from torchdistpackage.parallel.pipeline.losses import Losses, is_counted
 from torchdistpackage.parallel.pipeline.microbatches import cut, detached, is_scalar, joined
 from torchdistpackage.parallel.pipeline.order import Order
@@ -78,7 +79,7 @@ def forward_backward(
             are fewer than microbatches. Where it happens: the last stage returns something else
             than a loss, or (sum, count) without the optimizer whose gradients are to be divided; a
             stage gives another form than agreed on; an exception ended an earlier step over the
-            group while messages were under way.
+            group of several ranks.
     """
     group = resolve_group(group, "pipe")
     parts = resolve_group(tensor_group, "tensor") if scatter_gather_tensors else None
@@ -135,7 +136,8 @@ def forward_backward(
     else:
         with dividing.held() as early:
             job.run(forward, own, early)
-        job.remember(dividing.finish(losses))
+        with step_over(group):
+            job.remember(dividing.finish(losses))
     if losses.counted is not None and losses.is_whole:
         return losses.mean()
     return joined([outputs[m] for m in sorted(outputs)], sizes) if outputs else None

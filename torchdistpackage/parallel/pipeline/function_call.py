@@ -17,11 +17,11 @@ from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.agreement import StepAgreement
 from torchdistpackage.parallel.pipeline.executor import Backward, Executor, Forward
+from torchdistpackage.parallel.pipeline.interrupted import refuse_interrupted, step_over
 from torchdistpackage.parallel.pipeline.kept import (
     Kept,
     form_around,
     form_of,
-    refuse_interrupted,
     schedule_for,
 )
 from torchdistpackage.parallel.pipeline.microbatches import samples_in, sizes_of
@@ -68,9 +68,10 @@ class FunctionCall:
         """All microbatches; what an exception ends is not kept."""
         assert self.executor is not None
         try:
-            self.executor.run(forward, backward, reducer=reducer)
+            with step_over(self.executor.group):
+                self.executor.run(forward, backward, reducer=reducer)
         except BaseException:
-            self.kept.failed(self.executor)
+            self.kept.failed()
             raise
         self.kept.succeeded()
 

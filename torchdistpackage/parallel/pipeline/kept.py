@@ -18,7 +18,6 @@ from torch import Tensor
 
 from torchdistpackage.comm.creation import is_alive
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.order import Order, has_backward, schedule_of
 from torchdistpackage.schedule.actions import Schedule
@@ -53,8 +52,6 @@ class _Shelves(threading.local):
 
 
 _shelves = _Shelves()
-_interrupted: WeakKeyDictionary[Group, str] = WeakKeyDictionary()
-"""Groups with messages that nobody received, and why."""
 
 
 class Kept:
@@ -65,7 +62,7 @@ class Kept:
 
     def __init__(self, functions: Sequence[Callable], group: Group, form: object):
         shelves = [_shelf_of(function) for function in functions]
-        self._shelf, self._group = shelves[0], group
+        self._shelf = shelves[0]
         if self._shelf.in_use:
             self._shelf.clear()
         # a group or schedule that is named by its address lives as long as the executor does
@@ -90,24 +87,9 @@ class Kept:
         """The run is over, and what it has learned holds."""
         self._shelf.in_use = False
 
-    def failed(self, executor: Executor) -> None:
+    def failed(self) -> None:
         """The run has ended in an exception: what was built for it goes now."""
         self._shelf.clear()
-        if executor.interrupted_by:
-            _interrupted[self._group] = executor.interrupted_by
-
-
-def refuse_interrupted(group: Group) -> None:
-    """Ranks of such a group cannot even agree: what is under way would be taken for their words.
-
-    Raises:
-        CommError: a step over `group` ended here in an exception while messages were under way.
-    """
-    if group in _interrupted:
-        raise CommError(
-            f"an earlier step over this group was interrupted by {_interrupted[group]}; its "
-            f"messages are lost: make a new group"
-        )
 
 
 def form_of(value: object) -> object:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torchdistpackage.comm.messages import Message
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.parallel.pipeline.executor import Executor
+from torchdistpackage.parallel.pipeline.interrupted import step_over
 from torchdistpackage.parallel.pipeline.local_stage import Weight
 from torchdistpackage.parallel.pipeline.microbatches import cut, detached, joined
 from torchdistpackage.parallel.pipeline.own_stages import OwnStages
@@ -28,13 +29,15 @@ Finish = Callable[[int, object], Tensor]
 class Batch:
     """What a step is called with. sizes: samples of each microbatch. whole: inputs not cut.
 
-    before: what is done in the last moment before anything is computed or sent.
+    settle: hears that the others agree, in the last moment before anything is computed or sent.
+    before: what the step begins with.
     """
 
     args: tuple[object, ...]
     inputs: Named
     sizes: Sequence[int]
     whole: frozenset[str]
+    settle: Callable[[], object] | None = None
     before: list[Callable[[], object]] = field(default_factory=list)
 
     def args_of_first(self) -> Sequence[tuple[object, ...]]:
@@ -87,10 +90,13 @@ def run(
             outputs[m] = detached(output)
         return None if finish is None else finish(m, output)
 
-    for call in batch.before:
-        call()
     parameters = None if reducer is None else own.parameters()
-    executor.run(forward, parameters=parameters, reducer=reducer, weights=weights)
+    if batch.settle is not None:
+        batch.settle()
+    with step_over(executor.group):
+        for call in batch.before:
+            call()
+        executor.run(forward, parameters=parameters, reducer=reducer, weights=weights)
     return joined([outputs[m] for m in sorted(outputs)], batch.sizes) if outputs else None
 
 

@@ -26,6 +26,7 @@ from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.pipeline import one_pass
 from torchdistpackage.parallel.pipeline.agreement import StepAgreement, common_samples
 from torchdistpackage.parallel.pipeline.executor import Executor
+from torchdistpackage.parallel.pipeline.interrupted import refuse_interrupted, step_over
 from torchdistpackage.parallel.pipeline.losses import (
     Addition,
     Losses,
@@ -73,6 +74,7 @@ class Pipeline:
 
     Raises:
         ScheduleError: on every rank: no such schedule, or stages and schedule do not fit.
+        CommError: on a rank where an exception ended an earlier step over the group.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Pipeline:
         check: bool = True,
     ):
         self._group = resolve_group(group, "pipe")
+        refuse_interrupted(self._group)
         order = (schedule, num_microbatches, chunks, costs)
         alike = (("dynamic_shapes", dynamic_shapes), ("check", check))
         self.schedule, self._own = agree(self._group, stages, order, skips, alike, device)
@@ -135,7 +138,8 @@ class Pipeline:
 
         Raises:
             CommError: on every rank: samples do not fit, nobody names an input, or ranks differ; on
-                the sender: a shape changed without `dynamic_shapes`.
+                the sender: a shape changed without `dynamic_shapes`; on a rank where an exception
+                ended an earlier step over the group.
         """
         has_backward(self.schedule)
         batch = self._batch("step", args, targets, inputs, None)
@@ -233,7 +237,8 @@ class Pipeline:
             weights=losses.weights,
             keep_outputs=keep_outputs,
         )
-        return telling.told()
+        with step_over(self._group):
+            return telling.told()
 
     def _holders(self) -> list[Tensor]:
         """Where gradients of this rank are at the end of a step, in the first one summed ones."""
@@ -275,6 +280,7 @@ class Pipeline:
         num_microbatches: int | None,
     ) -> Batch:
         """What the call was given, cut alike on all ranks; or the same error on all."""
+        refuse_interrupted(self._group)
         if self._loss is None and targets is not None and self._own.last_names_targets:
             inputs = {**inputs, "targets": targets}
         problem = one_pass.told(args, inputs, self._own)
@@ -296,7 +302,7 @@ class Pipeline:
         first = self._first_sizes
         if name == "step" and first is not None and seen in (0, sum(first)) and not problem:
             # as ever, so the others' word is waited for when this rank is ready to send
-            return Batch(args, inputs, first, self._whole, [settle])
+            return Batch(args, inputs, first, self._whole, settle)
         return Batch(args, inputs, settle(), self._whole)
 
     def _sizes(self, name: str, total: int, num_microbatches: int | None) -> list[int]:
