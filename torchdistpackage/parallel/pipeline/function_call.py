@@ -4,10 +4,8 @@ One rule: what a call gets wrong is found before anything is sent, and raised by
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,8 +18,10 @@ from torchdistpackage.parallel.pipeline.executor import Backward, Executor, Forw
 from torchdistpackage.parallel.pipeline.interrupted import refuse_interrupted, step_over
 from torchdistpackage.parallel.pipeline.kept import (
     Kept,
+    counted_by,
     form_around,
     form_of,
+    remember_counted,
     schedule_for,
 )
 from torchdistpackage.parallel.pipeline.microbatches import samples_in, sizes_of
@@ -31,9 +31,6 @@ from torchdistpackage.schedule.actions import Schedule
 
 FwdFn = Callable[..., object]
 BwdFn = Callable[..., object]
-
-_COUNTED: "WeakKeyDictionary[FwdFn, bool]" = WeakKeyDictionary()
-"""Whether functions of a last stage return (sum, count)."""
 
 
 @dataclass
@@ -78,9 +75,8 @@ class FunctionCall:
     def remember(self, counted: bool) -> None:
         """For the next call with this function of the last stage, if it is here."""
         function = self.forwards.get(self.schedule.num_stages - 1)
-        with suppress(TypeError):  # of a kind that has no weak references
-            if function is not None:
-                _COUNTED[function] = counted
+        if function is not None:
+            remember_counted(function, counted)
 
     @property
     def has_own_backward(self) -> bool:
@@ -149,10 +145,7 @@ class FunctionCall:
 def _known(job: FunctionCall) -> int:
     """0: not known, 1: one number, 2: (sum, count), of the last stage's function if it is here."""
     function = job.forwards.get(job.schedule.num_stages - 1)
-    try:
-        counted = None if function is None else _COUNTED.get(function)
-    except TypeError:
-        return 0
+    counted = None if function is None else counted_by(function)
     return 0 if counted is None else 1 + counted
 
 

@@ -32,10 +32,12 @@ _numbers = count(1)
 class _Shelf:
     """What is kept with one function, and its number.
 
+    counted: whether the function, of a last stage, returns (sum, count), once it has.
     in_use: from the choice of an executor to the end of its run; found so, that run has failed.
     """
 
     def __init__(self) -> None:
+        self.counted: bool | None = None
         self.clear()
 
     def clear(self) -> None:
@@ -142,6 +144,15 @@ _remembered = lru_cache(maxsize=16, typed=True)(_made)
 def _one(schedule: Schedule) -> Schedule:
     """Of equal ones the first."""
     return schedule
+
+
+def counted_by(function: Callable) -> bool | None:
+    """Whether its losses are (sum, count); None before it has returned one."""
+    return _shelf_of(function).counted
+
+
+def remember_counted(function: Callable, counted: bool) -> None:
+    _shelf_of(function).counted = counted
 
 
 def _shelf_of(function: Callable) -> _Shelf:
