@@ -1,7 +1,10 @@
 """The cut is the best there is, found by trying all of them."""
 
 import itertools
+import os
 import random
+import subprocess
+import sys
 from collections import defaultdict
 
 import pytest
@@ -208,8 +211,14 @@ def test_even_lengths_differ_by_at_most_one(num_pieces, num_stages):
     assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
 
 
-@pytest.mark.parametrize(("p", "v"), [(8, 2), (16, 4)])
-@pytest.mark.parametrize("num_pieces", [126, 254])
+@pytest.mark.parametrize(
+    ("num_pieces", "p", "v"),
+    [
+        (126, 16, 4),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((126, 8, 2), (254, 8, 2))),
+        pytest.param(254, 16, 4, marks=pytest.mark.full),
+    ],
+)
 def test_a_large_chain_is_cut_in_a_bounded_number_of_tries(p, v, num_pieces):
     """126 blocks, whole or in halves, between an embedding and a head."""
     costs = [0.1, *(1.0 + i % 2 for i in range(num_pieces - 2)), 2.5]
@@ -230,7 +239,7 @@ def test_a_large_chain_is_cut_in_a_bounded_number_of_tries(p, v, num_pieces):
     assert busiest <= sum(costs) / p + max(costs) / 2
 
 
-@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize("zigzag", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_walk_finds_as_good_a_cut_as_a_whole_search(monkeypatch, zigzag):
     """Of random chains, on average; and what goes across a cut counts there too."""
     draw, found = random.Random(3), {0: 0.0, cut_search.MOST_TRIED: 0.0}
@@ -251,6 +260,36 @@ def test_a_walk_finds_as_good_a_cut_as_a_whole_search(monkeypatch, zigzag):
                         cost[rank] += crossing[pieces.start]
             found[most] += max(cost.values())
     assert found[0] <= found[cut_search.MOST_TRIED] * 1.002
+
+
+CUTS = """
+from random import Random
+from torchdistpackage.parallel.pipeline import cut_search
+from torchdistpackage.parallel.pipeline.split import Memory, split_by_cost
+draw, placement = Random(1).random, [0, 1, 2, 2, 1, 0]
+costs, crossing = [draw() for _ in range(24)], [draw() / 5 for _ in range(24)]
+memory = Memory(9.0, costs[::-1], crossing, [6, 5, 4, 3, 2, 1])
+found = [split_by_cost(costs, 6, placement=placement, crossing=crossing)]
+found += [split_by_cost(costs, 6, placement=placement, memory=memory)]
+cut_search.MOST_TRIED, cut_search.MOVES = 0, 5000
+found += [split_by_cost(costs, 6, placement=placement, crossing=crossing)]
+print([[len(stage) for stage in cut] for cut in found])
+"""
+
+
+def test_ranks_of_different_hashes_find_the_same_cuts():
+    """By search, under a cap, and by walks."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", CUTS],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("1", "2")
+    ]
+    one, other = (process.communicate()[0] for process in started)
+    assert one == other and one.count("[") == 4
 
 
 def test_nonsense_is_refused():

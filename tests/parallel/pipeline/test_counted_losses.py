@@ -93,8 +93,17 @@ def replicas_of_unequal_counts(wrapper: str, number: int) -> None:
             same(p.detach(), before[n] - 0.1 * whole.grad)
 
 
-@pytest.mark.parametrize("number", [3, pytest.param(1, marks=pytest.mark.full)])
-@pytest.mark.parametrize("wrapper", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize(
+    ("wrapper", "number"),
+    [
+        ("ddp", 3),
+        ("zero2", 3),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (("zero1", 3), ("ddp", 1), ("zero1", 1), ("zero2", 1))
+        ),
+    ],
+)
 def test_counts_are_summed_over_replicas(ranks, wrapper, number):
     ranks(4).run(replicas_of_unequal_counts, wrapper, number)
 
@@ -147,11 +156,12 @@ def heads_of_one_number() -> None:
                 same(pipe.outputs, expected)
 
 
+@pytest.mark.late_in_full
 def test_numbers_of_samples_are_joined_and_not_averaged(ranks):
     ranks(2).run(heads_of_one_number)
 
 
-def functions(own_backward: bool) -> None:
+def functions(own_backward: bool, numbers: tuple[int, ...]) -> None:
     """Of `forward_backward`, with replicas of unequal counts."""
     tpc.setup_process_groups([("data", 2), ("pipe", 2)])
     rank, data = tpc.get_pp_rank(), tpc.get_dp_rank()
@@ -164,7 +174,7 @@ def functions(own_backward: bool) -> None:
         if own_backward
         else None
     )
-    for number in (1, 2, 3):
+    for number in numbers:
         stage = chain(2)[rank]
         ddp = NaiveDDP(stage)
         optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
@@ -184,9 +194,15 @@ def functions(own_backward: bool) -> None:
             same(mine, F.cross_entropy(truth(x), y).detach())
 
 
-@pytest.mark.parametrize("own_backward", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_functions_may_return_sums_and_counts(ranks, own_backward):
-    ranks(4).run(functions, own_backward)
+@pytest.mark.parametrize(
+    ("own_backward", "numbers"),
+    [
+        (False, (3,)),
+        *(pytest.param(own, (1, 2, 3), marks=pytest.mark.full) for own in (False, True)),
+    ],
+)
+def test_functions_may_return_sums_and_counts(ranks, own_backward, numbers):
+    ranks(4).run(functions, own_backward, numbers)
 
 
 def by_zero() -> None:
@@ -253,6 +269,7 @@ def one_number_a_sample() -> None:
                 same(found, truth(x).detach())
 
 
+@pytest.mark.late_in_full
 def test_a_head_of_one_number_is_joined(ranks):
     ranks(2).run(one_number_a_sample)
 
@@ -270,5 +287,6 @@ def sums_of_microbatches() -> None:
     same_gradients({rank: stage}, truth)
 
 
+@pytest.mark.late_in_full
 def test_a_loss_times_the_microbatches_leaves_the_gradient_of_their_sum(ranks):
     ranks(2).run(sums_of_microbatches)
