@@ -17,6 +17,7 @@ import pytest
 from torchdistpackage.errors import HeldError, LaunchError
 from torchdistpackage.launch.holder import STALE_S, Holder, from_json, this_process, to_json
 from torchdistpackage.launch.lock import hold, holder_of, take
+from torchdistpackage.launch.lock_file import take_away
 from torchdistpackage.launch.slurm.commands import Ran
 
 NO_FLOCK = """
@@ -34,18 +35,20 @@ with lock.hold(Path(sys.argv[1]), "the run x"):
     time.sleep(60)
 """
 CONTEND = """
-import sys, time
+import sys
 from pathlib import Path
 from torchdistpackage.errors import HeldError
 from torchdistpackage.launch import lock
 print("ready", flush=True)
-sys.stdin.readline()
-try:
-    with lock.hold(Path(sys.argv[1]), "the run x"):
-        print("held", flush=True)
-        time.sleep(0.8)
-except HeldError:
-    print("refused", flush=True)
+for go in iter(sys.stdin.readline, ""):
+    try:
+        with lock.hold(Path(sys.argv[1]), "the run x"):
+            print("held", flush=True)
+            sys.stdin.readline()
+    except HeldError:
+        print("refused", flush=True)
+        sys.stdin.readline()
+    print("done", flush=True)
 """
 
 
@@ -240,23 +243,42 @@ def test_who_was_started_again_succeeds_at_once(tmp_path, env, record, runner, g
 # Several at once, and locks that were lost
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.full)])
-def test_of_many_that_find_a_dead_one_one_succeeds(tmp_path, times):
+@pytest.mark.parametrize(("times", "num"), [(1, 4), pytest.param(20, 6, marks=pytest.mark.full)])
+def test_of_many_that_find_a_dead_one_one_succeeds(tmp_path, times, num):
     path = tmp_path / ".x.running"
-    for _ in range(times):
-        left(path, 10_000)
-        found = [python(CONTEND, path) for _ in range(6)]
-        for process in found:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-        said = []
-        for process in found:
+    contenders = [python(CONTEND, path) for _ in range(num)]
+
+    def said() -> list[str]:
+        return sorted(p.stdout.readline() for p in contenders if p.stdout is not None)
+
+    def tell() -> None:
+        for process in contenders:
             assert process.stdin is not None
             process.stdin.write("\n")
             process.stdin.flush()
-        said = [process.communicate(timeout=30)[0] for process in found]
-        assert sorted(said) == ["held\n"] + ["refused\n"] * 5
-        assert list(tmp_path.iterdir()) == []
+
+    try:
+        assert said() == ["ready\n"] * num
+        for _ in range(times):
+            left(path, 10_000)
+            tell()
+            assert said() == ["held\n"] + ["refused\n"] * (num - 1)
+            tell()
+            assert said() == ["done\n"] * num
+            assert list(tmp_path.iterdir()) == []
+    finally:
+        for process in contenders:
+            process.kill()
+            process.communicate()
+
+
+def test_the_file_of_one_who_was_faster_is_neither_waited_for_nor_removed(tmp_path):
+    path = tmp_path / ".x.running"
+    dead = left(path, 10_000)
+    path.unlink()
+    with hold(path, "the run x"):
+        assert take_away(path, dead, by_force=False)
+        assert path.exists()
 
 
 def test_who_has_lost_its_lock_ends_and_leaves_the_others(tmp_path):

@@ -157,10 +157,11 @@ def take_away(path: Path, holder: Holder | None, *, by_force: bool) -> bool:
     except FileNotFoundError:
         return True
     try:
-        if not by_force and _flock(handle) is False:
-            return False
-        found, _ = read(path)
+        is_busy = not by_force and _flock(handle) is False
+        found = from_json(os.pread(handle, _MAX_BYTES, 0).decode(errors="replace"))
         same = found is None if holder is None else found and found.token == holder.token
+        if is_busy:
+            return not same  # else it is the file of whoever was faster, and stays
         if same and os.fstat(handle).st_ino == path.stat().st_ino:
             path.unlink()
     except FileNotFoundError:

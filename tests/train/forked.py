@@ -1,0 +1,58 @@
+"""`tdp` in forks of a process that has imported all that a rank needs. No torch here."""
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from torchdistpackage.cli.main import main
+from torchdistpackage.launch.children import ForkServer
+
+
+def until(condition: Callable[[], object], what: str, limit_s: float = 120) -> None:
+    end_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end_s, what
+        time.sleep(0.005)
+
+
+class Forked:
+    """`tdp words...`, with `env` besides this process's; to be asked like a Popen."""
+
+    def __init__(self, server: ForkServer, log: Path, words: Sequence[str], env: Mapping[str, str]):
+        self._server, self._log = server, log
+        place = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+        with log.open("wb") as file:
+            self._child = server.spawn(_tdp, (tuple(words),), env=place, stdout=file, stderr=file)
+        self.pid = self._child.pid
+
+    def poll(self) -> int | None:
+        self._server.reap()
+        return self.returncode
+
+    @property
+    def returncode(self) -> int | None:
+        return self._child.exit.exit_code if self._child.exit else None
+
+    def send_signal(self, signum: signal.Signals) -> None:
+        self._child.signal(signum)
+
+    def communicate(self, timeout: float) -> tuple[str, None]:
+        until(lambda: self.poll() is not None, "its end", timeout)
+        return self._log.read_text(), None
+
+
+def _tdp(words: Sequence[str]) -> None:
+    sys.argv[:] = ["tdp", *words]
+    sys.exit(main())
+
+
+def only_rank() -> dict[str, str]:
+    """What a launcher tells the one rank of a world."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
