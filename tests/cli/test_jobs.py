@@ -1,5 +1,6 @@
 """`tdp jobs` as a shell sees it, over run folders and programs in the place of Slurm's."""
 
+import os
 import re
 import signal
 import subprocess
@@ -191,3 +192,46 @@ print(sorted({"numpy", "rich", "yaml", "submitit"} & set(sys.modules)), file=sys
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stderr.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("command", "place", "is_refused"),
+    [
+        ("ls", lambda run: run.files.records, True),
+        ("show", lambda run: run.files.starts, True),
+        ("show", lambda run: run.files.suspects, False),
+        *(
+            pytest.param(command, place, False, marks=pytest.mark.full)
+            for command, place in (
+                ("show", lambda run: run.files.decision("7.1")),
+                ("show", lambda run: run.files.failures("7.1") / "rank3.json"),
+                ("ls", lambda run: run.folder / "metrics.jsonl"),
+                ("logs", lambda run: run.files.main_log),
+            )
+        ),
+    ],
+    ids=["records", "starts", "suspects", "decision", "report", "metrics", "main-log"],
+)
+def test_a_pipe_in_the_place_of_a_file_holds_nobody_up(
+    run: Run, slurm: Programs, command, place, is_refused
+):
+    """Records and starts are named and refused: what they say decides; the rest is left out."""
+    path = place(run)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    slurm.say("squeue", row("7", "RUNNING", nodes="n[2-3]"))
+    done = subprocess.run(
+        [sys.executable, "-m", "torchdistpackage", "jobs", command, *["tiny"][: command != "ls"]],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert done.returncode == is_refused, done.stderr
+    assert (f"{path.name} is a pipe" in done.stderr) is (is_refused or "suspects" in path.name)
+
+
+def test_evidence_is_not_written_into_a_pipe(run: Run, caplog: pytest.LogCaptureFixture):
+    os.mkfifo(run.files.suspects)
+    record(run.files.suspects, Evidence("n1", "it broke", 1.0, NOW_S, NOW_S + 9, "7.0"))
+    assert "is a pipe" in caplog.text

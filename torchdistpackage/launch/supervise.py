@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from torchdistpackage.bounded import read_regular
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.durable import write_whole
 from torchdistpackage.launch.failure import (
@@ -39,6 +40,8 @@ from torchdistpackage.launch.signals import Noted
 from torchdistpackage.launch.silence import wait_for_word
 from torchdistpackage.launch.stopped import note, stopped
 
+_MOST_BYTES = 1 << 20
+"""Of a rank's report."""
 GRACE_S = 2.0
 """For a rank to end by itself when another one has failed and this process is told to end."""
 _POLL_S = 0.25
@@ -121,7 +124,7 @@ def read_failures(folder: Path) -> list[Failure]:
     found: list[Failure] = []
     for path in sorted(folder.glob("rank*.json")):
         with contextlib.suppress(ValueError, TypeError, KeyError, OSError):
-            found.append(from_json(path.read_text(encoding="utf-8")))
+            found.append(from_json(read_regular(path, _MOST_BYTES).decode()))
     return sorted(found, key=lambda failure: failure.rank)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torchdistpackage.bounded import check_regular
 from torchdistpackage.errors import ConfigError, LaunchError
 from torchdistpackage.launch.slurm.commands import Runner
 from torchdistpackage.launch.slurm.commands import run as run_command
@@ -59,6 +60,7 @@ class Tail:
         for path in paths:
             at = self.read_bytes.get(path, 0)
             try:
+                check_regular(path.resolve())
                 with path.open("rb") as file:
                     if at > file.seek(0, 2):  # a shorter one is a new file
                         at = 0

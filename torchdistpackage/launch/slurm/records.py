@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from torchdistpackage.bounded import parse_json
+from torchdistpackage.launch.slurm.lines import read_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +49,12 @@ def append_record(path: Path, record: Record) -> None:
 
 
 def read_records(path: Path) -> tuple[Record, ...]:
-    """All submissions in order; a line that is none is passed over."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    found = (_record(line) for line in text.splitlines())
+    """All submissions in order; a line that is none is passed over.
+
+    Raises:
+        LaunchError: it is no file that can be read.
+    """
+    found = (_record(line) for line in read_lines(path))
     return tuple(record for record in found if record is not None)
 
 

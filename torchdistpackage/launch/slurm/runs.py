@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from torchdistpackage.bounded import parse_json
+from torchdistpackage.bounded import check_regular, parse_json, read_regular
 from torchdistpackage.errors import ConfigError, LaunchError
 from torchdistpackage.launch.failure import Failure
 from torchdistpackage.launch.requeue import Decision, Word
@@ -150,7 +150,8 @@ def starts(run: Run, record: Record | None = None) -> list[Start]:
 def decision(run: Run, start: Start) -> Decision | None:
     """What the ranks of a start agreed on when they ended."""
     try:
-        return Decision.parse(run.files.decision(start.start).read_text(encoding="utf-8"))
+        said = read_regular(run.files.decision(start.start), _TAIL_BYTES)
+        return Decision.parse(said.decode(errors="replace"))
     except (OSError, LaunchError):
         return None
 
@@ -204,6 +205,7 @@ def _ids(run: Run) -> Iterable[str]:
 def _last_rows(path: Path) -> Iterable[dict[str, Any]]:
     """Rows that have a step, the last one first."""
     try:
+        check_regular(path.resolve())
         with path.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(size - _TAIL_BYTES, 0))

@@ -15,6 +15,7 @@ from pathlib import Path
 from torchdistpackage.bounded import parse_json
 from torchdistpackage.launch.requeue import Limits, refusal
 from torchdistpackage.launch.slurm.files import JobFiles, start_id
+from torchdistpackage.launch.slurm.lines import read_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +48,13 @@ def in_job(starts: Iterable[Start]) -> int:
 
 
 def read_starts(path: Path) -> list[Start]:
-    """All starts in order; a line that a kill left unfinished is passed over."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    """All starts in order; a line that a kill left unfinished is passed over.
+
+    Raises:
+        LaunchError: it is no file that can be read.
+    """
     starts: dict[str, Start] = {}
-    for line in text.splitlines():
+    for line in read_lines(path):
         try:
             start = Start(**parse_json(line))
         except (ValueError, TypeError):

@@ -16,12 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torchdistpackage.bounded import parse_json
+from torchdistpackage.bounded import check_regular, parse_json
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.failure import Failure, Kind
 from torchdistpackage.launch.hostlist import expand
 from torchdistpackage.launch.slurm.commands import Runner, run
 from torchdistpackage.launch.slurm.files import JobFiles, start_id
+from torchdistpackage.launch.slurm.lines import read_lines
 from torchdistpackage.launch.slurm.starts import Start, read_starts
 
 log = logging.getLogger(__name__)
@@ -94,6 +95,8 @@ def record(path: Path, evidence: Evidence) -> None:
     line = json.dumps(asdict(evidence)) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            check_regular(path.resolve())
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o664)
     except OSError as error:
         log.warning("%s is not noted in %s: %s", evidence, path, error.strerror)
@@ -108,14 +111,18 @@ def record(path: Path, evidence: Evidence) -> None:
 
 
 def read(path: Path) -> list[Evidence]:
-    """All evidence, also what has expired. Lines that are none are passed over with a warning."""
+    """All evidence, also what has expired.
+
+    Lines that are none are passed over with a warning, and so is what is no file.
+    """
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
+        lines = read_lines(path)
+    except LaunchError as error:
+        log.warning("%s", error)
         return []
     found: list[Evidence] = []
     bad: list[int] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         if line.strip():
             evidence = _parse(line)
             found += [evidence] if evidence else []
