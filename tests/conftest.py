@@ -31,7 +31,7 @@ def pool() -> Generator[RankPool]:
     from torchdistpackage.testing import RankPool
 
     # A rank's first optimizer imports torch._dynamo, which takes seconds.
-    with RankPool(preload=["pytest", "torch._dynamo", "torchdistpackage.train.rank"]) as pool:
+    with RankPool(preload=["pytest", "torch._dynamo"]) as pool:
         yield pool
 
 
