@@ -1,4 +1,4 @@
-"""Ranks for your own tests: run a function on n gloo ranks of this machine (CPU, no ports).
+"""Ranks for your own tests: run a function on n gloo ranks of this machine (CPU).
 
     from torchdistpackage.testing import RankPool, run_ranks
 

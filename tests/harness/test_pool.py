@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import random
 import signal
@@ -10,13 +12,16 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from torchdistpackage.comm.per_group import PerGroup
 from torchdistpackage.errors import LaunchError, RankError
+from torchdistpackage.parallel.pipeline.interrupted import step_over
 from torchdistpackage.testing import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,6 +99,47 @@ def test_a_run_finds_nothing_of_the_one_before(ranks: RankPool) -> None:
 
 def leave_the_world() -> None:
     dist.destroy_process_group()
+
+
+def keep_of_the_world(value: int) -> tuple[int | None, int]:
+    """What was kept for the world by the run before, and the world's identity."""
+    known, WORLD_KEEPS[dist.group.WORLD] = WORLD_KEEPS.get(dist.group.WORLD), value
+    dist.new_group([0, 1])
+    return known, id(dist.group.WORLD)
+
+
+def lose_messages(ranks_that_fail: list[int]) -> None:
+    with contextlib.suppress(ValueError), step_over(dist.group.WORLD):
+        if dist.get_rank() in ranks_that_fail:
+            raise ValueError
+
+
+WORLD_KEEPS: PerGroup[int] = PerGroup()
+
+
+def test_runs_share_their_world_but_nothing_that_is_kept_for_it(ranks: RankPool) -> None:
+    first, second = ranks(2).run(keep_of_the_world, 1), ranks(2).run(keep_of_the_world, 2)
+    assert first == second == [(None, first[0][1]), (None, first[1][1])]
+
+
+@pytest.mark.parametrize("who", [[0], [0, 1]])
+def test_a_world_in_which_any_rank_lost_messages_is_made_anew(
+    ranks: RankPool, who: list[int]
+) -> None:
+    before = ranks(2).run(kept_world)
+    assert ranks(2).run(kept_world) == before
+    ranks(2).run(lose_messages, who)
+    after = ranks(2).run(kept_world)
+    assert [a == b for a, b in zip(after, before, strict=True)] == [False, False]
+
+
+WORLDS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+NUMBERS = itertools.count()
+
+
+def kept_world() -> int:
+    """A number of this rank's world, another one where it is another world."""
+    return WORLDS.setdefault(dist.group.WORLD, next(NUMBERS))
 
 
 def test_a_run_may_leave_its_world(ranks: RankPool) -> None:

@@ -4,7 +4,6 @@ All members make one together when they ask for it first; it ends with its group
 """
 
 from collections.abc import Iterable, MutableMapping
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -12,14 +11,15 @@ import torch.distributed as dist
 from torchdistpackage.comm.backends import is_queued, transport_of
 from torchdistpackage.comm.creation import create, end
 from torchdistpackage.comm.io_threads import yield_cores
+from torchdistpackage.comm.per_group import PerGroup
 from torchdistpackage.comm.record import calls
 from torchdistpackage.errors import CommError
 
 Group = dist.ProcessGroup
 
-_on_cpu: WeakKeyDictionary[Group, Group] = WeakKeyDictionary()
+_on_cpu: PerGroup[Group] = PerGroup()
 """Group of GPUs -> the gloo group of the same ranks."""
-_twins: WeakKeyDictionary[Group, Group] = WeakKeyDictionary()
+_twins: PerGroup[Group] = PerGroup()
 """Gloo group -> another of the same ranks, over connections of its own."""
 
 

@@ -6,17 +6,17 @@ late: a first batch of messages needs all ranks of the group, of which some wait
 """
 
 from functools import partial
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm.creation import default_store, default_timeout_s
 from torchdistpackage.comm.creation_limit import creation_limit
+from torchdistpackage.comm.per_group import PerGroup
 from torchdistpackage.comm.primitives import Group, device_of, is_queued, ranks_of, transport_of
 from torchdistpackage.errors import CommError
 
-_connected: WeakKeyDictionary[Group, bool] = WeakKeyDictionary()
+_connected: PerGroup[bool] = PerGroup()
 """Group -> whether neighbours are connected for messages, too."""
 
 

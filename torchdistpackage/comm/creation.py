@@ -12,20 +12,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm.backends import device_of, transport_of
 from torchdistpackage.comm.creation_limit import creation_limit
+from torchdistpackage.comm.per_group import PerGroup
 from torchdistpackage.comm.record import calls
 from torchdistpackage.comm.world import world
 from torchdistpackage.errors import CommError
 
 Group = dist.ProcessGroup
 
-_complete: WeakKeyDictionary[Group, tuple[dist.Store, str]] = WeakKeyDictionary()
+_complete: PerGroup[tuple[dist.Store, str]] = PerGroup()
 """Group -> the key that its last member sets once it has the group, too, and in which store."""
 _LATE_S = 2.0
 """How long a group waits for such a member before it ends; one that failed never comes."""
@@ -172,7 +172,7 @@ def _named(name: str) -> Iterator[None]:
 
 # -- the device --------------------------------------------------------------------------
 
-_bound: WeakKeyDictionary[Group, tuple[int, torch.device]] = WeakKeyDictionary()
+_bound: PerGroup[tuple[int, torch.device]] = PerGroup()
 """Default groups while they are unbound -> in how many threads, and from which device."""
 
 

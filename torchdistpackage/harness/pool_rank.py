@@ -12,6 +12,7 @@ import gc
 import os
 import random
 import signal
+import socket
 import sys
 import warnings
 from collections.abc import Generator
@@ -23,8 +24,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from torchdistpackage.comm.per_group import forget
+from torchdistpackage.comm.record import calls
 from torchdistpackage.comm.runtime import leave
-from torchdistpackage.harness.late import group
+from torchdistpackage.harness.late.group import register
 from torchdistpackage.harness.late.orders import LATE, is_late
 from torchdistpackage.harness.late.strict import strictness
 from torchdistpackage.harness.late.world import world
@@ -57,8 +60,8 @@ class _Worker:
         self._world_size = world_size
         self._stacks_file = stacks_file
         self._default: dist.ProcessGroup | None = None
-        self._store: dist.FileStore | None = None
-        self._num_keys = 0
+        self._store: dist.Store | None = None
+        self._num_jobs = 0  # in this world
 
     def do(self, job: Job) -> Answer:
         with self._fresh_process_state():
@@ -97,18 +100,33 @@ class _Worker:
 
     def _meet(self, store_path: str, late: bool) -> None:
         self._leave()  # a rank may have kept what another one lost
-        self._store = store = dist.FileStore(store_path, self._world_size)
-        group.register()
+        self._store = store = _loopback_store(store_path, self._rank, self._world_size)
+        self._num_jobs = 0
+        register()
         dist.init_process_group(
             LATE if late else "gloo",
-            store=store,
+            store=dist.PrefixStore("world", store),
             rank=self._rank,
             world_size=self._world_size,
             timeout=_GROUP_TIMEOUT,
         )
         dist.barrier()  # now every rank has written what it had to
-        self._num_keys = store.num_keys()
         self._default = dist.group.WORLD
+        self._own_keys()
+
+    def _own_keys(self) -> None:
+        """Give the next job keys of its own.
+
+        Names of groups come again, and what their first owners wrote to the store would lead the
+        next ones to addresses where nobody listens any more.
+        """
+        assert self._default is not None and self._store is not None
+        self._num_jobs += 1
+        c10d = dist.distributed_c10d
+        backend, _ = c10d._world.pg_map[self._default]
+        store = dist.PrefixStore(f"job{self._num_jobs}", self._store)
+        c10d._world.pg_map[self._default] = (backend, store)
+        c10d._world.group_count = 1  # as after the world alone was made
 
     def _call(self, job: Job) -> object:
         if not is_late(job.transport):
@@ -122,20 +140,62 @@ class _Worker:
             reference = Reference.of(name)
             if reference.module in sys.modules:
                 reference.resolve()()
-        if dist.group.WORLD is self._default:
-            # A collective that not all ranks took part in shows here, not in a later job.
-            dist.barrier()
-            if self._store is not None and self._store.num_keys() == self._num_keys:
-                return
-        # The job made groups or left its world. Group names come again, and what their first owners
-        # wrote to the store would lead the next ones to addresses where nobody listens any more.
-        self._leave()
+        if not self._all_keep_the_world():
+            self._leave()
+            return
+        assert self._default is not None
+        # A collective that not all ranks took part in shows here, not in a later job.
+        dist.barrier()
+        made = [g for g in dist.distributed_c10d._world.pg_map if g is not self._default]
+        for group in made:
+            dist.destroy_process_group(group)
+        forget(self._default)
+        calls.forget_all()
+        if made:
+            del made[:], group
+            _collect()
+        self._own_keys()
+
+    def _all_keep_the_world(self) -> bool:
+        """No rank's job has left its world, or lost messages in it."""
+        if self._store is None or self._default is None:
+            return False
+        pipeline = sys.modules.get("torchdistpackage.parallel.pipeline.interrupted")
+        lost = pipeline is not None and pipeline.is_interrupted(self._default)
+        key = f"job{self._num_jobs} keeps the world, rank "
+        self._store.set(f"{key}{self._rank}", str(dist.group.WORLD is self._default and not lost))
+        said = self._store.multi_get([f"{key}{rank}" for rank in range(self._world_size)])
+        return all(word == b"True" for word in said)
 
     def _leave(self) -> None:
         self._default = None
         leave()
-        # What the job left in cycles still holds its groups, each with a thread of gloo's that
-        # looks at its sockets a hundred times a second. What stays is not looked at again, which
-        # keeps this short.
-        gc.collect()
-        gc.freeze()
+        _collect()
+
+
+def _collect() -> None:
+    # What the job left in cycles still holds its groups, each with a thread of gloo's that looks at
+    # its sockets a hundred times a second. What stays is not looked at again, which keeps this
+    # short.
+    gc.collect()
+    gc.freeze()
+
+
+def _loopback_store(path: str, rank: int, world_size: int) -> dist.Store:
+    """The ranks' store: rank 0 serves it on the loopback alone, its port is in the file `path`.
+
+    A `FileStore` looks for a key a hundred times a second: each group made would cost 10 to 20 ms.
+    """
+    meeting = dist.FileStore(path, world_size)
+    listener = socket.create_server(("127.0.0.1", 0)) if rank == 0 else None
+    if listener is not None:
+        meeting.set("port", str(listener.getsockname()[1]))
+    return dist.TCPStore(
+        "127.0.0.1",
+        int(meeting.get("port")),
+        world_size,
+        is_master=rank == 0,
+        timeout=_GROUP_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )

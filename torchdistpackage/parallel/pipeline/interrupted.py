@@ -7,12 +7,12 @@ their words.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from weakref import WeakKeyDictionary
 
+from torchdistpackage.comm.per_group import PerGroup
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import CommError
 
-_interrupted: WeakKeyDictionary[Group, str] = WeakKeyDictionary()
+_interrupted: PerGroup[str] = PerGroup()
 """With the exception."""
 
 
@@ -38,3 +38,8 @@ def refuse_interrupted(group: Group) -> None:
             f"an earlier step over this group was interrupted by {_interrupted[group]}; its "
             f"messages are lost: make a new group, and what steps over it"
         )
+
+
+def is_interrupted(group: Group) -> bool:
+    """A step over `group` ended here in an exception while messages were under way."""
+    return group in _interrupted

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from torchdistpackage.comm.messages import Member, describe
 from torchdistpackage.comm.p2p import Post
+from torchdistpackage.comm.per_group import PerGroup
 from torchdistpackage.comm.primitives import Group, device_of, ranks_of
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.comm.world import world
@@ -35,7 +35,7 @@ class Memory:
         self.received: dict[int, Form] = {}
 
 
-_memories: WeakKeyDictionary[Group, Memory] = WeakKeyDictionary()
+_memories: PerGroup[Memory] = PerGroup()
 
 
 class Room:
