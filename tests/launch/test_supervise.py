@@ -91,6 +91,7 @@ def test_an_exception_is_reported_with_its_traceback(tmp_path):
     (failure,) = read_failures(tmp_path / "failures")
     assert (failure.rank, failure.host, failure.kind) == (1, HOST, Kind.ERROR)
     assert failure.error == "ValueError: no such sample" and "Traceback" in failure.detail
+    assert "supervise.py" not in failure.detail, "frames before the rank's own tell nothing"
     assert f"rank 1 on {HOST}: exit code 1: ValueError: no such sample" in err
     assert "[rank 1] ValueError: no such sample" in err.splitlines()
     assert log(tmp_path).rstrip().endswith("ValueError: no such sample")

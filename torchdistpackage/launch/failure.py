@@ -60,6 +60,9 @@ _CONSEQUENCES = (
 # Modules whose frames stand before the user's in every traceback and tell nothing.
 _CALLERS = (
     "torchdistpackage.launch.rank",
+    "torchdistpackage.launch.supervise",
+    "torchdistpackage.train.job",
+    "torchdistpackage.train.rank",
     "torchdistpackage.harness.pool_rank",
     "torchdistpackage.compat.worker",
 )
