@@ -228,3 +228,16 @@ def test_what_the_bounds_allow_is_planned_in_seconds(text):
     config = loads(text)
     make_plan(config, local_procs(config))
     assert time.process_time() - began < 10
+
+
+def test_what_is_too_long_with_its_aliases_written_out_is_refused_before_its_own_job_does():
+    """The run folder holds the configuration without aliases, and its job reads that."""
+    for times, fits in ((60, True), (70, False)):
+        values = ", ".join(["&a " + "x" * 4000, *["*a"] * (times - 1)])
+        text = OWN % f"[{values}]"
+        if fits:
+            written = loads(text).to_yaml()
+            assert loads(written) == loads(text)
+        else:
+            (problem,) = refused(text)
+            assert "262,144" in problem.text and problem.line is None

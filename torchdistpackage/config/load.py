@@ -80,6 +80,8 @@ def loads(
         draft.override(override)
     config = draft.validate()
     draft.check(config, world_size, bool(config.launch.slurm) if job is None else job)
+    if not draft.problems and ("&" in text or len(text) > MAX_BYTES // 8):
+        draft.check_written_out(config)
     if draft.problems:
         in_order = sorted(draft.problems, key=lambda p: (p.file.startswith(_OVERRIDE), p.line or 0))
         raise ConfigProblems(source, in_order)
@@ -110,6 +112,12 @@ class _Draft:
         """Where `path` was written, or the nearest thing around it."""
         around = (path[:end] for end in range(len(path), 0, -1))
         return next((self.places[p] for p in around if p in self.places), Place(self.source))
+
+    def check_written_out(self, config: RunConfig) -> None:
+        """The run folder holds the configuration without aliases, which its job reads again."""
+        if (size := len(config.to_yaml().encode())) > MAX_BYTES:
+            why = f"has {size:,} bytes with its aliases written out; {MAX_BYTES:,} are allowed"
+            self._report(Place(self.source), "", why)
 
     def override(self, text: str) -> None:
         """Set one value over those of the file."""
