@@ -15,8 +15,8 @@ from common import arguments, local, write
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.runtime import leave
-from torchdistpackage.harness.cases import CASES
-from torchdistpackage.harness.measure.operations import Place, of_torch, ours
+from torchdistpackage.harness.cases import COLLECTIVES
+from torchdistpackage.harness.measure.operations import UnitRank, tdp_call, torch_call
 
 NUM_CALLS = 500
 LIMIT_US = 5.0
@@ -30,10 +30,10 @@ def overhead(rounds: int) -> dict[str, dict[str, float]]:
     dist.init_process_group("fake", store=store, rank=0, world_size=2)
     group = dist.group.WORLD
     assert group is not None and primitives.ranks_of(group) == (0, 1)
-    place, found = Place((0, 1), 0, group), {}
-    for operation in CASES:
+    place, found = UnitRank((0, 1), 0, group), {}
+    for operation in COLLECTIVES:
         x = torch.zeros(2)
-        calls = {"ours": ours(operation, x, place), "bare": of_torch(operation, x, place)}
+        calls = {"ours": tdp_call(operation, x, place), "bare": torch_call(operation, x, place)}
         times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(rounds):
             for name, call in calls.items():

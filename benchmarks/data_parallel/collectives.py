@@ -14,7 +14,7 @@ from benchmarks.data_parallel.link import RATES, Link, enter
 from torchdistpackage.comm import bare
 from torchdistpackage.comm.pending import Pending
 from torchdistpackage.comm.runtime import leave, setup_distributed
-from torchdistpackage.comm.slices import start_gather_slices, start_reduce_slices
+from torchdistpackage.comm.slices import start_all_gather_v, start_reduce_scatter_v
 from torchdistpackage.comm.world import world
 from torchdistpackage.launch.local import run_local
 
@@ -81,8 +81,8 @@ def check(group: dist.ProcessGroup) -> None:
     bounds = even(len(x), group.size())
     part = bare.reduce_scatter(x, group)
     whole = bare.all_gather(part, group)
-    start_reduce_slices(x, bounds, group).wait()
-    if not torch.equal(start_gather_slices(x, bounds, group).wait(), whole):
+    start_reduce_scatter_v(x, bounds, group).wait()
+    if not torch.equal(start_all_gather_v(x, bounds, group).wait(), whole):
         raise AssertionError("slices give other numbers than gloo's own collectives")
 
 
@@ -100,7 +100,7 @@ def make_sides(group: dist.ProcessGroup) -> dict[str, Callable[[], object]]:
         "reduce-scatter, gloo's": lambda: bare.reduce_scatter(x, group),
         "all-gather, gloo's": lambda: bare.all_gather(part, group),
     }
-    starts = {"reduce-scatter": start_reduce_slices, "all-gather": start_gather_slices}
+    starts = {"reduce-scatter": start_reduce_scatter_v, "all-gather": start_all_gather_v}
     for name, start in starts.items():
         sides |= {
             name: lambda start=start: start(x, bounds, group).wait(),

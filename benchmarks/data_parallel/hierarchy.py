@@ -39,7 +39,9 @@ def rank_main(hosts: Sequence[str], rounds: int) -> dict[str, list[float]]:
     enter(hosts[node])
     setup_distributed()
     group = world()
-    by_node = hierarchy.of(group, [rank // RANKS_PER_NODE for rank in range(group.size())])
+    by_node = hierarchy.hierarchical_all_reduce(
+        group, [rank // RANKS_PER_NODE for rank in range(group.size())]
+    )
     assert by_node is not None
     check(group, by_node)
     sides: dict[str, Callable[[], object]] = {}

@@ -97,14 +97,14 @@ def _train(here: Here, found: Found) -> None:
     found.judge_time(
         "tdp train: a step is issued", True, "nothing waited" if not here.small else "it ran"
     )
-    pending.read()
-    following.read()
+    pending.wait()
+    following.wait()
     pending = train.train_step(STEPS + 4, measure=False)
     here.sync()
     here.sleep(SLEEP_S)  # a long step, of which the next one's numbers are a part
     following = train.train_step(STEPS + 5, measure=False)
     begin = time.perf_counter()
-    pending.read()
+    pending.wait()
     read_s = time.perf_counter() - begin
     here.sync()
     found.judge_time(
@@ -114,4 +114,4 @@ def _train(here: Here, found: Found) -> None:
         + ("" if here.small else f" while the next step took {1e3 * SLEEP_S:.0f} ms"),
         read_s=read_s,
     )
-    following.read()
+    following.wait()

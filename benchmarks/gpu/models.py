@@ -101,7 +101,7 @@ def steady(train: Trainer) -> Callable[[], object]:
     def go() -> object:
         step[0] += 1
         issued = train.train_step(step[0], measure=False)
-        result = pending.pop().read()
+        result = pending.pop().wait()
         pending.append(issued)
         return result
 

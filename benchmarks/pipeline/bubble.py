@@ -13,7 +13,7 @@ from benchmarks.pipeline.sides import CPU, SIDES, Task, own
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.launch.local import run_local
 from torchdistpackage.parallel.pipeline.executor import Executor
-from torchdistpackage.schedule.gap import gap_of
+from torchdistpackage.schedule.gap import attribute_bubble
 from torchdistpackage.schedule.generate import build
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "interleaved-zb", "zb-v")
@@ -81,6 +81,6 @@ def _steps(name: str, m: int, rounds: int) -> list[tuple[float, float]]:
         executor.run(forward, record=True)
         spans = [None] * dist.get_world_size()
         dist.all_gather_object(spans, executor.spans)
-        gap = gap_of(schedule, spans)
+        gap = attribute_bubble(schedule, spans)
         found.append((gap.measured.bubble, gap.predicted.bubble))
     return found

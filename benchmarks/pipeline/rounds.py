@@ -18,7 +18,7 @@ from benchmarks.pipeline.bars import CLOSE
 from benchmarks.pipeline.models import CASES, TWO
 from benchmarks.pipeline.sides import ALONE, SIDES, Running, Task
 from benchmarks.turns import Turn
-from torchdistpackage.comm.io_threads import yield_cores
+from torchdistpackage.comm.io_threads import deprioritize
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.parallel.pipeline.piece_cost import PieceCost, stage_costs
 from torchdistpackage.parallel.pipeline.profile import measure, measure_link
@@ -73,7 +73,7 @@ def run(name: str, m: int, sides: Sequence[str], rounds: int, num_steps: int) ->
         distance[side] = furthest(running[side].gradients(), expected.gradients())
 
     def turn(side: str) -> Turn:
-        yield_cores(SIDES[side].yields)
+        deprioritize(SIDES[side].yields)
         return _turn(running[side], num_steps)
 
     turns = take_turns(sides, CLOSE, rounds, turn)

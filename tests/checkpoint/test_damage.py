@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from torchdistpackage.checkpoint.commit import commit, latest, make_temporary, measure, settle
 from torchdistpackage.checkpoint.load import latest_together
-from torchdistpackage.checkpoint.manifest import NAME, Entry, Manifest, Piece
+from torchdistpackage.checkpoint.manifest import NAME, Manifest, TensorChunk, TensorEntry
 from torchdistpackage.checkpoint.validate import read_manifest
 from torchdistpackage.errors import CheckpointError
 
@@ -45,9 +45,9 @@ def write(folder: Path, step: int) -> Path:
     temporary = make_temporary(folder, step)
     tensors = {"w[0]": torch.arange(4.0).view(2, 2), "w[1]": torch.arange(4.0).view(2, 2)}
     save_file(tensors, temporary / SHARD, metadata={"integers": "{}"})
-    pieces = tuple(Piece(SHARD, f"w[{i}]", (2 * i, 0), (2, 2)) for i in (0, 1))
+    pieces = tuple(TensorChunk(SHARD, f"w[{i}]", (2 * i, 0), (2, 2)) for i in (0, 1))
     files = {SHARD: settle(temporary / SHARD)}
-    entry = Entry((4, 2), "float32", pieces)
+    entry = TensorEntry((4, 2), "float32", pieces)
     return commit(temporary, Manifest(step, 7, (), {"w": entry}, files, {"seed": 1}))
 
 

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchdistpackage.checkpoint import manifest as manifests
-from torchdistpackage.checkpoint.manifest import Entry, FileFacts, Manifest, Piece
+from torchdistpackage.checkpoint.manifest import FileFacts, Manifest, TensorChunk, TensorEntry
 from torchdistpackage.checkpoint.validate import read_manifest
 from torchdistpackage.errors import CheckpointError
 
 counts = st.integers(0, 2**40)
 boxes = st.lists(counts, max_size=3).map(tuple)
-pieces = st.builds(Piece, st.text(), st.text(), boxes, boxes)
-entries = st.builds(Entry, boxes, st.text(), st.lists(pieces, max_size=3).map(tuple))
+pieces = st.builds(TensorChunk, st.text(), st.text(), boxes, boxes)
+entries = st.builds(TensorEntry, boxes, st.text(), st.lists(pieces, max_size=3).map(tuple))
 manifest_values = st.builds(
     Manifest,
     step=counts,
@@ -30,7 +30,7 @@ ONE = Manifest(
     step=400,
     tokens=1234,
     degrees=(("data", 2),),
-    tensors={"w": Entry((4, 2), "float32", (Piece("a", "w[0]", (0, 0), (4, 2)),))},
+    tensors={"w": TensorEntry((4, 2), "float32", (TensorChunk("a", "w[0]", (0, 0), (4, 2)),))},
     files={"a": FileFacts(96, 7)},
     facts={"seed": 1, "lr": 1e-3},
 )
@@ -83,13 +83,13 @@ def test_reading_names_the_file(tmp_path):
 @given(st.integers(0, 3), st.integers(1, 4), st.integers(0, 1), st.integers(1, 2))
 def test_a_box_is_covered_once_by_whatever_pieces_overlap_it(row, rows, column, columns):
     pieces = (
-        Piece("a", "0", (0, 0), (1, 2)),
-        Piece("b", "0", (1, 0), (3, 1)),
-        Piece("c", "0", (1, 1), (3, 1)),
+        TensorChunk("a", "0", (0, 0), (1, 2)),
+        TensorChunk("b", "0", (1, 0), (3, 1)),
+        TensorChunk("c", "0", (1, 1), (3, 1)),
     )
     box = (slice(row, min(row + rows, 4)), slice(column, min(column + columns, 2)))
     filled = {}
-    for piece, of_piece, of_box in Entry((4, 2), "float32", pieces).covering(box):
+    for piece, of_piece, of_box in TensorEntry((4, 2), "float32", pieces).covering(box):
         cells = (
             itertools.product(*(range(s.start, s.stop) for s in x)) for x in (of_piece, of_box)
         )

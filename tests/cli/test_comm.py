@@ -187,7 +187,7 @@ def test_under_a_launcher_the_culprit_is_named_once(tmp_path):
     ids=str,
 )
 def test_all_that_is_wrong_is_refused_before_a_process_starts(words, texts, monkeypatch, capsys):
-    monkeypatch.setattr(comm_test, "on_ranks", None)
+    monkeypatch.setattr(comm_test, "run_on_topology", None)
     assert main(["comm", "test", *words]) == 2
     said = capsys.readouterr()
     assert all(text in said.err for text in texts), said.err
@@ -201,7 +201,7 @@ def test_ranks_that_never_came_are_said_once_with_the_option_that_waits(monkeypa
         waited.append(init_timeout_s)
         raise AbsentError("ranks; launch.init_timeout_s", "rank 0 did not come", speaker=1)
 
-    monkeypatch.setattr(comm_test, "on_ranks", nobody)
+    monkeypatch.setattr(comm_test, "run_on_topology", nobody)
     place = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     said = {}
     for rank in "123":

@@ -13,7 +13,7 @@ from torchdistpackage.cli.main import main
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.bench import outputs
 from torchdistpackage.harness.bench.profile import read
-from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.slurm.files import RunDir
 from torchdistpackage.launch.slurm.records import read_records
 
 ROOT = Path(__file__).parents[2]
@@ -77,21 +77,21 @@ def test_one_rank_has_nothing_to_measure(capsys):
     ],
 )
 def test_a_wrong_request_is_refused_before_a_process_is_started(words, said, capsys, monkeypatch):
-    monkeypatch.setattr(comm_bench, "on_ranks", lambda *a, **k: pytest.fail("started"))
+    monkeypatch.setattr(comm_bench, "run_on_topology", lambda *a, **k: pytest.fail("started"))
     assert main(["comm", "bench", "--axes", "data=2", *words]) == 2
     shown = capsys.readouterr()
     assert said in shown.err and not shown.out
 
 
 def test_without_matplotlib_plots_are_refused_first(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(comm_bench, "on_ranks", lambda *a, **k: pytest.fail("started"))
+    monkeypatch.setattr(comm_bench, "run_on_topology", lambda *a, **k: pytest.fail("started"))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["comm", "bench", "--axes", "data=2", "--plots", str(tmp_path)]) == 2
     assert "plots need matplotlib, which" in capsys.readouterr().err
 
 
 def test_a_matplotlib_that_does_not_import_is_refused_first(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(comm_bench, "on_ranks", lambda *a, **k: pytest.fail("started"))
+    monkeypatch.setattr(comm_bench, "run_on_topology", lambda *a, **k: pytest.fail("started"))
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     (tmp_path / "matplotlib.py").write_text("raise AttributeError('numpy is another one')\n")
@@ -123,7 +123,7 @@ def refuse(report):
     ids=" ".join,
 )
 def test_a_limit_or_profile_of_one_rank_is_refused(words, capsys, monkeypatch):
-    monkeypatch.setattr(comm_bench, "on_ranks", lambda *a, **k: pytest.fail("started"))
+    monkeypatch.setattr(comm_bench, "run_on_topology", lambda *a, **k: pytest.fail("started"))
     assert main(["comm", "bench", "--axes", "data=1", *words]) == 2
     said = capsys.readouterr().err
     assert "nothing is measured at all" in said or "nothing can be measured" in said
@@ -176,7 +176,7 @@ def test_as_a_job_the_bench_is_the_command_of_the_tasks(work, capsys):
     words = ["--slurm", "run.yaml", "launch.slurm.time=5", "--sizes", "1KiB:4KiB", "--pairs"]
     words += ["--operations", "p2p,broadcast", "--min-busbw", "pipe=2", "--over", "pipe"]
     assert main(["comm", "bench", *words]) == 0
-    files = JobFiles(work / "runs" / "one-bench")
+    files = RunDir(work / "runs" / "one-bench")
     said = capsys.readouterr().out
     assert said.startswith(f"job 41  {files.run}\non 2 nodes x 2 tasks; its figures will be in ")
     for path in (files.run / "bench.json", files.run / "profile.json", files.main_log):
@@ -197,7 +197,7 @@ def test_as_a_job_the_bench_is_the_command_of_the_tasks(work, capsys):
 def test_in_a_container_it_is_the_python_that_is_there(work):
     words = ["launch.slurm.container=apptainer exec x.sif", "--sizes", "4"]
     assert main(["comm", "bench", "--slurm", "run.yaml", *words]) == 0
-    script = JobFiles(work / "runs" / "one-bench").script.read_text()
+    script = RunDir(work / "runs" / "one-bench").script.read_text()
     assert "    python -u -P -m torchdistpackage comm bench --operations" in script
 
 

@@ -13,7 +13,7 @@ import yaml
 from torchdistpackage.cli import comm_lint
 from torchdistpackage.cli.main import main
 from torchdistpackage.harness.lint import linter
-from torchdistpackage.harness.lint.report import Report
+from torchdistpackage.harness.lint.report import LintReport
 from torchdistpackage.train import build as builder
 
 ROOT = Path(__file__).parents[2]
@@ -96,7 +96,9 @@ def test_a_disagreement_is_code_1_and_a_wrong_file_code_2(small, capsys, monkeyp
 def test_the_commands_of_the_page_are_accepted(command, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     if "--world" in command:  # it is for tests/train/test_order.py to look at thousands
-        monkeypatch.setattr(comm_lint, "static_report", lambda plan: Report(plan.topology, None))
+        monkeypatch.setattr(
+            comm_lint, "static_report", lambda plan: LintReport(plan.topology, None)
+        )
     assert main(shlex.split(command, comments=True)) == 0, capsys.readouterr().err
     assert PROVED in capsys.readouterr().out
 

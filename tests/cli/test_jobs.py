@@ -13,9 +13,9 @@ import pytest
 from tests.launch.slurm.folders import measured, started, submitted
 from tests.launch.slurm.scripted import Programs, row
 from torchdistpackage.cli.main import main
-from torchdistpackage.launch.failure import Failure, Kind
-from torchdistpackage.launch.slurm.runs import Run
-from torchdistpackage.launch.slurm.suspects import Evidence, record
+from torchdistpackage.launch.failure import Failure, FailureKind
+from torchdistpackage.launch.slurm.runs import SubmittedRun
+from torchdistpackage.launch.slurm.suspects import NodeIncident, record
 
 NOW_S = time.time()
 
@@ -30,10 +30,10 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
 
 
 @pytest.fixture
-def run(tmp_path: Path, slurm: Programs) -> Run:
+def run(tmp_path: Path, slurm: Programs) -> SubmittedRun:
     """A run of job 7 that came back once, failed once and is at step 3 of 10."""
     run = submitted(tmp_path / "runs" / "tiny", "7", NOW_S - 600)
-    failure = Failure(2, "n2", 77, NOW_S - 300, Kind.SIGNAL, -9)
+    failure = Failure(2, "n2", 77, NOW_S - 300, FailureKind.SIGNAL, -9)
     started(run, "7.0", NOW_S - 500, decision="requeue after step 2: preempted", nodes="n[1-2]")
     started(run, "7.1", NOW_S - 400, step=2, failures=(failure,), nodes="n[2-3]")
     measured(run, 3.0, 2.0, 1.2345)
@@ -49,7 +49,7 @@ def table(text: str) -> list[list[str]]:
     return [[line[a:b].strip() for a, b in zip(starts, ends, strict=True)] for line in lines]
 
 
-def test_ls_has_a_line_for_each_run_the_latest_last(run: Run, slurm: Programs, capsys):
+def test_ls_has_a_line_for_each_run_the_latest_last(run: SubmittedRun, slurm: Programs, capsys):
     submitted(run.folder.parent / "waits", "8_0", NOW_S - 100)
     new = submitted(run.folder.parent / "new", "9", time.time() - 1)
     text = row("7", "RUNNING", nodes="n[2-3]") + row("8_0", "PENDING", nodes="")
@@ -66,7 +66,7 @@ def test_ls_has_a_line_for_each_run_the_latest_last(run: Run, slurm: Programs, c
     assert "no run in" in capsys.readouterr().out
 
 
-def test_ls_without_any_slurm_tells_what_the_folders_tell(run: Run, monkeypatch, capsys):
+def test_ls_without_any_slurm_tells_what_the_folders_tell(run: SubmittedRun, monkeypatch, capsys):
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["jobs", "ls"]) == 0
     said = capsys.readouterr()
@@ -74,10 +74,10 @@ def test_ls_without_any_slurm_tells_what_the_folders_tell(run: Run, monkeypatch,
     assert said.err.startswith("note: there is no squeue here")
 
 
-def test_show_tells_the_whole_story(run: Run, slurm: Programs, capsys):
+def test_show_tells_the_whole_story(run: SubmittedRun, slurm: Programs, capsys):
     slurm.say("squeue", row("7", "FAILED", code=137 << 8, nodes="n[2-3]", used="6:40"))
     slurm.say("sacct", "7|FAILED|137:0|400|n[2-3]|None\n")
-    record(run.files.suspects, Evidence("n9", "down", 1.0, NOW_S, NOW_S + 1e6, "6.0"))
+    record(run.files.suspects, NodeIncident("n9", "down", 1.0, NOW_S, NOW_S + 1e6, "6.0"))
     assert main(["jobs", "show", "tiny"]) == 0
     out = capsys.readouterr().out
     facts = dict(re.split(" {2,}", line, maxsplit=1) for line in out.split("\n\n")[0].splitlines())
@@ -105,7 +105,7 @@ def test_show_tells_the_whole_story(run: Run, slurm: Programs, capsys):
     assert capsys.readouterr().out == out
 
 
-def test_logs_of_the_run_and_of_a_rank(run: Run, capsys):
+def test_logs_of_the_run_and_of_a_rank(run: SubmittedRun, capsys):
     for restart in (0, 1):
         run.files.rank_log(2, restart).write_text(f"rank 2, start {restart}\n")
     assert main(["jobs", "logs", "tiny"]) == 0
@@ -121,7 +121,9 @@ def test_logs_of_the_run_and_of_a_rank(run: Run, capsys):
 
 
 @pytest.mark.parametrize(("state", "code"), [("COMPLETED", 0), ("FAILED", 1), ("CANCELLED", 1)])
-def test_following_ends_as_the_job_did(run: Run, slurm: Programs, state: str, code: int, capsys):
+def test_following_ends_as_the_job_did(
+    run: SubmittedRun, slurm: Programs, state: str, code: int, capsys
+):
     slurm.say("squeue", row("7", state))
     assert main(["jobs", "logs", "-f", "tiny"]) == code
     said = capsys.readouterr()
@@ -129,7 +131,7 @@ def test_following_ends_as_the_job_did(run: Run, slurm: Programs, state: str, co
     assert said.err == f"tdp: tiny is {state}\n"
 
 
-def test_cancel_and_resubmit(run: Run, slurm: Programs, capsys):
+def test_cancel_and_resubmit(run: SubmittedRun, slurm: Programs, capsys):
     slurm.say("squeue", row("7", "RUNNING"))
     assert main(["jobs", "resubmit", "tiny"]) == 1
     assert "job 7 is RUNNING; cancel it first" in capsys.readouterr().err
@@ -138,7 +140,7 @@ def test_cancel_and_resubmit(run: Run, slurm: Programs, capsys):
     assert slurm.asked[-1] == ["scancel", "7"]
     slurm.say("squeue", row("7", "CANCELLED", code=15))
     slurm.say("sbatch", "8\n")
-    record(run.files.suspects, Evidence("n9", "down", 1.0, NOW_S, NOW_S + 1e6, "6.0"))
+    record(run.files.suspects, NodeIncident("n9", "down", 1.0, NOW_S, NOW_S + 1e6, "6.0"))
     assert main(["jobs", "resubmit", "tiny"]) == 0
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first.startswith("leaving out n9: down")
@@ -149,7 +151,7 @@ def test_cancel_and_resubmit(run: Run, slurm: Programs, capsys):
 
 
 @pytest.mark.parametrize("command", ["show", "logs", "cancel", "resubmit", "monitor"])
-def test_an_unknown_name_is_answered_with_the_nearest(run: Run, command: str, capsys):
+def test_an_unknown_name_is_answered_with_the_nearest(run: SubmittedRun, command: str, capsys):
     assert main(["jobs", command, "tinny"]) == 2
     assert "no run in runs has the name or job id 'tinny'; did you mean tiny" in (
         capsys.readouterr().err
@@ -158,14 +160,14 @@ def test_an_unknown_name_is_answered_with_the_nearest(run: Run, command: str, ca
 
 @pytest.mark.parametrize(("state", "code"), [("COMPLETED", 0), ("CANCELLED", 1), ("FAILED", 1)])
 def test_monitor_says_in_its_code_how_the_job_ended(
-    run: Run, slurm: Programs, state: str, code: int, capsys
+    run: SubmittedRun, slurm: Programs, state: str, code: int, capsys
 ):
     slurm.say("squeue", row("7", state))
     assert main(["jobs", "monitor", "tiny", "--max-resubmits", "0"]) == code
     assert f"job 7 is {state}" in capsys.readouterr().out
 
 
-def test_ctrl_c_ends_the_monitor_and_not_the_job(run: Run, slurm: Programs):
+def test_ctrl_c_ends_the_monitor_and_not_the_job(run: SubmittedRun, slurm: Programs):
     slurm.say("squeue", row("7", "RUNNING"))
     watching = subprocess.Popen(
         [sys.executable, "-m", "torchdistpackage", "jobs", "monitor", "tiny", "--every", "30"],
@@ -182,7 +184,7 @@ def test_ctrl_c_ends_the_monitor_and_not_the_job(run: Run, slurm: Programs):
     assert [asked[0] for asked in slurm.asked] == ["squeue"]
 
 
-def test_jobs_load_no_more_than_they_need(run: Run, slurm: Programs):
+def test_jobs_load_no_more_than_they_need(run: SubmittedRun, slurm: Programs):
     code = """
 import sys
 sys.modules["torch"] = None
@@ -213,7 +215,7 @@ print(sorted({"numpy", "rich", "yaml", "submitit"} & set(sys.modules)), file=sys
     ids=["records", "starts", "suspects", "decision", "report", "metrics", "main-log"],
 )
 def test_a_pipe_in_the_place_of_a_file_holds_nobody_up(
-    run: Run, slurm: Programs, command, place, is_refused
+    run: SubmittedRun, slurm: Programs, command, place, is_refused
 ):
     """Records and starts are named and refused: what they say decides; the rest is left out."""
     path = place(run)
@@ -231,7 +233,7 @@ def test_a_pipe_in_the_place_of_a_file_holds_nobody_up(
     assert (f"{path.name} is a pipe" in done.stderr) is (is_refused or "suspects" in path.name)
 
 
-def test_evidence_is_not_written_into_a_pipe(run: Run, caplog: pytest.LogCaptureFixture):
+def test_evidence_is_not_written_into_a_pipe(run: SubmittedRun, caplog: pytest.LogCaptureFixture):
     os.mkfifo(run.files.suspects)
-    record(run.files.suspects, Evidence("n1", "it broke", 1.0, NOW_S, NOW_S + 9, "7.0"))
+    record(run.files.suspects, NodeIncident("n1", "it broke", 1.0, NOW_S, NOW_S + 9, "7.0"))
     assert "is a pipe" in caplog.text

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchdistpackage.cli.main import main
-from torchdistpackage.schedule.actions import Kind
+from torchdistpackage.schedule.actions import ActionKind
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.costs_file import read_costs
 from torchdistpackage.schedule.csv import from_csv, to_csv
@@ -41,7 +41,7 @@ def test_the_numbers_of_1f1b(capsys):
 @pytest.mark.parametrize("name", GENERATORS)
 def test_the_table_is_that_of_the_simulation_at_these_costs(name, capsys):
     assert main([*sized(name, 3, 5), "--forward-cost", "3", "--backward-cost", "4"]) == 0
-    timeline = simulate(build(name, 3, 5), {Kind.F: 3.0, Kind.B: 4.0})
+    timeline = simulate(build(name, 3, 5), {ActionKind.F: 3.0, ActionKind.B: 4.0})
     shown = capsys.readouterr().out
     assert table(timeline) in shown
     assert f"total              {timeline.total:g} units" in shown

@@ -11,9 +11,9 @@ import pytest
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.load import load
 from torchdistpackage.launch.lock import hold
-from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.slurm.files import RunDir
 from torchdistpackage.launch.slurm.records import read_records
-from torchdistpackage.launch.slurm.suspects import Evidence, record
+from torchdistpackage.launch.slurm.suspects import NodeIncident, record
 
 RUN = """
 run: {name: one}
@@ -65,7 +65,7 @@ def calls(work: Path) -> list[list[str]]:
 def test_a_run_is_submitted_with_all_that_it_needs(work: Path, capsys):
     assert main(["submit", "run.yaml", "train.steps=500"]) == 0
     said = capsys.readouterr()
-    files = JobFiles(work / "runs" / "one")
+    files = RunDir(work / "runs" / "one")
     assert calls(work) == [["--parsable", str(files.script)]]
     env = Path(f"{work.parent / 'noted'}.env").read_text()
     assert "RANK=3" not in env and "SBATCH_ACCOUNT" not in env
@@ -88,7 +88,7 @@ def test_a_dry_run_prints_the_script_that_would_be_written(work: Path, capsys):
     shown = capsys.readouterr().out
     assert not (work / "runs").exists() and calls(work) == []
     assert main(["submit", "run.yaml"]) == 0
-    assert JobFiles(work / "runs" / "one").script.read_text() == shown
+    assert RunDir(work / "runs" / "one").script.read_text() == shown
 
 
 def test_what_plan_refuses_is_refused_with_all_its_problems(work: Path, capsys):
@@ -112,7 +112,7 @@ def test_a_run_whose_job_is_alive_is_not_submitted_again(work: Path, state, monk
     assert len(calls(work)) == 1
     monkeypatch.setenv("STATE", "FAILED")
     assert main(["submit", "run.yaml"]) == 0
-    assert len(read_records(JobFiles(work / "runs" / "one").records)) == 2
+    assert len(read_records(RunDir(work / "runs" / "one").records)) == 2
 
 
 def test_a_fresh_start_moves_the_earlier_folder_aside(work: Path, monkeypatch):
@@ -122,7 +122,7 @@ def test_a_fresh_start_moves_the_earlier_folder_aside(work: Path, monkeypatch):
     assert main(["submit", "run.yaml", "--fresh"]) == 0
     assert (work / "runs/one.1/metrics.jsonl").exists()
     assert not (work / "runs/one/metrics.jsonl").exists()
-    assert len(read_records(JobFiles(work / "runs/one").records)) == 1
+    assert len(read_records(RunDir(work / "runs/one").records)) == 1
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_what_sbatch_says_is_passed_on_with_what_to_do(work, said, advice, monke
     assert main(["submit", "run.yaml"]) == 1
     err = capsys.readouterr().err
     assert f"sbatch: error: {said}" in err and advice in err
-    assert not read_records(JobFiles(work / "runs" / "one").records)
+    assert not read_records(RunDir(work / "runs" / "one").records)
 
 
 def test_without_slurm_it_says_where_to_go(work: Path, monkeypatch, capsys):
@@ -166,7 +166,7 @@ def test_a_folder_that_no_script_can_name_is_refused(work: Path, folder: str, wh
 def test_suspects_are_left_out_and_that_is_said(work: Path, capsys):
     folder = work / "runs"
     folder.mkdir()
-    evidence = Evidence("n7", "SIGBUS", weight=1.0, time_s=1.0, expires_s=9e9, job="1.0")
+    evidence = NodeIncident("n7", "SIGBUS", weight=1.0, time_s=1.0, expires_s=9e9, job="1.0")
     record(folder / "suspects.jsonl", evidence)
     assert main(["submit", "run.yaml", "launch.slurm.exclude=[n1, n2]"]) == 0
     assert calls(work)[0][1] == "--exclude=n1,n2,n7"
@@ -186,7 +186,7 @@ def test_a_sweep_is_an_array_of_runs_with_folders_of_their_own(work: Path, capsy
     assert f"#SBATCH --output={array}/%a.log\n" in shown
     names = [f"one-lr={lr}-seed={seed}" for lr in ("1e-4", "3e-4") for seed in (1, 2)]
     for index, name in enumerate(names):
-        files = JobFiles(work / "runs" / name)
+        files = RunDir(work / "runs" / name)
         config = load(files.config, world_size=4)
         assert (config.run.name, config.run.seed) == (name, index % 2 + 1)
         assert config.optim.lr == (1e-4 if index < 2 else 3e-4)
@@ -232,7 +232,7 @@ def test_code_that_is_not_there_is_missed_before_the_queue(work: Path, capsys):
 def test_of_two_submissions_at_once_one_is_refused(work: Path, capsys):
     """Otherwise both would find the run free, and two jobs write to one folder."""
     run = load("run.yaml")
-    with hold(JobFiles(work / run.run.dir / run.run.name).lock, "a test"):
+    with hold(RunDir(work / run.run.dir / run.run.name).lock, "a test"):
         assert main(["submit", "run.yaml"]) == 2
     assert "is under way elsewhere" in capsys.readouterr().err and calls(work) == []
     assert main(["submit", "run.yaml"]) == 0
@@ -257,7 +257,7 @@ def test_what_submitit_cannot_do_is_refused_before_anything_is_written(
 
 
 def test_a_run_that_somebody_trains_is_not_submitted(work: Path, capsys):
-    files = JobFiles(work / "runs" / "one")
+    files = RunDir(work / "runs" / "one")
     with hold(files.run_lock, "the run one"):
         for more in ([], ["--fresh"]):
             assert main(["submit", "run.yaml", *more]) == 2
@@ -276,7 +276,7 @@ def test_a_folder_that_was_made_by_hand_outlives_a_submission_that_is_refused(wo
     (work / "runs").mkdir()
     made = (work / "runs").stat().st_ino
     assert main(["submit", "run.yaml", "launch.slurm.files=[nothing]"]) == 1
-    with hold(JobFiles(work / "runs" / "one").run_lock, "the run one"):
+    with hold(RunDir(work / "runs" / "one").run_lock, "the run one"):
         assert main(["submit", "run.yaml"]) == 2
     assert (work / "runs").stat().st_ino == made and list((work / "runs").iterdir()) == []
 
@@ -312,7 +312,7 @@ def test_a_full_disk_refuses_a_submission_and_leaves_nothing_half_made(
         assert [p.name for p in small_disk.iterdir()] == ["filler"] and calls(work) == []
         (small_disk / "filler").unlink()
     assert main(["submit", "run.yaml"]) == 0
-    files = JobFiles(small_disk / "one")
+    files = RunDir(small_disk / "one")
     before = {p: p.read_bytes() for p in (files.config, files.script, files.records)}
     (work / "run.yaml").write_text(RUN + "train: {steps: 70}\n")
     fill(64 << 10)
@@ -330,14 +330,14 @@ def test_copies_of_the_code_that_nobody_needs_go_with_a_later_submission(
     def submitted(text: str, days_ago: float) -> str:
         (work / "run.yaml").write_text(f"{RUN}# {text}\n")
         assert main(["submit", "run.yaml"]) == 0
-        (noted,) = read_records(JobFiles(codes.parent).records)[-1:]
+        (noted,) = read_records(RunDir(codes.parent).records)[-1:]
         then = time.time() - days_ago * 86400
         os.utime(noted.code, (then, then))
         return Path(noted.code).name
 
     old, kept, again = submitted("a", 8), submitted("b", 8), submitted("c", 8)
     newer = submitted("d", 6)
-    script = JobFiles(codes.parent).script
+    script = RunDir(codes.parent).script
     (script.parent / "mine.sbatch").write_text(f"PYTHONPATH={codes}/{kept}/tree")
     (codes / f".{old}.host.1.ffff").mkdir()
     (codes / "notes of mine").mkdir()

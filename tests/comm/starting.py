@@ -16,8 +16,8 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.launch.children import ForkServer
 from torchdistpackage.launch.failure import Failure
-from torchdistpackage.launch.rank import Returned, pack_arguments
-from torchdistpackage.launch.reference import Reference
+from torchdistpackage.launch.rank import Result, pack_arguments
+from torchdistpackage.launch.reference import EntryPoint
 from torchdistpackage.launch.wire import unpack
 
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "TORCHELASTIC", "TDP_")
@@ -77,14 +77,14 @@ class Start:
             children.append(
                 self._server.spawn(
                     "torchdistpackage.launch.rank:main",
-                    (Reference.of(fn), pack_arguments(*args), i),
+                    (EntryPoint.of(fn), pack_arguments(*args), i),
                     env={**PLAIN, **env},
                     stdout=sys.__stderr__.fileno(),
                     stderr=sys.__stderr__.fileno(),
                     with_channel=True,
                 )
             )
-        answers: dict[int, Returned | Failure] = {}
+        answers: dict[int, Result | Failure] = {}
         end = time.monotonic() + limit_s
         while len(answers) < len(children):
             assert time.monotonic() < end, f"only {sorted(answers)} of {len(children)} came back"

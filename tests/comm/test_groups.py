@@ -245,7 +245,7 @@ def test_a_pair_of_three_may_talk_alone(ranks, tmp_path):
 
 def bench_of_a_model(folder: str) -> None:
     """Which nobody connects before: its neighbours are measured pair by pair."""
-    request = Request(("p2p_both",), (64,), over=("model",), iterations=1, warmup=0, alone=1)
+    request = Request(("p2p_both",), (64,), over=("model",), iterations=1, warmup=0, isolated=1)
     with blocking_world(folder) as log:
         tpc.setup_process_groups([("pipe", 2), ("tensor", 2), ("data", 2)])
         model = tuple(tpc.get_ranks_in_group("model"))

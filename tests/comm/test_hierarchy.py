@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torchdistpackage.comm import hierarchy
 from torchdistpackage.comm import primitives as p
 from torchdistpackage.comm.groups import Groups
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.record import recorder
 from torchdistpackage.errors import CommError
 
 pytestmark = pytest.mark.own_transport("gloo's sums over nodes first")
@@ -31,7 +31,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.bool, torch.comple
 
 def by_node(ranks: Sequence[int], nodes: Sequence[Hashable]) -> tuple[p.Group, hierarchy.Start]:
     group = Groups(dist.get_rank()).of(ranks, use="of the test")
-    start = hierarchy.of(group, nodes, chunk_bytes=CHUNK_BYTES)
+    start = hierarchy.hierarchical_all_reduce(group, nodes, chunk_bytes=CHUNK_BYTES)
     assert start is not None
     return group, start
 
@@ -93,12 +93,12 @@ def test_ranks_agree_to_the_bit(ranks):
 def others() -> None:
     """What is no large sum goes flat; all of them stand in the record as one call."""
     group, start = by_node([0, 1, 2, 3], [0, 0, 1, 1])
-    rank, num = dist.get_rank(), calls.line(group).issued
+    rank, num = dist.get_rank(), recorder.line(group).issued
     assert (start(torch.full((500,), float(rank)), group, p.MAX).wait() == 3).all()
     assert (start(torch.full((CHUNK_BYTES // 8,), 1.0), group, p.SUM).wait() == 4).all()
     assert (start(torch.ones(500), group, p.SUM).wait() == 4).all()
-    assert calls.line(group).issued == calls.line(group).done == num + 3
-    mine = [e for e in calls.snapshot()["calls"] if e["operation"] == "all_reduce"]
+    assert recorder.line(group).issued == recorder.line(group).done == num + 3
+    mine = [e for e in recorder.snapshot()["calls"] if e["operation"] == "all_reduce"]
     assert [entry["shape"] for entry in mine[-3:]] == [[500], [CHUNK_BYTES // 8], [500]]
     other = Groups(rank).of([0, 1, 2, 3], use="another")
     with pytest.raises(CommError, match=r"is of ranks \(0, 1, 2, 3\), not of"):
@@ -112,9 +112,12 @@ def test_what_else_is_reduced_goes_flat(ranks):
 def flat_is_as_good() -> list[bool]:
     world, alone = dist.group.WORLD, Groups(dist.get_rank()).of([dist.get_rank()])
     with pytest.raises(CommError, match="3 names for the 4 ranks"):
-        hierarchy.of(world, [0, 0, 1])
-    found = [hierarchy.of(world, nodes) for nodes in ([0, 0, 0, 1], [0, 1, 2, 3], [5] * 4, None)]
-    return [start is None for start in (*found, hierarchy.of(alone, [0]))]
+        hierarchy.hierarchical_all_reduce(world, [0, 0, 1])
+    found = [
+        hierarchy.hierarchical_all_reduce(world, nodes)
+        for nodes in ([0, 0, 0, 1], [0, 1, 2, 3], [5] * 4, None)
+    ]
+    return [start is None for start in (*found, hierarchy.hierarchical_all_reduce(alone, [0]))]
 
 
 def test_there_is_none_where_nodes_are_uneven_or_one_or_of_one_rank(ranks):
@@ -155,7 +158,7 @@ def planted(where: str) -> list[str]:
     kind, name = {
         "add": (hierarchy._Chunk, "add"),
         "hand_out": (hierarchy._Chunk, "hand_out"),
-        "silence": (hierarchy._ByNode, "_tell"),
+        "silence": (hierarchy._HierarchicalAllReduce, "_tell"),
     }[where]
     texts, before = [], getattr(kind, name)
     setattr(kind, name, (lambda *args: None) if where == "silence" else fail)

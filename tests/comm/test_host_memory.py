@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm import primitives as p
-from torchdistpackage.comm.headers import Headers
+from torchdistpackage.comm.headers import MetaChannel
 from torchdistpackage.comm.messages import describe
 from torchdistpackage.comm.p2p import Post, receive, send
-from torchdistpackage.comm.slices import start_gather_slices, start_reduce_slices
-from torchdistpackage.comm.templates import Template
+from torchdistpackage.comm.slices import start_all_gather_v, start_reduce_scatter_v
+from torchdistpackage.comm.templates import MessageSpec
 from torchdistpackage.errors import CommError
 
 Group = dist.ProcessGroup
@@ -32,12 +32,12 @@ CALLS: dict[str, Callable[[torch.Tensor, Group], object]] = {
     "all_gather of uneven parts": lambda x, g: p.start_all_gather(x, g, [4, 4]),
     "reduce_scatter": lambda x, g: p.reduce_scatter(x, g),
     "all_to_all": lambda x, g: p.all_to_all(x, g),
-    "sum": lambda x, g: start_reduce_slices(x, (0, 2, 4), g),
-    "gather": lambda x, g: start_gather_slices(x, (0, 2, 4), g),
+    "sum": lambda x, g: start_reduce_scatter_v(x, (0, 2, 4), g),
+    "gather": lambda x, g: start_all_gather_v(x, (0, 2, 4), g),
     "send": lambda x, g: send(x, g, 1 - dist.get_rank()),
     "receive": lambda x, g: receive(x, g, 1 - dist.get_rank()),
     "send of a post": post,
-    "messages between stages": lambda x, g: Headers(g, x.device, 5, always=True),
+    "messages between stages": lambda x, g: MetaChannel(g, x.device, 5, always=True),
 }
 
 
@@ -83,5 +83,5 @@ def test_a_member_in_host_memory_is_named_where_messages_go_from_device_to_devic
 
 def test_a_member_that_changed_its_place_is_of_another_form():
     for place, message, moved in (("cpu", HERE, ELSEWHERE), ("meta", ELSEWHERE, HERE)):
-        template = Template(describe((message, None)), torch.device(place))
-        assert template.fits((message, None)) and not template.fits((moved, None))
+        template = MessageSpec(describe((message, None)), torch.device(place))
+        assert template.matches((message, None)) and not template.matches((moved, None))

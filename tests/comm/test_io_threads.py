@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.io_threads import yield_cores
+from torchdistpackage.comm.io_threads import deprioritize
 
 
 def policies() -> dict[str, set[int]]:
@@ -20,7 +20,7 @@ def policies() -> dict[str, set[int]]:
 
 
 def a_group_of_the_users() -> None:
-    yield_cores(False)
+    deprioritize(False)
     before = policies()
     group = dist.new_group([0, 1])
     assert isinstance(group, primitives.Group)
@@ -30,9 +30,9 @@ def a_group_of_the_users() -> None:
     assert before.pop(readers) == {os.SCHED_OTHER}
     assert after.pop(readers) == {os.SCHED_BATCH}
     assert all(os.SCHED_BATCH not in found for found in after.values())
-    assert yield_cores(False) >= 2, "one of the world, one of the group"
+    assert deprioritize(False) >= 2, "one of the world, one of the group"
     assert policies()[readers] == {os.SCHED_OTHER}
-    yield_cores()
+    deprioritize()
     dist.destroy_process_group(group)
 
 
@@ -42,5 +42,5 @@ def test_every_group_that_we_use(ranks):
 
 def test_where_nobody_reads_nothing_happens():
     before = policies()
-    assert yield_cores() == 0
+    assert deprioritize() == 0
     assert policies() == before

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm.groups import Groups
-from torchdistpackage.comm.headers import Headers
+from torchdistpackage.comm.headers import MetaChannel
 from torchdistpackage.comm.messages import (
     HEADER_BYTES,
     decode,
@@ -14,8 +14,8 @@ from torchdistpackage.comm.messages import (
     tensors_of,
 )
 from torchdistpackage.comm.p2p import SMALL_BYTES, Post
-from torchdistpackage.comm.record import calls
-from torchdistpackage.comm.templates import Template
+from torchdistpackage.comm.record import recorder
+from torchdistpackage.comm.templates import MessageSpec
 from torchdistpackage.errors import CommError
 
 CPU = torch.device("cpu")
@@ -64,16 +64,16 @@ def test_a_description_survives_its_header(message):
 
 def round_trip() -> None:
     group, rank = dist.group.WORLD, dist.get_rank()
-    headers = Headers(group, CPU, 20, always=True)
+    headers = MetaChannel(group, CPU, 20, always=True)
     for message in MESSAGES:
         post = Post(group, timeout_s=20)
         if rank == 0:
-            assert headers.send(describe(message), 1).fits(message)
+            assert headers.send(describe(message), 1).matches(message)
             post.send(tensors_of(message), 1)
             post.go().wait()
         else:
             template = headers.receive(0)
-            room = template.room()
+            room = template.allocate()
             post.receive(room, 0)
             post.go().wait()
             for i in template.wanting:
@@ -110,7 +110,7 @@ def order_of_posting() -> list[str]:
         post.receive([room], 1 - dist.get_rank())
         post.go().wait()
         assert torch.equal(mine, room)
-    return [call["operation"] for call in calls.snapshot(num=4)["calls"]]
+    return [call["operation"] for call in recorder.snapshot(num=4)["calls"]]
 
 
 def test_small_messages_are_sent_first_and_large_ones_received_first(ranks):
@@ -143,21 +143,21 @@ def test_what_cannot_travel_is_refused_by_name():
 
 def test_gradients_go_back_only_for_what_wants_one():
     wanted = torch.zeros(2, dtype=torch.complex64, requires_grad=True)
-    template = Template(describe((wanted, torch.arange(2), None, torch.zeros(1))), CPU)
-    (gradient,) = template.gradient_room()
+    template = MessageSpec(describe((wanted, torch.arange(2), None, torch.zeros(1))), CPU)
+    (gradient,) = template.allocate_gradients()
     assert gradient.shape == (2,) and gradient.dtype is torch.complex64
-    assert template.spread([gradient]) == (gradient, None, None, None)
+    assert template.scatter_grads([gradient]) == (gradient, None, None, None)
 
 
 def test_a_form_takes_what_needs_no_gradient_any_more_but_no_new_one():
     plain, wanting = torch.zeros(2), torch.zeros(2, requires_grad=True)
-    assert Template(describe(wanting), CPU).fits(plain)
-    assert not Template(describe(plain), CPU).fits(wanting)
+    assert MessageSpec(describe(wanting), CPU).matches(plain)
+    assert not MessageSpec(describe(plain), CPU).matches(wanting)
     assert str(describe((plain, wanting))) == "tuple(float32[2], float32[2] requires_grad)"
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=range(len(MESSAGES)))
 def test_a_template_fits_its_own_message_alone(message):
     for other in MESSAGES:
-        fits = Template(describe(message), CPU).fits(other)
+        fits = MessageSpec(describe(message), CPU).matches(other)
         assert fits == (describe(other) == describe(message))

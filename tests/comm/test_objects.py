@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchdistpackage.comm import companions, objects, primitives
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.record import recorder
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError, LayoutError
 
@@ -210,10 +210,10 @@ def beside_gpus() -> None:
         assert got["x"].tolist() == [0, 1, 2]
         assert used == [("broadcast", id(twin))]
         # pickled objects too, whose sizes torch would read from the device one by one
-        members, before = primitives.ranks_of(group), calls.line(twin).issued
+        members, before = primitives.ranks_of(group), recorder.line(twin).issued
         assert primitives.gather_objects(dist.get_rank(), group) == list(members)
         assert primitives.broadcast_object(dist.get_rank(), group, members[1]) == members[1]
-        assert calls.line(group).issued == 0 and calls.line(twin).issued == before + 2
+        assert recorder.line(group).issued == 0 and recorder.line(twin).issued == before + 2
         tpc.destroy()  # and what was made for its groups
         assert group not in companions._on_cpu
         assert twin not in dist.distributed_c10d._world.pg_map

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.p2p import receive, start_send
-from torchdistpackage.comm.record import SIZE, Recorder, calls
+from torchdistpackage.comm.record import SIZE, FlightRecorder, recorder
 from torchdistpackage.comm.tpc import tpc
 
 
@@ -22,14 +22,14 @@ def talk() -> dict:
     primitives.all_reduce(torch.ones(2, 3), data)
     primitives.all_reduce(torch.ones(5, dtype=torch.int64), data)
     pending = primitives.start_all_gather(torch.ones(4), tensor)
-    calls.phase, calls.step = "forward", 7
-    before = calls.snapshot()["calls"][-1]["state"]
+    recorder.phase, recorder.step = "forward", 7
+    before = recorder.snapshot()["calls"][-1]["state"]
     pending.wait()
     peer = tpc.get_ranks_in_group("tensor")[1 - tpc.get_tp_rank()]
     begun = start_send(torch.ones(1), tensor, peer)
     receive(torch.ones(1), tensor, peer)
     begun.wait()
-    return {"before": before, **calls.snapshot(num=5)}
+    return {"before": before, **recorder.snapshot(num=5)}
 
 
 @pytest.mark.own_transport("what the record says of gloo's calls")
@@ -61,12 +61,12 @@ def waiting() -> tuple[str, float] | None:
     if dist.get_rank():
         time.sleep(0.3)
     seen = []
-    look = threading.Timer(0.1, lambda: seen.append(calls.snapshot()["calls"][-1]))
+    look = threading.Timer(0.1, lambda: seen.append(recorder.snapshot()["calls"][-1]))
     look.start()
-    before = calls.waited_s
+    before = recorder.waited_s
     primitives.all_reduce(torch.ones(1), dist.group.WORLD)
     look.join()
-    return (seen[0]["state"], calls.waited_s - before) if dist.get_rank() == 0 else None
+    return (seen[0]["state"], recorder.waited_s - before) if dist.get_rank() == 0 else None
 
 
 def test_who_waits_is_seen_from_outside_and_the_time_is_added_up(ranks):
@@ -81,7 +81,7 @@ def ended_groups() -> int:
         primitives.all_reduce(torch.ones(1), group)
         dist.destroy_process_group(group)
     primitives.all_reduce(torch.ones(1), dist.new_group([0, 1]))
-    return len(calls.snapshot()["groups"])
+    return len(recorder.snapshot()["groups"])
 
 
 def test_ended_groups_are_let_go(ranks):
@@ -96,7 +96,7 @@ def let_go() -> bool:
     dist.destroy_process_group(group)
     del group
     gc.collect()
-    return seen() is None and len(calls.snapshot()["groups"]) <= 1
+    return seen() is None and len(recorder.snapshot()["groups"]) <= 1
 
 
 @pytest.mark.own_transport("the double keeps its groups")
@@ -105,7 +105,7 @@ def test_the_record_keeps_no_group_alive(ranks):
 
 
 def test_what_was_set_for_a_world_ends_with_it():
-    recorder = Recorder()
+    recorder = FlightRecorder()
     plain = recorder.clock_s
     recorder.checks, recorder.clock_s = True, lambda: 0.0
     recorder.forget_all()
@@ -118,7 +118,7 @@ def test_the_ring_keeps_the_last_calls_and_forgets_ended_groups(ranks):
 
 
 def keeps_the_last() -> None:
-    recorder, world = Recorder(), dist.group.WORLD
+    recorder, world = FlightRecorder(), dist.group.WORLD
     for _ in range(SIZE + 3):
         recorder.end(call := recorder.begin("barrier", world, None), recorder.wait(call))
     seen = recorder.snapshot(num=10**6)

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torchdistpackage.comm import primitives as p
 from torchdistpackage.comm.checking import checked_calls
 from torchdistpackage.comm.groups import Groups
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.record import recorder
 from torchdistpackage.comm.slices import (
-    expect_gather_slices,
-    expect_reduce_slices,
-    start_gather_slices,
-    start_reduce_slices,
+    prepost_all_gather_v,
+    prepost_reduce_scatter_v,
+    start_all_gather_v,
+    start_reduce_scatter_v,
 )
 from torchdistpackage.comm.world import world
 from torchdistpackage.errors import CommError
@@ -46,14 +46,14 @@ def there_and_back(group: dist.ProcessGroup) -> None:
             total = sum(data[1:], data[0])
             for wire in (None, torch.bfloat16) if dtype.is_floating_point else (None,):
                 x = data[me].clone()
-                assert start_reduce_slices(x, bounds, group, wire=wire).wait() is x
+                assert start_reduce_scatter_v(x, bounds, group, wire=wire).wait() is x
                 mine = slice(*bounds[me : me + 2])
                 assert torch.equal(x[mine], total[mine]), (bounds, dtype, wire)
                 assert torch.equal(x[bounds[-1] :], data[me][bounds[-1] :]), "beyond the bounds"
 
                 x = torch.full_like(total, -1)
                 x[mine] = total[mine]
-                assert start_gather_slices(x, bounds, group, wire=wire).wait() is x
+                assert start_all_gather_v(x, bounds, group, wire=wire).wait() is x
                 inside = slice(bounds[0], bounds[-1])
                 assert torch.equal(x[inside], total[inside]), (bounds, dtype, wire)
                 assert (x[bounds[-1] :] == -1).all(), "beyond the bounds"
@@ -61,7 +61,7 @@ def there_and_back(group: dist.ProcessGroup) -> None:
                 if dtype.is_floating_point:
                     x = torch.full_like(total, -1)
                     own = total[mine].double()
-                    expect_gather_slices(x, bounds, group, wire=wire, mine=own)().wait()
+                    prepost_all_gather_v(x, bounds, group, wire=wire, mine=own)().wait()
                     assert torch.equal(x[inside], total[inside]), (bounds, dtype, wire)
 
 
@@ -91,7 +91,7 @@ def in_order() -> None:
         total += x
     for bounds in ([0] * size + [999], [0, *[999] * size], [0, 100, 120, 700, 999]):
         x = data[me].clone()
-        start_reduce_slices(x, bounds, group).wait()
+        start_reduce_scatter_v(x, bounds, group).wait()
         mine = slice(*bounds[me : me + 2])
         assert torch.equal(x[mine], total[mine]), bounds
 
@@ -104,9 +104,9 @@ def rounded(dtype: torch.dtype) -> tuple[float, torch.Tensor]:
     group = world()
     me, bounds = group.rank(), [0, 1, 2, 3, 4]
     x = torch.full((4,), 256.0 if me == 0 else 1.0, dtype=dtype)
-    start_reduce_slices(x, bounds, group, wire=torch.bfloat16).wait()
+    start_reduce_scatter_v(x, bounds, group, wire=torch.bfloat16).wait()
     y = torch.full((4,), 1 / 3 + me)
-    return x[me].item(), start_gather_slices(y, bounds, group, wire=torch.bfloat16).wait()
+    return x[me].item(), start_all_gather_v(y, bounds, group, wire=torch.bfloat16).wait()
 
 
 @pytest.mark.own_transport("gloo's messages are added in float32, NCCL adds in the dtype")
@@ -127,8 +127,8 @@ def ahead() -> None:
     bounds = [num * i // size for i in range(size + 1)]
     mine = slice(*bounds[me : me + 2])
     sums = [torch.empty(num) for _ in range(3)]
-    starts = [expect_reduce_slices(x, bounds, group) for x in sums]
-    gathers = [expect_gather_slices(torch.full((num,), 7.0), bounds, group) for _ in sums]
+    starts = [prepost_reduce_scatter_v(x, bounds, group) for x in sums]
+    gathers = [prepost_all_gather_v(torch.full((num,), 7.0), bounds, group) for _ in sums]
     assert p.all_reduce(torch.ones(3), group).sum() == 3 * size
     time.sleep(0.05 * me)
     under_way = []
@@ -141,13 +141,13 @@ def ahead() -> None:
         assert (x[mine] == k * size + sum(range(size))).all()
     x = torch.full((num,), float(me))
     gathers[1] = gathers[1]()
-    assert start_gather_slices(x, bounds, group).wait().unique().tolist() == list(range(size))
+    assert start_all_gather_v(x, bounds, group).wait().unique().tolist() == list(range(size))
     assert gathers[1].wait()[mine].sum() == 7 * len(x[mine])
     del gathers, starts
     gc.collect()  # what all expected and none began
-    start_reduce_slices(x, bounds, group)  # and what nobody waits for
+    start_reduce_scatter_v(x, bounds, group)  # and what nobody waits for
     x = torch.ones(num)
-    assert (start_reduce_slices(x, bounds, group).wait()[mine] == size).all()
+    assert (start_reduce_scatter_v(x, bounds, group).wait()[mine] == size).all()
     p.barrier(group)
 
 
@@ -158,11 +158,11 @@ def test_what_is_expected_may_begin_later_or_never(ranks, size):
 
 def seen() -> list[str]:
     group, x = world(), torch.ones(4)
-    calls.phase = "backward"
-    start_reduce_slices(x, [0, 2, 4], group).wait()
-    pending = start_gather_slices(x, [0, 2, 4], group)
-    entries = calls.snapshot()["calls"][-2:]
-    assert calls.snapshot()["phase"] == "backward" and entries[0]["state"] == "done"
+    recorder.phase = "backward"
+    start_reduce_scatter_v(x, [0, 2, 4], group).wait()
+    pending = start_all_gather_v(x, [0, 2, 4], group)
+    entries = recorder.snapshot()["calls"][-2:]
+    assert recorder.snapshot()["phase"] == "backward" and entries[0]["state"] == "done"
     pending.wait()
     return [entry["operation"] for entry in entries]
 
@@ -181,7 +181,7 @@ def mixed_up(how: str) -> str:
         time.sleep(1)
         return "reduce_scatter over"
     other = rank and "otherwise" not in how
-    start = start_gather_slices if other else start_reduce_slices
+    start = start_all_gather_v if other else start_reduce_scatter_v
     cut = [0, 3, 4] if rank and "otherwise" in how else [0, 2, 4]
     with checked_calls(how.startswith("checked")), pytest.raises(CommError) as caught:
         start(x, cut, pair).wait()
@@ -201,7 +201,7 @@ def test_a_call_that_others_do_not_make_fails_by_name(ranks, how):
 
 def test_the_linter_names_ranks_that_differ():
     def step(rank: int) -> None:
-        start = start_gather_slices if rank else start_reduce_slices
+        start = start_all_gather_v if rank else start_reduce_scatter_v
         start(torch.ones(4), [0, 2, 4], world()).wait()
 
     with pytest.raises(CommError, match="reduce_scatter"):
@@ -211,14 +211,14 @@ def test_the_linter_names_ranks_that_differ():
 def refused() -> list[str]:
     x, group, texts = torch.ones(6), world(), []
     for call in (
-        lambda: start_reduce_slices(x, [0, 6], group),
-        lambda: start_gather_slices(x, [0, 4, 2], group),
-        lambda: start_reduce_slices(x, [0, 3, 7], group),
-        lambda: start_reduce_slices(x.view(2, 3), [0, 1, 2], group),
-        lambda: start_gather_slices(torch.ones(8)[::2], [0, 2, 4], group),
-        lambda: start_reduce_slices(x.to(torch.int16), [0, 3, 6], group),
-        lambda: start_reduce_slices(x.long(), [0, 3, 6], group, wire=torch.bfloat16),
-        lambda: start_gather_slices(x, [0, 3, 6], group, wire=torch.int8),
+        lambda: start_reduce_scatter_v(x, [0, 6], group),
+        lambda: start_all_gather_v(x, [0, 4, 2], group),
+        lambda: start_reduce_scatter_v(x, [0, 3, 7], group),
+        lambda: start_reduce_scatter_v(x.view(2, 3), [0, 1, 2], group),
+        lambda: start_all_gather_v(torch.ones(8)[::2], [0, 2, 4], group),
+        lambda: start_reduce_scatter_v(x.to(torch.int16), [0, 3, 6], group),
+        lambda: start_reduce_scatter_v(x.long(), [0, 3, 6], group, wire=torch.bfloat16),
+        lambda: start_all_gather_v(x, [0, 3, 6], group, wire=torch.int8),
     ):
         with pytest.raises(CommError) as caught:
             call()

@@ -228,7 +228,7 @@ def in_thread(body) -> object:
 
 def apart_and_together() -> None:
     def be_another_rank() -> tuple[bool, list[int]]:
-        with tpc.apart():
+        with tpc.isolated():
             before = tpc.is_set
             tpc.setup(topology([("tensor", 2)], 2), dist.get_rank())
             return before, tpc.get_ranks_in_group("tensor")
@@ -237,7 +237,7 @@ def apart_and_together() -> None:
     assert in_thread(lambda: tpc.get_ranks_in_group("data")) == [0, 1]
     assert in_thread(be_another_rank) == (False, [0, 1])
     assert tpc.get_dp_size() == 2 and tpc.get_tp_size() == 1
-    with tpc.using(topology([("pipe", 4)], 4), 3), tpc.apart():
+    with tpc.using(topology([("pipe", 4)], 4), 3), tpc.isolated():
         assert not tpc.is_set
         tpc.destroy()
     assert tpc.get_dp_rank() == dist.get_rank()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.comm.test_slices import there_and_back
 from torchdistpackage.comm import companions, slices
 from torchdistpackage.comm import primitives as p
-from torchdistpackage.comm.companions import make_twins, twin_of
+from torchdistpackage.comm.companions import make_duplex_groups, reverse_group
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.errors import CommError
 
@@ -48,14 +48,14 @@ def each_way(up: p.Group, down: p.Group, peers: Iterable[int]) -> set[tuple[p.Gr
 def both_ways() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     group = Groups(rank).of(range(size), use="slices")
-    assert twin_of(group) is None
-    make_twins([group, group])
-    twin = twin_of(group)
+    assert reverse_group(group) is None
+    make_duplex_groups([group, group])
+    twin = reverse_group(group)
     assert twin is not None and twin is not group and p.ranks_of(twin) == p.ranks_of(group)
     there_and_back(group)
 
     with noted() as messages:
-        slices.start_reduce_slices(
+        slices.start_reduce_scatter_v(
             torch.ones(4 * size), [4 * i for i in range(size + 1)], group
         ).wait()
     assert messages == each_way(group, twin, {*range(size)} - {rank})
@@ -70,21 +70,23 @@ def ended() -> None:
     made = Groups(dist.get_rank())
     group = made.of([0, 1], use="a pair")
     alone = made.of([dist.get_rank()])
-    make_twins([alone, group])
-    twin = twin_of(group)
-    assert twin_of(alone) is None
+    make_duplex_groups([alone, group])
+    twin = reverse_group(group)
+    assert reverse_group(alone) is None
     made.set_timeout(70)
     assert twin._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 70
     dist.barrier()
     other = made.of([0, 1], use="another pair")
-    make_twins([other])
-    dist.destroy_process_group(twin_of(other))
+    make_duplex_groups([other])
+    dist.destroy_process_group(reverse_group(other))
     made.set_timeout(80)  # of those that there are
     assert twin._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 80
-    companions._twins.pop(other)
+    companions._reverse_groups.pop(other)
     dist.barrier()
     made.destroy()
-    assert twin not in dist.distributed_c10d._world.pg_map and group not in companions._twins
+    assert (
+        twin not in dist.distributed_c10d._world.pg_map and group not in companions._reverse_groups
+    )
 
 
 def test_a_twin_ends_with_its_group(ranks):
@@ -97,7 +99,7 @@ def alone_there() -> float:
     began = time.monotonic()
     if dist.get_rank() == 0:
         with pytest.raises(CommError, match=r"ranks \(0, 1\) could not make a second group"):
-            make_twins([group])
+            make_duplex_groups([group])
     return time.monotonic() - began
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchdistpackage.compat.init_method import place
+from torchdistpackage.compat.init_method import parse_init_method
 from torchdistpackage.errors import LaunchError
 
 TORCHRUN = {
@@ -46,7 +46,7 @@ MASTER = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
     ],
 )
 def test_a_place_is_what_was_said(method, numbers, env, expected):
-    found = place(method, *numbers, env)
+    found = parse_init_method(method, *numbers, env)
     assert found.served == (method == "env://" and env is TORCHRUN), "only its agent's own port"
     assert (
         *(found.rank, found.world_size, found.local_rank, found.local_world_size),
@@ -72,4 +72,4 @@ def test_a_place_is_what_was_said(method, numbers, env, expected):
 )
 def test_what_is_missing_or_cannot_be_is_said(method, numbers, text):
     with pytest.raises(LaunchError, match=text):
-        place(method, *numbers, {})
+        parse_init_method(method, *numbers, {})

@@ -12,7 +12,7 @@ import pytest
 
 from tests.compat.surface import differences, earlier_parameters, import_from, read, refuses_use
 from torchdistpackage.compat import paths, torchshard
-from torchdistpackage.compat.paths import Later
+from torchdistpackage.compat.paths import UnavailableReason
 
 LIBRARIES = {
     "torchdistpackage.compat.tplib": "surface_tplib.yaml",
@@ -107,7 +107,7 @@ def test_no_other_name_is_said_to_come(library: str):
         for module, names in paths.MODULES.items()
         if module == library or module.startswith(f"{library}.")
         for name, place in names.items()
-        if isinstance(place, Later)
+        if isinstance(place, UnavailableReason)
     }
     assert announced == {(e["module"], e["name"]) for e in LATER if e["library"] == library}
 

@@ -14,7 +14,7 @@ from torchdistpackage.config.document import MAX_BYTES
 from torchdistpackage.config.kinds import MAX_NAME_BYTES
 from torchdistpackage.config.load import load, loads
 from torchdistpackage.config.names import KEYS
-from torchdistpackage.config.problem import MAX_PROBLEMS, ConfigProblems, Problem
+from torchdistpackage.config.problem import MAX_PROBLEMS, ConfigErrors, Problem
 from torchdistpackage.config.rule import divisors
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.schedule import costs_file
@@ -26,7 +26,7 @@ OWN = "model: {target: 'a:b', args: {x: %s}}\n"
 def refused(text: str, *overrides: str) -> tuple[Problem, ...]:
     """The problems; found in a second or two of a loaded machine."""
     began = time.process_time()
-    with pytest.raises(ConfigProblems) as error:
+    with pytest.raises(ConfigErrors) as error:
         loads(text, "r.yaml", overrides)
     assert time.process_time() - began < 5
     return error.value.problems
@@ -142,7 +142,7 @@ def test_a_machine_is_not_filled_with_processes(tmp_path: Path, monkeypatch, cap
 
 
 def test_an_endless_file_is_read_no_further_than_the_bound():
-    with pytest.raises(ConfigProblems, match=f"more than {MAX_BYTES:,} bytes"):
+    with pytest.raises(ConfigErrors, match=f"more than {MAX_BYTES:,} bytes"):
         load("/dev/zero")
 
 
@@ -189,7 +189,7 @@ def test_a_file_that_is_wrong_on_every_world_is_parsed_once(tmp_path: Path, key,
     module._parse.cache_clear()
     text = "launch: {slurm: {nodes: 1-64, ntasks-per-node: 2}}\ndata: {global_batch: 512}"
     schedule = "custom" if key == "file" else "1f1b"
-    with pytest.raises(ConfigProblems) as error:
+    with pytest.raises(ConfigErrors) as error:
         loads(text, "", [f"pipeline.{key}={named}", f"pipeline.schedule={schedule}"], job=True)
     assert f"pipeline.{key}" in {p.path for p in error.value.problems}
     assert module._parse.cache_info().misses == 1
@@ -198,7 +198,7 @@ def test_a_file_that_is_wrong_on_every_world_is_parsed_once(tmp_path: Path, key,
 @pytest.mark.parametrize("nodes", ["1-999999", ",".join(["1-1024"] * 900), "1,1025-2048,1"])
 def test_a_job_has_a_bounded_choice_of_nodes(nodes):
     text = f"parallel: {{pipe: 2}}\nlaunch: {{slurm: {{nodes: '{nodes}'}}}}"
-    with pytest.raises(ConfigProblems) as error:
+    with pytest.raises(ConfigErrors) as error:
         loads(text, job=True)
     assert error.value.problems[0].path == "launch.slurm.nodes"
 

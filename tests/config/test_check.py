@@ -6,7 +6,7 @@ import pytest
 
 from torchdistpackage.config.check import violations
 from torchdistpackage.config.load import loads
-from torchdistpackage.config.problem import ConfigProblems
+from torchdistpackage.config.problem import ConfigErrors
 from torchdistpackage.config.schema import RunConfig
 
 
@@ -56,9 +56,9 @@ def test_a_rule_is_left_out_when_its_keys_are_wrong(bad: str) -> None:
 def test_loading_points_at_the_key_the_user_wrote() -> None:
     """The rule reads four keys; the one on the command line, or else in the file, is at fault."""
     text = "train:\n  steps: 10\n"
-    with pytest.raises(ConfigProblems) as caught:
+    with pytest.raises(ConfigErrors) as caught:
         loads(text, "r.yaml")
     assert str(caught.value.problems[0]).startswith("r.yaml:2: train.steps: optim.warmup_steps=20")
-    with pytest.raises(ConfigProblems) as caught:
+    with pytest.raises(ConfigErrors) as caught:
         loads("optim:\n  warmup_steps: 30\n", "r.yaml", ["train.steps=10"])
     assert str(caught.value.problems[0]).startswith("command line: train.steps=10: optim.warmup_")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from torchdistpackage.config.document import read, write
 from torchdistpackage.config.load import loads
-from torchdistpackage.config.problem import ConfigProblems
+from torchdistpackage.config.problem import ConfigErrors
 from torchdistpackage.config.schema import RunConfig
 
 
@@ -76,7 +76,7 @@ def test_any_text_is_a_run_or_a_list_of_printable_lines(text: str) -> None:
     for arguments in ((text,), ("", "r.yaml", [text]), ("", "r.yaml", [f"model.args={text}"])):
         try:
             assert isinstance(loads(*arguments), RunConfig)
-        except ConfigProblems as error:
+        except ConfigErrors as error:
             lines = str(error).splitlines()
             assert len(lines) == len(error.problems) + 1 > 1
             assert all(line.isprintable() for line in lines)

@@ -9,7 +9,7 @@ import pytest
 
 from torchdistpackage.config.load import load, loads
 from torchdistpackage.config.names import KEYS, SECTIONS
-from torchdistpackage.config.problem import ConfigProblems
+from torchdistpackage.config.problem import ConfigErrors
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import ConfigError
 
@@ -239,23 +239,21 @@ def test_an_empty_file_or_section_is_all_defaults(text: str) -> None:
 def test_files_that_cannot_be_read_are_problems_too(tmp_path: Path) -> None:
     (tmp_path / "gpt.yaml").write_text("log: {every: 3}\n", encoding="utf-8-sig")
     assert load(tmp_path / "gpt.yaml").log.every == 3
-    with pytest.raises(
-        ConfigProblems, match=r"gtp\.yaml: no such file; did you mean .*gpt\.yaml\?"
-    ):
+    with pytest.raises(ConfigErrors, match=r"gtp\.yaml: no such file; did you mean .*gpt\.yaml\?"):
         load(tmp_path / "gtp.yaml")
-    with pytest.raises(ConfigProblems, match=r"no such file$"):
+    with pytest.raises(ConfigErrors, match=r"no such file$"):
         load(tmp_path / "no" / "gpt.yaml")
-    with pytest.raises(ConfigProblems, match="cannot be read: Is a directory"):
+    with pytest.raises(ConfigErrors, match="cannot be read: Is a directory"):
         load(tmp_path)
     (tmp_path / "latin.yaml").write_bytes(b"log:\n  every: 1 # \xe9\n")
-    with pytest.raises(ConfigProblems, match=r"latin\.yaml:2: byte 0xe9 is not UTF-8"):
+    with pytest.raises(ConfigErrors, match=r"latin\.yaml:2: byte 0xe9 is not UTF-8"):
         load(tmp_path / "latin.yaml")
 
 
 def test_problems_are_values_and_survive_a_process_border(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("log:\n  evry: 1\n")
-    with pytest.raises(ConfigProblems) as caught:
+    with pytest.raises(ConfigErrors) as caught:
         load(path)
     (problem,) = caught.value.problems
     assert (problem.file, problem.line, problem.path) == (str(path), 2, "log.evry")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.config.test_rules import run
-from torchdistpackage.config.check import broken
+from torchdistpackage.config.check import failed_rules
 
 
 @given(
@@ -32,7 +32,7 @@ from torchdistpackage.config.check import broken
 @settings(deadline=None, max_examples=300)
 def test_every_offered_value_mends_its_rule(values: dict[str, Any]) -> None:
     """ "set heads to 3 or 6" is a promise: with either, the same rule is content."""
-    for rule, text in broken(run(**values)):
+    for rule, text in failed_rules(run(**values)):
         offers = re.findall(r"(?:set|,|or) (\w+) to ([\d.]+)(?: or ([\d.]+))?", text)
         assert offers, text
         for key, *numbers in offers:
@@ -42,4 +42,4 @@ def test_every_offered_value_mends_its_rule(values: dict[str, Any]) -> None:
             for number in filter(None, numbers):
                 value = float(number) if "." in number else int(number)
                 mended = run(**{**values, field.replace(".", "__"): value})
-                assert rule.says(mended, None) is None, (text, key, number)
+                assert rule.message(mended, None) is None, (text, key, number)

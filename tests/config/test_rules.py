@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from torchdistpackage.config.check import broken, violations
+from torchdistpackage.config.check import failed_rules, violations
 from torchdistpackage.config.names import KEYS
 from torchdistpackage.config.rules import RULES, Rule
 from torchdistpackage.config.schema import RunConfig, Section
@@ -233,7 +233,9 @@ def test_the_table_above_breaks_every_rule() -> None:
     """A rule without a row would never have been seen to speak."""
     (marker,) = test_each_rule_names_values_and_what_to_change.pytestmark
     spoken = {
-        rule for values, world, *_ in marker.args[1] for rule, _ in broken(run(**values), world)
+        rule
+        for values, world, *_ in marker.args[1]
+        for rule, _ in failed_rules(run(**values), world)
     }
     assert spoken == set(RULES)
 
@@ -281,7 +283,7 @@ class Recorder:
         return value
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.says.__name__)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.message.__name__)
 @pytest.mark.parametrize("world_size", [None, 1, 3])
 def test_rules_read_only_the_keys_they_declare(rule: Rule, world_size: int | None) -> None:
     assert set(rule.fields) <= set(KEYS)
@@ -293,5 +295,5 @@ def test_rules_read_only_the_keys_they_declare(rule: Rule, world_size: int | Non
         {"data__name": "text", "model__args": {"x": 1}},
     ):
         config = run(**values)
-        rule.says(Recorder(config, "", read), world_size)
+        rule.message(Recorder(config, "", read), world_size)
     assert read <= set(rule.fields)

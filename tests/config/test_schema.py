@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from torchdistpackage.config.check import violations
 from torchdistpackage.config.document import write
-from torchdistpackage.config.kinds import SCHEDULES, Wants
+from torchdistpackage.config.kinds import SCHEDULES, Expected
 from torchdistpackage.config.load import load, loads
 from torchdistpackage.config.names import KEYS, SECTIONS
-from torchdistpackage.config.schema import Model, Parallel, RunConfig
+from torchdistpackage.config.schema import ModelSection, ParallelSection, RunConfig
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.schedule.generate import GENERATORS
 
@@ -167,7 +167,7 @@ def test_gpt_tiny_is_there() -> None:
 def test_every_key_is_described_and_says_what_it_wants(path: str) -> None:
     info = KEYS[path]
     assert info.description and info.description.endswith(".") and "\n" not in info.description
-    assert any(isinstance(mark, Wants) for mark in info.metadata)
+    assert any(isinstance(mark, Expected) for mark in info.metadata)
 
 
 @pytest.mark.parametrize("path", KEYS)
@@ -196,9 +196,9 @@ def test_the_json_schema_describes_every_key_and_refuses_others() -> None:
     walk(schema, "")
     assert seen == set(KEYS) | set(SECTIONS) - {""}
     assert schema["$schema"].startswith("https://json-schema.org/")
-    parallel = schema["$defs"]["Parallel"]["properties"]
+    parallel = schema["$defs"]["ParallelSection"]["properties"]
     assert parallel["order"]["items"]["enum"] == ["data", "pipe", "context", "tensor"]
-    assert schema["$defs"]["Pipeline"]["properties"]["schedule"]["enum"] == list(SCHEDULES)
+    assert schema["$defs"]["PipelineSection"]["properties"]["schedule"]["enum"] == list(SCHEDULES)
 
 
 def test_schedules_are_those_that_can_be_generated() -> None:
@@ -227,7 +227,7 @@ def test_a_run_is_frozen_and_usable_as_a_key() -> None:
 
 
 def test_a_target_takes_the_place_of_the_default_name() -> None:
-    assert (Model().name, Model(target="a:b").name) == ("gpt", None)
+    assert (ModelSection().name, ModelSection(target="a:b").name) == ("gpt", None)
     assert loads("data: {target: 'a.b:c'}").data.name is None
 
 
@@ -236,7 +236,7 @@ def test_the_axis_order_is_completed_with_the_axes_left_out() -> None:
     assert parallel.axes() == (("tensor", 2), ("data", 2), ("pipe", 1), ("context", 1))
     assert loads("parallel: {order: [tensor], tensor: 2}").resolve(2).parallel.data == 1
     with pytest.raises(ConfigError, match="data is auto"):
-        Parallel().axes()
+        ParallelSection().axes()
 
 
 @pytest.mark.parametrize(

@@ -5,22 +5,22 @@ import re
 import pytest
 
 from torchdistpackage.config.load import loads
-from torchdistpackage.config.problem import ConfigProblems
+from torchdistpackage.config.problem import ConfigErrors
 from torchdistpackage.config.slurm_options import (
+    EXTRA,
     OPTIONS,
-    OURS,
-    OWNED,
+    RESERVED,
+    extra_of,
     header,
     node_counts,
-    ours,
     problems,
 )
-from torchdistpackage.config.slurm_shape import shape_of
+from torchdistpackage.config.slurm_shape import job_geometry
 
 
 def wrong(text: str, *overrides: str, job: bool = True) -> list[str]:
     """Each problem of a file named r.yaml."""
-    with pytest.raises(ConfigProblems) as caught:
+    with pytest.raises(ConfigErrors) as caught:
         loads(text, "r.yaml", overrides, job=job)
     return [str(problem) for problem in caught.value.problems]
 
@@ -33,8 +33,8 @@ def slurm(**options: object) -> str:
 
 
 def test_no_name_is_in_two_tables():
-    assert not set(OPTIONS) & set(OWNED) and not set(OURS) & (set(OPTIONS) | set(OWNED))
-    assert all(re.fullmatch(r"[a-z-]+", name) for name in (*OPTIONS, *OURS, *OWNED))
+    assert not set(OPTIONS) & set(RESERVED) and not set(EXTRA) & (set(OPTIONS) | set(RESERVED))
+    assert all(re.fullmatch(r"[a-z-]+", name) for name in (*OPTIONS, *EXTRA, *RESERVED))
 
 
 def test_an_unknown_option_is_told_with_the_nearest_and_the_valid_ones():
@@ -44,7 +44,7 @@ def test_an_unknown_option_is_told_with_the_nearest_and_the_valid_ones():
     assert first.startswith(start)
     assert second.startswith("r.yaml:6: launch.slurm.qqqq: unknown option; valid: ")
     named = second.partition("valid: ")[2].split(", ")
-    assert set(named) == set(OPTIONS) | set(OURS)
+    assert set(named) == set(OPTIONS) | set(EXTRA)
 
 
 def test_everything_wrong_is_in_one_list_with_its_place():
@@ -68,9 +68,9 @@ def test_everything_wrong_is_in_one_list_with_its_place():
     assert "set run.name" in found[5]
 
 
-@pytest.mark.parametrize("name", OWNED)
+@pytest.mark.parametrize("name", RESERVED)
 def test_an_option_that_is_ours_to_set_says_what_to_use(name: str):
-    assert slurm(**{name: "x"}) == f"is not for a run to set: {OWNED[name]}"
+    assert slurm(**{name: "x"}) == f"is not for a run to set: {RESERVED[name]}"
 
 
 def test_a_name_near_one_that_may_not_be_set_gets_its_answer():
@@ -163,11 +163,11 @@ def test_our_own_keys_are_words_or_lines():
         "modules": "cuda/12",
     }
     assert problems(section) == ()
-    assert ours(section, "container") == ("apptainer", "exec", "--nv", "my train.sif")
-    assert ours(section, "prologue") == ("export A=1", "ulimit -c 0")
-    assert ours(section, "srun") == ("--container-image=a b.sqsh", "-l")
-    assert ours(section, "modules") == ("cuda/12",)
-    assert ours(section, "files") == ()
+    assert extra_of(section, "container") == ("apptainer", "exec", "--nv", "my train.sif")
+    assert extra_of(section, "prologue") == ("export A=1", "ulimit -c 0")
+    assert extra_of(section, "srun") == ("--container-image=a b.sqsh", "-l")
+    assert extra_of(section, "modules") == ("cuda/12",)
+    assert extra_of(section, "files") == ()
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_node_counts(text: str, counts: tuple[int, ...]):
 def shape(degrees: str, **options: object):
     config = loads(f"parallel: {{{degrees}}}\ndata: {{global_batch: 960}}").model_copy()
     launch = config.launch.model_copy(update={"slurm": options})
-    return shape_of(config.model_copy(update={"launch": launch}))
+    return job_geometry(config.model_copy(update={"launch": launch}))
 
 
 @pytest.mark.parametrize(

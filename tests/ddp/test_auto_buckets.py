@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchdistpackage.ddp import fit
 from torchdistpackage.ddp.bucket_sizes import MIB
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.ddp.order import Packing
+from torchdistpackage.ddp.order import BucketPlan
 
 DIM, STEPS = 8, 6
 
@@ -69,11 +69,13 @@ def test_order_and_size_stay_as_registered_where_that_is_asked_for(ranks):
 
 def one_decides() -> None:
     """Each rank would choose sizes and an order of its own; those of the first rank are taken."""
-    rank, came = dist.get_rank(), fit.Fit.came
-    mine = Packing((rank + 1) * MIB, 330 + 300 * rank)
+    rank, came = dist.get_rank(), fit.BucketTuner.came
+    mine = BucketPlan((rank + 1) * MIB, 330 + 300 * rank)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit, "choose", lambda *_: mine)
-        patch.setattr(fit.Fit, "came", lambda self, i: came(self, i if rank == 0 else 7 - i))
+        patch.setattr(fit, "choose_plan", lambda *_: mine)
+        patch.setattr(
+            fit.BucketTuner, "came", lambda self, i: came(self, i if rank == 0 else 7 - i)
+        )
         ddp = NaiveDDP(nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4))))
         for step in range(STEPS):
             ddp.zero_grad()
@@ -99,13 +101,13 @@ def disturbed_steps() -> None:
         came.append(index)
         self._came[index] = place + delay_s[step][place // 4] * (place > 0)
 
-    def choose(entries, ready_s, order, wire, sizes) -> Packing:
+    def choose(entries, ready_s, order, wire, sizes) -> BucketPlan:
         seen.append(sorted(ready_s.values()))
-        return Packing(MIB)
+        return BucketPlan(MIB)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit, "choose", choose)
-        patch.setattr(fit.Fit, "came", note)
+        patch.setattr(fit, "choose_plan", choose)
+        patch.setattr(fit.BucketTuner, "came", note)
         ddp = NaiveDDP(nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4))))
         for step in range(3):
             ddp.zero_grad()

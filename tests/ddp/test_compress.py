@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm import backends, primitives
 from torchdistpackage.comm.backends import Transport
-from torchdistpackage.ddp.compress import Member, bf16_compress, bind, fp16_compress
+from torchdistpackage.ddp.compress import BucketMember, bf16_compress, bind, fp16_compress
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.power_sgd import PowerSGD
 
@@ -21,12 +21,12 @@ NUM_MARKS = len(SHAPES)
 PARAMETERS: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
 
-def members_of(shapes: dict[str, tuple[int, ...]]) -> tuple[list[Member], int]:
+def members_of(shapes: dict[str, tuple[int, ...]]) -> tuple[list[BucketMember], int]:
     """Members with a gap after each, as alignment leaves it."""
     members, offset = [], 0
     for name, shape in shapes.items():
         like = PARAMETERS.setdefault((name, shape), torch.empty(shape))
-        members.append(Member(name, like.shape, like.stride(), offset, like))
+        members.append(BucketMember(name, like.shape, like.stride(), offset, like))
         offset += like.numel() + 3
     return members, offset - 3 + len(members)
 
@@ -44,7 +44,7 @@ def the_sum(step: int, num_elements: int) -> Tensor:
     return sum(gradient(r, step, num_elements) for r in range(dist.get_world_size()))
 
 
-def values(flat: Tensor, members: Sequence[Member]) -> list[Tensor]:
+def values(flat: Tensor, members: Sequence[BucketMember]) -> list[Tensor]:
     return [flat.as_strided(m.shape, m.stride, m.offset) for m in members]
 
 

@@ -69,7 +69,7 @@ def refreshed(net: Net, group, refs: list) -> object:
     ddp.refresh()
     with ddp.no_sync():
         ddp(rows(group)).sum().backward()
-    with ddp.reducer.steered() as steered, steered.final():
+    with ddp.reducer.scheduled() as steered, steered.last_backward():
         net(rows(group)).sum().backward()
     ddp.reduce_gradients()
     refs += [ref(ddp), ref(ddp.reducer)]

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.host_reads import HostReads
-from torchdistpackage.ddp.moe import ExpertGradients
+from torchdistpackage.ddp.moe import ExpertReducer
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.optim.clip import clip_grad_norm_
 from torchdistpackage.optim.scaler import GradScaler
@@ -78,7 +78,7 @@ def test_a_scaled_step_reads_its_decision_once(ranks):
 def experts_reads() -> list[dict[str, int]]:
     """Nobody uses half of the experts."""
     net = Routed()
-    made = ExpertGradients(dict(net.named_parameters()), dist.group.WORLD)
+    made = ExpertReducer(dict(net.named_parameters()), dist.group.WORLD)
     found = []
     for num_used in (NUM, 2):
         for p in net.parameters():

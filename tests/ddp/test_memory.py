@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.ddp.allocated import Meter
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.ddp.packed import FRESH_BYTES
+from torchdistpackage.ddp.packed import STAGED_BYTES
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 
 DIM, LAYERS = 128, 12
@@ -63,7 +63,7 @@ def naive_ddp_of_fp32(cap_mb: float | None) -> None:
     # a thread of gloo may let go of a bucket a moment late, which only adds
     found = min(held_by_naive_ddp(cap_mb) for _ in range(3))
     model = model_of(torch.float32)
-    assert found - expected <= LARGEST + FRESH_BYTES + 4 * besides_elements(model) + KEPT
+    assert found - expected <= LARGEST + STAGED_BYTES + 4 * besides_elements(model) + KEPT
 
 
 def held_by_naive_ddp(cap_mb: float | None) -> int:

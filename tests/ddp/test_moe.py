@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.ddp import moe
-from torchdistpackage.ddp.carrier import AllReduced
+from torchdistpackage.ddp.carrier import AllReduceBucket
 from torchdistpackage.ddp.moe import create_moe_dp_hooks, moe_dp_iter_step
 from torchdistpackage.errors import CommError
 
@@ -128,14 +128,14 @@ def test_gradients_are_those_of_one_process(ranks, options, size, nested):
 def what_left_when(overlap: bool) -> tuple[list[int], list[str]]:
     """Buckets that had left when each backward was over; and how one too many is refused."""
     sent: list[int] = []
-    start = AllReduced.launch
+    start = AllReduceBucket.launch
 
-    def launch(carrier: AllReduced) -> None:
+    def launch(carrier: AllReduceBucket) -> None:
         sent.append(carrier.gradients.flat.numel())
         start(carrier)
 
     net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    before, moe.BUCKET_BYTES, AllReduced.launch = moe.BUCKET_BYTES, 700, launch
+    before, moe.BUCKET_BYTES, AllReduceBucket.launch = moe.BUCKET_BYTES, 700, launch
     try:
         made = create_moe_dp_hooks(
             net.named_parameters(), dist.group.WORLD, 0, overlap, num_grad_acc_iter=2
@@ -148,7 +148,7 @@ def what_left_when(overlap: bool) -> tuple[list[int], list[str]]:
             made.reduce_gradients()
             left.append(len(sent))
     finally:
-        moe.BUCKET_BYTES, AllReduced.launch = before, start
+        moe.BUCKET_BYTES, AllReduceBucket.launch = before, start
     said = []
     if overlap:
         for _ in range(2):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torchdistpackage import comm
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp import moe
-from torchdistpackage.ddp.moe import ExpertGradients
+from torchdistpackage.ddp.moe import ExpertReducer
 from torchdistpackage.harness.lint import lint
 
 DIM, STEPS = 2, 2
@@ -35,7 +35,7 @@ def train(rank: int) -> list[Tensor]:
     replicas = tpc.groups.of([rank // 2 * 2, rank // 2 * 2 + 1])
     torch.manual_seed(rank // 2)
     layers = nn.ModuleList(Layer(pair) for _ in range(2))
-    made = ExpertGradients(dict(layers.named_parameters()), replicas)
+    made = ExpertReducer(dict(layers.named_parameters()), replicas)
     for step in range(STEPS):
         layers.zero_grad()
         x = torch.full((2, DIM), 1.0 + rank)

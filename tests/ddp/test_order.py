@@ -4,17 +4,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchdistpackage.ddp.bucket_sizes import MIB, bucket_sizes
-from torchdistpackage.ddp.buckets import Entry, plan
-from torchdistpackage.ddp.order import Wire, choose, coming, end_s
+from torchdistpackage.ddp.buckets import BucketEntry, plan_buckets
+from torchdistpackage.ddp.order import LinkModel, arrival_order, choose_plan, end_s
 
 times = st.dictionaries(st.integers(0, 9), st.floats(0, 1), max_size=10)
 SIZES_BYTES = bucket_sizes(queued=False).candidates_bytes
-GBIT = Wire(bytes_per_s=119e6, call_s=0.0007)
+GBIT = LinkModel(bytes_per_s=119e6, call_s=0.0007)
 
 
 @given(times, st.sets(st.integers(0, 9)))
 def test_gradients_go_as_they_came_and_those_that_hold_up_others_last(ready_s, late):
-    order = coming(range(10), ready_s, late)
+    order = arrival_order(range(10), ready_s, late)
     assert sorted(order) == list(range(10))
     prompt = [i for i in order if i in ready_s and i not in late]
     assert order[: len(prompt)] == tuple(prompt)
@@ -22,23 +22,26 @@ def test_gradients_go_as_they_came_and_those_that_hold_up_others_last(ready_s, l
     assert {*order[len(order) - (10 - len(ready_s)) :]} >= {*range(10)} - {*ready_s}
 
 
-def mlp(num_layers: int = 8, layer_s: float = 0.015) -> tuple[list[Entry], dict[int, float]]:
+def mlp(num_layers: int = 8, layer_s: float = 0.015) -> tuple[list[BucketEntry], dict[int, float]]:
     """Layers of 4 MiB, the last of which has its gradient first."""
-    entries = [Entry(i, MIB, 4, "f4") for i in range(num_layers)]
+    entries = [BucketEntry(i, MIB, 4, "f4") for i in range(num_layers)]
     return entries, {i: layer_s * (num_layers - i) for i in range(num_layers)}
 
 
 def test_a_step_ends_when_the_wire_has_carried_everything_from_the_first_bucket_on():
     entries, ready_s = mlp()
-    buckets = plan(entries, 4 * MIB)
+    buckets = plan_buckets(entries, 4 * MIB)
     wire_s = sum(GBIT.call_s + b.num_elements * 4 / GBIT.bytes_per_s for b in buckets)
     assert abs(end_s(buckets, entries, ready_s, GBIT) - (0.015 + wire_s)) < 1e-9
 
 
 def test_on_a_wire_that_waits_for_gradients_a_step_ends_one_bucket_after_the_last():
     entries, ready_s = mlp()
-    fast = Wire(bytes_per_s=1e12, call_s=0.0)
-    assert abs(end_s(plan(entries, 4 * MIB), entries, ready_s, fast) - max(ready_s.values())) < 1e-4
+    fast = LinkModel(bytes_per_s=1e12, call_s=0.0)
+    assert (
+        abs(end_s(plan_buckets(entries, 4 * MIB), entries, ready_s, fast) - max(ready_s.values()))
+        < 1e-4
+    )
 
 
 @given(
@@ -47,13 +50,13 @@ def test_on_a_wire_that_waits_for_gradients_a_step_ends_one_bucket_after_the_las
     st.floats(0, 0.002),
 )
 def test_what_is_chosen_is_about_as_good_as_any_other(layers, bytes_per_s, call_s):
-    entries = [Entry(i, n, 4, "f4") for i, (n, _) in enumerate(layers)]
+    entries = [BucketEntry(i, n, 4, "f4") for i, (n, _) in enumerate(layers)]
     ready_s = {i: sum(s for _, s in layers[i:]) for i in range(len(layers))}
-    wire, order = Wire(bytes_per_s, call_s), coming(range(len(layers)), ready_s, ())
-    best = choose(entries, ready_s, order, wire, SIZES_BYTES)
+    wire, order = LinkModel(bytes_per_s, call_s), arrival_order(range(len(layers)), ready_s, ())
+    best = choose_plan(entries, ready_s, order, wire, SIZES_BYTES)
 
     def took_s(cap: int, first: int) -> float:
-        buckets = plan(entries, cap, order=order, first_bytes=first)
+        buckets = plan_buckets(entries, cap, order=order, first_bytes=first)
         return end_s(buckets, entries, ready_s, wire) - min(ready_s.values())
 
     assert best.first_bytes is not None and best.order == order
@@ -63,19 +66,23 @@ def test_what_is_chosen_is_about_as_good_as_any_other(layers, bytes_per_s, call_
 
 
 def test_a_slow_wire_begins_with_a_small_bucket_and_goes_on_with_large_ones():
-    entries = [Entry(i, MIB // 16, 4, "f4") for i in range(160)]
+    entries = [BucketEntry(i, MIB // 16, 4, "f4") for i in range(160)]
     ready_s = {i: 0.001 * (160 - i) for i in range(160)}
-    order = coming(range(160), ready_s, ())
-    slow = choose(entries, ready_s, order, Wire(bytes_per_s=20e6, call_s=0.002), SIZES_BYTES)
+    order = arrival_order(range(160), ready_s, ())
+    slow = choose_plan(
+        entries, ready_s, order, LinkModel(bytes_per_s=20e6, call_s=0.002), SIZES_BYTES
+    )
     assert slow.first_bytes is not None
     assert slow.first_bytes <= 5 * MIB and slow.cap_bytes >= 8 * MIB
-    fast = choose(entries, ready_s, order, Wire(bytes_per_s=1e9, call_s=0.0001), SIZES_BYTES)
+    fast = choose_plan(
+        entries, ready_s, order, LinkModel(bytes_per_s=1e9, call_s=0.0001), SIZES_BYTES
+    )
     assert fast.cap_bytes < slow.cap_bytes
 
 
 def test_the_first_bucket_has_a_cap_of_its_own():
-    entries = [Entry(i, 1000, 4, i % 2) for i in range(12)]
-    buckets = plan(entries, 20_000, order=range(12), first_bytes=8_192)
+    entries = [BucketEntry(i, 1000, 4, i % 2) for i in range(12)]
+    buckets = plan_buckets(entries, 20_000, order=range(12), first_bytes=8_192)
     expected = [(0, 2), (1, 3, 5, 7), (4, 6, 8, 10), (9, 11)]
     assert [b.members for b in buckets] == expected
 
@@ -83,9 +90,9 @@ def test_the_first_bucket_has_a_cap_of_its_own():
 def test_a_bias_travels_with_its_matrix():
     """As a backward of matrices of 4 MiB gives them, each bias before its weight."""
     sizes = [MIB, 1024] * 8
-    entries = [Entry(i, n, 4, "f4") for i, n in enumerate(sizes)]
+    entries = [BucketEntry(i, n, 4, "f4") for i, n in enumerate(sizes)]
     ready_s = {i: 0.0075 * (16 - i) for i in range(16)}
-    order = coming(range(16), ready_s, ())
-    best = choose(entries, ready_s, order, GBIT, SIZES_BYTES)
-    buckets = plan(entries, best.cap_bytes, order=order, first_bytes=best.first_bytes)
+    order = arrival_order(range(16), ready_s, ())
+    best = choose_plan(entries, ready_s, order, GBIT, SIZES_BYTES)
+    buckets = plan_buckets(entries, best.cap_bytes, order=order, first_bytes=best.first_bytes)
     assert [b.members for b in buckets] == [(i + 1, i) for i in range(14, -1, -2)]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.ddp.one_process import DIM
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.ddp.outputs import hook_outputs, map_tensors, tensors_in
+from torchdistpackage.ddp.outputs import map_tensors, on_backward_start, tensors_in
 from torchdistpackage.errors import CommError
 
 
@@ -214,7 +214,7 @@ def test_outputs_of_hugging_face_are_copied_with_their_attributes():
 def test_a_cache_that_is_returned_in_every_forward_gets_no_hooks():
     cache, called = {"y": torch.ones(2)}, []
     for _ in range(3):
-        out = hook_outputs(cache, lambda grad: called.append(1))
+        out = on_backward_start(cache, lambda grad: called.append(1))
     out["y"].sum().backward()
     assert called == [1]
     assert cache["y"].grad_fn is None

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchdistpackage.ddp.partition import partition_params, share_out
+from torchdistpackage.ddp.partition import greedy_partition, partition_params
 from torchdistpackage.errors import LayoutError
 
 sizes = st.lists(st.integers(0, 1000), max_size=40)
@@ -14,7 +14,7 @@ sizes = st.lists(st.integers(0, 1000), max_size=40)
 
 @given(sizes, st.integers(1, 9))
 def test_each_is_in_one_share_in_order(sizes, num_shares):
-    shares = share_out(sizes, num_shares)
+    shares = greedy_partition(sizes, num_shares)
     assert len(shares) == num_shares
     assert sorted(itertools.chain(*shares)) == list(range(len(sizes)))
     assert all(list(share) == sorted(share) for share in shares)
@@ -22,7 +22,7 @@ def test_each_is_in_one_share_in_order(sizes, num_shares):
 
 @given(st.lists(st.integers(1, 30), max_size=7), st.integers(1, 3))
 def test_the_fullest_share_is_at_most_four_thirds_of_the_best(sizes, num_shares):
-    shares = share_out(sizes, num_shares)
+    shares = greedy_partition(sizes, num_shares)
     best = min(
         max(
             sum(s for s, at in zip(sizes, places, strict=True) if at == i)
@@ -35,12 +35,12 @@ def test_the_fullest_share_is_at_most_four_thirds_of_the_best(sizes, num_shares)
 
 
 def test_one_huge_parameter_leaves_the_rest_to_the_others():
-    assert share_out([900, 10, 20, 30, 40], 3) == ((0,), (1, 4), (2, 3))
+    assert greedy_partition([900, 10, 20, 30, 40], 3) == ((0,), (1, 4), (2, 3))
 
 
 def test_no_share_is_no_partition():
     with pytest.raises(LayoutError, match="cannot share 2 parameters among 0 ranks"):
-        share_out([1, 2], 0)
+        greedy_partition([1, 2], 0)
 
 
 def test_parameters_are_parted_by_name_or_in_lists():

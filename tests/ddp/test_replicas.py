@@ -5,7 +5,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchdistpackage.ddp.replicas import Replica, agree, check_replicas, find_differences
+from torchdistpackage.ddp.replicas import (
+    ReplicatedTensor,
+    check_replicas,
+    find_differences,
+    verify_params_match,
+)
 from torchdistpackage.errors import CommError
 
 DTYPES = [
@@ -14,9 +19,9 @@ DTYPES = [
 ]
 
 
-def replicas_of(module: nn.Module) -> list[Replica]:
+def replicas_of(module: nn.Module) -> list[ReplicatedTensor]:
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    return [Replica(name, x, dist.group.WORLD) for name, x in tensors]
+    return [ReplicatedTensor(name, x, dist.group.WORLD) for name, x in tensors]
 
 
 def flip(x: Tensor, element: int, bit: int) -> None:
@@ -35,9 +40,9 @@ def some_bits(odd: int) -> None:
                 y = x.clone()
                 if dist.get_rank() == odd:
                     flip(y, size * 2 // 3, bit)
-                replicas.append(Replica(f"{dtype}, {size} elements, bit {bit}", y, group))
-            replicas.append(Replica("the same", x, group))
-            replicas.append(Replica("the same", torch.cat([x, x])[1 : 1 + size], group))
+                replicas.append(ReplicatedTensor(f"{dtype}, {size} elements, bit {bit}", y, group))
+            replicas.append(ReplicatedTensor("the same", x, group))
+            replicas.append(ReplicatedTensor("the same", torch.cat([x, x])[1 : 1 + size], group))
     found = find_differences(replicas)
     names = [r.name for r in replicas if r.name != "the same"]
     assert [(d.name, d.odd) for d in found] == [(name, (odd,)) for name in names]
@@ -77,7 +82,7 @@ def cancelling_changes() -> None:
             y[up] += 1
             y[down] -= 1
         with pytest.raises(CommError, match=r"x between ranks \(0, 1\), no majority"):
-            check_replicas([Replica("x", y.view(torch.float32), dist.group.WORLD)])
+            check_replicas([ReplicatedTensor("x", y.view(torch.float32), dist.group.WORLD)])
 
 
 def test_changes_that_cancel_in_a_sum_are_found_and_two_ranks_have_no_majority(ranks):
@@ -88,7 +93,9 @@ def swapped() -> None:
     a, b = torch.zeros(5), torch.ones(5)
     if dist.get_rank() == 1:
         a, b = b, a
-    found = find_differences([Replica("a", a, dist.group.WORLD), Replica("b", b, dist.group.WORLD)])
+    found = find_differences(
+        [ReplicatedTensor("a", a, dist.group.WORLD), ReplicatedTensor("b", b, dist.group.WORLD)]
+    )
     assert [d.name for d in found] == ["a", "b"]
 
 
@@ -103,13 +110,13 @@ def groups_of_their_own() -> None:
     shared, expert = torch.ones(3), torch.full((3,), float(rank % 2))
     alone = dist.new_group([rank], use_local_synchronization=True)
     replicas = [
-        Replica("expert", expert, pairs[rank % 2]),
-        Replica("shared", shared, dist.group.WORLD),
-        Replica("own", torch.full((1,), float(rank)), alone),
+        ReplicatedTensor("expert", expert, pairs[rank % 2]),
+        ReplicatedTensor("shared", shared, dist.group.WORLD),
+        ReplicatedTensor("own", torch.full((1,), float(rank)), alone),
     ]
     if rank == 2:
         replicas.reverse()
-    agree(replicas)
+    verify_params_match(replicas)
     check_replicas(replicas)
     if rank == 3:
         flip(expert, 0, 5)
@@ -136,7 +143,7 @@ def unlike(which: str, text: str) -> None:
     if odd and which == "buffer":
         net.register_buffer("seen", torch.zeros(2))
     with pytest.raises(CommError, match=text):
-        agree(replicas_of(net))
+        verify_params_match(replicas_of(net))
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.record import recorder
 from torchdistpackage.ddp.embeddings import Embeddings
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.ddp.shared import Shared
-from torchdistpackage.ddp.zero.rows import Heads
+from torchdistpackage.ddp.shared import ParamSpec
+from torchdistpackage.ddp.zero.rows import TiedEmbeddings
 
 VOCAB, DIM, STEPS = 40, 4, 3
 
@@ -83,14 +83,14 @@ def few_elements(head: str, expected: int) -> None:
     """Of all that is sent in a step, nothing has the size of the table unless a head needs it."""
     ddp = NaiveDDP(Words(head), embedding_rows=True, bucket_cap_mb=0.00001)
     sent: list[int] = []
-    begin = calls.begin
+    begin = recorder.begin
 
     def noted(operation: str, group: object, x: Tensor) -> object:
         sent.append(x.numel())
         return begin(operation, group, x)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "begin", noted)
+        patch.setattr(recorder, "begin", noted)
         for _ in range(STEPS):
             sent.clear()
             ddp.zero_grad()
@@ -119,10 +119,10 @@ def test_all_ranks_end_with_the_same_bits(ranks):
 
 def on_a_device() -> None:
     net = Words("tied").to("meta")
-    shared = [Shared(n, p, dist.group.WORLD) for n, p in net.named_parameters()]
+    shared = [ParamSpec(n, p, dist.group.WORLD) for n, p in net.named_parameters()]
     for looks in (
         lambda: Embeddings(net, shared, lookups=True, counts=lambda: True),
-        lambda: Heads(net, shared, net),  # no optimizer is needed to refuse
+        lambda: TiedEmbeddings(net, shared, net),  # no optimizer is needed to refuse
     ):
         with pytest.raises(ValueError, match=r"embedding_rows: table\.weight is on meta"):
             looks()

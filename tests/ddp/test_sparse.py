@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.record import recorder
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.errors import CommError
 
@@ -58,14 +58,14 @@ def test_a_gradient_that_is_dense_on_one_rank_is_dense_on_all(ranks):
 def only_rows_travel() -> None:
     sent: list[int] = []
     ddp = NaiveDDP(Table(torch.bfloat16))
-    begin = calls.begin
+    begin = recorder.begin
 
     def noted(operation: str, group: object, x: Tensor) -> object:
         sent.append(x.numel())
         return begin(operation, group, x)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "begin", noted)
+        patch.setattr(recorder, "begin", noted)
         ddp(tokens_of(dist.get_rank(), 0)).backward()
     grad = ddp.module.words.weight.grad
     assert grad.is_sparse and grad.is_coalesced() and grad.dtype == torch.bfloat16

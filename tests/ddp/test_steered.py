@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.ddp.one_process import expect_same
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.shared import ParamSpec
 from torchdistpackage.errors import CommError
 
 DIM, PER_RANK = 4, 2
@@ -62,7 +62,10 @@ def grads(module: nn.Module) -> dict[str, Tensor | None]:
 def reducer_of(module: nn.Module, *, last: tuple[str, ...] = ()) -> Reducer:
     group = dist.group.WORLD
     return Reducer(
-        [Shared(n, p, group, group.size(), last=n in last) for n, p in module.named_parameters()],
+        [
+            ParamSpec(n, p, group, group.size(), deferred=n in last)
+            for n, p in module.named_parameters()
+        ],
         cap_bytes=TINY_BYTES,
     )
 
@@ -77,12 +80,12 @@ def only_in_final_blocks(twice: bool) -> None:
         module.zero_grad()
         events.clear()
         mine = samples(step)[:, dist.get_rank()]
-        with reducer.steered() as told, warnings.catch_warnings():
+        with reducer.scheduled() as told, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # reentrant checkpointing, of its use
             for x in mine[:-1]:
                 loss(module, x).backward()
                 events.append("backward")
-            with told.final():
+            with told.last_backward():
                 loss(module, mine[-1]).backward()
             events.append("last backward")
             told.complete(module.parameters())
@@ -98,7 +101,7 @@ def only_in_final_blocks(twice: bool) -> None:
         )
 
 
-def _members(reducer: Reducer, bucket) -> list[Shared]:
+def _members(reducer: Reducer, bucket) -> list[ParamSpec]:
     return [reducer.shared[i] for i in bucket.members]
 
 
@@ -117,14 +120,14 @@ def pending_ones_wait() -> None:
         module.zero_grad()
         events.clear()
         mine = samples(step)[:, dist.get_rank()]
-        with reducer.steered() as told:
+        with reducer.scheduled() as told:
             loss(module, mine[0]).backward()
-            with told.final(pending={id(module.first.weight)}):
+            with told.last_backward(still_pending={id(module.first.weight)}):
                 # the second layer's last gradient is in the middle of the run
                 loss(module, mine[1]).backward()
             events.append("first block")
             module.second.requires_grad_(False)
-            with told.final():
+            with told.last_backward():
                 loss(module, mine[2]).backward()
             events.append("second block")
             module.second.requires_grad_(True)
@@ -148,17 +151,17 @@ def more_than_was_said() -> None:
     for _ in range(2):  # in the first nothing has left, but it is as wrong
         with (
             pytest.raises(CommError, match="weight received a gradient after it was taken for"),
-            reducer.steered() as told,
+            reducer.scheduled() as told,
         ):
-            with told.final():
+            with told.last_backward():
                 loss(module, mine[0]).backward()
             told.complete(module.parameters())
             loss(module, mine[1]).backward()
         module.zero_grad()
-        with reducer.steered() as told:
+        with reducer.scheduled() as told:
             for x in mine[:-1]:
                 loss(module, x).backward()
-            with told.final():
+            with told.last_backward():
                 loss(module, mine[-1]).backward()
             told.complete(module.parameters())
         reducer.finish()
@@ -180,7 +183,7 @@ def wrapper_inside() -> None:
     for step in range(3):
         ddp.zero_grad()
         mine = samples(step)[:, dist.get_rank()]
-        with ddp.reducer.steered():
+        with ddp.reducer.scheduled():
             for x in mine:
                 loss(ddp, x).backward()
             assert not launched

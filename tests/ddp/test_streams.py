@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchdistpackage.ddp import streams
-from torchdistpackage.ddp.gradients import Gradients
+from torchdistpackage.ddp.gradients import GradBucket
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 
 MAIN, SIDE = (1, 0, 1), (2, 0, 1)
@@ -48,14 +48,14 @@ class Stream:
 def two_streams() -> list[list[tuple]]:
     """Logs of steps in which the gradients of every other layer come on the side."""
     machine, logs = Machine(), []
-    adopt, complete = Gradients.adopt, Gradients.complete
+    adopt, complete = GradBucket.absorb, GradBucket.complete
 
     def come(grad: Tensor, stream: tuple, name: str) -> None:
         machine.now = stream
         machine.note("gradient", name)
 
     def noted(function):
-        def call(self: Gradients, *args, **kwargs):
+        def call(self: GradBucket, *args, **kwargs):
             machine.note(function.__name__, self)
             return function(self, *args, **kwargs)
 
@@ -67,8 +67,8 @@ def two_streams() -> list[list[tuple]]:
         patch.setattr(streams, "stream_of", lambda numbers: Stream(machine, numbers))
         patch.setattr(torch.cuda, "stream", machine.on)
         patch.setattr(Tensor, "record_stream", lambda x, s: machine.note("kept", s.numbers))
-        patch.setattr(Gradients, "adopt", noted(adopt))
-        patch.setattr(Gradients, "complete", noted(complete))
+        patch.setattr(GradBucket, "absorb", noted(adopt))
+        patch.setattr(GradBucket, "complete", noted(complete))
         net = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4)))
         ddp = NaiveDDP(net, bucket_cap_mb=0.03)
         for name, p in net.named_parameters():

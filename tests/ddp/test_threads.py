@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.shared import ParamSpec
 
 PATIENCE_S = 1.0
 
@@ -36,7 +36,7 @@ def two_threads() -> tuple[list[int], int]:
     completes that one."""
     weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     # the first bucket is that of the last parameter
-    shared = [Shared(f"w{i}", w, dist.group.WORLD) for i, w in enumerate(reversed(weights))]
+    shared = [ParamSpec(f"w{i}", w, dist.group.WORLD) for i, w in enumerate(reversed(weights))]
     reducer = Reducer(shared, cap_bytes=1)
     launched: list[int] = []
     looked, sends = threading.Event(), threading.Event()
@@ -58,12 +58,12 @@ def two_threads() -> tuple[list[int], int]:
         (weights[1] * 2).sum().backward()
 
     other = threading.Thread(target=complete_second)
-    with reducer.steered() as steered, steered.final():
+    with reducer.scheduled() as steered, steered.last_backward():
         sum((w.sum() for w in weights), torch.zeros(())).backward()
     reducer.finish()  # from here on buckets leave early
-    with reducer.steered() as steered, steered.final():
+    with reducer.scheduled() as steered, steered.last_backward():
         reducer.on_launch = on_launch
-        reducer.departures.missing = Met(reducer.departures.missing, looked, sends)
+        reducer.departures.pending_counts = Met(reducer.departures.pending_counts, looked, sends)
         other.start()
         weights[0].sum().backward()
         other.join()
@@ -78,7 +78,7 @@ def test_a_bucket_that_two_threads_could_send_leaves_once(ranks):
 
 def two_outputs() -> list[int]:
     """Backwards in which the reducer was armed: two threads come to outputs of one of them."""
-    reducer = Reducer([Shared("w", nn.Parameter(torch.ones(3)), dist.group.WORLD)], cap_bytes=1)
+    reducer = Reducer([ParamSpec("w", nn.Parameter(torch.ones(3)), dist.group.WORLD)], cap_bytes=1)
     armed: list[int] = []
     both = threading.Barrier(2)
 

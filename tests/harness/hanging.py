@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm import p2p, primitives
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.record import recorder
 from torchdistpackage.comm.runtime import setup_distributed
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.harness.hang import process
 from torchdistpackage.harness.watch import watch
-from torchdistpackage.launch.signals import Noted
-from torchdistpackage.launch.supervise import Place, supervise
+from torchdistpackage.launch.signals import SignalFlag
+from torchdistpackage.launch.supervise import WatchedRank, supervise
 
 STEPS, AT = 50, 3
 """Length of the loop, and the step that goes wrong."""
@@ -36,7 +36,7 @@ def start_a_worker() -> None:
 
 def load_for_ever() -> None:
     start_a_worker()
-    calls.phase = "data"
+    recorder.phase = "data"
     time.sleep(LONG_S)
 
 
@@ -131,9 +131,9 @@ def alone_on_its_host(case: str, folder: str, timeout_s: float) -> None:
     """As under srun with a rank a node: forked by a watcher, and not seen by the other ranks."""
     rank, own = int(os.environ["RANK"]), Path(folder)
     process.socket = SimpleNamespace(gethostname=lambda: f"host{rank}")  # type: ignore[assignment]
-    noted = Noted()
+    noted = SignalFlag()
     noted.listen(["TERM"])
-    place = Place(rank, own / f"log{rank}", own / "failures")
+    place = WatchedRank(rank, own / f"log{rank}", own / "failures")
     sys.exit(supervise(lambda: rank_main(case, folder, timeout_s) or 0, place, noted))
 
 
@@ -148,7 +148,7 @@ def rank_main(case: str, folder: str, timeout_s: float) -> None:
         with watch(folder, timeout_s=timeout_s, first_timeout_s=first_s) as w:
             for step in range(1, AT if (case, rank) == ("left", 1) else STEPS):
                 w.step()
-                calls.phase = "forward"
+                recorder.phase = "forward"
                 if step == at:
                     Path(folder, f"wrong{rank}").write_text(str(time.time()))
                     FAULTS[case].get(rank, lambda: None)()
@@ -178,7 +178,7 @@ def well(case: str, folder: str, timeout_s: float) -> None:
                 (mine,) = Path(folder).glob(f"hang.*/rank{rank}@*.json")
                 assert '"state": "here"' in mine.read_text(), "the fork does not speak for it"
             if step == 3:
-                with w.slow():
+                with w.allow_slow():
                     time.sleep(1.5 * timeout_s * rank)
                     primitives.barrier()
             primitives.barrier()

@@ -5,7 +5,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.record import recorder
 from torchdistpackage.comm.tpc import tpc
 
 
@@ -80,12 +80,12 @@ def messages(rank: int) -> None:
 def own_numbers(rank: int) -> tuple[float, ...]:
     """Ranks that seed alike draw alike, however their draws interleave."""
     torch.manual_seed(7)
-    calls.phase = f"of rank {rank}"
+    recorder.phase = f"of rank {rank}"
     drawn = []
     for _ in range(4):
         drawn.append(torch.rand(()).item())
         dist.barrier()
-        assert calls.phase == f"of rank {rank}"
+        assert recorder.phase == f"of rank {rank}"
     return tuple(drawn)
 
 

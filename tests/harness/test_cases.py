@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.harness.cases import CASES
+from torchdistpackage.harness.cases import COLLECTIVES
 
 # doc/PERFORMANCE.md and the AlgBw/BusBw functions of nccl-tests, n = 2 to 8, as exact fractions.
 TABLE = {
@@ -31,25 +31,25 @@ BUFFERS = {
 
 
 def test_the_tables_here_hold_every_case():
-    assert set(TABLE) == set(BUFFERS) == set(CASES)
-    assert all(case.name == name for name, case in CASES.items())
+    assert set(TABLE) == set(BUFFERS) == set(COLLECTIVES)
+    assert all(case.name == name for name, case in COLLECTIVES.items())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", COLLECTIVES)
 def test_bus_factors_are_those_of_the_nccl_tests(name):
     exact = [float(Fraction(text)) for text in TABLE[name].split()]
-    assert [CASES[name].bus_factor(n) for n in range(2, 9)] == pytest.approx(exact, rel=1e-15)
+    assert [COLLECTIVES[name].bus_factor(n) for n in range(2, 9)] == pytest.approx(exact, rel=1e-15)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", COLLECTIVES)
 def test_a_group_of_one_has_no_bus(name):
-    assert CASES[name].bus_factor(1) == 0
+    assert COLLECTIVES[name].bus_factor(1) == 0
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", COLLECTIVES)
 def test_the_larger_buffer_of_a_rank_is_what_counts(name):
     given, got = BUFFERS[name]
-    case, counted = CASES[name], 4096
+    case, counted = COLLECTIVES[name], 4096
     assert case.input_bytes(counted, 4) == given * counted
     assert case.output_bytes(counted, 4) == got * counted
     assert case.counted_bytes(case.input_bytes(counted, 4), 4) == counted
@@ -57,10 +57,10 @@ def test_the_larger_buffer_of_a_rank_is_what_counts(name):
 
 def test_a_bandwidth_from_bytes_and_time():
     """4 ranks all-reduce 1e9 bytes in half a second: 2 GB/s, of which each link carries 3."""
-    assert CASES["all_reduce"].bus_bytes_per_s(1_000_000_000, 4, 0.5) == pytest.approx(3e9)
+    assert COLLECTIVES["all_reduce"].bus_bytes_per_s(1_000_000_000, 4, 0.5) == pytest.approx(3e9)
 
 
 @pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_to_all"])
 def test_bytes_that_no_parts_add_up_to_are_refused(name):
     with pytest.raises(LayoutError, match=f"{name}: 1001 bytes do not fall into 4 equal parts"):
-        CASES[name].input_bytes(1001, 4)
+        COLLECTIVES[name].input_bytes(1001, 4)

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from torchdistpackage.harness.coded import compare, largest, summand, total, written_by
+from torchdistpackage.harness.coded import (
+    compare,
+    expected_max,
+    expected_sum,
+    rank_pattern,
+    reduce_input,
+)
 
 CPU = torch.device("cpu")
 WIDE = torch.int64, CPU
@@ -15,25 +21,25 @@ SIZES = [2, 3, 4, 5, 6, 7, 8, 64, 1000]
 
 @pytest.mark.parametrize("dtype", [*MOVED, torch.complex64], ids=str)
 def test_each_rank_writes_its_own_and_exactly(dtype):
-    wide = [written_by(rank, 200, WIDE) for rank in range(3000)]
-    narrow = [written_by(rank, 200, (dtype, CPU)) for rank in range(300)]
+    wide = [rank_pattern(rank, 200, WIDE) for rank in range(3000)]
+    narrow = [rank_pattern(rank, 200, (dtype, CPU)) for rank in range(300)]
     assert len({tuple(row[:8].tolist()) for row in wide}) == 3000
     assert all(torch.equal(n.real.long(), w) for n, w in zip(narrow, wide, strict=False))
     assert all(bool((row > 0).all()) for row in wide), "zeros are what nobody has written"
 
 
 def test_ranks_that_are_near_differ_at_every_place():
-    rows = torch.stack([written_by(rank, 1000, WIDE) for rank in range(60)])
+    rows = torch.stack([rank_pattern(rank, 1000, WIDE) for rank in range(60)])
     assert all(len(set(column.tolist())) == 60 for column in rows.T)
 
 
 @pytest.mark.parametrize("start", [0, 10**6, 2**33], ids=str)
-@pytest.mark.parametrize("row", [written_by, None], ids=["written", "summed"])
+@pytest.mark.parametrize("row", [rank_pattern, None], ids=["written", "summed"])
 def test_any_shift_and_any_exchange_of_blocks_shows(row, start):
     """Chunk errors are of powers of two, often; none may be a period."""
     number = 40_000
     if row is None:
-        x = total(range(4), number, WIDE, first=start)
+        x = expected_sum(range(4), number, WIDE, first=start)
     else:
         x = row(3, number, WIDE, first=start)
     for by in [*range(1, 300), *(61 * k for k in range(1, 300)), *(2**k for k in range(9, 15))]:
@@ -46,7 +52,7 @@ def test_any_shift_and_any_exchange_of_blocks_shows(row, start):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_sums_differ_by_place_and_part(size):
-    parts = total(range(size), 40 * size, (torch.int8, CPU)).view(size, 40)
+    parts = expected_sum(range(size), 40 * size, (torch.int8, CPU)).view(size, 40)
     assert len({tuple(part.tolist()) for part in parts}) == size
     assert all(len(part.unique()) > 10 for part in parts)
 
@@ -55,21 +61,21 @@ def test_sums_differ_by_place_and_part(size):
 @pytest.mark.parametrize("size", [1, *SIZES])
 def test_sums_are_exact_in_every_order(dtype, size):
     ranks = range(3, 3 + size)
-    summands = [summand(rank, ranks, 100, (dtype, CPU)) for rank in ranks]
+    summands = [reduce_input(rank, ranks, 100, (dtype, CPU)) for rank in ranks]
     added = torch.zeros(100, dtype=dtype)
     for x in reversed(summands):
         added += x
-    assert compare(added, total(ranks, 100, (dtype, CPU))) == ""
+    assert compare(added, expected_sum(ranks, 100, (dtype, CPU))) == ""
     most = torch.stack(summands).amax(dim=0)
-    assert compare(most, largest(ranks, 100, (dtype, CPU))) == ""
+    assert compare(most, expected_max(ranks, 100, (dtype, CPU))) == ""
 
 
 @pytest.mark.parametrize("dtype", SUMMED, ids=str)
 @pytest.mark.parametrize("size", [2, 8, 64])
 def test_one_summand_too_few_or_twice_shows_at_every_place(dtype, size):
     like, ranks = (dtype, CPU), range(size)
-    right = total(ranks, 50, like)
-    for x in (summand(rank, ranks, 50, like) for rank in ranks):
+    right = expected_sum(ranks, 50, like)
+    for x in (reduce_input(rank, ranks, 50, like) for rank in ranks):
         assert bool((right - x != right).all()) and bool((right + x != right).all())
 
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from torchdistpackage.harness.hang import dump as dumps
-from torchdistpackage.harness.hang.culprits import Fault
+from torchdistpackage.harness.hang.culprits import Cause
 from torchdistpackage.harness.hang.dump import Dump, State
 from torchdistpackage.harness.hang.process import Process
 from torchdistpackage.harness.hang.report import Diagnosis, diagnose
-from torchdistpackage.launch.failure import Failure, Kind, culprit, report, to_json
+from torchdistpackage.launch.failure import Failure, FailureKind, report, root_cause, to_json
 from torchdistpackage.topology.mesh import Mesh
 
 BATCH = '"/home/me/loader.py", line 31, in batch'
@@ -104,7 +104,7 @@ def test_the_culprit_is_at_the_end_of_the_waits_and_stands_in_the_first_line():
         one(1, snapshot((1, 2), call("all_reduce", 4), phase="backward")),
         one(2, snapshot((1, 2), call("all_reduce", 3, "done"), phase="data")),
     )
-    assert [c.rank for c in chain.culprits] == [2]
+    assert [c.rank for c in chain.suspects] == [2]
     first, *rest = chain.text.splitlines()
     assert first == "hang: rank 2 on node02 is in data loading while 2 other ranks wait for it"
     assert "rank 2:" in rest and "    time.sleep(60)" in chain.text
@@ -124,7 +124,7 @@ def test_on_a_device_the_counts_of_issued_calls_say_who_is_behind(state):
     ahead = snapshot(group, call("all_reduce", 7, state), device=True)
     late = snapshot(group, call("all_reduce", 6, "issued"), device=True, phase="optimizer")
     found = told(one(0, ahead), one(1, late), one(2, ahead))
-    assert [(c.rank, c.fault) for c in found.culprits] == [(1, Fault.BUSY)]
+    assert [(c.rank, c.cause) for c in found.suspects] == [(1, Cause.BUSY)]
     in_line(found.text, "rank 0 on node00 waits in all_reduce number 7", "which has issued 6")
     in_line(found.text, "so does rank 2")
 
@@ -135,16 +135,18 @@ def test_groups_of_the_same_ranks_are_counted_apart():
     late = snapshot((0, 1), call("all_reduce", 3, "done"))
     for found in (ahead, late):
         found["groups"].append({"ranks": [0, 1], "axis": "pipe", "issued": 90, "done": 90})
-    assert [c.rank for c in told(one(0, ahead), one(1, late)).culprits] == [1]
+    assert [c.rank for c in told(one(0, ahead), one(1, late)).suspects] == [1]
 
 
 def test_messages_on_a_device_count_as_well():
     ahead = snapshot((0, 1), call("receive", 3, "issued", peer=1), device=True)
     late = snapshot((0, 1), call("send", 2, "issued", peer=0), device=True, phase="forward")
-    assert [c.rank for c in told(one(0, ahead), one(1, late)).culprits] == [1]
+    assert [c.rank for c in told(one(0, ahead), one(1, late)).suspects] == [1]
 
 
-RAISED = Failure(1, "node01", 101, 40.0, Kind.ERROR, 1, "ValueError: no sample", "Traceback ...")
+RAISED = Failure(
+    1, "node01", 101, 40.0, FailureKind.ERROR, 1, "ValueError: no sample", "Traceback ..."
+)
 LOST = replace(RAISED, rank=0, error="CommError: Connection closed by peer")
 WAITING = snapshot((0, 1, 2, 3), call("all_reduce", 4))
 
@@ -152,15 +154,15 @@ WAITING = snapshot((0, 1, 2, 3), call("all_reduce", 4))
 @pytest.mark.parametrize(
     ("silent", "letter", "fault", "words"),
     [
-        (one(1, state=State.RAISED, error=to_json(RAISED)), None, Fault.RAISED, "ValueError: no"),
-        (one(1, state=State.HERE), "", Fault.GONE, "its process (101) has ended without a word"),
-        (one(1, state=State.HERE), "T", Fault.STOPPED, "is stopped (process state T, process 101)"),
-        (one(1, state=State.HERE), "t", Fault.STOPPED, "by a debugger"),
-        (one(1, state=State.HERE), "S", Fault.SILENT, "its interpreter does not run"),
-        (one(1, state=State.HERE), "D", Fault.SILENT, "state D"),
-        (one(1, state=State.HERE), None, Fault.LOST, "no rank on node01 does"),
-        (one(1, state=State.LEFT), None, Fault.LEFT, "has ended its loop after 12 steps"),
-        (None, None, Fault.LOST, "has never come"),
+        (one(1, state=State.RAISED, error=to_json(RAISED)), None, Cause.RAISED, "ValueError: no"),
+        (one(1, state=State.HERE), "", Cause.GONE, "its process (101) has ended without a word"),
+        (one(1, state=State.HERE), "T", Cause.STOPPED, "is stopped (process state T, process 101)"),
+        (one(1, state=State.HERE), "t", Cause.STOPPED, "by a debugger"),
+        (one(1, state=State.HERE), "S", Cause.SILENT, "its interpreter does not run"),
+        (one(1, state=State.HERE), "D", Cause.SILENT, "state D"),
+        (one(1, state=State.HERE), None, Cause.LOST, "no rank on node01 does"),
+        (one(1, state=State.LEFT), None, Cause.LEFT, "has ended its loop after 12 steps"),
+        (None, None, Cause.LOST, "has never come"),
     ],
 )  # fmt: skip
 def test_ranks_that_do_not_wait_any_more_are_named_before_all_others(silent, letter, fault, words):
@@ -169,15 +171,15 @@ def test_ranks_that_do_not_wait_any_more_are_named_before_all_others(silent, let
     late = snapshot((0, 1, 2, 3), call("all_reduce", 3, "done"))
     others = [one(0, WAITING, neighbours=letters), one(2, WAITING), one(3, late)]
     found = told(*others, *([silent] if silent else []), world_size=4, stacks={1: "its C stack"})
-    assert [(c.rank, c.fault) for c in found.culprits] == [(1, fault), (3, Fault.BUSY)]
+    assert [(c.rank, c.cause) for c in found.suspects] == [(1, fault), (3, Cause.BUSY)]
     first, second, *_ = found.text.splitlines()
     assert first.startswith("hang: rank 1 ") and words in first
     assert "rank 3 on node03" in second
     in_line(found.text, "rank 0 on node00 waits", words)
     in_line(found.text, "so does rank 2")
-    if fault is Fault.SILENT:
+    if fault is Cause.SILENT:
         assert "its C stack" in found.text
-    if fault is Fault.RAISED:
+    if fault is Cause.RAISED:
         assert "Traceback ..." in found.text
 
 
@@ -185,24 +187,24 @@ def test_who_raised_because_a_peer_was_gone_is_no_culprit_while_there_is_one():
     raised = one(0, state=State.RAISED, error=to_json(LOST))
     gone = one(1, state=State.HERE)
     found = told(replace(raised, neighbours={1: ""}), gone)
-    assert [c.rank for c in found.culprits] == [1, 0]
+    assert [c.rank for c in found.suspects] == [1, 0]
     first, second, *_ = found.text.splitlines()
     assert first.startswith("hang: rank 1 on node01 is gone") and "then rank 0 raised" in second
     alone = told(raised, one(1, snapshot((0, 1), call("all_reduce", 4))))
-    assert [c.rank for c in alone.culprits] == [0], "a time limit of its own, say"
+    assert [c.rank for c in alone.suspects] == [0], "a time limit of its own, say"
 
 
 def test_of_several_that_raised_the_first_comes_first():
     late = one(0, state=State.RAISED, error=to_json(replace(RAISED, rank=0, time_s=41.0)))
     early = one(1, state=State.RAISED, error=to_json(RAISED))
-    assert [c.rank for c in told(late, early).culprits] == [1, 0]
+    assert [c.rank for c in told(late, early).suspects] == [1, 0]
 
 
 def test_a_circle_of_messages_is_told_with_all_its_waits():
     found = told(
         *(one(r, snapshot((0, 1, 2), call("receive", 1, peer=(r + 1) % 3))) for r in range(3))
     )
-    assert [c.fault for c in found.culprits] == [Fault.CIRCLE]
+    assert [c.cause for c in found.suspects] == [Cause.CIRCLE]
     head = found.text.splitlines()[0]
     assert "wait in a circle" in head
     for rank in range(3):
@@ -226,7 +228,7 @@ def test_calls_that_do_not_agree_are_both_named(ours, theirs, device):
         one(1, snapshot(group, ours if ours["peer"] is None else call("all_gather", 1, "done"))),
         one(2, snapshot(group, theirs, device=device)),
     )
-    assert [c.fault for c in found.culprits] == [Fault.CIRCLE]
+    assert [c.cause for c in found.suspects] == [Cause.CIRCLE]
     head = found.text.splitlines()[0]
     assert "do not agree on" in head and "number 9 of the data group of ranks 0, 1, 2" in head
     for said in (ours, theirs):
@@ -252,7 +254,7 @@ def test_a_call_in_flight_does_not_blame_who_has_issued_it():
         ),
         one(2, snapshot((0, 1, 2), call("all_reduce", 1, "done"))),
     )
-    assert [c.rank for c in found.culprits] == [2]
+    assert [c.rank for c in found.suspects] == [2]
 
 
 def test_a_thousand_ranks_that_wait_alike_are_said_once():
@@ -269,29 +271,31 @@ def test_a_thousand_ranks_that_wait_alike_are_said_once():
 def test_a_whole_host_that_is_silent_is_named():
     silent = [one(r, state=State.HERE, host="node09") for r in (2, 3)]
     found = told(one(0, WAITING, host="a"), one(1, WAITING, host="a"), *silent)
-    assert [c.rank for c in found.culprits] == [2, 3]
+    assert [c.rank for c in found.suspects] == [2, 3]
     assert "no rank on node09 does, so the host or its network is gone" in found.text
 
 
 def test_who_is_alone_on_its_host_is_stopped_if_its_watcher_says_so():
     silent, late = one(1, state=State.HERE), snapshot((0, 1), call("all_reduce", 3, "done"))
     found = diagnose(2, {0: one(0, late), 1: silent}, noted={1: "T"})
-    assert [(c.rank, c.fault) for c in found.culprits] == [(1, Fault.STOPPED)]
+    assert [(c.rank, c.cause) for c in found.suspects] == [(1, Cause.STOPPED)]
     seen = one(0, late, neighbours={1: ""})
-    (gone,) = diagnose(2, {0: seen, 1: silent}, noted={1: "T"}).culprits
-    assert gone.fault is Fault.GONE, "what was seen in the hang counts more than what was noted"
+    (gone,) = diagnose(2, {0: seen, 1: silent}, noted={1: "T"}).suspects
+    assert gone.cause is Cause.GONE, "what was seen in the hang counts more than what was noted"
 
 
 def test_the_failure_is_the_culprits_and_comes_before_what_the_alarm_brought_about():
     late = snapshot((0, 1), call("all_reduce", 3, "done"), phase="data")
     found = told(one(0, snapshot((0, 1), call("all_reduce", 4))), one(1, late))
     hung = found.failure(time_s=100.0)
-    assert (hung.rank, hung.host, hung.pid, hung.kind) == (1, "node01", 101, Kind.HUNG)
-    killed = Failure(1, "node01", 101, 102.0, Kind.SIGNAL, -9)
-    closed = Failure(0, "node00", 100, 101.0, Kind.ERROR, 1, "ValueError: a message is cut short")
-    assert culprit([killed, hung, closed]) is hung
+    assert (hung.rank, hung.host, hung.pid, hung.kind) == (1, "node01", 101, FailureKind.HUNG)
+    killed = Failure(1, "node01", 101, 102.0, FailureKind.SIGNAL, -9)
+    closed = Failure(
+        0, "node00", 100, 101.0, FailureKind.ERROR, 1, "ValueError: a message is cut short"
+    )
+    assert root_cause([killed, hung, closed]) is hung
     before = replace(closed, time_s=90.0)
-    assert culprit([killed, hung, before]) is before, "an exception before the alarm explains it"
+    assert root_cause([killed, hung, before]) is before, "an exception before the alarm explains it"
     assert report([killed, hung, closed], 2).endswith(found.text)
 
 
@@ -301,7 +305,7 @@ def test_a_dump_is_json_and_comes_back_equal():
 
 
 def test_an_exit_is_told_as_one():
-    left = replace(RAISED, kind=Kind.EXIT, exit_code=3, error="", detail="")
+    left = replace(RAISED, kind=FailureKind.EXIT, exit_code=3, error="", detail="")
     gone = one(1, state=State.RAISED, error=to_json(left))
     head = told(one(0, WAITING), gone).text.splitlines()[0]
     assert head == "hang: rank 1 on node01 left its loop by sys.exit(3)"

@@ -7,8 +7,15 @@ import pytest
 
 from tests.harness.test_hang import call, in_line, one, snapshot, told
 from torchdistpackage.harness.hang import dump as dumps
-from torchdistpackage.harness.hang.culprits import Fault
-from torchdistpackage.harness.hang.flights import KEPT, Flight, crossing, met, of_trace, to_json
+from torchdistpackage.harness.hang.culprits import Cause
+from torchdistpackage.harness.hang.flights import (
+    KEPT,
+    InFlightCall,
+    met,
+    of_trace,
+    order_conflict,
+    to_json,
+)
 
 ITEM = '  File "/home/me/train.py", line 12, in step\n    loss.item()\n'
 GROUPS = {
@@ -46,8 +53,8 @@ def test_a_dump_is_read_in_the_order_of_issue_without_what_has_ended():
     message = entry(3, "0", 0, "scheduled", "send 0->1", is_p2p=True, p2p_seq_id=5)
     found = of_trace(trace(message, entry(2, "7", 9, "started"), entry(1, "7", 8, "completed")))
     assert found == (
-        Flight("all_reduce", "7", (0, 1), 9, is_message=False, state="started"),
-        Flight("send 0->1", "0", (0, 1), 5, is_message=True, state="scheduled"),
+        InFlightCall("all_reduce", "7", (0, 1), 9, is_message=False, state="started"),
+        InFlightCall("send 0->1", "0", (0, 1), 5, is_message=True, state="scheduled"),
     )
     assert of_trace({"version": "2.10", "pg_config": {}}) == ()
     many = of_trace(trace(*(entry(n, "7", n, "scheduled") for n in range(100))))
@@ -64,7 +71,7 @@ def test_two_calls_in_different_orders_are_the_culprit():
     one_first = hung(0, entry(1, "0", 4, "started"), entry(2, "7", 9, "scheduled", "all_gather"))
     other_first = hung(1, entry(1, "7", 9, "started", "all_gather"), entry(2, "0", 4, "scheduled"))
     found = told(one_first, other_first)
-    assert [(c.rank, c.fault) for c in found.culprits] == [(0, Fault.CIRCLE)]
+    assert [(c.rank, c.cause) for c in found.suspects] == [(0, Cause.CIRCLE)]
     in_line(
         found.text,
         "hang: rank 0 on node00 and rank 1 on node01 have issued all_reduce number 4 of ranks 0, 1",
@@ -79,8 +86,8 @@ def test_who_is_behind_only_because_of_that_is_not_to_blame():
         hung(1, *(both[1], both[0] | {"record_id": 3})),
         snapshot=snapshot((0, 1), call("all_reduce", 6, "issued"), device=True),
     )
-    (culprit,) = told(hung(0, *both), behind).culprits
-    assert culprit.fault is Fault.CIRCLE and "in different orders" in culprit.what
+    (culprit,) = told(hung(0, *both), behind).suspects
+    assert culprit.cause is Cause.CIRCLE and "in different orders" in culprit.what
 
 
 def test_a_call_that_all_have_issued_and_no_device_ends_is_named():
@@ -94,9 +101,9 @@ def test_a_call_that_all_have_issued_and_no_device_ends_is_named():
 def test_orders_within_a_group_and_calls_of_one_rank_are_no_crossing():
     a, b, c = (f for f in of_trace(trace(*(entry(n, "7", n, "started") for n in range(3)))))
     other = replace(c, group="0")
-    assert crossing({0: [a, b], 1: [b, a]}) is None, "one group has one queue"
-    assert crossing({0: [a, other], 1: [a, b]}) is None
-    found = crossing({0: [a, other, b], 1: [other, a]})
+    assert order_conflict({0: [a, b], 1: [b, a]}) is None, "one group has one queue"
+    assert order_conflict({0: [a, other], 1: [a, b]}) is None
+    found = order_conflict({0: [a, other, b], 1: [other, a]})
     assert found is not None and (found.first, found.second) == (0, 1)
     assert (found.one.sequence, found.other.group) == (0, "0")
     assert met({0: [a, b], 1: [b]}) == b

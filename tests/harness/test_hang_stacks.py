@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.test_hang import INSIDE, STACK, WAITING, call, one, snapshot, told
-from torchdistpackage.harness.hang.culprits import Fault
+from torchdistpackage.harness.hang.culprits import Cause
 from torchdistpackage.harness.hang.dump import State
 from torchdistpackage.harness.hang.stacks import FOREIGN, innermost, is_waiting
 
@@ -31,7 +31,7 @@ ITEM = """\
 def test_without_a_wait_the_rarest_stack_is_shown_first():
     quiet = snapshot((0, 1, 2), call("all_reduce", 3, "done"), phase="")
     found = told(*(one(r, quiet, stack=STACK if r == 1 else INSIDE) for r in range(3)))
-    assert found.culprits[0].rank == 1
+    assert found.suspects[0].rank == 1
     assert "in no call of ours, in a step that has taken 9 s" in found.text.splitlines()[0]
 
 
@@ -40,7 +40,7 @@ def test_who_stands_in_a_call_that_waits_is_not_blamed_for_it():
     quiet = snapshot((0, 1), phase="")
     for waiting in (REDUCE, ITEM):
         found = told(one(0, quiet, stack=waiting), one(1, quiet))
-        assert [c.rank for c in found.culprits] == [1]
+        assert [c.rank for c in found.suspects] == [1]
     head = told(one(0, quiet, stack=REDUCE), one(1, quiet, stack=ITEM)).text.splitlines()[0]
     assert "and rank 1 are waiting, in calls that are not numbered" in head
     head = told(one(0, quiet), one(1, quiet, stack=INSIDE)).text.splitlines()[0]
@@ -99,10 +99,10 @@ def test_who_is_stuck_in_a_hook_is_blamed_with_it():
         replace(one(0, quiet), stacks=(ENGINE, f"{FOREIGN}:\n{ITEM}")),
         replace(one(1, quiet), stacks=(ENGINE, HOOK)),
     )
-    assert [c.rank for c in found.culprits] == [1]
+    assert [c.rank for c in found.suspects] == [1]
     assert "is in its backward pass" in found.text.splitlines()[0]
-    assert "in _engine_run_backward" in found.culprits[0].detail
-    assert "time.sleep(60)" in found.culprits[0].detail
+    assert "in _engine_run_backward" in found.suspects[0].detail
+    assert "time.sleep(60)" in found.suspects[0].detail
 
 
 def test_who_is_behind_because_its_device_is_says_so():
@@ -118,7 +118,7 @@ def test_where_all_have_issued_all_the_devices_are_stuck():
     same = snapshot((0, 1), call("all_reduce", 7, "issued"), device=True)
     found = told(*(one(r, same, stack=x) for r, x in enumerate((ITEM, ENGINE))))
     head = found.text.splitlines()[0]
-    assert [(c.rank, c.fault) for c in found.culprits] == [(0, Fault.CIRCLE)]
+    assert [(c.rank, c.cause) for c in found.suspects] == [(0, Cause.CIRCLE)]
     assert "and rank 1 wait for their devices" in head and "different orders" in head
     alone = told(one(0, snapshot((0,), device=True), stack=ITEM)).text.splitlines()[0]
     assert "waits for its device: look for a kernel that does not end" in alone
@@ -201,11 +201,11 @@ def test_what_a_rank_has_started_ends_with_it(tmp_path):
     text = (
         "import subprocess, threading\nfrom pathlib import Path\n"
         "from torchdistpackage.harness.hang.dump import Dump, Folder, State\n"
-        "from torchdistpackage.harness.hang.ending import Ending\n"
+        "from torchdistpackage.harness.hang.ending import Shutdown\n"
         "from torchdistpackage.harness.hang.process import Process\n"
         "worker = subprocess.Popen(['/bin/sh', '-c', 'sleep 60 & echo $!; wait'], stdout=-1)\n"
         "print(worker.stdout.readline().decode(), flush=True)\n"
-        f"ending = Ending(Folder(Path({str(tmp_path)!r}), 'a'), 0, 1, None, None)\n"
+        f"ending = Shutdown(Folder(Path({str(tmp_path)!r}), 'a'), 0, 1, None, None)\n"
         "mine = Dump(0, State.DUMPED, Process.mine(), 0.0)\n"
         "ending.end(mine, None, threading.Event())\n"
     )

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import lint_steps as steps
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.record import recorder
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError, LaunchError, TopologyError
 from torchdistpackage.harness.lint import Report, lint
@@ -116,7 +116,7 @@ def test_one_lint_at_a_time_and_axes_that_are_none():
 def state() -> tuple:
     return (
         dist.distributed_c10d._world, dist.distributed_c10d._hash_ranks_to_str, sys.excepthook,
-        dist.is_initialized(), tpc.is_set, dict(vars(calls)), torch.initial_seed(),
+        dist.is_initialized(), tpc.is_set, dict(vars(recorder)), torch.initial_seed(),
         torch.get_rng_state().sum().item(), torch.get_default_dtype(), torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark,
         torch.is_deterministic_algorithms_warn_only_enabled(),

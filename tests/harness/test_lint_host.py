@@ -5,12 +5,12 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.harness.lint import lint
-from torchdistpackage.harness.lint.order import Call
+from torchdistpackage.harness.lint.order import OpSignature
 from torchdistpackage.harness.lint.programs import (
+    CallProgram,
     Make,
     Messages,
-    Part,
-    Program,
+    ProgramMessage,
     check,
 )
 from torchdistpackage.topology.views import topology
@@ -24,16 +24,16 @@ def run(*ops_of_ranks, lists=None):
     groups = {"pipe": (range(size), "pipe"), "host": (range(size), "host")}
     groups |= {word: (ranks, word) for word, ranks in (lists or {}).items()}
     return check(
-        [Program(tuple(ops), groups) for ops in ops_of_ranks], topology([("pipe", size)], size)
+        [CallProgram(tuple(ops), groups) for ops in ops_of_ranks], topology([("pipe", size)], size)
     )
 
 
 def send(peer, group="pipe"):
-    return Messages(group, (Part(Call("send", FACTS), peer),))
+    return Messages(group, (ProgramMessage(OpSignature("send", FACTS), peer),))
 
 
 def receive(peer, group="pipe"):
-    return Messages(group, (Part(Call("receive", FACTS), peer),))
+    return Messages(group, (ProgramMessage(OpSignature("receive", FACTS), peer),))
 
 
 def learning(connects):

@@ -3,14 +3,21 @@
 import pytest
 
 from torchdistpackage.errors import CommError
-from torchdistpackage.harness.lint.order import Call
-from torchdistpackage.harness.lint.programs import Collective, Messages, Part, Program, Wait, check
-from torchdistpackage.harness.lint.report import GroupKind, Report, group_name, rank_name
+from torchdistpackage.harness.lint.order import OpSignature
+from torchdistpackage.harness.lint.programs import (
+    CallProgram,
+    Collective,
+    Messages,
+    ProgramMessage,
+    WaitAll,
+    check,
+)
+from torchdistpackage.harness.lint.report import GroupKind, LintReport, group_name, rank_name
 from torchdistpackage.topology.views import topology
 
 GRID = topology([("data", 2), ("tensor", 2)], 4)
-SUM, BARRIER = Call("all_reduce", (("shape", (3,)), ("op", "sum"))), Call("barrier")
-SEND, RECEIVE = Call("send", (("elements", 4),)), Call("receive", (("elements", 4),))
+SUM, BARRIER = OpSignature("all_reduce", (("shape", (3,)), ("op", "sum"))), OpSignature("barrier")
+SEND, RECEIVE = OpSignature("send", (("elements", 4),)), OpSignature("receive", (("elements", 4),))
 
 
 def run(*ops_of_ranks, topo=None):
@@ -18,7 +25,7 @@ def run(*ops_of_ranks, topo=None):
     topo = topo or topology([("data", len(ops_of_ranks))], len(ops_of_ranks))
     modes = ("data", "tensor")
     programs = [
-        Program(
+        CallProgram(
             tuple(ops),
             {"world": (range(topo.world_size), "")}
             | {m: (topo.dense.group(rank, (m,)), "") for m in modes},
@@ -33,11 +40,11 @@ def world(*calls, blocks=True, label=""):
 
 
 def send(peer, **facts):
-    return Part(Call("send", tuple(facts.items()) or SEND.facts), peer)
+    return ProgramMessage(OpSignature("send", tuple(facts.items()) or SEND.facts), peer)
 
 
 def receive(peer, **facts):
-    return Part(Call("receive", tuple(facts.items()) or RECEIVE.facts), peer)
+    return ProgramMessage(OpSignature("receive", tuple(facts.items()) or RECEIVE.facts), peer)
 
 
 def test_one_order_in_every_group_passes_and_is_counted():
@@ -53,8 +60,8 @@ def test_one_order_in_every_group_passes_and_is_counted():
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        (Call("all_reduce", (("shape", (4,)), ("op", "sum"))), "they differ in shape"),
-        (Call("all_reduce", (("shape", (3,)), ("op", "max"))), "they differ in op"),
+        (OpSignature("all_reduce", (("shape", (4,)), ("op", "sum"))), "they differ in shape"),
+        (OpSignature("all_reduce", (("shape", (3,)), ("op", "max"))), "they differ in op"),
         (BARRIER, r"is all_reduce \(shape \[3\] op sum\) on rank 0 \(data 0\), but barrier on"),
     ],
 )
@@ -80,7 +87,7 @@ def test_two_groups_in_different_orders_are_a_circle():
 def test_calls_under_way_on_two_groups_have_one_launch_order():
     """Nobody waits between them, but a device that runs one after another would."""
     one = [Collective(mode, (SUM,), blocks=False) for mode in ("tensor", "data")]
-    there, back = [*one, Wait()], [*one[::-1], Wait()]
+    there, back = [*one, WaitAll()], [*one[::-1], WaitAll()]
     finding = run(there, back, back, there, topo=GRID).finding
     assert finding.kind == "launch order" and set(finding.ranks) == {0, 1, 2, 3}
     assert str(finding).count("stack of rank") >= 4
@@ -91,7 +98,7 @@ def test_calls_under_way_on_two_groups_have_one_launch_order():
     # one rank apart from the others makes no circle
     assert run(there, back, back, back, topo=GRID).ok
     # waited for in between, the orders of each group are all that counts
-    apart = [one[0], Wait(), one[1], Wait()]
+    apart = [one[0], WaitAll(), one[1], WaitAll()]
     assert run(apart, apart, there, there, topo=GRID).ok
 
 
@@ -114,14 +121,14 @@ def test_sends_are_not_buffered():
 
 def test_a_message_behind_a_collective_of_its_group_waits_for_it():
     """One stream a group, as NCCL has it: the bucket of a tied weight before the last message."""
-    early = [world(SUM, blocks=False), Messages("world", (send(0),)), Wait()]
-    late = [Messages("world", (receive(1),)), world(SUM, blocks=False), Wait()]
+    early = [world(SUM, blocks=False), Messages("world", (send(0),)), WaitAll()]
+    late = [Messages("world", (receive(1),)), world(SUM, blocks=False), WaitAll()]
     finding = run(late, early).finding
     assert finding.kind == "cycle"
     assert "to which rank 1 (data 1) comes after a call that is not done" in str(finding)
     assert "rank 1 (data 1) has issued call 1 of group data" in str(finding)
     apart = [Messages("data", (receive(1),)), *late[1:]], [early[0], Messages("data", (send(0),))]
-    programs = [Program(tuple(ops), {"world": ((0, 1), ""), "data": ((0, 1), "own")})
+    programs = [CallProgram(tuple(ops), {"world": ((0, 1), ""), "data": ((0, 1), "own")})
                 for ops in apart]  # fmt: skip
     finding = check(programs, topology([("data", 2)], 2)).finding
     assert finding.kind == "launch order", "two groups, but they may share a device"
@@ -157,7 +164,7 @@ def test_groups_are_called_by_their_axes():
 def test_a_long_name_moves_the_columns_of_all():
     topo = topology([("data", 2), ("pipe", 4)], 8)
     names = ("part of data+pipe", 1, 4, 1, 0), ("data", 4, 2, 5, 1)
-    lines = str(Report(topo, None, tuple(GroupKind(*name) for name in names))).splitlines()
+    lines = str(LintReport(topo, None, tuple(GroupKind(*name) for name in names))).splitlines()
     assert lines == [
         "part of data+pipe  1 group of 4   1 collective, 0 messages, orders agree",
         "data               4 groups of 2  5 collectives, 1 message, orders agree",

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from torchdistpackage.comm.record import calls
-from torchdistpackage.harness.stragglers.cores import clock_of_this_thread
+from torchdistpackage.comm.record import recorder
+from torchdistpackage.harness.stragglers.cores import cpu_wait_clock
 from torchdistpackage.harness.stragglers.phases import KEPT, Phases
 
 
@@ -23,10 +23,10 @@ def clock(monkeypatch):
             return self.now_s
 
     clock = Clock()
-    before = {name: getattr(calls, name) for name in ("clock_s", "waited_s", "phase", "step")}
+    before = {name: getattr(recorder, name) for name in ("clock_s", "waited_s", "phase", "step")}
     yield clock
     for name, value in before.items():
-        setattr(calls, name, value)
+        setattr(recorder, name, value)
 
 
 def phases_on(clock) -> Phases:
@@ -54,16 +54,16 @@ def test_times_add_up_and_the_inner_phase_is_not_in_the_outer(clock):
 
 
 def test_phases_that_are_only_made_change_nothing_for_others(clock):
-    first, before = phases_on(clock), calls.clock_s
+    first, before = phases_on(clock), recorder.clock_s
     first.begin(1)
     second = Phases()
-    assert calls.clock_s is clock is not before
+    assert recorder.clock_s is clock is not before
     with first("forward"):
         clock.now_s += 3
     first.end()
     assert first.kept()[1]["forward"] == pytest.approx(3), "on its own clock"
     second.begin(2)
-    assert calls.clock_s is second.clock_s
+    assert recorder.clock_s is second.clock_s
 
 
 def test_waiting_for_others_does_not_count(clock):
@@ -71,7 +71,7 @@ def test_waiting_for_others_does_not_count(clock):
     phases.begin(1)
     with phases("forward"):
         clock.now_s += 3
-        clock.now_s, calls.waited_s = clock.now_s + 50, calls.waited_s + 50
+        clock.now_s, recorder.waited_s = clock.now_s + 50, recorder.waited_s + 50
         clock.now_s += 4
     phases.end()
     assert phases.kept()[1]["forward"] == pytest.approx(7)
@@ -80,12 +80,12 @@ def test_waiting_for_others_does_not_count(clock):
 def test_a_hang_report_can_see_the_phase_and_the_step(clock):
     phases = phases_on(clock)
     phases.begin(12)
-    seen = [(calls.step, calls.phase)]
+    seen = [(recorder.step, recorder.phase)]
     with phases("messages"):
         with phases("forward"):
-            seen.append((calls.step, calls.phase))
-        seen.append((calls.step, calls.phase))
-    seen.append((calls.step, calls.phase))
+            seen.append((recorder.step, recorder.phase))
+        seen.append((recorder.step, recorder.phase))
+    seen.append((recorder.step, recorder.phase))
     assert seen == [(12, ""), (12, "forward"), (12, "messages"), (12, "")]
 
 
@@ -93,7 +93,7 @@ def test_an_exception_leaves_its_phase(clock):
     phases = phases_on(clock)
     with pytest.raises(ValueError, match="no sample"), phases("data"):
         raise ValueError("no sample")
-    assert calls.phase == ""
+    assert recorder.phase == ""
 
 
 def test_only_what_lies_between_begin_and_end_is_of_the_step(clock):
@@ -157,7 +157,7 @@ def test_on_a_device_the_time_of_its_stream_counts_once_it_is_there(clock):
 def test_the_clock_of_a_thread_outlives_it():
     """Ranks may be threads, and the record asks the clock that the last of them has set."""
     clocks = []
-    thread = threading.Thread(target=lambda: clocks.append(clock_of_this_thread()))
+    thread = threading.Thread(target=lambda: clocks.append(cpu_wait_clock()))
     thread.start()
     thread.join()
     time.sleep(0.05)  # the system forgets it a little after the join
@@ -167,7 +167,7 @@ def test_the_clock_of_a_thread_outlives_it():
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
 def test_time_without_a_core_does_not_count_but_sleep_and_work_do():
     """Two threads on one core, of which the other never sleeps."""
-    if clock_of_this_thread() is time.monotonic:
+    if cpu_wait_clock() is time.monotonic:
         pytest.skip("this system does not count how long a thread waits for a core")
     cores, busy = os.sched_getaffinity(0), os.fork()
     if not busy:
@@ -190,7 +190,7 @@ def test_time_without_a_core_does_not_count_but_sleep_and_work_do():
 def _share_a_core(core: int) -> tuple[float, float, float]:
     """(seconds of the wall clock, of our clock, on the core) of some work."""
     os.sched_setaffinity(0, {core})
-    clock = clock_of_this_thread()
+    clock = cpu_wait_clock()
     began = time.monotonic(), clock(), time.thread_time()
     while time.thread_time() - began[2] < 0.1:
         pass

@@ -13,8 +13,8 @@ from torchdistpackage.comm import connections, creation, groups
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.config.load import load
 from torchdistpackage.harness.lint import lint
-from torchdistpackage.harness.lint.programs import Program, check, made_first
-from torchdistpackage.harness.lint.report import Report
+from torchdistpackage.harness.lint.programs import CallProgram, check, made_first
+from torchdistpackage.harness.lint.report import LintReport
 from torchdistpackage.layout import groups as order
 from torchdistpackage.parallel.pipeline.forward_backward import forward_backward
 from torchdistpackage.train.plan import Plan, make_plan
@@ -84,10 +84,12 @@ LAYOUTS = ((1, 4, 1), (2, 2, 2), (2, 3, 1), (4, 1, 2))
 """Ranks along data, pipe and tensor."""
 
 
-def made(plan: Plan, *, split: bool) -> Report:
+def made(plan: Plan, *, split: bool) -> LintReport:
     """The making of the groups of every rank, on paper."""
     orders = [plan.creations(rank) for rank in range(plan.world_size)]
-    return check(made_first([Program((), {})] * len(orders), orders, split=split), plan.topology)
+    return check(
+        made_first([CallProgram((), {})] * len(orders), orders, split=split), plan.topology
+    )
 
 
 def plan_of(config: Path, data: int, pipe: int, tensor: int) -> Plan:

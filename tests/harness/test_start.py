@@ -5,7 +5,7 @@ import os
 import pytest
 
 from torchdistpackage.errors import RankError, TopologyError
-from torchdistpackage.harness.start import num_ranks, on_ranks
+from torchdistpackage.harness.start import num_ranks, run_on_topology
 from torchdistpackage.launch.rendezvous import detect
 
 LAUNCHED = {
@@ -32,7 +32,7 @@ def fails_on_rank_1() -> None:
 
 
 def test_new_ranks_have_their_groups_and_answer_in_order():
-    found = on_ranks(where, ("a",), axes=[("data", None), ("pipe", 2)], procs=4, expert=2)
+    found = run_on_topology(where, ("a",), axes=[("data", None), ("pipe", 2)], procs=4, expert=2)
     assert found == [("a", r, [r % 2, r % 2 + 2], 2, True) for r in range(4)]
 
 
@@ -49,13 +49,13 @@ def as_launched() -> tuple[object, int, bool]:
 
     dist.destroy_process_group()
     os.environ.update(LAUNCHED)
-    found = on_ranks("tests.harness.test_start:where", ("b",), axes=[("data", 1)])
+    found = run_on_topology("tests.harness.test_start:where", ("b",), axes=[("data", 1)])
     return found, os.getpid(), not dist.is_initialized()
 
 
 def test_the_failure_of_a_new_rank_names_it():
     with pytest.raises(RankError, match=r"rank 1 of 2 failed: exit code 1: ValueError: no such"):
-        on_ranks(fails_on_rank_1, axes=[("data", 2)])
+        run_on_topology(fails_on_rank_1, axes=[("data", 2)])
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_the_failure_of_a_new_rank_names_it():
 def test_axes_that_cannot_be_are_refused_before_a_process_starts(axes, procs, text, monkeypatch):
     monkeypatch.setattr("torchdistpackage.harness.start.run_local", None)
     with pytest.raises(TopologyError, match=text):
-        on_ranks(where, ("c",), axes=axes, procs=procs)
+        run_on_topology(where, ("c",), axes=axes, procs=procs)
 
 
 def test_a_launcher_is_not_overruled():

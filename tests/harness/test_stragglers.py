@@ -19,7 +19,7 @@ from torchdistpackage.harness.stragglers.find import (
     measured,
     same_work,
 )
-from torchdistpackage.harness.stragglers.findings import Findings
+from torchdistpackage.harness.stragglers.findings import Alerts
 from torchdistpackage.topology.mesh import Mesh
 
 MESHES = {
@@ -91,11 +91,11 @@ def test_50_ms_are_found_on_every_rank_and_nobody_else_is(mesh, phase):
 def test_nobody_is_named_however_large_the_noise_is(mesh, noise):
     """Hundreds of windows one after another, as a run of thousands of steps has them."""
     draw, alike = random.Random(noise), same_work(mesh, ("data",))
-    findings, costs = Findings(mesh, [""] * mesh.size), planned(mesh)
+    findings, costs = Alerts(mesh, [""] * mesh.size), planned(mesh)
     for _ in range(1000 // mesh.size):
         times = window(mesh, draw, noise=noise)
         found = find_stragglers(times, alike, costs)
-        assert findings.news(found) == []
+        assert findings.alerts(found) == []
         costs = measured(times, costs, found)
 
 
@@ -124,18 +124,18 @@ def test_some_slow_steps_are_no_straggler():
 
 def test_a_delay_that_comes_and_goes_is_noise():
     mesh, draw = MESHES["data2"], random.Random(1)
-    findings = Findings(mesh, ["a", "b"])
+    findings = Alerts(mesh, ["a", "b"])
     for _ in range(300):
         times = window(mesh, draw)
         rows = [[t + draw.uniform(0, 0.05) for t in row] for row in times["forward"]]
-        assert findings.news(find_stragglers({**times, "forward": rows}, same_work(mesh))) == []
+        assert findings.alerts(find_stragglers({**times, "forward": rows}, same_work(mesh))) == []
 
 
 def test_what_is_not_clear_is_said_when_it_is_found_again():
     mesh = MESHES["data2"]
     doubtful = Straggler(1, "data", 0.06, 0.01, clear=False)
-    findings = Findings(mesh, ["a", "b"])
-    heard = [len(findings.news(found)) for found in ([doubtful], [], [doubtful], [doubtful], [])]
+    findings = Alerts(mesh, ["a", "b"])
+    heard = [len(findings.alerts(found)) for found in ([doubtful], [], [doubtful], [doubtful], [])]
     assert heard == [0, 0, 0, 1, 0]
 
 
@@ -215,11 +215,11 @@ def test_what_is_said():
 
 def test_it_is_said_once_and_again_when_it_changes_or_is_over():
     mesh = Mesh((("data", 2),))
-    findings = Findings(mesh, ["a", "b"])
+    findings = Alerts(mesh, ["a", "b"])
     slow, slower = Straggler(1, "data", 0.06, 0.01), Straggler(1, "data", 0.16, 0.01)
     other = Straggler(0, "forward", 0.06, 0.01)
     heard = [
-        findings.news(found)
+        findings.alerts(found)
         for found in ([], [slow], [slow], [], [slow], [slower], [slower, other], [other], [other])
     ]
     assert [len(lines) for lines in heard] == [0, 1, 0, 0, 0, 1, 1, 0, 1]
@@ -227,4 +227,4 @@ def test_it_is_said_once_and_again_when_it_changes_or_is_over():
     assert heard[8] == [
         "straggler over: rank 1 (data 1) on b: data loading is as fast as that of its peers"
     ]
-    assert len(findings.news([slow])) == 1, "it is back"
+    assert len(findings.alerts([slow])) == 1, "it is back"

@@ -6,7 +6,13 @@ import pytest
 
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.verify import verdict
-from torchdistpackage.harness.verify.verdict import CommTestError, Report, Stop, Verdict, roll_text
+from torchdistpackage.harness.verify.verdict import (
+    CommTestError,
+    RankReport,
+    StuckAt,
+    Verdict,
+    attendance_json,
+)
 
 
 def host_of(rank: int) -> str:
@@ -14,16 +20,16 @@ def host_of(rank: int) -> str:
 
 
 judge = partial(verdict.judge, host_of=host_of, world_size=4, limit_s=30)
-judge_roll = partial(verdict.judge_roll, host_of=host_of, world_size=4, limit_s=30)
-OK = Report(times_s=(0.5, 0.25))
+judge_roll = partial(verdict.check_attendance, host_of=host_of, world_size=4, limit_s=30)
+OK = RankReport(times_s=(0.5, 0.25))
 
 
-def stop(step: int, what: str, *ranks: int, error: str = "") -> Report:
-    return Report(stop=Stop(step, what, ranks, error))
+def stop(step: int, what: str, *ranks: int, error: str = "") -> RankReport:
+    return RankReport(stop=StuckAt(step, what, ranks, error))
 
 
 def test_all_is_well_and_the_slowest_rank_counts():
-    said = judge({0: OK, 1: OK, 2: OK, 3: Report(times_s=(0.125, 1.0))})
+    said = judge({0: OK, 1: OK, 2: OK, 3: RankReport(times_s=(0.125, 1.0))})
     assert said == Verdict((), 0, (0.5, 1.0))
     said.raise_problems()
 
@@ -79,7 +85,10 @@ def test_the_lowest_rank_that_came_speaks_for_all():
 
 
 def test_a_roll_call_names_the_absent_and_those_with_other_plans():
-    same, other = roll_text("data=4", []), roll_text("data=2", ["rank 2 holds another group"])
+    same, other = (
+        attendance_json("data=4", []),
+        attendance_json("data=2", ["rank 2 holds another group"]),
+    )
     assert judge_roll(dict.fromkeys(range(4), same)).problems == ()
     wrong, absent, differs = judge_roll({0: same, 1: same, 2: other}).problems
     assert wrong == "rank 2 holds another group"
@@ -95,10 +104,14 @@ def test_the_advice_is_for_what_was_found():
         "if it is only slow, allow more with --timeout",
         judge({0: OK, 1: OK, 2: OK, 3: silent(error="out of memory")}).advice: "look at the log of "
         "rank 3 on node1, and at the host",
-        judge({0: OK, 1: OK, 2: OK, 3: Report(("got 9",))}).advice: "exclude the hosts that got",
-        judge_roll(dict.fromkeys(range(4), roll_text("a", ["other ranks"]))).advice: "give all",
+        judge(
+            {0: OK, 1: OK, 2: OK, 3: RankReport(("got 9",))}
+        ).advice: "exclude the hosts that got",
         judge_roll(
-            {r: roll_text("ab"[r % 2], []) for r in range(4)}
+            dict.fromkeys(range(4), attendance_json("a", ["other ranks"]))
+        ).advice: "give all",
+        judge_roll(
+            {r: attendance_json("ab"[r % 2], []) for r in range(4)}
         ).advice: "give all ranks the same CONFIG or --axes",
     }
     for (said,), text in table.items():
@@ -115,8 +128,8 @@ def test_long_lists_are_cut():
 
 
 def test_reports_and_verdicts_travel_as_text():
-    report = Report(("a", "b"), Stop(3, "sum", (1, 2), "why"), (0.5,))
-    assert Report.from_json(report.to_json()) == report
-    assert Report.from_json(OK.to_json()) == OK
+    report = RankReport(("a", "b"), StuckAt(3, "sum", (1, 2), "why"), (0.5,))
+    assert RankReport.from_json(report.to_json()) == report
+    assert RankReport.from_json(OK.to_json()) == OK
     said = Verdict(("a",), 2, (0.5, 1.0), ("do",))
     assert Verdict.from_json(said.to_json()) == said

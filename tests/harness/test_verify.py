@@ -178,12 +178,12 @@ def test_neighbours_are_all_stages_round_the_pipe(ranks):
 
 def damage_pair(patch: pytest.MonkeyPatch) -> None:
     """Rank 2 sends nonsense to rank 1 alone, which no pipeline would notice."""
-    right = checks.written_by
+    right = checks.rank_pattern
 
     def written_by(rank, number, like):
         return right(rank, number, like) + (dist.get_rank() == 1 and rank == 2)
 
-    patch.setattr(checks, "written_by", written_by)
+    patch.setattr(checks, "rank_pattern", written_by)
 
 
 def test_all_pairs_talk_on_request(ranks):
@@ -196,7 +196,7 @@ def test_all_pairs_talk_on_request(ranks):
 
 def in_groups_of_one() -> list[str]:
     tpc.setup_process_groups([("data", 2)])
-    seat = checks.Seat(tpc.groups.of([dist.get_rank()]), (dist.get_rank(),), dist.get_rank())
+    seat = checks.GroupMember(tpc.groups.of([dist.get_rank()]), (dist.get_rank(),), dist.get_rank())
     found = [(c.name, *pair) for c in checks.collectives() for pair in c.run(seat)]
     return [name for name, got, expected, _ in found if compare(got, expected)]
 

@@ -23,16 +23,16 @@ from tests.harness.hanging import AXES, FAULTS
 from tests.processes import survivors
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.hang import dump
-from torchdistpackage.harness.hang.ending import Ending
-from torchdistpackage.harness.hang.marks import Clock, Marks
+from torchdistpackage.harness.hang.ending import Shutdown
+from torchdistpackage.harness.hang.marks import Heartbeat, StepClock
 from torchdistpackage.harness.hang.nearby import Nearby
 from torchdistpackage.harness.hang.stacks import FOREIGN
-from torchdistpackage.harness.watch import Watch
+from torchdistpackage.harness.watch import HangWatchdog
 from torchdistpackage.harness.watch_start import agree_on_start
-from torchdistpackage.launch.children import Child, ForkServer
-from torchdistpackage.launch.failure import Kind, culprit
-from torchdistpackage.launch.slurm.suspects import evidence_of
-from torchdistpackage.launch.supervise import read_failures
+from torchdistpackage.launch.children import ForkedChild, ForkServer
+from torchdistpackage.launch.failure import FailureKind, root_cause
+from torchdistpackage.launch.slurm.suspects import incident_of
+from torchdistpackage.launch.supervise import read_failure_reports
 
 TIMEOUT_S = 2.5
 FULL = ("several", "all", "exits", "raw", "lingering", "left", "shape")
@@ -47,7 +47,7 @@ class Case:
     """What one case left behind."""
 
     folder: Path
-    children: list[Child] = field(default_factory=list)
+    children: list[ForkedChild] = field(default_factory=list)
 
     @property
     def report(self) -> str:
@@ -225,9 +225,9 @@ def test_who_stops_alone_on_its_host_is_named_by_what_its_watcher_noted(cases: C
     cases.ended(name)
     head = case.report.splitlines()[0]
     assert re.match(r"hang: rank 0 \(data 0 on host0\) is stopped \(process state T", head), head
-    first = culprit(read_failures(case.folder / "failures"))
-    assert (first.rank, first.host, first.kind) == (0, "host0", Kind.HUNG)
-    assert evidence_of(first, "1", time.time()) is None
+    first = root_cause(read_failure_reports(case.folder / "failures"))
+    assert (first.rank, first.host, first.kind) == (0, "host0", FailureKind.HUNG)
+    assert incident_of(first, "1", time.time()) is None
     assert survivors(f"TDP_TEST_MARK={case.folder}") == []
 
 
@@ -279,14 +279,14 @@ def test_one_rank_of_a_host_looks_at_the_shared_folder_and_all_hear_of_an_alarm(
     opened, ended = Counter[str](), list[float]()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("torchdistpackage.harness.watch.LOOK_S", 0.4)
-    monkeypatch.setattr(Ending, "report", lambda *_: None)
-    monkeypatch.setattr(Ending, "end", lambda *_: ended.append(time.monotonic()))
+    monkeypatch.setattr(Shutdown, "report", lambda *_: None)
+    monkeypatch.setattr(Shutdown, "end", lambda *_: ended.append(time.monotonic()))
     plain = dump._is_marked
     monkeypatch.setattr(dump, "_is_marked", lambda x: opened.update([x.name]) or plain(x))
 
     with contextlib.ExitStack() as stack:
         watches = [
-            Watch(tmp_path / "run", rank=rank, world_size=9, start="1", c_stacks=False)
+            HangWatchdog(tmp_path / "run", rank=rank, world_size=9, start="1", c_stacks=False)
             for rank in range(8)
         ]
         for each in watches:
@@ -330,7 +330,7 @@ def test_a_report_is_never_readable_by_others(tmp_path, monkeypatch):
 
 
 def test_a_mark_costs_less_than_5_us():
-    marks = Marks()
+    marks = Heartbeat()
     each_s = min(timeit.repeat(marks.step, number=10_000, repeat=5)) / 10_000
     assert each_s < 5e-6, f"{each_s * 1e6:.2f} us"
 
@@ -338,8 +338,8 @@ def test_a_mark_costs_less_than_5_us():
 def test_the_clock_leaves_out_what_the_job_was_suspended(monkeypatch):
     now_s = [100.0]
     monkeypatch.setattr("torchdistpackage.harness.hang.marks._now_s", lambda: now_s[0])
-    marks = Marks()
-    clock = Clock(marks)
+    marks = Heartbeat()
+    clock = StepClock(marks)
     for passed_s in (1.0, 1.0, 3600.0, 1.0):
         now_s[0] += passed_s
         over_s = clock.over_s()

@@ -4,22 +4,22 @@ import os
 
 import pytest
 
-from torchdistpackage.launch.durable import beside, write_whole
+from torchdistpackage.launch.durable import atomic_write, beside
 
 
 def test_a_file_is_replaced_and_nothing_lies_beside_it(tmp_path):
     path = tmp_path / "new" / "decision.7.0"
     for text in ("requeue after step 3\n", "stop\n"):
-        write_whole(path, text)
+        atomic_write(path, text)
         assert path.read_text() == text
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
 def test_what_cannot_be_written_leaves_the_file_as_it_was(tmp_path):
     path = tmp_path / "report"
-    write_whole(path, "before")
+    atomic_write(path, "before")
     with pytest.raises(UnicodeEncodeError):
-        write_whole(path, "a lone surrogate: \ud800")
+        atomic_write(path, "a lone surrogate: \ud800")
     assert path.read_text() == "before" and len(list(tmp_path.iterdir())) == 1
 
 

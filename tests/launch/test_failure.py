@@ -8,28 +8,28 @@ import pytest
 
 from torchdistpackage.launch.failure import (
     Failure,
-    Kind,
-    culprit,
+    FailureKind,
     from_exception,
-    is_consequence,
+    is_secondary,
     report,
+    root_cause,
 )
 
 
 def error(rank: int, time_s: float, text: str) -> Failure:
-    return Failure(rank, "n1", 10 + rank, time_s, Kind.ERROR, 1, text, f"Traceback\n{text}")
+    return Failure(rank, "n1", 10 + rank, time_s, FailureKind.ERROR, 1, text, f"Traceback\n{text}")
 
 
 def killed(rank: int, time_s: float, signum: int, detail: str = "") -> Failure:
-    return Failure(rank, "n1", 10 + rank, time_s, Kind.SIGNAL, -signum, "", detail)
+    return Failure(rank, "n1", 10 + rank, time_s, FailureKind.SIGNAL, -signum, "", detail)
 
 
 def stopped(rank: int) -> Failure:
-    return Failure(rank, "n1", 10 + rank, 99.0, Kind.STOPPED)
+    return Failure(rank, "n1", 10 + rank, 99.0, FailureKind.STOPPED)
 
 
 def left(rank: int, time_s: float, code: int) -> Failure:
-    return Failure(rank, "n1", 10 + rank, time_s, Kind.EXIT, code)
+    return Failure(rank, "n1", 10 + rank, time_s, FailureKind.EXIT, code)
 
 
 GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3"
@@ -59,8 +59,8 @@ NCCL = "DistBackendError: NCCL error: remote process exited or there was a netwo
 def test_the_culprit_is_what_no_other_failure_explains(
     failures: list[Failure], blamed: int
 ) -> None:
-    assert culprit(failures).rank == blamed
-    assert culprit(failures[::-1]).rank == blamed
+    assert root_cause(failures).rank == blamed
+    assert root_cause(failures[::-1]).rank == blamed
 
 
 def test_the_report_ends_with_the_culprit_and_gives_the_others_a_line_each() -> None:
@@ -82,11 +82,11 @@ def test_an_exception_keeps_its_traceback_cause_and_notes() -> None:
             raise ValueError("outer\nsecond line") from inner
     except ValueError as outer:
         failure = from_exception(3, "n1", 7, 1.5, outer)
-    assert (failure.kind, failure.exit_code) == (Kind.ERROR, 1)
+    assert (failure.kind, failure.exit_code) == (FailureKind.ERROR, 1)
     assert failure.error == "ValueError: outer"
     assert failure.detail.endswith("ValueError: outer\nsecond line")
     assert "KeyError: 'inner'\nlook here" in failure.detail
-    assert not is_consequence(failure)
+    assert not is_secondary(failure)
 
 
 @pytest.mark.parametrize(
@@ -99,5 +99,5 @@ def test_an_exception_keeps_its_traceback_cause_and_notes() -> None:
 )
 def test_sys_exit_is_an_exit_code_and_no_traceback(end: SystemExit, code: int, text: str) -> None:
     failure = from_exception(0, "n1", 7, 1.5, end)
-    assert (failure.kind, failure.exit_code, failure.error) == (Kind.EXIT, code, text)
+    assert (failure.kind, failure.exit_code, failure.error) == (FailureKind.EXIT, code, text)
     assert failure.detail == ""

@@ -11,9 +11,9 @@ from torchdistpackage.launch import interfaces
 from torchdistpackage.launch.interfaces import (
     hosts_lines,
     master_address,
-    reached_from,
     read_addresses,
     resolve,
+    source_address_for,
 )
 from torchdistpackage.launch.network import GLOO, is_loopback
 
@@ -29,7 +29,7 @@ def test_the_kernels_list_has_loopback_and_all_that_can_be_reached():
                 socket.AF_INET6 if address.ip.version == 6 else socket.AF_INET
             ) as here:
                 here.bind((str(address.ip.ip), 0))  # only a node's own addresses can be bound
-            assert ip_address(reached_from(str(address.ip.ip)) or "") == address.ip.ip
+            assert ip_address(source_address_for(str(address.ip.ip)) or "") == address.ip.ip
 
 
 def test_ipv6_is_as_the_kernel_writes_it():

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from torchdistpackage.errors import HeldError, LaunchError
-from torchdistpackage.launch.holder import STALE_S, Holder, from_json, this_process, to_json
+from torchdistpackage.launch.holder import STALE_S, LockHolder, from_json, this_process, to_json
 from torchdistpackage.launch.lock import hold, holder_of, take
 from torchdistpackage.launch.lock_file import take_away
-from torchdistpackage.launch.slurm.commands import Ran
+from torchdistpackage.launch.slurm.commands import CompletedCommand
 
 NO_FLOCK = """
 import fcntl
@@ -123,7 +123,7 @@ def test_a_folder_that_cannot_be_is_named(tmp_path):
 # What other machines have left
 
 
-def left(path: Path, age_s: float = 0.0, **changes) -> Holder:
+def left(path: Path, age_s: float = 0.0, **changes) -> LockHolder:
     """A lock file as a process of another machine writes it."""
     here = this_process("the run x", {})
     found = replace(here, host="n9", boot="another", pid=7, token="theirs", **changes)
@@ -166,12 +166,12 @@ def slurm(state: str, steps: str = ""):
 
     def runner(args, env=None):
         if args[0] == "sacct":
-            return Ran(1, "", "Slurm accounting storage is disabled")
+            return CompletedCommand(1, "", "Slurm accounting storage is disabled")
         if "-s" in args:
-            return Ran(0, steps)
+            return CompletedCommand(0, steps)
         if not state:
-            return Ran(1, "", "slurm_load_jobs error: Invalid job id specified")
-        return Ran(0, f"12|{state}|0|0|0:10|n9|None|\n")
+            return CompletedCommand(1, "", "slurm_load_jobs error: Invalid job id specified")
+        return CompletedCommand(0, f"12|{state}|0|0|0:10|n9|None|\n")
 
     return runner
 

@@ -11,8 +11,8 @@ from torchdistpackage.launch.network import (
     NCCL,
     Address,
     choose_interface,
+    configure_network,
     is_loopback,
-    settle,
 )
 
 
@@ -89,7 +89,7 @@ CASES = {
 def test_table(case):
     addresses, master, source, name, reason = CASES[case]
     for order in (addresses, addresses[::-1]):
-        choice = choose_interface(order, master, reached_from=source)
+        choice = choose_interface(order, master, source_address_for=source)
         assert choice.name == name
         assert reason in choice.reason
         assert choice.address in {str(a.ip.ip) for a in addresses if a.interface == name}
@@ -107,7 +107,7 @@ def test_what_software_made_is_never_chosen_by_accident(made):
     """Even where it holds the master's address, is its subnet, and is the way to it."""
     addresses = node("eth0 10.1.0.7/24", f"{made} 172.17.0.1/16")
     for master in ("172.17.0.1", "172.17.0.2"):
-        assert choose_interface(addresses, master, reached_from="172.17.0.1").name == "eth0"
+        assert choose_interface(addresses, master, source_address_for="172.17.0.1").name == "eth0"
     with pytest.raises(LaunchError, match=f"{made} .*, made for containers"):
         choose_interface(node(f"{made} 172.17.0.1/16"), "172.17.0.2")
 
@@ -132,7 +132,7 @@ def test_what_software_made_is_never_chosen_by_accident(made):
 )
 def test_without_an_answer_all_candidates_are_named(addresses, master, source, why):
     with pytest.raises(LaunchError) as error:
-        choose_interface(addresses, master, reached_from=source)
+        choose_interface(addresses, master, source_address_for=source)
     text = str(error.value)
     assert master in text and why in text and GLOO in text
     assert all(str(address) in text for address in addresses)
@@ -156,7 +156,7 @@ def test_all_nodes_of_a_cluster_choose_the_network_of_the_master(first, second):
 
 def test_what_the_user_said_stands():
     for env in ({GLOO: "ib0", NCCL: "ib0"}, {GLOO: "eth0,ib0", NCCL: "^docker"}):
-        network = settle(env, TWO_CARDS, "10.1.0.1")
+        network = configure_network(env, TWO_CARDS, "10.1.0.1")
         assert network.variables == ()
         assert all(f"{name}={value}" in network.note for name, value in env.items())
 
@@ -179,7 +179,7 @@ def test_what_the_user_said_stands():
     ],
 )
 def test_the_other_variable_follows_the_users(env, variables):
-    network = settle(env, TWO_CARDS, "10.1.0.1")
+    network = configure_network(env, TWO_CARDS, "10.1.0.1")
     assert dict(network.variables) == variables
     assert network.note.startswith("network: ") and "\n" not in network.note
     assert all(f"{name}={value}" in network.note for name, value in env.items() if value)
@@ -199,7 +199,7 @@ def test_the_other_variable_follows_the_users(env, variables):
 )
 def test_a_users_name_that_is_not_on_this_node_is_refused_with_those_that_are(env):
     with pytest.raises(LaunchError) as error:
-        settle(env, TWO_CARDS, "10.1.0.1")
+        configure_network(env, TWO_CARDS, "10.1.0.1")
     text = str(error.value)
     assert all(f"{name}={value}" in text for name, value in env.items())
     assert all(str(address) in text for address in TWO_CARDS)
@@ -207,13 +207,13 @@ def test_a_users_name_that_is_not_on_this_node_is_refused_with_those_that_are(en
 
 def test_nccl_would_read_a_bare_name_as_a_beginning():
     cards = node("eth1 10.1.0.7/24", "eth10 10.2.0.7/24")
-    told = dict(settle({}, cards, "10.1.0.1").variables)
+    told = dict(configure_network({}, cards, "10.1.0.1").variables)
     assert told == {GLOO: "eth1", NCCL: "=eth1"}
-    assert settle({NCCL: told[NCCL]}, cards, "10.2.0.1").variables == ((GLOO, "eth1"),)
+    assert configure_network({NCCL: told[NCCL]}, cards, "10.2.0.1").variables == ((GLOO, "eth1"),)
 
 
 def test_the_note_says_which_and_why():
-    note = settle({}, TWO_CARDS, "10.1.0.1").note
+    note = configure_network({}, TWO_CARDS, "10.1.0.1").note
     assert note == "network: eth0 (10.1.0.7), in the subnet of the master 10.1.0.1"
 
 

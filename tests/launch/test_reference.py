@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.reference import Reference, missing_module
+from torchdistpackage.launch.reference import EntryPoint, missing_module
 
 
 class Outer:
@@ -21,9 +21,9 @@ class Outer:
 
 
 def test_functions_are_found_again() -> None:
-    assert Reference.of("math:sqrt").resolve() is math.sqrt
-    assert Reference.of(Outer.inner).resolve() is Outer.inner
-    assert Reference.of(Path.cwd).module == "pathlib"
+    assert EntryPoint.of("math:sqrt").resolve() is math.sqrt
+    assert EntryPoint.of(Outer.inner).resolve() is Outer.inner
+    assert EntryPoint.of(Path.cwd).module == "pathlib"
 
 
 def test_a_file_is_loaded_when_import_does_not_find_it(
@@ -33,7 +33,7 @@ def test_a_file_is_loaded_when_import_does_not_find_it(
     file = tmp_path / "json.py"
     file.write_text("def load(): return 'mine'")
     monkeypatch.delitem(sys.modules, "json", raising=False)
-    reference = Reference("json", "load", str(file))
+    reference = EntryPoint("json", "load", str(file))
     assert reference.resolve()() == "mine"
     assert reference.resolve() is reference.resolve()
 
@@ -41,27 +41,27 @@ def test_a_file_is_loaded_when_import_does_not_find_it(
 @pytest.mark.parametrize("target", ["math", "math:", ":sqrt", lambda: None])
 def test_what_has_no_name_is_refused(target: object) -> None:
     with pytest.raises(LaunchError, match=r"package\.module:function|cannot be run in another"):
-        Reference.of(target)  # type: ignore[arg-type]
+        EntryPoint.of(target)  # type: ignore[arg-type]
 
 
 def test_a_local_function_is_refused() -> None:
     def local() -> None: ...
 
     with pytest.raises(LaunchError, match="top level of a module"):
-        Reference.of(local)
+        EntryPoint.of(local)
 
 
 def test_a_function_bound_to_an_object_is_refused() -> None:
     """By its name another process would find the function alone, and call it without the object."""
     with pytest.raises(LaunchError, match="give the function, and the object as an argument"):
-        Reference.of([].append)
-    assert Reference.of(Path.cwd).resolve()() == Path.cwd(), "bound to a class, which has a name"
+        EntryPoint.of([].append)
+    assert EntryPoint.of(Path.cwd).resolve()() == Path.cwd(), "bound to a class, which has a name"
 
 
 UNGUARDED = """
 from torchdistpackage.errors import RankError
 from torchdistpackage.launch.local import run_local
-from torchdistpackage.launch.reference import FarEnough, main_is_loading
+from torchdistpackage.launch.reference import StopLoading, main_is_loading
 
 class Box:
     def __init__(self, value):
@@ -72,7 +72,7 @@ def add(box):
 
 def start(function, *args):
     if main_is_loading():
-        raise FarEnough
+        raise StopLoading
     return run_local(function, args, num_procs=1)[0]
 
 try:
@@ -117,7 +117,7 @@ def test_a_module_that_starts_ranks_when_imported_is_told_so(tmp_path):
 
 def test_a_missing_function_is_named() -> None:
     with pytest.raises(LaunchError, match="no function 'sqroot' in math"):
-        Reference.of("math:sqroot").resolve()
+        EntryPoint.of("math:sqroot").resolve()
 
 
 @pytest.mark.parametrize(

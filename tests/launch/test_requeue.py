@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.requeue import (
     Decision,
-    Limits,
-    Word,
+    RequeueDecision,
+    RequeueLimits,
     decide,
     decide_in_job,
-    needed_s,
     no_progress,
     quantile,
-    refusal,
+    required_time_s,
+    restart_denied_reason,
     time_is_up,
 )
 
@@ -56,7 +56,7 @@ def test_a_run_that_heeds_it_has_saved_when_the_job_ends(
     step_s, save_s, margin_s, length_s, save_every
 ):
     """Played through, with periodic saves: the wish of one step ends the run after it."""
-    if needed_s([step_s], [save_s], margin_s) > length_s:
+    if required_time_s([step_s], [save_s], margin_s) > length_s:
         return
     now, step = 0.0, 0
     while True:
@@ -73,7 +73,7 @@ def test_a_run_that_heeds_it_has_saved_when_the_job_ends(
 
 def test_where_numbers_come_late_more_steps_are_kept_free():
     """On a device the wish is heard two steps later, and one step still runs when it is asked."""
-    assert needed_s([10], [5], 30, ahead=4) - needed_s([10], [5], 30) == 20
+    assert required_time_s([10], [5], 30, ahead=4) - required_time_s([10], [5], 30) == 20
 
 
 def test_without_an_end_time_is_never_up():
@@ -81,9 +81,9 @@ def test_without_an_end_time_is_never_up():
 
 
 def test_a_save_that_was_never_measured_is_taken_for_a_long_one():
-    assert needed_s([2], [], 0) == 4 + 2 * 20
-    assert needed_s([0.1], [], 0) == pytest.approx(0.2 + 2 * 10)
-    assert needed_s([], [], 30) == 50
+    assert required_time_s([2], [], 0) == 4 + 2 * 20
+    assert required_time_s([0.1], [], 0) == pytest.approx(0.2 + 2 * 10)
+    assert required_time_s([], [], 30) == 50
 
 
 @pytest.mark.parametrize(
@@ -102,36 +102,46 @@ def test_a_save_that_was_never_measured_is_taken_for_a_long_one():
 )
 def test_two_starts_in_a_row_without_a_step_are_enough(began_at, now, stuck):
     assert no_progress(began_at, now) is stuck
-    assert bool(refusal(began_at, now, Limits())) is stuck
+    assert bool(restart_denied_reason(began_at, now, RequeueLimits())) is stuck
 
 
 def test_a_run_comes_back_as_often_as_it_may():
-    limits = Limits(max_requeues=3)
+    limits = RequeueLimits(max_requeues=3)
     words = [
         decide("USR1", list(range(0, 10 * starts, 10)), 10 * starts, limits).word
         for starts in range(1, 6)
     ]
-    assert words == [Word.REQUEUE] * 3 + [Word.STOP] * 2
+    assert words == [RequeueDecision.REQUEUE] * 3 + [RequeueDecision.STOP] * 2
     last = decide("USR1", [0, 10, 20, 30], 40, limits)
     assert "max_requeues=3" in last.reason and "after step 40: USR1" in last.reason
     # Slurm's own requeues (node failures) count too: a start after the last one is refused
-    assert refusal([0, 10, 20, 30], 40, limits) and not refusal([0, 10, 20], 30, limits)
-    assert decide("USR1", [0], 10, Limits(max_requeues=0)).word is Word.STOP
+    assert restart_denied_reason([0, 10, 20, 30], 40, limits) and not restart_denied_reason(
+        [0, 10, 20], 30, limits
+    )
+    assert decide("USR1", [0], 10, RequeueLimits(max_requeues=0)).word is RequeueDecision.STOP
 
 
 @pytest.mark.parametrize(
-    ("mode", "word"), [("requeue", Word.REQUEUE), ("chain", Word.CHAIN), ("never", Word.STOP)]
+    ("mode", "word"),
+    [
+        ("requeue", RequeueDecision.REQUEUE),
+        ("chain", RequeueDecision.CHAIN),
+        ("never", RequeueDecision.STOP),
+    ],
 )
 def test_how_a_run_comes_back_is_the_users_choice(mode, word):
-    assert decide("time", [0], 7, Limits(mode)).word is word
+    assert decide("time", [0], 7, RequeueLimits(mode)).word is word
 
 
 def test_no_progress_stops_a_run_at_once_however_many_requeues_are_left():
-    decision = decide("TERM", [4, 4], 4, Limits(max_requeues=100))
-    assert decision.word is Word.STOP and "two starts in a row ended at step 4" in decision.reason
+    decision = decide("TERM", [4, 4], 4, RequeueLimits(max_requeues=100))
+    assert (
+        decision.word is RequeueDecision.STOP
+        and "two starts in a row ended at step 4" in decision.reason
+    )
 
 
-@pytest.mark.parametrize("word", list(Word))
+@pytest.mark.parametrize("word", list(RequeueDecision))
 def test_a_decision_is_one_line_that_a_shell_can_read(word):
     decision = Decision(word, "after step 3:\n two  lines")
     line = str(decision)
@@ -145,20 +155,20 @@ def test_an_unknown_word_is_refused_with_those_that_are_known():
 
 
 KILLED = "after step 9: rank 2: killed by signal 9 (SIGKILL)"
-BEFORE = Decision(Word.AGAIN, KILLED)
+BEFORE = Decision(RequeueDecision.AGAIN, KILLED)
 
 
 @pytest.mark.parametrize(
     ("died", "before", "more", "word"),
     [
-        (KILLED, None, {"left": 1}, Word.AGAIN),
-        (KILLED, Decision(Word.REQUEUE, KILLED), {"left": 1}, Word.AGAIN),
-        (KILLED.replace("9:", "8:"), BEFORE, {"left": 1}, Word.AGAIN),
-        (KILLED.replace("rank 2", "rank 3"), BEFORE, {"left": 1}, Word.AGAIN),
-        (KILLED, BEFORE, {"left": 5}, Word.STOP),
-        (KILLED, None, {"left": 0}, Word.STOP),
-        (KILLED, None, {"left": 1, "time_up": "the job ends in 3 s"}, Word.STOP),
-        (KILLED, None, {"left": 1, "bad_node": "killed by SIGBUS"}, Word.STOP),
+        (KILLED, None, {"left": 1}, RequeueDecision.AGAIN),
+        (KILLED, Decision(RequeueDecision.REQUEUE, KILLED), {"left": 1}, RequeueDecision.AGAIN),
+        (KILLED.replace("9:", "8:"), BEFORE, {"left": 1}, RequeueDecision.AGAIN),
+        (KILLED.replace("rank 2", "rank 3"), BEFORE, {"left": 1}, RequeueDecision.AGAIN),
+        (KILLED, BEFORE, {"left": 5}, RequeueDecision.STOP),
+        (KILLED, None, {"left": 0}, RequeueDecision.STOP),
+        (KILLED, None, {"left": 1, "time_up": "the job ends in 3 s"}, RequeueDecision.STOP),
+        (KILLED, None, {"left": 1, "bad_node": "killed by SIGBUS"}, RequeueDecision.STOP),
     ],
 )
 def test_ranks_start_anew_in_their_job_unless_that_is_in_vain(died, before, more, word):
@@ -168,8 +178,10 @@ def test_ranks_start_anew_in_their_job_unless_that_is_in_vain(died, before, more
 
 
 def test_ranks_that_start_anew_in_their_job_use_up_no_requeue():
-    limits = Limits(max_requeues=1)
-    assert not refusal([0, 5], 12, limits, in_job=1)
-    assert "1 requeues used up" in refusal([0, 5], 12, limits)
-    assert decide("USR1", [0, 5, 9], 12, limits, in_job=2).word is Word.REQUEUE
-    assert decide("USR1", [0, 12, 12], 12, limits, in_job=2).word is Word.STOP, "no progress"
+    limits = RequeueLimits(max_requeues=1)
+    assert not restart_denied_reason([0, 5], 12, limits, in_job=1)
+    assert "1 requeues used up" in restart_denied_reason([0, 5], 12, limits)
+    assert decide("USR1", [0, 5, 9], 12, limits, in_job=2).word is RequeueDecision.REQUEUE
+    assert decide("USR1", [0, 12, 12], 12, limits, in_job=2).word is RequeueDecision.STOP, (
+        "no progress"
+    )

@@ -8,24 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from torchdistpackage.launch.failure import Failure, Kind, to_json
-from torchdistpackage.launch.signals import Noted
+from torchdistpackage.launch.failure import Failure, FailureKind, to_json
+from torchdistpackage.launch.signals import SignalFlag
 from torchdistpackage.launch.silence import wait_for_word
 
 LOST = "Connection closed by peer"
 PROGRAM = """
 import sys
 from pathlib import Path
-from torchdistpackage.launch.signals import Noted
-from torchdistpackage.launch.supervise import Place, supervise
+from torchdistpackage.launch.signals import SignalFlag
+from torchdistpackage.launch.supervise import WatchedRank, supervise
 
-folder, noted = Path(sys.argv[1]), Noted()
+folder, noted = Path(sys.argv[1]), SignalFlag()
 noted.listen(["USR1", "TERM"])
 
 def body():
     raise RuntimeError(sys.argv[2])
 
-place = Place(1, folder / "rank.log", folder / "failures", folder / "decision", 3)
+place = WatchedRank(1, folder / "rank.log", folder / "failures", folder / "decision", 3)
 sys.exit(supervise(body, place, noted))
 """
 
@@ -39,7 +39,7 @@ def begin(folder: Path, error: str = LOST) -> subprocess.Popen[str]:
 
 def leave(folder: Path, rank: int) -> None:
     (folder / "failures").mkdir(exist_ok=True)
-    lost = Failure(rank, f"n{rank}", 1, time.time(), Kind.ERROR, 1, LOST)
+    lost = Failure(rank, f"n{rank}", 1, time.time(), FailureKind.ERROR, 1, LOST)
     (folder / "failures" / f"rank{rank}.json").write_text(to_json(lost))
 
 
@@ -84,5 +84,5 @@ def test_a_task_ends_at_once_where_the_run_has_or_its_own_rank_is_to_blame(tmp_p
 def test_the_wait_has_an_end(tmp_path):
     leave(tmp_path, 1)
     began = time.monotonic()
-    wait_for_word(tmp_path / "failures", 1, 3, Noted(), lambda: False, limit_s=0.3)
+    wait_for_word(tmp_path / "failures", 1, 3, SignalFlag(), lambda: False, limit_s=0.3)
     assert 0.3 <= time.monotonic() - began < 5

@@ -13,26 +13,26 @@ from pathlib import Path
 
 import pytest
 
-from torchdistpackage.launch.failure import Failure, Kind, from_json, to_json
+from torchdistpackage.launch.failure import Failure, FailureKind, from_json, to_json
 from torchdistpackage.launch.stopped import noted
-from torchdistpackage.launch.supervise import read_failures
+from torchdistpackage.launch.supervise import read_failure_reports
 
 HOST = socket.gethostname()
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
-from torchdistpackage.launch.signals import Noted
-from torchdistpackage.launch.supervise import Place, supervise
+from torchdistpackage.launch.signals import SignalFlag
+from torchdistpackage.launch.supervise import WatchedRank, supervise
 
 folder = Path(sys.argv[1])
-noted = Noted()
+noted = SignalFlag()
 noted.listen(["USR1", "TERM"])
 
 def body():
 {body}
 
 logs = folder / "logs" / "rank.log"
-place = Place({rank}, logs, folder / "failures", folder / "decision")
+place = WatchedRank({rank}, logs, folder / "failures", folder / "decision")
 sys.exit(supervise(body, place, noted))
 """
 
@@ -88,8 +88,8 @@ def test_a_log_is_appended(tmp_path):
 def test_an_exception_is_reported_with_its_traceback(tmp_path):
     code, out, err = run(tmp_path, "raise ValueError('no such sample')")
     assert code == 1 and out == ""
-    (failure,) = read_failures(tmp_path / "failures")
-    assert (failure.rank, failure.host, failure.kind) == (1, HOST, Kind.ERROR)
+    (failure,) = read_failure_reports(tmp_path / "failures")
+    assert (failure.rank, failure.host, failure.kind) == (1, HOST, FailureKind.ERROR)
     assert failure.error == "ValueError: no such sample" and "Traceback" in failure.detail
     assert "supervise.py" not in failure.detail, "frames before the rank's own tell nothing"
     assert f"rank 1 on {HOST}: exit code 1: ValueError: no such sample" in err
@@ -108,16 +108,16 @@ def test_of_a_consequence_the_main_log_gets_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("end", "code", "kind", "own"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, Kind.SIGNAL, -9),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, Kind.SIGNAL, -11),
-        ("os._exit(5)", 5, Kind.EXIT, 5),
-        ("sys.exit(7)", 7, Kind.EXIT, 7),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, FailureKind.SIGNAL, -9),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, FailureKind.SIGNAL, -11),
+        ("os._exit(5)", 5, FailureKind.EXIT, 5),
+        ("sys.exit(7)", 7, FailureKind.EXIT, 7),
     ],
 )
 def test_what_a_rank_cannot_say_its_watcher_does(tmp_path, end, code, kind, own):
     got, _, err = run(tmp_path, f"print('last words'); {end}")
     assert got == code
-    (failure,) = read_failures(tmp_path / "failures")
+    (failure,) = read_failure_reports(tmp_path / "failures")
     assert (failure.kind, failure.exit_code) == (kind, own)
     if "sys.exit" not in end:
         assert "last words" in failure.detail and "[rank 1] last words" in err
@@ -128,19 +128,21 @@ def test_a_rank_that_ends_before_its_function_returned_has_failed(tmp_path, end)
     """Whatever its exit code: nothing was trained to the end."""
     code, _, err = run(tmp_path, end)
     assert code == 1
-    (failure,) = read_failures(tmp_path / "failures")
-    assert failure.kind is Kind.EXIT and "before its function returned" in failure.error
+    (failure,) = read_failure_reports(tmp_path / "failures")
+    assert failure.kind is FailureKind.EXIT and "before its function returned" in failure.error
     assert "before its function returned" in err
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_cannot_return_leaves_its_last_words_in_a_file(tmp_path, rank):
     """As the thread that watches for hangs does; the rank in it is the one to blame."""
-    hung = Failure(3, "n4", 7, time.time(), Kind.HUNG, 1, "is in data loading", "who waits: ...")
+    hung = Failure(
+        3, "n4", 7, time.time(), FailureKind.HUNG, 1, "is in data loading", "who waits: ..."
+    )
     (tmp_path / "failures").mkdir()
     words = f"Path(os.environ['TDP_FAILURE']).write_text({to_json(hung)!r})"
     code, _, err = run(tmp_path, f"{words}; os._exit(1)", rank=rank)
-    assert code == 1 and read_failures(tmp_path / "failures") == [hung]
+    assert code == 1 and read_failure_reports(tmp_path / "failures") == [hung]
     assert err.splitlines() == [
         "rank 3 on n4: hang: it is in data loading",
         "[rank 3] who waits: ...",
@@ -162,7 +164,7 @@ def test_where_no_report_can_be_written_the_code_is_right_all_the_same(tmp_path)
 
 def test_a_report_of_an_earlier_step_is_no_reason_to_end(tmp_path):
     (tmp_path / "failures").mkdir()
-    old = Failure(7, "n7", 1, time.time(), Kind.ERROR, 1, "ValueError: x", "Traceback")
+    old = Failure(7, "n7", 1, time.time(), FailureKind.ERROR, 1, "ValueError: x", "Traceback")
     report = tmp_path / "failures" / "rank7.json"
     report.write_text(to_json(old))
     os.utime(report, (time.time() - 60, time.time() - 60))
@@ -185,7 +187,7 @@ def test_a_report_of_an_earlier_step_is_no_reason_to_end(tmp_path):
 def test_a_report_of_a_peer_that_was_quicker_is_one(tmp_path):
     """It failed before this watcher had even started."""
     (tmp_path / "failures").mkdir()
-    peer = Failure(3, "n3", 1, time.time(), Kind.ERROR, 1, "ValueError: x", "Traceback")
+    peer = Failure(3, "n3", 1, time.time(), FailureKind.ERROR, 1, "ValueError: x", "Traceback")
     (tmp_path / "failures" / "rank3.json").write_text(to_json(peer))
     process = start(tmp_path, "(folder / 'ready').touch(); time.sleep(600)")
     wait_for(tmp_path / "ready")
@@ -231,7 +233,7 @@ def test_a_rank_whose_peer_failed_is_ended_when_the_launcher_says_so(tmp_path):
     """As srun does with --kill-on-bad-exit; the rank itself hangs and takes SIGTERM for a note."""
     process = start(tmp_path, "(folder / 'ready').touch(); time.sleep(600)")
     wait_for(tmp_path / "ready")
-    peer = Failure(3, "n3", 1, time.time(), Kind.ERROR, 1, "ValueError: x", "Traceback")
+    peer = Failure(3, "n3", 1, time.time(), FailureKind.ERROR, 1, "ValueError: x", "Traceback")
     (tmp_path / "failures").mkdir()
     (tmp_path / "failures" / "rank3.json").write_text(to_json(peer))
     time.sleep(0.6)
@@ -241,8 +243,8 @@ def test_a_rank_whose_peer_failed_is_ended_when_the_launcher_says_so(tmp_path):
     _, err = process.communicate(timeout=30)
     assert time.monotonic() - began < 10
     assert process.returncode == 137 and "because another rank failed" in err
-    own, culprit = read_failures(tmp_path / "failures")
-    assert (own.rank, own.kind) == (1, Kind.ENDED) and culprit.rank == 3
+    own, culprit = read_failure_reports(tmp_path / "failures")
+    assert (own.rank, own.kind) == (1, FailureKind.ENDED) and culprit.rank == 3
 
 
 def test_a_rank_that_waits_for_one_that_has_ended_is_ended_when_told_so(tmp_path):
@@ -286,7 +288,7 @@ def test_a_watcher_notes_that_its_rank_is_stopped_for_as_long_as_it_is(tmp_path)
     for _ in range(2):
         os.kill(pid, signal.SIGSTOP)
         wait_for(report.with_suffix(".stopped"))
-        assert noted(report) == "T" and read_failures(report.parent) == []
+        assert noted(report) == "T" and read_failure_reports(report.parent) == []
         os.kill(pid, signal.SIGCONT)
         wait_until(lambda: not noted(report))
     (tmp_path / "go").touch()
@@ -302,11 +304,11 @@ def test_a_process_with_threads_forks_no_rank(tmp_path):
         import sys, threading, time
         from pathlib import Path
         from torchdistpackage.errors import LaunchError
-        from torchdistpackage.launch.signals import Noted
-        from torchdistpackage.launch.supervise import Place, supervise
+        from torchdistpackage.launch.signals import SignalFlag
+        from torchdistpackage.launch.supervise import WatchedRank, supervise
         threading.Thread(target=time.sleep, args=(1,), name="sleeper").start()
         try:
-            supervise(lambda: 0, Place(0, Path("x.log"), Path("f")), Noted())
+            supervise(lambda: 0, WatchedRank(0, Path("x.log"), Path("f")), SignalFlag())
         except LaunchError as error:
             print(error)
         """
@@ -318,10 +320,10 @@ def test_a_process_with_threads_forks_no_rank(tmp_path):
 
 
 def test_reports_survive_the_way_through_a_file_and_torn_ones_are_left_out(tmp_path):
-    failure = Failure(2, "n1", 7, 1.5, Kind.STOPPED, None, "e", "d")
+    failure = Failure(2, "n1", 7, 1.5, FailureKind.STOPPED, None, "e", "d")
     assert from_json(to_json(failure)) == failure
     (tmp_path / "rank2.json").write_text(to_json(failure))
     (tmp_path / "rank3.json").write_text(to_json(failure)[:-5])
     (tmp_path / "rank4.json").write_text(json.dumps({"kind": "signal"}))
-    assert read_failures(tmp_path) == [failure]
-    assert read_failures(tmp_path / "none") == []
+    assert read_failure_reports(tmp_path) == [failure]
+    assert read_failure_reports(tmp_path / "none") == []

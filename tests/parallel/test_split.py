@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline import cut_search
-from torchdistpackage.parallel.pipeline.cut_search import Problem
+from torchdistpackage.parallel.pipeline.cut_search import PartitionProblem
 from torchdistpackage.parallel.pipeline.piece_cost import (
     PieceCost,
     block_weights,
@@ -21,7 +21,7 @@ from torchdistpackage.parallel.pipeline.piece_cost import (
     stage_costs,
 )
 from torchdistpackage.parallel.pipeline.refine import MOST_COMPUTATIONS, refine
-from torchdistpackage.parallel.pipeline.split import Memory, split_by_cost, split_evenly
+from torchdistpackage.parallel.pipeline.split import MemoryLimit, split_by_cost, split_evenly
 from torchdistpackage.schedule.generate import build
 from torchdistpackage.schedule.simulate import simulate
 
@@ -167,7 +167,9 @@ def test_no_rank_holds_more_than_its_cap_and_nothing_faster_would(case, data):
     costs, placement = case
     numbers = st.lists(st.integers(0, 5), min_size=len(costs), max_size=len(costs))
     live = data.draw(st.lists(st.integers(1, 4), min_size=len(placement), max_size=len(placement)))
-    memory = Memory(data.draw(st.integers(5, 60)), data.draw(numbers), data.draw(numbers), live)
+    memory = MemoryLimit(
+        data.draw(st.integers(5, 60)), data.draw(numbers), data.draw(numbers), live
+    )
     spent = lambda stage, pieces: sum(costs[i] for i in pieces)  # noqa: E731
 
     def held(stage, pieces):
@@ -191,10 +193,10 @@ def test_no_rank_holds_more_than_its_cap_and_nothing_faster_would(case, data):
 
 def test_a_cut_that_is_slower_so_far_is_followed_where_it_holds_less():
     """On the way to the one that fits, or to the fastest that does."""
-    memory = Memory(4, [2, 2, 0, 0, 3], [0] * 5, [1] * 4)
+    memory = MemoryLimit(4, [2, 2, 0, 0, 3], [0] * 5, [1] * 4)
     ranges = split_by_cost([1, 1, 1, 1, 0], 4, placement=[0, 1, 0, 1], memory=memory)
     assert [len(r) for r in ranges] == [2, 1, 1, 1]
-    memory = Memory(3, [0, 2, 0, 2, 0], [0] * 5, [1] * 4)
+    memory = MemoryLimit(3, [0, 2, 0, 2, 0], [0] * 5, [1] * 4)
     ranges = split_by_cost([1, 0, 0, 3, 4], 4, placement=[0, 1, 1, 0], memory=memory)
     assert [len(r) for r in ranges] == [2, 1, 1, 1]
 
@@ -229,7 +231,7 @@ def test_a_large_chain_is_cut_in_a_bounded_number_of_tries(p, v, num_pieces):
         asked += 1
         return total[end] - total[first]
 
-    cut = Problem(num_pieces, placement, time, time).best()
+    cut = PartitionProblem(num_pieces, placement, time, time).best()
     assert asked < 800_000, "the whole search asks 1.4 million times for the smallest of these"
     edges = [0, *cut.ends()[1:]]
     ranges = [range(a, b) for a, b in itertools.pairwise(edges)]
@@ -265,10 +267,10 @@ def test_a_walk_finds_as_good_a_cut_as_a_whole_search(monkeypatch, zigzag):
 CUTS = """
 from random import Random
 from torchdistpackage.parallel.pipeline import cut_search
-from torchdistpackage.parallel.pipeline.split import Memory, split_by_cost
+from torchdistpackage.parallel.pipeline.split import MemoryLimit, split_by_cost
 draw, placement = Random(1).random, [0, 1, 2, 2, 1, 0]
 costs, crossing = [draw() for _ in range(24)], [draw() / 5 for _ in range(24)]
-memory = Memory(9.0, costs[::-1], crossing, [6, 5, 4, 3, 2, 1])
+memory = MemoryLimit(9.0, costs[::-1], crossing, [6, 5, 4, 3, 2, 1])
 found = [split_by_cost(costs, 6, placement=placement, crossing=crossing)]
 found += [split_by_cost(costs, 6, placement=placement, memory=memory)]
 cut_search.MOST_TRIED, cut_search.MOVES = 0, 5000

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.schedule.actions import Action, Batch, Kind, Schedule, flatten, parse
+from torchdistpackage.schedule.actions import Action, ActionKind, Batch, Schedule, flatten, parse
 from torchdistpackage.schedule.check import check, check_computations
 from torchdistpackage.schedule.generate import build
 
@@ -28,12 +28,12 @@ def swap(i: int, j: int) -> Callable[[list], None]:
 
 def test_broken_schedules_are_refused_by_name():
     good = build("gpipe", 2, 2)
-    assert list(flatten(good.programs[0]))[-1] == Action(0, Kind.B, 1)
+    assert list(flatten(good.programs[0]))[-1] == Action(0, ActionKind.B, 1)
     for broken, text in [
         (edited(good, 0, lambda p: p.pop()), "missing: 0B1"),
         (edited(good, 0, lambda p: p.append(p[-1])), "listed twice: 0B1"),
         (replace(good, programs=good.programs[::-1]), "on the wrong rank"),
-        (edited(good, 0, lambda p: p.append(Action(2, Kind.F, 0))), "unexpected: 2F0"),
+        (edited(good, 0, lambda p: p.append(Action(2, ActionKind.F, 0))), "unexpected: 2F0"),
         (edited(good, 0, swap(0, -1)), "0B1 at step 0 but 0F1, which it uses, only at step"),
         (replace(good, placement=(0,)), "places 2 stages on"),
         (replace(good, placement=(0, 2)), "a pipe index from 0 to 1"),

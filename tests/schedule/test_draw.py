@@ -12,7 +12,7 @@ import pytest
 
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.schedule import draw
-from torchdistpackage.schedule.actions import Action, Kind, flatten
+from torchdistpackage.schedule.actions import Action, ActionKind, flatten
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.draw_png import png, png_pair
 from torchdistpackage.schedule.generate import GENERATORS, build
@@ -51,14 +51,14 @@ def expected(timeline: Timeline, px: float, top: float = 0.0) -> dict[str, tuple
 def measured() -> Timeline:
     """1F1B on two ranks as a run might record it, in seconds."""
 
-    def span(stage: int, kind: Kind, m: int, start: float, end: float) -> Span:
+    def span(stage: int, kind: ActionKind, m: int, start: float, end: float) -> Span:
         return Span(Action(stage, kind, m), start, end)
 
     rows = [
-        [span(0, Kind.F, 0, 0, 0.01), span(0, Kind.RECV_B, 0, 0.011, 0.05),
-         span(0, Kind.B, 0, 0.05, 0.07)],
-        [span(1, Kind.RECV_F, 0, 0, 0.012), span(1, Kind.F, 0, 0.012, 0.022),
-         span(1, Kind.B, 0, 0.023, 0.045)],
+        [span(0, ActionKind.F, 0, 0, 0.01), span(0, ActionKind.RECV_B, 0, 0.011, 0.05),
+         span(0, ActionKind.B, 0, 0.05, 0.07)],
+        [span(1, ActionKind.RECV_F, 0, 0, 0.012), span(1, ActionKind.F, 0, 0.012, 0.022),
+         span(1, ActionKind.B, 0, 0.023, 0.045)],
     ]  # fmt: skip
     return Timeline.of("1f1b", rows, 2)
 
@@ -89,7 +89,7 @@ def test_colours_tell_the_kinds_apart_and_shades_the_chunks():
     for rank in range(3):
         of_rank = [next(iter(c)) for (s, _), c in fills.items() if int(s) in (rank, 5 - rank)]
         assert len(set(of_rank)) == len(of_rank)
-    assert fills["0", "F"] == fills["2", "F"] == {draw.COLOURS[Kind.F]}
+    assert fills["0", "F"] == fills["2", "F"] == {draw.COLOURS[ActionKind.F]}
 
 
 def test_short_times_get_wide_boxes_and_long_pictures_stay_in_bounds():
@@ -99,7 +99,7 @@ def test_short_times_get_wide_boxes_and_long_pictures_stay_in_bounds():
     uneven = StageCosts((1e-6, 1.0), (1.0, 1.0), (0.5, 0.5), (0.5, 0.5), (0.0, 0.0))
     root = ET.fromstring(draw.svg(simulate(build("1f1b", 2, 30), uneven)))
     assert float(root.get("width", "0")) <= draw.WIDEST_PX + draw.LEFT_PX + 10
-    nothing = draw.svg(simulate(build("forward", 2, 2), {Kind.B: 1.0}))
+    nothing = draw.svg(simulate(build("forward", 2, 2), {ActionKind.B: 1.0}))
     assert len(boxes(ET.fromstring(nothing))) == 4
 
 
@@ -137,10 +137,10 @@ def test_the_table_names_the_stage_where_a_rank_has_several():
 def test_the_last_chunk_of_a_rank_is_half_as_pale():
     timeline = simulate(build("zb-v", 3, 4))
     found = draw.colours(timeline.spans[0])
-    assert found[0, Kind.F] == draw.COLOURS[Kind.F]
+    assert found[0, ActionKind.F] == draw.COLOURS[ActionKind.F]
     channels = lambda colour: [int(colour[at : at + 2], 16) for at in (1, 3, 5)]  # noqa: E731
-    half = [(part + 255) / 2 for part in channels(draw.COLOURS[Kind.F])]
-    assert channels(found[5, Kind.F]) == pytest.approx(half, abs=0.5)
+    half = [(part + 255) / 2 for part in channels(draw.COLOURS[ActionKind.F])]
+    assert channels(found[5, ActionKind.F]) == pytest.approx(half, abs=0.5)
 
 
 def test_a_box_bears_its_microbatch_and_a_wait_bears_nothing():
@@ -178,7 +178,9 @@ def test_the_legend_names_waits_where_there_are_any():
 
 
 def test_what_takes_no_time_has_no_cell():
-    timeline = simulate(build("zb-h1", 2, 2), {Kind.F: 1.0, Kind.I: 1.0, Kind.W: 0.0})
+    timeline = simulate(
+        build("zb-h1", 2, 2), {ActionKind.F: 1.0, ActionKind.I: 1.0, ActionKind.W: 0.0}
+    )
     rows = draw.table(timeline).splitlines()
     assert "W" not in "".join(rows)
     assert {len(row) for row in rows} == {len("  0 | ") + 3 * round(timeline.total) - 1}
@@ -200,12 +202,12 @@ def test_the_png_shows_the_kinds_in_proportion():
     timeline = simulate(build("1f1b", 4, 4))
     image = pixels(png(timeline))
     assert image.shape[1] == 1400 and image.shape[0] > 100
-    forward, backward = (share(image, draw.COLOURS[k]) for k in (Kind.F, Kind.B))
+    forward, backward = (share(image, draw.COLOURS[k]) for k in (ActionKind.F, ActionKind.B))
     assert forward > 0.05
     assert backward / forward == pytest.approx(2.0, rel=0.2)
-    assert max(share(image, c) for c in (draw.COLOURS[Kind.W], draw.WAIT_COLOUR)) < 1e-3
+    assert max(share(image, c) for c in (draw.COLOURS[ActionKind.W], draw.WAIT_COLOUR)) < 1e-3
     split = pixels(png(simulate(build("zb-h1", 4, 4))))
-    assert share(split, draw.COLOURS[Kind.W]) > 0.05
+    assert share(split, draw.COLOURS[ActionKind.W]) > 0.05
 
 
 def test_the_png_of_a_pair_has_both_panels_and_the_waits():
@@ -214,8 +216,8 @@ def test_the_png_of_a_pair_has_both_panels_and_the_waits():
     assert share(both, draw.WAIT_COLOUR) > 0.02
     half = both.shape[0] // 2
     for panel in (both[:half], both[half:]):
-        assert share(panel, draw.COLOURS[Kind.F]) > 0.02
-        assert share(panel, draw.COLOURS[Kind.B]) > 0.04
+        assert share(panel, draw.COLOURS[ActionKind.F]) > 0.02
+        assert share(panel, draw.COLOURS[ActionKind.B]) > 0.04
 
 
 def test_without_matplotlib_a_png_says_how_to_get_it(monkeypatch):

@@ -10,10 +10,10 @@ from statistics import fmean
 import pytest
 
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.schedule.actions import Action, Kind, Schedule
+from torchdistpackage.schedule.actions import Action, ActionKind, Schedule
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.csv import from_csv
-from torchdistpackage.schedule.gap import Gap, gap_of
+from torchdistpackage.schedule.gap import BubbleAttribution, attribute_bubble
 from torchdistpackage.schedule.generate import build
 from torchdistpackage.schedule.measured import aligned, costs_of
 from torchdistpackage.schedule.simulate import Span, busy, simulate
@@ -34,7 +34,7 @@ def run(
         rows.append([])
         for action, start, end in row:
             if start > now:
-                wait = Kind.RECV_F if action.kind is Kind.F else Kind.RECV_B
+                wait = ActionKind.RECV_F if action.kind is ActionKind.F else ActionKind.RECV_B
                 rows[-1].append(Span(action._replace(kind=wait), now + clock, start + clock))
             rows[-1].append(Span(action, start + clock, end - host_s + clock))
             now = end
@@ -52,7 +52,7 @@ def uneven(num_stages: int, message_s: float = 0.002) -> StageCosts:
     )
 
 
-def means(gap: Gap) -> list[float]:
+def means(gap: BubbleAttribution) -> list[float]:
     parts = (gap.alone, gap.imbalance, gap.message_wait, gap.host)
     return [100 * sum(part) / len(part) for part in parts]
 
@@ -70,9 +70,9 @@ def test_costs_come_back_from_a_run_whose_ranks_disagree_about_the_time(name: st
                 a.kind for row in schedule.programs for a in row if getattr(a, "stage", -1) == stage
             }
             for kind, row, taken in (
-                (Kind.B, found.backward, costs.backward),
-                (Kind.I, found.input, costs.input),
-                (Kind.W, found.weight, costs.weight),
+                (ActionKind.B, found.backward, costs.backward),
+                (ActionKind.I, found.input, costs.input),
+                (ActionKind.W, found.weight, costs.weight),
             ):
                 if kind in ran:
                     assert row[stage] == pytest.approx(taken[stage])
@@ -100,17 +100,17 @@ def test_messages_that_came_early_time_no_clock():
     """Rank 1 starts late and is the slower: no forward is waited for, each gradient is."""
     late_s, rows = 0.042, [[], []]
     for kind, stage, m, start_s, end_s in [
-        (Kind.F, 0, 0, 0.0, 0.004), (Kind.F, 0, 1, 0.004, 0.008),
-        (Kind.RECV_B, 0, 0, 0.008, 0.066), (Kind.B, 0, 0, 0.066, 0.074),
-        (Kind.RECV_B, 0, 1, 0.074, 0.090), (Kind.B, 0, 1, 0.090, 0.098),
-        (Kind.F, 1, 0, 0.042, 0.050), (Kind.B, 1, 0, 0.050, 0.066),
-        (Kind.F, 1, 1, 0.066, 0.074), (Kind.B, 1, 1, 0.074, 0.090),
+        (ActionKind.F, 0, 0, 0.0, 0.004), (ActionKind.F, 0, 1, 0.004, 0.008),
+        (ActionKind.RECV_B, 0, 0, 0.008, 0.066), (ActionKind.B, 0, 0, 0.066, 0.074),
+        (ActionKind.RECV_B, 0, 1, 0.074, 0.090), (ActionKind.B, 0, 1, 0.090, 0.098),
+        (ActionKind.F, 1, 0, 0.042, 0.050), (ActionKind.B, 1, 0, 0.050, 0.066),
+        (ActionKind.F, 1, 1, 0.066, 0.074), (ActionKind.B, 1, 1, 0.074, 0.090),
     ]:  # fmt: skip
         clock = late_s * stage
         rows[stage].append(Span(Action(stage, kind, m), start_s - clock, end_s - clock))
     assert rows[1][0].start == 0.0
     found = {span.action: span.start for row in aligned(rows) for span in row}
-    assert found[Action(1, Kind.B, 0)] == pytest.approx(0.050)
+    assert found[Action(1, ActionKind.B, 0)] == pytest.approx(0.050)
     assert costs_of(rows, 2).message == (0.0, 0.0)
 
 
@@ -118,7 +118,7 @@ def test_a_clock_starts_with_the_first_computation():
     """A rank that was there early and waited is no part of the step's time."""
     rows = run(build("1f1b", 2, 3), uneven(2))
     early = rows[1][0]
-    assert early.action.kind is Kind.RECV_F
+    assert early.action.kind is ActionKind.RECV_F
     rows[1][0] = early._replace(start=early.start - 5.0)
     assert aligned(rows) == aligned(run(build("1f1b", 2, 3), uneven(2)))
 
@@ -127,7 +127,7 @@ def test_a_clock_starts_with_the_first_computation():
 def test_a_run_as_predicted_has_no_gap(name: str):
     schedule = build(name, 4, 8)
     equal = StageCosts.uniform(schedule.num_stages, 0.01, 0.012, 0.008)
-    gap = gap_of(schedule, run(schedule, equal))
+    gap = attribute_bubble(schedule, run(schedule, equal))
     assert gap.measured.bubbles == pytest.approx(gap.predicted.bubbles)
     assert gap.measured.bubbles == pytest.approx(simulate(schedule, equal).bubbles)
     assert means(gap)[1:] == pytest.approx([0.0, 0.0, 0.0], abs=1e-9)
@@ -148,7 +148,7 @@ def test_each_cause_is_found_where_it_is(name: str, cause: str):
         costs = replace(costs, message=(0.004,) * schedule.num_stages)
     else:
         host_s = 0.001
-    gap = gap_of(schedule, run(schedule, costs, host_s))
+    gap = attribute_bubble(schedule, run(schedule, costs, host_s))
     alone, *found = means(gap)
     wanted = ["imbalance", "message wait", "host time"].index(cause)
     # The mean of a rank's host time is spread over actions that recorded no end of it.
@@ -161,14 +161,16 @@ def test_each_cause_is_found_where_it_is(name: str, cause: str):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_reasons_sum_to_the_measured_bubble_on_every_rank(name: str):
     schedule = build(name, 4, 8)
-    gap = gap_of(schedule, run(schedule, uneven(schedule.num_stages), 0.0007))
+    gap = attribute_bubble(schedule, run(schedule, uneven(schedule.num_stages), 0.0007))
     parts = zip(gap.alone, gap.imbalance, gap.host, gap.message_wait, strict=True)
     assert [sum(part) for part in parts] == pytest.approx(gap.measured.bubbles)
 
 
 def test_the_gap_is_one_line_for_a_log():
     schedule = build("1f1b", 2, 4)
-    line = str(gap_of(schedule, run(schedule, StageCosts.uniform(2, 0.01, 0.01, 0.01, 0.005))))
+    line = str(
+        attribute_bubble(schedule, run(schedule, StageCosts.uniform(2, 0.01, 0.01, 0.01, 0.005)))
+    )
     assert line == (
         "1f1b: bubble 29.4% (by pipe rank 29.4% 29.4%), by its costs 29.4%; the schedule alone "
         "20.0%, imbalance +0.0, message wait +9.4, host time +0.0 points"
@@ -203,7 +205,7 @@ def test_the_schedule_alone_is_that_of_stages_as_the_mean_of_them(name: str):
     means_s = (0.010, 0.018, 0.012, 0.008)
     rows = [tuple(num * mean * x / sum(slower) for x in slower) for mean in means_s]
     spans = run(schedule, StageCosts(*rows, (0.0,) * num))
-    gap, costs = gap_of(schedule, spans), costs_of(spans, num, fmean)
+    gap, costs = attribute_bubble(schedule, spans), costs_of(spans, num, fmean)
     forward, backward, *parts = map(
         fmean, (costs.forward, costs.backward, costs.input, costs.weight)
     )
@@ -223,7 +225,7 @@ def test_host_time_is_charged_to_the_rank_that_has_it():
             [s if s.action.kind.is_message else s._replace(end=s.end - longer[rank]) for s in row]
             for rank, row in enumerate(run(schedule, hosted))
         ]
-        gap = gap_of(schedule, rows)
+        gap = attribute_bubble(schedule, rows)
         beyond = sum(gap.measured.bubbles) - sum(gap.alone)
         assert sum(gap.host) == pytest.approx(beyond, rel=1 / 12)
 
@@ -234,5 +236,5 @@ def test_the_prediction_computes_as_long_as_the_ranks_did():
     rows = run(schedule, uneven(3))
     last = rows[2][-1]
     rows[2][-1] = last._replace(end=last.end + 0.05)
-    gap = gap_of(schedule, rows)
+    gap = attribute_bubble(schedule, rows)
     assert [*map(busy, gap.predicted.spans)] == pytest.approx([*map(busy, rows)])

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.schedule.actions import Kind, Schedule, flatten
+from torchdistpackage.schedule.actions import ActionKind, Schedule, flatten
 from torchdistpackage.schedule.check import check
 from torchdistpackage.schedule.generate import (
     GENERATORS,
@@ -100,7 +100,11 @@ def test_whole_backwards_leave_the_bubble_of_the_formula(name: str):
     for p, m in SOME:
         for chunks in (1, 2, 3):
             if m >= p or (chunks == 1 and name in ("gpipe", "1f1b")):
-                costs = {Kind.F: 3.0, Kind.B: 1.0} if m % 2 else {Kind.F: 1.0, Kind.B: 2.0}
+                costs = (
+                    {ActionKind.F: 3.0, ActionKind.B: 1.0}
+                    if m % 2
+                    else {ActionKind.F: 1.0, ActionKind.B: 2.0}
+                )
                 bubble = simulate(build(name, p, m, chunks), costs).bubble
                 assert bubble == pytest.approx((p - 1) / (chunks * m + p - 1), abs=1e-12), (p, m)
 
@@ -143,8 +147,8 @@ def test_no_rank_holds_more_than_its_schedule_promises():
 def test_a_backward_is_split_only_where_that_gains_something(name: str):
     schedule = build(name, 4, 32)
     kinds = [a.kind for program in schedule.programs for a in flatten(program)]
-    whole, split = kinds.count(Kind.B), kinds.count(Kind.I)
-    assert split == kinds.count(Kind.W) > 0
+    whole, split = kinds.count(ActionKind.B), kinds.count(ActionKind.I)
+    assert split == kinds.count(ActionKind.W) > 0
     assert whole > 3 * split
 
 

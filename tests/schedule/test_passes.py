@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.schedule.actions import Action, Batch, Kind, Schedule, Step, flatten
+from torchdistpackage.schedule.actions import Action, ActionKind, Batch, Schedule, Step, flatten
 from torchdistpackage.schedule.check import check
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.generate import GENERATORS, build
@@ -25,9 +25,13 @@ def naive_messages(schedule: Schedule) -> Schedule:
     last = schedule.num_stages - 1
 
     def around(a: Action) -> list[Step]:
-        forward = a.kind is Kind.F
+        forward = a.kind is ActionKind.F
         source, target = (a.stage - 1, a.stage + 1) if forward else (a.stage + 1, a.stage - 1)
-        receive, send = (Kind.RECV_F, Kind.SEND_F) if forward else (Kind.RECV_B, Kind.SEND_B)
+        receive, send = (
+            (ActionKind.RECV_F, ActionKind.SEND_F)
+            if forward
+            else (ActionKind.RECV_B, ActionKind.SEND_B)
+        )
         before = [Action(a.stage, receive, a.microbatch)] if 0 <= source <= last else []
         after = [Action(a.stage, send, a.microbatch)] if 0 <= target <= last else []
         return [*before, a, *after]
@@ -74,8 +78,8 @@ def test_the_steady_state_of_1f1b_is_one_exchange_a_turn():
     middle = build("1f1b", 4, 8).programs[1]
     batches = [step for step in middle if isinstance(step, Batch)]
     kinds = {frozenset(a.kind for a in batch.actions) for batch in batches}
-    assert frozenset({Kind.SEND_F, Kind.RECV_B}) in kinds
-    assert frozenset({Kind.SEND_B, Kind.RECV_F}) in kinds
+    assert frozenset({ActionKind.SEND_F, ActionKind.RECV_B}) in kinds
+    assert frozenset({ActionKind.SEND_B, ActionKind.RECV_F}) in kinds
     steps = [str(step) for step in middle]
     steady = steps[steps.index("1B0") : steps.index("1B4") + 1]
     assert [step for step in steady if "+" not in step] == [
@@ -101,8 +105,8 @@ def _is_message(step: Step) -> bool:
 
 def test_stages_on_one_rank_get_no_message():
     turn = [step for step in flatten(build("zb-v", 2, 3).programs[1]) if _is_message(step)]
-    assert {a.stage for a in turn if a.kind in (Kind.SEND_F, Kind.RECV_B)} == {2}
-    assert {a.stage for a in turn if a.kind in (Kind.RECV_F, Kind.SEND_B)} == {1}
+    assert {a.stage for a in turn if a.kind in (ActionKind.SEND_F, ActionKind.RECV_B)} == {2}
+    assert {a.stage for a in turn if a.kind in (ActionKind.RECV_F, ActionKind.SEND_B)} == {1}
     assert not any(map(_is_message, flatten(build("interleaved", 1, 3, 4).programs[0])))
 
 

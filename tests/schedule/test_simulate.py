@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.schedule.actions import Action, Kind, Schedule, parse_action
+from torchdistpackage.schedule.actions import Action, ActionKind, Schedule, parse_action
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.generate import GENERATORS, build
 from torchdistpackage.schedule.simulate import Span, Timeline, replay, simulate
@@ -28,7 +28,11 @@ def ends(timeline: Timeline) -> dict[str, tuple[float, float]]:
 def test_the_bubble_is_the_formula(name: str):
     for p, m in SIZES:
         # the formula holds whatever the two cost: a dear backward here, a dear forward there
-        costs = {Kind.F: 1.0, Kind.B: 2.0} if m % 2 else {Kind.F: 3.0, Kind.B: 1.0}
+        costs = (
+            {ActionKind.F: 1.0, ActionKind.B: 2.0}
+            if m % 2
+            else {ActionKind.F: 3.0, ActionKind.B: 1.0}
+        )
         timeline = simulate(build(name, p, m), costs)
         assert timeline.bubble == pytest.approx((p - 1) / (m + p - 1), abs=1e-12), (p, m)
         live = tuple(min(m, p - s) if name == "1f1b" else m for s in range(p))
@@ -62,7 +66,9 @@ def test_each_action_takes_what_its_stage_costs_and_a_message_its_time_between_r
 @pytest.mark.parametrize("m", [1, 4, 32])
 def test_a_message_holds_up_neither_end(m: int):
     """Only the first one down and the last one back are waited for, however many there are."""
-    slow = simulate(build("gpipe", 4, m), {Kind.F: 1.0, Kind.B: 2.0, Kind.SEND_F: 0.5})
+    slow = simulate(
+        build("gpipe", 4, m), {ActionKind.F: 1.0, ActionKind.B: 2.0, ActionKind.SEND_F: 0.5}
+    )
     assert slow.total == simulate(build("gpipe", 4, m)).total + 2 * 3 * 0.5
 
 
@@ -75,8 +81,12 @@ def test_what_a_split_backward_holds_is_held_until_its_weights():
 
 
 def test_kinds_cost_the_same_on_every_stage_and_halves_make_a_whole():
-    assert StageCosts.of({Kind.F: 1.0, Kind.B: 3.0}, 2) == StageCosts.uniform(2, 1, 1.5, 1.5)
-    assert StageCosts.of({Kind.I: 2.0, Kind.W: 1.0}, 2) == StageCosts.uniform(2, 0, 2, 1)
+    assert StageCosts.of({ActionKind.F: 1.0, ActionKind.B: 3.0}, 2) == StageCosts.uniform(
+        2, 1, 1.5, 1.5
+    )
+    assert StageCosts.of({ActionKind.I: 2.0, ActionKind.W: 1.0}, 2) == StageCosts.uniform(
+        2, 0, 2, 1
+    )
     with pytest.raises(ScheduleError, match="costs of 3 stages cannot time a schedule of 2"):
         simulate(build("1f1b", 2, 2), StageCosts.uniform(3))
     with pytest.raises(ScheduleError, match="a cost is -1"):
@@ -117,14 +127,14 @@ def test_replay_lists_everything_after_what_it_uses(name: str):
     at = {span.action: i for i, span in enumerate(spans)}
     assert len(at) == len(spans)
     for (stage, kind, m), i in at.items():
-        if kind is Kind.F and stage:
-            assert at[Action(stage - 1, Kind.F, m)] < i
+        if kind is ActionKind.F and stage:
+            assert at[Action(stage - 1, ActionKind.F, m)] < i
         if kind.gives_gradient:
-            assert at[Action(stage, Kind.F, m)] < i
-            above = [at.get(Action(stage + 1, k, m), -1) for k in (Kind.B, Kind.I)]
+            assert at[Action(stage, ActionKind.F, m)] < i
+            above = [at.get(Action(stage + 1, k, m), -1) for k in (ActionKind.B, ActionKind.I)]
             assert max(above) < i
-        if kind is Kind.W:
-            assert at[Action(stage, Kind.I, m)] < i
+        if kind is ActionKind.W:
+            assert at[Action(stage, ActionKind.I, m)] < i
 
 
 def test_ranks_that_wait_for_each_other_are_named_with_what_they_wait_at():
@@ -138,10 +148,10 @@ def test_ranks_that_wait_for_each_other_are_named_with_what_they_wait_at():
 
 def test_a_timeline_of_measured_spans_counts_waits_as_idle():
     rows = [
-        [Span(Action(0, Kind.F, 0), 0, 1), Span(Action(0, Kind.RECV_B, 0), 1, 5),
-         Span(Action(0, Kind.B, 0), 5, 8)],
-        [Span(Action(1, Kind.RECV_F, 0), 0, 1), Span(Action(1, Kind.F, 0), 1, 2),
-         Span(Action(1, Kind.B, 0), 2, 5)],
+        [Span(Action(0, ActionKind.F, 0), 0, 1), Span(Action(0, ActionKind.RECV_B, 0), 1, 5),
+         Span(Action(0, ActionKind.B, 0), 5, 8)],
+        [Span(Action(1, ActionKind.RECV_F, 0), 0, 1), Span(Action(1, ActionKind.F, 0), 1, 2),
+         Span(Action(1, ActionKind.B, 0), 2, 5)],
     ]  # fmt: skip
     timeline = Timeline.of("run", rows, 2)
     assert (timeline.total, timeline.bubbles) == (8, (0.5, 0.5))

@@ -10,19 +10,19 @@ import time
 import pytest
 
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.schedule.actions import Kind, Program, Schedule, flatten
+from torchdistpackage.schedule.actions import ActionKind, Program, Schedule, flatten
 from torchdistpackage.schedule.check import check
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.costs_file import costs_text, read_costs
 from torchdistpackage.schedule.generate import GENERATORS, build
 from torchdistpackage.schedule.greedy import Rules, deepest_first, list_order
-from torchdistpackage.schedule.improve import improve
+from torchdistpackage.schedule.improve import local_search
 from torchdistpackage.schedule.measured import costs_of
-from torchdistpackage.schedule.rejoin import rejoin
+from torchdistpackage.schedule.rejoin import merge_backward
 from torchdistpackage.schedule.simulate import simulate
 from torchdistpackage.schedule.synthesize import synthesize
 from torchdistpackage.schedule.turns import looped
-from torchdistpackage.schedule.work import Work
+from torchdistpackage.schedule.work import TaskGraph
 
 STOCK = [name for name in GENERATORS if name != "forward"]
 DEAR_INPUT = {"input": 1.4, "weight": 0.6}
@@ -49,7 +49,7 @@ def best_stock(p: int, m: int, chunks: int, costs: StageCosts, cap: float | None
     return min(lengths)
 
 
-def has(schedule: Schedule, kind: Kind) -> bool:
+def has(schedule: Schedule, kind: ActionKind) -> bool:
     return any(a.kind is kind for program in schedule.programs for a in flatten(program))
 
 
@@ -108,8 +108,8 @@ def test_unequal_costs_gain_over_every_stock_order_of_as_much_memory(costs: Stag
 
 def test_backwards_are_split_where_that_pays_and_only_there():
     free, dear = StageCosts.uniform(2), StageCosts.uniform(2, backward=1.0)
-    assert has(synthesize(2, 16, free), Kind.W)
-    assert not has(synthesize(2, 16, dear), Kind.W)
+    assert has(synthesize(2, 16, free), ActionKind.W)
+    assert not has(synthesize(2, 16, dear), ActionKind.W)
 
 
 def test_a_cap_in_bytes_counts_each_stage_by_its_own():
@@ -121,7 +121,9 @@ def test_a_cap_in_bytes_counts_each_stage_by_its_own():
     for program, cap in zip(made.programs, (260.0, 40.0), strict=True):
         now = 0.0
         for stage, kind, _ in flatten(program):
-            now += {Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(kind, 0) * stage_bytes[stage]
+            now += {ActionKind.F: 1, ActionKind.B: -1, ActionKind.W: -1}.get(kind, 0) * stage_bytes[
+                stage
+            ]
             assert now <= cap
 
 
@@ -203,7 +205,7 @@ def test_orders_are_timed_as_the_simulator_does():
     for name in GENERATORS:
         schedule = build(name, 4, 6)
         costs = random_costs(draw, schedule.num_stages)
-        work = Work(schedule.placement, 6, costs)
+        work = TaskGraph(schedule.placement, 6, costs)
         order, timeline = work.order(schedule), simulate(schedule, costs)
         assert work.makespan(order) == pytest.approx(timeline.total)
         if schedule.has_backward:
@@ -214,14 +216,16 @@ def test_orders_are_timed_as_the_simulator_does():
 
 
 def test_ranks_that_wait_for_each_other_never_end():
-    work = Work((0, 1), 1)
+    work = TaskGraph((0, 1), 1)
     forward, backward = work.number(0, 0, 0), work.number(3, 0, 0)
     assert work.makespan([[backward, forward], [work.number(0, 1, 0)]]) == float("inf")
 
 
 def most_owed(program: Program) -> int:
     """The most Is whose W is still to come."""
-    owed = itertools.accumulate((a.kind is Kind.I) - (a.kind is Kind.W) for a in flatten(program))
+    owed = itertools.accumulate(
+        (a.kind is ActionKind.I) - (a.kind is ActionKind.W) for a in flatten(program)
+    )
     return max(owed)
 
 
@@ -229,7 +233,7 @@ def most_owed(program: Program) -> int:
 def test_list_scheduling_stays_within_any_possible_capacity_and_gets_through(
     placement: tuple[int, ...],
 ):
-    work, stages = Work(placement, 5), len(placement)
+    work, stages = TaskGraph(placement, 5), len(placement)
     for extra in range(4):
         capacity = tuple(len(mine) + extra for mine in work.stages)
         for split in (0, 2, 5):
@@ -244,7 +248,7 @@ def test_list_scheduling_stays_within_any_possible_capacity_and_gets_through(
 
 def test_rejoining_makes_no_order_longer_and_improving_makes_it_shorter():
     costs = StageCosts.uniform(4, **DEAR_INPUT)
-    work = Work(looped(4, 1), 8, costs)
+    work = TaskGraph(looped(4, 1), 8, costs)
     order = work.order(build("1f1b", 4, 8))
     split = [
         [
@@ -254,11 +258,11 @@ def test_rejoining_makes_no_order_longer_and_improving_makes_it_shorter():
         ]
         for row in order
     ]
-    assert work.makespan(rejoin(work, split)) <= work.makespan(split) < work.makespan(order)
-    assert any(n >= 3 * work.size for row in rejoin(work, split) for n in row)
-    shorter = improve(work, order, lambda changed: True, 500)
+    assert work.makespan(merge_backward(work, split)) <= work.makespan(split) < work.makespan(order)
+    assert any(n >= 3 * work.size for row in merge_backward(work, split) for n in row)
+    shorter = local_search(work, order, lambda changed: True, 500)
     assert work.makespan(shorter) < work.makespan(order)
-    assert improve(work, order, lambda changed: False, 500) == order
+    assert local_search(work, order, lambda changed: False, 500) == order
 
 
 @pytest.mark.full

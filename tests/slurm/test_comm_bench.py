@@ -11,7 +11,7 @@ import pytest
 
 from tests.slurm.cluster import ROOT, Cluster
 from torchdistpackage.harness.bench.profile import read
-from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.slurm.files import RunDir
 
 pytestmark = pytest.mark.full
 
@@ -21,7 +21,7 @@ class Benched:
     said: str
     state: str
     code: str
-    files: JobFiles
+    files: RunDir
 
     @property
     def log(self) -> str:
@@ -41,7 +41,7 @@ def too_slow(cluster: Cluster, folder: Path) -> Benched:
     said = cluster.tdp("comm", "bench", *words).stdout
     job = said.split()[1]
     state = cluster.wait_end(job, 240)
-    files = JobFiles(folder / "tiny-bench")
+    files = RunDir(folder / "tiny-bench")
     return Benched(said, state, cluster.job(job)["ExitCode"], files)
 
 

@@ -16,13 +16,13 @@ import pytest
 from tests.launch.slurm.folders import started
 from tests.slurm.cluster import Cluster
 from torchdistpackage.launch.slurm import suspects
-from torchdistpackage.launch.slurm.commands import Ran
+from torchdistpackage.launch.slurm.commands import CompletedCommand
 from torchdistpackage.launch.slurm.commands import run as run_command
-from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.slurm.files import RunDir
 from torchdistpackage.launch.slurm.jobs import resubmit, sbatch
-from torchdistpackage.launch.slurm.look import Looked, look
-from torchdistpackage.launch.slurm.records import Record, append_record
-from torchdistpackage.launch.slurm.runs import Run, read_run
+from torchdistpackage.launch.slurm.look import QueryResult, query_jobs
+from torchdistpackage.launch.slurm.records import Submission, append_record
+from torchdistpackage.launch.slurm.runs import SubmittedRun, read_run
 
 Done = subprocess.CompletedProcess[str]
 
@@ -33,22 +33,24 @@ class Commands:
     def __init__(self, cluster: Cluster, *broken: str) -> None:
         self._cluster, self._broken = cluster, broken
 
-    def __call__(self, args: Sequence[str], env: Mapping[str, str] | None = None) -> Ran:
+    def __call__(
+        self, args: Sequence[str], env: Mapping[str, str] | None = None
+    ) -> CompletedCommand:
         if args[0] in self._broken:
-            return Ran(1, "", "Slurm accounting storage is disabled")
+            return CompletedCommand(1, "", "Slurm accounting storage is disabled")
         return run_command(args, self._cluster.env if env is None else env)
 
 
-def submit_run(cluster: Cluster, folder: Path, body: str, *options: str) -> Run:
+def submit_run(cluster: Cluster, folder: Path, body: str, *options: str) -> SubmittedRun:
     """A run of a batch script, as `tdp submit` leaves it, but without the training."""
-    files = JobFiles(folder)
+    files = RunDir(folder)
     for made in (files.job, files.logs):
         made.mkdir(parents=True, exist_ok=True)
     head = ["#!/bin/bash", f"#SBATCH --output={files.main_log}", "#SBATCH --open-mode=append"]
     lines = [*head, *(f"#SBATCH {option}" for option in options), body]
     files.script.write_text("\n".join(lines) + "\n")
     job = sbatch(files.script, cluster.env, Commands(cluster))
-    record = Record(job, time.time(), "sbatch", str(files.script), "", "1", "login")
+    record = Submission(job, time.time(), "sbatch", str(files.script), "", "1", "login")
     append_record(files.records, record)
     run = read_run(folder)
     assert run is not None
@@ -139,7 +141,7 @@ def give_way(cluster: Cluster, folder: Path) -> Done:
     return watching.result(90)
 
 
-def an_array(cluster: Cluster, folder: Path) -> tuple[str, Looked, Looked]:
+def an_array(cluster: Cluster, folder: Path) -> tuple[str, QueryResult, QueryResult]:
     """(id, while its first task runs and the others wait, after all were cancelled but one)."""
     folder.mkdir()
     job = cluster.sbatch(
@@ -147,10 +149,10 @@ def an_array(cluster: Cluster, folder: Path) -> tuple[str, Looked, Looked]:
     )
     ask = Commands(cluster)
     cluster.wait_for((folder / "flag").exists, what="start of the first task")
-    during = look([job, f"{job}_0", f"{job}_2", "999999"], ask)
+    during = query_jobs([job, f"{job}_0", f"{job}_2", "999999"], ask)
     cluster.cancel(f"{job}_0")
     cluster.wait_state(f"{job}_0", "CANCELLED")
-    after = look([job, f"{job}_0"], ask)
+    after = query_jobs([job, f"{job}_0"], ask)
     cluster.cancel(job)
     return job, during, after
 
@@ -166,13 +168,13 @@ def without_accounting(cluster: Cluster, runs: Path) -> dict[str, str]:
         own.tdp("jobs", "cancel", waiting.folder)
         own.wait_state(waiting.latest.job, "CANCELLED")
         # Ids of another cluster: what is left of jobs that this one has long forgotten.
-        forgotten = look(["999999"], Commands(own))
+        forgotten = query_jobs(["999999"], Commands(own))
     return {
         "right away": right_away,
         "later": later,
         "pending": pending,
         "note": forgotten.notes[0],
-        "forgotten": forgotten.jobs["999999"].fate,
+        "forgotten": forgotten.jobs["999999"].outcome,
     }
 
 
@@ -188,16 +190,17 @@ def lose_a_node(cluster: Cluster, runs: Path) -> dict[str, Any]:
             started(each, f"{job}.0", time.time(), nodes=nodes)
         own.power_off("n2")
         own.wait_state(job, "NODE_FAIL")
-        found = {"state": look([job], Commands(own)).jobs[job]}
+        found = {"state": query_jobs([job], Commands(own)).jobs[job]}
         # What the accounting knows is not needed here.
         found["down"] = [
-            suspects.note_failed_nodes(run.files, {}, Commands(own, "sacctmgr")) for _ in range(2)
+            suspects.record_failed_nodes(run.files, {}, Commands(own, "sacctmgr")) for _ in range(2)
         ]
         own.node("boot", "n2")
         own.wait_for(lambda: own.node_states()["n2"] == "idle", what="n2 back")
-        files = JobFiles(back)
+        files = RunDir(back)
         own.wait_for(
-            lambda: suspects.note_failed_nodes(files, {}, Commands(own)), what="word of the outage"
+            lambda: suspects.record_failed_nodes(files, {}, Commands(own)),
+            what="word of the outage",
         )
         found["was down"] = suspects.read(files.suspects)
         record = resubmit(run, own.env, Commands(own))

@@ -14,7 +14,7 @@ import pytest
 
 from tests.slurm.cluster import Cluster
 from tests.slurm.lives import CONFIG, FOUR_NODES, RUN, Lived, ending, rows, send, told, until_step
-from torchdistpackage.launch.requeue import NOT_BACK
+from torchdistpackage.launch.requeue import EXIT_REQUEUE_DENIED
 
 STEPS, DIES, SAVE = 200, 9, 5
 ONE_RANK = ["launch.slurm.nodes=1", "launch.slurm.ntasks-per-node=1", "parallel.data=1",
@@ -109,7 +109,7 @@ def test_a_job_comes_back_from_all_that_and_fails_where_it_is_not_let(own_cluste
     assert (life.run / "job" / f"decision.{life.job}.0.1").read_text().startswith("requeue")
     # a requeue that is refused: a code of its own, which `afterok` does not take for success
     assert life.decision(1).startswith("requeue") and "this plugin is old" in life.log
-    assert life.states[-1] == "FAILED" and life.code == f"{NOT_BACK}:0"
+    assert life.states[-1] == "FAILED" and life.code == f"{EXIT_REQUEUE_DENIED}:0"
     assert reason in ("Dependency", "DependencyNeverSatisfied")
     # the submission whose answer was lost: one job
     assert jobs == [life.job]

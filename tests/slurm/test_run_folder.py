@@ -19,7 +19,7 @@ from tests.slurm.lives import CONFIG, ONE_NODE, RUN, Lived, ending, send
 from torchdistpackage.launch.holder import STALE_S, from_json, to_json
 from torchdistpackage.launch.lock import holder_of
 from torchdistpackage.launch.slurm.commands import run
-from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.slurm.files import RunDir
 from torchdistpackage.launch.slurm.verdict import CANNOT_WRITE
 
 LAYOUT = ["parallel.data=2", "parallel.pipe=1", "launch.local.procs=2", "train.steps=2000"]
@@ -49,7 +49,7 @@ def written_to_by_a_job(cluster: Cluster, folder: Path) -> dict[str, Any]:
         *("-N2", "-n2", "-o", folder / "out", "--no-requeue"),
         script=f"srun --kill-on-bad-exit=1 {command} --resume never",
     )
-    files = JobFiles(folder / "mine")
+    files = RunDir(folder / "mine")
     metrics = files.run / "metrics.jsonl"
     cluster.wait_for(lambda: metrics.exists() and metrics.stat().st_size, 240, "the first row")
 

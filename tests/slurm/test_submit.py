@@ -19,10 +19,10 @@ import pytest
 
 from tests.slurm.cluster import ROOT, Cluster
 from torchdistpackage.config.load import loads
-from torchdistpackage.launch.slurm.commands import Ran, run
-from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.slurm.commands import CompletedCommand, run
+from torchdistpackage.launch.slurm.files import RunDir
 from torchdistpackage.launch.slurm.records import read_records
-from torchdistpackage.launch.slurm.submit import prepare, send
+from torchdistpackage.launch.slurm.submit import prepare, submit_prepared
 
 PROBE = Path(__file__).parent / "jobs" / "submit_probe.py"
 LIMIT_S = 240
@@ -68,7 +68,7 @@ def submitted_jobs(
 ) -> list[str]:
     """Prepare and send; the ids. With seeds: an array, a run for each."""
 
-    def runner(args: Sequence[str], env: Any = None) -> Ran:
+    def runner(args: Sequence[str], env: Any = None) -> CompletedCommand:
         return run(args, cluster.env if env is None else env)
 
     overrides = [[f"run.seed={x}", f"run.name=run-{x}"] for x in seeds] or [[]]
@@ -78,10 +78,10 @@ def submitted_jobs(
         work,
         {**cluster.env, "PYTHONPATH": "lib", **(env or {})},
         sweep="swept" if seeds else None,
-        at_once=2 if seeds else None,
+        max_parallel=2 if seeds else None,
         command=[cluster.python, "-u", "-P", "-m", "submit_probe"],
     )
-    sent = send(prepared, {**cluster.env, **(env or {})}, runner)
+    sent = submit_prepared(prepared, {**cluster.env, **(env or {})}, runner)
     return [record.job for record in sent.records]
 
 
@@ -121,7 +121,7 @@ launch:
     asked = cluster.job(job)
     shown = cluster.run("scontrol", "-o", "show", "job", job).stdout
     cluster.cancel(before)
-    files = JobFiles(work / "my runs" / "one")
+    files = RunDir(work / "my runs" / "one")
     cluster.wait_for(lambda: len(read_records(files.records)) == 2, LIMIT_S, "a chained job")
     jobs = [record.job for record in read_records(files.records)]
     ends = [cluster.wait_end(job, LIMIT_S) for job in jobs]
@@ -214,7 +214,7 @@ launch:
 """
     jobs = submitted_jobs(cluster, work, yaml, seeds=(5, 6, 7))
     ends = [cluster.wait_end(job, LIMIT_S) for job in jobs]
-    runs = [JobFiles(work / "runs" / f"run-{seed}") for seed in (5, 6, 7)]
+    runs = [RunDir(work / "runs" / f"run-{seed}") for seed in (5, 6, 7)]
     return {**locals(), "seen": [seen_by(files.run) for files in runs]}
 
 
@@ -351,7 +351,7 @@ def following(cluster: Cluster, folder: Path) -> dict[str, Any]:
                 break
         second.send_signal(signal.SIGINT)
         _, err = second.communicate(timeout=LIMIT_S)
-    (record,) = read_records(JobFiles(work / "runs" / "long").records)
+    (record,) = read_records(RunDir(work / "runs" / "long").records)
     state = cluster.job_state(record.job)
     cluster.cancel(record.job)
     return {"done": done, "code": second.returncode, "err": err, "state": state}
@@ -377,7 +377,7 @@ def refused(cluster: Cluster, folder: Path) -> list[subprocess.CompletedProcess[
     env = {"PYTHONPATH": str(ROOT)}
     hold = ("submit", "run.yaml", "launch.slurm.hold=true")
     done = [cluster.tdp(*hold, cwd=work, env=env, check=False) for _ in range(2)]
-    (record,) = read_records(JobFiles(work / "runs" / "run").records)
+    (record,) = read_records(RunDir(work / "runs" / "run").records)
     cluster.cancel(record.job)
     cluster.wait_end(record.job, LIMIT_S)
     more = ["launch.slurm.partition=nowhere"], ["launch.slurm.hold=false"]

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchdistpackage.checkpoint.parts import Place, Sharded
+from torchdistpackage.checkpoint.parts import ShardedState, TopologyRank
 from torchdistpackage.config.load import loads
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.train.build import build
@@ -30,12 +30,12 @@ def trainer(overrides: list[str]) -> Trainer:
 
 def held(run: Trainer, pick: str) -> Held:
     """Every block of parameters ("data") or gradients ("grad") of this rank, or of its shards."""
-    place = Place(run.plan.topology, run.rank)
-    if pick == "data" and isinstance(run.optimizer, Sharded):
+    place = TopologyRank(run.plan.topology, run.rank)
+    if pick == "data" and isinstance(run.optimizer, ShardedState):
         run.optimizer.finish()
     named = [(run.layouts[name], p) for name, p in run.stage.named_parameters()]
     mine = [place.whole(layout, x) for layout, p in named if (x := getattr(p, pick)) is not None]
-    if pick == "grad" and isinstance(run.optimizer, Sharded):
+    if pick == "grad" and isinstance(run.optimizer, ShardedState):
         layouts = {p: layout for layout, p in named}
         shards = run.optimizer.shards
         mine = [place.sliced(layouts[s.parameter], s, s.tensor.grad) for s in shards]

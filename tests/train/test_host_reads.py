@@ -10,7 +10,7 @@ from tests.train import parity
 from tests.train.test_nonfinite import BASE
 from torchdistpackage.comm import backends
 from torchdistpackage.comm.backends import GLOO, Transport
-from torchdistpackage.harness.hang.marks import Marks
+from torchdistpackage.harness.hang.marks import Heartbeat
 from torchdistpackage.train.log import read_metrics
 from torchdistpackage.train.loop import Loop
 from torchdistpackage.train.state import TrainState
@@ -42,7 +42,7 @@ LAYOUTS = {
 }
 
 
-class CountingMarks(Marks):
+class CountingMarks(Heartbeat):
     """The loop marks the beginning of each step: between two marks lies a whole one."""
 
     def __init__(self) -> None:
@@ -97,15 +97,15 @@ def copied(pipe: int) -> list[str]:
     extra = ["parallel.data=1", f"parallel.pipe={pipe}", "model.layers=3"]
     run = parity.trainer([*BASE, *extra])
     batches, seen = [], []
-    made, place = run.batches.of_training, run._place
+    made, place = run.batches.of_training, run._rank_text
     run.batches.of_training = lambda *number: batches.append(made(*number)) or batches[-1]
 
     def note(x: torch.Tensor, weight: object) -> torch.Tensor:
         seen.append("inputs" if x is batches[-1][0] else "targets")
         return place(x, weight)
 
-    run._place = note
-    run.train_step(1).read()
+    run._rank_text = note
+    run.train_step(1).wait()
     return seen
 
 

@@ -9,13 +9,13 @@ import pytest
 import torch.distributed as dist
 
 from tests.train import parity
-from torchdistpackage.config.schema import Requeue
-from torchdistpackage.launch.requeue import Limits, Word
-from torchdistpackage.launch.signals import Noted
-from torchdistpackage.launch.slurm.files import JobFiles
-from torchdistpackage.launch.slurm.starts import note, this_start
+from torchdistpackage.config.schema import RequeueSection
+from torchdistpackage.launch.requeue import RequeueDecision, RequeueLimits
+from torchdistpackage.launch.signals import SignalFlag
+from torchdistpackage.launch.slurm.files import RunDir
+from torchdistpackage.launch.slurm.starts import append, this_start
 from torchdistpackage.train.job import _resume
-from torchdistpackage.train.life import Life, begin, end
+from torchdistpackage.train.life import StopController, begin, end
 from torchdistpackage.train.log import read_metrics
 from torchdistpackage.train.loop import Loop
 from torchdistpackage.train.state import resume
@@ -44,13 +44,13 @@ ALL = [
 def train(folder: Path, data: str, listen: bool) -> tuple[bool, int]:
     """Whether the run came to its last step, and the step it came to."""
     run = parity.trainer([*LAYOUT, *(data.split("|") if data else [])])
-    noted = Noted()
+    noted = SignalFlag()
     names = ("USR1", "USR2", "TERM", "HUP")
     before = {name: signal.getsignal(signal.Signals[f"SIG{name}"]) for name in names}
     if listen:
         noted.listen(names)
     try:
-        life = Life(noted=noted, clock=dist.get_rank() == 0)
+        life = StopController(signals=noted, clock=dist.get_rank() == 0)
         loop = Loop(run, resume(run, folder, "auto"), folder, life)
         finished = loop.run() is not None
         time.sleep(0.06)  # a signal that comes after the last step is this test's own
@@ -106,24 +106,27 @@ def test_a_run_without_time_left_ends_after_its_first_step(ranks, tmp_path):
 
 def late(folder: Path) -> tuple[float | None, int]:
     run = parity.trainer(LAYOUT)
-    life = Life(clock=dist.get_rank() == 0, end_s=time.time() + 5)
+    life = StopController(clock=dist.get_rank() == 0, end_s=time.time() + 5)
     loop = Loop(run, resume(run, folder, "auto"), folder, life)
     return loop.run(), loop.state.step
 
 
 def test_only_one_rank_watches_the_clock():
     past = time.time() - 1
-    assert Life(clock=True, end_s=past).wish() and not Life(clock=False, end_s=past).wish()
+    assert (
+        StopController(clock=True, end_s=past).should_stop()
+        and not StopController(clock=False, end_s=past).should_stop()
+    )
 
 
 def test_a_reason_once_found_stays():
     """Times are measured anew in every step; what was said to the others holds."""
-    life = Life(clock=True, end_s=time.time() + 100, step_s=deque([60.0]), save_s=[1])
-    assert life.wish() and "the job ends in" in life.reason()
+    life = StopController(clock=True, end_s=time.time() + 100, step_s=deque([60.0]), save_s=[1])
+    assert life.should_stop() and "the job ends in" in life.stop_reason()
     life.step_s.clear()
     life.end_s = None
-    assert life.wish() and "the job ends in" in life.reason()
-    assert Life().reason() == "a signal to another rank"
+    assert life.should_stop() and "the job ends in" in life.stop_reason()
+    assert StopController().stop_reason() == "a signal to another rank"
 
 
 @pytest.mark.parametrize(
@@ -137,40 +140,44 @@ def test_a_reason_once_found_stays():
     ],
 )
 def test_when_the_job_ends_is_told_by_its_environment(tmp_path, env, left):
-    assert begin(tmp_path, Requeue(), Noted(), 0, env).end_s == left
+    assert begin(tmp_path, RequeueSection(), SignalFlag(), 0, env).end_s == left
 
 
 def test_word_is_left_for_the_batch_script_and_saves_are_remembered(tmp_path):
     env = {"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "2"}
-    files = JobFiles(tmp_path)
-    note(files, this_start(files, env, 5))
-    life = Life(Limits(max_requeues=9), clock=True, end_s=1.0, save_s=[0.5, 0.25])
-    life.wish()
+    files = RunDir(tmp_path)
+    append(files, this_start(files, env, 5))
+    life = StopController(RequeueLimits(max_requeues=9), clock=True, end_s=1.0, save_s=[0.5, 0.25])
+    life.should_stop()
     decision = end(life, tmp_path, 9, env)
-    assert decision.word is Word.REQUEUE
+    assert decision.word is RequeueDecision.REQUEUE
     assert files.decision("12.2").read_text() == f"{decision}\n"
-    assert begin(tmp_path, Requeue(), Noted(), 0, env).save_s == [0.5, 0.25]
-    assert begin(tmp_path, Requeue(), Noted(), 1, env).save_s == []
+    assert begin(tmp_path, RequeueSection(), SignalFlag(), 0, env).save_s == [0.5, 0.25]
+    assert begin(tmp_path, RequeueSection(), SignalFlag(), 1, env).save_s == []
 
 
-@pytest.mark.parametrize(("batch", "word"), [({"TDP_BATCH": "1"}, Word.CHAIN), ({}, Word.STOP)])
+@pytest.mark.parametrize(
+    ("batch", "word"), [({"TDP_BATCH": "1"}, RequeueDecision.CHAIN), ({}, RequeueDecision.STOP)]
+)
 def test_a_job_is_chained_only_where_a_script_does_it(tmp_path, batch, word):
     env = {"SLURM_JOB_ID": "12", **batch}
-    decision = end(Life(Limits("chain")), tmp_path, 9, env)
-    assert decision.word is word and ("tdp submit" in decision.reason) is (word is Word.STOP)
+    decision = end(StopController(RequeueLimits("chain")), tmp_path, 9, env)
+    assert decision.word is word and ("tdp submit" in decision.reason) is (
+        word is RequeueDecision.STOP
+    )
 
 
 @pytest.mark.parametrize("how", ["never", "/some/checkpoint"])
 def test_what_the_user_said_of_resuming_holds_for_the_first_start(tmp_path, how):
-    files, first, second = JobFiles(tmp_path), {"SLURM_JOB_ID": "12"}, {"SLURM_RESTART_COUNT": "1"}
+    files, first, second = RunDir(tmp_path), {"SLURM_JOB_ID": "12"}, {"SLURM_RESTART_COUNT": "1"}
     begun = this_start(files, first, 0)
     assert _resume(files, begun, how) == how
-    note(files, begun)
+    append(files, begun)
     assert _resume(files, begun, how) == how
     assert _resume(files, this_start(files, first | second, 4), how) == "auto"
 
 
 def test_outside_of_a_job_nothing_is_left_and_the_user_starts_again(tmp_path):
-    decision = end(Life(), tmp_path, 9, {})
-    assert decision.word is Word.STOP and "goes on" in decision.reason
+    decision = end(StopController(), tmp_path, 9, {})
+    assert decision.word is RequeueDecision.STOP and "goes on" in decision.reason
     assert list(tmp_path.iterdir()) == []

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from torchdistpackage.errors import DataError
-from torchdistpackage.train.log import MetricsLog, Progress, plot_loss, read_metrics
-from torchdistpackage.train.rank_log import Both
+from torchdistpackage.train.log import MetricsLog, ProgressDisplay, plot_loss, read_metrics
+from torchdistpackage.train.rank_log import Tee
 
 
 def steps(path) -> list[int]:
@@ -92,7 +92,7 @@ def test_numbers_that_are_not_finite_stay_valid_json(tmp_path):
 
 def test_without_a_terminal_there_is_one_plain_line_per_interval():
     out = io.StringIO()
-    with Progress(25, every=10, stream=out) as progress:
+    with ProgressDisplay(25, every=10, stream=out) as progress:
         for step in range(1, 26):
             progress.update(
                 step, loss=2.5, tokens_per_s=12345, bubble=0.271, predicted_bubble=0.2727
@@ -108,7 +108,7 @@ def test_without_a_terminal_there_is_one_plain_line_per_interval():
 
 def test_a_run_without_a_pipeline_shows_no_bubble():
     out = io.StringIO()
-    Progress(1, every=1, stream=out).update(1, loss=2.5, tokens_per_s=99)
+    ProgressDisplay(1, every=1, stream=out).update(1, loss=2.5, tokens_per_s=99)
     assert out.getvalue() == "step 1/1  loss 2.5000  99 tokens/s\n"
 
 
@@ -117,7 +117,7 @@ def test_a_terminal_gets_a_bar_with_the_same_numbers(monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w") as terminal:
-        with Progress(20, every=10, stream=terminal, done=4) as progress:
+        with ProgressDisplay(20, every=10, stream=terminal, done=4) as progress:
             progress.update(7, loss=2.5, tokens_per_s=500, bubble=0.25)
             progress.say("[validation] loss 2.4")
         terminal.flush()
@@ -166,7 +166,7 @@ def test_what_a_screen_shows_is_kept_but_for_its_motions(tmp_path):
     path = tmp_path / "logs" / "rank0.restart0.log"
     for line in ("first\n", "second\n"):
         screen = io.StringIO()
-        both = Both(screen, path)
+        both = Tee(screen, path)
         print("\x1b[2K\rstep 3/9", end="", file=both)
         print(line, end="", file=both)
         both.flush()
@@ -194,7 +194,7 @@ COLOURED = (
 )
 def test_the_file_has_the_text_of_what_only_a_terminal_can_show(tmp_path, parts, kept):
     screen = io.StringIO()
-    both = Both(screen, tmp_path / "log")
+    both = Tee(screen, tmp_path / "log")
     for part in parts:
         both.write(part)
     both.close()
@@ -203,7 +203,7 @@ def test_the_file_has_the_text_of_what_only_a_terminal_can_show(tmp_path, parts,
 
 
 def test_plain_text_is_in_the_file_at_once_and_an_endless_line_is_no_leak(tmp_path):
-    both = Both(io.StringIO(), tmp_path / "log")
+    both = Tee(io.StringIO(), tmp_path / "log")
     both.write("half a line\n")
     assert (tmp_path / "log").read_text() == "half a line\n"
     for percent in range(30_000):

@@ -13,7 +13,7 @@ import torch
 
 from torchdistpackage.harness.stragglers.phases import Phases
 from torchdistpackage.train import loop as loops
-from torchdistpackage.train.life import Life
+from torchdistpackage.train.life import StopController
 from torchdistpackage.train.log import read_metrics
 from torchdistpackage.train.loop import Loop
 from torchdistpackage.train.result import Period, StepResult
@@ -21,11 +21,11 @@ from torchdistpackage.train.state import TrainState
 
 
 @dataclass
-class Issued:
+class PendingStepDouble:
     result: StepResult
     period: Period = field(default_factory=lambda: Period(torch.device("cpu")))
 
-    def read(self) -> StepResult:
+    def wait(self) -> StepResult:
         return self.result
 
 
@@ -67,20 +67,20 @@ class Counting:
 
     def train_step(self, step: int, *, save: bool, stop: Callable[[], bool], **how: bool):
         wish, self.updates = stop(), step
-        return Issued(StepResult(step, 1.0, 1.0, 10, 0.01, 1e-3, None, save, wish))
+        return PendingStepDouble(StepResult(step, 1.0, 1.0, 10, 0.01, 1e-3, None, save, wish))
 
     def evaluate(self, stop: Callable[[], bool] | None = None) -> float | None:
         return None if stop is not None and stop() else 1.0
 
 
 @dataclass
-class Wishing(Life):
+class Wishing(StopController):
     """Wishes for the end from its `at`-th question on."""
 
     at: int = 10**9
     asked: int = 0
 
-    def wish(self) -> bool:
+    def should_stop(self) -> bool:
         self.asked += 1
         return self.asked >= self.at
 
@@ -99,7 +99,7 @@ def saved(monkeypatch) -> list[tuple[int, int]]:
 def test_a_save_by_the_clock_is_made_once_and_of_the_step_it_is_named_after(
     tmp_path: Path, saved, kind
 ):
-    loop = Loop(Counting(kind, 6), TrainState(), tmp_path, Life())
+    loop = Loop(Counting(kind, 6), TrainState(), tmp_path, StopController())
     loop._saved_at -= 61  # a minute is over
     loop.run()
     assert all(step == updates for step, updates in saved), saved
@@ -120,7 +120,7 @@ def test_a_run_ends_after_the_step_of_the_wish_or_where_numbers_are_late_one_lat
 
 
 def test_more_time_is_kept_free_where_numbers_come_late(tmp_path: Path):
-    lives = {kind: Life() for kind in ("cpu", "cuda")}
+    lives = {kind: StopController() for kind in ("cpu", "cuda")}
     for kind, life in lives.items():
         Loop(Counting(kind, 1), TrainState(), tmp_path, life)
     assert lives["cuda"].ahead > lives["cpu"].ahead

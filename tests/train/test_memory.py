@@ -3,17 +3,17 @@
 import pytest
 
 from torchdistpackage.config.load import loads
-from torchdistpackage.config.schema import Precision
+from torchdistpackage.config.schema import PrecisionSection
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.topology.views import topology
-from torchdistpackage.train.memory import Memory, memory
+from torchdistpackage.train.memory import MemoryEstimate, memory
 
 LAYOUTS = [Layout("w", (64, 48), (("tensor",), ())), Layout("b", (64,))]
 WORLD = topology((("data", 4), ("tensor", 2)), 8)
 COUNT = 64 * 48 // 2 + 64
 
 
-def held(zero: int, *more: str) -> Memory:
+def held(zero: int, *more: str) -> MemoryEstimate:
     one = "parallel: {data: 4}\npipeline: {microbatches: 1}"
     config = loads(one, overrides=[f"parallel.zero={zero}", *more])
     return memory(config, WORLD, LAYOUTS, 5)
@@ -23,13 +23,13 @@ def held(zero: int, *more: str) -> Memory:
     ("zero", "weights", "gradients", "optimizer"), [(0, 4, 4, 8), (1, 4, 4, 2), (2, 4, 1, 2)]
 )
 def test_each_stage_leaves_one_thing_more_in_parts(zero, weights, gradients, optimizer):
-    expected = Memory(weights * COUNT, gradients * COUNT, optimizer * COUNT)
+    expected = MemoryEstimate(weights * COUNT, gradients * COUNT, optimizer * COUNT)
     assert held(zero) == expected
     assert expected.state_bytes == (weights + gradients + optimizer) * COUNT
 
 
 def test_stage_3_has_a_quarter_of_everything():
-    assert held(3) == Memory(COUNT, COUNT, 2 * COUNT)
+    assert held(3) == MemoryEstimate(COUNT, COUNT, 2 * COUNT)
 
 
 def test_gradients_of_several_microbatches_are_whole_beside_their_part():
@@ -39,7 +39,7 @@ def test_gradients_of_several_microbatches_are_whole_beside_their_part():
 
 def test_narrow_weights_have_a_wide_copy_in_parts_and_one_wide_bucket():
     narrow = ["precision.dtype=bf16", "precision.weights=bf16"]
-    assert held(1, *narrow) == Memory(2 * COUNT, 4 * COUNT, 3 * COUNT)
-    assert held(3, *narrow) == Memory(0, COUNT, 3 * COUNT)
+    assert held(1, *narrow) == MemoryEstimate(2 * COUNT, 4 * COUNT, 3 * COUNT)
+    assert held(3, *narrow) == MemoryEstimate(0, COUNT, 3 * COUNT)
     assert held(1, "precision.dtype=bf16") == held(1)
-    assert Precision().weights == "float32"
+    assert PrecisionSection().weights == "float32"

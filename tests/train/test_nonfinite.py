@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.train import parity
-from torchdistpackage.checkpoint.parts import Sharded
+from torchdistpackage.checkpoint.parts import ShardedState
 from torchdistpackage.errors import NonFiniteError
 from torchdistpackage.train.loop import Loop
 from torchdistpackage.train.nonfinite import explain
@@ -57,7 +57,7 @@ class Fault:
 
 def everything(run: Trainer) -> list[Tensor]:
     """Copies of all that a step updates on this rank."""
-    if isinstance(run.optimizer, Sharded):
+    if isinstance(run.optimizer, ShardedState):
         run.optimizer.finish()
     state = run.inner.state.values() if run.inner is not None else ()
     return [
@@ -74,16 +74,16 @@ def broken_step(extra: list[str], rank: int, how: str) -> tuple[str, str]:
     """(what every rank says, name of the parameter that was hit) of a second step that fails."""
     run = parity.trainer([*BASE, *extra])
     fault = Fault(run, rank, how)
-    assert not run.train_step(1).read().skipped
+    assert not run.train_step(1).wait().skipped
     before = everything(run)
     fault.on = True
     issued = run.train_step(2)
-    assert issued.read().skipped
+    assert issued.wait().skipped
     assert equal(everything(run), before), "updated"
     text = explain(run, issued)
     assert equal(everything(run), before), "updated by looking for the cause"
     fault.on = False
-    after = run.train_step(3).read()
+    after = run.train_step(3).wait()
     skips = run.plan.config.train.on_nonfinite == "skip"
     assert not after.skipped
     assert equal(everything(run), before) != skips, "skip goes on, stop stands still"
@@ -152,7 +152,7 @@ def broken_chunk(how: str) -> tuple[str, str]:
     elif dist.get_rank() == 1:
         run.stage.register_forward_hook(lambda m, a, y: y * float("nan") if a[0] == 2 else y)
     issued = run.train_step(1)
-    assert issued.read().skipped
+    assert issued.wait().skipped
     return explain(run, issued), run.layouts[name].name
 
 

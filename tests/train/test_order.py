@@ -11,11 +11,11 @@ from tests.train.test_parity import cases, overrides
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.harness.lint import lint
-from torchdistpackage.harness.lint.programs import Collective, Messages, Program, check
-from torchdistpackage.harness.lint.report import Report
+from torchdistpackage.harness.lint.programs import CallProgram, Collective, Messages, check
+from torchdistpackage.harness.lint.report import LintReport
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.pipeline.forward_backward import forward_backward
-from torchdistpackage.schedule.actions import Action, Kind
+from torchdistpackage.schedule.actions import Action, ActionKind
 from torchdistpackage.train import build as builder
 from torchdistpackage.train.calls import HEADER, StepPrograms, static_report
 from torchdistpackage.train.plan import Plan, make_plan
@@ -78,7 +78,7 @@ def expect_calls_of_the_paper(plan: Plan) -> None:
         assert sum(map(len, on_paper.values())) > 1
 
 
-def first_step(plan: Plan) -> tuple[Report, list[int]]:
+def first_step(plan: Plan) -> tuple[LintReport, list[int]]:
     """(report, for each rank how many calls it had made when its step began)."""
     begins = [0] * plan.world_size
 
@@ -90,7 +90,7 @@ def first_step(plan: Plan) -> tuple[Report, list[int]]:
     return lint(step, plan.topology).check(), begins
 
 
-def written(program: Program):
+def written(program: CallProgram):
     """(ranks, call, peer) of everything in a program."""
     for op in program.ops:
         if isinstance(op, Collective):
@@ -135,9 +135,13 @@ def unfused(plan: Plan) -> Plan:
     last = len(plan.schedule.programs) - 1
 
     def around(action: Action) -> tuple[Action, ...]:
-        s, m, forward = action.stage, action.microbatch, action.kind is Kind.F
+        s, m, forward = action.stage, action.microbatch, action.kind is ActionKind.F
         source, target = (s - 1, s + 1) if forward else (s + 1, s - 1)
-        receive, send = (Kind.RECV_F, Kind.SEND_F) if forward else (Kind.RECV_B, Kind.SEND_B)
+        receive, send = (
+            (ActionKind.RECV_F, ActionKind.SEND_F)
+            if forward
+            else (ActionKind.RECV_B, ActionKind.SEND_B)
+        )
         before = (Action(s, receive, m),) if 0 <= source <= last else ()
         after = (Action(s, send, m),) if 0 <= target <= last else ()
         return (*before, action, *after)
@@ -175,7 +179,7 @@ def test_a_schedule_with_two_messages_swapped_is_found():
     assert static_report(with_programs(plan, (first, tuple(swapped)))).finding is not None
 
 
-def trial_of(plan: Plan) -> Report:
+def trial_of(plan: Plan) -> LintReport:
     """Its steps as a trial has them: the first places messages along an order of its own, and lets
     no gradient leave early; the second is as all later ones."""
 
@@ -196,14 +200,14 @@ def test_a_tied_gradient_that_does_not_leave_last_is_found(case, kind, monkeypat
     plan = plan_of(case)
     programs = [StepPrograms(plan).of(rank) for rank in range(plan.world_size)]
     assert check(programs, plan.topology).ok
-    made = builder.Shared
-    monkeypatch.setattr(builder, "Shared", lambda *args, last: made(*args))
+    made = builder.ParamSpec
+    monkeypatch.setattr(builder, "ParamSpec", lambda *args, deferred: made(*args))
     for report in (trial_of(plan), check(list(map(not_last, programs)), plan.topology)):
         assert report.finding.kind == kind
         assert "all_reduce" in str(report) and "waits in receive" in str(report)
 
 
-def not_last(program: Program) -> Program:
+def not_last(program: CallProgram) -> CallProgram:
     """The same where the gradients leave as soon as they are there."""
     gradients = [op for op in program.ops if getattr(op, "label", "") == "gradients"]
     rest = [op for op in program.ops if op not in gradients]

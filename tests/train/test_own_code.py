@@ -11,9 +11,9 @@ import pytest
 
 LOOK = """
 import os, sys
-from torchdistpackage.train.own_code import add_own_code
-folder = add_own_code(os.environ)
-assert add_own_code(os.environ) == folder
+from torchdistpackage.train.own_code import add_user_code
+folder = add_user_code(os.environ)
+assert add_user_code(os.environ) == folder
 assert sys.path.count(folder) == 1
 import types, colorsys, wave  # those that Python has not loaded are looked for here
 import mine, ruff

@@ -14,7 +14,7 @@ import pytest
 from tests.train import parity
 from torchdistpackage.config.kinds import SCHEDULES
 from torchdistpackage.config.load import load
-from torchdistpackage.schedule.actions import Action, Kind, Schedule
+from torchdistpackage.schedule.actions import Action, ActionKind, Schedule
 from torchdistpackage.schedule.csv import to_csv
 from torchdistpackage.topology.views import DEFAULT_ORDER
 
@@ -86,7 +86,7 @@ def one_process(ranks, extra: list[str]) -> list:
 def one_step(extra: list[str]) -> tuple[parity.Held, float, float]:
     """(gradients of the clipped mean loss, loss, gradient norm before clipping) of a step."""
     run = parity.trainer(extra)
-    result = run.train_step(1).read()
+    result = run.train_step(1).wait()
     return parity.held(run, "grad"), result.loss, result.grad_norm
 
 
@@ -159,8 +159,8 @@ def uneven(num_ranks: int, num_microbatches: int) -> Schedule:
     stages = [[s for s, place in enumerate(placement) if place == r] for r in range(num_ranks)]
     programs = tuple(
         (
-            *(Action(s, Kind.F, m) for m in range(num_microbatches) for s in held),
-            *(Action(s, Kind.B, m) for m in range(num_microbatches) for s in reversed(held)),
+            *(Action(s, ActionKind.F, m) for m in range(num_microbatches) for s in held),
+            *(Action(s, ActionKind.B, m) for m in range(num_microbatches) for s in reversed(held)),
         )
         for held in stages
     )
@@ -183,7 +183,7 @@ SMALL_SET = ("data2xpipe2",)
 def losses(changes: list[str], num_steps: int) -> list[float]:
     """Training losses of configs/gpt_tiny.yaml with `changes`."""
     run = parity.trainer(changes)
-    return [run.train_step(step).read().loss for step in range(1, num_steps + 1)]
+    return [run.train_step(step).wait().loss for step in range(1, num_steps + 1)]
 
 
 def of_gpt_tiny(changes: list[str]) -> list[str]:

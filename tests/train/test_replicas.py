@@ -16,9 +16,9 @@ def flipped(extra: list[str], rank: int, name: str) -> str:
     """What the check says on this rank once one bit of one parameter of one rank is another."""
     run = parity.trainer([*BASE, *extra])
     check = ReplicaCheck(run)
-    run.train_step(1).read()
+    run.train_step(1).wait()
     check()
-    run.train_step(2).read()
+    run.train_step(2).wait()
     check()
     for local, parameter in run.stage.named_parameters():
         if run.layouts[local].name == name and dist.get_rank() == rank:

@@ -47,8 +47,8 @@ def told_late(extra: list[str]) -> list[bool]:
             issued.append(run.train_step(step))
             assert isinstance(issued[-1].stats, OnHost)
             if not late:
-                seen.append(issued[-1].read())
-        seen = seen or [x.read() for x in issued]
+                seen.append(issued[-1].wait())
+        seen = seen or [x.wait() for x in issued]
         rows.append([(x.loss, x.grad_norm, x.tokens, x.lr, x.skipped) for x in seen])
         assert all(0 <= x.bubble < 1 and x.time_s > 0 for x in seen)
         run.close()
@@ -82,7 +82,7 @@ def bubble_of_a_device() -> tuple[float | None, list[str]]:
     issued = run.train_step(1)
     run.train_step(2)
     assert waits == [], "no step stops for what it measures"
-    return issued.read().bubble, waits
+    return issued.wait().bubble, waits
 
 
 def test_the_bubble_of_a_device_is_summed_over_ranks_when_it_is_read(ranks):

@@ -47,7 +47,7 @@ SMALL_SET = [
 
 def first_half(name: str, folder: str) -> None:
     run = parity.trainer([*BASE, *RUNS[name][1]])
-    tokens = sum(run.train_step(step).read().tokens for step in (1, 2))
+    tokens = sum(run.train_step(step).wait().tokens for step in (1, 2))
     save_state(run, TrainState(2, tokens), Path(folder))
 
 
@@ -58,12 +58,12 @@ def second_half(name: str, folder: str, again: str) -> list[float]:
     state = resume(run, Path(folder), "auto")
     assert state.step == 2
     save_state(run, state, Path(again))
-    return [run.train_step(step).read().loss for step in (3, 4)]
+    return [run.train_step(step).wait().loss for step in (3, 4)]
 
 
 def all_steps(name: str) -> list[float]:
     run = parity.trainer([*BASE, *RUNS[name][1]])
-    return [run.train_step(step).read().loss for step in (1, 2, 3, 4)][2:]
+    return [run.train_step(step).wait().loss for step in (1, 2, 3, 4)][2:]
 
 
 def whole(run_folder: Path) -> dict[str, Tensor]:
@@ -112,16 +112,16 @@ BF16 = [
 def narrow_half(folder: str) -> list[float]:
     run = parity.trainer(BF16)
     for step in (1, 2):
-        run.train_step(step).read()
+        run.train_step(step).wait()
     save_state(run, TrainState(2, 0), Path(folder))
-    return [run.train_step(step).read().loss for step in (3, 4)]
+    return [run.train_step(step).wait().loss for step in (3, 4)]
 
 
 def narrow_again(folder: str) -> list[float]:
     run = parity.trainer([*BF16, "parallel.zero=2"])
     run.train_step(4)
     resume(run, Path(folder), "auto")
-    return [run.train_step(step).read().loss for step in (3, 4)]
+    return [run.train_step(step).wait().loss for step in (3, 4)]
 
 
 def wide_weights(folder: str) -> parity.Held:

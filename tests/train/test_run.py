@@ -8,7 +8,7 @@ import torch
 
 from tests.train import parity
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.record import recorder
 from torchdistpackage.config.load import loads
 from torchdistpackage.errors import DataError
 from torchdistpackage.train.build import build_data
@@ -61,7 +61,7 @@ def train_with(extra: list[str], evaluate: bool) -> tuple[parity.Held, list[floa
     run = parity.trainer([*TINY, *extra])
     losses = [run.evaluate()] if evaluate else []
     for step in range(1, 4):
-        losses.append(run.train_step(step).read().loss)
+        losses.append(run.train_step(step).wait().loss)
         if evaluate:
             losses.append(run.evaluate())
     return parity.held(run, "data"), losses
@@ -156,7 +156,7 @@ def test_a_loader_keyed_by_global_rank_is_caught_on_the_first_step(ranks):
 
 def half_precision(extra: list[str]) -> tuple[list[float], set[str]]:
     run = parity.trainer([*TINY, *UNEVEN, "precision.dtype=bf16", *extra])
-    losses = [run.train_step(step).read().loss for step in (1, 2, 3)]
+    losses = [run.train_step(step).wait().loss for step in (1, 2, 3)]
     return losses, {str(p.dtype) for p in run.stage.parameters()}
 
 
@@ -170,7 +170,7 @@ def test_bf16_keeps_weights_wide_and_stays_close_on_every_layout(ranks):
 
 def losses_of(extra: list[str]) -> list[float]:
     run = parity.trainer([*TINY, *UNEVEN, *extra])
-    return [run.train_step(step).read().loss for step in (1, 2, 3)]
+    return [run.train_step(step).wait().loss for step in (1, 2, 3)]
 
 
 def sources(folder: str) -> None:
@@ -201,8 +201,8 @@ def checked(extra: list[str]) -> list[float]:
     losses = []
     for check in ("true", "false"):
         run = parity.trainer([*TINY, *extra, f"train.check_calls={check}"])
-        assert calls.checks is (check == "true")
-        losses += [run.train_step(step).read().loss for step in (1, 2)]
+        assert recorder.checks is (check == "true")
+        losses += [run.train_step(step).wait().loss for step in (1, 2)]
     return losses
 
 

@@ -19,8 +19,8 @@ from torchdistpackage.config.load import load
 from torchdistpackage.harness.pool import RankPool
 from torchdistpackage.launch.children import ForkServer
 from torchdistpackage.launch.lock import holder_of, take
-from torchdistpackage.launch.requeue import STOPPED
-from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.requeue import EXIT_TEMPFAIL
+from torchdistpackage.launch.slurm.files import RunDir
 from torchdistpackage.launch.slurm.starts import Start, read_starts
 from torchdistpackage.train.folder import prepare_folder
 from torchdistpackage.train.job import RANK
@@ -79,7 +79,7 @@ def test_a_second_run_is_refused_and_the_first_loses_nothing(tmp_path, pool, sta
     first = start(pool, tmp_path, "train.steps=100000", "checkpoint.save_every=0")
     began = tmp_path / "run" / "resolved.yaml"
     until(lambda: began.exists() or first.poll() is not None, "the first run")
-    held = holder_of(JobFiles(tmp_path / "run").run_lock)
+    held = holder_of(RunDir(tmp_path / "run").run_lock)
     assert held is not None and held.pid == first.pid, first.poll()
     second = train(tmp_path, "train.steps=60", "run.seed=99")
     out, _ = second.communicate(timeout=120)
@@ -87,10 +87,10 @@ def test_a_second_run_is_refused_and_the_first_loses_nothing(tmp_path, pool, sta
     until(lambda: rows(tmp_path) or first.poll() is not None, "a step")
     first.send_signal(signal.SIGTERM)
     said, _ = first.communicate(timeout=120)
-    assert first.returncode in (0, STOPPED), said
+    assert first.returncode in (0, EXIT_TEMPFAIL), said
     assert steps(tmp_path) == list(range(1, len(rows(tmp_path)) + 1))
     assert "99" not in began.read_text()
-    assert not JobFiles(tmp_path / "run").run_lock.exists(), "nothing is left of the lock"
+    assert not RunDir(tmp_path / "run").run_lock.exists(), "nothing is left of the lock"
 
 
 # --resume never
@@ -153,7 +153,7 @@ def test_a_run_whose_folder_is_removed_fails(tmp_path, pool, start):
 def test_under_a_launcher_rank_0_holds_the_lock(tmp_path, pool):
     """And is refused by it, before it makes or moves anything."""
     before = earlier(tmp_path)
-    lock = take(JobFiles(tmp_path / "run").run_lock, "the run run")
+    lock = take(RunDir(tmp_path / "run").run_lock, "the run run")
     try:
         process = alone_under_a_launcher(pool, tmp_path, "train.steps=1", "--resume=never")
         out, _ = process.communicate(timeout=180)
@@ -210,7 +210,7 @@ def start_ranks(server: ForkServer, folder: Path, num_steps: int, log, start: in
     config = load(CONFIG, words(folder, *changes))
     return [
         server.spawn(
-            f"{RANK}:rank_main",
+            f"{RANK}:worker_main",
             (config, "auto"),
             env={
                 **os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": "2",

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.train import parity
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.record import recorder
 from torchdistpackage.harness.stragglers.find import SPOKEN
 from torchdistpackage.train.loop import Loop
 from torchdistpackage.train.state import TrainState
@@ -48,7 +48,7 @@ def delay(run: Trainer, plan: list[Slow]) -> None:
     """Have `run` sleep on its rank as `plan` says, by the means of a user."""
 
     def sleep(phase: str, seconds: float) -> None:
-        due = [slow[1:] for slow in plan if slow[0] <= calls.step][-1:]
+        due = [slow[1:] for slow in plan if slow[0] <= recorder.step][-1:]
         if due == [(dist.get_rank(), phase)]:
             time.sleep(seconds)
 
@@ -77,7 +77,7 @@ def lines(changes: list[str], plan: list[Slow], num_steps: int) -> list[tuple[in
     assert compare is not None
     said: list[tuple[int, str]] = []
     for step in range(1, num_steps + 1):
-        run.train_step(step).read()
+        run.train_step(step).wait()
         said += [(step, line) for line in compare(step)]
     return said
 

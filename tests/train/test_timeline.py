@@ -37,7 +37,7 @@ def whole_run(extra: list[str], folder: str) -> tuple[list[int], tuple[str, ...]
     run.train_step = step  # type: ignore[method-assign]
     loop = Loop(run, TrainState(), Path(folder))
     loop.run()
-    return recorded, loop.left
+    return recorded, loop.artifacts
 
 
 def test_the_folder_holds_the_measured_step_below_the_predicted_one(ranks, tmp_path):

@@ -29,7 +29,7 @@ def two_steps(extra: list[str]) -> tuple[parity.Held, parity.Held, list[float]]:
     run = parity.trainer(extra)
     numbers: list[float] = []
     for step in (1, 2):
-        result = run.train_step(step).read()
+        result = run.train_step(step).wait()
         numbers += [result.loss, result.grad_norm]
     gradients = parity.held(run, "grad")
     numbers.append(run.evaluate())
@@ -60,7 +60,7 @@ def hundred_steps(extra: list[str]) -> tuple[parity.Held, list[float]]:
     losses: list[float] = []
     check = ReplicaCheck(run)
     for step in range(1, 101):
-        losses.append(run.train_step(step).read().loss)
+        losses.append(run.train_step(step).wait().loss)
         if step % 10 == 0 or step < 5:
             check()
     return parity.held(run, "data"), losses

@@ -14,7 +14,7 @@ from torchdistpackage.errors import CheckpointError
 
 
 @contextmanager
-def together(group: Group, doing: str) -> Generator[None]:
+def fail_together(group: Group, doing: str) -> Generator[None]:
     """Run the block on every rank of the group; it holds no collective itself.
 
     doing: what the block does, for the message: `writing the checkpoint of step 400`.

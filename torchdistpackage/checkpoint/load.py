@@ -13,11 +13,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from torchdistpackage.checkpoint.agree import together
+from torchdistpackage.checkpoint.agree import fail_together
 from torchdistpackage.checkpoint.commit import candidates, damage, warn_skipped
 from torchdistpackage.checkpoint.manifest import Fact
-from torchdistpackage.checkpoint.parts import Params, Place, Sharded, params_of
-from torchdistpackage.checkpoint.reading import Reading
+from torchdistpackage.checkpoint.parts import Params, ShardedState, TopologyRank, params_of
+from torchdistpackage.checkpoint.reading import ShardReader
 from torchdistpackage.checkpoint.save import EXTRA, degrees_of, file_name
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
@@ -98,19 +98,19 @@ def load(
     """
     path, group = Path(path), resolve_group(group, "global")
     doing = f"loading {path}"
-    if isinstance(optimizer, Sharded):
+    if isinstance(optimizer, ShardedState):
         optimizer.finish()
-    with together(group, doing):
+    with fail_together(group, doing):
         params = params_of(params, topology, rank)
-        reading = Reading(path, params, Place(topology, rank), optimizer)
+        reading = ShardReader(path, params, TopologyRank(topology, rank), optimizer)
         manifest = reading.manifest
         with_extras = with_extras and manifest.degrees == degrees_of(topology)
         reading.check_files(checksums, {file_name(rank)} if with_extras else set())
     owned = primitives.gather_objects(reading.num_owned, group)
-    with together(group, doing):
+    with fail_together(group, doing):
         reading.check_total(sum(n for n in owned if isinstance(n, int)))
     extras: dict[str, int | Tensor] = {}
-    with together(group, doing):
+    with fail_together(group, doing):
         reading.read()
         if with_extras:
             extras = _read_extras(path / file_name(rank))

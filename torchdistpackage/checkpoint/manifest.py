@@ -25,7 +25,7 @@ Fact = str | int | float | bool | None
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorChunk:
     """A box of a tensor: `key` in `file` holds [offset, offset + lengths) of the global one."""
 
     file: str
@@ -39,14 +39,14 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor: global shape, dtype (`float32`) and the pieces that tile it."""
 
     shape: tuple[int, ...]
     dtype: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorChunk, ...]
 
-    def covering(self, box: Box) -> Iterator[tuple[Piece, Box, Box]]:
+    def covering(self, box: Box) -> Iterator[tuple[TensorChunk, Box, Box]]:
         """(piece, what of it is in `box`, in its own coordinates, and where that lies in `box`).
 
         Pieces that were checked to tile the tensor cover every box in it exactly once.
@@ -78,7 +78,7 @@ class Manifest:
     step: int
     tokens: int
     degrees: tuple[tuple[str, int], ...]
-    tensors: Mapping[str, Entry]
+    tensors: Mapping[str, TensorEntry]
     files: Mapping[str, FileFacts]
     facts: Mapping[str, Fact] = field(default_factory=dict[str, Fact])
     format: int = FORMAT
@@ -126,12 +126,12 @@ def _checksum(body: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(body).encode())
 
 
-def _entry(data: dict[str, Any]) -> Entry:
+def _entry(data: dict[str, Any]) -> TensorEntry:
     pieces = tuple(
-        Piece(_text(p["file"]), _text(p["key"]), _counts(p["offset"]), _counts(p["lengths"]))
+        TensorChunk(_text(p["file"]), _text(p["key"]), _counts(p["offset"]), _counts(p["lengths"]))
         for p in data["pieces"]
     )
-    return Entry(_counts(data["shape"]), _text(data["dtype"]), pieces)
+    return TensorEntry(_counts(data["shape"]), _text(data["dtype"]), pieces)
 
 
 def _text(value: object) -> str:

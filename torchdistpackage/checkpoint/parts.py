@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group, ranks_of
-from torchdistpackage.ddp.plain import plain_module
+from torchdistpackage.ddp.plain import unwrap_model
 from torchdistpackage.errors import CheckpointError, LayoutError
 from torchdistpackage.layout.collect import collect
 from torchdistpackage.layout.derive import blocks, local_shape, owner, owns
@@ -37,7 +37,7 @@ def params_of(params: Params | nn.Module, topology: Topology, rank: int) -> Para
     """
     if not isinstance(params, nn.Module):
         return params
-    module = plain_module(params)
+    module = unwrap_model(params)
     own, found = collect(module), dict[str, tuple[Tensor, Layout]]()
     for name, parameter in module.named_parameters():
         mark = mark_of(parameter)
@@ -60,7 +60,7 @@ MASTER = "master"
 """Key of the wide copy of a narrow parameter; all other keys are the inner optimizer's."""
 
 
-class Shard(Protocol):
+class OptimizerShard(Protocol):
     """Elements [start, stop) of `parameter` in memory order, as an optimizer that shards has them.
 
     tensor: what it updates here: 1-D, or of the parameter's shape if it is all of it.
@@ -74,7 +74,7 @@ class Shard(Protocol):
 
 
 @runtime_checkable
-class Sharded(Protocol):
+class ShardedState(Protocol):
     """An optimizer over shards, as ddp/zero has it.
 
     held: for each param group its parameters; `bounds` of each say who has which elements, all
@@ -89,32 +89,32 @@ class Sharded(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class SavedTensor:
     """One tensor as far as this rank holds it: parts, and whether it speaks for them."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: tuple[tuple[Box, Tensor], ...]
-    speaks: bool
+    is_owner: bool
 
 
-class Place:
+class TopologyRank:
     """One rank of a topology: what follows from its layouts."""
 
     def __init__(self, topology: Topology, rank: int):
         self.topology, self.rank = topology, rank
 
-    def whole(self, layout: Layout, tensor: Tensor) -> Held:
+    def whole(self, layout: Layout, tensor: Tensor) -> SavedTensor:
         """All of the rank's shard; `tensor` has its shape."""
         mesh = self.topology.view(layout.view)
         found = tuple(
             (where, tensor.detach()[local]) for where, local in blocks(layout, mesh, self.rank)
         )
         speaks = owns(layout, mesh, self.rank)
-        return Held(layout.name, layout.shape, tensor.dtype, found, speaks)
+        return SavedTensor(layout.name, layout.shape, tensor.dtype, found, speaks)
 
-    def sliced(self, layout: Layout, shard: Shard, tensor: Tensor) -> Held:
+    def sliced(self, layout: Layout, shard: OptimizerShard, tensor: Tensor) -> SavedTensor:
         """The elements of a shard; `tensor` is its own, or the optimizer's state for it.
 
         Of groups that hold the same elements the one with the owner of the whole tensor speaks.
@@ -128,19 +128,19 @@ class Place:
             at = part.run.start - shard.start
             run = flat[at : at + math.prod(part.run.lengths)].view(part.run.lengths)
             found.append((part.where, run[part.inside].permute(back)))
-        speaks = self.speaks(layout, shard)
-        return Held(layout.name, layout.shape, tensor.dtype, tuple(found), speaks)
+        speaks = self.is_owner(layout, shard)
+        return SavedTensor(layout.name, layout.shape, tensor.dtype, tuple(found), speaks)
 
-    def number(self, layout: Layout, tensor: Tensor) -> Held:
+    def number(self, layout: Layout, tensor: Tensor) -> SavedTensor:
         """A number kept beside a parameter, such as its step."""
         return self.whole(_scalar(layout), tensor)
 
-    def number_of(self, layout: Layout, shard: Shard, tensor: Tensor) -> Held:
+    def number_of(self, layout: Layout, shard: OptimizerShard, tensor: Tensor) -> SavedTensor:
         """The same beside a shard: who has the parameter's first element speaks."""
-        speaks = shard.start == 0 and self.speaks(_scalar(layout), shard)
-        return Held(layout.name, (), tensor.dtype, (((), tensor.detach()),), speaks)
+        speaks = shard.start == 0 and self.is_owner(_scalar(layout), shard)
+        return SavedTensor(layout.name, (), tensor.dtype, (((), tensor.detach()),), speaks)
 
-    def speaks(self, layout: Layout, shard: Shard) -> bool:
+    def is_owner(self, layout: Layout, shard: OptimizerShard) -> bool:
         """Whether this rank answers for the elements of a shard, over all ranks and stages."""
         mesh = self.topology.view(layout.view)
         return owner(layout, mesh, self.rank) in ranks_of(shard.group)
@@ -161,7 +161,9 @@ def _flat(x: Tensor) -> Tensor:
     return x.permute(_memory_order(x)).view(-1)
 
 
-def held(params: Params, place: Place, optimizer: torch.optim.Optimizer | None) -> Iterator[Held]:
+def held(
+    params: Params, place: TopologyRank, optimizer: torch.optim.Optimizer | None
+) -> Iterator[SavedTensor]:
     """Every tensor to save: parameters, and what the optimizer keeps for them.
 
     Of several that share a name, as tied ones do, the first.
@@ -176,7 +178,7 @@ def held(params: Params, place: Place, optimizer: torch.optim.Optimizer | None) 
     for param, layout in first.values():
         if param not in sharded:
             yield place.whole(layout, param)
-    if isinstance(optimizer, Sharded):
+    if isinstance(optimizer, ShardedState):
         yield from _of_shards(optimizer, dict(first.values()), place)
     elif optimizer is not None:
         for param, layout in first.values():
@@ -187,14 +189,14 @@ def held(params: Params, place: Place, optimizer: torch.optim.Optimizer | None) 
 
 def _sharded(optimizer: torch.optim.Optimizer | None) -> set[Tensor]:
     """Parameters that are saved from shards, of which this rank may have none."""
-    if not isinstance(optimizer, Sharded):
+    if not isinstance(optimizer, ShardedState):
         return set()
     return {h.shared.parameter for members in optimizer.held for h in members if any(h.bounds)}
 
 
 def _of_shards(
-    optimizer: Sharded, layouts: Mapping[Tensor, Layout], place: Place
-) -> Iterator[Held]:
+    optimizer: ShardedState, layouts: Mapping[Tensor, Layout], place: TopologyRank
+) -> Iterator[SavedTensor]:
     """The parameters too: nobody needs to have one whole to save it."""
     for shard in optimizer.shards:
         layout = layouts.get(shard.parameter)
@@ -208,7 +210,7 @@ def _of_shards(
             yield (place.sliced if tensor.ndim else place.number_of)(one, shard, tensor)
 
 
-def has_master(shard: Shard) -> bool:
+def has_master(shard: OptimizerShard) -> bool:
     """Whether the shard is a wide copy, which says more than the parameter does."""
     return shard.tensor.dtype != shard.parameter.dtype
 

@@ -16,13 +16,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from torchdistpackage.checkpoint.commit import measure
-from torchdistpackage.checkpoint.manifest import Entry, Manifest
+from torchdistpackage.checkpoint.manifest import Manifest, TensorEntry
 from torchdistpackage.checkpoint.parts import (
     MASTER,
-    Held,
     Params,
-    Place,
-    Sharded,
+    SavedTensor,
+    ShardedState,
+    TopologyRank,
     has_master,
 )
 from torchdistpackage.checkpoint.validate import check_header, check_size, claims, read_manifest
@@ -38,7 +38,7 @@ Read = tuple[str, Box, Tensor]
 """(key in the file, box in that piece, where it goes)."""
 
 
-class Reading:
+class ShardReader:
     """What one rank reads. Nothing of the run is changed before `read`.
 
     Raises:
@@ -49,7 +49,7 @@ class Reading:
         self,
         path: Path,
         params: Params,
-        place: Place,
+        place: TopologyRank,
         optimizer: torch.optim.Optimizer | None,
     ):
         self.path = path
@@ -64,15 +64,17 @@ class Reading:
             if key != MASTER:
                 self._keys[owner].append(key)
         layouts = dict(params.values())
-        masters = self._ask_shards(layouts) if isinstance(optimizer, Sharded) else set[Tensor]()
+        masters = (
+            self._ask_shards(layouts) if isinstance(optimizer, ShardedState) else set[Tensor]()
+        )
         counted: set[str] = set()
         for param, layout in params.values():
             mine = place.whole(layout, param)
             self._ask(mine, layout.name, rounds=param in masters)
-            if mine.speaks and layout.name not in counted:
+            if mine.is_owner and layout.name not in counted:
                 self.num_owned += sum(tensor.numel() for _, tensor in mine.parts)
             counted.add(layout.name)
-        if optimizer is not None and not isinstance(optimizer, Sharded):
+        if optimizer is not None and not isinstance(optimizer, ShardedState):
             self._ask_states(layouts)
 
     def check_files(self, checksums: bool, more: set[str]) -> None:
@@ -130,7 +132,7 @@ class Reading:
 
     def _ask_shards(self, layouts: Mapping[Tensor, Layout]) -> set[Tensor]:
         """State of each shard, and the shard itself where it is a wide copy; of whom it is one."""
-        assert isinstance(self._optimizer, Sharded)
+        assert isinstance(self._optimizer, ShardedState)
         masters: set[Tensor] = set()
         hyper = dict(self._members())
         for shard in self._optimizer.shards:
@@ -160,10 +162,10 @@ class Reading:
 
     # -- boxes -------------------------------------------------------------------------
 
-    def _entry(self, layout: Layout, key: str) -> Entry:
+    def _entry(self, layout: Layout, key: str) -> TensorEntry:
         return self.manifest.tensors[f"{layout.name}#{key}"]
 
-    def _ask(self, mine: Held, of: str, rounds: bool = False) -> None:
+    def _ask(self, mine: SavedTensor, of: str, rounds: bool = False) -> None:
         """Note where each part of what I hold for the parameter `of` is to come from.
 
         A wide copy stands in for weights and the other way round; rounds: what was saved may be
@@ -184,7 +186,7 @@ class Reading:
                     f"that is complete"
                 )
 
-    def _found(self, mine: Held, of: str, rounds: bool) -> Entry:
+    def _found(self, mine: SavedTensor, of: str, rounds: bool) -> TensorEntry:
         tensors, dtype = self.manifest.tensors, dtype_name(mine.dtype)
         wide = f"{of}#{MASTER}"
         names = {of: (of, wide), wide: (wide, of)}.get(mine.name, (mine.name,))
@@ -201,11 +203,13 @@ class Reading:
         )
 
 
-def _is_number(entry: Entry, layout: Layout, key: str) -> bool:
+def _is_number(entry: TensorEntry, layout: Layout, key: str) -> bool:
     return key == STEP or entry.shape != layout.shape
 
 
-def _room(entry: Entry, layout: Layout, key: str, like: Tensor, hyper: Mapping[str, Any]) -> Tensor:
+def _room(
+    entry: TensorEntry, layout: Layout, key: str, like: Tensor, hyper: Mapping[str, Any]
+) -> Tensor:
     """Memory for one piece of state of `like`: its shape, or a number where torch.optim has it."""
     dtype = getattr(torch, entry.dtype)
     if not _is_number(entry, layout, key):

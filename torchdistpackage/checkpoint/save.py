@@ -19,10 +19,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from torchdistpackage.checkpoint.agree import together
+from torchdistpackage.checkpoint.agree import fail_together
 from torchdistpackage.checkpoint.commit import commit, folder_name, make_temporary, retain, settle
-from torchdistpackage.checkpoint.manifest import Entry, Fact, FileFacts, Manifest, Piece
-from torchdistpackage.checkpoint.parts import Params, Place, held, params_of
+from torchdistpackage.checkpoint.manifest import Fact, FileFacts, Manifest, TensorChunk, TensorEntry
+from torchdistpackage.checkpoint.parts import Params, TopologyRank, held, params_of
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.record import dtype_name
@@ -67,18 +67,18 @@ def save(
     ranks = primitives.ranks_of(group)
     doing = f"writing the checkpoint of step {step} to {folder}"
     temporary = folder
-    with together(group, doing):
+    with fail_together(group, doing):
         params = params_of(params, topology, rank)
         if rank == ranks[0]:
             temporary = make_temporary(folder, step)
     temporary = Path(str(primitives.broadcast_object(str(temporary), group)))
     written: FileFacts | None = None
     try:
-        with together(group, doing):
+        with fail_together(group, doing):
             written = write_shard(temporary, rank, params, topology, optimizer, extras or {})
         facts_of_files = cast(list[FileFacts], primitives.gather_objects(written, group))
         files = dict(zip(map(file_name, ranks), facts_of_files, strict=True))
-        with together(group, doing):
+        with fail_together(group, doing):
             if rank == ranks[0]:
                 tensors = collect(temporary, files)
                 degrees = degrees_of(topology)
@@ -108,17 +108,17 @@ def write_shard(
     """
     file = file_name(rank)
     tensors: dict[str, Tensor] = {}
-    entries: dict[str, Entry] = {}
-    for each in held(params, Place(topology, rank), optimizer):
-        if not each.speaks:
+    entries: dict[str, TensorEntry] = {}
+    for each in held(params, TopologyRank(topology, rank), optimizer):
+        if not each.is_owner:
             continue
-        known = entries.get(each.name, Entry(each.shape, dtype_name(each.dtype), ()))
+        known = entries.get(each.name, TensorEntry(each.shape, dtype_name(each.dtype), ()))
         pieces = list(known.pieces)
         for where, tensor in each.parts:
             key = f"{each.name}[{len(pieces)}]"
             # safetensors writes contiguous memory that nobody shares
             tensors[key] = tensor.cpu().contiguous()
-            pieces.append(Piece(file, key, *box_of(where)))
+            pieces.append(TensorChunk(file, key, *box_of(where)))
         entries[each.name] = replace(known, pieces=tuple(pieces))
     integers: dict[str, int] = {}
     for name, value in extras.items():
@@ -133,24 +133,24 @@ def write_shard(
     return settle(path)
 
 
-def collect(temporary: Path, files: Mapping[str, FileFacts]) -> dict[str, Entry]:
+def collect(temporary: Path, files: Mapping[str, FileFacts]) -> dict[str, TensorEntry]:
     """All tensors of a checkpoint, from the headers of its files.
 
     Raises:
         CheckpointError: ranks disagree about a tensor, or its pieces do not tile it.
     """
-    found: dict[str, Entry] = {}
+    found: dict[str, TensorEntry] = {}
     for file in files:
         with safe_open(temporary / file, framework="pt") as shard:
             header = Manifest.from_json(shard.metadata()["pieces"])
         for name, entry in header.tensors.items():
-            have = found.get(name, Entry(entry.shape, entry.dtype, ()))
+            have = found.get(name, TensorEntry(entry.shape, entry.dtype, ()))
             if (have.shape, have.dtype) != (entry.shape, entry.dtype):
                 raise CheckpointError(
                     f"{name} is {entry.dtype} of shape {entry.shape} in {file}, but {have.dtype} "
                     f"of shape {have.shape} in {have.pieces[0].file}; give it one layout"
                 )
-            found[name] = Entry(entry.shape, entry.dtype, have.pieces + entry.pieces)
+            found[name] = TensorEntry(entry.shape, entry.dtype, have.pieces + entry.pieces)
     for name, entry in found.items():
         covered = sum(math.prod(piece.lengths) for piece in entry.pieces)
         if covered != math.prod(entry.shape):

@@ -10,7 +10,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from torchdistpackage.bounded import check_regular, parse_json, read_regular
-from torchdistpackage.checkpoint.manifest import MAX_BYTES, NAME, Entry, FileFacts, Manifest, Piece
+from torchdistpackage.checkpoint.manifest import (
+    MAX_BYTES,
+    NAME,
+    FileFacts,
+    Manifest,
+    TensorChunk,
+    TensorEntry,
+)
 from torchdistpackage.errors import CheckpointError
 
 _FOLDER = re.compile(r"step_(\d{6,})(?:\.|\Z)", re.ASCII)
@@ -162,7 +169,7 @@ def _is_plain(name: str) -> bool:
     return fits and name.isprintable() and "/" not in name and not name.startswith(".")
 
 
-def _check_tiles(name: str, entry: Entry) -> None:
+def _check_tiles(name: str, entry: TensorEntry) -> None:
     covered = 0
     for piece in entry.pieces:
         dims = zip(piece.offset, piece.lengths, entry.shape, strict=False)
@@ -183,9 +190,9 @@ def _check_tiles(name: str, entry: Entry) -> None:
         )
 
 
-def _overlaps(pieces: Iterable[Piece]) -> Iterator[tuple[Piece, Piece]]:
+def _overlaps(pieces: Iterable[TensorChunk]) -> Iterator[tuple[TensorChunk, TensorChunk]]:
     """Pairs that share elements. Along the first dim only neighbours are compared."""
-    active: list[Piece] = []
+    active: list[TensorChunk] = []
     for piece in sorted((p for p in pieces if math.prod(p.lengths)), key=lambda p: p.offset):
         if not piece.offset:
             yield from ((other, piece) for other in active)
@@ -197,5 +204,5 @@ def _overlaps(pieces: Iterable[Piece]) -> Iterator[tuple[Piece, Piece]]:
         active.append(piece)
 
 
-def _end(piece: Piece) -> int:
+def _end(piece: TensorChunk) -> int:
     return piece.offset[0] + piece.lengths[0]

@@ -14,11 +14,16 @@ from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.launch.lock import hold
 from torchdistpackage.launch.rendezvous import detect
-from torchdistpackage.launch.signals import Noted
-from torchdistpackage.launch.slurm.files import JobFiles, start_id
+from torchdistpackage.launch.signals import SignalFlag
+from torchdistpackage.launch.slurm.files import RunDir, attempt_id
 from torchdistpackage.launch.slurm.job import absolute, interpreter_of, job_shape
-from torchdistpackage.launch.slurm.submit import Prepared, prepare, refuse_alive, send
-from torchdistpackage.launch.supervise import Place, supervise
+from torchdistpackage.launch.slurm.submit import (
+    Prepared,
+    ensure_not_running,
+    prepare,
+    submit_prepared,
+)
+from torchdistpackage.launch.supervise import WatchedRank, supervise
 
 SUFFIX = "-bench"
 BENCH = ("-u", "-P", "-m", "torchdistpackage", "comm", "bench")
@@ -59,17 +64,17 @@ def submit_bench(prepared: Prepared) -> tuple[str, Path]:
         LaunchError: a bench of this run waits or runs already, or Slurm does not take the job.
     """
     folder = prepared.runs[0][0]
-    with hold(JobFiles(folder).lock, f"a submission of {folder.name}"):
-        refuse_alive(prepared)
-        sent = send(prepared, os.environ)
+    with hold(RunDir(folder).lock, f"a submission of {folder.name}"):
+        ensure_not_running(prepared)
+        sent = submit_prepared(prepared, os.environ)
     return sent.records[0].job, folder
 
 
-def watched(body: Callable[[], int], folder: Path) -> int:
+def launch_bench(body: Callable[[], int], folder: Path) -> int:
     """Be a task of the job: run `body` in a process of its own; its exit code."""
-    files, start, rank = JobFiles(folder), start_id(os.environ), detect(os.environ).rank
+    files, start, rank = RunDir(folder), attempt_id(os.environ), detect(os.environ).rank
     restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-    place = Place(rank, files.rank_log(rank, restart), files.failures(start))
+    place = WatchedRank(rank, files.rank_log(rank, restart), files.failures(start))
     place.report.unlink(missing_ok=True)
     # nothing is noted, for there is nothing to save: a signal ends this as any program
-    return supervise(body, place, Noted())
+    return supervise(body, place, SignalFlag())

@@ -15,24 +15,24 @@ from typing import Annotated, Any, cast
 import typer
 
 from torchdistpackage.cli import bench_job
-from torchdistpackage.cli.comm_groups import Asked, Axes, Procs, Words, asked
+from torchdistpackage.cli.comm_groups import Axes, CommTarget, Procs, Words, parse_target
 from torchdistpackage.errors import CommError, ConfigError, RankError
 from torchdistpackage.harness.bench import table
-from torchdistpackage.harness.bench.limits import EVERY, PAIRS, below, parse_limits
+from torchdistpackage.harness.bench.limits import EVERY, PAIRS, parse_limits, violations
 from torchdistpackage.harness.bench.outputs import Outputs, into
 from torchdistpackage.harness.bench.pairs import find_suspects
-from torchdistpackage.harness.bench.report import Report
+from torchdistpackage.harness.bench.report import BenchReport
 from torchdistpackage.harness.bench.request import (
     Request,
     parse_dtypes,
     parse_operations,
     parse_sizes,
 )
-from torchdistpackage.harness.cases import CASES
-from torchdistpackage.harness.start import INIT_TIMEOUT_S, on_ranks
+from torchdistpackage.harness.cases import COLLECTIVES
+from torchdistpackage.harness.start import INIT_TIMEOUT_S, run_on_topology
 from torchdistpackage.harness.verify.verdict import CommTestError
 from torchdistpackage.launch.rendezvous import detect
-from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.slurm.files import RunDir
 from torchdistpackage.topology.mesh import describe
 from torchdistpackage.topology.views import topology
 
@@ -87,13 +87,13 @@ def bench(
     arrives is compared; each figure stands beside that of a bare torch.distributed loop.
     """
     request = Request(
-        operations=parse_operations(operations or ",".join(CASES)),
+        operations=parse_operations(operations or ",".join(COLLECTIVES)),
         sizes_bytes=parse_sizes(sizes),
         dtypes=parse_dtypes(dtypes),
         over=tuple(dict.fromkeys(name.strip() for name in over.split(",") if name.strip())),
         iterations=iterations,
         warmup=warmup,
-        alone=alone,
+        isolated=alone,
         pairs=pairs,
         timeout_s=timeout_s,
     )
@@ -107,27 +107,27 @@ def bench(
             )
         _submit(slurm, words or [], request, limits, _options(request, sizes, min_busbw or []))
         return
-    want = asked(words or [], axes, procs)
+    want = parse_target(words or [], axes, procs)
     _check_names(request, limits, want.axes, want.expert)
     if profile is not None and math.prod(size or 2 for _, size in want.axes) == 1:
         raise ConfigError("--profile: nothing can be measured, there is one rank; give more")
     if run_folder is None:
         raise typer.Exit(_run(request, want, outputs, limits))
     raise typer.Exit(
-        bench_job.watched(
+        bench_job.launch_bench(
             lambda: _run(request, want, into(run_folder, request), limits), run_folder
         )
     )
 
 
-def _run(request: Request, want: Asked, outputs: Outputs, limits: Mapping[str, float]) -> int:
+def _run(request: Request, want: CommTarget, outputs: Outputs, limits: Mapping[str, float]) -> int:
     """Measure, write and print; the exit code. Of several ranks only the first says anything."""
     outputs.check(request)
     with TemporaryDirectory() as folder:
         found = _measured(request, want, Path(folder) / "error")
     if found is None:
         return 0
-    report = cast(Report, found[0])
+    report = cast(BenchReport, found[0])
     if not report.rows and report.pairs is None:
         typer.echo(
             f"nothing to measure: no group of {describe(report.topology)} has more than one rank"
@@ -140,17 +140,17 @@ def _run(request: Request, want: Asked, outputs: Outputs, limits: Mapping[str, f
     written, problems = outputs.write(report)
     for path in written:
         typer.echo(f"wrote {path}")
-    for line in (slow := below(report, limits)):
+    for line in (slow := violations(report, limits)):
         typer.echo(f"too slow: {line}", err=True)
     for line in problems:
         typer.echo(f"not written: {line}", err=True)
     return 1 if slow or problems else 0
 
 
-def _measured(request: Request, want: Asked, note: Path) -> list[Any] | None:
-    """What `on_ranks` returns; an error of all ranks is told once and without a traceback."""
+def _measured(request: Request, want: CommTarget, note: Path) -> list[Any] | None:
+    """What `run_on_topology` returns; an error of all ranks is told once, without traceback."""
     try:
-        return on_ranks(
+        return run_on_topology(
             _RANK,
             (request, str(note)),
             axes=want.axes,
@@ -194,7 +194,7 @@ def _options(request: Request, sizes: str, min_busbw: Sequence[str]) -> list[str
     """The request again as words of a command line."""
     words = ["--operations", ",".join(request.operations), "--dtypes", ",".join(request.dtypes)]
     words += ["--sizes", sizes, "--iterations", str(request.iterations)]
-    words += ["--warmup", str(request.warmup), "--alone", str(request.alone)]
+    words += ["--warmup", str(request.warmup), "--alone", str(request.isolated)]
     words += ["--over", ",".join(request.over)] if request.over else []
     words += ["--timeout", f"{request.timeout_s:g}"]
     words += ["--pairs"] if request.pairs else []
@@ -218,5 +218,5 @@ def _submit(
     figures = " and ".join(str(path) for path in (files.json, files.profile) if path is not None)
     typer.echo(
         f"job {job}  {folder}\non {prepared.job.shape}; its figures will be in {figures}, "
-        f"its tables in {JobFiles(folder).main_log}"
+        f"its tables in {RunDir(folder).main_log}"
     )

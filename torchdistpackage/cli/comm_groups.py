@@ -13,7 +13,7 @@ import typer
 from torchdistpackage.cli.arguments import PROCS
 from torchdistpackage.config.load import load
 from torchdistpackage.config.names import nearest
-from torchdistpackage.config.problem import ConfigProblems, Problem
+from torchdistpackage.config.problem import ConfigErrors, Problem
 from torchdistpackage.errors import TopologyError
 from torchdistpackage.harness.start import num_ranks
 from torchdistpackage.launch.rendezvous import detect
@@ -39,8 +39,8 @@ Procs = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """Groups along `axes` (outermost first) over `num_ranks` ranks; all that `on_ranks` wants.
+class CommTarget:
+    """Groups along `axes` (outermost first) over `num_ranks` ranks; for `run_on_topology`.
 
     init_timeout_s: what CONFIG says; None: there is none.
     """
@@ -51,7 +51,7 @@ class Asked:
     init_timeout_s: float | None = None
 
 
-def asked(words: Sequence[str], axes: str | None, procs: int | None) -> Asked:
+def parse_target(words: Sequence[str], axes: str | None, procs: int | None) -> CommTarget:
     """What the command line means here; without both CONFIG and axes, all ranks as one data axis.
 
     words: CONFIG, and changes to it.
@@ -72,13 +72,13 @@ def asked(words: Sequence[str], axes: str | None, procs: int | None) -> Asked:
     else:
         found = _by_hand(sizes, procs, problems)
     if problems or found is None:
-        raise ConfigProblems("tdp comm", problems)
+        raise ConfigErrors("tdp comm", problems)
     return found
 
 
 def _of_run(
     config: str, overrides: Sequence[str], procs: int | None, problems: list[Problem]
-) -> Asked | None:
+) -> CommTarget | None:
     here = detect(os.environ)
     changes = [*overrides, *([f"{PROCS}={procs}"] if procs is not None else [])]
     try:
@@ -87,7 +87,7 @@ def _of_run(
             launched = num_ranks((), procs, here)
         run = load(config, changes, launched)
         plan = make_plan(run, launched or local_procs(run), config)
-    except ConfigProblems as error:
+    except ConfigErrors as error:
         given = f"{PROCS}={procs}"  # as what we have made of the option
         problems.extend(
             replace(
@@ -101,7 +101,7 @@ def _of_run(
     except TopologyError as error:
         problems.append(Problem(_LINE, None, "", str(error)))
     else:
-        return Asked(
+        return CommTarget(
             plan.topology.dense.axes,
             plan.world_size,
             plan.config.parallel.expert,
@@ -112,7 +112,7 @@ def _of_run(
 
 def _by_hand(
     sizes: tuple[tuple[str, int | None], ...], procs: int | None, problems: list[Problem]
-) -> Asked | None:
+) -> CommTarget | None:
     if problems:
         return None
     try:
@@ -121,7 +121,7 @@ def _by_hand(
     except TopologyError as error:
         problems.append(Problem(_LINE, None, "", str(error)))
         return None
-    return Asked(tiled.dense.axes, number)
+    return CommTarget(tiled.dense.axes, number)
 
 
 def _parsed(text: str, problems: list[Problem]) -> tuple[tuple[str, int | None], ...]:

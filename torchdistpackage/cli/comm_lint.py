@@ -11,8 +11,8 @@ import typer
 
 from torchdistpackage.cli.arguments import PROCS, Config, Overrides
 from torchdistpackage.config.load import load
-from torchdistpackage.harness.lint.report import Report
-from torchdistpackage.launch.reference import Reference
+from torchdistpackage.harness.lint.report import LintReport
+from torchdistpackage.launch.reference import EntryPoint
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.topology.mesh import describe
 from torchdistpackage.train.calls import static_report
@@ -63,7 +63,7 @@ def lint(
         typer.echo(_proved("on paper" + ", but for what is not known" * bool(paper.unknown)))
         return
     typer.echo(f"two steps, {planned.world_size} threads as ranks")
-    _show(Reference.of(TRIAL).resolve()(planned))
+    _show(EntryPoint.of(TRIAL).resolve()(planned))
     typer.echo(_proved("on paper and in two steps"))
 
 
@@ -77,7 +77,7 @@ def _proved(where: str) -> str:
     return f"proved: every group sees one order of calls, and no ranks wait in a circle ({where})"
 
 
-def _show(report: Report) -> None:
+def _show(report: LintReport) -> None:
     typer.echo("\n".join(f"  {line}" for line in str(report).splitlines()))
     if not report.ok:
         raise typer.Exit(1)

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from torchdistpackage.cli.comm_groups import Asked, Axes, Procs, Words, asked
+from torchdistpackage.cli.comm_groups import Axes, CommTarget, Procs, Words, parse_target
 from torchdistpackage.errors import AbsentError, CommError, ConfigError, LaunchError, RankError
-from torchdistpackage.harness.start import on_ranks
+from torchdistpackage.harness.start import run_on_topology
 from torchdistpackage.harness.verify.verdict import CommTestError
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.topology.mesh import describe
@@ -41,7 +41,7 @@ def test(
     the culprit where something is wrong.
     """
     try:
-        want = asked(words or [], axes, procs)
+        want = parse_target(words or [], axes, procs)
     except ConfigError as error:
         if detect(os.environ).rank == 0:
             raise
@@ -56,9 +56,9 @@ def test(
 test.__test__ = False  # type: ignore[attr-defined]  # not one of pytest's
 
 
-def _run(want: Asked, pairs: bool, timeout_s: float, note: Path) -> list[Any] | None:
+def _run(want: CommTarget, pairs: bool, timeout_s: float, note: Path) -> list[Any] | None:
     try:
-        return on_ranks(
+        return run_on_topology(
             _TEST,
             (pairs, timeout_s, str(note)),
             axes=want.axes,

@@ -13,31 +13,31 @@ from typing import Annotated
 
 import typer
 
-from torchdistpackage.launch.failure import culprit, how
+from torchdistpackage.launch.failure import root_cause, summary
 from torchdistpackage.launch.lock import holder_of
 from torchdistpackage.launch.slurm import jobs as submitted
 from torchdistpackage.launch.slurm import suspects
-from torchdistpackage.launch.slurm.follow import Tail, follow, rank_logs
+from torchdistpackage.launch.slurm.follow import LogTail, follow, rank_logs
 from torchdistpackage.launch.slurm.monitor import RunTarget, ScriptTarget
 from torchdistpackage.launch.slurm.monitor import monitor as watch
-from torchdistpackage.launch.slurm.policy import Limits
+from torchdistpackage.launch.slurm.policy import ResubmitLimits
 from torchdistpackage.launch.slurm.runs import (
-    Ended,
-    Run,
-    endings,
+    AttemptResult,
+    SubmittedRun,
+    attempt_results,
     find,
     find_runs,
-    one,
     progress,
     restarts,
+    single,
     status,
 )
-from torchdistpackage.launch.slurm.states import Fate, JobInfo
+from torchdistpackage.launch.slurm.states import JobInfo, Outcome
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Run, run folder or job id.")]
 Dir = Annotated[Path, typer.Option("--dir", metavar="DIR", help="Folder of the run folders.")]
 RUNS = Path("runs")
-DEFAULTS = Limits()
+DEFAULTS = ResubmitLimits()
 
 jobs = typer.Typer(
     no_args_is_help=True,
@@ -50,7 +50,7 @@ jobs = typer.Typer(
 def ls(folder: Dir = RUNS) -> None:
     """List the submitted runs, the latest last."""
     runs = find_runs(folder)
-    looked = submitted.look_at(runs)
+    looked = submitted.query_runs(runs)
     rows: list[Sequence[str]] = [
         ("NAME", "JOB", "STATE", "RESTARTS", "STEP", "LOSS", "NODES", "REASON")
     ]
@@ -66,7 +66,7 @@ def ls(folder: Dir = RUNS) -> None:
                 _steps(got.step, got.num_steps),
                 "" if got.loss is None else f"{got.loss:.4f}",
                 info.nodes or run.latest.nodes,
-                now.reason if now.fate is not Fate.SUCCEEDED else "",
+                now.reason if now.outcome is not Outcome.SUCCEEDED else "",
             )
         )
     typer.echo(_table(rows) if runs else f"no run in {folder} was submitted")
@@ -80,7 +80,7 @@ def show(name: Name, folder: Dir = RUNS) -> None:
     Its jobs, the starts with their nodes, decisions and failures, and where its logs are.
     """
     runs = find(name, folder)
-    looked = submitted.look_at(runs)
+    looked = submitted.query_runs(runs)
     typer.echo("\n\n".join(_story(run, looked.jobs[run.latest.job]) for run in runs))
     _notes(looked.notes)
 
@@ -105,7 +105,7 @@ def logs(
     """
     if restart is not None and rank is None:
         raise typer.BadParameter("the main log holds all starts; give --rank too")
-    run = one(find(name, folder))
+    run = single(find(name, folder))
 
     def paths() -> list[Path]:
         return [run.files.main_log] if rank is None else rank_logs(run, rank, restart)
@@ -115,12 +115,12 @@ def logs(
         sys.stdout.flush()
 
     if not follow_on:
-        write(Tail().more(paths()))
+        write(LogTail().read_new(paths()))
         return
     last = follow(run, paths, write)
     reason = f": {last.reason}" if last.reason else ""
     typer.echo(f"tdp: {run.name} is {last.word}{reason}", err=True)
-    raise typer.Exit(0 if last.fate is Fate.SUCCEEDED else 1)
+    raise typer.Exit(0 if last.outcome is Outcome.SUCCEEDED else 1)
 
 
 @jobs.command()
@@ -133,7 +133,7 @@ def cancel(name: Name, folder: Dir = RUNS) -> None:
 @jobs.command()
 def resubmit(name: Name, folder: Dir = RUNS) -> None:
     """Submit the kept script of a run again. It goes on from its newest checkpoint."""
-    run = one(find(name, folder))
+    run = single(find(name, folder))
     if text := suspects.explain(run.files.suspects, time.time()):
         typer.echo(text)
     record = submitted.resubmit(run, os.environ)
@@ -162,20 +162,20 @@ def monitor(
     Later each time, not without end, and never after scancel. Ctrl-C ends the watching alone.
     """
     script = Path(name)
-    limits = Limits(max_resubmits=max_resubmits, first_wait_s=wait, query_s=every)
+    limits = ResubmitLimits(max_resubmits=max_resubmits, first_wait_s=wait, query_s=every)
     if script.is_file():
         target = ScriptTarget(script, os.environ)
     else:
-        target = RunTarget(one(find(name, folder)), os.environ)
+        target = RunTarget(single(find(name, folder)), os.environ)
     stop = watch(target, limits=limits, say=_say)
-    raise typer.Exit(0 if stop.fate is Fate.SUCCEEDED else 1)
+    raise typer.Exit(0 if stop.outcome is Outcome.SUCCEEDED else 1)
 
 
 def _say(line: str) -> None:
     typer.echo(f"{time.strftime('%H:%M:%S')} {line}")
 
 
-def _story(run: Run, info: JobInfo) -> str:
+def _story(run: SubmittedRun, info: JobInfo) -> str:
     now, got, latest = status(run, info, time.time()), progress(run), run.latest
     earlier = ", ".join(record.job for record in run.records[:-1])
     reason = f": {now.reason}" if now.reason else ""
@@ -201,7 +201,7 @@ def _story(run: Run, info: JobInfo) -> str:
     }
     width = max(map(len, facts))
     lines = [f"{key:<{width}}  {value}" for key, value in facts.items() if value]
-    if ends := endings(run):
+    if ends := attempt_results(run):
         rows: list[Sequence[str]] = [("START", "WHEN", "NODES", "STEP", "ENDED")]
         rows += [_start(end) for end in ends]
         lines += ["", _table(rows)]
@@ -210,12 +210,12 @@ def _story(run: Run, info: JobInfo) -> str:
     return "\n".join(lines)
 
 
-def _start(end: Ended) -> Sequence[str]:
+def _start(end: AttemptResult) -> Sequence[str]:
     words = [str(end.decision)] if end.decision else []
     if end.failures:
-        first = culprit(end.failures)
+        first = root_cause(end.failures)
         more = f", and {len(end.failures) - 1} more" if len(end.failures) > 1 else ""
-        words.append(f"rank {first.rank} on {first.host} failed: {how(first)}{more}")
+        words.append(f"rank {first.rank} on {first.host} failed: {summary(first)}{more}")
     start = end.start
     return (start.start, _when(start.time_s), start.nodes, str(start.step), "; ".join(words))
 

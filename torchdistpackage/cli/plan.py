@@ -14,11 +14,11 @@ import typer
 from torchdistpackage.cli.arguments import PROCS, Config, Overrides
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.config.slurm_shape import JobShape
+from torchdistpackage.config.slurm_shape import JobGeometry
 from torchdistpackage.harness.bench.profile import Profile
 from torchdistpackage.harness.bench.profile import read as read_profile
 from torchdistpackage.launch.slurm.job import job_shape, preview
-from torchdistpackage.schedule.actions import Kind, flatten
+from torchdistpackage.schedule.actions import ActionKind, flatten
 from torchdistpackage.topology.mesh import Mesh, Ranks, describe
 from torchdistpackage.train.estimate import estimates, timeline_with_messages
 from torchdistpackage.train.plan import (
@@ -192,7 +192,7 @@ def _schedule(plan: Plan) -> str:
     ]
     if chunks > 1:
         lines.append(f"                   {ranks}   (at most, of all stages of a pipe rank)")
-    if any(a.kind is Kind.W for program in schedule.programs for a in flatten(program)):
+    if any(a.kind is ActionKind.W for program in schedule.programs for a in flatten(program)):
         lines.append("                   (held until the gradients of the weights are there)")
     return "\n".join(lines)
 
@@ -226,7 +226,7 @@ def _placement(plan: Plan, ranks_per_node: int) -> str:
     return "\n".join(f"warning: {text}" for text in warnings)
 
 
-def _script(run: RunConfig, shape: JobShape) -> str:
+def _script(run: RunConfig, shape: JobGeometry) -> str:
     many = [f"{n} ({w} ranks)" for n, w in zip(shape.nodes, shape.world_sizes, strict=True)]
     granted = f"; Slurm may grant {', '.join(many[:_SHOWN])} nodes" if len(many) > 1 else ""
     text = preview(run, Path.cwd())

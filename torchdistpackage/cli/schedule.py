@@ -9,7 +9,7 @@ import typer
 
 from torchdistpackage.errors import ConfigError, ScheduleError
 from torchdistpackage.schedule import draw
-from torchdistpackage.schedule.actions import Kind, Schedule
+from torchdistpackage.schedule.actions import ActionKind, Schedule
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.costs_file import read_costs
 from torchdistpackage.schedule.csv import csv_text, from_csv, to_csv
@@ -22,7 +22,7 @@ from torchdistpackage.schedule.trace import trace
 WIDEST_CELLS = 200
 
 
-def _cost(of: Kind, words: str) -> typer.models.OptionInfo:
+def _cost(of: ActionKind, words: str) -> typer.models.OptionInfo:
     # Whole numbers, because a cell of the table is one unit; any ratio can be written with two.
     text = f"Time units of one {words} on every stage; {DEFAULT_COSTS[of]:g} if not given."
     return typer.Option(metavar="N", min=1, help=text)
@@ -65,8 +65,8 @@ def schedule(
             "one number a stage, or one number for all.",
         ),
     ] = None,
-    forward_cost: Annotated[int | None, _cost(Kind.F, "forward")] = None,
-    backward_cost: Annotated[int | None, _cost(Kind.B, "backward")] = None,
+    forward_cost: Annotated[int | None, _cost(ActionKind.F, "forward")] = None,
+    backward_cost: Annotated[int | None, _cost(ActionKind.B, "backward")] = None,
     steps: Annotated[
         int, typer.Option(metavar="N", min=1, help="Steps back to back, no rank waiting for all.")
     ] = 1,
@@ -134,10 +134,10 @@ def _costs(
     """The costs of so many stages, and how to say them."""
     if path is None:
         numbers = {
-            Kind.F: float(forward or DEFAULT_COSTS[Kind.F]),
-            Kind.B: float(backward or DEFAULT_COSTS[Kind.B]),
+            ActionKind.F: float(forward or DEFAULT_COSTS[ActionKind.F]),
+            ActionKind.B: float(backward or DEFAULT_COSTS[ActionKind.B]),
         }
-        words = f"a forward takes {numbers[Kind.F]:g}, a backward {numbers[Kind.B]:g}"
+        words = f"a forward takes {numbers[ActionKind.F]:g}, a backward {numbers[ActionKind.B]:g}"
         return partial(StageCosts.of, numbers), words
     if forward is not None or backward is not None:
         raise ConfigError("--costs says what all actions cost; leave out the other cost options")

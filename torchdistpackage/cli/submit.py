@@ -16,29 +16,29 @@ import typer
 from torchdistpackage.cli.arguments import Config, Overrides
 from torchdistpackage.config.kinds import MAX_NAME_BYTES
 from torchdistpackage.config.load import load
-from torchdistpackage.config.problem import ConfigProblems, Problem
+from torchdistpackage.config.problem import ConfigErrors, Problem
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.config.slurm_options import ours
+from torchdistpackage.config.slurm_options import extra_of
 from torchdistpackage.launch.lock import hold
 from torchdistpackage.launch.reference import missing_module
 from torchdistpackage.launch.slurm.by_submitit import check as check_submitit
 from torchdistpackage.launch.slurm.by_submitit import submit as submitit_submit
-from torchdistpackage.launch.slurm.environment import clean
-from torchdistpackage.launch.slurm.files import JobFiles
-from torchdistpackage.launch.slurm.follow import Tail
+from torchdistpackage.launch.slurm.environment import scrub_slurm_env
+from torchdistpackage.launch.slurm.files import RunDir
+from torchdistpackage.launch.slurm.follow import LogTail
 from torchdistpackage.launch.slurm.follow import follow as follow_log
 from torchdistpackage.launch.slurm.job import job_shape
-from torchdistpackage.launch.slurm.look import look
-from torchdistpackage.launch.slurm.runs import Run, read_run
-from torchdistpackage.launch.slurm.states import Fate
+from torchdistpackage.launch.slurm.look import query_jobs
+from torchdistpackage.launch.slurm.runs import SubmittedRun, read_run
+from torchdistpackage.launch.slurm.states import Outcome
 from torchdistpackage.launch.slurm.submit import (
     Prepared,
     Submitted,
+    ensure_not_running,
     prepare,
-    refuse_alive,
-    send,
+    submit_prepared,
 )
-from torchdistpackage.launch.slurm.sweep import Point, points
+from torchdistpackage.launch.slurm.sweep import SweepRun, points
 from torchdistpackage.train.folder import prepare_folder
 from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.task import Training
@@ -46,17 +46,17 @@ from torchdistpackage.train.task import Training
 
 def by_submitit(prepared: Prepared, env: Mapping[str, str]) -> Submitted:
     """Through submitit's executor; the job is the same."""
-    calls = [Training(str(JobFiles(folder).config)) for folder, _ in prepared.runs]
+    calls = [Training(str(RunDir(folder).config)) for folder, _ in prepared.runs]
     requeue = prepared.runs[0][1].launch.requeue
 
     def enqueue(prepared: Prepared, exclude: Sequence[str]) -> list[str]:
-        return submitit_submit(prepared.job, calls, clean(env), requeue, exclude)
+        return submitit_submit(prepared.job, calls, scrub_slurm_env(env), requeue, exclude)
 
-    return send(prepared, env, via="submitit", enqueue=enqueue)
+    return submit_prepared(prepared, env, via="submitit", submit_fn=enqueue)
 
 
 WAYS: dict[str, Callable[[Prepared, Mapping[str, str]], Submitted]] = {
-    "sbatch": send,
+    "sbatch": submit_prepared,
     "submitit": by_submitit,
 }
 """How a prepared job gets into the queue."""
@@ -98,7 +98,7 @@ def submit(
         raise typer.BadParameter("is for the runs of a --sweep", param_hint="--parallel")
     name, runs = _checked(config, overrides or [], sweep or [])
     prepared = prepare(
-        runs, Path.cwd(), os.environ, sweep=name if sweep else None, at_once=parallel
+        runs, Path.cwd(), os.environ, sweep=name if sweep else None, max_parallel=parallel
     )
     if via == "submitit":
         check_submitit(prepared.job, prepared.runs[0][1].launch.requeue)
@@ -106,18 +106,18 @@ def submit(
     if dry_run:
         typer.echo(prepared.text, nl=False)
         return
-    log = JobFiles(prepared.runs[0][0]).main_log
+    log = RunDir(prepared.runs[0][0]).main_log
     with ExitStack() as locks:
         for own, _ in sorted(prepared.runs, key=lambda pair: pair[0]):
-            locks.enter_context(hold(JobFiles(own).lock, f"a submission of {own.name}"))
-        refuse_alive(prepared)
+            locks.enter_context(hold(RunDir(own).lock, f"a submission of {own.name}"))
+        ensure_not_running(prepared)
         if fresh:
             for _, run in prepared.runs:
                 prepare_folder(run, "never")
-        tail = Tail({log: log.stat().st_size if log.exists() else 0})
+        tail = LogTail({log: log.stat().st_size if log.exists() else 0})
         submitted = WAYS[via](prepared, os.environ)
     _note(submitted.notes)
-    typer.echo(_told(prepared, submitted))
+    typer.echo(_summary(prepared, submitted))
     run = read_run(prepared.runs[0][0])
     if follow and run is not None:
         raise typer.Exit(_follow(run, tail))
@@ -129,18 +129,18 @@ def _checked(
     """The name of the run or sweep, and every run, each fit for every world of its job.
 
     Raises:
-        ConfigProblems: all that is wrong with any of them.
+        ConfigErrors: all that is wrong with any of them.
     """
     problems: dict[Problem, None] = {}
     names, runs = [""], list[RunConfig]()
-    for point in points(sweeps) if sweeps else (Point("", ()),):
+    for point in points(sweeps) if sweeps else (SweepRun("", ()),):
         try:
             run = load(path, [*overrides, *point.overrides], job=True)
             for world_size in job_shape(run).world_sizes:
                 make_plan(run, world_size, path)
             if unknown := _unknown_modules(run):
-                raise ConfigProblems(path, unknown)
-        except ConfigProblems as error:
+                raise ConfigErrors(path, unknown)
+        except ConfigErrors as error:
             problems |= dict.fromkeys(error.problems)
             continue
         names[0] = run.run.name
@@ -154,13 +154,13 @@ def _checked(
             run = run.model_copy(update={"run": own})
         runs.append(run)
     if problems:
-        raise ConfigProblems(path, problems)
+        raise ConfigErrors(path, problems)
     return names[0], runs
 
 
 def _unknown_modules(run: RunConfig) -> list[Problem]:
     """Import paths that lead nowhere from here; in a container or conda they may lead somewhere."""
-    if ours(run.launch.slurm, "container") or ours(run.launch.slurm, "conda"):
+    if extra_of(run.launch.slurm, "container") or extra_of(run.launch.slurm, "conda"):
         return []
     paths = {"model.target": run.model.target, "model.loss": run.model.loss}
     paths["data.target"] = run.data.target
@@ -177,7 +177,7 @@ def _note(notes: Sequence[str]) -> None:
         print(f"note: {note}", file=sys.stderr)
 
 
-def _told(prepared: Prepared, submitted: Submitted) -> str:
+def _summary(prepared: Prepared, submitted: Submitted) -> str:
     job, first = prepared.job, prepared.runs[0][0]
     near = first.parent == Path.cwd() / "runs"
     name = first.name if near else os.path.relpath(first)
@@ -196,7 +196,7 @@ def _told(prepared: Prepared, submitted: Submitted) -> str:
     )
 
 
-def _follow(run: Run, tail: Tail) -> int:
+def _follow(run: SubmittedRun, tail: LogTail) -> int:
     """Show the main log until the job is over; its exit code."""
 
     def write(text: str) -> None:
@@ -206,10 +206,10 @@ def _follow(run: Run, tail: Tail) -> int:
     try:
         ended = follow_log(run, lambda: [run.files.main_log], write, tail=tail)
         latest = (read_run(run.folder) or run).latest
-        code = look([latest.job], since_s=latest.time_s).jobs[latest.job].exit_code
+        code = query_jobs([latest.job], since_s=latest.time_s).jobs[latest.job].exit_code
     except KeyboardInterrupt:
         print(f"\nno longer following; job {run.latest.job} goes on", file=sys.stderr)
         return INTERRUPTED
     reason = f": {ended.reason}" if ended.reason else ""
     print(f"job {latest.job} is {ended.word}{reason}", file=sys.stderr)
-    return (code or 0) or (0 if ended.fate is Fate.SUCCEEDED else 1)
+    return (code or 0) or (0 if ended.outcome is Outcome.SUCCEEDED else 1)

@@ -25,7 +25,7 @@ Judge = Callable[[dict[int, str], Callable[[int], str]], str]
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 
 
-class Bulletin:
+class SharedStatus:
     """One matter that all ranks of the default group go through together, in the same order.
 
     topic: a name for it; one that comes again gets new keys. Use it as a context.
@@ -41,7 +41,7 @@ class Bulletin:
         self._alarmed = False
         threading.Thread(target=self._work, name=f"bulletin {topic}", daemon=True).start()
 
-    def __enter__(self) -> "Bulletin":
+    def __enter__(self) -> "SharedStatus":
         return self
 
     def __exit__(self, *_: object) -> None:

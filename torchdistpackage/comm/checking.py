@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchdistpackage.comm.backends import device_of
-from torchdistpackage.comm.record import calls, dtype_name
+from torchdistpackage.comm.record import dtype_name, recorder
 from torchdistpackage.errors import CommError
 
 TEXT_BYTES = 192
@@ -29,11 +29,11 @@ def checked_calls(on: bool = True) -> Iterator[None]:
 
     Inside, a call that differs between the members of its group raises CommError on all of them.
     """
-    before, calls.checks = calls.checks, on
+    before, recorder.checks = recorder.checks, on
     try:
         yield
     finally:
-        calls.checks = before
+        recorder.checks = before
 
 
 def agree(
@@ -91,7 +91,7 @@ def agree_messages(group: dist.ProcessGroup, messages: Sequence[tuple[str, Tenso
     device, me = device_of(group), dist.get_rank()
     # both sides of a pair in one order, what goes up first: NCCL knows no tags
     messages = sorted(messages, key=lambda m: (m[0] == "send") != (me < m[2]))
-    tags = (_SENDS, _RECEIVES) if calls.line(group).direct else (0, 0)
+    tags = (_SENDS, _RECEIVES) if recorder.line(group).direct else (0, 0)
     told = [f"{what} {dtype_name(x.dtype)}{list(x.shape)}" for what, x, _ in messages]
     rooms = [torch.empty(TEXT_BYTES, dtype=torch.uint8, device=device) for _ in messages]
     operations: list[dist.P2POp] = []
@@ -99,7 +99,7 @@ def agree_messages(group: dist.ProcessGroup, messages: Sequence[tuple[str, Tenso
         here, there = tags if what == "send" else reversed(tags)
         operations.append(dist.P2POp(dist.irecv, room, peer, group, there))
         operations.append(dist.P2POp(dist.isend, _written(text).to(device), peer, group, here))
-    limit = calls.line(group).limit
+    limit = recorder.line(group).limit
     try:
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait() if limit is None else work.wait(limit)
@@ -127,7 +127,7 @@ def _gathered(mine: Tensor, group: dist.ProcessGroup, told: str) -> list[Tensor]
     try:
         dist.all_gather(seen, mine, group=group)
     except RuntimeError as error:
-        line = calls.line(group)
+        line = recorder.line(group)
         raise CommError(
             f"call number {line.issued + 1} of ranks {line.ranks}, here {told}, could not be "
             f"compared: a member did not come to it, or refused it, and says why itself: {error}"
@@ -145,7 +145,7 @@ def _told(operation: str, x: Tensor | None, facts: Sequence[object]) -> str:
 
 
 def _difference(group: dist.ProcessGroup, texts: list[str]) -> CommError:
-    ranks, line = dist.get_process_group_ranks(group), calls.line(group)
+    ranks, line = dist.get_process_group_ranks(group), recorder.line(group)
     sides: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
         sides.setdefault(text, []).append(rank)

@@ -37,12 +37,12 @@ from torchdistpackage.comm.linear_maps import (
     AllGather,
     AllToAll,
     Broadcast,
-    Copy,
     Gather,
+    IdentityForward,
     Reduce,
     ReduceScatter,
     Scatter,
-    through,
+    apply,
 )
 from torchdistpackage.comm.primitives import Group
 
@@ -53,7 +53,7 @@ def copy(x: Tensor, group: Group | str) -> Tensor:
     Raises:
         CommError: it is not a group that this rank is in.
     """
-    return through(Copy(as_group(group)), x)
+    return apply(IdentityForward(as_group(group)), x)
 
 
 def reduce(x: Tensor, group: Group | str) -> Tensor:
@@ -64,7 +64,7 @@ def reduce(x: Tensor, group: Group | str) -> Tensor:
     Raises:
         CommError: it is not a group that this rank is in, or x cannot be summed.
     """
-    return through(Reduce(as_group(group)), x)
+    return apply(Reduce(as_group(group)), x)
 
 
 def scatter(x: Tensor, dim: int, group: Group | str, sizes: Sizes | None = None) -> Tensor:
@@ -78,7 +78,7 @@ def scatter(x: Tensor, dim: int, group: Group | str, sizes: Sizes | None = None)
         LayoutError: there is no such dim, or the parts do not add up to it.
     """
     group, dim = as_group(group), as_dim(x, dim)
-    return through(Scatter(group, dim, lengths_of_parts(x, dim, sizes, group)), x)
+    return apply(Scatter(group, dim, lengths_of_parts(x, dim, sizes, group)), x)
 
 
 def gather(x: Tensor, dim: int, group: Group | str, sizes: Sizes | None = None) -> Tensor:
@@ -91,7 +91,7 @@ def gather(x: Tensor, dim: int, group: Group | str, sizes: Sizes | None = None) 
         LayoutError: there is no such dim, or x is not as long as `sizes` says.
     """
     group, dim = as_group(group), as_dim(x, dim)
-    return through(Gather(group, dim, lengths_to_join(x, dim, sizes, group)), x)
+    return apply(Gather(group, dim, lengths_to_join(x, dim, sizes, group)), x)
 
 
 def all_gather(x: Tensor, dim: int, group: Group | str, sizes: Sizes | None = None) -> Tensor:
@@ -104,7 +104,7 @@ def all_gather(x: Tensor, dim: int, group: Group | str, sizes: Sizes | None = No
         LayoutError: there is no such dim, or x is not as long as `sizes` says.
     """
     group, dim = as_group(group), as_dim(x, dim)
-    return through(AllGather(group, dim, lengths_to_join(x, dim, sizes, group)), x)
+    return apply(AllGather(group, dim, lengths_to_join(x, dim, sizes, group)), x)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Group | str, sizes: Sizes | None = None) -> Tensor:
@@ -117,7 +117,7 @@ def reduce_scatter(x: Tensor, dim: int, group: Group | str, sizes: Sizes | None 
         LayoutError: there is no such dim, or the parts do not add up to it.
     """
     group, dim = as_group(group), as_dim(x, dim)
-    return through(ReduceScatter(group, dim, lengths_of_parts(x, dim, sizes, group)), x)
+    return apply(ReduceScatter(group, dim, lengths_of_parts(x, dim, sizes, group)), x)
 
 
 def all_to_all(
@@ -148,7 +148,7 @@ def all_to_all(
     else:
         sent = lengths_of_parts(x, split_dim, split_sizes, group, "split_sizes")
         joined = lengths_to_join(x, join_dim, join_sizes, group, "join_sizes")
-    return through(AllToAll(group, split_dim, join_dim, sent, joined), x)
+    return apply(AllToAll(group, split_dim, join_dim, sent, joined), x)
 
 
 def broadcast(x: Tensor, group: Group | str, source: int | None = None) -> Tensor:
@@ -161,7 +161,7 @@ def broadcast(x: Tensor, group: Group | str, source: int | None = None) -> Tenso
         CommError: it is not a group that this rank is in, or `source` is not in it.
     """
     group = as_group(group)
-    return through(Broadcast(group, primitives.source_in(group, source)), x)
+    return apply(Broadcast(group, primitives.source_in(group, source)), x)
 
 
 def exchange_sizes(x: Tensor, dim: int, group: Group | str) -> tuple[int, ...]:

@@ -10,22 +10,22 @@ import torch.distributed as dist
 
 from torchdistpackage.comm.backends import is_queued, transport_of
 from torchdistpackage.comm.creation import create, end
-from torchdistpackage.comm.io_threads import yield_cores
+from torchdistpackage.comm.io_threads import deprioritize
 from torchdistpackage.comm.per_group import PerGroup
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.record import recorder
 from torchdistpackage.errors import CommError
 
 Group = dist.ProcessGroup
 
 _on_cpu: PerGroup[Group] = PerGroup()
 """Group of GPUs -> the gloo group of the same ranks."""
-_twins: PerGroup[Group] = PerGroup()
+_reverse_groups: PerGroup[Group] = PerGroup()
 """Gloo group -> another of the same ranks, over connections of its own."""
 
 
 def companions() -> tuple[Group, ...]:
     """All that were made here and have not ended."""
-    return (*_on_cpu.values(), *_twins.values())
+    return (*_on_cpu.values(), *_reverse_groups.values())
 
 
 def on_cpu(group: Group) -> Group:
@@ -38,7 +38,7 @@ def on_cpu(group: Group) -> Group:
     return _companion(group, _on_cpu, "cpu", None)
 
 
-def make_twins(groups: Iterable[Group]) -> None:
+def make_duplex_groups(groups: Iterable[Group]) -> None:
     """For each gloo group of several ranks another one of the same ranks, over other connections.
 
     All members call it, for whichever groups they are in. A twin ends with its group.
@@ -49,27 +49,27 @@ def make_twins(groups: Iterable[Group]) -> None:
     by_ranks = {_ranks_of(group): group for group in groups}
     for ranks in sorted(by_ranks):  # one order on all ranks (layout/groups.py)
         group = by_ranks[ranks]
-        if len(ranks) > 1 and calls.line(group).direct:
+        if len(ranks) > 1 and recorder.line(group).direct:
             limit = group._get_backend(torch.device("cpu")).options._timeout
-            _companion(group, _twins, "twin", limit.total_seconds())
-            yield_cores()  # it is in no record, where others come by
+            _companion(group, _reverse_groups, "twin", limit.total_seconds())
+            deprioritize()  # it is in no record, where others come by
 
 
-def twin_of(group: Group) -> Group | None:
-    """What `make_twins` made for `group`."""
-    return _twins.get(group)
+def reverse_group(group: Group) -> Group | None:
+    """What `make_duplex_groups` made for `group`."""
+    return _reverse_groups.get(group)
 
 
 def leave_cpu(group: Group) -> None:
     """End what `on_cpu` made for `group`, if it made one, and that one's twin."""
     if group in _on_cpu:
-        leave_twin(_on_cpu[group])
+        leave_reverse_group(_on_cpu[group])
     _leave(group, _on_cpu)
 
 
-def leave_twin(group: Group) -> None:
+def leave_reverse_group(group: Group) -> None:
     """End the twin of `group`, if it has one."""
-    _leave(group, _twins)
+    _leave(group, _reverse_groups)
 
 
 def _companion(

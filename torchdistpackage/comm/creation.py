@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torchdistpackage.comm.backends import device_of, transport_of
 from torchdistpackage.comm.creation_limit import creation_limit
 from torchdistpackage.comm.per_group import PerGroup
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.record import recorder
 from torchdistpackage.comm.world import world
 from torchdistpackage.errors import CommError
 
@@ -96,7 +96,7 @@ def end(group: Group) -> None:
     with suppress(RuntimeError):  # too late, or the store has gone: this is no reason to stay
         if not store.check([complete]):
             store.wait([complete], timedelta(seconds=_LATE_S))
-    calls.forget(group)
+    recorder.forget(group)
     dist.destroy_process_group(group)
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from torchdistpackage.errors import CommError
-from torchdistpackage.launch.durable import write_whole
-from torchdistpackage.launch.failure import Failure, Kind, to_json
+from torchdistpackage.launch.durable import atomic_write
+from torchdistpackage.launch.failure import Failure, FailureKind, to_json
 
 HasCome = Callable[[dist.Store, int], bool]
 """(store, rank) -> whether the rank has come. Blocks nobody."""
@@ -39,7 +39,7 @@ def creation_limit(
     Raises:
         CommError: the back end gave up, and some had not come; names them.
     """
-    wait = _Wait(what, tuple(ranks), has_come, store, limit_s)
+    wait = _TimedWait(what, tuple(ranks), has_come, store, limit_s)
     timer = threading.Timer(limit_s + MARGIN_S, wait.is_over)
     timer.daemon = True
     timer.start()
@@ -68,7 +68,7 @@ def _has_joined(store: dist.Store, rank: int) -> bool:
     return store.check([f"joins/{rank}"])
 
 
-class _Wait:
+class _TimedWait:
     """ended: nobody waits any more."""
 
     def __init__(
@@ -100,9 +100,11 @@ class _Wait:
         rank, host = _rank(), socket.gethostname()
         message = f"rank {rank} on {host} waits in vain: {text}"
         if path := os.environ.get("TDP_FAILURE"):
-            failure = Failure(rank, host, os.getpid(), time.time(), Kind.ERROR, 1, text, message)
+            failure = Failure(
+                rank, host, os.getpid(), time.time(), FailureKind.ERROR, 1, text, message
+            )
             with suppress(OSError):
-                write_whole(Path(path), to_json(failure))
+                atomic_write(Path(path), to_json(failure))
         with suppress(OSError, ValueError):
             sys.stderr.flush()
         os.write(2, f"{message}\n".encode())

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.record import recorder
 
 Group = dist.ProcessGroup
 GATHERED, SUMMED, EXPECTED_GATHERED, EXPECTED_SUMMED = range(4)
@@ -25,7 +25,7 @@ _FIRST_TAG, _NUM_TAGS = 2**12, 2**28
 """Above what messages by themselves use over the same group; gloo's tags have 31 bits."""
 
 
-def exchange(
+def pairwise(
     kind: int,
     send: Sequence[Tensor],
     receive: Sequence[Tensor],
@@ -36,9 +36,9 @@ def exchange(
 
     All are contiguous. Empty ones do not travel, so both sides must know which are.
     """
-    mine, line = group.rank(), calls.line(group)
+    mine, line = group.rank(), recorder.line(group)
     line.settle()
-    tag = tag_of(kind, line.issued)
+    tag = call_tag(kind, line.issued)
     receive[mine].copy_(send[mine])
     return post_receives(receive, group, tag) + post_sends(send, group, tag)
 
@@ -46,41 +46,43 @@ def exchange(
 def expected_tag(kind: int, group: Group) -> int:
     """For a call of which receives are posted ahead: members count these alike, apart from calls
     in general, of which others may come first."""
-    line = calls.line(group)
+    line = recorder.line(group)
     line.settle()
     line.expected += 1
-    return tag_of(kind, line.expected)
+    return call_tag(kind, line.expected)
 
 
-def tag_of(kind: int, number: int) -> int:
+def call_tag(kind: int, number: int) -> int:
     return _FIRST_TAG + 4 * (number % _NUM_TAGS) + kind
 
 
 def post_receives(
-    parts: Sequence[Tensor], group: Group, tag: int, down: Group | None = None
+    parts: Sequence[Tensor], group: Group, tag: int, reverse: Group | None = None
 ) -> list[dist.Work]:
     """parts[i] from rank i of the group, except mine.
 
-    down: a group of the same ranks (companions.py, `make_twins`) for what goes from a rank to one
-    before it, None: the same. Whoever posts on a connection waits while gloo reads from it, which
-    may be for long where all cores compute; so traffic that is to hide behind computation has a
-    connection for each way.
+    reverse: a group of the same ranks (companions.py, `make_duplex_groups`) for what goes from a
+    rank to one before it, None: the same. Whoever posts on a connection waits while gloo reads from
+    it, which may be for long where all cores compute; so traffic that is to hide behind computation
+    has a connection for each way.
     """
-    mine, down = group.rank(), down or group
+    mine, reverse = group.rank(), reverse or group
     # the first to be sent to me is the first of which I tell that I am ready
     others = reversed(_others(group))
     return [
-        (down if i > mine else group).recv([x], i, tag) for i in others for x in _pieces(parts[i])
+        (reverse if i > mine else group).recv([x], i, tag)
+        for i in others
+        for x in _pieces(parts[i])
     ]
 
 
 def post_sends(
-    parts: Sequence[Tensor], group: Group, tag: int, down: Group | None = None
+    parts: Sequence[Tensor], group: Group, tag: int, reverse: Group | None = None
 ) -> list[dist.Work]:
-    """parts[i] to rank i of the group, except mine; down: as above."""
-    mine, down = group.rank(), down or group
+    """parts[i] to rank i of the group, except mine; reverse: as above."""
+    mine, reverse = group.rank(), reverse or group
     return [
-        (down if i < mine else group).send([x], i, tag)
+        (reverse if i < mine else group).send([x], i, tag)
         for i in _others(group)
         for x in _pieces(parts[i])
     ]

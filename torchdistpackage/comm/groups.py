@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
-from torchdistpackage.comm.companions import companions, leave_cpu, leave_twin, on_cpu
+from torchdistpackage.comm.companions import companions, leave_cpu, leave_reverse_group, on_cpu
 from torchdistpackage.comm.connections import connect
 from torchdistpackage.comm.creation import create, end, is_alive
 from torchdistpackage.comm.primitives import Group, set_timeout
@@ -88,7 +88,7 @@ class Groups:
     def destroy(self) -> None:
         """End all groups made here, unless their world has ended; the default group stays."""
         for group in self._made.values() if self.are_there else ():
-            leave_twin(group)
+            leave_reverse_group(group)
             leave_cpu(group)
             end(group)
         self._made.clear()

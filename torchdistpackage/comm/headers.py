@@ -16,10 +16,10 @@ from torchdistpackage.comm.messages import (
     header_room,
     rest_room,
 )
-from torchdistpackage.comm.p2p import Flight, Wire
+from torchdistpackage.comm.p2p import P2PChannel, P2PWork
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.comm.record import calls
-from torchdistpackage.comm.templates import Template
+from torchdistpackage.comm.record import recorder
+from torchdistpackage.comm.templates import MessageSpec
 
 _CPU = torch.device("cpu")
 TAG = 0x7DC
@@ -27,7 +27,7 @@ _KEPT = 64
 """Descriptions whose header and template are kept."""
 
 
-class Headers:
+class MetaChannel:
     """Descriptions to and from the ranks of a group, in order by pair; all ranks make it together.
 
     device: where the messages themselves are. always: each message has one (changing shapes).
@@ -39,39 +39,39 @@ class Headers:
     def __init__(
         self, group: Group, device: torch.device, timeout_s: float | None, *, always: bool
     ):
-        if calls.line(group).direct:
+        if recorder.line(group).direct:
             require_host_memory("messages between stages", group, torch.empty(0, device=device))
         self.always, self.device = always, device
-        self._wire = Wire(on_cpu(group), timeout_s, tag=TAG)
-        self._written: dict[Description, tuple[list[torch.Tensor], Template]] = {}
-        self._read: dict[bytes, Template] = {}
-        self._left: list[Flight] = []
+        self._wire = P2PChannel(on_cpu(group), timeout_s, tag=TAG)
+        self._written: dict[Description, tuple[list[torch.Tensor], MessageSpec]] = {}
+        self._read: dict[bytes, MessageSpec] = {}
+        self._left: list[P2PWork] = []
 
-    def send(self, description: Description, target: int) -> Template:
+    def send(self, description: Description, target: int) -> MessageSpec:
         """Tell global rank `target` what comes next; it need not be there yet."""
         known = self._written.get(description)
         if known is None:
             if len(self._written) == _KEPT:
                 self._written.clear()
-            template = Template(description, self.device)
+            template = MessageSpec(description, self.device)
             known = self._written[description] = (encode(description, _CPU), template)
         self._left.append(self._wire.send(known[0], target))
         return known[1]
 
-    def receive(self, source: int) -> Template:
+    def receive(self, source: int) -> MessageSpec:
         """Wait for what global rank `source` says of its next message."""
         header = header_room(_CPU)
         self._wire.receive([header], source).wait()
         rest = rest_room(header)
         if rest is not None:
             self._wire.receive([rest], source).wait()
-            return Template(decode(header, rest), self.device)
+            return MessageSpec(decode(header, rest), self.device)
         raw = header.numpy().tobytes()
         template = self._read.get(raw)
         if template is None:
             if len(self._read) == _KEPT:
                 self._read.clear()
-            template = self._read[raw] = Template(decode(header, None), self.device)
+            template = self._read[raw] = MessageSpec(decode(header, None), self.device)
         return template
 
     def settle(self) -> None:

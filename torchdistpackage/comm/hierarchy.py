@@ -28,11 +28,11 @@ from torch import Tensor
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.exchange import post_receives, post_sends
 from torchdistpackage.comm.groups import Groups
-from torchdistpackage.comm.issue import NOTHING, later
-from torchdistpackage.comm.pending import Pending, await_works
+from torchdistpackage.comm.issue import NO_FACTS, run_async
+from torchdistpackage.comm.pending import Pending, wait_works
 from torchdistpackage.comm.primitives import SUM, Group, ranks_of, start_all_reduce
-from torchdistpackage.comm.record import calls
-from torchdistpackage.comm.wire import added, as_summed
+from torchdistpackage.comm.record import recorder
+from torchdistpackage.comm.wire import added, to_reducible
 from torchdistpackage.errors import CommError
 
 Start = Callable[[Tensor, Group, dist.ReduceOp.RedOpType], Pending]
@@ -45,7 +45,7 @@ GRACE_S = 1.0
 """Beyond the limit, for the back end's own error, which says more than that nothing came."""
 
 
-def of(
+def hierarchical_all_reduce(
     group: Group, nodes: Sequence[Hashable] | None = None, *, chunk_bytes: int = CHUNK_BYTES
 ) -> Start | None:
     """`start_all_reduce` by way of the nodes of `group`; None where a flat one is as good.
@@ -59,7 +59,7 @@ def of(
     Raises:
         CommError: `nodes` does not name one for each rank.
     """
-    if group.size() == 1 or not calls.line(group).direct:
+    if group.size() == 1 or not recorder.line(group).direct:
         return None
     if nodes is None:
         nodes = primitives.gather_objects(socket.gethostname(), group)  # type: ignore[assignment]
@@ -74,10 +74,10 @@ def of(
     if len(members) == 1 or len(inside) == 1 or len({len(m) for m in members.values()}) > 1:
         return None
     place = inside.index(ranks[group.rank()])
-    return _ByNode(group, inside, [m[place] for m in members.values()], chunk_bytes)
+    return _HierarchicalAllReduce(group, inside, [m[place] for m in members.values()], chunk_bytes)
 
 
-class _ByNode:
+class _HierarchicalAllReduce:
     """The groups of one rank, and its chunks in the order in which they cross between nodes."""
 
     def __init__(
@@ -108,11 +108,11 @@ class _ByNode:
             )
         if op != SUM or flat.is_cuda or 2 * flat.nbytes <= self._chunk_bytes:
             return start_all_reduce(flat, group, op)
-        wire, finish = as_summed(flat, op)
-        facts = (str(op),) if calls.checks else NOTHING
-        return later("all_reduce", group, flat, facts, finish, self._begin, wire.view(-1))
+        wire, finish = to_reducible(flat, op)
+        facts = (str(op),) if recorder.checks else NO_FACTS
+        return run_async("all_reduce", group, flat, facts, finish, self._begin, wire.view(-1))
 
-    def _begin(self, flat: Tensor, *, group: Group, async_op: bool) -> "_Chunks":
+    def _begin(self, flat: Tensor, *, group: Group, async_op: bool) -> "_ChunkedWork":
         self._follow_limit()
         inside = self._inside
         chunks = [_Chunk(x, inside) for x in flat.split(self._chunk_bytes // flat.itemsize)]
@@ -126,8 +126,8 @@ class _ByNode:
             exchanged = dist.all_to_all_single(
                 chunk.room, chunk.x, received, given, group=inside, async_op=True
             )
-            self._tell(_ByNode.exchanged, chunk, exchanged)
-        return _Chunks(self, chunks, self._limit)
+            self._tell(_HierarchicalAllReduce.exchanged, chunk, exchanged)
+        return _ChunkedWork(self, chunks, self._limit)
 
     def _follow_limit(self) -> None:
         """The time limit of the group is that of its parts."""
@@ -159,7 +159,7 @@ class _ByNode:
     def _cross(self, chunk: "_Chunk") -> None:
         if len(chunk.mine):
             work = dist.all_reduce(chunk.mine, group=self._across, async_op=True)
-            self._tell(_ByNode.crossed, chunk, work)
+            self._tell(_HierarchicalAllReduce.crossed, chunk, work)
         else:
             chunk.hand_out(self._inside)
 
@@ -198,20 +198,20 @@ class _Chunk:
         self.sent.set_result(None)
 
 
-class _Chunks:
+class _ChunkedWork:
     """All of one call; waited for like the works of a back end.
 
     owner: must not end before its chunks have.
     """
 
-    def __init__(self, owner: _ByNode, chunks: Sequence[_Chunk], limit: timedelta):
+    def __init__(self, owner: _HierarchicalAllReduce, chunks: Sequence[_Chunk], limit: timedelta):
         self._owner, self._chunks, self._limit = owner, chunks, limit
 
     def wait(self, limit: timedelta | None = None) -> None:
         limit = limit or self._limit
         for chunk in self._chunks:
             self._await_sent(chunk, limit)
-            await_works(chunk.works, limit)
+            wait_works(chunk.works, limit)
 
     def _await_sent(self, chunk: _Chunk, limit: timedelta) -> None:
         """Chunks begun earlier come first, each in its own time: the limit is for any step at all.
@@ -230,12 +230,12 @@ class _Chunks:
         raise RuntimeError(f"no chunk went on for {limit_s:g} s, and the back end told no error")
 
 
-_Step = Callable[[_ByNode, _Chunk, torch.futures.Future], None]
+_Step = Callable[[_HierarchicalAllReduce, _Chunk, torch.futures.Future], None]
 _Ended = SimpleQueue[tuple[_Step, _Chunk, torch.futures.Future] | None]
 """Steps whose work has ended; None: no more will come."""
 
 
-def _serve(owner: ref[_ByNode], ended: _Ended) -> None:
+def _serve(owner: ref[_HierarchicalAllReduce], ended: _Ended) -> None:
     while (told := ended.get()) is not None:
         step, chunk, future = told
         if (alive := owner()) is not None:

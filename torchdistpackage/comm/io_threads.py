@@ -17,7 +17,7 @@ _READERS = "gloo_tcp_loop"
 _TASKS = Path("/proc/self/task")
 
 
-def yield_cores(yielding: bool = True) -> int:
+def deprioritize(yielding: bool = True) -> int:
     """Let those that there are now yield, or (False) interrupt as others do; how many there are.
 
     On systems without such threads, or without Linux's list of them, there are none.

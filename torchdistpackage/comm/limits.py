@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm.primitives import Group, set_timeout
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.record import recorder
 
 
 @contextmanager
 def limited(groups: Iterable[Group], seconds: float) -> Iterator[None]:
     """Operations that begin inside end within `seconds`; afterwards the limits are as before."""
     chosen = {group for group in groups if dist.get_backend(group) == "gloo"}
-    before = [(group, _limit_s(group), calls.line(group).limit) for group in chosen]
+    before = [(group, _limit_s(group), recorder.line(group).limit) for group in chosen]
     for group in chosen:
         set_timeout(group, seconds)
     try:
@@ -26,7 +26,7 @@ def limited(groups: Iterable[Group], seconds: float) -> Iterator[None]:
     finally:
         for group, limit_s, recorded in before:
             set_timeout(group, limit_s)
-            calls.line(group).limit = recorded
+            recorder.line(group).limit = recorded
 
 
 def _limit_s(group: Group) -> float:

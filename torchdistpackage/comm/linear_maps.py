@@ -4,8 +4,8 @@ One rule: a map is a value that knows its transpose, and the backward of a map i
 its transpose, gone through in the same way. So gradients of gradients need nothing more.
 
 Two kinds of tensors meet here. *Replicated*: equal on all ranks, and one thing, whose gradient is
-counted once. *Own*: each rank's is a thing by itself. `Copy` leads from the first kind to the
-second and `Reduce` back; so do `Scatter` and `Gather`. The others stay within the second.
+counted once. *Own*: each rank's is a thing by itself. `IdentityForward` leads from the first kind
+to the second and `Reduce` back; so do `Scatter` and `Gather`. The others stay within the second.
 """
 
 from dataclasses import dataclass
@@ -34,18 +34,18 @@ class LinearMap(Protocol):
     def transposed(self) -> "LinearMap": ...
 
 
-def through(linear: LinearMap, x: Tensor) -> Tensor:
+def apply(linear: LinearMap, x: Tensor) -> Tensor:
     """`linear` of `x`; a node of autograd where `x` needs a gradient."""
     if linear.group.size() == 1:
         return x
     if not x.requires_grad:
         return linear(x)
     if torch.is_grad_enabled():
-        return _Through.apply(x, linear)
+        return _LinearMapFunction.apply(x, linear)
     return linear(x.detach())  # of which a view needs no gradient; of x itself it would
 
 
-class _Through(torch.autograd.Function):
+class _LinearMapFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, linear: LinearMap) -> Tensor:
         ctx.linear = linear
@@ -53,11 +53,11 @@ class _Through(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return through(ctx.linear.transposed(), grad), None
+        return apply(ctx.linear.transposed(), grad), None
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class IdentityForward:
     """Replicated to own: each rank goes on with x for itself."""
 
     group: Group
@@ -79,7 +79,7 @@ class Reduce:
         return primitives.all_reduce(_fresh(x), self.group)
 
     def transposed(self) -> LinearMap:
-        return Copy(self.group)
+        return IdentityForward(self.group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +202,11 @@ class Broadcast:
         return primitives.broadcast(_fresh(x), self.group, self.source)
 
     def transposed(self) -> LinearMap:
-        return SumTo(self.group, self.source)
+        return ReduceTo(self.group, self.source)
 
 
 @dataclass(frozen=True, slots=True)
-class SumTo:
+class ReduceTo:
     """Own to own: the sum over the group on global rank `source`, zeros elsewhere."""
 
     group: Group

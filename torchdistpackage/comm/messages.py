@@ -22,7 +22,7 @@ HEADER_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class TensorMeta:
     """One tensor of a message."""
 
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class Description:
 
     form: str
     keys: tuple[str, ...]
-    members: tuple[Member | None, ...]
+    members: tuple[TensorMeta | None, ...]
 
     def __str__(self) -> str:
         shown = [str(m) for m in self.members]
@@ -95,7 +95,7 @@ def describe(message: Message, device: torch.device | None = None) -> Descriptio
     if isinstance(message, tuple | list):
         form = "tuple"
     members = tuple(
-        None if x is None else Member(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors
+        None if x is None else TensorMeta(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors
     )
     return Description(form, keys, members)
 
@@ -137,7 +137,7 @@ def decode(header: Tensor, rest: Tensor | None) -> Description:
     return Description(
         form,
         tuple(keys),
-        tuple(None if m is None else Member(tuple(m[0]), _dtype(m[1]), m[2]) for m in members),
+        tuple(None if m is None else TensorMeta(tuple(m[0]), _dtype(m[1]), m[2]) for m in members),
     )
 
 

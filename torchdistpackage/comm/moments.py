@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 
-class Event(Protocol):
+class TimingEvent(Protocol):
     """What is needed of `torch.cuda.Event`."""
 
     def record(self) -> None: ...
@@ -20,13 +20,13 @@ class Event(Protocol):
 
     def synchronize(self) -> None: ...
 
-    def elapsed_time(self, end: "Event") -> float: ...
+    def elapsed_time(self, end: "TimingEvent") -> float: ...
 
 
-Moment = float | Event
+Moment = float | TimingEvent
 
 
-def cuda_event() -> Event:
+def cuda_event() -> TimingEvent:
     return torch.cuda.Event(enable_timing=True)
 
 
@@ -43,7 +43,7 @@ def seconds(begin: Moment, end: Moment) -> float:
     return begin.elapsed_time(end) / 1000
 
 
-def _mark() -> Event:
+def _mark() -> TimingEvent:
     event = cuda_event()
     event.record()
     return event

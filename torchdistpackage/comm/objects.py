@@ -31,14 +31,14 @@ class TensorMetadata(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Slot:
+class _TensorPlaceholder:
     """Stands in a structure for the tensor number `index`."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Refused:
+class _SendError:
     """Stands for what the source could not send."""
 
     why: str
@@ -153,9 +153,9 @@ def _announced(make: Callable[[], object], group: Group, source: int | None) -> 
         except Exception as error:  # whatever a user's class raises, the others must hear of it
             cause = error
             reason = str(error) if isinstance(error, CommError) else f"it cannot be sent: {error!r}"
-            word = _Refused(f"rank {source} of ranks {primitives.ranks_of(group)}: {reason}")
+            word = _SendError(f"rank {source} of ranks {primitives.ranks_of(group)}: {reason}")
     word = primitives.broadcast_object(word, on_cpu(group), source)
-    if isinstance(word, _Refused):
+    if isinstance(word, _SendError):
         raise CommError(word.why) from cause
     return word
 
@@ -164,7 +164,7 @@ def _taken_apart(value: object, found: list[Tensor]) -> object:
     """The structure with a slot for each tensor, which goes to `found`."""
     if isinstance(value, Tensor):
         found.append(value)
-        return _Slot(len(found) - 1)
+        return _TensorPlaceholder(len(found) - 1)
     if isinstance(value, dict):
         return {key: _taken_apart(inner, found) for key, inner in value.items()}
     if type(value) in (list, tuple):
@@ -175,7 +175,7 @@ def _taken_apart(value: object, found: list[Tensor]) -> object:
 
 def _put_together(value: object, tensors: Sequence[Tensor]) -> object:
     """Inverse of `_taken_apart`."""
-    if isinstance(value, _Slot):
+    if isinstance(value, _TensorPlaceholder):
         return tensors[value.index]
     if type(value) is dict:
         return {key: _put_together(inner, tensors) for key, inner in value.items()}

@@ -15,8 +15,8 @@ from torchdistpackage.comm import checking
 from torchdistpackage.comm.backends import require_host_memory
 from torchdistpackage.comm.pending import Pending, failed
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.comm.record import LINE, STATE, WAITING, Call, Line, calls
-from torchdistpackage.comm.wire import as_moved, in_place_of
+from torchdistpackage.comm.record import LINE, STATE, WAITING, Call, GroupLog, recorder
+from torchdistpackage.comm.wire import in_place_of, to_bytes
 from torchdistpackage.errors import CommError
 
 SMALL_BYTES = 64 * 1024
@@ -29,7 +29,7 @@ def send(x: Tensor, group: Group, target: int) -> None:
     Raises:
         CommError: `target` is not another rank of the group, or the backend failed.
     """
-    if calls.checks:
+    if recorder.checks:
         _peer(group, target, "send to")
         checking.agree_messages(group, [("send", x, target)])
     start_send(x, group, target).wait()
@@ -41,7 +41,7 @@ def receive(x: Tensor, group: Group, source: int) -> Tensor:
     Raises:
         CommError: `source` is not another rank of the group, or the backend failed.
     """
-    if calls.checks:
+    if recorder.checks:
         _peer(group, source, "receive from")
         checking.agree_messages(group, [("receive", x, source)])
     return start_receive(x, group, source).wait()
@@ -54,12 +54,12 @@ def start_send(x: Tensor, group: Group, target: int) -> Pending:
     other there: post both in one `Post`.
     """
     peer = _peer(group, target, "send to")
-    line = calls.line(group)
+    line = recorder.line(group)
     if line.direct and not x.is_cpu:
         require_host_memory("send", group, x)
-    call = calls.begin_message("send", line, x, target, calls.action)
+    call = recorder.begin_message("send", line, x, target, recorder.action)
     try:
-        work = group.send([as_moved(x)], peer, 0)
+        work = group.send([to_bytes(x)], peer, 0)
     except RuntimeError as error:
         raise failed(call, error) from error
     return Pending(x, (work,), call, None, call[LINE].limit)
@@ -68,12 +68,12 @@ def start_send(x: Tensor, group: Group, target: int) -> Pending:
 def start_receive(x: Tensor, group: Group, source: int) -> Pending:
     """`receive`, begun; `x` must not be read until `wait()`."""
     peer = _peer(group, source, "receive from")
-    line = calls.line(group)
+    line = recorder.line(group)
     if line.direct and not x.is_cpu:
         require_host_memory("receive", group, x)
     # what is not contiguous, or of a dtype that travels as bytes, arrives in a room of its own
-    room = as_moved(x)
-    call = calls.begin_message("receive", line, x, source, calls.action)
+    room = to_bytes(x)
+    call = recorder.begin_message("receive", line, x, source, recorder.action)
     try:
         work = group.recv([room], peer, 0)
     except RuntimeError as error:
@@ -85,7 +85,7 @@ _Posted = tuple[str, Tensor, int, object]
 """(`send` or `receive`, tensor, global rank of the peer, the schedule's action)"""
 
 
-class Flight:
+class P2PWork:
     """Messages that were posted; `wait()` before reading, and before writing what was sent."""
 
     __slots__ = ("_calls", "_keep", "_timeout", "_works")
@@ -111,7 +111,7 @@ class Flight:
         """
         if not self._works:
             return
-        since_s, timeout = calls.clock_s(), self._timeout
+        since_s, timeout = recorder.clock_s(), self._timeout
         # NCCL runs a batch as one, and may give one work for all of its messages
         for call, work in zip(self._calls, self._works, strict=False):
             call[STATE] = WAITING
@@ -120,7 +120,7 @@ class Flight:
             except RuntimeError as error:
                 raise failed(call, error) from error
             call[STATE] = call[LINE].passed
-        calls.waited_s += calls.clock_s() - since_s
+        recorder.waited_s += recorder.clock_s() - since_s
         self._works, self._keep, self._calls = (), None, ()
 
 
@@ -130,26 +130,26 @@ class Post:
     __slots__ = ("_flight", "_group", "_line", "_receives", "_sends")
 
     def __init__(self, group: Group, timeout_s: float | None = None):
-        self._group, self._line = group, calls.line(group)
-        self._flight = Flight(timeout=_limit(self._line, timeout_s))
+        self._group, self._line = group, recorder.line(group)
+        self._flight = P2PWork(timeout=_limit(self._line, timeout_s))
         self._receives: list[_Posted] = []
         self._sends: list[_Posted] = []
 
-    def receive(self, tensors: Sequence[Tensor | None], source: int) -> Flight:
+    def receive(self, tensors: Sequence[Tensor | None], source: int) -> P2PWork:
         """Room to be filled by global rank `source`; contiguous. Empty tensors do not travel."""
         for x in tensors:
             if x is not None and x.numel():
-                self._receives.append(("receive", as_moved(x), source, calls.action))
+                self._receives.append(("receive", to_bytes(x), source, recorder.action))
         return self._flight
 
-    def send(self, tensors: Sequence[Tensor | None], target: int) -> Flight:
+    def send(self, tensors: Sequence[Tensor | None], target: int) -> P2PWork:
         """Tensors for global rank `target`; they must stay as they are until they have left."""
         for x in tensors:
             if x is not None and x.numel():
-                self._sends.append(("send", as_moved(x), target, calls.action))
+                self._sends.append(("send", to_bytes(x), target, recorder.action))
         return self._flight
 
-    def go(self) -> Flight:
+    def go(self) -> P2PWork:
         """Begin all; in the debug mode compare them with the peers' first.
 
         Then none leaves before the peers have come to all: two messages of which one is needed for
@@ -163,9 +163,9 @@ class Post:
         flight = self._flight
         if not messages:
             return flight
-        if calls.checks:
+        if recorder.checks:
             checking.agree_messages(self._group, [message[:3] for message in messages])
-        begin, line = calls.begin_message, self._line
+        begin, line = recorder.begin_message, self._line
         made = [begin(what, line, x, peer, action) for what, x, peer, action in messages]
         try:
             flight._works = self._issue(messages)
@@ -198,13 +198,13 @@ class Post:
 _Issue = Callable[[list[Tensor], int, int], dist.Work]
 
 
-class Wire:
+class P2PChannel:
     """Messages that go one by one, as soon as they are said: for gloo, where none holds up another.
 
     The k-th `send` to a rank meets its k-th `receive` from this one. Tensors are contiguous, of
-    plain dtypes, and want no gradient (`wire.as_moved`). tag: messages of another one are apart.
+    plain dtypes, and want no gradient (`wire.to_bytes`). tag: messages of another one are apart.
     down: a group of the same ranks, on all of them, for what goes to a rank before the sender
-    (`companions.make_twins`): whoever posts on a connection waits while gloo reads from it.
+    (`companions.make_duplex_groups`): whoever posts on a connection waits while gloo reads from it.
     """
 
     __slots__ = ("_issue", "_line", "_tag", "_timeout")
@@ -217,7 +217,7 @@ class Wire:
         tag: int = 0,
         down: Group | None = None,
     ):
-        self._line, mine, down = calls.line(group), group.rank(), down or group
+        self._line, mine, down = recorder.line(group), group.rank(), down or group
         self._tag, self._timeout = tag, _limit(self._line, timeout_s)
         # a bound method is made once, and not for every message
         self._issue: dict[tuple[str, int], tuple[int, _Issue]] = {}
@@ -234,28 +234,28 @@ class Wire:
         """How long a message may take from now on."""
         self._timeout = _limit(self._line, timeout_s)
 
-    def receive(self, tensors: Sequence[Tensor], source: int) -> Flight:
+    def receive(self, tensors: Sequence[Tensor], source: int) -> P2PWork:
         """Room to be filled by global rank `source`."""
         return self._begin("receive", tensors, source)
 
-    def send(self, tensors: Sequence[Tensor], target: int) -> Flight:
+    def send(self, tensors: Sequence[Tensor], target: int) -> P2PWork:
         """Tensors for global rank `target`; they must stay as they are until they have left."""
         return self._begin("send", tensors, target)
 
-    def _begin(self, what: str, tensors: Sequence[Tensor], peer: int) -> Flight:
-        line, action, (place, issue) = self._line, calls.action, self._issue[what, peer]
+    def _begin(self, what: str, tensors: Sequence[Tensor], peer: int) -> P2PWork:
+        line, action, (place, issue) = self._line, recorder.action, self._issue[what, peer]
         made: list[Call] = []
         works: list[dist.Work] = []
         for x in tensors:
-            made.append(calls.begin_message(what, line, x, peer, action))
+            made.append(recorder.begin_message(what, line, x, peer, action))
             try:
                 works.append(issue([x], place, self._tag))
             except RuntimeError as error:
                 raise failed(made[-1], error) from error
-        return Flight(works, tensors, made, self._timeout)
+        return P2PWork(works, tensors, made, self._timeout)
 
 
-def _limit(line: Line, timeout_s: float | None) -> timedelta | None:
+def _limit(line: GroupLog, timeout_s: float | None) -> timedelta | None:
     # with a limit, a wait on NCCL would block the host; its watchdog has the limit already
     if not line.direct:
         return None
@@ -264,7 +264,7 @@ def _limit(line: Line, timeout_s: float | None) -> timedelta | None:
 
 def _peer(group: Group, rank: int, what: str) -> int:
     """Position of global `rank` in the group."""
-    ranks = calls.line(group).ranks
+    ranks = recorder.line(group).ranks
     if rank not in ranks or ranks.index(rank) == group.rank():
         raise CommError(
             f"cannot {what} rank {rank}: it is not another rank of the group of ranks {ranks}; "

@@ -19,7 +19,7 @@ from torchdistpackage.comm.record import (
     SEQUENCE,
     STATE,
     Call,
-    calls,
+    recorder,
 )
 from torchdistpackage.errors import CommError
 from torchdistpackage.schedule.actions import Action
@@ -56,19 +56,19 @@ class Pending:
             CommError: the backend failed, or a peer did not come in time.
         """
         if self._call is not None:
-            since_s = calls.wait(self._call)
+            since_s = recorder.wait(self._call)
             try:
-                await_works(self._works, self._limit)
+                wait_works(self._works, self._limit)
             except RuntimeError as error:
                 raise failed(self._call, error) from error
-            calls.end(self._call, since_s)
+            recorder.end(self._call, since_s)
             self._works, self._call = (), None
             if self._finish is not None:
                 self._value, self._finish = self._finish(), None
         return self._value
 
 
-def await_works(works: Sequence[dist.Work], limit: timedelta | None) -> None:
+def wait_works(works: Sequence[dist.Work], limit: timedelta | None) -> None:
     """Each done within `limit`, or the back end's own."""
     for work in works:
         work.wait() if limit is None else work.wait(limit)

@@ -1,7 +1,8 @@
 """Where the place of a rank is kept: in the process, or in one thread that is a rank of its own.
 
-One rule: a thread that is not `apart` shares the process' place. A new thread has an empty context,
-so the process' place cannot live in the context variable: it is what is found where that is unset.
+One rule: a thread that is not `isolated` shares the process' place. A new thread has an empty
+context, so the process' place cannot live in the context variable: it is what is found where that
+is unset.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from torchdistpackage.topology.views import Topology
 
 
 @dataclass
-class Place:
+class RankContext:
     """Who a rank is. groups: None where it only stands in for one. moe: expert groups exist.
 
     found: groups by mode, once asked for.
@@ -32,23 +33,23 @@ class Place:
 
 
 @dataclass
-class Holder:
+class ContextHolder:
     """What is set up, or None; all who share it see it change."""
 
-    place: Place | None = None
+    place: RankContext | None = None
 
 
-_process = Holder()
-_apart: ContextVar[Holder | None] = ContextVar("tpc_apart", default=None)
-_override: ContextVar[Place | None] = ContextVar("tpc_override", default=None)
+_process = ContextHolder()
+_isolated: ContextVar[ContextHolder | None] = ContextVar("tpc_apart", default=None)
+_override: ContextVar[RankContext | None] = ContextVar("tpc_override", default=None)
 
 
-def holder() -> Holder:
+def holder() -> ContextHolder:
     """The holder of this thread, which is the process' unless it is apart."""
-    return _apart.get() or _process
+    return _isolated.get() or _process
 
 
-def current() -> Place | None:
+def current() -> RankContext | None:
     """Who the caller is now; nobody, once the world has ended in which that was."""
     place = _override.get() or holder().place
     if place is not None and place.groups is not None and not place.groups.are_there:
@@ -57,20 +58,20 @@ def current() -> Place | None:
 
 
 @contextmanager
-def apart() -> Iterator[None]:
+def isolated() -> Iterator[None]:
     """Inside, and in this thread alone, nothing is set up, and what is set up is seen by nobody
     else."""
-    token = _apart.set(Holder())
+    token = _isolated.set(ContextHolder())
     outer = _override.set(None)
     try:
         yield
     finally:
         _override.reset(outer)
-        _apart.reset(token)
+        _isolated.reset(token)
 
 
 @contextmanager
-def standing_in(place: Place) -> Iterator[None]:
+def using(place: RankContext) -> Iterator[None]:
     """Be at `place` inside the block."""
     token = _override.set(place)
     try:

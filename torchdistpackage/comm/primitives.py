@@ -19,18 +19,18 @@ from torchdistpackage.comm.backends import is_queued as is_queued
 from torchdistpackage.comm.backends import require_host_memory
 from torchdistpackage.comm.backends import transport_of as transport_of
 from torchdistpackage.comm.companions import on_cpu
-from torchdistpackage.comm.exchange import GATHERED, SUMMED, exchange
-from torchdistpackage.comm.issue import NOTHING, Go, Result, later, now
+from torchdistpackage.comm.exchange import GATHERED, SUMMED, pairwise
+from torchdistpackage.comm.issue import NO_FACTS, IssueFn, Result, run_async, run_sync
 from torchdistpackage.comm.pending import Pending
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.record import recorder
 from torchdistpackage.comm.wire import (
     added,
     as_added,
-    as_moved,
-    as_summed,
     from_added,
     in_place_of,
     rows,
+    to_bytes,
+    to_reducible,
 )
 from torchdistpackage.comm.world import world
 from torchdistpackage.errors import CommError
@@ -77,12 +77,12 @@ def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = SUM) -> Te
     Raises:
         CommError: the dtype cannot be reduced, or the backend failed.
     """
-    return x if group.size() == 1 else _all_reduce(x, group, op, now)
+    return x if group.size() == 1 else _all_reduce(x, group, op, run_sync)
 
 
 def start_all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = SUM) -> Pending:
     """Begin to reduce `x` in place; it is ready after `wait()`."""
-    return Pending(x) if group.size() == 1 else _all_reduce(x, group, op, later)
+    return Pending(x) if group.size() == 1 else _all_reduce(x, group, op, run_async)
 
 
 def all_gather(x: Tensor, group: Group, sizes: Sizes | None = None) -> Tensor:
@@ -93,12 +93,12 @@ def all_gather(x: Tensor, group: Group, sizes: Sizes | None = None) -> Tensor:
     Raises:
         CommError: `sizes` does not say what this rank holds.
     """
-    return x if group.size() == 1 else _all_gather(x, group, sizes, now)
+    return x if group.size() == 1 else _all_gather(x, group, sizes, run_sync)
 
 
 def start_all_gather(x: Tensor, group: Group, sizes: Sizes | None = None) -> Pending:
     """`all_gather`, begun; `x` must stay as it is until `wait()`."""
-    return Pending(x) if group.size() == 1 else _all_gather(x, group, sizes, later)
+    return Pending(x) if group.size() == 1 else _all_gather(x, group, sizes, run_async)
 
 
 def reduce_scatter(x: Tensor, group: Group, sizes: Sizes | None = None) -> Tensor:
@@ -109,12 +109,12 @@ def reduce_scatter(x: Tensor, group: Group, sizes: Sizes | None = None) -> Tenso
     Raises:
         CommError: the rows of `x` are not those of `sizes`, or do not divide evenly.
     """
-    return x if group.size() == 1 else _reduce_scatter(x, group, sizes, now)
+    return x if group.size() == 1 else _reduce_scatter(x, group, sizes, run_sync)
 
 
 def start_reduce_scatter(x: Tensor, group: Group, sizes: Sizes | None = None) -> Pending:
     """`reduce_scatter`, begun; `x` must stay as it is until `wait()`."""
-    return Pending(x) if group.size() == 1 else _reduce_scatter(x, group, sizes, later)
+    return Pending(x) if group.size() == 1 else _reduce_scatter(x, group, sizes, run_async)
 
 
 def all_to_all(
@@ -127,7 +127,7 @@ def all_to_all(
     Raises:
         CommError: the rows of `x` are not those of `send_sizes`, or do not divide evenly.
     """
-    return x if group.size() == 1 else _all_to_all(x, group, send_sizes, receive_sizes, now)
+    return x if group.size() == 1 else _all_to_all(x, group, send_sizes, receive_sizes, run_sync)
 
 
 def start_all_to_all(
@@ -136,7 +136,7 @@ def start_all_to_all(
     """`all_to_all`, begun; `x` must stay as it is until `wait()`."""
     if group.size() == 1:
         return Pending(x)
-    return _all_to_all(x, group, send_sizes, receive_sizes, later)
+    return _all_to_all(x, group, send_sizes, receive_sizes, run_async)
 
 
 def broadcast(x: Tensor, group: Group, source: int | None = None) -> Tensor:
@@ -145,19 +145,19 @@ def broadcast(x: Tensor, group: Group, source: int | None = None) -> Tensor:
     Raises:
         CommError: `source` is not in the group.
     """
-    return x if group.size() == 1 else _broadcast(x, group, source, now)
+    return x if group.size() == 1 else _broadcast(x, group, source, run_sync)
 
 
 def start_broadcast(x: Tensor, group: Group, source: int | None = None) -> Pending:
     """`broadcast`, begun."""
-    return Pending(x) if group.size() == 1 else _broadcast(x, group, source, later)
+    return Pending(x) if group.size() == 1 else _broadcast(x, group, source, run_async)
 
 
 def barrier(group: Group | None = None) -> None:
     """Return when every rank of the group (default: all) has come here."""
     group = _whole(group)
     if group.size() > 1:
-        now("barrier", group, None, (), None, dist.barrier)
+        run_sync("barrier", group, None, (), None, dist.barrier)
 
 
 # -- objects: pickled, so only between own ranks -----------------------------------------
@@ -168,7 +168,9 @@ def gather_objects(value: object, group: Group | None = None) -> list[object]:
     group = _whole(group)
     values: list[object] = [value] * group.size()
     if group.size() > 1:
-        now("gather_objects", on_cpu(group), None, (), None, dist.all_gather_object, values, value)
+        run_sync(
+            "gather_objects", on_cpu(group), None, (), None, dist.all_gather_object, values, value
+        )
     return values
 
 
@@ -180,7 +182,7 @@ def broadcast_object(
     if group.size() > 1:
         source = source_in(group, source)
         send = dist.broadcast_object_list
-        now("broadcast_object", on_cpu(group), None, (source,), None, send, box, source)
+        run_sync("broadcast_object", on_cpu(group), None, (source,), None, send, box, source)
     return box[0]
 
 
@@ -188,45 +190,45 @@ def set_timeout(group: Group, seconds: float) -> None:
     """How long a later operation of the group may take before it fails."""
     limit = timedelta(seconds=seconds)
     dist.distributed_c10d._set_pg_timeout(limit, group)
-    if calls.line(group).direct:  # with a limit, a wait on NCCL would block the host
-        calls.limit(group, limit)
+    if recorder.line(group).direct:  # with a limit, a wait on NCCL would block the host
+        recorder.limit(group, limit)
 
 
 # -- what each gives to the back end ------------------------------------------------------
 
 
-def _all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType, go: Go) -> Result:
-    wire, finish = as_summed(x, op)
-    facts = (str(op),) if calls.checks else NOTHING
+def _all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType, go: IssueFn) -> Result:
+    wire, finish = to_reducible(x, op)
+    facts = (str(op),) if recorder.checks else NO_FACTS
     return go("all_reduce", group, x, facts, finish, dist.all_reduce, wire, op)
 
 
-def _all_gather(x: Tensor, group: Group, sizes: Sizes | None, go: Go) -> Result:
-    direct, lengths = calls.line(group).direct, rows(x, group, sizes, "mine")
+def _all_gather(x: Tensor, group: Group, sizes: Sizes | None, go: IssueFn) -> Result:
+    direct, lengths = recorder.line(group).direct, rows(x, group, sizes, "mine")
     if direct:
         require_host_memory("all_gather", group, x)
     out = x.new_empty((sum(lengths), *x.shape[1:]))
-    mine, whole = as_moved(x), as_moved(out)
-    facts = NOTHING if sizes is None else ("rows of each rank", *lengths)
+    mine, whole = to_bytes(x), to_bytes(out)
+    facts = NO_FACTS if sizes is None else ("rows of each rank", *lengths)
     ask = "all_gather", group, x, facts, lambda: out
     if direct:
-        return go(*ask, exchange, GATHERED, [mine] * len(lengths), whole.split(lengths))
+        return go(*ask, pairwise, GATHERED, [mine] * len(lengths), whole.split(lengths))
     if sizes is None:
         return go(*ask, gather_into, whole, mine)
     return go(*ask, dist.all_gather, list(whole.split(lengths)), mine)
 
 
-def _reduce_scatter(x: Tensor, group: Group, sizes: Sizes | None, go: Go) -> Result:
-    direct, lengths = calls.line(group).direct, rows(x, group, sizes, "all")
+def _reduce_scatter(x: Tensor, group: Group, sizes: Sizes | None, go: IssueFn) -> Result:
+    direct, lengths = recorder.line(group).direct, rows(x, group, sizes, "all")
     if direct:
         require_host_memory("reduce_scatter", group, x)
-    facts = NOTHING if sizes is None else ("rows of each rank", *lengths)
+    facts = NO_FACTS if sizes is None else ("rows of each rank", *lengths)
     wire, ask = as_added(x), ("reduce_scatter", group, x, facts)
     length, shape = lengths[group.rank()], wire.shape[1:]
     if direct:
         room = [wire.new_empty((length, *shape)) for _ in lengths]
         finish = lambda: from_added(added(room), x.dtype)  # noqa: E731
-        return go(*ask, finish, exchange, SUMMED, wire.split(lengths), room)
+        return go(*ask, finish, pairwise, SUMMED, wire.split(lengths), room)
     out = wire.new_empty((length, *shape))
     finish = lambda: from_added(out, x.dtype)  # noqa: E731
     if sizes is None:
@@ -235,7 +237,7 @@ def _reduce_scatter(x: Tensor, group: Group, sizes: Sizes | None, go: Go) -> Res
 
 
 def _all_to_all(
-    x: Tensor, group: Group, send_sizes: Sizes | None, receive_sizes: Sizes | None, go: Go
+    x: Tensor, group: Group, send_sizes: Sizes | None, receive_sizes: Sizes | None, go: IssueFn
 ) -> Result:
     if (send_sizes is None) != (receive_sizes is None):
         raise CommError("all_to_all needs both send_sizes and receive_sizes, or neither")
@@ -243,20 +245,20 @@ def _all_to_all(
     received = sent if receive_sizes is None else list(receive_sizes)
     if len(received) != len(sent) or min(received) < 0:
         raise CommError(f"receive_sizes {received} must be {len(sent)} counts, one for each rank")
-    if calls.line(group).direct:
+    if recorder.line(group).direct:
         require_host_memory("all_to_all", group, x)
     out = x.new_empty((sum(received), *x.shape[1:]))
-    if calls.checks and send_sizes is not None:
+    if recorder.checks and send_sizes is not None:
         checking.agree_pairs("all_to_all", group, sent, received)
-    facts = NOTHING if send_sizes is None else ("rows vary",)
+    facts = NO_FACTS if send_sizes is None else ("rows vary",)
     ask = "all_to_all", group, x, facts, lambda: out
     splits = () if send_sizes is None else (received, sent)
-    return go(*ask, dist.all_to_all_single, as_moved(out), as_moved(x), *splits)
+    return go(*ask, dist.all_to_all_single, to_bytes(out), to_bytes(x), *splits)
 
 
-def _broadcast(x: Tensor, group: Group, source: int | None, go: Go) -> Result:
+def _broadcast(x: Tensor, group: Group, source: int | None, go: IssueFn) -> Result:
     source = source_in(group, source)
-    wire = as_moved(x)
+    wire = to_bytes(x)
     finish = in_place_of(x, wire)
     return go("broadcast", group, x, (source,), finish, dist.broadcast, wire, source)
 

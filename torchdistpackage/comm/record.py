@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchdistpackage.comm.backends import Transport, transport_of
-from torchdistpackage.comm.io_threads import yield_cores
+from torchdistpackage.comm.io_threads import deprioritize
 
 SIZE = 512
 """Calls that are kept."""
@@ -25,13 +25,13 @@ SIZE = 512
 ISSUED, WAITING, DONE, FAILED = "issued", "waiting", "done", "failed"
 
 Call = list[Any]
-"""What it is, by the places below; made by `Recorder`, read by `Recorder.snapshot`."""
+"""What it is, by the places below; made by `FlightRecorder`, read by `FlightRecorder.snapshot`."""
 LINE, OPERATION, SEQUENCE, SHAPE, DTYPE, PEER, ACTION, BEGAN_S, STATE = range(9)
 
 _monotonic_s = time.monotonic
 
 
-class Line:
+class GroupLog:
     """The calls of this rank on one group: members, the axis they lie along, and how many.
 
     queued: calls return before they are done; passed: the state of one that has returned.
@@ -95,7 +95,7 @@ class CallFacts(TypedDict):
     age_s: float
 
 
-class Snapshot(TypedDict):
+class RecorderSnapshot(TypedDict):
     """What this rank did last, oldest call first; nothing in it but JSON."""
 
     time_s: float
@@ -106,7 +106,7 @@ class Snapshot(TypedDict):
     calls: list[CallFacts]
 
 
-class Recorder:
+class FlightRecorder:
     """Use the instance of this module, `calls`.
 
     phase: what this rank does between calls ("data", "forward", ...); step: of the run.
@@ -124,7 +124,7 @@ class Recorder:
         self.clock_s: Callable[[], float] = _monotonic_s
         self.checks = False
         # By id and not by group: a group that its users let go must end, threads and all.
-        self._lines: dict[int, Line] = {}
+        self._lines: dict[int, GroupLog] = {}
         self._ring: deque[Call] = deque(maxlen=SIZE)
 
     def begin(self, operation: str, group: dist.ProcessGroup, x: Tensor | None) -> Call:
@@ -137,7 +137,7 @@ class Recorder:
         return call
 
     def begin_message(
-        self, operation: str, line: Line, x: Tensor, peer: int, action: object
+        self, operation: str, line: GroupLog, x: Tensor, peer: int, action: object
     ) -> Call:
         """Note that `x` is about to be sent to, or received from, global rank `peer`."""
         counts = line.sent if operation == "send" else line.received
@@ -160,7 +160,7 @@ class Recorder:
             line.done += 1
         self.waited_s += self.clock_s() - since_s
 
-    def line(self, group: dist.ProcessGroup) -> Line:
+    def line(self, group: dist.ProcessGroup) -> GroupLog:
         """What is known of the group."""
         return self._lines.get(id(group)) or self._line(group)
 
@@ -183,7 +183,7 @@ class Recorder:
         self._lines.clear()
         self.clock_s, self.checks = _monotonic_s, False
 
-    def snapshot(self, num: int = 64) -> Snapshot:
+    def snapshot(self, num: int = 64) -> RecorderSnapshot:
         """The last `num` calls, and where this rank is in each group. From any thread."""
         lines, now_s = list(self._lines.values()), _monotonic_s()
         index = {id(line): i for i, line in enumerate(lines)}
@@ -217,15 +217,15 @@ class Recorder:
             ],
         }
 
-    def _line(self, group: dist.ProcessGroup) -> Line:
+    def _line(self, group: dist.ProcessGroup) -> GroupLog:
         known, lines, key = dist.distributed_c10d._world.pg_map, self._lines, id(group)
         alive = [g for line in list(lines.values()) if (g := line.group()) is not None]
         self.forget(*[g for g in alive if g not in known])
         ranks = tuple(dist.get_process_group_ranks(group))
-        line = lines[key] = Line(ranks, transport_of(group))
+        line = lines[key] = GroupLog(ranks, transport_of(group))
         line.group = ref(group, lambda _: lines.pop(key, None))
         if line.direct:
-            yield_cores()  # here, as every group comes by before its first call, whoever made it
+            deprioritize()  # here, as every group comes by before its first call, whoever made it
         return line
 
 
@@ -249,4 +249,4 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-calls = Recorder()
+recorder = FlightRecorder()

@@ -21,13 +21,13 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.creation import default_timeout_s
 from torchdistpackage.comm.creation_limit import joins_within
 from torchdistpackage.comm.devices import agree_on_device, publish_gpu
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.record import recorder
 from torchdistpackage.comm.store import await_all, connect, find, serve
 from torchdistpackage.comm.world import world
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.device_variables import device_variables
-from torchdistpackage.launch.interfaces import master_address, reached_from, read_addresses
-from torchdistpackage.launch.network import settle, users_interfaces
+from torchdistpackage.launch.interfaces import master_address, read_addresses, source_address_for
+from torchdistpackage.launch.network import configure_network, users_interfaces
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
 
 _starts = itertools.count()
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinResult:
     """What `join` arrived at.
 
     backend: gloo or nccl. notes: lines worth printing once.
@@ -110,7 +110,7 @@ def join(
     init_timeout_s: float = 60.0,
     timeout_s: float | None = None,
     dump_folder: Path | None = None,
-) -> Joined:
+) -> JoinResult:
     """Initialise the default group for this place in the world; see `setup_distributed`.
 
     dump_folder: where torch's record of NCCL's calls goes when one timed out.
@@ -139,14 +139,14 @@ def join(
             device_id=device if chosen == "nccl" else None,
         )
     primitives.set_timeout(world(), timeout_s or default_timeout_s(chosen))
-    return Joined(rendezvous, device, chosen, at, notes + ((network,) if network else ()))
+    return JoinResult(rendezvous, device, chosen, at, notes + ((network,) if network else ()))
 
 
 def leave() -> None:
     """End the default group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    calls.forget_all()
+    recorder.forget_all()
 
 
 def find_free_port() -> str:
@@ -251,7 +251,9 @@ def _choose_network(master: str) -> str:
     addresses = read_addresses()
     if not addresses:
         return ""
-    network = settle(os.environ, addresses, master, reached_from=reached_from(master))
+    network = configure_network(
+        os.environ, addresses, master, source_address_for=source_address_for(master)
+    )
     os.environ.update(network.variables)
     return network.note
 

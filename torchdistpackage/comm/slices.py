@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchdistpackage.comm.backends import require_host_memory
-from torchdistpackage.comm.companions import twin_of
+from torchdistpackage.comm.companions import reverse_group
 from torchdistpackage.comm.exchange import (
     EXPECTED_GATHERED,
     EXPECTED_SUMMED,
@@ -27,17 +27,17 @@ from torchdistpackage.comm.exchange import (
     post_receives,
     post_sends,
 )
-from torchdistpackage.comm.issue import later
+from torchdistpackage.comm.issue import run_async
 from torchdistpackage.comm.pending import Pending
 from torchdistpackage.comm.primitives import gather_into, scatter_into
-from torchdistpackage.comm.record import calls, dtype_name
-from torchdistpackage.comm.wire import as_added, as_moved
+from torchdistpackage.comm.record import dtype_name, recorder
+from torchdistpackage.comm.wire import as_added, to_bytes
 from torchdistpackage.errors import CommError
 
 Group = dist.ProcessGroup
 
 
-def start_reduce_slices(
+def start_reduce_scatter_v(
     flat: Tensor, bounds: Sequence[int], group: Group, *, wire: torch.dtype | None = None
 ) -> Pending:
     """Begin to sum `flat` (n,) over the group: rank i gets elements bounds[i] to bounds[i + 1].
@@ -51,10 +51,10 @@ def start_reduce_slices(
     Raises:
         CommError: flat, bounds or wire do not fit, or the backend failed.
     """
-    return expect_reduce_slices(flat, bounds, group, wire=wire)()
+    return prepost_reduce_scatter_v(flat, bounds, group, wire=wire)()
 
 
-def start_gather_slices(
+def start_all_gather_v(
     flat: Tensor, bounds: Sequence[int], group: Group, *, wire: torch.dtype | None = None
 ) -> Pending:
     """Begin to fill `flat` (n,), of which rank i has elements bounds[i] to bounds[i + 1].
@@ -66,20 +66,20 @@ def start_gather_slices(
     Raises:
         CommError: flat, bounds or wire do not fit, or the backend failed.
     """
-    return expect_gather_slices(flat, bounds, group, wire=wire)()
+    return prepost_all_gather_v(flat, bounds, group, wire=wire)()
 
 
-def expect_reduce_slices(
+def prepost_reduce_scatter_v(
     flat: Tensor, bounds: Sequence[int], group: Group, *, wire: torch.dtype | None = None
 ) -> Callable[[], Pending]:
-    """`start_reduce_slices`, ready to receive; what comes back starts it, once.
+    """`start_reduce_scatter_v`, ready to receive; what comes back starts it, once.
 
     `flat` is read, and written, from the start on. All ranks expect in the same order, and start
     what they expect in one order too; one that is not started must be dropped by all.
     """
     if group.size() == 1:
         return partial(Pending, flat)
-    cut = _Cut("sum", flat, as_added(flat), bounds, group, wire)
+    cut = _FlatShards("sum", flat, as_added(flat), bounds, group, wire)
     if posts_ahead(group):
         mine = cut.mine
         rooms = [
@@ -97,7 +97,7 @@ def expect_reduce_slices(
     return partial(_start_by_all_to_all, cut)
 
 
-def expect_gather_slices(
+def prepost_all_gather_v(
     flat: Tensor,
     bounds: Sequence[int],
     group: Group,
@@ -105,7 +105,7 @@ def expect_gather_slices(
     wire: torch.dtype | None = None,
     mine: Tensor | None = None,
 ) -> Callable[[], Pending]:
-    """`start_gather_slices`, ready to receive; what comes back starts it, once.
+    """`start_all_gather_v`, ready to receive; what comes back starts it, once.
 
     From here on what others own of `flat` may be overwritten, so its memory must stay. All ranks
     expect in the same order, and start what they expect in one order too; one that is not started
@@ -115,7 +115,7 @@ def expect_gather_slices(
     """
     if group.size() == 1:
         return partial(Pending, flat) if mine is None else partial(_set, flat, bounds, mine)
-    cut = _Cut("gather", flat, as_moved(flat), bounds, group, wire)
+    cut = _FlatShards("gather", flat, to_bytes(flat), bounds, group, wire)
     if not posts_ahead(group):
         return partial(_start_gather, cut, mine)
     parts, finish = cut.rooms()[1:]
@@ -126,10 +126,10 @@ def expect_gather_slices(
 
 def posts_ahead(group: Group) -> bool:
     """Whether the `expect_` functions post receives, for which the memory must be there."""
-    return group.size() > 1 and calls.line(group).direct
+    return group.size() > 1 and recorder.line(group).direct
 
 
-class _Cut:
+class _FlatShards:
     """A tensor and whose its parts are; dtype on the wire.
 
     Raises:
@@ -157,7 +157,7 @@ class _Cut:
                 f"{tuple(flat.shape)}, stride {flat.stride()} and dtype {dtype_name(flat.dtype)}; "
                 f"use a contiguous one of one dim that is long enough, of floats or int64"
             )
-        if calls.line(group).direct:
+        if recorder.line(group).direct:
             require_host_memory(what, group, flat)
         if wire is not None and not (wire.is_floating_point and flat.is_floating_point()):
             raise CommError(
@@ -169,7 +169,9 @@ class _Cut:
         self.whole = body[bounds[0] : bounds[-1]]
         self.parts = list(self.whole.split(lengths))
         self.place = group.rank()
-        self.down = twin_of(group)  # once for what is sent and received: one may be made meanwhile
+        self.down = reverse_group(
+            group
+        )  # once for what is sent and received: one may be made meanwhile
         self.mine = self.parts[self.place]
         self.wire = wire or body.dtype
 
@@ -177,7 +179,7 @@ class _Cut:
         self, operation: str, finish: Callable[[], Tensor] | None, function, *args
     ) -> Pending:
         facts = ("rows of each rank", *self.lengths)
-        return later(operation, self.group, self.flat, facts, finish, function, *args)
+        return run_async(operation, self.group, self.flat, facts, finish, function, *args)
 
     def rooms(self) -> tuple[Tensor, list[Tensor], Callable[[], Tensor] | None]:
         """Where a gather arrives, as one and in parts, and what brings it from there to `flat`."""
@@ -210,7 +212,7 @@ class _Cut:
 
 
 def _send(
-    works: list[dist.Work], cut: _Cut, tag: int, *, group: Group, async_op: bool
+    works: list[dist.Work], cut: _FlatShards, tag: int, *, group: Group, async_op: bool
 ) -> list[dist.Work]:
     """Its part to each rank that was told to expect one."""
     parts = [cut.mine if part is cut.mine else part.to(cut.wire) for part in cut.parts]
@@ -219,7 +221,7 @@ def _send(
 
 def _spread(
     works: list[dist.Work],
-    cut: _Cut,
+    cut: _FlatShards,
     parts: list[Tensor],
     mine: Tensor | None,
     tag: int,
@@ -232,7 +234,7 @@ def _spread(
     return works + post_sends(sent, group, tag, cut.down)
 
 
-def _start_gather(cut: _Cut, mine: Tensor | None) -> Pending:
+def _start_gather(cut: _FlatShards, mine: Tensor | None) -> Pending:
     """Of a back end that is told nothing ahead, so that memory for the wire is made here."""
     whole, parts, finish = cut.rooms()
     into = (gather_into, whole) if cut.even else (dist.all_gather, parts)
@@ -240,12 +242,19 @@ def _start_gather(cut: _Cut, mine: Tensor | None) -> Pending:
 
 
 def _gather(
-    cut: _Cut, parts: list[Tensor], mine: Tensor | None, function, into, *, group: Group, async_op
+    cut: _FlatShards,
+    parts: list[Tensor],
+    mine: Tensor | None,
+    function,
+    into,
+    *,
+    group: Group,
+    async_op,
 ):
     return function(into, _rounded(cut, parts, mine), group=group, async_op=async_op)
 
 
-def _rounded(cut: _Cut, parts: list[Tensor], mine: Tensor | None) -> Tensor:
+def _rounded(cut: _FlatShards, parts: list[Tensor], mine: Tensor | None) -> Tensor:
     """My part as it travels, which is where the others' will be."""
     source, part = cut.mine if mine is None else mine, parts[cut.place]
     return part if part is source else part.copy_(source)
@@ -257,7 +266,7 @@ def _set(flat: Tensor, bounds: Sequence[int], mine: Tensor) -> Pending:
     return Pending(flat)
 
 
-def _start_by_all_to_all(cut: _Cut) -> Pending:
+def _start_by_all_to_all(cut: _FlatShards) -> Pending:
     """A sum over NCCL whose parts are narrower than it: NCCL would add in their dtype."""
     num, length = len(cut.parts), len(cut.mine)
     room = cut.mine.new_empty((num * length,), dtype=cut.wire)

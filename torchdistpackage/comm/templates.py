@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm.messages import Description, Message
-from torchdistpackage.comm.wire import as_moved
+from torchdistpackage.comm.wire import to_bytes
 
 
-class Template:
+class MessageSpec:
     """Room for a message, the message from its room, and whether another is of the same form.
 
     num, num_bytes: of all members. wanting: places of those whose gradient comes back.
@@ -37,18 +37,18 @@ class Template:
         self._wanted = [made for made in self._made if made[0] in self.wanting]
         self._moving_back = [k for k, i in enumerate(self.wanting) if i in self._moving]
 
-    def room(self) -> list[Tensor | None]:
+    def allocate(self) -> list[Tensor | None]:
         """New memory for all members."""
         room: list[Tensor | None] = [None] * self.num
         for i, shape, dtype in self._made:
             room[i] = torch.empty(shape, dtype=dtype, device=self._device)
         return room
 
-    def gradient_room(self) -> list[Tensor]:
+    def allocate_gradients(self) -> list[Tensor]:
         """New memory for the gradients that come back, in the order of `wanting`."""
         return [torch.empty(shape, dtype=t, device=self._device) for _, shape, t in self._wanted]
 
-    def spread(self, gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    def scatter_grads(self, gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """One place for each member, None where no gradient is wanted."""
         places: list[Tensor | None] = [None] * self.num
         for i, gradient in zip(self.wanting, gradients, strict=True):
@@ -57,13 +57,13 @@ class Template:
 
     def travelling(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """Those that go over the wire, as they go: of a message, or of `room()` to be filled."""
-        return [as_moved(tensors[i]) for i in self._moving]  # type: ignore[arg-type]
+        return [to_bytes(tensors[i]) for i in self._moving]  # type: ignore[arg-type]
 
     def travelling_back(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """The same of gradients in the order of `wanting`, or of `gradient_room()`."""
-        return [as_moved(gradients[i]) for i in self._moving_back]
+        """The same of gradients in the order of `wanting`, or of `allocate_gradients()`."""
+        return [to_bytes(gradients[i]) for i in self._moving_back]
 
-    def fits(self, message: Message) -> bool:
+    def matches(self, message: Message) -> bool:
         """Whether `message` may go as this form: structure, shapes, dtypes, where the other side
         makes room for it, and no member wants a gradient that is not in the form.
 

@@ -2,8 +2,8 @@
 
 The one piece of process-wide state in the package. It is set once from a declarative config,
 may be destroyed and set anew, and may be replaced for a while by `using(topology, rank)`, which
-needs no processes. All threads of a process see it alike, but a thread that is `apart` is a rank of
-its own. Layers and executors never read it: they are given groups when they are made.
+needs no processes. All threads of a process see it alike, but a thread that is `isolated` is a rank
+of its own. Layers and executors never read it: they are given groups when they are made.
 
 Modes are group names: an axis (`data`, `pipe`, `tensor`, ...), `model` (ranks that share one
 batch), `global`, and after `build_moe_groups` also `moe_dp` and `moe_ep`.
@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchdistpackage.comm.groups import Groups
-from torchdistpackage.comm.place import Place, apart, current, holder, standing_in
+from torchdistpackage.comm.place import RankContext, current, holder, isolated, using
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.rank_queries import RankQueries
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.record import recorder
 from torchdistpackage.errors import LaunchError, TopologyError
 from torchdistpackage.layout.groups import creations
 from torchdistpackage.layout.layout import Layout
@@ -70,7 +70,7 @@ class ProcessTopology(RankQueries):
         """
         self.destroy()
         moe = topology.expert.axis_size("expert") > 1
-        holder().place = Place(topology, rank, Groups(rank, timeout_s), moe)
+        holder().place = RankContext(topology, rank, Groups(rank, timeout_s), moe)
         self.prepare()
         for mode in (*topology.dense.names, "model", *(("moe_dp", "moe_ep") if moe else ())):
             self.get_group(mode)
@@ -80,7 +80,7 @@ class ProcessTopology(RankQueries):
 
         sums: over which gradients are summed. copies: of equal replicas. See layout/groups.py.
         """
-        place = self._place()
+        place = self._context()
         self.groups.prepare(creations(place.topology, place.rank, sums=sums, copies=copies))
 
     def build_moe_groups(
@@ -93,7 +93,7 @@ class ProcessTopology(RankQueries):
         Raises:
             TopologyError: neither is given, or they do not tile the data axis.
         """
-        place = self._place()
+        place = self._context()
         data = place.topology.dense.axis_size("data")
         if moe_ep_size is None:
             if moe_dp_size is None:
@@ -120,16 +120,16 @@ class ProcessTopology(RankQueries):
 
     @property
     def topology(self) -> Topology:
-        return self._place().topology
+        return self._context().topology
 
     @property
     def rank(self) -> int:
-        return self._place().rank
+        return self._context().rank
 
     @property
     def groups(self) -> Groups:
         """My groups, also for combinations of axes that no mode names."""
-        groups = self._place().groups
+        groups = self._context().groups
         if groups is None:
             raise LaunchError("tpc stands in for a rank without processes here: it has no groups")
         return groups
@@ -137,7 +137,7 @@ class ProcessTopology(RankQueries):
     @property
     def mesh(self) -> DeviceMesh:
         """The dense axes as torch's DeviceMesh, over the groups that exist already."""
-        place = self._place()
+        place = self._context()
         if place.mesh is None:
             dense = place.topology.dense
             device = "cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -151,18 +151,18 @@ class ProcessTopology(RankQueries):
 
     def describe(self) -> str:
         """Who is in which group, a line for each: `group pipe, ranks: [0, 8]`; many are cut."""
-        place = self._place()
+        place = self._context()
         model = ("model",) if place.topology.model_axes else ()
         moe = ("moe_dp", "moe_ep") if place.moe else ()
         return place.topology.describe((*place.topology.dense.names, *model, *moe))
 
     def get_group(self, mode: str) -> Group:
         """Handle of my group of this mode, for torch.distributed calls."""
-        found = self._place().found
+        found = self._context().found
         if mode not in found:
             mesh, axes = self._named(mode)
             found[mode] = self.groups.along(mesh, axes)
-            calls.name(found[mode], mode)
+            recorder.name(found[mode], mode)
         return found[mode]
 
     def get_ranks_in_group(self, mode: str) -> list[int]:
@@ -177,7 +177,7 @@ class ProcessTopology(RankQueries):
 
     def is_mode_inited(self, mode: str) -> bool:
         """Whether the mode is there and has more than one rank a group."""
-        if not self.is_set or (mode in ("moe_dp", "moe_ep") and not self._place().moe):
+        if not self.is_set or (mode in ("moe_dp", "moe_ep") and not self._context().moe):
             return False
         return self.get_group_size(mode) > 1
 
@@ -194,16 +194,16 @@ class ProcessTopology(RankQueries):
     def using(self, topology: Topology, rank: int) -> Iterator["ProcessTopology"]:
         """Be `rank` of `topology` inside the block, without processes or groups."""
         moe = topology.expert.axis_size("expert") > 1
-        with standing_in(Place(topology, rank, None, moe)):
+        with using(RankContext(topology, rank, None, moe)):
             yield self
 
     @contextmanager
-    def apart(self) -> Iterator["ProcessTopology"]:
+    def isolated(self) -> Iterator["ProcessTopology"]:
         """Be a rank of one's own inside the block, in this thread alone; at first not set up."""
-        with apart():
+        with isolated():
             yield self
 
-    def _place(self) -> Place:
+    def _context(self) -> RankContext:
         place = current()
         if place is None:
             raise LaunchError("tpc is not set up; call tpc.setup_process_groups([...]) first")
@@ -211,7 +211,7 @@ class ProcessTopology(RankQueries):
 
     def _named(self, mode: str) -> tuple[Mesh, tuple[str, ...]]:
         """The mesh and axes of a mode; a known axis that the config leaves out has size 1."""
-        place = self._place()
+        place = self._context()
         if mode in ("moe_dp", "moe_ep") and not place.moe:
             raise TopologyError(f"there is no group {mode!r} yet; call tpc.build_moe_groups first")
         if mode in DEFAULT_ORDER and mode not in place.topology.dense.names:

@@ -25,7 +25,7 @@ PLAIN = frozenset(
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 
 
-def as_moved(x: Tensor) -> Tensor:
+def to_bytes(x: Tensor) -> Tensor:
     """The same rows, contiguous, in a dtype that all back ends move; of a contiguous x, a view."""
     if x.requires_grad:
         x = x.detach()
@@ -37,7 +37,7 @@ def as_moved(x: Tensor) -> Tensor:
 
 
 def in_place_of(x: Tensor, wire: Tensor) -> Callable[[], Tensor] | None:
-    """How `x` gets what arrived in `wire`, made by `as_moved`; None: it is the same memory."""
+    """How `x` gets what arrived in `wire`, made by `to_bytes`; None: it is the same memory."""
     if wire.data_ptr() == x.data_ptr():
         return None
 
@@ -48,7 +48,9 @@ def in_place_of(x: Tensor, wire: Tensor) -> Callable[[], Tensor] | None:
     return back
 
 
-def as_summed(x: Tensor, op: dist.ReduceOp.RedOpType) -> tuple[Tensor, Callable[[], Tensor] | None]:
+def to_reducible(
+    x: Tensor, op: dist.ReduceOp.RedOpType
+) -> tuple[Tensor, Callable[[], Tensor] | None]:
     """(what is reduced in place, how `x` gets the result; None: it is the same memory).
 
     Raises:

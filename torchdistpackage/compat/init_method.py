@@ -14,7 +14,9 @@ from torchdistpackage.launch.rendezvous import Rendezvous, detect
 Env = Mapping[str, str]
 
 
-def place(method: str, world_size: int, rank: int, local_rank: int, env: Env) -> Rendezvous:
+def parse_init_method(
+    method: str, world_size: int, rank: int, local_rank: int, env: Env
+) -> Rendezvous:
     """This process's place by `method`; -1 stands for a number that the caller does not know.
 
     env://: as the launcher says, whichever it is; one process where there is none.

@@ -18,19 +18,19 @@ from torchdistpackage.compat.not_available import NotAvailable
 PACKAGE = __name__.partition(".")[0]
 
 
-class Later(str):
+class UnavailableReason(str):
     """Why a name is not available yet; the text ends a sentence."""
 
     __slots__ = ()
 
 
-_TRACES = Later("profiler ranges and per-rank printing are not offered yet")
-_PROFILE = Later("modules cannot be profiled yet")
-_NAN = Later("tracing of NaN and Inf is not offered yet")
-_REPLACE = Later("modules cannot be replaced by rule yet")
+_TRACES = UnavailableReason("profiler ranges and per-rank printing are not offered yet")
+_PROFILE = UnavailableReason("modules cannot be profiled yet")
+_NAN = UnavailableReason("tracing of NaN and Inf is not offered yet")
+_REPLACE = UnavailableReason("modules cannot be replaced by rule yet")
 
 Names = dict[str, tuple[str, ...]]
-"""Module of this package, or why not yet (a `Later`), -> names."""
+"""Module of this package, or why not yet (a `UnavailableReason`), -> names."""
 
 _SCHEDULER: Names = {
     "parallel.pipeline.forward_backward": ("forward_backward", "forward_eval"),
@@ -194,7 +194,7 @@ def lookup(module: str, name: str) -> object:
         AttributeError: it never had that name.
     """
     place = MODULES[module].get(name)
-    if isinstance(place, Later):
+    if isinstance(place, UnavailableReason):
         return NotAvailable(module, name, place)
     if place is not None:
         return getattr(importlib.import_module(f"{PACKAGE}.{place}"), name)

@@ -11,7 +11,7 @@ from torchdistpackage.comm import collectives, primitives
 from torchdistpackage.comm.primitives import Group
 
 
-def summed(x: Tensor, group: Group) -> Tensor:
+def all_reduce_(x: Tensor, group: Group) -> Tensor:
     """The sum over the group: in `x` itself unless it needs a gradient, which then passes."""
     if torch.is_grad_enabled() and x.requires_grad:
         return collectives.reduce(x, group)

@@ -22,8 +22,8 @@ from torchdistpackage.comm.runtime import join, leave
 from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.comm.world import is_joined, world
 from torchdistpackage.compat import paths
-from torchdistpackage.compat.init_method import place
-from torchdistpackage.compat.reduction import summed
+from torchdistpackage.compat.init_method import parse_init_method
+from torchdistpackage.compat.reduction import all_reduce_
 from torchdistpackage.compat.worker import Worker
 from torchdistpackage.errors import LaunchError, TopologyError
 
@@ -94,7 +94,7 @@ def init_dist_env(
     """
     if not is_joined():
         tpc.destroy()  # of a world that has ended
-        found = place(distributed_init_method, world_size, rank, local_rank, os.environ)
+        found = parse_init_method(distributed_init_method, world_size, rank, local_rank, os.environ)
         join(found, backend=backend)
         local_rank = found.local_rank
     group = world()
@@ -224,7 +224,7 @@ def get_tp_src_rank() -> int:
 
 def tp_all_reduce(input_: Tensor) -> Tensor:
     """Sum over the tensor parallel group, in place and returned; out of place for autograd."""
-    return summed(input_, get_tp_group())
+    return all_reduce_(input_, get_tp_group())
 
 
 def tp_all_gather(input_: Tensor, dim: int = -1) -> Tensor:

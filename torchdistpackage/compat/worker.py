@@ -20,7 +20,7 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.local import run_local
 from torchdistpackage.launch.rank import pack_arguments
-from torchdistpackage.launch.reference import FarEnough, Reference, main_is_loading
+from torchdistpackage.launch.reference import EntryPoint, StopLoading, main_is_loading
 from torchdistpackage.launch.wire import pack, unpack
 
 # once, before the ranks are forked
@@ -61,7 +61,7 @@ class Worker:
         """
         if main_is_loading():
             # a script without a guard, in a rank: it is here to be read, not to start more
-            raise FarEnough
+            raise StopLoading
         reference, packed = _packed(func, args, kwargs)
         results = run_local(
             _as_rank,
@@ -85,10 +85,10 @@ Call = tuple[Callable[..., object], tuple[object, ...], dict[str, object]]
 
 def _packed(
     func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
-) -> tuple[Reference | None, bytes]:
+) -> tuple[EntryPoint | None, bytes]:
     """The function by name and its arguments, or None and all of them by value."""
     try:
-        reference = Reference.of(func)
+        reference = EntryPoint.of(func)
         if _is_found(func, reference):
             return reference, pack_arguments(*args, **kwargs)
     except (LaunchError, pickle.PicklingError, AttributeError, TypeError):
@@ -102,7 +102,7 @@ def _packed(
         ) from error
 
 
-def _is_found(func: Callable[..., object], reference: Reference) -> bool:
+def _is_found(func: Callable[..., object], reference: EntryPoint) -> bool:
     """Whether the file of a script has it: a session that began with a script goes on by hand."""
     code = getattr(inspect.unwrap(func), "__code__", None)
     if code is None or not reference.is_main or reference.file is None:
@@ -110,7 +110,7 @@ def _is_found(func: Callable[..., object], reference: Reference) -> bool:
     return Path(code.co_filename).resolve() == Path(reference.file)
 
 
-def _as_rank(reference: Reference | None, backend: str, packed: bytes) -> bytes:
+def _as_rank(reference: EntryPoint | None, backend: str, packed: bytes) -> bytes:
     """In each process. Packed here, as only the caller knows a script's classes by their names."""
     if reference is None:
         function, args, kwargs = cast(Call, unpack(packed))

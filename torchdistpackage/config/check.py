@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator
 from torchdistpackage.config.problem import Problem
 from torchdistpackage.config.rules import DEGREES, RULES, Rule
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.config.slurm_options import Found, problems, spelled
-from torchdistpackage.config.slurm_shape import GPUS, LAYOUT, JobShape, shape_of
+from torchdistpackage.config.slurm_options import Found, canonical_name, problems
+from torchdistpackage.config.slurm_shape import GPUS, LAYOUT, JobGeometry, job_geometry
 from torchdistpackage.errors import ConfigError
 
 _SLURM = "launch.slurm"
@@ -32,11 +32,11 @@ def violations(
         job: without a world_size the run is a Slurm job, and has to fit every world that
             `launch.slurm` allows.
     """
-    found = broken(config, world_size, bad, job=job)
+    found = failed_rules(config, world_size, bad, job=job)
     return tuple(Problem("", None, rule.fields[0], text) for rule, text in found)
 
 
-def broken(
+def failed_rules(
     config: RunConfig,
     world_size: int | None = None,
     bad: Collection[str] = (),
@@ -49,11 +49,11 @@ def broken(
     if world_size or not job:
         yield from _on(config, world_size, bad)
         return
-    bad = [*bad, *(f"{_SLURM}.{spelled(key)}" for key, _ in wrong)]
+    bad = [*bad, *(f"{_SLURM}.{canonical_name(key)}" for key, _ in wrong)]
     if _touches((*DEGREES, *(f"{_SLURM}.{name}" for name in (*LAYOUT, *GPUS))), bad):
         yield from _on(config, config.launch.local.procs, bad)
         return
-    shape, wrong = shape_of(config)
+    shape, wrong = job_geometry(config)
     yield from _of_options(config, wrong, bad)
     if shape is None:
         yield from _on(config, config.launch.local.procs, bad)
@@ -65,7 +65,7 @@ def _of_options(
     config: RunConfig, wrong: Collection[Found], bad: Collection[str]
 ) -> Iterator[tuple[Rule, str]]:
     """Problems of `launch.slurm` as broken rules, each under its key as it is written."""
-    written = {spelled(key): key for key in config.launch.slurm}
+    written = {canonical_name(key): key for key in config.launch.slurm}
     for key, text in wrong:
         path = f"{_SLURM}.{written.get(key, key)}"
         if not _touches((path,), bad):
@@ -73,7 +73,7 @@ def _of_options(
 
 
 def _on_each(
-    config: RunConfig, shape: JobShape, bad: Collection[str]
+    config: RunConfig, shape: JobGeometry, bad: Collection[str]
 ) -> Iterator[tuple[Rule, str]]:
     """The rules on every world of a job; each once, with the numbers of nodes that break it."""
     texts: dict[tuple[str, ...], tuple[Rule, str, list[int]]] = {}
@@ -99,7 +99,7 @@ def _on(
         with contextlib.suppress(ConfigError):
             config = config.resolve(world)
     for rule in RULES:
-        if not _touches(rule.fields, bad) and (text := rule.says(config, world_size)):
+        if not _touches(rule.fields, bad) and (text := rule.message(config, world_size)):
             yield rule, text
 
 

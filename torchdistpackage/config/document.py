@@ -13,7 +13,7 @@ from typing import Any, cast
 import yaml
 
 from torchdistpackage.bounded_yaml import MAX_DEPTH, MAX_NODES, BoundedLoader, BoundError
-from torchdistpackage.config.problem import MAX_PROBLEMS, Place, Problem
+from torchdistpackage.config.problem import MAX_PROBLEMS, Problem, SourceLocation
 
 Keys = tuple[str | int, ...]
 """Keys and list indices from the top of the file."""
@@ -57,7 +57,7 @@ def _resolvers() -> _Resolvers:
 _RESOLVERS = _resolvers()
 
 
-class _Loader(BoundedLoader):
+class _DocumentLoader(BoundedLoader):
     yaml_implicit_resolvers = _RESOLVERS
 
 
@@ -93,9 +93,9 @@ class Document:
     """What a text says: its value, where each key stands, and what is wrong with it."""
 
     value: Any = None
-    places: dict[Keys, Place] = field(default_factory=dict[Keys, Place])
+    places: dict[Keys, SourceLocation] = field(default_factory=dict[Keys, SourceLocation])
     problems: tuple[Problem, ...] = ()
-    bad: frozenset[str] = frozenset()
+    invalid: frozenset[str] = frozenset()
     """Dotted paths whose values cannot be trusted, e.g. keys given twice."""
 
 
@@ -104,7 +104,7 @@ def dotted(path: Keys) -> str:
     return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).removeprefix(".")
 
 
-def read(text: str, file: str, root: Keys = (), given: Place | None = None) -> Document:
+def read(text: str, file: str, root: Keys = (), given: SourceLocation | None = None) -> Document:
     """Read one YAML document; never raises, what is wrong is in `problems`.
 
     Args:
@@ -115,9 +115,9 @@ def read(text: str, file: str, root: Keys = (), given: Place | None = None) -> D
     value = None
     if (size := len(text.encode(errors="surrogatepass"))) > MAX_BYTES:
         reader.report(1, root, f"has {size:,} bytes; {MAX_BYTES:,} are allowed")
-        return Document(None, {}, tuple(reader.problems), frozenset(reader.bad))
+        return Document(None, {}, tuple(reader.problems), frozenset(reader.invalid))
     try:
-        node = _Loader(text).get_single_node()
+        node = _DocumentLoader(text).get_single_node()
         value = None if node is None else reader.convert(node, root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -129,27 +129,27 @@ def read(text: str, file: str, root: Keys = (), given: Place | None = None) -> D
         reader.report(line, root, f"not valid YAML: character {error.character:#x} is not allowed")
     except (ValueError, OverflowError) as error:  # an escape such as "\U00110000"
         reader.report(1, root, f"not valid YAML: {error}")
-    return Document(value, reader.places, tuple(reader.problems), frozenset(reader.bad))
+    return Document(value, reader.places, tuple(reader.problems), frozenset(reader.invalid))
 
 
 class _Reader:
     """Walks composed nodes; collects places and problems."""
 
-    def __init__(self, file: str, given: Place | None) -> None:
+    def __init__(self, file: str, given: SourceLocation | None) -> None:
         self.file, self.given = file, given
-        self.places: dict[Keys, Place] = {}
+        self.places: dict[Keys, SourceLocation] = {}
         self.problems: list[Problem] = []
-        self.bad: set[str] = set()
+        self.invalid: set[str] = set()
         self._open: list[int] = []  # ids of the nodes around this one: an alias may close a circle
         self._nodes = 0
         self._at: object = None  # of the key at the top: nodes of aliases stand elsewhere
 
-    def place(self, line: int | None) -> Place:
-        return self.given or Place(self.file, line)
+    def place(self, line: int | None) -> SourceLocation:
+        return self.given or SourceLocation(self.file, line)
 
     def report(self, line: int | None, path: Keys, text: str) -> None:
         self.problems.append(Problem(*self.place(line), dotted(path), text))
-        self.bad.add(dotted(path))
+        self.invalid.add(dotted(path))
 
     def _go_on(self, node: yaml.Node) -> None:
         if len(self.problems) >= MAX_PROBLEMS:

@@ -1,6 +1,6 @@
 """The kinds of value a key may hold: a type, its limits, and the words for what it wants.
 
-One rule: every kind carries its own `Wants`, so an error text is made of our words, whatever
+One rule: every kind carries its own `Expected`, so an error text is made of our words, whatever
 pydantic found. Types are strict: a string is no number, a bool is no int; an int will do for
 a float, and a whole float such as 4.0 for a count. How large a number may be stands with its key
 in the schema.
@@ -14,7 +14,7 @@ from annotated_types import Le
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
 from pydantic.fields import FieldInfo
 
-from torchdistpackage.config.slurm_options import OPTIONS, OURS
+from torchdistpackage.config.slurm_options import EXTRA, OPTIONS
 from torchdistpackage.schedule.generate import GENERATORS, canonical
 from torchdistpackage.topology.views import DEFAULT_ORDER
 
@@ -24,25 +24,25 @@ SCHEDULES = (*(name for name in GENERATORS if name != "forward"), AUTO, CUSTOM)
 
 
 @dataclass(frozen=True, slots=True)
-class Wants:
+class Expected:
     """What a key takes, in words; `choices` are the valid names, for "did you mean"."""
 
     text: str
     choices: tuple[str, ...] = ()
 
 
-def wants_of(field: FieldInfo) -> Wants:
+def expected_of(field: FieldInfo) -> Expected:
     """What a key takes; the most that its line in the schema allows comes first in the metadata."""
-    wants = next(m for m in reversed(field.metadata) if isinstance(m, Wants))
+    wants = next(m for m in reversed(field.metadata) if isinstance(m, Expected))
     first = field.metadata[0]
     if not isinstance(first, Le):
         return wants
-    return Wants(f"{wants.text}, up to {first.le:,}", wants.choices)
+    return Expected(f"{wants.text}, up to {first.le:,}", wants.choices)
 
 
-def _names(literal: Any) -> Wants:
+def _names(literal: Any) -> Expected:
     choices: tuple[str, ...] = get_args(literal)
-    return Wants(" or ".join(choices), choices)
+    return Expected(" or ".join(choices), choices)
 
 
 def _whole(value: object) -> object:
@@ -110,83 +110,85 @@ MAX_TIME = 1_000_000
 """In seconds more than 11 days: what waits longer waits for ever, and the clocks of systems end."""
 
 _Whole = BeforeValidator(_whole)
-Count = Annotated[int, Field(ge=1), _Whole, Wants("a whole number, 1 or more")]
-CountOrZero = Annotated[int, Field(ge=0), _Whole, Wants("a whole number, 0 or more")]
+Count = Annotated[int, Field(ge=1), _Whole, Expected("a whole number, 1 or more")]
+CountOrZero = Annotated[int, Field(ge=0), _Whole, Expected("a whole number, 0 or more")]
 Degree = Annotated[
     Annotated[int, Field(ge=1, le=MAX_RANKS), _Whole] | Literal["auto"],
-    Wants(f"a whole number, 1 or more, or auto, up to {MAX_RANKS:,}", ("auto",)),
+    Expected(f"a whole number, 1 or more, or auto, up to {MAX_RANKS:,}", ("auto",)),
 ]
 ChunksOrNull = Annotated[
     Annotated[int, Field(ge=1, le=MAX_CHUNKS), _Whole] | None,
-    Wants(f"a whole number, 1 or more, or null, up to {MAX_CHUNKS}"),
+    Expected(f"a whole number, 1 or more, or null, up to {MAX_CHUNKS}"),
 ]
 ProcsOrNull = Annotated[
     Annotated[int, Field(ge=1, le=MAX_PROCS), _Whole] | None,
-    Wants(f"a whole number, 1 or more, or null, up to {MAX_PROCS:,}"),
+    Expected(f"a whole number, 1 or more, or null, up to {MAX_PROCS:,}"),
 ]
 Steps = Annotated[
     int,
     Field(ge=1, le=MAX_STEPS),
     _Whole,
-    Wants(f"a whole number, 1 or more, up to {MAX_STEPS:,}"),
+    Expected(f"a whole number, 1 or more, up to {MAX_STEPS:,}"),
 ]
 StepsOrZero = Annotated[
     int,
     Field(ge=0, le=MAX_STEPS),
     _Whole,
-    Wants(f"a whole number, 0 or more, up to {MAX_STEPS:,}"),
+    Expected(f"a whole number, 0 or more, up to {MAX_STEPS:,}"),
 ]
 Restarts = Annotated[
-    int, Field(ge=0, le=1000), _Whole, Wants("a whole number, 0 or more, up to 1,000")
+    int, Field(ge=0, le=1000), _Whole, Expected("a whole number, 0 or more, up to 1,000")
 ]
-ZeroStage = Annotated[int, Field(ge=0, le=3), _Whole, Wants("0, 1, 2 or 3")]
-Seed = Annotated[int, Field(ge=0, lt=2**63), _Whole, Wants("a whole number from 0 to 2**63 - 1")]
+ZeroStage = Annotated[int, Field(ge=0, le=3), _Whole, Expected("0, 1, 2 or 3")]
+Seed = Annotated[int, Field(ge=0, lt=2**63), _Whole, Expected("a whole number from 0 to 2**63 - 1")]
 
 _Finite = Field(allow_inf_nan=False)
-Positive = Annotated[float, _Finite, Field(gt=0), Wants("a number above 0")]
-NotNegative = Annotated[float, _Finite, Field(ge=0), Wants("a number, 0 or more")]
+Positive = Annotated[float, _Finite, Field(gt=0), Expected("a number above 0")]
+NotNegative = Annotated[float, _Finite, Field(ge=0), Expected("a number, 0 or more")]
 _TIME = f"up to {MAX_TIME:,}"
-Seconds = Annotated[Positive, Field(le=MAX_TIME), Wants(f"a number above 0, {_TIME}")]
-SecondsOrZero = Annotated[NotNegative, Field(le=MAX_TIME), Wants(f"a number, 0 or more, {_TIME}")]
-MinutesOrNull = Annotated[Seconds | None, Wants(f"a number above 0, or null, {_TIME}")]
-Fraction = Annotated[float, _Finite, Field(ge=0, le=1), Wants("a number from 0 to 1")]
-BelowOne = Annotated[float, _Finite, Field(ge=0, lt=1), Wants("a number from 0 to below 1")]
-UpToHalf = Annotated[float, _Finite, Field(gt=0, le=0.5), Wants("a number above 0, up to 0.5")]
+Seconds = Annotated[Positive, Field(le=MAX_TIME), Expected(f"a number above 0, {_TIME}")]
+SecondsOrZero = Annotated[
+    NotNegative, Field(le=MAX_TIME), Expected(f"a number, 0 or more, {_TIME}")
+]
+MinutesOrNull = Annotated[Seconds | None, Expected(f"a number above 0, or null, {_TIME}")]
+Fraction = Annotated[float, _Finite, Field(ge=0, le=1), Expected("a number from 0 to 1")]
+BelowOne = Annotated[float, _Finite, Field(ge=0, lt=1), Expected("a number from 0 to below 1")]
+UpToHalf = Annotated[float, _Finite, Field(gt=0, le=0.5), Expected("a number above 0, up to 0.5")]
 Betas = Annotated[
     tuple[BelowOne, BelowOne],
     BeforeValidator(_sequence),
-    Wants("a list of two numbers from 0 to below 1, e.g. [0.9, 0.95]"),
+    Expected("a list of two numbers from 0 to below 1, e.g. [0.9, 0.95]"),
 ]
 
-Flag = Annotated[bool, Wants("true or false", ("true", "false"))]
+Flag = Annotated[bool, Expected("true or false", ("true", "false"))]
 _A_PATH = "a path: a text without control characters, in names of up to 255 bytes"
-Path = Annotated[str, Field(min_length=1), AfterValidator(_path), Wants(_A_PATH)]
-PathOrNull = Annotated[Path | None, Wants(f"{_A_PATH}, or null")]
+Path = Annotated[str, Field(min_length=1), AfterValidator(_path), Expected(_A_PATH)]
+PathOrNull = Annotated[Path | None, Expected(f"{_A_PATH}, or null")]
 FolderName = Annotated[
     str,
     Field(pattern=r"^\w[\w.+=@-]*$", max_length=MAX_NAME_BYTES),
     AfterValidator(_short),
-    Wants(
+    Expected(
         "a folder name: letters, digits and _ . + = @ -, a letter, digit or _ first; at most "
         f"{MAX_NAME_BYTES} bytes"
     ),
 ]
 ImportPath = Annotated[
     Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$", max_length=200)] | None,
-    Wants("an import path such as pkg.module:build, of at most 200 characters, or null"),
+    Expected("an import path such as pkg.module:build, of at most 200 characters, or null"),
 ]
-FreeForm = Annotated[dict[str, JsonValue], Wants("a mapping of names to plain YAML values")]
+FreeForm = Annotated[dict[str, JsonValue], Expected("a mapping of names to plain YAML values")]
 SlurmOptions = Annotated[
     dict[str, JsonValue],
-    Wants("a mapping of names of sbatch's options, and a few of ours, to plain YAML values"),
+    Expected("a mapping of names of sbatch's options, and a few of ours, to plain YAML values"),
     Field(
         json_schema_extra={
             "properties": {
                 **{
-                    name: {"description": f"sbatch: {kind.wants}."}
+                    name: {"description": f"sbatch: {kind.expected}."}
                     for name, kind in OPTIONS.items()
                 },
-                **{name: {"description": f"{text}."} for name, text in OURS.items()},
+                **{name: {"description": f"{text}."} for name, text in EXTRA.items()},
             }
         }
     ),
@@ -199,7 +201,7 @@ Order = Annotated[
     tuple[Axis, ...],
     BeforeValidator(_sequence),
     AfterValidator(_different),
-    Wants(
+    Expected(
         f"a list of different axes out of {', '.join(DEFAULT_ORDER)}, outermost first",
         DEFAULT_ORDER,
     ),
@@ -208,7 +210,7 @@ ScheduleName = Annotated[
     str,
     AfterValidator(_schedule),
     Field(json_schema_extra={"enum": list[JsonValue](SCHEDULES)}),
-    Wants(" or ".join(SCHEDULES), SCHEDULES),
+    Expected(" or ".join(SCHEDULES), SCHEDULES),
 ]
 
 SIGNALS = ("USR1", "USR2", "TERM", "HUP")
@@ -228,7 +230,7 @@ Signals = Annotated[
     tuple[Signal, ...],
     BeforeValidator(_sequence),
     AfterValidator(_different),
-    Wants(f"a list of different signals out of {', '.join(SIGNALS)}", SIGNALS),
+    Expected(f"a list of different signals out of {', '.join(SIGNALS)}", SIGNALS),
 ]
 
 _RequeueMode = Literal["requeue", "chain", "never"]

@@ -13,11 +13,11 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from torchdistpackage.bounded_yaml import MAX_DEPTH
-from torchdistpackage.config.check import broken
+from torchdistpackage.config.check import failed_rules
 from torchdistpackage.config.document import MAX_BYTES, MAX_KEY, Document, Keys, dotted, read
-from torchdistpackage.config.kinds import wants_of
+from torchdistpackage.config.kinds import expected_of
 from torchdistpackage.config.names import KEYS, SECTIONS, nearest, unknown_key
-from torchdistpackage.config.problem import MAX_PROBLEMS, ConfigProblems, Place, Problem
+from torchdistpackage.config.problem import MAX_PROBLEMS, ConfigErrors, Problem, SourceLocation
 from torchdistpackage.config.rules import Rule
 from torchdistpackage.config.schema import RunConfig
 
@@ -38,7 +38,7 @@ def load(
     has to fit every world that launch.slurm allows; None: it is a job if that section has keys.
 
     Raises:
-        ConfigProblems: lists all that is wrong, each with its place; also `.problems`.
+        ConfigErrors: lists all that is wrong, each with its place; also `.problems`.
     """
     source, line = os.fspath(path), None
     try:
@@ -59,7 +59,7 @@ def load(
     else:
         if text is not None:
             return loads(text, source, overrides, world_size, job=job)
-    raise ConfigProblems(source, [Problem(source, line, "", why)])
+    raise ConfigErrors(source, [Problem(source, line, "", why)])
 
 
 def loads(
@@ -73,9 +73,9 @@ def loads(
     """Read a run from YAML text; `source` names it in errors. The rest is as in `load`.
 
     Raises:
-        ConfigProblems: lists all that is wrong, each with its place; also `.problems`.
+        ConfigErrors: lists all that is wrong, each with its place; also `.problems`.
     """
-    draft = _Draft(source, read(text, source))
+    draft = _PartialConfig(source, read(text, source))
     for override in overrides:
         draft.override(override)
     config = draft.validate()
@@ -84,44 +84,46 @@ def loads(
         draft.check_written_out(config)
     if draft.problems:
         in_order = sorted(draft.problems, key=lambda p: (p.file.startswith(_OVERRIDE), p.line or 0))
-        raise ConfigProblems(source, in_order)
+        raise ConfigErrors(source, in_order)
     return config
 
 
-class _Draft:
+class _PartialConfig:
     """Values with their places on the way to a RunConfig, and the problems met so far."""
 
     def __init__(self, source: str, document: Document) -> None:
         self.source = source
         self.problems = list(document.problems)
         self.places = dict(document.places)
-        self.bad = set(document.bad)
+        self.invalid = set(document.invalid)
         self.values: dict[str, Any] = {}
         self._overridden: list[str] = []
         value = document.value
         if isinstance(value, dict):
             self.values = cast(dict[str, Any], value)
         elif value is not None:  # the bad path "" stands for all: no rule has anything to say
-            self._report(Place(source, 1), "", _unfit_section("", value))
+            self._report(SourceLocation(source, 1), "", _unfit_section("", value))
 
-    def _report(self, place: Place, path: str, text: str) -> None:
+    def _report(self, place: SourceLocation, path: str, text: str) -> None:
         self.problems.append(Problem(*place, path, text))
-        self.bad.add(path)
+        self.invalid.add(path)
 
-    def _place(self, path: Keys) -> Place:
+    def _place(self, path: Keys) -> SourceLocation:
         """Where `path` was written, or the nearest thing around it."""
         around = (path[:end] for end in range(len(path), 0, -1))
-        return next((self.places[p] for p in around if p in self.places), Place(self.source))
+        return next(
+            (self.places[p] for p in around if p in self.places), SourceLocation(self.source)
+        )
 
     def check_written_out(self, config: RunConfig) -> None:
         """The run folder holds the configuration without aliases, which its job reads again."""
         if (size := len(config.to_yaml().encode())) > MAX_BYTES:
             why = f"has {size:,} bytes with its aliases written out; {MAX_BYTES:,} are allowed"
-            self._report(Place(self.source), "", why)
+            self._report(SourceLocation(self.source), "", why)
 
     def override(self, text: str) -> None:
         """Set one value over those of the file."""
-        place = Place(_OVERRIDE + text)
+        place = SourceLocation(_OVERRIDE + text)
         name, equals, value = (part.strip() for part in text.partition("="))
         path = tuple(name.split("."))
         if not equals or not all(path) or len(path) > MAX_DEPTH or max(map(len, path)) > MAX_KEY:
@@ -140,11 +142,11 @@ class _Draft:
             self._report(place, name, why)
             return
         self.problems += document.problems
-        self.bad |= document.bad
+        self.invalid |= document.invalid
         if not document.problems:
             self._set(path, document, place)
 
-    def _set(self, path: tuple[str, ...], document: Document, place: Place) -> None:
+    def _set(self, path: tuple[str, ...], document: Document, place: SourceLocation) -> None:
         parent = self.values
         for end in range(1, len(path)):
             inside = parent.get(path[end - 1])
@@ -176,11 +178,11 @@ class _Draft:
                 seen.add(path)
                 if len(self.problems) >= MAX_PROBLEMS:
                     more = Problem(self.source, None, "", f"more than {MAX_PROBLEMS} problems")
-                    raise ConfigProblems(self.source, [*self.problems, more])
+                    raise ConfigErrors(self.source, [*self.problems, more])
                 value = self._take(cast(tuple[str, ...], path))
                 if unknown:
                     text, meant = unknown_key(dotted(path[:-1]), str(path[-1]))
-                    self.bad |= meant
+                    self.invalid |= meant
                 elif self._is_void(dotted(path)):
                     continue
                 elif dotted(path) in SECTIONS:
@@ -191,7 +193,7 @@ class _Draft:
 
     def _is_void(self, path: str) -> bool:
         """Whether the value, or a part of it, could not be read, which has been said."""
-        return any(b == path or b.startswith((f"{path}.", f"{path}[")) for b in self.bad)
+        return any(b == path or b.startswith((f"{path}.", f"{path}[")) for b in self.invalid)
 
     def _take(self, path: tuple[str, ...]) -> Any:
         """Remove a value, so that the rest can be looked at."""
@@ -202,7 +204,7 @@ class _Draft:
 
     def check(self, config: RunConfig, world_size: int | None, job: bool) -> None:
         """Report the rules across sections that the run breaks."""
-        for rule, text in broken(config, world_size, frozenset(self.bad), job=job):
+        for rule, text in failed_rules(config, world_size, frozenset(self.invalid), job=job):
             path = self._culprit(rule)
             self.problems.append(Problem(*self._place(tuple(path.split("."))), path, text))
 
@@ -226,7 +228,7 @@ def _unfit_section(path: str, value: object) -> str:
 
 
 def _unfit_value(path: str, value: object) -> str:
-    wants = wants_of(KEYS[path])
+    wants = expected_of(KEYS[path])
     text = f"wants {wants.text}, got {_shown(value)}"
     items = cast(list[object], value) if isinstance(value, list) else [value]
     wrong = (item for item in items if isinstance(item, str) and item not in wants.choices)

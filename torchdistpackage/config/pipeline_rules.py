@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from torchdistpackage.config.kinds import AUTO, CUSTOM, SCHEDULES
-from torchdistpackage.config.rule import Rule, reads
+from torchdistpackage.config.rule import Rule, rule
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import Schedule
@@ -72,7 +72,7 @@ def measured_costs(config: RunConfig) -> CostsFile | None:
     return None if path is None else read_costs(path)
 
 
-@reads("pipeline.file", "pipeline.schedule", "pipeline.microbatches", "parallel.pipe")
+@rule("pipeline.file", "pipeline.schedule", "pipeline.microbatches", "parallel.pipe")
 def _file_is_a_schedule(c: RunConfig, world_size: int | None) -> str | None:
     name, file = c.pipeline.schedule, c.pipeline.file
     if name != CUSTOM:
@@ -101,7 +101,7 @@ def _file_is_a_schedule(c: RunConfig, world_size: int | None) -> str | None:
     return None if schedule.has_backward else f"{file} has no backward; it would train nothing"
 
 
-@reads("parallel.pipe", "pipeline.chunks", "pipeline.schedule", "pipeline.microbatches")
+@rule("parallel.pipe", "pipeline.chunks", "pipeline.schedule", "pipeline.microbatches")
 def _schedule_is_no_slip(c: RunConfig, world_size: int | None) -> str | None:
     name, number = c.pipeline.schedule, c.pipeline.microbatches
     if name == CUSTOM:
@@ -116,7 +116,7 @@ def _schedule_is_no_slip(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
-@reads("pipeline.chunks", "pipeline.schedule")
+@rule("pipeline.chunks", "pipeline.schedule")
 def _chunks_fit_schedule(c: RunConfig, world_size: int | None) -> str | None:
     name, chunks = c.pipeline.schedule, c.pipeline.chunks
     if chunks is None or name == AUTO:
@@ -133,13 +133,13 @@ def _chunks_fit_schedule(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
-@reads(
+@rule(
     *("parallel.pipe", "model.layers", "model.name", "pipeline.chunks", "pipeline.schedule"),
     *("pipeline.file", "pipeline.microbatches"),
 )
 def _stages_have_pieces(c: RunConfig, world_size: int | None) -> str | None:
     pipe, layers, name = c.parallel.pipe, c.model.layers, c.pipeline.schedule
-    if c.model.name is None or (name == CUSTOM and _file_is_a_schedule.says(c, world_size)):
+    if c.model.name is None or (name == CUSTOM and _file_is_a_schedule.message(c, world_size)):
         return None
     stages, pieces = num_stages(c), len(piece_names(layers))
     if stages <= pieces:
@@ -155,7 +155,7 @@ def _stages_have_pieces(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
-@reads("pipeline.costs", "pipeline.partition")
+@rule("pipeline.costs", "pipeline.partition")
 def _costs_are_there(c: RunConfig, world_size: int | None) -> str | None:
     by_time = c.pipeline.partition == "time"
     try:
@@ -175,12 +175,12 @@ def _costs_are_there(c: RunConfig, world_size: int | None) -> str | None:
     return None
 
 
-@reads(
+@rule(
     *("pipeline.costs", "pipeline.schedule", "pipeline.chunks", "pipeline.partition"),
     *("parallel.pipe", "model.layers", "model.name", "pipeline.file", "pipeline.microbatches"),
 )
 def _costs_are_of_this_run(c: RunConfig, world_size: int | None) -> str | None:
-    if _costs_are_there.says(c, world_size) or _file_is_a_schedule.says(c, world_size):
+    if _costs_are_there.message(c, world_size) or _file_is_a_schedule.message(c, world_size):
         return None
     found, pipe, auto = measured_costs(c), c.parallel.pipe, c.pipeline.schedule == AUTO
     if found is None:

@@ -15,7 +15,7 @@ MAX_PROBLEMS = 100
 _MAX_LINE = 4000
 
 
-class Place(NamedTuple):
+class SourceLocation(NamedTuple):
     """Where a key was written; an override has no line, its file is `command line: a.b=c`."""
 
     file: str
@@ -40,7 +40,7 @@ class Problem:
         return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 
-class ConfigProblems(ConfigError):
+class ConfigErrors(ConfigError):
     """All that is wrong with one configuration; `problems` holds them in file order."""
 
     def __init__(self, source: str, problems: Iterable[Problem]) -> None:
@@ -49,6 +49,6 @@ class ConfigProblems(ConfigError):
         many = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__("\n".join([f"{many} in {source}:", *(f"  {p}" for p in self.problems)]))
 
-    def __reduce__(self) -> tuple[type["ConfigProblems"], tuple[str, tuple[Problem, ...]]]:
+    def __reduce__(self) -> tuple[type["ConfigErrors"], tuple[str, tuple[Problem, ...]]]:
         # Exceptions rebuild themselves from their text, which is not what __init__ takes.
         return type(self), (self.source, self.problems)

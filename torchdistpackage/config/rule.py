@@ -16,10 +16,10 @@ class Rule:
     """`fields`: the keys it reads; `says`: what is wrong, given the run and the world size."""
 
     fields: tuple[str, ...]
-    says: Callable[[RunConfig, int | None], str | None]
+    message: Callable[[RunConfig, int | None], str | None]
 
 
-def reads(*fields: str) -> Callable[[Callable[[RunConfig, int | None], str | None]], Rule]:
+def rule(*fields: str) -> Callable[[Callable[[RunConfig, int | None], str | None]], Rule]:
     return lambda says: Rule(fields, says)
 
 

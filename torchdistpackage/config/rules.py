@@ -5,8 +5,8 @@ One rule: what it says gives names, values and the nearest values that would do.
 
 from torchdistpackage.config.kinds import MAX_MLP_RATIO, MAX_RANKS
 from torchdistpackage.config.pipeline_rules import PIPELINE_RULES
-from torchdistpackage.config.rule import Rule, divisors, multiples, reads
-from torchdistpackage.config.schema import Data, Model, RunConfig
+from torchdistpackage.config.rule import Rule, divisors, multiples, rule
+from torchdistpackage.config.schema import DataSection, ModelSection, RunConfig
 from torchdistpackage.errors import ConfigError
 
 DEGREES = ("parallel.data", "parallel.pipe", "parallel.context", "parallel.tensor")
@@ -14,7 +14,7 @@ _NUM_BYTES = 256
 _GPT_KEYS = ("layers", "dim", "heads", "mlp_ratio", "dropout", "tied", "position", "norm_eps")
 
 
-@reads("parallel.order", *DEGREES)
+@rule("parallel.order", *DEGREES)
 def _order_names_axes(c: RunConfig, world_size: int | None) -> str | None:
     p = c.parallel
     degrees = {"data": p.data, "pipe": p.pipe, "context": p.context, "tensor": p.tensor}
@@ -27,7 +27,7 @@ def _order_names_axes(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
-@reads(*DEGREES, "parallel.order")
+@rule(*DEGREES, "parallel.order")
 def _degrees_fill_world(c: RunConfig, world_size: int | None) -> str | None:
     if world_size is None:
         return None
@@ -38,7 +38,7 @@ def _degrees_fill_world(c: RunConfig, world_size: int | None) -> str | None:
     return None
 
 
-@reads(*DEGREES)
+@rule(*DEGREES)
 def _world_is_no_slip(c: RunConfig, world_size: int | None) -> str | None:
     p = c.parallel
     world = world_size or p.model_size * (1 if p.data == "auto" else p.data)
@@ -50,7 +50,7 @@ def _world_is_no_slip(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
-@reads("launch.local.procs", *DEGREES, "parallel.order")
+@rule("launch.local.procs", *DEGREES, "parallel.order")
 def _degrees_fill_procs(c: RunConfig, world_size: int | None) -> str | None:
     procs = c.launch.local.procs
     if procs is None or world_size is not None:
@@ -63,7 +63,7 @@ def _degrees_fill_procs(c: RunConfig, world_size: int | None) -> str | None:
     return None
 
 
-@reads("model.heads", "parallel.tensor", "model.name")
+@rule("model.heads", "parallel.tensor", "model.name")
 def _heads_over_tensor(c: RunConfig, world_size: int | None) -> str | None:
     heads, tensor = c.model.heads, c.parallel.tensor
     if c.model.name is None or heads % tensor == 0:
@@ -74,7 +74,7 @@ def _heads_over_tensor(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
-@reads("model.dim", "model.heads", "model.position", "model.name")
+@rule("model.dim", "model.heads", "model.position", "model.name")
 def _dim_over_heads(c: RunConfig, world_size: int | None) -> str | None:
     dim, heads = c.model.dim, c.model.heads
     unit = 2 if c.model.position == "rotary" else 1
@@ -90,7 +90,7 @@ def _dim_over_heads(c: RunConfig, world_size: int | None) -> str | None:
     return f"{why}; {offers}"
 
 
-@reads("model.mlp_ratio", "model.dim", "parallel.tensor", "model.name")
+@rule("model.mlp_ratio", "model.dim", "parallel.tensor", "model.name")
 def _hidden_over_tensor(c: RunConfig, world_size: int | None) -> str | None:
     hidden, tensor = c.model.hidden, c.parallel.tensor
     if c.model.name is None or hidden % tensor == 0:
@@ -109,7 +109,7 @@ def _ratio(hidden: int, dim: int) -> str:
     return next(text for text in texts if round(dim * float(text)) == hidden)
 
 
-@reads("data.seq_len", "parallel.tensor", "parallel.sequence_parallel")
+@rule("data.seq_len", "parallel.tensor", "parallel.sequence_parallel")
 def _sequence_over_tensor(c: RunConfig, world_size: int | None) -> str | None:
     seq_len, tensor = c.data.seq_len, c.parallel.tensor
     if not c.parallel.sequence_parallel or seq_len % tensor == 0:
@@ -121,7 +121,7 @@ def _sequence_over_tensor(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
-@reads("model.vocab", "data.name", "model.name")
+@rule("model.vocab", "data.name", "model.name")
 def _vocab_holds_bytes(c: RunConfig, world_size: int | None) -> str | None:
     if c.model.name is None or c.data.name not in ("python_stdlib", "text"):
         return None
@@ -133,7 +133,7 @@ def _vocab_holds_bytes(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
-@reads("precision.weights", "precision.dtype", "parallel.zero")
+@rule("precision.weights", "precision.dtype", "parallel.zero")
 def _narrow_weights_have_copies(c: RunConfig, world_size: int | None) -> str | None:
     if c.precision.weights != "bf16":
         return None
@@ -151,7 +151,7 @@ def _narrow_weights_have_copies(c: RunConfig, world_size: int | None) -> str | N
     )
 
 
-@reads("data.global_batch", "parallel.data", "train.accumulate")
+@rule("data.global_batch", "parallel.data", "train.accumulate")
 def _batch_over_data(c: RunConfig, world_size: int | None) -> str | None:
     batch, data, rounds = c.data.global_batch, c.parallel.data, c.train.accumulate
     if data == "auto" or batch % (data * rounds) == 0:
@@ -163,7 +163,7 @@ def _batch_over_data(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
-@reads("pipeline.microbatches", "data.global_batch", "parallel.data", "train.accumulate")
+@rule("pipeline.microbatches", "data.global_batch", "parallel.data", "train.accumulate")
 def _microbatches_are_equal(c: RunConfig, world_size: int | None) -> str | None:
     batch, data, rounds = c.data.global_batch, c.parallel.data, c.train.accumulate
     pieces = c.pipeline.microbatches
@@ -180,7 +180,7 @@ def _microbatches_are_equal(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
-@reads("optim.warmup_steps", "train.steps")
+@rule("optim.warmup_steps", "train.steps")
 def _warmup_fits(c: RunConfig, world_size: int | None) -> str | None:
     warmup, steps = c.optim.warmup_steps, c.train.steps
     if warmup <= steps:
@@ -190,14 +190,14 @@ def _warmup_fits(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
-@reads("model.name", "model.target", "model.args")
+@rule("model.name", "model.target", "model.args")
 def _model_is_named_once(c: RunConfig, world_size: int | None) -> str | None:
     return _named_once(c.model, "model")
 
 
-@reads(*(f"model.{key}" for key in _GPT_KEYS), "model.name", "model.target")
+@rule(*(f"model.{key}" for key in _GPT_KEYS), "model.name", "model.target")
 def _model_keys_are_read(c: RunConfig, world_size: int | None) -> str | None:
-    default = Model()
+    default = ModelSection()
     unread = [f"model.{k}" for k in _GPT_KEYS if getattr(c.model, k) != getattr(default, k)]
     if c.model.name is not None or c.model.target is None or not unread:
         return None
@@ -207,7 +207,7 @@ def _model_keys_are_read(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
-@reads("data.name", "data.target", "data.args", "data.path", "data.dtype")
+@rule("data.name", "data.target", "data.args", "data.path", "data.dtype")
 def _data_is_named_once(c: RunConfig, world_size: int | None) -> str | None:
     if text := _named_once(c.data, "data"):
         return text
@@ -217,12 +217,12 @@ def _data_is_named_once(c: RunConfig, world_size: int | None) -> str | None:
         return f"{source} needs data.path, the file{' or folder' * (c.data.name == 'text')} to read"
     if not reads_path and c.data.path is not None:
         return f"data.path={c.data.path} would not be read with {source}; remove it"
-    if c.data.name != "tokens" and c.data.dtype != Data().dtype:
+    if c.data.name != "tokens" and c.data.dtype != DataSection().dtype:
         return f"data.dtype={c.data.dtype} would not be read with {source}; remove it"
     return None
 
 
-def _named_once(section: Model | Data, where: str) -> str | None:
+def _named_once(section: ModelSection | DataSection, where: str) -> str | None:
     name, target = section.name, section.target
     if name is not None and target is not None:
         return f"{where}.name={name} and {where}.target={target} exclude each other; remove one"

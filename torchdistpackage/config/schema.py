@@ -11,12 +11,12 @@ from pydantic import Field
 
 from torchdistpackage.config import kinds as k
 from torchdistpackage.config.document import write
-from torchdistpackage.config.section import Named, Section, default
+from torchdistpackage.config.section import NamedSection, Section, default
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.topology.views import DEFAULT_ORDER
 
 
-class Run(Section):
+class RunSection(Section):
     """Who this run is and where its outputs go."""
 
     name: k.FolderName = Field(default="run", description="Name of the run and of its folder.")
@@ -24,7 +24,7 @@ class Run(Section):
     seed: k.Seed = Field(default=1234, description="Seed of weights, data order and dropout.")
 
 
-class Parallel(Section):
+class ParallelSection(Section):
     """Degrees: how many ranks lie along each axis of the mesh."""
 
     order: k.Order = Field(
@@ -83,7 +83,7 @@ class Parallel(Section):
         )
 
 
-class Pipeline(Section):
+class PipelineSection(Section):
     """Where the model is cut, and the order of work on the stages."""
 
     schedule: k.ScheduleName = Field(
@@ -107,7 +107,7 @@ class Pipeline(Section):
     )
 
 
-class Model(Named):
+class ModelSection(NamedSection):
     """What is trained: one of our models, or your own by import path."""
 
     name: k.ModelName = Field(default="gpt", description="Our model; not with target.")
@@ -136,7 +136,7 @@ class Model(Named):
         return max(round(self.dim * self.mlp_ratio), 1)
 
 
-class Data(Named):
+class DataSection(NamedSection):
     """What it is trained on: one of our sources, or your own by import path."""
 
     name: k.DataName = Field(default="python_stdlib", description="Our source; not with target.")
@@ -155,7 +155,7 @@ class Data(Named):
     val_fraction: k.UpToHalf = Field(default=0.05, description="Part kept for validation.")
 
 
-class Optim(Section):
+class OptimSection(Section):
     """How weights follow gradients, and the learning rate over time."""
 
     name: k.OptimizerName = Field(default="adamw", description="Optimizer.")
@@ -168,7 +168,7 @@ class Optim(Section):
     min_lr_ratio: k.Fraction = Field(default=0.1, description="Learning rate at the end, over lr.")
 
 
-class Precision(Section):
+class PrecisionSection(Section):
     """Number formats."""
 
     dtype: k.Dtype = Field(
@@ -183,7 +183,7 @@ class Precision(Section):
     )
 
 
-class Train(Section):
+class TrainSection(Section):
     """Length of the run and what happens on the way."""
 
     steps: k.Steps = Field(default=400, description="Optimizer steps.")
@@ -210,7 +210,7 @@ class Train(Section):
     )
 
 
-class Checkpoint(Section):
+class CheckpointSection(Section):
     """When the state is saved and how much of it is kept."""
 
     save_every: k.StepsOrZero = Field(default=200, description="Steps between saves; 0 is off.")
@@ -222,7 +222,7 @@ class Checkpoint(Section):
     )
 
 
-class Local(Section):
+class LocalSection(Section):
     """Processes on this machine."""
 
     procs: k.ProcsOrNull = Field(
@@ -230,7 +230,7 @@ class Local(Section):
     )
 
 
-class Requeue(Section):
+class RequeueSection(Section):
     """How a job ends before its time is up, and comes back."""
 
     mode: k.RequeueMode = Field(
@@ -250,18 +250,18 @@ class Requeue(Section):
     )
 
 
-class Launch(Section):
+class LaunchSection(Section):
     """How the processes come to be."""
 
-    local: Local = default(Local)
+    local: LocalSection = default(LocalSection)
     slurm: k.SlurmOptions = Field(default_factory=dict, description="Options of the Slurm job.")
-    requeue: Requeue = default(Requeue)
+    requeue: RequeueSection = default(RequeueSection)
     init_timeout_s: k.Seconds = Field(
         default=60.0, description="Seconds to wait for all ranks at the start."
     )
 
 
-class Log(Section):
+class LogSection(Section):
     """What is reported."""
 
     every: k.Steps = Field(default=10, description="Steps between lines of the log.")
@@ -271,17 +271,17 @@ class Log(Section):
 class RunConfig(Section):
     """One training run, everything the YAML file says."""
 
-    run: Run = default(Run)
-    parallel: Parallel = default(Parallel)
-    pipeline: Pipeline = default(Pipeline)
-    model: Model = default(Model)
-    data: Data = default(Data)
-    optim: Optim = default(Optim)
-    precision: Precision = default(Precision)
-    train: Train = default(Train)
-    checkpoint: Checkpoint = default(Checkpoint)
-    launch: Launch = default(Launch)
-    log: Log = default(Log)
+    run: RunSection = default(RunSection)
+    parallel: ParallelSection = default(ParallelSection)
+    pipeline: PipelineSection = default(PipelineSection)
+    model: ModelSection = default(ModelSection)
+    data: DataSection = default(DataSection)
+    optim: OptimSection = default(OptimSection)
+    precision: PrecisionSection = default(PrecisionSection)
+    train: TrainSection = default(TrainSection)
+    checkpoint: CheckpointSection = default(CheckpointSection)
+    launch: LaunchSection = default(LaunchSection)
+    log: LogSection = default(LogSection)
 
     def resolve(self, world_size: int) -> Self:
         """The same run with `parallel.data` filled in for `world_size` ranks.

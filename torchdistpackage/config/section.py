@@ -32,7 +32,7 @@ def default(section: type[SectionT]) -> SectionT:
     return Field(default_factory=section, description=section.__doc__)
 
 
-class Named(Section):
+class NamedSection(Section):
     """A section that takes one of our names, or the user's own code by import path."""
 
     @model_validator(mode="before")

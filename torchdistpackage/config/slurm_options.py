@@ -1,8 +1,8 @@
 """The options of a Slurm job under Slurm's own names, and ours beside them: `launch.slurm`.
 
 One rule: a job that cannot be is refused here, not in a queue. What is in OPTIONS goes into the
-header of the batch script as it is written, OURS says what the script does around it, and OWNED is
-refused with what to use instead. Dashes and underscores are the same.
+header of the batch script as it is written, EXTRA says what the script does around it, and RESERVED
+is refused with what to use instead. Dashes and underscores are the same.
 """
 
 import difflib
@@ -16,13 +16,13 @@ from torchdistpackage.config.problem import MAX_PROBLEMS
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class OptionType:
     """What an option takes, in words, and whether a text is that.
 
     flag: true stands for the bare option. many: a list is joined with commas.
     """
 
-    wants: str
+    expected: str
     fits: Callable[[str], bool]
     flag: bool = False
     many: bool = False
@@ -65,34 +65,34 @@ def node_counts(text: str) -> tuple[int, ...]:
     return tuple(sorted(counts))
 
 
-_TEXT = Kind("a text", lambda text: bool(text.strip()))
-_LIST = Kind("a text or a list of texts", _TEXT.fits, many=True)
-_COUNT = Kind("a whole number, 1 or more", _matching(r"[1-9]\d{0,8}"))
-_NUMBER = Kind("a whole number", _matching(r"-?\d{1,10}"))
-_FLAG = Kind("true or false", lambda text: False, flag=True)
-_MAYBE = Kind("true or a text", _TEXT.fits, flag=True)
-_TIME = Kind("a time: MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS or UNLIMITED", _is_time)
-_MEMORY = Kind("a number of MB, or a number with K, M, G or T", _matching(r"\d+[KMGTkmgt]?"))
-_GPUS = Kind("a number of GPUs, or type:number", _matching(r"([\w.-]+:)?[1-9]\d{0,5}"))
-_NODES = Kind(
+_TEXT = OptionType("a text", lambda text: bool(text.strip()))
+_LIST = OptionType("a text or a list of texts", _TEXT.fits, many=True)
+_COUNT = OptionType("a whole number, 1 or more", _matching(r"[1-9]\d{0,8}"))
+_NUMBER = OptionType("a whole number", _matching(r"-?\d{1,10}"))
+_FLAG = OptionType("true or false", lambda text: False, flag=True)
+_MAYBE = OptionType("true or a text", _TEXT.fits, flag=True)
+_TIME = OptionType("a time: MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS or UNLIMITED", _is_time)
+_MEMORY = OptionType("a number of MB, or a number with K, M, G or T", _matching(r"\d+[KMGTkmgt]?"))
+_GPUS = OptionType("a number of GPUs, or type:number", _matching(r"([\w.-]+:)?[1-9]\d{0,5}"))
+_NODES = OptionType(
     "a number, a range such as 4-8, or a list such as 2,4: up to 1,024 different ones",
     lambda t: bool(node_counts(t)),
 )
-_SIGNAL = Kind(
+_SIGNAL = OptionType(
     "a signal and how many seconds before the end it comes, such as USR1@120; it goes to the ranks",
     _matching(r"(R:)?(SIG)?([A-Z]+[12]?|\d{1,2})(@\d{1,5})?"),
 )
-_BLOCK = Kind(
+_BLOCK = OptionType(
     "block, or block: and more, because ranks that follow each other share a node",
     _matching(r"block(:.+)?"),
 )
 
 
-def _all(kind: Kind, names: str) -> dict[str, Kind]:
+def _all(kind: OptionType, names: str) -> dict[str, OptionType]:
     return dict.fromkeys(names.split(), kind)
 
 
-OPTIONS: dict[str, Kind] = {
+OPTIONS: dict[str, OptionType] = {
     **_all(_TEXT, "account qos reservation constraint prefer cluster-constraint comment extra"),
     **_all(_TEXT, "admin-comment mail-user mcs-label wckey begin network cpu-freq gpu-freq"),
     **_all(_TEXT, "acctg-freq gres-flags bb bbf hint mem-bind profile power switches priority"),
@@ -113,7 +113,7 @@ OPTIONS: dict[str, Kind] = {
 }
 """Those of sbatch's long options that a run may choose; a Slurm may know fewer or forbid some."""
 
-OURS: dict[str, str] = {
+EXTRA: dict[str, str] = {
     "container": "words put before the command of every task, e.g. apptainer exec --nv train.sif",
     "srun": "a list of more options for srun, e.g. [--container-image=train.sqsh]",
     "modules": "a list of modules to load",
@@ -125,7 +125,7 @@ OURS: dict[str, str] = {
 
 _LAYOUT = "every task sees all GPUs of its node"
 _QUIET = "its answer is read by this package"
-OWNED: dict[str, str] = {
+RESERVED: dict[str, str] = {
     "output": "the output goes to logs/main.log in the run folder; set run.dir",
     "error": "errors go to logs/main.log in the run folder; set run.dir",
     "input": "no rank reads an input; use data.path",
@@ -167,7 +167,7 @@ Found = tuple[str, str]
 """Key as written, and what is wrong with it."""
 
 
-def spelled(key: str) -> str:
+def canonical_name(key: str) -> str:
     """Slurm's spelling: ntasks_per_node is ntasks-per-node."""
     return key.replace("_", "-")
 
@@ -177,7 +177,7 @@ def problems(section: Mapping[str, object]) -> tuple[Found, ...]:
     found: list[Found] = []
     seen: dict[str, str] = {}
     for key, value in section.items():
-        name = spelled(key)
+        name = canonical_name(key)
         if name in seen:
             found.append((key, f"says the same as {seen[name]}; keep one of them"))
         elif text := _problem(name, value):
@@ -189,14 +189,14 @@ def problems(section: Mapping[str, object]) -> tuple[Found, ...]:
 
 
 def _problem(name: str, value: object) -> str | None:
-    if name in OWNED:
-        return f"is not for a run to set: {OWNED[name]}"
-    if name in OURS:
-        return None if value is None else _problem_of_ours(name, value)
+    if name in RESERVED:
+        return f"is not for a run to set: {RESERVED[name]}"
+    if name in EXTRA:
+        return None if value is None else _problem_of_extra(name, value)
     if name not in OPTIONS:
-        valid = (*OPTIONS, *OURS)
-        close = difflib.get_close_matches(name, [*valid, *OWNED], n=1)
-        if close and close[0] in OWNED:
+        valid = (*OPTIONS, *EXTRA)
+        close = difflib.get_close_matches(name, [*valid, *RESERVED], n=1)
+        if close and close[0] in RESERVED:
             return f"unknown option; {close[0]} {_problem(close[0], None)}"
         meant = f"did you mean {close[0]}? " if close else ""
         return f"unknown option; {meant}valid: {', '.join(sorted(valid))}"
@@ -205,7 +205,7 @@ def _problem(name: str, value: object) -> str | None:
         return None
     text = _plain(value, kind.many)
     if text is None or len(text) > _MAX_TEXT or not kind.fits(text):
-        return f"wants {kind.wants}, got {_shown(value)}"
+        return f"wants {kind.expected}, got {_shown(value)}"
     if not text.isprintable():
         return (
             f"cannot be a line of the script: {_shown(value)} has a character that is not printable"
@@ -228,12 +228,12 @@ def _plain(value: object, many: bool) -> str | None:
     return str(value)
 
 
-def _problem_of_ours(name: str, value: object) -> str | None:
+def _problem_of_extra(name: str, value: object) -> str | None:
     items = cast(list[object], value) if isinstance(value, list) else [value]
     wants_one = name == "conda"
     if (wants_one and isinstance(value, list)) or not all(isinstance(x, str) and x for x in items):
         kind = "a text" if wants_one else "texts in a list"
-        return f"wants {kind}: {OURS[name]}; got {_shown(cast(object, value))}"
+        return f"wants {kind}: {EXTRA[name]}; got {_shown(cast(object, value))}"
     try:
         words = words_of(name, cast(object, value))
     except ValueError as error:
@@ -251,7 +251,7 @@ def _problem_of_ours(name: str, value: object) -> str | None:
 
 
 def words_of(name: str, value: object) -> tuple[str, ...]:
-    """The value of one of OURS as words, or as lines for the prologue.
+    """The value of one of EXTRA as words, or as lines for the prologue.
 
     Raises:
         ValueError: a command in one text has a quote that is not closed.
@@ -270,13 +270,13 @@ def header(section: Mapping[str, object]) -> dict[str, str | None]:
     """Options of sbatch with their texts in Slurm's spelling; None: the bare option."""
     lines: dict[str, str | None] = {}
     for key, value in section.items():
-        kind = OPTIONS.get(spelled(key))
+        kind = OPTIONS.get(canonical_name(key))
         if kind is None or value is None or value is False:
             continue
-        lines[spelled(key)] = None if value is True else _plain(value, kind.many)
+        lines[canonical_name(key)] = None if value is True else _plain(value, kind.many)
     return lines
 
 
-def ours(section: Mapping[str, object], name: str) -> tuple[str, ...]:
-    """Words or lines of one of OURS; () where it is left out."""
-    return words_of(name, next((v for k, v in section.items() if spelled(k) == name), None))
+def extra_of(section: Mapping[str, object], name: str) -> tuple[str, ...]:
+    """Words or lines of one of EXTRA; () where it is left out."""
+    return words_of(name, next((v for k, v in section.items() if canonical_name(k) == name), None))

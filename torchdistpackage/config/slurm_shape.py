@@ -16,7 +16,7 @@ GPUS = ("gpus", "gpus-per-task", "gpus-per-node", "gres")
 
 
 @dataclass(frozen=True, slots=True)
-class JobShape:
+class JobGeometry:
     """nodes: every count that Slurm may grant, ascending; nodes_text: the same for sbatch.
 
     gpus_per_node: as [type:]number, if the job asks by `gpus` or `gpus-per-task`, else None.
@@ -40,7 +40,7 @@ class JobShape:
         return f"{self.nodes_text} {nodes} x {self.tasks_per_node} {tasks}"
 
 
-def shape_of(config: RunConfig) -> tuple[JobShape | None, tuple[Found, ...]]:
+def job_geometry(config: RunConfig) -> tuple[JobGeometry | None, tuple[Found, ...]]:
     """The shape of the job, or why there is none. The options are in order each by itself."""
     options = {k: v for k, v in header(config.launch.slurm).items() if v is not None}
     nodes_text = options.get("nodes", "1")
@@ -51,7 +51,7 @@ def shape_of(config: RunConfig) -> tuple[JobShape | None, tuple[Found, ...]]:
     if found or tasks is None:
         return None, found
     cpus = int(options.get("cpus-per-task", "1"))
-    return JobShape(nodes, nodes_text, tasks, cpus, gpus), ()
+    return JobGeometry(nodes, nodes_text, tasks, cpus, gpus), ()
 
 
 def num_gpus(options: dict[str, str]) -> int | None:

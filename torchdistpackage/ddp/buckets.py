@@ -17,7 +17,7 @@ SLIGHT = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class BucketEntry:
     """One parameter: its place in the module, its size, and what it may share a bucket with."""
 
     index: int
@@ -36,12 +36,12 @@ class Bucket:
     key: Hashable
     members: tuple[int, ...]
     offsets: tuple[int, ...]
-    marks: int
+    used_flags: int
     num_elements: int
 
 
-def plan(
-    entries: Sequence[Entry],
+def plan_buckets(
+    entries: Sequence[BucketEntry],
     cap_bytes: int,
     *,
     order: Sequence[int] | None = None,
@@ -57,8 +57,8 @@ def plan(
     by_index = {entry.index: entry for entry in entries}
     coming = list(entries)[::-1] if order is None else [by_index[index] for index in order]
     place = {entry.index: n for n, entry in enumerate(coming)}
-    open_buckets: dict[Hashable, list[Entry]] = {}
-    closed: list[list[Entry]] = []
+    open_buckets: dict[Hashable, list[BucketEntry]] = {}
+    closed: list[list[BucketEntry]] = []
     used_bytes: dict[Hashable, int] = {}
     first_key = coming[0].key if coming and first_bytes is not None else None
     for entry in coming:
@@ -81,7 +81,7 @@ def plan(
     return tuple(_bucket(held) for held in closed)
 
 
-def _bucket(entries: Sequence[Entry]) -> Bucket:
+def _bucket(entries: Sequence[BucketEntry]) -> Bucket:
     offsets: list[int] = []
     end = 0
     for entry in entries:
@@ -91,6 +91,6 @@ def _bucket(entries: Sequence[Entry]) -> Bucket:
     return Bucket(entries[0].key, members, tuple(offsets), end, end + len(entries))
 
 
-def _aligned(entry: Entry) -> int:
+def _aligned(entry: BucketEntry) -> int:
     step = max(1, ALIGN_BYTES // entry.element_bytes)
     return -(-entry.num_elements // step) * step

@@ -1,6 +1,6 @@
 """What becomes of one bucket: it is launched when its gradients are complete, and settled.
 
-The reducer says when; a carrier says how. `AllReduced` leaves the mean in every rank's bucket.
+The reducer says when; a carrier says how. `AllReduceBucket` leaves the mean in every rank's bucket.
 
 Narrow or wide. Gradients of bf16 and fp16 parameters are summed in fp32; with `keep_wide` their
 `.grad` stays so, else it becomes a copy in the parameter's dtype as its bucket arrives.
@@ -20,15 +20,15 @@ from torch import Tensor
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.ddp.buckets import Bucket
-from torchdistpackage.ddp.compress import Hook, Member, Waiting, bind
-from torchdistpackage.ddp.gradients import Gradients
-from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.compress import BucketMember, CommHook, CommWork, bind
+from torchdistpackage.ddp.gradients import GradBucket
+from torchdistpackage.ddp.shared import ParamSpec
 
 
-class Carrier(Protocol):
+class BucketComm(Protocol):
     """One bucket under way. All ranks of its group launch the same ones in the same order."""
 
-    gradients: Gradients
+    gradients: GradBucket
 
     @property
     def launched(self) -> bool:
@@ -39,7 +39,7 @@ class Carrier(Protocol):
         """Begin the sum; the gradients are as complete as they will be."""
         ...
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the sum and leave it where it belongs."""
         ...
 
@@ -48,10 +48,10 @@ class Carrier(Protocol):
         ...
 
 
-Carry = Callable[[Bucket, Sequence[Shared]], Carrier]
+MakeBucketComm = Callable[[Bucket, Sequence[ParamSpec]], BucketComm]
 
 
-class AllReduced:
+class AllReduceBucket:
     """Each rank gets the whole sum, in the bucket itself.
 
     hook: begins the reduction (compress.py).
@@ -60,9 +60,9 @@ class AllReduced:
     def __init__(
         self,
         bucket: Bucket,
-        members: Sequence[Shared],
+        members: Sequence[ParamSpec],
         *,
-        hook: Hook = primitives.start_all_reduce,
+        hook: CommHook = primitives.start_all_reduce,
         keep_wide: bool = False,
     ):
         self._group: Group = members[0].group
@@ -70,14 +70,14 @@ class AllReduced:
         # NCCL takes the mean on the way
         averages = primitives.transport_of(self._group).averages
         self._averages = divide == self._group.size() > 1 and averages
-        self.gradients = Gradients(
+        self.gradients = GradBucket(
             members, bucket.offsets, bucket.num_elements, divide=1 if self._averages else divide
         )
         self._start = bind(hook, _facts(bucket, self.gradients), bucket.num_elements)
         self._narrows = self.gradients.is_wider and not keep_wide
-        self._marks = self.gradients.flat[bucket.marks :]
+        self._marks = self.gradients.flat[bucket.used_flags :]
         self._without: list[int] = []
-        self._pending: Waiting | None = None
+        self._pending: CommWork | None = None
 
     @property
     def launched(self) -> bool:
@@ -95,12 +95,12 @@ class AllReduced:
         op = primitives.AVG if self._averages else primitives.SUM
         self._pending = self._start(self.gradients.flat, self._group, op)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         assert self._pending is not None
         self._pending.wait()
         self._pending = None
         if self._narrows and not self._without:
-            self.gradients.narrow()
+            self.gradients.cast_grads()
 
     @property
     def unread(self) -> Tensor | None:
@@ -114,7 +114,7 @@ class AllReduced:
                 self.gradients.members[place].parameter.grad = self.gradients.views[place]
         self._without = []
         if self._narrows:
-            self.gradients.narrow()
+            self.gradients.cast_grads()
 
     def abandon(self) -> None:
         if self._pending is not None:
@@ -123,18 +123,20 @@ class AllReduced:
         self.gradients.undivide()
 
 
-def settle_all(carriers: Sequence[Carrier], settled: Callable[[int], object] | None = None) -> None:
+def wait_all(
+    carriers: Sequence[BucketComm], settled: Callable[[int], object] | None = None
+) -> None:
     """Settle them in order, then read all marks that must be: the host waits at most once.
 
     settled: called with the number of each.
     """
     for b, carrier in enumerate(carriers):
-        carrier.settle()
+        carrier.wait()
         if settled is not None:
             settled(b)
-    unread: dict[torch.device, list[tuple[AllReduced, Tensor]]] = {}
+    unread: dict[torch.device, list[tuple[AllReduceBucket, Tensor]]] = {}
     for carrier in carriers:
-        if isinstance(carrier, AllReduced) and (marks := carrier.unread) is not None:
+        if isinstance(carrier, AllReduceBucket) and (marks := carrier.unread) is not None:
             unread.setdefault(marks.device, []).append((carrier, marks))
     for on_device in unread.values():
         read = torch.cat([marks for _, marks in on_device]).tolist()
@@ -143,9 +145,9 @@ def settle_all(carriers: Sequence[Carrier], settled: Callable[[int], object] | N
             del read[: len(marks)]
 
 
-def _facts(bucket: Bucket, gradients: Gradients) -> list[Member]:
+def _facts(bucket: Bucket, gradients: GradBucket) -> list[BucketMember]:
     return [
-        Member(shared.name, view.shape, view.stride(), offset, shared.parameter)
+        BucketMember(shared.name, view.shape, view.stride(), offset, shared.parameter)
         for shared, view, offset in zip(
             gradients.members, gradients.views, bucket.offsets, strict=True
         )

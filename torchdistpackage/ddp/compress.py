@@ -19,7 +19,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 
 
-class Waiting(Protocol):
+class CommWork(Protocol):
     """A reduction under way."""
 
     def wait(self) -> object:
@@ -27,11 +27,11 @@ class Waiting(Protocol):
         ...
 
 
-Start = Callable[..., Waiting]
+Start = Callable[..., CommWork]
 """(flat, group, op) -> Waiting: begins to reduce `flat` in place."""
 
 
-class Member(NamedTuple):
+class BucketMember(NamedTuple):
     """A gradient in a bucket: `flat.as_strided(shape, stride, offset)`, all in elements.
 
     parameter: whose it is, by which it is known again when buckets are packed anew.
@@ -44,29 +44,29 @@ class Member(NamedTuple):
     parameter: Tensor
 
 
-class Bound(Protocol):
+class BindableHook(Protocol):
     """A hook with something to keep for each bucket."""
 
-    def bind(self, members: Sequence[Member], num_elements: int) -> Start:
+    def bind(self, members: Sequence[BucketMember], num_elements: int) -> Start:
         """The `start` of one bucket of `num_elements`, marks included."""
         ...
 
 
-Hook = Start | Bound
+CommHook = Start | BindableHook
 
 
-def bind(hook: Hook, members: Sequence[Member], num_elements: int) -> Start:
+def bind(hook: CommHook, members: Sequence[BucketMember], num_elements: int) -> Start:
     """What begins the reductions of one bucket under `hook`."""
     make = getattr(hook, "bind", None)
     return hook if make is None else make(members, num_elements)  # type: ignore[return-value]
 
 
-def bf16_compress(flat: Tensor, group: Group, op: object = primitives.SUM) -> Waiting:
+def bf16_compress(flat: Tensor, group: Group, op: object = primitives.SUM) -> CommWork:
     """Half the bytes of fp32: numbers are rounded to 8 bits, and so are their sums."""
     return _narrow(flat, group, op, torch.bfloat16)
 
 
-def fp16_compress(flat: Tensor, group: Group, op: object = primitives.SUM) -> Waiting:
+def fp16_compress(flat: Tensor, group: Group, op: object = primitives.SUM) -> CommWork:
     """Half the bytes of fp32, in 11 bits: smaller rounding than bf16, and a smaller range.
 
     It overflows beyond 65504, where the result does: a mean is divided before it is summed.
@@ -74,7 +74,7 @@ def fp16_compress(flat: Tensor, group: Group, op: object = primitives.SUM) -> Wa
     return _narrow(flat, group, op, torch.float16)
 
 
-def _narrow(flat: Tensor, group: Group, op: object, dtype: torch.dtype) -> Waiting:
+def _narrow(flat: Tensor, group: Group, op: object, dtype: torch.dtype) -> CommWork:
     narrower = flat.is_floating_point() and flat.element_size() > dtype.itemsize
     if group.size() == 1 or not narrower:
         return primitives.start_all_reduce(flat, group, op)
@@ -87,7 +87,7 @@ class _Narrowed:
 
     __slots__ = ("_flat", "_pending", "_wire")
 
-    def __init__(self, flat: Tensor, wire: Tensor, pending: Waiting):
+    def __init__(self, flat: Tensor, wire: Tensor, pending: CommWork):
         self._flat, self._wire, self._pending = flat, wire, pending
 
     def wait(self) -> None:

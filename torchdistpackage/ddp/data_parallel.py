@@ -23,7 +23,7 @@ from torchdistpackage.ddp.wrapper import batch_group
 from torchdistpackage.ddp.zero.choose import all_reduced_s, scattered_s, scatters
 from torchdistpackage.ddp.zero.measured import measure
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
-from torchdistpackage.ddp.zero.whole import needs_whole
+from torchdistpackage.ddp.zero.whole import requires_whole_params
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.collect import collect
 from torchdistpackage.layout.layout import Layout
@@ -144,7 +144,7 @@ def _unshareable(
     own = collect(module) if layouts is None else layouts
     split = [name for name, p in module.named_parameters() if is_cut(own.get(name), p)]
     try:
-        needs_whole(optimizer, split=split)
+        requires_whole_params(optimizer, split=split)
     except LayoutError as error:
         return f" ({error})"
     lookups = (m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))

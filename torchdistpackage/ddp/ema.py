@@ -19,10 +19,10 @@ from torchdistpackage.comm.objects import broadcast_tensors
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.ddp.layouts import refuse_cut
-from torchdistpackage.ddp.membership import Membership
+from torchdistpackage.ddp.membership import ModuleWatch
 from torchdistpackage.ddp.owned import Owned, receive_all, send_all
-from torchdistpackage.ddp.partition import share_out
-from torchdistpackage.ddp.plain import aliases, plain_module
+from torchdistpackage.ddp.partition import greedy_partition
+from torchdistpackage.ddp.plain import aliases, unwrap_model
 from torchdistpackage.errors import CheckpointError, LayoutError
 
 Places = list[tuple[str, Tensor, dict[str, Tensor | None], str]]
@@ -48,12 +48,12 @@ class ShardedEMA:
         ranks = primitives.ranks_of(self._group)
         self._rank = ranks[self._group.rank()]
         self._is_first = self._rank == ranks[0]
-        module = plain_module(model)
+        module = unwrap_model(model)
         named = dict(module.named_parameters())
         refuse_cut(named.items(), ranks, "ShardedEMA")
         dtypes = [_kept_as(p.dtype) for p in named.values()]
         sizes = [p.numel() * d.itemsize for p, d in zip(named.values(), dtypes, strict=True)]
-        shares = share_out(sizes, len(ranks))
+        shares = greedy_partition(sizes, len(ranks))
         owner = {i: rank for rank, share in zip(ranks, shares, strict=True) for i in share}
         self._owned = {
             name: Owned(owner[i], p.shape, dtypes[i], p.device)
@@ -72,7 +72,7 @@ class ShardedEMA:
             self._buffers = {name: b.detach().clone() for name, b in buffers.items()}
         self._aliases = {more: name for more, name in aliases(module).items() if more in saved}
         self._known: nn.Module | None = None
-        self._membership: Membership | None = None
+        self._module_watch: ModuleWatch | None = None
         self._places: Places = []
         self._buffer_places: Places = []
 
@@ -89,7 +89,7 @@ class ShardedEMA:
             LayoutError: a parameter is not there, is new, or has another shape, as one whose
                 elements a sharded optimizer has put elsewhere.
         """
-        if model is not self._known or self._membership.has_changed():
+        if model is not self._known or self._module_watch.has_changed():
             self._look_up(model)
         alike: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
         for name, average, holder, key in self._places:
@@ -110,7 +110,7 @@ class ShardedEMA:
 
     def _look_up(self, model: nn.Module) -> None:
         """Find what is averaged in this model, as it is now."""
-        module = plain_module(model)
+        module = unwrap_model(model)
         places = _find(self._averages, module, "_parameters")
         buffer_places = _find(self._buffers, module, "_buffers")
         for name, parameter in module.named_parameters():
@@ -120,7 +120,7 @@ class ShardedEMA:
                     f"averages began; make a ShardedEMA of the model as it is now"
                 )
         self._places, self._buffer_places = places, buffer_places
-        self._known, self._membership = model, Membership(module)
+        self._known, self._module_watch = model, ModuleWatch(module)
 
     @contextmanager
     def applied_to(self, model: nn.Module) -> Iterator[None]:
@@ -132,7 +132,7 @@ class ShardedEMA:
         Raises:
             LayoutError: a parameter is not there or has another shape.
         """
-        named = dict(plain_module(model).named_parameters())
+        named = dict(unwrap_model(model).named_parameters())
         for name, held in self._owned.items():
             if name not in named or named[name].shape != held.shape:
                 raise _unlike(name, held.shape, named.get(name))
@@ -212,7 +212,7 @@ class ShardedEMA:
             AssertionError: some are not equal bit for bit; on all ranks, with names and owners.
         """
         if isinstance(gt_ema, nn.Module):
-            gt_ema = dict(plain_module(gt_ema).named_parameters())
+            gt_ema = dict(unwrap_model(gt_ema).named_parameters())
         wrong: list[str] = []
         for name, average in self._averages.items():
             truth = gt_ema[name].detach().to(average) if name in gt_ema else None

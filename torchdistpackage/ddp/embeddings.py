@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from torch import nn
 
-from torchdistpackage.ddp.buckets import plan
-from torchdistpackage.ddp.carrier import AllReduced, Carrier
-from torchdistpackage.ddp.lookups import Table, can_leave_rows, hook_lookups
-from torchdistpackage.ddp.rows import RowsSummed, SparseSummed
-from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.buckets import plan_buckets
+from torchdistpackage.ddp.carrier import AllReduceBucket, BucketComm
+from torchdistpackage.ddp.lookups import EmbeddingGrad, can_leave_rows, hook_lookups
+from torchdistpackage.ddp.rows import EmbeddingRows, SparseGrad
+from torchdistpackage.ddp.shared import ParamSpec
 
 
 class Embeddings:
@@ -27,7 +27,7 @@ class Embeddings:
     def __init__(
         self,
         module: nn.Module,
-        shared: Sequence[Shared],
+        shared: Sequence[ParamSpec],
         *,
         lookups: bool,
         counts: Callable[[], bool],
@@ -35,21 +35,23 @@ class Embeddings:
         names = {id(s.parameter): s.name for s in shared}
         sparse = {names.get(id(m.weight)) for m in module.modules() if _is_sparse(m)}
         looking = looked_up(module, shared) if lookups else []
-        self._tables = {s.name: Table(s, counts) for _, s in looking}
+        self._tables = {s.name: EmbeddingGrad(s, counts) for _, s in looking}
         alone = {*self._tables} - held_elsewhere(module, looking)
-        self.shared = [replace(s, rows=True) if s.name in sparse | alone else s for s in shared]
-        self.after: list[Carrier] = [
-            RowsSummed(table, None) for name, table in self._tables.items() if name not in alone
+        self.shared = [
+            replace(s, sparse_rows=True) if s.name in sparse | alone else s for s in shared
+        ]
+        self.after: list[BucketComm] = [
+            EmbeddingRows(table, None) for name, table in self._tables.items() if name not in alone
         ]
         self._handles = [hook_lookups(m, self._tables[s.name]) for m, s in looking]
 
-    def carry(self, shared: Shared) -> Carrier:
+    def make_bucket_comm(self, shared: ParamSpec) -> BucketComm:
         """The carrier of one of those that travel as rows."""
         table = self._tables.get(shared.name)
         if table is None:
-            return SparseSummed(shared)
-        whole = replace(shared, rows=False)
-        return RowsSummed(table, AllReduced(plan([whole.entry(0)], 0)[0], [whole]))
+            return SparseGrad(shared)
+        whole = replace(shared, sparse_rows=False)
+        return EmbeddingRows(table, AllReduceBucket(plan_buckets([whole.entry(0)], 0)[0], [whole]))
 
     def remove(self) -> None:
         """Let lookups be plain again."""
@@ -57,17 +59,17 @@ class Embeddings:
             handle.remove()
 
 
-Looking = Sequence[tuple[nn.Embedding, Shared]]
+Looking = Sequence[tuple[nn.Embedding, ParamSpec]]
 """Embeddings, each with its weight."""
 
 
-def looked_up(module: nn.Module, shared: Sequence[Shared]) -> Looking:
+def looked_up(module: nn.Module, shared: Sequence[ParamSpec]) -> Looking:
     """Those of `module` whose lookups can leave rows of one of `shared`.
 
     Raises:
         ValueError: the table is on a device, whose host would wait for it several times a step.
     """
-    by_parameter = {id(s.parameter): s for s in shared if s.group.size() > 1 and not s.last}
+    by_parameter = {id(s.parameter): s for s in shared if s.group.size() > 1 and not s.deferred}
     found = ((m, by_parameter.get(id(m.weight))) for m in module.modules() if can_leave_rows(m))
     looking = [(m, s) for m, s in found if s is not None]
     for _, s in looking:

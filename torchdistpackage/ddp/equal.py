@@ -11,13 +11,13 @@ from torch import Tensor
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group, ranks_of
-from torchdistpackage.ddp.replicas import Replica, by_group
+from torchdistpackage.ddp.replicas import ReplicatedTensor, by_group
 
 MESSAGE_BYTES = 8 * 2**20
 
 
 @torch.no_grad()
-def equalise(replicas: Iterable[Replica], source: int | None = None) -> None:
+def sync_module_states(replicas: Iterable[ReplicatedTensor], source: int | None = None) -> None:
     """Set all of them to those of global rank `source`, by default the first of each group.
 
     Raises:

@@ -18,8 +18,8 @@ import torch
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group, ranks_of
-from torchdistpackage.ddp.order import Packing, Wire, choose, coming
-from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.order import BucketPlan, LinkModel, arrival_order, choose_plan
+from torchdistpackage.ddp.shared import ParamSpec
 
 ORDERED, SIZED = 1, 3
 """After how many reductions the order, and the sizes, are settled."""
@@ -30,19 +30,21 @@ NUM_CALLS = 8
 Stamp = float | torch.cuda.Event
 
 
-class Fit:
+class BucketTuner:
     """Of one reducer. Collective calls are those of `decide`, at the end of a reduction.
 
     cap_bytes: bucket size until something is known. candidates_bytes: others to choose from; none:
     that size stays.
     """
 
-    def __init__(self, shared: Sequence[Shared], cap_bytes: int, candidates_bytes: Sequence[int]):
+    def __init__(
+        self, shared: Sequence[ParamSpec], cap_bytes: int, candidates_bytes: Sequence[int]
+    ):
         self._shared = [(i, s) for i, s in enumerate(shared) if s.is_early]
         self._cap_bytes, self._candidates_bytes = cap_bytes, candidates_bytes
         self._rounds = 0
         self._group: Group | None = None
-        self._wire = Wire(1.0, 0.0)
+        self._wire = LinkModel(1.0, 0.0)
         self._order: tuple[int, ...] = ()
         self._soonest_s: dict[int, float] = {}
         self.begin()
@@ -64,7 +66,7 @@ class Fit:
         """All buckets have been sent, if 0; then, for each in order: its sum has arrived."""
         self._stops.append((self._stamp(), num_bytes))
 
-    def decide(self, late: Collection[int]) -> Packing | None:
+    def decide(self, late: Collection[int]) -> BucketPlan | None:
         """The packing from here on, the same on all ranks; None: as it is.
 
         late: indices whose gradients may come again until the end of a backward.
@@ -77,17 +79,17 @@ class Fit:
                 self._rounds = SIZED
                 return None
             self._wire = self._measure(self._group)
-            order = coming([i for i, _ in self._shared], self._soonest_s, late)
+            order = arrival_order([i for i, _ in self._shared], self._soonest_s, late)
             self._order = self._agreed(order)
-            return Packing(self._cap_bytes, order=self._order)
+            return BucketPlan(self._cap_bytes, order=self._order)
         if self._rounds == SIZED:
-            mine = Packing(self._cap_bytes)
+            mine = BucketPlan(self._cap_bytes)
             if self._group is not None and self._group.rank() == 0:
                 entries = [s.entry(i) for i, s in self._shared]
                 sizes = self._candidates_bytes
-                mine = choose(entries, self._soonest_s, self._order, self._wire, sizes)
+                mine = choose_plan(entries, self._soonest_s, self._order, self._wire, sizes)
             cap, first = self._agreed((mine.cap_bytes, mine.first_bytes or mine.cap_bytes))
-            return Packing(cap, first, self._order)
+            return BucketPlan(cap, first, self._order)
         return None
 
     def _agreed(self, mine: Sequence[int]) -> tuple[int, ...]:
@@ -138,7 +140,7 @@ class Fit:
             took_s = _between_s(zero, at)
             self._soonest_s[index] = min(took_s, self._soonest_s.get(index, took_s))
 
-    def _measure(self, group: Group) -> Wire:
+    def _measure(self, group: Group) -> LinkModel:
         """The rate of buckets that were all sent at once, and what a small call takes."""
         # when the first has arrived, all ranks are there
         stops = self._stops[1:] if len(self._stops) > 2 else self._stops
@@ -151,7 +153,7 @@ class Fit:
             times.append(self._stamp())
         # other work on the machine only makes a call longer
         call_s = min(_between_s(before, after) for before, after in pairwise(times))
-        return Wire(max(num_bytes, 1) / max(took_s, 1e-6), call_s)
+        return LinkModel(max(num_bytes, 1) / max(took_s, 1e-6), call_s)
 
 
 def _between_s(begin: Stamp, end: Stamp) -> float:

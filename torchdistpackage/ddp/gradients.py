@@ -6,8 +6,8 @@ parameter too, its gradient stays in whichever bucket it came to until the other
 
 A mean is divided before it is summed, while a gradient is copied in: that costs no pass of its own.
 Gradients of bf16 and fp16 parameters live here in fp32, in which autograd then adds up
-microbatches; `narrow` gives an optimizer that wants them in the parameters' dtype a copy, and lets
-go of the memory meanwhile.
+microbatches; `cast_grads` gives an optimizer that wants them in the parameters' dtype a copy, and
+lets go of the memory meanwhile.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,14 +17,14 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.shared import ParamSpec
 from torchdistpackage.errors import CommError
 
-_living: "WeakValueDictionary[int, Gradients]" = WeakValueDictionary()
+_living: "WeakValueDictionary[int, GradBucket]" = WeakValueDictionary()
 """By the id of their flat memory."""
 
 
-class Gradients:
+class GradBucket:
     """`flat` holds `num_elements`; the gradient of member i begins at `offsets[i]`.
 
     divide: by what gradients are divided before they leave.
@@ -32,7 +32,7 @@ class Gradients:
 
     def __init__(
         self,
-        members: Sequence[Shared],
+        members: Sequence[ParamSpec],
         offsets: Sequence[int],
         num_elements: int,
         *,
@@ -54,12 +54,12 @@ class Gradients:
             for member in members:
                 member.parameter.grad_dtype = None  # `.grad` is now this fp32, now a narrow copy
 
-    def adopt(self, place: int, *, is_final: bool = False) -> None:
+    def absorb(self, place: int, *, is_final: bool = False) -> None:
         """Move the gradient that autograd or the user made for this member in here.
 
         is_final: nothing is added to it before it leaves.
         """
-        self.open()
+        self.allocate()
         view = self.views[place]
         grad = _taken(view, self.members[place])
         if grad is None:
@@ -85,7 +85,7 @@ class Gradients:
 
         Returns the members without gradient.
         """
-        self.open()
+        self.allocate()
         self._come_back()
         grads = [parameter.grad for parameter in self._parameters]
         without: list[int] = []
@@ -130,14 +130,14 @@ class Gradients:
                 home.copy_(view.detach())
                 view.data = home
 
-    def narrow(self) -> None:
+    def cast_grads(self) -> None:
         """Each `.grad` in its parameter's dtype, and no memory here until it is needed again."""
         for shared, view in zip(self.members, self.views, strict=True):
             if shared.parameter.grad is view:
                 shared.parameter.grad = view.to(shared.parameter.dtype)
         self.flat.untyped_storage().resize_(0)
 
-    def leave(self) -> list[int]:
+    def detach_views(self) -> list[int]:
         """Give each gradient that lives here memory of its own; returns whose these are."""
         left: list[int] = []
         for place, (shared, view) in enumerate(zip(self.members, self.views, strict=True)):
@@ -146,7 +146,7 @@ class Gradients:
                 left.append(place)
         return left
 
-    def open(self) -> None:
+    def allocate(self) -> None:
         """Have memory: gradients are about to come."""
         storage = self.flat.untyped_storage()
         if storage.nbytes() < self._num_bytes:
@@ -154,7 +154,7 @@ class Gradients:
             self.flat.zero_()
 
 
-def move(views: Sequence[Tensor], members: Sequence[Shared]) -> None:
+def move(views: Sequence[Tensor], members: Sequence[ParamSpec]) -> None:
     """Copy each member's gradient to its view, which takes its place, many at a time.
 
     Raises:
@@ -177,7 +177,7 @@ def move(views: Sequence[Tensor], members: Sequence[Shared]) -> None:
         torch._foreach_copy_(homes, grads)
 
 
-def _taken(view: Tensor, shared: Shared, *, shared_too: bool = False) -> Tensor | None:
+def _taken(view: Tensor, shared: ParamSpec, *, shared_too: bool = False) -> Tensor | None:
     """The gradient to copy to `view`, which has taken its place; None if it stays where it is.
 
     shared_too: also one in the bucket of another reducer.
@@ -209,7 +209,7 @@ def gives_any(parameters: Iterable[nn.Parameter]) -> bool:
         return False
 
 
-def came_late(shared: Shared) -> CommError:
+def came_late(shared: ParamSpec) -> CommError:
     return CommError(
         f"parameter {shared.name} received a gradient after it was taken for complete: call "
         f"finish() before the next backward, and where reentrant checkpointing uses it at times, "
@@ -217,7 +217,7 @@ def came_late(shared: Shared) -> CommError:
     )
 
 
-def _sparse(shared: Shared) -> CommError:
+def _sparse(shared: ParamSpec) -> CommError:
     return CommError(
         f"parameter {shared.name} has a sparse gradient, which no Embedding(sparse=True) of "
         f"the wrapped module announced; look it up through one, or use sparse=False"

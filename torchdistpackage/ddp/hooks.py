@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 
-class Hook:
+class WeakHook:
     """Calls `function` with what the module calls it with; if a method, as long as its object
     lives."""
 
@@ -25,7 +25,7 @@ class Hook:
         return None if function is None else function(*args)
 
     def __deepcopy__(self, memo):
-        return nothing
+        return noop
 
     def __reduce__(self):
         return _get_nothing, ()
@@ -36,18 +36,18 @@ def hooked(
 ) -> list[RemovableHandle]:
     """Calls `forward` after a forward, `before_state` when its state_dict is about to be made or
     loaded, and `loaded` after that."""
-    before = Hook(before_state)
+    before = WeakHook(before_state)
     return [
-        module.register_forward_hook(Hook(forward)),
+        module.register_forward_hook(WeakHook(forward)),
         module.register_state_dict_pre_hook(before),
         module.register_load_state_dict_pre_hook(before),
-        module.register_load_state_dict_post_hook(Hook(loaded)),
+        module.register_load_state_dict_post_hook(WeakHook(loaded)),
     ]
 
 
 def _get_nothing() -> Callable[..., None]:
-    return nothing
+    return noop
 
 
-def nothing(*args) -> None:
+def noop(*args) -> None:
     """What such a hook is on a copy."""

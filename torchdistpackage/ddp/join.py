@@ -24,7 +24,7 @@ from torchdistpackage.ddp.replicas import by_group
 from torchdistpackage.errors import CommError
 
 
-class _Word(IntEnum):
+class _JoinState(IntEnum):
     """What a rank says: it has no data left, or what it does next. BUFFERS: a forward before
     which buffers follow."""
 
@@ -75,7 +75,7 @@ def join(
             f"join: {type(sharded[0]).__name__} needs every rank in each step, which cannot be "
             f"shadowed; use as many batches on all ranks"
         )
-    joined = _Joined(ddp, divide_by_initial_world_size, throw_on_early_termination)
+    joined = _JoinContext(ddp, divide_by_initial_world_size, throw_on_early_termination)
     with joined.announcing():
         yield
     joined.shadow()
@@ -94,7 +94,7 @@ def _check_groups(ddp: NaiveDDP, optimizers: Sequence[Optimizer]) -> None:
             )
 
 
-class _Joined:
+class _JoinContext:
     """One rank's part in it."""
 
     def __init__(self, ddp: NaiveDDP, divide_by_all: bool, throw: bool):
@@ -127,10 +127,10 @@ class _Joined:
         """Take part until no rank has data."""
         ddp = self._ddp
         try:
-            while (word := self._say(_Word.DONE)) is not _Word.DONE:
-                if word is _Word.BUFFERS:
+            while (word := self._say(_JoinState.DONE)) is not _JoinState.DONE:
+                if word is _JoinState.BUFFERS:
                     ddp.follow_buffers()
-                elif word is _Word.REDUCTION:
+                elif word is _JoinState.REDUCTION:
                     self._shadow_reduction()
         finally:
             ddp.source = self._source
@@ -150,16 +150,16 @@ class _Joined:
     def _last(self, group: Group) -> int:
         return max(primitives.ranks_of(group), key=self._num_said.__getitem__)
 
-    def _say(self, word: _Word) -> _Word:
+    def _say(self, word: _JoinState) -> _JoinState:
         """Tell all; returns what those with data do next, DONE if there are none."""
         said = primitives.all_gather(torch.tensor([int(word)]), self._through).tolist()
         self._active = tuple(r for r, w in zip(self._ranks, said, strict=True) if w)
         for rank in self._active:
             self._num_said[rank] += 1
-        words = {_Word(w) for w in said if w}
+        words = {_JoinState(w) for w in said if w}
         if len(words) > 1:
             doing = ", ".join(
-                f"{r}: {_Word(w).name}" for r, w in zip(self._ranks, said, strict=True)
+                f"{r}: {_JoinState(w).name}" for r, w in zip(self._ranks, said, strict=True)
             )
             raise CommError(
                 f"join: ranks with data do not do the same next ({doing}); run the same loop on "
@@ -173,16 +173,16 @@ class _Joined:
             )
         if self._active:
             self._ddp.source = self._active[0]
-        return words.pop() if words else _Word.DONE
+        return words.pop() if words else _JoinState.DONE
 
     def _forwarding(self, *_: object) -> None:
         ddp = self._ddp
         follows = ddp.broadcast_buffers and ddp.training and not ddp.reducer.held
-        self._say(_Word.BUFFERS if follows else _Word.FORWARD)
+        self._say(_JoinState.BUFFERS if follows else _JoinState.FORWARD)
 
     def _launching(self, bucket: int) -> None:
         if bucket == 0:
-            self._say(_Word.REDUCTION)
+            self._say(_JoinState.REDUCTION)
         self._on_launch(bucket)
 
     def _scaled(self, module: nn.Module, inputs: object, outputs: object) -> object:

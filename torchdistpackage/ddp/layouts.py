@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.shared import ParamSpec
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.collect import Layouts
 from torchdistpackage.layout.derive import BATCH_AXES, gradient_ranks, num_replicas
@@ -109,7 +109,7 @@ def num_batches(layout: Layout) -> int:
     return num_replicas(layout, tpc.topology.view(layout.view))
 
 
-def take_over(shared: Iterable[Shared]) -> list[Mark]:
+def take_over(shared: Iterable[ParamSpec]) -> list[Mark]:
     """Marks of the parameters whose layers need not sum, as they are summed here; to `remove`."""
     taken: list[Mark] = []
     for s in shared:

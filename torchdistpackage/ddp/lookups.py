@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from torchdistpackage.ddp.hooks import Hook
-from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.hooks import WeakHook
+from torchdistpackage.ddp.shared import ParamSpec
 
 
-class Table:
+class EmbeddingGrad:
     """The weight of one or several embeddings, and the rows that wait for their sum.
 
     counts: whether the backward that runs is one that reduces. is_dense: besides lookups something
@@ -25,21 +25,21 @@ class Table:
 
     added: Callable[[], object] = staticmethod(lambda: None)
 
-    def __init__(self, shared: Shared, counts: Callable[[], bool]):
+    def __init__(self, shared: ParamSpec, counts: Callable[[], bool]):
         self.shared, self._counts = shared, counts
         self.is_dense = False
         self._taken: list[tuple[Tensor, Tensor]] = []
 
-    def take(self, ids: Tensor, rows: Tensor) -> None:
+    def add_rows(self, ids: Tensor, rows: Tensor) -> None:
         """The gradient (n, ...) of lookups of `ids` (n)."""
         if self._counts():
             self._taken.append((ids, rows))
         else:
             self.is_dense = True
-            self.add(ids, rows)
+            self.add_dense(ids, rows)
             self.added()
 
-    def add(self, ids: Tensor, rows: Tensor) -> None:
+    def add_dense(self, ids: Tensor, rows: Tensor) -> None:
         """Add rows to the dense gradient."""
         parameter = self.shared.parameter
         if parameter.grad is None:
@@ -62,7 +62,7 @@ class Table:
         p = self.shared.parameter
         return torch.zeros((num, *p.shape[1:]), dtype=p.dtype, device=p.device)
 
-    def came_dense(self) -> None:
+    def mark_dense(self) -> None:
         """Autograd made a dense gradient."""
         self.is_dense = True
 
@@ -75,7 +75,7 @@ class Table:
 class _Lookup:
     """Forward hook of an embedding."""
 
-    def __init__(self, embedding: nn.Embedding, table: Table):
+    def __init__(self, embedding: nn.Embedding, table: EmbeddingGrad):
         self._table, self._padding = table, embedding.padding_idx
         # a leaf, so that autograd calls the backward though it gives nothing to anybody
         self._anchor = torch.empty(0, device=embedding.weight.device, requires_grad=True)
@@ -94,7 +94,9 @@ class _LookedUp(torch.autograd.Function):
     """Identity on rows, whose backward keeps their gradient."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, anchor: Tensor, table: Table, ids: Tensor, padding: int | None):
+    def forward(
+        ctx, rows: Tensor, anchor: Tensor, table: EmbeddingGrad, ids: Tensor, padding: int | None
+    ):
         ctx.mark_dirty(rows)  # so that it may be changed in place, as any output of a layer
         ctx.table, ctx.ids, ctx.padding = table, ids, padding
         return rows
@@ -106,13 +108,13 @@ class _LookedUp(torch.autograd.Function):
         if ctx.padding is not None:
             kept = ids != ctx.padding
             ids, rows = ids[kept], rows[kept]
-        ctx.table.take(ids, rows)
+        ctx.table.add_rows(ids, rows)
         return None, None, None, None, None
 
 
-def hook_lookups(embedding: nn.Embedding, table: Table) -> RemovableHandle:
+def hook_lookups(embedding: nn.Embedding, table: EmbeddingGrad) -> RemovableHandle:
     """Let the lookups of this module leave rows with the table; copies of it are plain."""
-    return embedding.register_forward_hook(Hook(_Lookup(embedding, table)))
+    return embedding.register_forward_hook(WeakHook(_Lookup(embedding, table)))
 
 
 def can_leave_rows(module: nn.Module) -> bool:

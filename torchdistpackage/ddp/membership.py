@@ -13,7 +13,7 @@ from torch import nn
 _requires_grad = attrgetter("requires_grad")
 
 
-class Membership:
+class ModuleWatch:
     """Of `module`, as it is now."""
 
     def __init__(self, module: nn.Module):

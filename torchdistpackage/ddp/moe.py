@@ -28,10 +28,10 @@ from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.objects import broadcast_tensors
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.world import world
-from torchdistpackage.ddp.buckets import plan
-from torchdistpackage.ddp.carrier import AllReduced, settle_all
-from torchdistpackage.ddp.shared import Shared
-from torchdistpackage.ddp.told import Told
+from torchdistpackage.ddp.buckets import plan_buckets
+from torchdistpackage.ddp.carrier import AllReduceBucket, wait_all
+from torchdistpackage.ddp.shared import ParamSpec
+from torchdistpackage.ddp.told import GradHooks
 from torchdistpackage.errors import CommError
 
 BUCKET_BYTES = 25 * 2**20
@@ -52,7 +52,7 @@ def create_moe_dp_hooks(
     num_grad_acc_iter: int = 1,
     *,
     fp32_grads: bool = False,
-) -> "ExpertGradients":
+) -> "ExpertReducer":
     """Equalise these parameters over `moe_dp_group` now, and their gradients in every iteration.
 
     All ranks of the group call it, with the same names in the same order; all experts of a model
@@ -76,7 +76,7 @@ def create_moe_dp_hooks(
         CommError: `moe_dp_rank0` is not in the group.
         ValueError: `reduce_op` is neither "avg" nor "sum".
     """
-    made = ExpertGradients(
+    made = ExpertReducer(
         dict(params),
         moe_dp_group,
         moe_dp_rank0,
@@ -117,17 +117,17 @@ _HOLDER = "_expert_gradients"
 """The attribute of a parameter."""
 
 
-class _Holder:
+class _KeepAlive:
     """Keeps `held` as long as the parameter whose attribute this is; a saved one keeps nothing."""
 
-    def __init__(self, held: "ExpertGradients"):
+    def __init__(self, held: "ExpertReducer"):
         self.held = held
 
     def __reduce__(self):
         return OrderedDict, ()
 
 
-class ExpertGradients:
+class ExpertReducer:
     """Owns the gradients of some experts; see the module's text and `create_moe_dp_hooks`."""
 
     def __init__(
@@ -154,12 +154,12 @@ class ExpertGradients:
         if overlap and len(ranks) > 1:
             group = self._groups.of(ranks, use="experts")
         divide = len(ranks) if reduce_op.lower() == "avg" else 1
-        shared = [Shared(name, p, group, divide) for name, p in named if p.requires_grad]
+        shared = [ParamSpec(name, p, group, divide) for name, p in named if p.requires_grad]
         self._overlap, self._num_backwards = overlap, num_backwards
         self._names = [s.name for s in shared]
-        self._buckets = plan([s.entry(i) for i, s in enumerate(shared)], BUCKET_BYTES)
-        self._carriers = [
-            AllReduced(b, [shared[i] for i in b.members], keep_wide=fp32_grads)
+        self._buckets = plan_buckets([s.entry(i) for i, s in enumerate(shared)], BUCKET_BYTES)
+        self._bucket_comms = [
+            AllReduceBucket(b, [shared[i] for i in b.members], keep_wide=fp32_grads)
             for b in self._buckets
         ]
         self._place_of = {
@@ -171,9 +171,9 @@ class ExpertGradients:
         self.num_iterations = 0
         self._begin()
         self._parameters = [s.parameter for s in shared]
-        self._told = Told(_accumulated, self, self._parameters)
+        self._grad_hooks = GradHooks(_accumulated, self, self._parameters)
         for parameter in self._parameters:
-            setattr(parameter, _HOLDER, _Holder(self))
+            setattr(parameter, _HOLDER, _KeepAlive(self))
 
     @property
     def is_there(self) -> bool:
@@ -182,9 +182,9 @@ class ExpertGradients:
 
     def reduce_gradients(self) -> None:
         """Send what has not left, wait, and begin the next iteration. All ranks call it."""
-        for carrier in self._carriers[self._next :]:
+        for carrier in self._bucket_comms[self._next_bucket :]:
             carrier.launch()
-        settle_all(self._carriers)
+        wait_all(self._bucket_comms)
         if self._expected is None:
             n = self._num_backwards
             # no token may have come in some of the backwards: full ones are counted
@@ -194,7 +194,7 @@ class ExpertGradients:
 
     def remove(self) -> None:
         """Take the hooks off and end the group; gradients stay. All ranks call it."""
-        self._told.remove()
+        self._grad_hooks.remove()
         for parameter in self._parameters:
             if getattr(vars(parameter).get(_HOLDER), "held", None) is self:
                 delattr(parameter, _HOLDER)
@@ -203,13 +203,13 @@ class ExpertGradients:
 
     def _begin(self) -> None:
         self._times = [0] * len(self._names)
-        self._missing = [len(bucket.members) for bucket in self._buckets]
-        self._next = 0
+        self._pending_counts = [len(bucket.members) for bucket in self._buckets]
+        self._next_bucket = 0
 
     def _accumulated(self, i: int, parameter: torch.Tensor) -> None:
         """Hook of a parameter: a backward, or one nested in it, has added to its gradient."""
         b, place = self._place_of[i]
-        carrier = self._carriers[b]
+        carrier = self._bucket_comms[b]
         if carrier.launched:
             raise CommError(
                 f"expert parameter {self._names[i]} got gradient {self._times[i] + 1} of this "
@@ -217,28 +217,31 @@ class ExpertGradients:
                 f"{self._num_backwards} backwards (num_grad_acc_iter), or give sync=True"
             )
         if parameter.grad is not carrier.gradients.views[place]:
-            carrier.gradients.adopt(place)
+            carrier.gradients.absorb(place)
         self._times[i] += 1
         if self._expected is None or not self._overlap:
             return
         if self._times[i] == self._expected[i] + 1:
             self._expected[i] += self._num_backwards
-            self._missing[b] += 1
+            self._pending_counts[b] += 1
         if self._times[i] == self._expected[i]:
-            self._missing[b] -= 1
-        while self._next < len(self._missing) and self._missing[self._next] == 0:
-            self._carriers[self._next].launch()
-            self._next += 1
+            self._pending_counts[b] -= 1
+        while (
+            self._next_bucket < len(self._pending_counts)
+            and self._pending_counts[self._next_bucket] == 0
+        ):
+            self._bucket_comms[self._next_bucket].launch()
+            self._next_bucket += 1
 
 
-def _accumulated(me: "ReferenceType[ExpertGradients]", index: int, parameter: torch.Tensor) -> None:
+def _accumulated(me: "ReferenceType[ExpertReducer]", index: int, parameter: torch.Tensor) -> None:
     if (made := me()) is not None:
         made._accumulated(index, parameter)
 
 
-MoEDP = ExpertGradients
+MoEDP = ExpertReducer
 """The earlier package's name of what `create_moe_dp_hooks` returns."""
 
-_made: list[ExpertGradients] = []
+_made: list[ExpertReducer] = []
 """In the order in which they were made, which is the same on all ranks; those whose ranks are no
 longer there are dropped when next seen."""

@@ -20,17 +20,17 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.comm.world import world
 from torchdistpackage.ddp.bucket_sizes import MIB, bucket_sizes
 from torchdistpackage.ddp.buckets import Bucket
-from torchdistpackage.ddp.carrier import AllReduced, Carrier
-from torchdistpackage.ddp.compress import Hook
+from torchdistpackage.ddp.carrier import AllReduceBucket, BucketComm
+from torchdistpackage.ddp.compress import CommHook
 from torchdistpackage.ddp.embeddings import Embeddings
-from torchdistpackage.ddp.equal import equalise
-from torchdistpackage.ddp.fit import Fit
+from torchdistpackage.ddp.equal import sync_module_states
+from torchdistpackage.ddp.fit import BucketTuner
 from torchdistpackage.ddp.layouts import layouts_of, num_batches, refuse_cut, summed_over
-from torchdistpackage.ddp.membership import Membership
+from torchdistpackage.ddp.membership import ModuleWatch
 from torchdistpackage.ddp.outputs import tensors_in
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.ddp.replicas import Replica, agree
-from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.replicas import ReplicatedTensor, verify_params_match
+from torchdistpackage.ddp.shared import ParamSpec
 from torchdistpackage.ddp.told import refuse_sharded
 from torchdistpackage.ddp.wrapper import Wrapper
 from torchdistpackage.errors import CommError
@@ -82,12 +82,12 @@ class NaiveDDP(Wrapper):
         ValueError: `reduce_op` is neither "avg" nor "sum"; `embedding_rows` on a device.
     """
 
-    _of_this_process = ("_group", "_by_node", "_reducer", "_membership", "_embeddings")
+    _of_this_process = ("_group", "_by_node", "_reducer", "_module_watch", "_embeddings")
     _shared_by_copies = ("_group", "_by_node", "_comm_hook")
     _reducer: Reducer | None = None
-    _membership: Membership | None = None
+    _module_watch: ModuleWatch | None = None
     _embeddings: Embeddings | None = None
-    _by_node: dict[tuple[int, ...], Hook] | None = None
+    _by_node: dict[tuple[int, ...], CommHook] | None = None
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class NaiveDDP(Wrapper):
         *,
         strict: bool = False,
         broadcast_buffers: bool = True,
-        comm_hook: Hook = primitives.start_all_reduce,
+        comm_hook: CommHook = primitives.start_all_reduce,
         fp32_grads: bool = False,
         keep_order: bool = False,
         embedding_rows: bool = False,
@@ -121,16 +121,16 @@ class NaiveDDP(Wrapper):
         self._embedding_rows, self._verbose, self._by_node = embedding_rows, verbose, None
         self._given = layouts
         self._read_layouts()
-        agree(self.replicas())
+        verify_params_match(self.replicas())
         self.broadcast_params()
         self._start()
 
     def forward(self, *args, **kwargs):
         if self._reducer is None:
             self._start()
-        elif self._membership.has_changed():
+        elif self._module_watch.has_changed():
             self.refresh()
-        follows = self.broadcast_buffers and self.training and self._membership.has_buffers()
+        follows = self.broadcast_buffers and self.training and self._module_watch.has_buffers()
         if follows and not self._reducer.held:
             self.follow_buffers()
         outputs = self.module(*args, **kwargs)
@@ -164,8 +164,8 @@ class NaiveDDP(Wrapper):
         known = {id(parameter) for parameter in self.reducer.parameters}
         self._read_layouts()
         replicas = self.replicas()
-        agree(replicas)
-        equalise((r for r in replicas if id(r.tensor) not in known), self.source)
+        verify_params_match(replicas)
+        sync_module_states((r for r in replicas if id(r.tensor) not in known), self.source)
         self._start()
 
     @contextmanager
@@ -183,16 +183,16 @@ class NaiveDDP(Wrapper):
 
     def broadcast_params(self) -> None:
         """Set parameters and buffers, frozen ones too, to those of their group's first rank."""
-        equalise(self.replicas(), self.source)
+        sync_module_states(self.replicas(), self.source)
 
     def follow_buffers(self) -> None:
         """Set buffers to those of global rank `source`, by default the group's first."""
-        equalise(self._own_buffers(), self.source)
+        sync_module_states(self._own_buffers(), self.source)
 
-    def replicas(self) -> list[Replica]:
+    def replicas(self) -> list[ReplicatedTensor]:
         """What ranks hold alike, by the names of layouts: parameters, frozen too, and buffers."""
         own, names = self._own_parameters(), {n: x.name for n, x in self._layouts.items()}
-        found = [Replica(names.get(n, n), p, self._get_group(n, p)) for n, p in own]
+        found = [ReplicatedTensor(names.get(n, n), p, self._get_group(n, p)) for n, p in own]
         return found + self._own_buffers()
 
     # -- what is reduced, and how ----------------------------------------------------------
@@ -217,8 +217,8 @@ class NaiveDDP(Wrapper):
         sizes = bucket_sizes(queued=primitives.is_queued(world()))
         fit, cap_bytes = None, self._cap_bytes or sizes.default_bytes
         if not self._keep_order and self._overlap and any(s.is_early for s in shared):
-            fit = Fit(shared, cap_bytes, () if self._cap_bytes else sizes.candidates_bytes)
-        self._membership = Membership(self.module)
+            fit = BucketTuner(shared, cap_bytes, () if self._cap_bytes else sizes.candidates_bytes)
+        self._module_watch = ModuleWatch(self.module)
         carry = partial(_carry, self._embeddings, self._comm_hook, self._by_node, self._fp32_grads)
         if self._reducer is not None:
             self._reducer.renew(shared, carry=carry, after=after, fit=fit)
@@ -229,13 +229,13 @@ class NaiveDDP(Wrapper):
             num_backwards=self._num_backwards,
             overlap=self._overlap,
             strict=self._strict,
-            carry=carry,
+            make_bucket_comm=carry,
             after=after,
             fit=fit,
         )
         self._log(shared)
 
-    def _log(self, shared: Sequence[Shared]) -> None:
+    def _log(self, shared: Sequence[ParamSpec]) -> None:
         name = type(self.module).__name__
         if self._verbose:
             _LOG.info("%s: %d buckets", name, self._reducer.num_buckets)
@@ -264,46 +264,47 @@ class NaiveDDP(Wrapper):
         ranks = None if layout is None else summed_over(layout)
         return self.group if ranks in (None, ranks_of(self.group)) else tpc.groups.of(ranks)
 
-    def _share(self, name: str, parameter: nn.Parameter) -> Shared:
+    def _share(self, name: str, parameter: nn.Parameter) -> ParamSpec:
         group = self._get_group(name, parameter)
         layout = self._layouts.get(name)
         divide, is_tied = group.size(), layout is not None and len(layout.stages) > 1
         if layout is not None and ranks_of(group) == summed_over(layout):
             divide = num_batches(layout)
-        return Shared(name, parameter, group, divide if self._mean else 1, last=is_tied)
+        return ParamSpec(name, parameter, group, divide if self._mean else 1, deferred=is_tied)
 
     def _own_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.module.named_parameters() if n not in self._ignored]
 
-    def _own_buffers(self) -> list[Replica]:
+    def _own_buffers(self) -> list[ReplicatedTensor]:
         held = self.module.named_buffers()
-        return [Replica(n, b, self.group) for n, b in held if n not in self._ignored]
+        return [ReplicatedTensor(n, b, self.group) for n, b in held if n not in self._ignored]
 
 
 def _carry(
     embeddings: Embeddings,
-    hook: Hook,
-    by_node: Mapping[tuple[int, ...], Hook],
+    hook: CommHook,
+    by_node: Mapping[tuple[int, ...], CommHook],
     keep_wide: bool,
     bucket: Bucket,
-    members: Sequence[Shared],
-) -> Carrier:
-    if members[0].rows:
-        return embeddings.carry(members[0])
+    members: Sequence[ParamSpec],
+) -> BucketComm:
+    if members[0].sparse_rows:
+        return embeddings.make_bucket_comm(members[0])
     if hook is primitives.start_all_reduce:
         hook = by_node.get(ranks_of(members[0].group), hook)
-    return AllReduced(bucket, members, hook=hook, keep_wide=keep_wide)
+    return AllReduceBucket(bucket, members, hook=hook, keep_wide=keep_wide)
 
 
-def _must_be_owned(shared: Shared) -> bool:
+def _must_be_owned(shared: ParamSpec) -> bool:
     """Alone, gradients are what autograd makes, unless they must be added up in more bits."""
     return shared.group.size() > 1 or shared.is_wider
 
 
-def _ways_by_node(shared: Sequence[Shared]) -> dict[tuple[int, ...], Hook]:
+def _ways_by_node(shared: Sequence[ParamSpec]) -> dict[tuple[int, ...], CommHook]:
     """How buckets of those groups travel whose nodes have several ranks each; collective."""
     groups = {ranks_of(s.group): s.group for s in shared if s.group.size() >= SMALLEST_BY_NODE}
     found = {
-        ranks: hierarchy.of(group) for ranks, group in sorted(groups.items(), key=itemgetter(0))
+        ranks: hierarchy.hierarchical_all_reduce(group)
+        for ranks, group in sorted(groups.items(), key=itemgetter(0))
     }
     return {ranks: start for ranks, start in found.items() if start is not None}

@@ -9,15 +9,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from torchdistpackage.ddp.buckets import Bucket, Entry, plan
+from torchdistpackage.ddp.buckets import Bucket, BucketEntry, plan_buckets
 
 NOT_WORTH_IT = 0.005
 """Part of the time by which fewer buckets may be slower and still be taken."""
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
-    """What `buckets.plan` is told. order: indices, first gradient first; None: as registered."""
+class BucketPlan:
+    """Arguments of `plan_buckets`. order: indices, first gradient first; None: as registered."""
 
     cap_bytes: int
     first_bytes: int | None = None
@@ -25,14 +25,14 @@ class Packing:
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class LinkModel:
     """What travels over it takes call_s + bytes / bytes_per_s."""
 
     bytes_per_s: float
     call_s: float
 
 
-def coming(
+def arrival_order(
     indices: Sequence[int], ready_s: Mapping[int, float], late: Collection[int]
 ) -> tuple[int, ...]:
     """`indices` in the order in which their gradients came.
@@ -49,9 +49,9 @@ def coming(
 
 def end_s(
     buckets: Sequence[Bucket],
-    entries: Sequence[Entry],
+    entries: Sequence[BucketEntry],
     ready_s: Mapping[int, float],
-    wire: Wire,
+    wire: LinkModel,
 ) -> float:
     """When the last bucket has arrived, on the clock of `ready_s`; what never came is last."""
     element_bytes = {entry.index: entry.element_bytes for entry in entries}
@@ -64,21 +64,21 @@ def end_s(
     return free_s
 
 
-def choose(
-    entries: Sequence[Entry],
+def choose_plan(
+    entries: Sequence[BucketEntry],
     ready_s: Mapping[int, float],
     order: Sequence[int],
-    wire: Wire,
+    wire: LinkModel,
     candidates_bytes: Sequence[int],
-) -> Packing:
+) -> BucketPlan:
     """Bucket size and first bucket with which the last gradient arrives earliest."""
     begin_s = min(ready_s.values(), default=0.0)
-    tried: list[tuple[float, int, Packing]] = []
+    tried: list[tuple[float, int, BucketPlan]] = []
     for cap in candidates_bytes:
         for first in (size for size in candidates_bytes if size <= cap):
-            buckets = plan(entries, cap, order=order, first_bytes=first)
+            buckets = plan_buckets(entries, cap, order=order, first_bytes=first)
             took_s = end_s(buckets, entries, ready_s, wire) - begin_s
-            tried.append((took_s, len(buckets), Packing(cap, first, tuple(order))))
+            tried.append((took_s, len(buckets), BucketPlan(cap, first, tuple(order))))
     best_s = min(took_s for took_s, _, _ in tried)
     enough = [t for t in tried if t[0] <= best_s * (1 + NOT_WORTH_IT)]
     return min(enough, key=lambda t: (t[1], t[0]))[2]

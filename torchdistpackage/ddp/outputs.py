@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-Hook = Callable[[Tensor], None]
+BackwardStartHook = Callable[[Tensor], None]
 
 
-def hook_outputs(outputs: object, hook: Hook) -> object:
+def on_backward_start(outputs: object, hook: BackwardStartHook) -> object:
     """The same outputs; `hook(gradient)` runs when a backward comes to one of their tensors.
 
     outputs: as `map_tensors` has them. Where no tensor requires a gradient, each is replaced by
@@ -40,7 +40,7 @@ def tensors_in(outputs: object) -> list[Tensor]:
     return found
 
 
-def _hooked(hook: Hook, output: Tensor) -> Tensor:
+def _hooked(hook: BackwardStartHook, output: Tensor) -> Tensor:
     if output.requires_grad:
         # a parameter that is returned is there in the next forward too, its hooks would add up
         output = output.view_as(output) if output.is_leaf else output
@@ -48,14 +48,14 @@ def _hooked(hook: Hook, output: Tensor) -> Tensor:
     return output
 
 
-def _anchored(hook: Hook, output: Tensor) -> Tensor:
+def _anchored(hook: BackwardStartHook, output: Tensor) -> Tensor:
     if output.is_floating_point() or output.is_complex():
-        output = _Anchor.apply(output, torch.empty(0, requires_grad=True))
+        output = _GraphAnchor.apply(output, torch.empty(0, requires_grad=True))
         output.register_hook(hook)
     return output
 
 
-class _Anchor(torch.autograd.Function):
+class _GraphAnchor(torch.autograd.Function):
     """Identity that puts a tensor into the graph though nothing in it wants a gradient."""
 
     @staticmethod

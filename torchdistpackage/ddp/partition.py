@@ -26,7 +26,7 @@ class HasParameters(Protocol[SomeParameter]):
     def named_parameters(self) -> Iterable[tuple[str, SomeParameter]]: ...
 
 
-def share_out(sizes: Sequence[int], num_shares: int) -> tuple[tuple[int, ...], ...]:
+def greedy_partition(sizes: Sequence[int], num_shares: int) -> tuple[tuple[int, ...], ...]:
     """Indices of each share, ascending, so that the sums of sizes differ little.
 
     Of equal sizes the first comes first, of equal sums the first share gets it. With fewer sizes
@@ -59,7 +59,7 @@ def partition_params(
         LayoutError: fewer than one part.
     """
     named = list(model.named_parameters())
-    shares = share_out([p.numel() for _, p in named], num_partitions)
+    shares = greedy_partition([p.numel() for _, p in named], num_partitions)
     if return_dict:
         return [dict(named[i] for i in share) for share in shares]
     return [[named[i][1] for i in share] for share in shares]

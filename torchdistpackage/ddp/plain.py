@@ -10,7 +10,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 
 
-def plain_module(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """`model` without NaiveDDP, torch's data parallel and torch.compile, in any order."""
     while True:
         # torch.compile's wrapper is known by what it holds: importing its class takes seconds

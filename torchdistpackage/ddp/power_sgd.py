@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.ddp.compress import Member, Start, Waiting
+from torchdistpackage.ddp.compress import BucketMember, CommWork, Start
 
 
 class PowerSGD:
@@ -41,7 +41,7 @@ class PowerSGD:
         self.underway: list[_Underway] = []
         self._matrices = WeakTensorKeyDictionary()
 
-    def bind(self, members: Sequence[Member], num_elements: int) -> Start:
+    def bind(self, members: Sequence[BucketMember], num_elements: int) -> Start:
         """The start of one bucket; what was kept for its members in another one stays."""
         matrices: list[_Matrix] = []
         plain: list[tuple[int, int]] = []
@@ -69,7 +69,7 @@ class PowerSGD:
         self.__init__(**state)
 
 
-def _as_matrix(member: Member) -> tuple[int, int]:
+def _as_matrix(member: BucketMember) -> tuple[int, int]:
     """(rows, cols) of the member as it lies in memory, as near to square as its dims allow."""
     by_stride = sorted(zip(member.stride, member.shape, strict=True), reverse=True)
     num_elements, rows = math.prod(member.shape), 1
@@ -110,7 +110,7 @@ class _Factored:
     ) -> None:
         self._hook, self._matrices, self._plain = hook, matrices, plain
 
-    def __call__(self, flat: Tensor, group: Group, op: object = primitives.SUM) -> Waiting:
+    def __call__(self, flat: Tensor, group: Group, op: object = primitives.SUM) -> CommWork:
         factored = flat.dtype in (torch.float32, torch.float64) and self._matrices
         is_exact = any(m.num_exact > 0 for m in self._matrices)
         for matrix in self._matrices:
@@ -140,8 +140,8 @@ class _Underway:
         self._hook, self._matrices, self._plain = hook, matrices, plain
         self._flat, self._group, self._op = flat, group, op
         self._ps = products
-        self._first = _Message([*products, *plain], group, op)
-        self._second: _Message | None = None
+        self._first = _FusedAllReduce([*products, *plain], group, op)
+        self._second: _FusedAllReduce | None = None
 
     def wait(self) -> None:
         """Leave P Q^T, what came in both messages, in the bucket.
@@ -152,7 +152,7 @@ class _Underway:
         for begun in self._hook.underway:
             begun.send_q()
         self._hook.underway.remove(self)
-        qs = cast(_Message, self._second).wait()
+        qs = cast(_FusedAllReduce, self._second).wait()
         for matrix, p, q in zip(self._matrices, self._ps, qs, strict=True):
             torch.mm(p, q.T, out=matrix.of(self._flat))
             # one step that was not finite must not spoil all that follow
@@ -176,7 +176,7 @@ class _Underway:
             lost = cast(Tensor, matrix.lost)
             torch.addmm(mine, p, q.T, alpha=-1, out=lost)
             lost.nan_to_num_(0.0, 0.0, 0.0)
-        self._second = _Message(qs, self._group, self._op)
+        self._second = _FusedAllReduce(qs, self._group, self._op)
 
 
 def _orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
@@ -192,7 +192,7 @@ def _orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-class _Message:
+class _FusedAllReduce:
     """Tensors that are reduced as one."""
 
     def __init__(self, parts: list[Tensor], group: Group, op: object):

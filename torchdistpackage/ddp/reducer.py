@@ -25,22 +25,22 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from torchdistpackage.ddp.carrier import AllReduced, Carrier, Carry
-from torchdistpackage.ddp.departures import Departures, Phase
-from torchdistpackage.ddp.fit import Fit
+from torchdistpackage.ddp.carrier import AllReduceBucket, BucketComm, MakeBucketComm
+from torchdistpackage.ddp.departures import Departures, ReductionPhase
+from torchdistpackage.ddp.fit import BucketTuner
 from torchdistpackage.ddp.gradients import came_late, gives_any
 from torchdistpackage.ddp.layouts import take_over
-from torchdistpackage.ddp.order import Packing
-from torchdistpackage.ddp.outputs import hook_outputs
-from torchdistpackage.ddp.packed import FRESH_BYTES, Packed, Slot
-from torchdistpackage.ddp.shared import Shared
-from torchdistpackage.ddp.steered import Steered
-from torchdistpackage.ddp.told import Told
-from torchdistpackage.ddp.turns import ARMING, NO_TURNS, by_itself, turns_of
-from torchdistpackage.ddp.used import check_used
+from torchdistpackage.ddp.order import BucketPlan
+from torchdistpackage.ddp.outputs import on_backward_start
+from torchdistpackage.ddp.packed import STAGED_BYTES, GradBuckets, GradSlot
+from torchdistpackage.ddp.shared import ParamSpec
+from torchdistpackage.ddp.steered import ScheduledReady
+from torchdistpackage.ddp.told import GradHooks
+from torchdistpackage.ddp.turns import ARMING, NO_QUEUE, queue_of, single_queue
+from torchdistpackage.ddp.used import check_unused_parameters
 from torchdistpackage.errors import CommError
 
-_IDLE, _REDUCING = Phase.IDLE, Phase.REDUCING
+_IDLE, _REDUCING = ReductionPhase.IDLE, ReductionPhase.REDUCING
 _current_graph_task_id = torch._C._current_graph_task_id
 
 
@@ -49,65 +49,73 @@ class Reducer:
 
     cap_bytes: size of a bucket. num_backwards: a reduction is due in every so manieth backward.
     overlap: False lets all leave at the end. strict: raise on every rank, by name, for parameters
-    that some rank did not use. carry: makes the carrier of a bucket. after: carriers without
-    parameters, which leave after all others. fit: lets order and sizes follow what is measured;
-    None keeps both, as on a plan on paper. alone: no wrapper may have a reducer of its own for
-    these parameters.
+    that some rank did not use. make_bucket_comm: makes the carrier of a bucket. after: carriers
+    without parameters, which leave after all others. fit: lets order and sizes follow what is
+    measured; None keeps both, as on a plan on paper. exclusive: no wrapper may have a reducer of
+    its own for these parameters.
     """
 
     def __init__(
         self,
-        shared: Sequence[Shared],
+        shared: Sequence[ParamSpec],
         *,
         cap_bytes: int,
         num_backwards: int = 1,
         overlap: bool = True,
         strict: bool = False,
-        carry: Carry = AllReduced,
-        after: Sequence[Carrier] = (),
-        fit: Fit | None = None,
-        alone: bool = False,
+        make_bucket_comm: MakeBucketComm = AllReduceBucket,
+        after: Sequence[BucketComm] = (),
+        fit: BucketTuner | None = None,
+        exclusive: bool = False,
     ):
         self._num_backwards, self._overlap, self._strict = num_backwards, overlap, strict
-        self._carry, self._cap_bytes, self._alone = carry, cap_bytes, alone
-        self._held, self._turns = False, ref(NO_TURNS)
+        self._make_bucket_comm, self._cap_bytes, self._exclusive = (
+            make_bucket_comm,
+            cap_bytes,
+            exclusive,
+        )
+        self._held, self._queue = False, ref(NO_QUEUE)
         self._task = -1  # the graph task that armed us, -1 for none
-        self._steered: Steered | None = None
+        self._scheduled: ScheduledReady | None = None
         # backwards since the last reduction; whether a forward or a gradient waits for one
         self._num_done, self._open = 0, False
         self._own(shared, after, fit, (), lambda b: None)
 
     def renew(
         self,
-        shared: Sequence[Shared],
+        shared: Sequence[ParamSpec],
         *,
-        carry: Carry,
-        after: Sequence[Carrier] = (),
-        fit: Fit | None = None,
+        carry: MakeBucketComm,
+        after: Sequence[BucketComm] = (),
+        fit: BucketTuner | None = None,
     ) -> None:
         """Own these parameters from here on, on all ranks; gradients that are there stay.
 
         Raises:
             CommError: a reduction has begun that nobody has finished.
         """
-        if self.departures.phase is not Phase.IDLE:
+        if self.departures.phase is not ReductionPhase.IDLE:
             raise CommError("parameters changed during a reduction; call finish() before")
         self.remove()
-        self._carry = carry
+        self._make_bucket_comm = carry
         self._own(shared, after, fit, self._packed.leave(), self.departures.on_launch)
 
     def _own(
         self,
-        shared: Sequence[Shared],
-        after: Sequence[Carrier],
-        fit: Fit | None,
+        shared: Sequence[ParamSpec],
+        after: Sequence[BucketComm],
+        fit: BucketTuner | None,
         moving: Collection[nn.Parameter],
         on_launch: Callable[[int], object],
     ) -> None:
         self.shared, self.leaves_early = list(shared), False
-        self._packed = Packed(self.shared, Packing(self._cap_bytes), self._carry, after, moving)
+        self._packed = GradBuckets(
+            self.shared, BucketPlan(self._cap_bytes), self._make_bucket_comm, after, moving
+        )
         self.departures = Departures(self._packed, fit, on_launch)
-        self._told = Told(_accumulated, self, self.parameters, self._alone, take_over(shared))
+        self._grad_hooks = GradHooks(
+            _accumulated, self, self.parameters, self._exclusive, take_over(shared)
+        )
 
     # -- what callers use --------------------------------------------------------------
 
@@ -136,7 +144,7 @@ class Reducer:
     @property
     def is_reducing(self) -> bool:
         """Whether gradients of the backward that runs are for a reduction of their own."""
-        return self.departures.phase is Phase.REDUCING
+        return self.departures.phase is ReductionPhase.REDUCING
 
     @property
     def held(self) -> bool:
@@ -150,24 +158,24 @@ class Reducer:
         self._held = False
 
     @contextmanager
-    def steered(self) -> Iterator[Steered]:
+    def scheduled(self) -> Iterator[ScheduledReady]:
         """A run of backwards of which the caller says which are the last, by what this yields.
 
         Backwards of the block only accumulate where it does not say so. What is complete leaves
         at once, the rest at the end of the block, in `finish()` what is `last`.
         """
         self.watch(())  # nothing runs: forget a backward that failed
-        if self.departures.phase is not Phase.IDLE:
+        if self.departures.phase is not ReductionPhase.IDLE:
             self.finish()
         held, self._held, self._open = self._held, True, True
-        turns = by_itself(self)
-        self._steered, self._turns = Steered(self), ref(turns)
+        turns = single_queue(self)
+        self._scheduled, self._queue = ScheduledReady(self), ref(turns)
         is_over = False
         try:
-            yield self._steered
+            yield self._scheduled
             is_over = True
         finally:
-            self._steered, self._held = None, held
+            self._scheduled, self._held = None, held
             if not is_over:
                 self._abandon()
             elif self.departures.phase is _REDUCING:
@@ -196,9 +204,9 @@ class Reducer:
             # no backward is running, so whatever is still armed ended in an exception
             if self._task != -1:
                 self._abandon()
-            if self._held and self.departures.phase is Phase.SENT:
+            if self._held and self.departures.phase is ReductionPhase.SENT:
                 self.finish()  # what accumulates now is not of the sums under way
-            if not self._open and self.departures.phase is Phase.IDLE:
+            if not self._open and self.departures.phase is ReductionPhase.IDLE:
                 self.departures.repack()
         elif self._task == -1 and not self._held:
             # recomputed inside somebody's backward: that one is the outermost
@@ -206,22 +214,22 @@ class Reducer:
         if self._held or not torch.is_grad_enabled():
             return outputs
         self._open = True
-        return hook_outputs(outputs, partial(_reached, ref(self), current, wait))
+        return on_backward_start(outputs, partial(_reached, ref(self), current, wait))
 
     def finish(self) -> None:
         """Send what has not left and wait for all sums. Idempotent: a second call does nothing."""
-        if self.departures.phase is Phase.IDLE:
+        if self.departures.phase is ReductionPhase.IDLE:
             if not self._open:
                 return
             self.departures.begin()
         self.departures.finish()
         self.leaves_early, self._open, self._num_done = self._overlap, False, 0
         if self._strict:
-            check_used(self.shared, self._packed.take_fired())
+            check_unused_parameters(self.shared, self._packed.take_has_grad())
 
     def remove(self) -> None:
         """Take the hooks off the parameters; gradients stay where they are."""
-        self._told.remove()
+        self._grad_hooks.remove()
 
     # -- the life of one backward ------------------------------------------------------
 
@@ -238,15 +246,15 @@ class Reducer:
             self._arm(current, wait)
 
     def _arm(self, task: int, wait: bool) -> None:
-        if self.departures.phase is not Phase.IDLE:
+        if self.departures.phase is not ReductionPhase.IDLE:
             self.finish()
         self._task = task
         self._num_done += 1
         if self._num_done >= self._num_backwards:
             self.departures.begin()
-        turns = turns_of(task)
-        self._turns = ref(turns)
-        turns.join(self, wait)
+        turns = queue_of(task)
+        self._queue = ref(turns)
+        turns.enqueue(self, wait)
 
     def send_early(self, task: int) -> None:
         """The outermost backward is over."""
@@ -256,7 +264,7 @@ class Reducer:
     def end(self, task: int, wait: bool) -> None:
         if self._task == task:
             self._task = -1
-            if wait and self.departures.phase is Phase.SENT:
+            if wait and self.departures.phase is ReductionPhase.SENT:
                 self.finish()
 
     def _abandon(self) -> None:
@@ -264,9 +272,9 @@ class Reducer:
         self._task, self._num_done = -1, 0
         self.departures.abandon()
 
-    def _comes_again(self, slot: Slot) -> None:
+    def _comes_again(self, slot: GradSlot) -> None:
         """This gradient is of a backward inside the one that armed us, and so may be others."""
-        slot.late = True
+        slot.may_repeat = True
         if slot.carrier.gradients.is_divided(slot.place):
             raise came_late(self.shared[slot.index])
 
@@ -285,33 +293,33 @@ def _accumulated(me: "ref[Reducer]", index: int, parameter: Tensor) -> None:
     packed, departures = self._packed, self.departures
     slot, phase = packed.slots[index], departures.phase
     bucket = slot.bucket
-    if bucket < departures.next:
+    if bucket < departures.next_bucket:
         raise came_late(self.shared[index])
-    self._open = slot.fired = True
+    self._open = slot.has_grad = True
     if phase is _IDLE:
         is_final = False
-    elif self._steered is not None:
-        is_final = self._steered.is_final(slot, parameter)
+    elif self._scheduled is not None:
+        is_final = self._scheduled.is_last(slot, parameter)
     elif _current_graph_task_id() == self._task:
-        is_final = self.leaves_early and phase is _REDUCING and not slot.late
+        is_final = self.leaves_early and phase is _REDUCING and not slot.may_repeat
     else:
         is_final = False
         self._comes_again(slot)
     if slot.is_small and phase is _REDUCING:
-        packed.fresh.append(slot)
-        packed.fresh_bytes += slot.num_bytes
-        if packed.fresh_bytes >= FRESH_BYTES:
-            packed.bring_in()
+        packed.staged.append(slot)
+        packed.staged_bytes += slot.num_bytes
+        if packed.staged_bytes >= STAGED_BYTES:
+            packed.flush_staged()
     elif parameter.grad is not slot.home:
-        slot.carrier.gradients.adopt(slot.place, is_final=is_final)
+        slot.carrier.gradients.absorb(slot.place, is_final=is_final)
     if departures.fit is not None and phase is not _IDLE:
         departures.fit.came(index)
     if is_final:
-        departures.missing[bucket] -= 1
-        if not departures.missing[bucket] and bucket == departures.next:
-            turns = self._turns()
+        departures.pending_counts[bucket] -= 1
+        if not departures.pending_counts[bucket] and bucket == departures.next_bucket:
+            turns = self._queue()
             assert turns is not None  # the backward, or the block, that runs keeps it
-            turns.go()
+            turns.launch_ready()
 
 
 def _reached(me: "ref[Reducer]", made_in: int, wait: bool, grad: Tensor) -> None:

@@ -26,7 +26,7 @@ LAZY, EXPANDED = "not yet initialised", "expanded"
 _ODD = 0x5851F42D4C957F2D
 
 
-class Replica(NamedTuple):
+class ReplicatedTensor(NamedTuple):
     """A tensor of which every rank of `group` holds a copy."""
 
     name: str
@@ -48,7 +48,7 @@ class Difference(NamedTuple):
         return f"{self.name} between ranks {self.ranks}, no majority"
 
 
-def agree(replicas: Iterable[Replica]) -> None:
+def verify_params_match(replicas: Iterable[ReplicatedTensor]) -> None:
     """Return if all ranks of each group name the same tensors in it, of equal shapes and dtypes.
 
     Raises:
@@ -66,7 +66,7 @@ def agree(replicas: Iterable[Replica]) -> None:
         raise CommError(_first_difference(cast(list[list[tuple[str, str]]], lists), group))
 
 
-def find_differences(replicas: Iterable[Replica]) -> list[Difference]:
+def find_differences(replicas: Iterable[ReplicatedTensor]) -> list[Difference]:
     """Tensors that are not the same to the bit on all ranks of their groups; collective.
 
     Reads every tensor twice, on its device, and waits for that device once for each group.
@@ -88,7 +88,7 @@ def find_differences(replicas: Iterable[Replica]) -> list[Difference]:
     return found
 
 
-def check_replicas(replicas: Iterable[Replica]) -> None:
+def check_replicas(replicas: Iterable[ReplicatedTensor]) -> None:
     """`find_differences`, as an error: call it every so many steps, after the optimizer's.
 
     Raises:
@@ -104,10 +104,10 @@ def check_replicas(replicas: Iterable[Replica]) -> None:
         )
 
 
-def by_group(replicas: Iterable[Replica]) -> list[tuple[Group, list[Replica]]]:
+def by_group(replicas: Iterable[ReplicatedTensor]) -> list[tuple[Group, list[ReplicatedTensor]]]:
     """Those of groups of several ranks, in one order of groups on all ranks, so that nobody
     waits for one who waits elsewhere."""
-    held: dict[tuple[int, ...], list[Replica]] = {}
+    held: dict[tuple[int, ...], list[ReplicatedTensor]] = {}
     for replica in replicas:
         if replica.group.size() > 1:
             held.setdefault(ranks_of(replica.group), []).append(replica)

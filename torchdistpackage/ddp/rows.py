@@ -4,9 +4,9 @@ One rule: ranks first tell each other how many rows each has, in the order of al
 what follows from these counts is the same on all. Each rank names a row once, and all add the
 rows up in group order, so that all end with equal bits.
 
-`SparseSummed` is for sparse gradients, which stay sparse. For the dense gradient of an embedding
-`RowsSummed` sums what lookups (lookups.py) left as rows: of a weight that is only looked up, all of
-it; of one that a head shares, what comes on top of its bucket, which left long before.
+`SparseGrad` is for sparse gradients, which stay sparse. For the dense gradient of an embedding
+`EmbeddingRows` sums what lookups (lookups.py) left as rows: of a weight that is only looked up, all
+of it; of one that a head shares, what comes on top of its bucket, which left long before.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,22 +16,22 @@ from torch import Tensor
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group, Pending
-from torchdistpackage.ddp.carrier import AllReduced, settle_all
-from torchdistpackage.ddp.lookups import Table
-from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.carrier import AllReduceBucket, wait_all
+from torchdistpackage.ddp.lookups import EmbeddingGrad
+from torchdistpackage.ddp.shared import ParamSpec
 
 DENSE, UNUSED = -1, -2
 """Instead of a count: the gradient here is dense; there is none."""
 
 
-class Unpacked:
+class UnbucketedGrad:
     """Stands where a bucket's gradients would, for one whose gradient stays where it is made."""
 
-    def __init__(self, shared: Shared, arrived: Callable[[], None]):
+    def __init__(self, shared: ParamSpec, arrived: Callable[[], None]):
         self.members, self.views = (shared,), (None,)
         self._arrived = arrived
 
-    def adopt(self, place: int, *, is_final: bool = False) -> None:
+    def absorb(self, place: int, *, is_final: bool = False) -> None:
         """A gradient came."""
         self._arrived()
 
@@ -39,12 +39,12 @@ class Unpacked:
         """Not before it is summed."""
         return False
 
-    def leave(self) -> list[int]:
+    def detach_views(self) -> list[int]:
         """Nothing lives here."""
         return []
 
 
-class Counted:
+class RowCounts:
     """Counts of all ranks under way; common to all carriers of rows."""
 
     def __init__(self, group: Group):
@@ -60,11 +60,11 @@ class Counted:
             self._pending.wait()
             self._pending = None
 
-    def _tell(self, count: int, device: torch.device) -> None:
+    def _start_counts(self, count: int, device: torch.device) -> None:
         word = torch.tensor([count], device=device)
         self._pending = primitives.start_all_gather(word, self._group)
 
-    def _heard(self) -> list[int]:
+    def _wait_counts(self) -> list[int]:
         assert self._pending is not None
         pending, self._pending = self._pending, None
         return pending.wait().tolist()
@@ -78,12 +78,12 @@ class Counted:
         return zip(*(pending.wait().split(sizes) for pending in both), strict=True)
 
 
-class SparseSummed(Counted):
+class SparseGrad(RowCounts):
     """Sum of a sparse gradient, coalesced. If it is dense on some rank it becomes so on all."""
 
-    def __init__(self, shared: Shared):
+    def __init__(self, shared: ParamSpec):
         super().__init__(shared.group)
-        self.gradients = Unpacked(shared, lambda: None)
+        self.gradients = UnbucketedGrad(shared, lambda: None)
         self._shared = shared
         self._grad: Tensor | None = None
 
@@ -93,10 +93,10 @@ class SparseSummed(Counted):
             self._grad = grad.detach().to(self._shared.sum_dtype)
             if grad.is_sparse:
                 self._grad = self._grad.coalesce()
-        self._tell(_count(self._grad), parameter.device)
+        self._start_counts(_count(self._grad), parameter.device)
 
-    def settle(self) -> None:
-        counts, parameter, divide = self._heard(), self._shared.parameter, self._shared.divide
+    def wait(self) -> None:
+        counts, parameter, divide = self._wait_counts(), self._shared.parameter, self._shared.divide
         grad, self._grad, dtype = self._grad, None, self._shared.sum_dtype
         if max(counts) == UNUSED:
             return
@@ -117,34 +117,34 @@ class SparseSummed(Counted):
         parameter.grad = total.div_(divide).to(parameter.dtype)
 
 
-class RowsSummed(Counted):
+class EmbeddingRows(RowCounts):
     """Sum of the rows that lookups of one table left.
 
     whole: for a table that is only looked up, its dense gradient, which is reduced when that of
     some rank is dense after all; None: it travels in another bucket, before.
     """
 
-    def __init__(self, table: Table, whole: AllReduced | None):
+    def __init__(self, table: EmbeddingGrad, whole: AllReduceBucket | None):
         super().__init__(table.shared.group)
         self._table, self._whole = table, whole
-        self.gradients = Unpacked(table.shared, table.came_dense)
+        self.gradients = UnbucketedGrad(table.shared, table.mark_dense)
 
     def launch(self) -> None:
         self._ids, self._rows = self._table.merged()
         is_dense = self._whole is not None and self._table.is_dense
-        self._tell(DENSE if is_dense else len(self._ids), self._ids.device)
+        self._start_counts(DENSE if is_dense else len(self._ids), self._ids.device)
 
-    def settle(self) -> None:
-        counts, table = self._heard(), self._table
+    def wait(self) -> None:
+        counts, table = self._wait_counts(), self._table
         if DENSE in counts and self._whole is not None:
-            table.add(self._ids, self._rows)
+            table.add_dense(self._ids, self._rows)
             self._whole.launch()
-            settle_all([self._whole])
+            wait_all([self._whole])
         elif any(counts):
             if self._whole is not None and table.shared.parameter.grad is None:
                 table.shared.parameter.grad = self._whole.gradients.views[0].zero_()
             for ids, rows in self._all_rows(self._ids, self._rows, counts):
-                table.add(ids, rows.div_(table.shared.divide))
+                table.add_dense(ids, rows.div_(table.shared.divide))
         table.clear()
 
     def abandon(self) -> None:

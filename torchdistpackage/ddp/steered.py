@@ -15,38 +15,38 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from torchdistpackage.ddp.departures import Departures, Phase
+from torchdistpackage.ddp.departures import Departures, ReductionPhase
 from torchdistpackage.ddp.gradients import came_late
-from torchdistpackage.ddp.packed import Slot
-from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.packed import GradSlot
+from torchdistpackage.ddp.shared import ParamSpec
 
 
-class Steerable(Protocol):
+class SchedulableReducer(Protocol):
     """What a reducer is to this."""
 
-    shared: list[Shared]
+    shared: list[ParamSpec]
     departures: Departures
     leaves_early: bool  # whether anything may leave before all is done
 
 
-class Steered:
+class ScheduledReady:
     """Made by `Reducer.steered()`, which says when it ends."""
 
-    def __init__(self, reducer: Steerable):
+    def __init__(self, reducer: SchedulableReducer):
         self._reducer = reducer
         self._indices: dict[int, int] = {}
         self._complete: set[int] = set()
-        self._pending: frozenset[int] | None = None  # None outside of `final`
+        self._pending: frozenset[int] | None = None  # None outside of `last_backward`
         self._came: set[int] = set()  # in the block that runs, of those that wait for its end
 
     @contextmanager
-    def final(self, pending: Collection[int] = ()) -> Iterator[None]:
+    def last_backward(self, still_pending: Collection[int] = ()) -> Iterator[None]:
         """Backwards inside bring the last gradients of the parameters that they reach.
 
-        pending: ids of parameters that get more after it.
+        still_pending: ids of parameters that get more after it.
         """
         self._begin()
-        self._pending = frozenset(pending)
+        self._pending = frozenset(still_pending)
         self._came.clear()
         try:
             yield
@@ -62,10 +62,10 @@ class Steered:
         if self._reducer.leaves_early:
             departures = self._reducer.departures
             for index in new:
-                departures.missing[departures.packed.slots[index].bucket] -= 1
+                departures.pending_counts[departures.packed.slots[index].bucket] -= 1
             departures.send_complete()
 
-    def is_final(self, slot: Slot, parameter: Tensor) -> bool:
+    def is_last(self, slot: GradSlot, parameter: Tensor) -> bool:
         """Whether the gradient that has just come to this slot is complete, and not told before.
 
         Raises:
@@ -76,15 +76,15 @@ class Steered:
             raise came_late(self._reducer.shared[index])
         if self._pending is None or id(parameter) in self._pending:
             return False
-        if slot.late or not self._reducer.leaves_early:
-            slot.late = slot.late or index in self._came
+        if slot.may_repeat or not self._reducer.leaves_early:
+            slot.may_repeat = slot.may_repeat or index in self._came
             self._came.add(index)
             return False
         self._complete.add(index)
         return True
 
     def _begin(self) -> None:
-        if self._reducer.departures.phase is Phase.IDLE:
+        if self._reducer.departures.phase is ReductionPhase.IDLE:
             self._reducer.departures.begin()
         if not self._indices:
             # only now: a wrapper takes new parameters in at its first forward

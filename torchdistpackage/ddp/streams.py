@@ -11,23 +11,23 @@ from weakref import ReferenceType
 import torch
 from torch import Tensor
 
-Heard = Callable[[ReferenceType, int, Tensor], None]
+OnGradReady = Callable[[ReferenceType, int, Tensor], None]
 """What a hook of parameters calls (told.py)."""
 
 Numbers = tuple[int, int, int]
 """A stream, as torch has it: its id, and the index and kind of its device."""
 
 
-def on_one_stream(heard: Heard, parameters: Iterable[Tensor]) -> Heard:
-    """`heard`, which then runs on one stream of each device in a backward."""
+def on_one_stream(on_grad_ready: OnGradReady, parameters: Iterable[Tensor]) -> OnGradReady:
+    """`on_grad_ready`, which then runs on one stream of each device in a backward."""
     if all(place_of(parameter) is None for parameter in parameters):
-        return heard
+        return on_grad_ready
     mains: dict[int, tuple[int, Numbers]] = {}
 
     def on_main(me: ReferenceType, index: int, parameter: Tensor) -> None:
         place, task = place_of(parameter), torch._C._current_graph_task_id()
         if place is None:  # of a model that is on a device in part
-            heard(me, index, parameter)
+            on_grad_ready(me, index, parameter)
             return
         here = current(place)
         main = mains.get(place)
@@ -37,14 +37,14 @@ def on_one_stream(heard: Heard, parameters: Iterable[Tensor]) -> Heard:
                 stream_of(here).wait_stream(stream_of(main[1]))
             main = mains[place] = task, here
         if main[1] == here:  # the usual way: no stream has become an object
-            heard(me, index, parameter)
+            on_grad_ready(me, index, parameter)
             return
         stream = stream_of(main[1])
         stream.wait_stream(stream_of(here))
         if parameter.grad is not None:
             parameter.grad.record_stream(stream)  # its memory may go once it is copied there
         with torch.cuda.stream(stream):
-            heard(me, index, parameter)
+            on_grad_ready(me, index, parameter)
 
     return on_main
 

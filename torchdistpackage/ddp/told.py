@@ -12,8 +12,8 @@ from weakref import WeakSet, finalize, ref
 
 from torch import nn
 
-from torchdistpackage.ddp.shared import Shared
-from torchdistpackage.ddp.streams import Heard, on_one_stream
+from torchdistpackage.ddp.shared import ParamSpec
+from torchdistpackage.ddp.streams import OnGradReady, on_one_stream
 from torchdistpackage.errors import CommError
 
 
@@ -21,30 +21,31 @@ class Removable(Protocol):
     def remove(self) -> None: ...
 
 
-class Told:
+class GradHooks:
     """Hooks on `parameters` until `remove`, or the end of this.
 
-    heard: called when a gradient is there, with a weak reference to `listener`, the number of the
-    parameter, and it. alone: whether the listener must stay the only one. also: removed with them.
+    on_grad_ready: called when a gradient is there, with a weak reference to `owner`, the number of
+    the parameter, and it. exclusive: whether the listener must stay the only one. also: removed
+    with them.
     """
 
     def __init__(
         self,
-        heard: Heard,
-        listener: object,
+        on_grad_ready: OnGradReady,
+        owner: object,
         parameters: Sequence[nn.Parameter],
-        alone: bool = False,
+        exclusive: bool = False,
         also: Iterable[Removable] = (),
     ):
-        me, self.alone = ref(listener), alone
+        me, self.exclusive = ref(owner), exclusive
         self._ids = frozenset(map(id, parameters))
-        heard = on_one_stream(heard, parameters)
+        on_grad_ready = on_one_stream(on_grad_ready, parameters)
         handles: list[Removable] = [
-            p.register_post_accumulate_grad_hook(partial(heard, me, i))
+            p.register_post_accumulate_grad_hook(partial(on_grad_ready, me, i))
             for i, p in enumerate(parameters)
         ]
         handles += also
-        self._end = finalize(self, take_off, handles)
+        self._end = finalize(self, remove_hooks, handles)
         self._end.atexit = False
         _all.add(self)
 
@@ -56,29 +57,31 @@ class Told:
         return id(parameter) in self._ids
 
 
-_all: WeakSet[Told] = WeakSet()
+_all: WeakSet[GradHooks] = WeakSet()
 
 
-def already_told(parameters: Iterable[nn.Parameter], *, alone: bool = False) -> list[nn.Parameter]:
+def already_hooked(
+    parameters: Iterable[nn.Parameter], *, exclusive: bool = False
+) -> list[nn.Parameter]:
     """Those whose gradients somebody hears of who is still in use.
 
-    alone: somebody who must stay the only one.
+    exclusive: somebody who must stay the only one.
     """
     parameters = list(parameters)
-    found = _heard_of(parameters, alone)
+    found = _hooked_by(parameters, exclusive)
     if found:
         gc.collect()  # somebody who was dropped may only wait for this
-        found = _heard_of(parameters, alone)
+        found = _hooked_by(parameters, exclusive)
     return found
 
 
-def refuse_sharded(shared: Sequence[Shared]) -> None:
+def refuse_sharded(shared: Sequence[ParamSpec]) -> None:
     """None may belong to a ZeroOptimizer.
 
     Raises:
         CommError: some does.
     """
-    found = set(map(id, already_told((s.parameter for s in shared), alone=True)))
+    found = set(map(id, already_hooked((s.parameter for s in shared), exclusive=True)))
     if found:
         names = [s.name for s in shared if id(s.parameter) in found]
         raise CommError(
@@ -88,12 +91,12 @@ def refuse_sharded(shared: Sequence[Shared]) -> None:
         )
 
 
-def _heard_of(parameters: Sequence[nn.Parameter], alone: bool) -> list[nn.Parameter]:
-    told = [t for t in _all if t.alone or not alone]
+def _hooked_by(parameters: Sequence[nn.Parameter], exclusive: bool) -> list[nn.Parameter]:
+    told = [t for t in _all if t.exclusive or not exclusive]
     return [p for p in parameters if any(t.has(p) for t in told)]
 
 
-def take_off(handles: Iterable[Removable]) -> None:
+def remove_hooks(handles: Iterable[Removable]) -> None:
     """Remove these hooks."""
     for handle in handles:
         handle.remove()

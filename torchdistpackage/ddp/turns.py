@@ -35,7 +35,7 @@ class Sends(Protocol):
     def end(self, task: int, wait: bool) -> None: ...
 
 
-class Turns:
+class BackwardQueue:
     """Those of graph task `task`, in the order in which it came to their outputs."""
 
     def __init__(self, task: int):
@@ -44,7 +44,7 @@ class Turns:
         if task != -1:
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
-    def join(self, reducer: Sends, wait: bool) -> None:
+    def enqueue(self, reducer: Sends, wait: bool) -> None:
         """wait: whether the end of the task finishes it."""
         last = self._rounds[-1]
         mine = set(map(id, reducer.parameters)) if last else set()
@@ -53,7 +53,7 @@ class Turns:
         else:
             self._rounds.append([(reducer, wait)])
 
-    def go(self) -> None:
+    def launch_ready(self) -> None:
         """Send what is complete of those whose turn it is."""
         with self._sending:
             for reducer, _ in self._rounds[0]:
@@ -70,22 +70,22 @@ class Turns:
                 reducer.end(self._task, wait)
 
 
-NO_TURNS = Turns(-1)
+NO_QUEUE = BackwardQueue(-1)
 ARMING = Lock()
 """Held while a reducer is armed for a backward and takes its turn."""
-_of_task: WeakValueDictionary[int, Turns] = WeakValueDictionary()
+_of_task: WeakValueDictionary[int, BackwardQueue] = WeakValueDictionary()
 
 
-def turns_of(task: int) -> Turns:
+def queue_of(task: int) -> BackwardQueue:
     """Made by the first who asks, who runs in that task."""
     turns = _of_task.get(task)
     if turns is None:
-        turns = _of_task[task] = Turns(task)
+        turns = _of_task[task] = BackwardQueue(task)
     return turns
 
 
-def by_itself(reducer: Sends) -> Turns:
+def single_queue(reducer: Sends) -> BackwardQueue:
     """Of one that waits for nobody, in no backward."""
-    turns = Turns(-1)
-    turns.join(reducer, False)
+    turns = BackwardQueue(-1)
+    turns.enqueue(reducer, False)
     return turns

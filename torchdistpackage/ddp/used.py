@@ -6,14 +6,14 @@ import torch
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import ranks_of
-from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.shared import ParamSpec
 from torchdistpackage.errors import CommError
 
 MAX_NAMES = 20
 
 
-def check_used(shared: Sequence[Shared], fired: Sequence[bool]) -> None:
-    """Compare over each group which of its parameters got a gradient, here told by `fired`.
+def check_unused_parameters(shared: Sequence[ParamSpec], has_grad: Sequence[bool]) -> None:
+    """Compare over each group which of its parameters got a gradient, here told by `has_grad`.
 
     Raises:
         CommError: some rank did not use some; on all ranks of the group, by name.
@@ -25,7 +25,7 @@ def check_used(shared: Sequence[Shared], fired: Sequence[bool]) -> None:
     for _, members in sorted(by_group.items(), key=lambda item: item[0]):
         first = shared[members[0]]
         used = torch.tensor(
-            [fired[i] for i in members], dtype=torch.int32, device=first.parameter.device
+            [has_grad[i] for i in members], dtype=torch.int32, device=first.parameter.device
         )
         primitives.all_reduce(used, first.group, primitives.MIN)
         unused += [

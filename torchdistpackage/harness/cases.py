@@ -16,7 +16,7 @@ from torchdistpackage.errors import LayoutError
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class CollectiveSpec:
     """One operation over a group of `size` ranks.
 
     bus_factor: of the group's size; 0 where a group of one moves nothing.
@@ -72,16 +72,16 @@ def _twice_others_share(size: int) -> float:
     return 2 * (size - 1) / size
 
 
-CASES: dict[str, Case] = {
+COLLECTIVES: dict[str, CollectiveSpec] = {
     case.name: case
     for case in (
-        Case("p2p", _one),
-        Case("p2p_both", _one),
-        Case("all_reduce", _twice_others_share),
-        Case("all_gather", _others_share, input_is_part=True, in_parts=True),
-        Case("reduce_scatter", _others_share, output_is_part=True, in_parts=True),
-        Case("all_to_all", _others_share, in_parts=True),
-        Case("broadcast", _one),
+        CollectiveSpec("p2p", _one),
+        CollectiveSpec("p2p_both", _one),
+        CollectiveSpec("all_reduce", _twice_others_share),
+        CollectiveSpec("all_gather", _others_share, input_is_part=True, in_parts=True),
+        CollectiveSpec("reduce_scatter", _others_share, output_is_part=True, in_parts=True),
+        CollectiveSpec("all_to_all", _others_share, in_parts=True),
+        CollectiveSpec("broadcast", _one),
     )
 }
 """By name. `p2p` sends from one rank to another; `p2p_both` both ways at once, counted one way."""

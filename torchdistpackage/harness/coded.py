@@ -28,26 +28,26 @@ _EXACT_TO = {
 _BY_RANK, _BY_PLACE, _MODULUS = 17, 1_103_515_245, 2**31 - 1
 
 
-def written_by(rank: int, number: int, like: Like, first: int = 0) -> Tensor:
+def rank_pattern(rank: int, number: int, like: Like, first: int = 0) -> Tensor:
     """(number,) numbers of the endless row of `rank`, from place `first` on."""
     return _in(like[0], _drawn(rank, _places(first, number, like)))
 
 
-def summand(rank: int, ranks: Sequence[int], number: int, like: Like) -> Tensor:
+def reduce_input(rank: int, ranks: Sequence[int], number: int, like: Like) -> Tensor:
     """(number,) what one of `ranks` adds: its numbers at every len(ranks)-th place, else nothing.
 
     And a one everywhere, unless so many ones are more than the dtype holds exactly.
     """
     mine = _places(0, number, like) % len(ranks) == ranks.index(rank)
-    return written_by(rank, number, like) * mine + _ones(len(ranks), like[0])
+    return rank_pattern(rank, number, like) * mine + _ones(len(ranks), like[0])
 
 
-def total(ranks: Sequence[int], number: int, like: Like, first: int = 0) -> Tensor:
+def expected_sum(ranks: Sequence[int], number: int, like: Like, first: int = 0) -> Tensor:
     """What the summands of these ranks add up to, from place `first` on."""
-    return largest(ranks, number, like, first) + (len(ranks) - 1) * _ones(len(ranks), like[0])
+    return expected_max(ranks, number, like, first) + (len(ranks) - 1) * _ones(len(ranks), like[0])
 
 
-def largest(ranks: Sequence[int], number: int, like: Like, first: int = 0) -> Tensor:
+def expected_max(ranks: Sequence[int], number: int, like: Like, first: int = 0) -> Tensor:
     """The largest of their summands."""
     places = _places(first, number, like)
     owners = torch.tensor(ranks, device=like[1])[places % len(ranks)]

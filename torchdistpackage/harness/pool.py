@@ -23,10 +23,10 @@ from typing import Any, Self, cast
 from torchdistpackage.errors import LaunchError, RankError
 from torchdistpackage.harness.late.orders import is_late
 from torchdistpackage.harness.pool_job import Answer, Job
-from torchdistpackage.launch.failure import Failure, Kind, report
-from torchdistpackage.launch.local import NEWS_S, Child, ForkServer, tail
-from torchdistpackage.launch.rank import Returned, pack_arguments
-from torchdistpackage.launch.reference import Reference
+from torchdistpackage.launch.failure import Failure, FailureKind, report
+from torchdistpackage.launch.local import NEWS_S, ForkedChild, ForkServer, tail
+from torchdistpackage.launch.rank import Result, pack_arguments
+from torchdistpackage.launch.reference import EntryPoint
 from torchdistpackage.launch.wire import Channel, unpack
 
 # Called in every rank after every run, where its module is loaded.
@@ -95,7 +95,7 @@ class Ranks:
     def __init__(self, pool: RankPool, world_size: int) -> None:
         self.world_size = world_size
         self._pool = pool
-        self._children: list[Child] = []
+        self._children: list[ForkedChild] = []
         self._num_stores = 0
         self._met_late: bool | None = None  # under the late transport or not; None: not at all
 
@@ -119,7 +119,7 @@ class Ranks:
             RankError: a rank raised, died, or did not return within `timeout_s` (default: the
                 pool's); the text holds that rank's traceback, or the stacks of all ranks.
         """
-        reference = Reference.of(fn)
+        reference = EntryPoint.of(fn)
         packed = pack_arguments(*args, **kwargs)
         limit_s = self._pool.timeout_s if timeout_s is None else timeout_s
         late = is_late(transport)
@@ -141,7 +141,7 @@ class Ranks:
             self._kill()
             raise
         self._met_late = late if all(a.keeps_group for a in answers.values()) else None
-        values = [o.value for _, o in sorted(outcomes.items()) if isinstance(o, Returned)]
+        values = [o.value for _, o in sorted(outcomes.items()) if isinstance(o, Result)]
         return [unpack(value, reference.aliases) for value in values]
 
     def _ready(self) -> None:
@@ -213,7 +213,7 @@ class Ranks:
     def _death(self, rank: int) -> Failure:
         gone = self._children[rank].exit
         assert gone is not None
-        kind = Kind.SIGNAL if gone.exit_code < 0 else Kind.EXIT
+        kind = FailureKind.SIGNAL if gone.exit_code < 0 else FailureKind.EXIT
         text = tail(self._output(rank))
         detail = f"its last output:\n{text}" if text else ""
         return Failure(

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from torchdistpackage.launch.failure import Failure
-from torchdistpackage.launch.rank import Returned
-from torchdistpackage.launch.reference import Reference
+from torchdistpackage.launch.rank import Result
+from torchdistpackage.launch.reference import EntryPoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class Job:
     transport: `gloo`, or an order of the late transport (harness/late/orders.py).
     """
 
-    reference: Reference
+    reference: EntryPoint
     args: bytes
     cleanups: tuple[str, ...]
     store: str | None
@@ -26,5 +26,5 @@ class Job:
 class Answer:
     """What became of a job. `keeps_group`: the default group is still the one it found."""
 
-    outcome: Returned | Failure
+    outcome: Result | Failure
     keeps_group: bool

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm.per_group import forget
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.record import recorder
 from torchdistpackage.comm.runtime import leave
 from torchdistpackage.harness.late.group import register
 from torchdistpackage.harness.late.orders import LATE, is_late
@@ -33,8 +33,8 @@ from torchdistpackage.harness.late.strict import strictness
 from torchdistpackage.harness.late.world import world
 from torchdistpackage.harness.pool_job import Answer, Job
 from torchdistpackage.launch.failure import Failure
-from torchdistpackage.launch.rank import attempt, load_and_call
-from torchdistpackage.launch.reference import Reference
+from torchdistpackage.launch.rank import load_and_call, run_catching
+from torchdistpackage.launch.reference import EntryPoint
 from torchdistpackage.launch.wire import Channel
 
 # Longer than any test may take: a hang is the pool's to report, with stacks, and not gloo's.
@@ -45,7 +45,7 @@ def serve(channel: Channel, rank: int, world_size: int, stacks: str) -> None:
     """Do jobs until the pool is gone."""
     torch.set_num_threads(1)
     with Path(stacks).open("w", encoding="utf-8") as stacks_file:
-        worker = _Worker(rank, world_size, stacks_file)
+        worker = _PoolWorker(rank, world_size, stacks_file)
         while True:
             try:
                 job = cast(Job, channel.recv())
@@ -54,7 +54,7 @@ def serve(channel: Channel, rank: int, world_size: int, stacks: str) -> None:
             channel.send(worker.do(job))
 
 
-class _Worker:
+class _PoolWorker:
     def __init__(self, rank: int, world_size: int, stacks_file: TextIO) -> None:
         self._rank = rank
         self._world_size = world_size
@@ -66,13 +66,13 @@ class _Worker:
     def do(self, job: Job) -> Answer:
         with self._fresh_process_state():
             if job.store is not None:
-                met = attempt(self._rank, self._meet, job.store, is_late(job.transport))
+                met = run_catching(self._rank, self._meet, job.store, is_late(job.transport))
                 if isinstance(met, Failure):
                     return Answer(met, keeps_group=False)
-            outcome = attempt(self._rank, self._call, job)
+            outcome = run_catching(self._rank, self._call, job)
             if isinstance(outcome, Failure):
                 return Answer(outcome, keeps_group=False)
-            cleaned = attempt(self._rank, self._clean, job)
+            cleaned = run_catching(self._rank, self._clean, job)
             if isinstance(cleaned, Failure):
                 return Answer(cleaned, keeps_group=False)
         return Answer(outcome, keeps_group=self._default is not None)
@@ -137,7 +137,7 @@ class _Worker:
 
     def _clean(self, job: Job) -> None:
         for name in job.cleanups:
-            reference = Reference.of(name)
+            reference = EntryPoint.of(name)
             if reference.module in sys.modules:
                 reference.resolve()()
         if not self._all_keep_the_world():
@@ -150,7 +150,7 @@ class _Worker:
         for group in made:
             dist.destroy_process_group(group)
         forget(self._default)
-        calls.forget_all()
+        recorder.forget_all()
         if made:
             del made[:], group
             _collect()

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchdistpackage.errors import TopologyError
 from torchdistpackage.launch.local import run_local
-from torchdistpackage.launch.reference import Reference
+from torchdistpackage.launch.reference import EntryPoint
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
 from torchdistpackage.topology.mesh import whole_size
 from torchdistpackage.topology.views import topology
@@ -24,11 +24,11 @@ Axes = Sequence[tuple[str, int | None]]
 
 INIT_TIMEOUT_S = 60.0
 """For the ranks to meet, which may start one after the other."""
-RANK = "torchdistpackage.harness.start_rank:call"
+RANK = "torchdistpackage.harness.start_rank:run_worker"
 PRELOAD = ("torch", "torch.distributed", "numpy", "torchdistpackage.harness.start_rank")
 
 
-def on_ranks(
+def run_on_topology(
     fn: str | Callable[..., object],
     args: Sequence[object] = (),
     *,
@@ -56,9 +56,9 @@ def on_ranks(
     here = detect(os.environ)
     world_size = num_ranks(axes, procs, here)
     topology(axes, world_size, expert=expert)
-    call = (Reference.of(fn), tuple(args), tuple(axes), expert, init_timeout_s)
+    call = (EntryPoint.of(fn), tuple(args), tuple(axes), expert, init_timeout_s)
     if here.source != "alone":
-        return Reference.of(RANK).resolve()(*call, together=True)  # type: ignore[return-value]
+        return EntryPoint.of(RANK).resolve()(*call, together=True)  # type: ignore[return-value]
     return run_local(RANK, call, num_procs=world_size, preload=PRELOAD)
 
 

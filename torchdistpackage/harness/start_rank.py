@@ -16,12 +16,12 @@ from torchdistpackage.comm.creation_limit import end_processes
 from torchdistpackage.comm.runtime import join, leave
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.harness.start import Axes
-from torchdistpackage.launch.reference import Reference
+from torchdistpackage.launch.reference import EntryPoint
 from torchdistpackage.launch.rendezvous import detect
 
 
-def call(
-    reference: Reference,
+def run_worker(
+    reference: EntryPoint,
     args: tuple[object, ...],
     axes: Axes,
     expert: int,

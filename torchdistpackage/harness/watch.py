@@ -19,19 +19,19 @@ from types import TracebackType
 from typing import Any, Self
 
 from torchdistpackage.comm import flight_recorder
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.record import recorder
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.hang import flights
 from torchdistpackage.harness.hang.c_stacks import CStacks
 from torchdistpackage.harness.hang.dump import Dump, Folder, State
-from torchdistpackage.harness.hang.ending import END_S, Ending
-from torchdistpackage.harness.hang.marks import Clock, Marks
+from torchdistpackage.harness.hang.ending import END_S, Shutdown
+from torchdistpackage.harness.hang.marks import Heartbeat, StepClock
 from torchdistpackage.harness.hang.nearby import Nearby
 from torchdistpackage.harness.hang.process import Process
 from torchdistpackage.harness.hang.stacks import FOREIGN
 from torchdistpackage.harness.watch_start import agree_on_start
-from torchdistpackage.launch.failure import from_exception, is_consequence, to_json
+from torchdistpackage.launch.failure import from_exception, is_secondary, to_json
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.topology.views import Topology
 
@@ -56,7 +56,7 @@ def watch(
     timeout_s: float = 120.0,
     slow_timeout_s: float | None = None,
     first_timeout_s: float | None = None,
-) -> "Watch":
+) -> "HangWatchdog":
     """Watch over a loop of your own; all ranks call it, after `setup_distributed()`.
 
         with watch("runs/a", timeout_s=120) as w:
@@ -77,7 +77,7 @@ def watch(
     place = detect(os.environ)
     rank, topology = (tpc.rank, tpc.topology) if tpc.is_set else (place.rank, None)
     world_size = place.world_size if topology is None else topology.world_size
-    return Watch(
+    return HangWatchdog(
         folder,
         rank=rank,
         world_size=world_size,
@@ -89,7 +89,7 @@ def watch(
     )
 
 
-class Watch(Marks):
+class HangWatchdog(Heartbeat):
     """`with` it around the loop; see `watch`.
 
     topology: gives ranks their coordinates. slow_timeout_s: for what `slow()` holds;
@@ -128,20 +128,20 @@ class Watch(Marks):
         self._folder = Folder(Path(folder).absolute(), start)
         failure = failure or os.environ.get("TDP_FAILURE")
         mesh = None if topology is None else topology.dense
-        self._ending = Ending(
+        self._ending = Shutdown(
             self._folder, rank, world_size, mesh, Path(failure) if failure else None
         )
         self._dump = Dump(
             rank, State.HERE, Process.mine(), time.time(), failure=str(failure) if failure else None
         )
-        self._clock = Clock(self)
+        self._clock = StepClock(self)
         self._peek_s = min(LOOK_S, timeout_s / 4, self.first_timeout_s / 4) / PEEKS
         self._nearby = Nearby(self._folder.path, (PEEKS - 1) * self._peek_s)
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._loop_thread: int | None = None
         self._c_stacks = CStacks(enabled=c_stacks)
         self._writing = threading.Lock()
-        self._alarm, self._told = threading.Event(), threading.Event()
+        self._alarm, self._reported = threading.Event(), threading.Event()
 
     @property
     def call_timeout_s(self) -> float:
@@ -180,11 +180,11 @@ class Watch(Marks):
         failure = from_exception(self._dump.rank, process.host, process.pid, time.time(), error)
         with contextlib.suppress(OSError):
             self._write(state=State.RAISED, error=to_json(failure))
-        if is_consequence(failure) and self._dump.failure is None:
+        if is_secondary(failure) and self._dump.failure is None:
             # a peer is gone; a supervisor would say which and how
             self._alarm.set()
         if self._alarm.is_set():
-            self._told.wait(END_S + LOOK_S)
+            self._reported.wait(END_S + LOOK_S)
 
     # -- the thread --------------------------------------------------------------------
 
@@ -213,7 +213,7 @@ class Watch(Marks):
                     self._write(more=False, flights=_flights())
                 diagnosis = self._ending.report(alarm_s)
         finally:  # whatever else is wrong, the run must not go on hanging
-            self._ending.end(self._dump, diagnosis, self._told)
+            self._ending.end(self._dump, diagnosis, self._reported)
 
     def _is_hung(self) -> bool:
         over_s, begun = self._clock.over_s(), self.num_steps or self.num_slow
@@ -246,7 +246,7 @@ class Watch(Marks):
                 step=self.num_steps,
                 over_s=self._clock.over_s(),
                 limit_s=self._limit_s,
-                snapshot=dict(calls.snapshot()),
+                snapshot=dict(recorder.snapshot()),
                 stacks=tuple(self._stacks()),
                 neighbours={r: x for r, x in letters.items() if x is not None and r != dump.rank},
             )

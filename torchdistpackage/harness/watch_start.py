@@ -15,7 +15,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.hang.call_words import SHOWN
 from torchdistpackage.harness.hang.dump import Folder
-from torchdistpackage.launch.slurm.files import start_id
+from torchdistpackage.launch.slurm.files import attempt_id
 
 
 def agree_on_start(folder: str | Path, *, rank: int, world_size: int) -> str:
@@ -29,7 +29,7 @@ def agree_on_start(folder: str | Path, *, rank: int, world_size: int) -> str:
     """
     now_s, us = divmod(time.time_ns() // 1000, 10**6)
     when = time.strftime("%Y%m%d-%H%M%S", time.localtime(now_s))
-    start, parent = f"{start_id(os.environ)}.{when}.{us:06}", Path(folder).absolute()
+    start, parent = f"{attempt_id(os.environ)}.{when}.{us:06}", Path(folder).absolute()
     if rank == 0:
         Folder(parent, start).make()
     if world_size == 1:

@@ -20,14 +20,14 @@ from types import TracebackType
 from typing import IO, Self
 
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.reference import Reference, main_is_loading
+from torchdistpackage.launch.reference import EntryPoint, main_is_loading
 from torchdistpackage.launch.stopped import stopped
 from torchdistpackage.launch.wire import (
     Channel,
     Exited,
     Forked,
+    ForkRefused,
     ForkRequest,
-    Refused,
     SignalRequest,
     pack,
 )
@@ -42,7 +42,7 @@ _THREAD_COUNTS = (
 )
 
 
-class Child:
+class ForkedChild:
     """A process made by a `ForkServer`; `exit` is filled in by `ForkServer.reap`."""
 
     def __init__(self, server: ForkServer, pid: int, channel: Channel | None) -> None:
@@ -76,7 +76,7 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
         self._folder = Path()
-        self._running: dict[int, Child] = {}
+        self._running: dict[int, ForkedChild] = {}
         self._channels: list[Channel] = []
 
     @property
@@ -87,14 +87,14 @@ class ForkServer:
 
     def spawn(
         self,
-        target: str | Callable[..., object] | Reference,
+        target: str | Callable[..., object] | EntryPoint,
         args: tuple[object, ...] = (),
         *,
         env: Mapping[str, str] | None = None,
         stdout: int | IO[bytes] = 1,
         stderr: int | IO[bytes] = 2,
         with_channel: bool = False,
-    ) -> Child:
+    ) -> ForkedChild:
         """Fork a child that calls `target(*args)`, or `target(channel, *args)` `with_channel`.
 
         `env` is its whole environment (default: this process's). `stdout` and `stderr` are open
@@ -110,7 +110,7 @@ class ForkServer:
                 "processes are started while the main script is still being loaded by a rank; "
                 'put the part that starts them under `if __name__ == "__main__":`'
             )
-        reference = target if isinstance(target, Reference) else Reference.of(target)
+        reference = target if isinstance(target, EntryPoint) else EntryPoint.of(target)
         umask = os.umask(0o077)
         os.umask(umask)
         request = ForkRequest(
@@ -137,7 +137,7 @@ class ForkServer:
                 theirs.close()
         if mine is not None:
             self._channels.append(mine)
-        child = self._running[pid] = Child(self, pid, mine)
+        child = self._running[pid] = ForkedChild(self, pid, mine)
         return child
 
     def fileno(self) -> int:
@@ -153,12 +153,12 @@ class ForkServer:
         messages, open_ = self._start().recv_ready()
         for message in messages:
             if isinstance(message, Exited):
-                self._note(message)
+                self._record(message)
         if not open_:
             raise LaunchError(self._death())
 
-    def signal(self, child: Child, signum: int) -> None:
-        """As `Child.signal`. The server sends it: only it knows whose the pid still is."""
+    def signal(self, child: ForkedChild, signum: int) -> None:
+        """As `ForkedChild.signal`. The server sends it: only it knows whose the pid still is."""
         if self._channel is not None and child.exit is None:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self._channel.send(SignalRequest(child.pid, signum))
@@ -226,15 +226,15 @@ class ForkServer:
         try:
             channel.send(request, fds)
             while isinstance(answer := channel.recv(), Exited):
-                self._note(answer)
+                self._record(answer)
         except (EOFError, ConnectionError) as error:
             raise LaunchError(self._death()) from error
-        if isinstance(answer, Refused):
+        if isinstance(answer, ForkRefused):
             raise LaunchError(f"cannot start {request.target} by fork: {answer.reason}")
         assert isinstance(answer, Forked)
         return answer.pid
 
-    def _note(self, exited: Exited) -> None:
+    def _record(self, exited: Exited) -> None:
         self._running.pop(exited.pid).exit = exited
 
     def _death(self) -> str:

@@ -59,7 +59,7 @@ def choose_device(
     if num_visible == 0:
         return DeviceChoice(None, "no GPU is visible: running on CPU with gloo")
     if exclusive:
-        return DeviceChoice(0, _isolated(local_world_size) if num_visible == 1 else "")
+        return DeviceChoice(0, _cgroup_hides_others(local_world_size) if num_visible == 1 else "")
     if local_world_size <= local_rank and num_visible == 1:
         return DeviceChoice(0, "")
     num_ranks = max(local_world_size, local_rank + 1)
@@ -116,7 +116,7 @@ def _num_named(visible: str | None, num_visible: int) -> tuple[int, int]:
     return least, len(names)
 
 
-def _isolated(local_world_size: int) -> str:
+def _cgroup_hides_others(local_world_size: int) -> str:
     if local_world_size == 1:
         return ""
     return (

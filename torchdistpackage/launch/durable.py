@@ -12,7 +12,7 @@ from pathlib import Path
 _HOST_LETTERS = 32
 
 
-def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
+def atomic_write(path: Path, text: str, *, mode: int = 0o666) -> None:
     """Write `text` to `path`, whose folder is made where it is missing.
 
     mode: the rights of the file, from its first byte on, less the umask.
@@ -20,10 +20,10 @@ def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
     Raises:
         OSError: it cannot be written; then `path` is as before.
     """
-    write_together({path: text}, mode=mode)
+    atomic_write_all({path: text}, mode=mode)
 
 
-def write_together(texts: Mapping[Path, str], *, mode: int = 0o666) -> None:
+def atomic_write_all(texts: Mapping[Path, str], *, mode: int = 0o666) -> None:
     """Write several files; no one is changed before the disk has taken them all.
 
     Raises:

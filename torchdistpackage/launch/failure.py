@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 
-class Kind(StrEnum):
+class FailureKind(StrEnum):
     """How a rank ended, as far as its supervisor can tell."""
 
     SIGNAL = "signal"  # killed from outside, or by the processor (SIGSEGV)
@@ -35,7 +35,7 @@ class Failure:
     host: str
     pid: int
     time_s: float  # time.time() on that host
-    kind: Kind
+    kind: FailureKind
     exit_code: int | None = None  # minus the signal, None while the process is still there
     error: str = ""
     detail: str = ""
@@ -76,7 +76,7 @@ def from_exception(rank: int, host: str, pid: int, time_s: float, error: BaseExc
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
         text = "" if error.code is None or isinstance(error.code, int) else str(error.code)
-        return Failure(rank, host, pid, time_s, Kind.EXIT, code & 0xFF, error=text)
+        return Failure(rank, host, pid, time_s, FailureKind.EXIT, code & 0xFF, error=text)
     last_line = traceback.format_exception_only(error)[-1].strip()
     first_line = str(error).strip().partition("\n")[0]
     error_line = f"{type(error).__name__}: {first_line}" if first_line else last_line
@@ -84,50 +84,50 @@ def from_exception(rank: int, host: str, pid: int, time_s: float, error: BaseExc
     while trace and trace.tb_next and trace.tb_frame.f_globals["__name__"] in _CALLERS:
         trace = trace.tb_next
     detail = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
-    return Failure(rank, host, pid, time_s, Kind.ERROR, 1, error=error_line, detail=detail)
+    return Failure(rank, host, pid, time_s, FailureKind.ERROR, 1, error=error_line, detail=detail)
 
 
-def is_consequence(failure: Failure) -> bool:
+def is_secondary(failure: Failure) -> bool:
     """Whether this is how the peers of a failed rank fail."""
-    aborted = failure.kind is Kind.SIGNAL and failure.exit_code == -signal.SIGABRT
-    if failure.kind is not Kind.ERROR and not aborted:
+    aborted = failure.kind is FailureKind.SIGNAL and failure.exit_code == -signal.SIGABRT
+    if failure.kind is not FailureKind.ERROR and not aborted:
         return False
     # An abort is how NCCL's watchdog and C++ end a rank that waited in vain; its output says so.
     text = (failure.detail if aborted else failure.error).lower()
     return any(phrase in text for phrase in _CONSEQUENCES)
 
 
-def culprit(failures: Sequence[Failure]) -> Failure:
+def root_cause(failures: Sequence[Failure]) -> Failure:
     """The failure to blame: killed, then stopped, then the earliest that is no consequence.
 
     What comes after the alarm of a hang is how that ends.
     """
-    alarm_s = min((f.time_s for f in failures if f.kind is Kind.HUNG), default=float("inf"))
+    alarm_s = min((f.time_s for f in failures if f.kind is FailureKind.HUNG), default=float("inf"))
 
     def order(failure: Failure) -> tuple[int, float]:
         if failure.time_s > alarm_s:
             return 4, failure.time_s
-        if failure.kind is Kind.ENDED:
+        if failure.kind is FailureKind.ENDED:
             return 4, failure.time_s
-        if is_consequence(failure):
+        if is_secondary(failure):
             return 3, failure.time_s
-        if failure.kind is Kind.SIGNAL and failure.exit_code != -signal.SIGABRT:
+        if failure.kind is FailureKind.SIGNAL and failure.exit_code != -signal.SIGABRT:
             return 0, failure.time_s
-        return (1 if failure.kind is Kind.STOPPED else 2), failure.time_s
+        return (1 if failure.kind is FailureKind.STOPPED else 2), failure.time_s
 
     return min(failures, key=order)
 
 
-def how(failure: Failure) -> str:
+def summary(failure: Failure) -> str:
     """One line: "killed by SIGKILL", "exit code 1: ValueError: ..."."""
-    if failure.kind is Kind.STOPPED:
+    if failure.kind is FailureKind.STOPPED:
         return "stopped (process state T), so its peers waited for it in vain"
-    if failure.kind is Kind.ENDED:
+    if failure.kind is FailureKind.ENDED:
         return "ended, because another rank failed"
-    if failure.kind is Kind.HUNG:
+    if failure.kind is FailureKind.HUNG:
         return f"hang: it {failure.error}"
     code = failure.exit_code
-    if failure.kind is Kind.SIGNAL and code is not None:
+    if failure.kind is FailureKind.SIGNAL and code is not None:
         hint = " (perhaps the kernel, out of memory)" if code == -signal.SIGKILL else ""
         return f"killed by {_signal_name(-code)}{hint}"
     error = f": {failure.error}" if failure.error else ""
@@ -139,13 +139,15 @@ def report(failures: Sequence[Failure], num_ranks: int) -> str:
 
     The first and the last lines say the same, because logs are read from either end.
     """
-    first = culprit(failures)
-    lines = [f"rank {first.rank} of {num_ranks} failed: {how(first)}"]
+    first = root_cause(failures)
+    lines = [f"rank {first.rank} of {num_ranks} failed: {summary(first)}"]
     for failure in sorted(failures, key=lambda f: f.time_s):
-        if failure is not first and failure.kind is not Kind.ENDED:
+        if failure is not first and failure.kind is not FailureKind.ENDED:
             then = "then" if failure.time_s >= first.time_s else "also"
-            lines.append(f"rank {failure.rank} {then} failed: {failure.error or how(failure)}")
-    lines.append(f"--- rank {first.rank} on host {first.host} (pid {first.pid}): {how(first)} ---")
+            lines.append(f"rank {failure.rank} {then} failed: {failure.error or summary(failure)}")
+    lines.append(
+        f"--- rank {first.rank} on host {first.host} (pid {first.pid}): {summary(first)} ---"
+    )
     if first.detail:
         lines.append(first.detail)
     return "\n".join(lines)
@@ -158,7 +160,7 @@ def _signal_name(signum: int) -> str:
         return f"signal {signum}"
 
 
-def left_at(path: Path) -> Failure | None:
+def read_failure(path: Path) -> Failure | None:
     """What a rank left there of its end; None if it left nothing, or was cut short."""
     try:
         return from_json(path.read_text(encoding="utf-8"))
@@ -178,5 +180,5 @@ def from_json(text: str) -> Failure:
         ValueError, TypeError, KeyError: it is not one, or was cut short.
     """
     fields: dict[str, Any] = json.loads(text)
-    fields["kind"] = Kind(fields["kind"])
+    fields["kind"] = FailureKind(fields["kind"])
     return Failure(**fields)

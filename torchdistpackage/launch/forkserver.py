@@ -34,8 +34,8 @@ from torchdistpackage.launch.wire import (
     Channel,
     Exited,
     Forked,
+    ForkRefused,
     ForkRequest,
-    Refused,
     SignalRequest,
     unpack,
 )
@@ -48,7 +48,7 @@ _IGNORED_TOO = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True, slots=True)
-class _Child:
+class _ChildRequest:
     """What a new child knows about itself when it comes back from the fork."""
 
     request: ForkRequest
@@ -68,7 +68,7 @@ class _Server:
         gc.collect()
         gc.freeze()  # or the first collection in each child would copy every page it looks at
 
-    def serve(self) -> _Child | None:
+    def serve(self) -> _ChildRequest | None:
         """Answer requests until the client is gone (None); in a child, return what it is to be."""
         for sock in (self._wake_read, self._wake_write):
             sock.setblocking(False)
@@ -91,7 +91,7 @@ class _Server:
                 self._end_all()
                 return None
 
-    def become(self, child: _Child) -> None:
+    def become(self, child: _ChildRequest) -> None:
         """Turn this fresh copy of the server into the child that was asked for."""
         self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != child.server_pid:  # it died before the line above
@@ -115,7 +115,7 @@ class _Server:
         sys.path[:] = request.sys_path
         sys.argv[:] = request.argv
 
-    def _answer(self) -> _Child | None:
+    def _answer(self) -> _ChildRequest | None:
         request, fds = self._channel.recv_with_fds()
         if isinstance(request, SignalRequest):
             self._signal(request)
@@ -123,18 +123,18 @@ class _Server:
         assert isinstance(request, ForkRequest)
         try:
             if reason := self._problem or _why_not_fork():
-                self._channel.send(Refused(reason))
+                self._channel.send(ForkRefused(reason))
                 return None
             server_pid = os.getpid()
             try:
                 pid = os.fork()
             except OSError as error:
-                self._channel.send(Refused(f"the kernel made no new process: {error}"))
+                self._channel.send(ForkRefused(f"the kernel made no new process: {error}"))
                 return None
             if pid == 0:
                 os.setpgid(0, 0)
                 kept, fds = fds, []
-                return _Child(request, kept, server_pid)
+                return _ChildRequest(request, kept, server_pid)
             with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)  # in both processes: whoever comes first
             self._children.add(pid)
@@ -241,7 +241,7 @@ def _why_not_fork() -> str | None:
     return None
 
 
-def _run(child: _Child) -> NoReturn:
+def _run(child: _ChildRequest) -> NoReturn:
     """Call the target with its arguments (the channel first, if one came), and exit."""
     code = 1
     try:

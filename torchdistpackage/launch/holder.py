@@ -17,8 +17,8 @@ from typing import Any
 
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.slurm.commands import Runner, limited
-from torchdistpackage.launch.slurm.look import look
-from torchdistpackage.launch.slurm.states import Fate
+from torchdistpackage.launch.slurm.look import query_jobs
+from torchdistpackage.launch.slurm.states import Outcome
 from torchdistpackage.launch.step import in_step
 
 HEARTBEAT_S = 10.0
@@ -30,7 +30,7 @@ ASK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class LockHolder:
     """What a lock file says.
 
     doing: in words. boot, namespace, born: the kernel's boot, the namespace of `pid` and when the
@@ -68,10 +68,10 @@ class Holder:
         return f"`kill {self.pid}` on {self.host} ends it"
 
 
-def this_process(doing: str, env: Mapping[str, str]) -> Holder:
+def this_process(doing: str, env: Mapping[str, str]) -> LockHolder:
     """What this process would write into a lock file; not flocked yet."""
     elastic = env.get("TORCHELASTIC_RUN_ID", "")
-    return Holder(
+    return LockHolder(
         doing,
         socket.gethostname(),
         _boot(),
@@ -90,24 +90,24 @@ def this_process(doing: str, env: Mapping[str, str]) -> Holder:
     )
 
 
-def to_json(holder: Holder) -> str:
+def to_json(holder: LockHolder) -> str:
     return json.dumps(asdict(holder)) + "\n"
 
 
-def from_json(text: str) -> Holder | None:
+def from_json(text: str) -> LockHolder | None:
     """Back from `to_json`; None of what is none, or not whole yet."""
     try:
         values: dict[str, Any] = json.loads(text)
-        holder = Holder(**values)
+        holder = LockHolder(**values)
     except (ValueError, TypeError, RecursionError):
         return None
-    typed = all(type(values[field.name]) is field.type for field in fields(Holder))
+    typed = all(type(values[field.name]) is field.type for field in fields(LockHolder))
     numbered = all(not x or x.isdecimal() for x in (holder.job, holder.step)) if typed else False
     return holder if numbered else None
 
 
 def why_gone(
-    holder: Holder, own: Holder, silent_s: float, freed: bool, runner: Runner | None = None
+    holder: LockHolder, own: LockHolder, silent_s: float, freed: bool, runner: Runner | None = None
 ) -> str:
     """Why the holder writes no more; "" if it may.
 
@@ -127,7 +127,7 @@ def why_gone(
     return word or f"it gave no sign of life for {silent_s:.0f} s"
 
 
-def _precedes(holder: Holder, own: Holder) -> bool:
+def _precedes(holder: LockHolder, own: LockHolder) -> bool:
     """Whether whoever started `own` has ended `holder` before."""
     if holder.job and holder.job == own.job:
         if own.restart != holder.restart:
@@ -137,7 +137,7 @@ def _precedes(holder: Holder, own: Holder) -> bool:
     return bool(holder.elastic) and holder.elastic == own.elastic and own.round > holder.round
 
 
-def _slurm_says(holder: Holder, own: Holder, runner: Runner) -> str | None:
+def _slurm_says(holder: LockHolder, own: LockHolder, runner: Runner) -> str | None:
     """Why the holder's step is over; None if it is not, "" if nobody knows."""
     try:
         if holder.job == own.job:
@@ -146,12 +146,12 @@ def _slurm_says(holder: Holder, own: Holder, runner: Runner) -> str | None:
                 return ""
             live = f"{holder.job}.{holder.step}" in ran.out.split()
             return None if live else f"step {holder.job}.{holder.step} is over"
-        info = look([holder.job], runner, since_s=holder.time_s).jobs[holder.job]
+        info = query_jobs([holder.job], runner, since_s=holder.time_s).jobs[holder.job]
     except LaunchError:
         return ""
     if info.ended:
         return f"job {holder.job} is {info.state}"
-    return None if info.fate is Fate.ALIVE else ""
+    return None if info.outcome is Outcome.ALIVE else ""
 
 
 def _boot() -> str:

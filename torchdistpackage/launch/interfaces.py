@@ -87,7 +87,7 @@ def master_address(env: Mapping[str, str], host: str, *, rank: int, here: bool) 
     )
 
 
-def reached_from(address: str) -> str | None:
+def source_address_for(address: str) -> str | None:
     """This node's own address on packets to `address`; None without a way. Nothing is sent."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:

@@ -20,13 +20,13 @@ from pathlib import Path
 from types import FrameType
 
 from torchdistpackage.errors import LaunchError, RankError
-from torchdistpackage.launch.children import Child, ForkServer
-from torchdistpackage.launch.failure import Failure, Kind, left_at, report
-from torchdistpackage.launch.rank import Returned, pack_arguments
-from torchdistpackage.launch.reference import Reference
+from torchdistpackage.launch.children import ForkedChild, ForkServer
+from torchdistpackage.launch.failure import Failure, FailureKind, read_failure, report
+from torchdistpackage.launch.rank import Result, pack_arguments
+from torchdistpackage.launch.reference import EntryPoint
 from torchdistpackage.launch.wire import unpack
 
-__all__ = ["Child", "ForkServer", "run_local", "tail"]
+__all__ = ["ForkServer", "ForkedChild", "run_local", "tail"]
 
 # Wait after the first failure: peers of a dead rank may be quicker than the kernel to tell of it.
 NEWS_S = 0.3
@@ -35,14 +35,14 @@ _TAIL_BYTES = 4096
 
 
 @dataclass(slots=True)
-class _Rank:
+class _LocalRank:
     rank: int
-    child: Child
+    child: ForkedChild
     log: Path | None  # None: shares the caller's output
     log_start_bytes: int
     log_read_bytes: int
     channel_open: bool = True
-    outcome: Returned | Failure | None = None
+    outcome: Result | Failure | None = None
 
 
 @dataclass(slots=True)
@@ -105,13 +105,13 @@ def run_local(
     """
     if num_procs < 1:
         raise LaunchError(f"num_procs is {num_procs}, but a run has at least 1 process")
-    reference = Reference.of(target)
+    reference = EntryPoint.of(target)
     packed = pack_arguments(*args)
     signals = _Signals(tuple(signal.Signals[f"SIG{name}"] for name in handled))
     for stream in (sys.stdout, sys.stderr):  # what was written before must also come out before
         stream.flush()
     with signals.caught(), ForkServer(preload) as server:
-        ranks: list[_Rank] = []
+        ranks: list[_LocalRank] = []
         for rank in range(num_procs):
             environment = {
                 "OMP_NUM_THREADS": "1",
@@ -127,11 +127,11 @@ def run_local(
             }
             log = _log_path(log_dir or server.folder, rank, environment)
             ranks.append(_start(server, reference, packed, rank, log, environment))
-        failures = _Watch(server, ranks, signals, grace_s, on_line).until_gone()
+        failures = _RankMonitor(server, ranks, signals, grace_s, on_line).until_gone()
         failures = [_with_output(failure, ranks[failure.rank]) for failure in failures]
     if failures:
         raise RankError(report(failures, num_procs))
-    results = [rank.outcome.value for rank in ranks if isinstance(rank.outcome, Returned)]
+    results = [rank.outcome.value for rank in ranks if isinstance(rank.outcome, Result)]
     if len(results) < num_procs:
         raise RankError(
             f"ended by signal {signals.received[0]} when {len(results)} of {num_procs} ranks "
@@ -162,12 +162,12 @@ def _log_path(folder: Path, rank: int, env: Mapping[str, str]) -> Path | None:
 
 def _start(
     server: ForkServer,
-    reference: Reference,
+    reference: EntryPoint,
     args: bytes,
     rank: int,
     log: Path | None,
     env: Mapping[str, str],
-) -> _Rank:
+) -> _LocalRank:
     with contextlib.ExitStack() as stack:
         stdout, stderr, size = 1, 2, 0
         if log is not None:
@@ -182,16 +182,16 @@ def _start(
             stderr=stderr,
             with_channel=True,
         )
-    return _Rank(rank, child, log, size, size)
+    return _LocalRank(rank, child, log, size, size)
 
 
-class _Watch:
+class _RankMonitor:
     """Waits for the ranks, and ends them all after the first failure or signal."""
 
     def __init__(
         self,
         server: ForkServer,
-        ranks: list[_Rank],
+        ranks: list[_LocalRank],
         signals: _Signals,
         grace_s: float,
         on_line: Callable[[int, str], None] | None,
@@ -239,7 +239,7 @@ class _Watch:
         again = signum == signal.SIGTERM and signum in self._signals.received[:num_before]
         return 0.0 if again else float("inf")
 
-    def _running(self) -> list[_Rank]:
+    def _running(self) -> list[_LocalRank]:
         return [rank for rank in self._ranks if rank.child.exit is None]
 
     def _signal(self, signum: int) -> None:
@@ -253,7 +253,7 @@ class _Watch:
             if channel is not None and rank.channel_open:
                 messages, rank.channel_open = channel.recv_ready()
                 for message in messages:
-                    assert isinstance(message, Returned | Failure)
+                    assert isinstance(message, Result | Failure)
                     rank.outcome = message
                 if not rank.channel_open:
                     selector.unregister(channel)
@@ -264,24 +264,26 @@ class _Watch:
     def _failures(self) -> list[Failure]:
         return [f for f in (self._failure(rank) for rank in self._ranks) if f is not None]
 
-    def _failure(self, rank: _Rank) -> Failure | None:
-        told = rank.outcome or left_at(self._server.folder / f"failure{rank.rank}.json")
+    def _failure(self, rank: _LocalRank) -> Failure | None:
+        told = rank.outcome or read_failure(self._server.folder / f"failure{rank.rank}.json")
         if isinstance(told, Failure):
             return told
         gone = rank.child.exit
         if gone is None or (gone.exit_code == 0 and rank.outcome is not None):
             return None
-        kind = Kind.SIGNAL if gone.exit_code < 0 else Kind.EXIT
+        kind = FailureKind.SIGNAL if gone.exit_code < 0 else FailureKind.EXIT
         error = "" if gone.exit_code else "the process ended before its function returned"
         return Failure(
             rank.rank, socket.gethostname(), gone.pid, gone.time_s, kind, gone.exit_code, error
         )
 
-    def _stopped(self, rank: _Rank) -> Failure:
-        return Failure(rank.rank, socket.gethostname(), rank.child.pid, time.time(), Kind.STOPPED)
+    def _stopped(self, rank: _LocalRank) -> Failure:
+        return Failure(
+            rank.rank, socket.gethostname(), rank.child.pid, time.time(), FailureKind.STOPPED
+        )
 
 
-def _new_lines(rank: _Rank) -> list[str]:
+def _new_lines(rank: _LocalRank) -> list[str]:
     assert rank.log is not None
     with rank.log.open("rb") as file:
         file.seek(rank.log_read_bytes)
@@ -292,7 +294,7 @@ def _new_lines(rank: _Rank) -> list[str]:
     return data.decode(errors="replace").splitlines()
 
 
-def _with_output(failure: Failure, rank: _Rank) -> Failure:
+def _with_output(failure: Failure, rank: _LocalRank) -> Failure:
     """A failure without traceback is explained, if at all, by the last lines the rank wrote."""
     if failure.detail or rank.log is None:
         return failure

@@ -19,7 +19,7 @@ from torchdistpackage.errors import HeldError, LaunchError
 from torchdistpackage.launch.holder import (
     HEARTBEAT_S,
     STALE_S,
-    Holder,
+    LockHolder,
     this_process,
     why_gone,
 )
@@ -46,7 +46,7 @@ _RETRY_S = 0.05
 class Lock:
     """A lock that this process holds, made by `take`."""
 
-    def __init__(self, path: Path, own: Holder, handle: int, made: list[Path]):
+    def __init__(self, path: Path, own: LockHolder, handle: int, made: list[Path]):
         self.path, self._own, self._handle, self._made = path, own, handle, made
         self._released = threading.Event()
         self._beating = threading.Lock()
@@ -64,7 +64,7 @@ class Lock:
         close(self._handle)
         remove_empty(self._made)
 
-    def beat(self) -> Holder | None:
+    def beat(self) -> LockHolder | None:
         """One heartbeat; who has the lock now, if it is another."""
         try:
             found, _ = read(self.path)
@@ -142,7 +142,7 @@ def take(
 
 def holder_of(
     path: Path, env: Mapping[str, str] | None = None, runner: Runner | None = None
-) -> Holder | None:
+) -> LockHolder | None:
     """Who holds the lock and may still write; None if nobody does."""
     try:
         found, silent_s = read(path)
@@ -154,7 +154,7 @@ def holder_of(
     return found
 
 
-def _make_way(path: Path, own: Holder, runner: Runner | None) -> None:
+def _make_way(path: Path, own: LockHolder, runner: Runner | None) -> None:
     """Take away the file of a holder that is gone.
 
     Raises:
@@ -176,7 +176,7 @@ def _make_way(path: Path, own: Holder, runner: Runner | None) -> None:
         time.sleep(_RETRY_S)
 
 
-def _held(path: Path, own: Holder, found: Holder | None, silent_s: float) -> HeldError:
+def _held(path: Path, own: LockHolder, found: LockHolder | None, silent_s: float) -> HeldError:
     who = "somebody who has not said who it is" if found is None else str(found)
     ways = [] if found is None else [found.advice]
     if found is None or found.boot != own.boot:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchdistpackage.launch.durable import beside
-from torchdistpackage.launch.holder import Holder, from_json, to_json
+from torchdistpackage.launch.holder import LockHolder, from_json, to_json
 
 _MAX_BYTES = 1 << 14
 _HANDLES: set[int] = set()
@@ -51,7 +51,7 @@ def remove_empty(folders: list[Path]) -> None:
             folder.rmdir()
 
 
-def create(path: Path, own: Holder) -> int:
+def create(path: Path, own: LockHolder) -> int:
     """Make the file appear with all that it says; its handle, locked by the kernel if it can be.
 
     Raises:
@@ -78,7 +78,7 @@ def create(path: Path, own: Holder) -> int:
     return handle
 
 
-def _write(path: Path, own: Holder) -> int:
+def _write(path: Path, own: LockHolder) -> int:
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
     _HANDLES.add(handle)
     try:
@@ -121,7 +121,7 @@ def is_free(path: Path) -> bool:
         os.close(handle)
 
 
-def read(path: Path) -> tuple[Holder | None, float]:
+def read(path: Path) -> tuple[LockHolder | None, float]:
     """What it says, None of what is no whole record, and seconds since the last heartbeat.
 
     By the file system's clock, which all machines share; the file is opened, because NFS shows
@@ -146,7 +146,7 @@ def _now_s(path: Path) -> float:
             clock.unlink()
 
 
-def take_away(path: Path, holder: Holder | None, *, by_force: bool) -> bool:
+def take_away(path: Path, holder: LockHolder | None, *, by_force: bool) -> bool:
     """Remove the file if it is the one of `holder`; False if another is just doing so.
 
     by_force: also if the kernel says that it is locked, which may be our own lock, or one that an

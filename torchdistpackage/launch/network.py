@@ -37,7 +37,7 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class InterfaceChoice:
     """The interface to use, its address, and why, as the end of a sentence."""
 
     name: str
@@ -57,19 +57,19 @@ class Network:
 
 
 def choose_interface(
-    addresses: Iterable[Address], master: str, *, reached_from: str | None = None
-) -> Choice:
+    addresses: Iterable[Address], master: str, *, source_address_for: str | None = None
+) -> InterfaceChoice:
     """The interface of a node with `addresses` for a job whose rank 0 is at the address `master`.
 
     The one that holds `master`, else the one in its narrowest subnet, else the one that holds
-    `reached_from`: this node's own address on packets to `master`, which also decides between
+    `source_address_for`: this node's own address on packets to `master`, which also decides between
     equals. Loopback, links that are down and what containers or virtual machines made are left out.
 
     Raises:
         LaunchError: none fits, or several do; names them all.
     """
     every = tuple(addresses)
-    goal, source = _plain(master), _plain(reached_from) if reached_from else None
+    goal, source = _plain(master), _plain(source_address_for) if source_address_for else None
     usable = [a for a in every if _left_out(a) is None]
     inside = [a for a in usable if goal in a.ip.network]
     narrowest = max((a.ip.network.prefixlen for a in inside), default=0)
@@ -85,18 +85,18 @@ def choose_interface(
     for reason, found in rules:
         best = found if _same_interface(found) else [a for a in found if a.ip.ip == source]
         if _same_interface(best):
-            return Choice(best[0].interface, str(best[0].ip.ip), reason)
+            return InterfaceChoice(best[0].interface, str(best[0].ip.ip), reason)
         if found:
             _refuse(goal, f"{len({a.interface for a in found})} interfaces fit equally well", every)
     return _refuse(goal, "no interface of this node is known to lead there", every)
 
 
-def settle(
+def configure_network(
     env: Mapping[str, str],
     addresses: Sequence[Address],
     master: str,
     *,
-    reached_from: str | None = None,
+    source_address_for: str | None = None,
 ) -> Network:
     """What gloo and NCCL must be told on a node with `addresses`, given what the user told them.
 
@@ -116,7 +116,7 @@ def settle(
     if NCCL in users and len(meant[NCCL]) == 1:
         return Network(((GLOO, meant[NCCL][0]),), f"network: as told by {shown}")
     allowed = [a for a in addresses if NCCL not in users or a.interface in meant[NCCL]]
-    choice = choose_interface(allowed, master, reached_from=reached_from)
+    choice = choose_interface(allowed, master, source_address_for=source_address_for)
     among = f", among those of {shown}" if users else ""
     # "=": NCCL reads a bare name as the beginning of names, so that eth1 would also be eth10
     told = ((GLOO, choice.name), (NCCL, f"={choice.name}"))
@@ -200,7 +200,7 @@ def _listed(addresses: Iterable[Address]) -> str:
     return "; ".join(map(told, addresses)) or "none"
 
 
-def _refuse(goal: object, why: str, addresses: Iterable[Address]) -> Choice:
+def _refuse(goal: object, why: str, addresses: Iterable[Address]) -> InterfaceChoice:
     raise LaunchError(
         f"network to the master {goal}: {why}; this node has: {_listed(addresses)}; set {GLOO} "
         f"(and {NCCL} for GPUs) to the interface to use, or MASTER_ADDR to rank 0's address on the "

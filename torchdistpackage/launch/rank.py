@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import cast
 
 from torchdistpackage.launch.failure import Failure, from_exception
-from torchdistpackage.launch.reference import Reference
+from torchdistpackage.launch.reference import EntryPoint
 from torchdistpackage.launch.wire import Channel, pack, unpack
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
+class Result:
     """What the function returned, pickled: only the caller knows its classes by the right names."""
 
     value: bytes
@@ -31,31 +31,31 @@ def pack_arguments(*args: object, **kwargs: object) -> bytes:
     return pack((args, kwargs))
 
 
-def call(reference: Reference, args: bytes, rank: int) -> Returned | Failure:
+def call(reference: EntryPoint, args: bytes, rank: int) -> Result | Failure:
     """Load the function, then its arguments (of `pack_arguments`), and call it."""
-    return attempt(rank, load_and_call, reference, args)
+    return run_catching(rank, load_and_call, reference, args)
 
 
-def attempt(
+def run_catching(
     rank: int, function: Callable[..., object], *args: object, **kwargs: object
-) -> Returned | Failure:
+) -> Result | Failure:
     """What `function` returns or how it fails, either of them ready to be sent."""
     try:
-        return Returned(pack(function(*args, **kwargs)))
+        return Result(pack(function(*args, **kwargs)))
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
-            return Returned(pack(None))
+            return Result(pack(None))
         return from_exception(rank, socket.gethostname(), os.getpid(), time.time(), error)
 
 
-def load_and_call(reference: Reference, args: bytes) -> object:
+def load_and_call(reference: EntryPoint, args: bytes) -> object:
     """What the function returns for these arguments of `pack_arguments`."""
     function = reference.resolve()
     positional, named = cast(tuple[tuple[object, ...], dict[str, object]], unpack(args))
     return function(*positional, **named)
 
 
-def main(channel: Channel, reference: Reference, args: bytes, rank: int) -> None:
+def main(channel: Channel, reference: EntryPoint, args: bytes, rank: int) -> None:
     """Entry point of a rank of `run_local`."""
     outcome = call(reference, args, rank)
     channel.send(outcome)

@@ -25,12 +25,12 @@ _loading: list[str] = []
 """Modules whose top level this process is running, as a rank, to get at a function."""
 
 
-class FarEnough(BaseException):
+class StopLoading(BaseException):
     """Ends the loading of a script by a rank, where the caller started this rank."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class EntryPoint:
     """`qualname` in `module`, which was loaded from `file` (None: wherever import finds it)."""
 
     module: str
@@ -39,7 +39,7 @@ class Reference:
     is_main: bool = False
 
     @staticmethod
-    def of(target: str | Callable[..., object]) -> Reference:
+    def of(target: str | Callable[..., object]) -> EntryPoint:
         """Reference to "module:function" or to a function defined at the top of a module.
 
         Raises:
@@ -49,7 +49,7 @@ class Reference:
             module, colon, qualname = target.partition(":")
             if not (module and colon and qualname):
                 raise LaunchError(f"target {target!r} is not of the form 'package.module:function'")
-            return Reference(module, qualname)
+            return EntryPoint(module, qualname)
         owner = getattr(target, "__self__", None)
         if not (owner is None or isinstance(owner, type | ModuleType)):
             raise LaunchError(
@@ -67,16 +67,16 @@ class Reference:
         file = getattr(loaded, "__file__", None)
         path = str(Path(file).resolve()) if file else None
         if module != "__main__":
-            return Reference(module, qualname, path)
+            return EntryPoint(module, qualname, path)
         spec = getattr(loaded, "__spec__", None)
         if spec is not None:  # python -m package.module
-            return Reference(spec.name, qualname, path, is_main=True)
+            return EntryPoint(spec.name, qualname, path, is_main=True)
         if path is None or not Path(path).is_file():  # `python - < script.py` calls it <stdin>
             raise LaunchError(
                 f"{qualname} was defined in an interactive session, or read from stdin, which "
                 "other processes cannot load; put it in a file and import it from there"
             )
-        return Reference(MAIN_ALIAS, qualname, path, is_main=True)
+        return EntryPoint(MAIN_ALIAS, qualname, path, is_main=True)
 
     def __str__(self) -> str:
         return f"{self.file if self.is_main else self.module}:{self.qualname}"
@@ -123,7 +123,7 @@ class Reference:
             if self.is_main:  # python -m
                 return self._execute(importlib.util.find_spec(self.module))
             return importlib.import_module(self.module)
-        except FarEnough as cut:
+        except StopLoading as cut:
             raise LaunchError(
                 f"{self}: {self.module} starts processes when it is imported; put that part into "
                 "a function, and call it from the main script"
@@ -139,7 +139,7 @@ class Reference:
         sys.modules[self.module] = module
         try:
             spec.loader.exec_module(module)
-        except FarEnough:
+        except StopLoading:
             setattr(module, _CUT, True)
         return module
 

@@ -207,7 +207,7 @@ def _slurm(env: Env) -> Rendezvous | None:
     )
 
 
-def _alone(env: Env) -> Rendezvous:
+def _single(env: Env) -> Rendezvous:
     """One process, with a note where somebody might have expected more."""
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if (size := _integer(env, name, default=1)) > 1:
@@ -229,7 +229,7 @@ def _alone(env: Env) -> Rendezvous:
     return Rendezvous(0, 1, 0, 1, 0, "127.0.0.1", (), _digest("alone"), "alone", note=note)
 
 
-LAUNCHERS: tuple[Callable[[Env], Rendezvous | None], ...] = (_local, _torchrun, _slurm, _alone)
+LAUNCHERS: tuple[Callable[[Env], Rendezvous | None], ...] = (_local, _torchrun, _slurm, _single)
 
 
 def _integers(

@@ -12,9 +12,9 @@ from enum import StrEnum
 
 from torchdistpackage.errors import LaunchError
 
-STOPPED = 75
+EXIT_TEMPFAIL = 75
 """Exit code of a run that saved and ended early; started again, it goes on (EX_TEMPFAIL)."""
-NOT_BACK = 76
+EXIT_REQUEUE_DENIED = 76
 """Exit code of a job that should have come back and did not, or whose ranks left no word."""
 _QUANTILE = 0.98
 """Of the durations seen: high, because one step too many costs all steps since the last save."""
@@ -23,7 +23,7 @@ _UNKNOWN_SAVE_S = 10.0
 """Before the first save is measured it is taken for ten steps, and for 10 s at least."""
 
 
-class Word(StrEnum):
+class RequeueDecision(StrEnum):
     """What happens when all ranks have ended; first word of the decision file."""
 
     FINISHED = "finished"
@@ -37,7 +37,7 @@ class Word(StrEnum):
 class Decision:
     """What all ranks agreed on, and why, in a line for people and for the batch script."""
 
-    word: Word
+    word: RequeueDecision
     reason: str
 
     def __str__(self) -> str:
@@ -52,14 +52,14 @@ class Decision:
         """
         word, _, reason = line.strip().partition(" ")
         try:
-            return Decision(Word(word), reason)
+            return Decision(RequeueDecision(word), reason)
         except ValueError:
-            words = ", ".join(Word)
+            words = ", ".join(RequeueDecision)
             raise LaunchError(f"decision {line!r} does not start with one of {words}") from None
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequeueLimits:
     """How often a run may come back and what it keeps free at a job's end."""
 
     mode: str = "requeue"
@@ -73,7 +73,7 @@ def quantile(values: Sequence[float], q: float = _QUANTILE) -> float:
     return ordered[max(math.ceil(q * len(ordered)) - 1, 0)] if ordered else 0.0
 
 
-def needed_s(
+def required_time_s(
     step_s: Sequence[float], save_s: Sequence[float], margin_s: float, ahead: int = 2
 ) -> float:
     """Seconds that must be left before a step for the next steps and saves to fit in as well.
@@ -99,7 +99,7 @@ def time_is_up(
     """Why the step that begins now must be the last; "" while there is time. No end: never."""
     if end_s is None:
         return ""
-    left, needed = end_s - now_s, needed_s(step_s, save_s, margin_s, ahead)
+    left, needed = end_s - now_s, required_time_s(step_s, save_s, margin_s, ahead)
     if left > needed:
         return ""
     return (
@@ -116,7 +116,9 @@ def no_progress(steps: Sequence[int], step: int) -> bool:
     return len(steps) >= 2 and steps[-2] == steps[-1] == step
 
 
-def refusal(steps: Sequence[int], step: int, limits: Limits, in_job: int = 0) -> str:
+def restart_denied_reason(
+    steps: Sequence[int], step: int, limits: RequeueLimits, in_job: int = 0
+) -> str:
     """Why no further start is made after those that began at `steps`; "" if one may be.
 
     in_job: how many of these were no requeues, but ranks that were started anew in their job.
@@ -136,7 +138,7 @@ def decide_in_job(
     before: what was decided of the start before this one. left: restarts in this job. time_up: why
     the job is too short for one. bad_node: what speaks against the node.
     """
-    again = Decision(Word.AGAIN, died)
+    again = Decision(RequeueDecision.AGAIN, died)
     if bad_node:
         why = f"the node is to blame: {bad_node}"
     elif str(before) == str(again):
@@ -147,19 +149,20 @@ def decide_in_job(
         why = "no restart is left (launch.requeue.in_job_restarts, a signal, or a silent node)"
     else:
         return again
-    return Decision(Word.STOP, f"{died}; not again in this job: {why}")
+    return Decision(RequeueDecision.STOP, f"{died}; not again in this job: {why}")
 
 
 def decide(
-    reason: str, steps: Sequence[int], step: int, limits: Limits, in_job: int = 0
+    reason: str, steps: Sequence[int], step: int, limits: RequeueLimits, in_job: int = 0
 ) -> Decision:
     """What becomes of a run that was told to end for `reason` and saved `step`.
 
-    steps: where each start of this job began, the present one last. in_job: see `refusal`.
+    steps: where each start of this job began, the present one last. in_job: see
+    `restart_denied_reason`.
     """
     reason = f"after step {step}: {reason}"
     if limits.mode == "never":
-        return Decision(Word.STOP, f"{reason}; launch.requeue.mode is never")
-    if why := refusal(steps, step, limits, in_job):
-        return Decision(Word.STOP, f"{reason}; not again: {why}")
-    return Decision(Word(limits.mode), reason)
+        return Decision(RequeueDecision.STOP, f"{reason}; launch.requeue.mode is never")
+    if why := restart_denied_reason(steps, step, limits, in_job):
+        return Decision(RequeueDecision.STOP, f"{reason}; not again: {why}")
+    return Decision(RequeueDecision(limits.mode), reason)

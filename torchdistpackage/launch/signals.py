@@ -11,11 +11,11 @@ from types import FrameType
 from torchdistpackage.errors import LaunchError
 
 
-class Noted:
+class SignalFlag:
     """Signals received since `listen`, in order. A fork takes the handlers with it."""
 
     def __init__(self) -> None:
-        self.received: list[signal.Signals] = []
+        self.all_received: list[signal.Signals] = []
 
     def listen(self, names: Sequence[str]) -> None:
         """Note the signals `names` ("USR1", "TERM", ...) from now on, in the main thread.
@@ -33,9 +33,9 @@ class Noted:
             ) from error
 
     @property
-    def first(self) -> str:
+    def received(self) -> str:
         """Name of the first one; "" if there was none."""
-        return self.received[0].name if self.received else ""
+        return self.all_received[0].name if self.all_received else ""
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        self.received.append(signal.Signals(signum))
+        self.all_received.append(signal.Signals(signum))

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from torchdistpackage.launch.signals import Noted
+from torchdistpackage.launch.signals import SignalFlag
 
 HOLD_S = 30.0
 """Lost where a connection broke, no node is gone, and a rank goes on without noticing."""
@@ -25,7 +25,7 @@ def wait_for_word(
     failures: Path,
     rank: int,
     num_ranks: int,
-    noted: Noted,
+    noted: SignalFlag,
     has_ended: Callable[[], bool],
     limit_s: float = HOLD_S,
 ) -> None:
@@ -35,7 +35,7 @@ def wait_for_word(
     """
     until_s = time.monotonic() + limit_s
     look_s, said = 0.0, False
-    while not noted.received and (now_s := time.monotonic()) < until_s:
+    while not noted.all_received and (now_s := time.monotonic()) < until_s:
         if now_s >= look_s:
             first, look_s = not look_s, now_s + _LOOK_S
             # names alone, since every rank looks

@@ -7,7 +7,7 @@ else to say so, and by its silence alone it cannot be told from a host that is g
 import contextlib
 from pathlib import Path
 
-from torchdistpackage.launch.durable import write_whole
+from torchdistpackage.launch.durable import atomic_write
 
 _LETTERS = ("T", "t")
 
@@ -29,7 +29,7 @@ def note(report: Path, letter: str) -> None:
         OSError: that cannot be written.
     """
     if letter:
-        write_whole(_beside(report), letter)
+        atomic_write(_beside(report), letter)
     else:
         _beside(report).unlink(missing_ok=True)
 

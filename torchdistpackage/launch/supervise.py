@@ -25,18 +25,18 @@ from typing import NoReturn
 
 from torchdistpackage.bounded import read_regular
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.durable import write_whole
+from torchdistpackage.launch.durable import atomic_write
 from torchdistpackage.launch.failure import (
     Failure,
-    Kind,
+    FailureKind,
     from_exception,
     from_json,
-    how,
-    is_consequence,
+    is_secondary,
+    summary,
     to_json,
 )
 from torchdistpackage.launch.local import tail
-from torchdistpackage.launch.signals import Noted
+from torchdistpackage.launch.signals import SignalFlag
 from torchdistpackage.launch.silence import wait_for_word
 from torchdistpackage.launch.stopped import note, stopped
 
@@ -53,7 +53,7 @@ _READ_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WatchedRank:
     """What is watched: rank, its log, and the folder for reports of this start.
 
     decision: file that says that the run has ended; whoever is told to end then, ends. num_ranks:
@@ -74,7 +74,7 @@ class Place:
         return self.decision is not None and self.decision.exists()
 
 
-def supervise(body: Callable[[], int], place: Place, noted: Noted) -> int:
+def supervise(body: Callable[[], int], rank: WatchedRank, signals: SignalFlag) -> int:
     """Run `body` in a fork of this process; its exit code, 128 and the signal's number if killed.
 
     `noted` listens already, and its handlers are the rank's too. What arrives here is passed on.
@@ -87,16 +87,16 @@ def supervise(body: Callable[[], int], place: Place, noted: Noted) -> int:
             f"this process has {num} threads ({[t.name for t in threading.enumerate()]}), and such "
             f"a process must not fork a rank; start `tdp train` as a program of its own"
         )
-    place.log.parent.mkdir(parents=True, exist_ok=True)
+    rank.log.parent.mkdir(parents=True, exist_ok=True)
     for stream in (sys.stdout, sys.stderr):  # or both processes would write it
         stream.flush()
-    place.log.touch()
-    before = place.log.stat()
+    rank.log.touch()
+    before = rank.log.stat()
     # By the clock of the file system, which all ranks share. A peer may fail before we have begun.
     old_ns = before.st_mtime_ns - _SKEW_NS
-    earlier = {path: at_ns for path, at_ns in _reports(place).items() if at_ns < old_ns}
+    earlier = {path: at_ns for path, at_ns in _reports(rank).items() if at_ns < old_ns}
     # counted before the fork: what comes later is for the rank as well
-    watch = _Watch(place, len(noted.received), earlier, before.st_size)
+    watch = _RankSupervisor(rank, len(signals.all_received), earlier, before.st_size)
     parent = os.getpid()
     read, write = os.pipe()
     returned, returning = os.pipe()
@@ -104,22 +104,22 @@ def supervise(body: Callable[[], int], place: Place, noted: Noted) -> int:
     if pid == 0:
         os.close(read)
         os.close(returned)
-        _be_the_rank(body, place, write, returning, parent)
+        _be_the_rank(body, rank, write, returning, parent)
     os.close(write)
     os.close(returning)
-    with place.log.open("ab", buffering=0) as log, os.fdopen(read, "rb", 0) as output:
+    with rank.log.open("ab", buffering=0) as log, os.fdopen(read, "rb", 0) as output:
         os.set_blocking(output.fileno(), False)
-        status = watch.until_gone(pid, noted, output.fileno(), log.fileno())
+        status = watch.until_gone(pid, signals, output.fileno(), log.fileno())
     with os.fdopen(returned, "rb", 0) as mark:
         os.set_blocking(mark.fileno(), False)
         has_returned = bool(mark.read(1))
     code, failure = watch.last_words(status, has_returned)
-    if place.num_ranks and failure is not None and is_consequence(failure):
-        wait_for_word(place.failures, place.rank, place.num_ranks, noted, place.has_ended)
+    if rank.num_ranks and failure is not None and is_secondary(failure):
+        wait_for_word(rank.failures, rank.rank, rank.num_ranks, signals, rank.has_ended)
     return code
 
 
-def read_failures(folder: Path) -> list[Failure]:
+def read_failure_reports(folder: Path) -> list[Failure]:
     """The reports of one start by rank; those cut short are left out."""
     found: list[Failure] = []
     for path in sorted(folder.glob("rank*.json")):
@@ -128,7 +128,7 @@ def read_failures(folder: Path) -> list[Failure]:
     return sorted(found, key=lambda failure: failure.rank)
 
 
-def _reports(place: Place) -> dict[Path, int]:
+def _reports(place: WatchedRank) -> dict[Path, int]:
     """The other ranks' reports that are there and the decision, and when each was written."""
     found: dict[Path, int] = {}
     decision = () if place.decision is None else (place.decision,)
@@ -140,7 +140,7 @@ def _reports(place: Place) -> dict[Path, int]:
 
 
 def _be_the_rank(
-    body: Callable[[], int], place: Place, out: int, returning: int, parent: int
+    body: Callable[[], int], place: WatchedRank, out: int, returning: int, parent: int
 ) -> NoReturn:
     """The forked process, up to its end."""
     code = 1
@@ -161,7 +161,7 @@ def _be_the_rank(
         os._exit(code & 0xFF)
 
 
-def _ending(body: Callable[[], int], place: Place, returning: int) -> int:
+def _ending(body: Callable[[], int], place: WatchedRank, returning: int) -> int:
     """The exit code of `body`, whose failure is reported first; a mark says that it returned."""
     try:
         code = body()
@@ -174,43 +174,43 @@ def _ending(body: Callable[[], int], place: Place, returning: int) -> int:
         return _report(place, error)
 
 
-def _report(place: Place, error: BaseException) -> int:
+def _report(place: WatchedRank, error: BaseException) -> int:
     failure = from_exception(place.rank, socket.gethostname(), os.getpid(), time.time(), error)
     _leave(place, failure)
     return failure.exit_code or 1
 
 
-def _leave(place: Place, failure: Failure) -> None:
+def _leave(place: WatchedRank, failure: Failure) -> None:
     """Without a place for the report the rank still ends as it should, and its log says how."""
     try:
-        write_whole(place.report, to_json(failure))
+        atomic_write(place.report, to_json(failure))
     except OSError as error:
         sys.stderr.write(f"the report {place.report} cannot be written: {error}\n")
 
 
-class _Watch:
+class _RankSupervisor:
     """The parent: copies output, passes signals on, ends a rank whose peers are gone.
 
     While its rank is stopped a note says so.
     """
 
     def __init__(
-        self, place: Place, num_passed: int, earlier: dict[Path, int], start_bytes: int
+        self, place: WatchedRank, num_passed: int, earlier: dict[Path, int], start_bytes: int
     ) -> None:
-        self._place, self._num_passed, self._earlier = place, num_passed, earlier
+        self._rank, self._num_passed, self._earlier = place, num_passed, earlier
         self._start_bytes = start_bytes
         self._pid = 0
         self._look_s = self._state_s = 0.0
-        self._noted = ""
+        self._signals = ""
         self._kill_s = float("inf")
         self._ended_by_us = False
 
-    def until_gone(self, pid: int, noted: Noted, output: int, log: int) -> int:
+    def until_gone(self, pid: int, noted: SignalFlag, output: int, log: int) -> int:
         """Wait for the rank; its exit code, minus the signal that killed it."""
         self._pid = pid
         status = None
         with contextlib.suppress(OSError):
-            note(self._place.report, "")  # another step's
+            note(self._rank.report, "")  # another step's
         with selectors.DefaultSelector() as selector:
             selector.register(output, selectors.EVENT_READ)
             while status is None:
@@ -236,18 +236,18 @@ class _Watch:
             if not data:
                 return False
             _write_all(log, data)
-            if self._place.rank == 0:
+            if self._rank.rank == 0:
                 _write_all(1, data)
 
-    def _look_around(self, noted: Noted) -> None:
-        received, now_s = noted.received, time.monotonic()
+    def _look_around(self, noted: SignalFlag) -> None:
+        received, now_s = noted.all_received, time.monotonic()
         while self._num_passed < len(received):
             self._kill(received[self._num_passed])
             self._num_passed += 1
         # Told to end because a peer failed or has ended: what the rank waits for will not come.
         if received and now_s >= self._look_s and self._kill_s == float("inf"):
             self._look_s = now_s + _LOOK_S
-            if _reports(self._place).items() - self._earlier.items():
+            if _reports(self._rank).items() - self._earlier.items():
                 self._kill_s = now_s + GRACE_S
         if now_s >= self._kill_s:
             self._ended_by_us = True
@@ -259,10 +259,10 @@ class _Watch:
             self._say(stopped(self._pid))
 
     def _say(self, letter: str) -> None:
-        if letter != self._noted:
+        if letter != self._signals:
             with contextlib.suppress(OSError):
-                note(self._place.report, letter)
-                self._noted = letter
+                note(self._rank.report, letter)
+                self._signals = letter
 
     def _kill(self, signum: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -272,31 +272,31 @@ class _Watch:
         """Report how the rank ended, if it has not; the exit code to end with, and the report."""
         if status == 0 and has_returned:
             return 0, None
-        rank, host = self._place.rank, socket.gethostname()
-        if self._place.report.exists():
-            failure = from_json(self._place.report.read_text(encoding="utf-8"))
+        rank, host = self._rank.rank, socket.gethostname()
+        if self._rank.report.exists():
+            failure = from_json(self._rank.report.read_text(encoding="utf-8"))
         else:
-            kind = Kind.SIGNAL if status < 0 else Kind.EXIT
-            text = tail(self._place.log, self._start_bytes)
-            detail = f"its last output ({self._place.log}):\n{text}" if text else ""
+            kind = FailureKind.SIGNAL if status < 0 else FailureKind.EXIT
+            text = tail(self._rank.log, self._start_bytes)
+            detail = f"its last output ({self._rank.log}):\n{text}" if text else ""
             if self._ended_by_us:
-                kind, detail = Kind.ENDED, ""
+                kind, detail = FailureKind.ENDED, ""
             error = "" if status else "the process ended before its function returned"
             failure = Failure(rank, host, self._pid, time.time(), kind, status, error, detail)
-            _leave(self._place, failure)
+            _leave(self._rank, failure)
         sys.stderr.write(_spoken(failure) + "\n")
-        if not self._place.log.exists():  # removed in mid-run, and with it what was said there
+        if not self._rank.log.exists():  # removed in mid-run, and with it what was said there
             with contextlib.suppress(OSError):
-                write_whole(self._place.log, f"{how(failure)}\n{failure.detail}\n")
+                atomic_write(self._rank.log, f"{summary(failure)}\n{failure.detail}\n")
         return (128 - status if status < 0 else status or 1), failure
 
 
 def _spoken(failure: Failure) -> str:
     """For the main log, where all ranks speak: consequences in a line, the rest in full."""
-    head = f"rank {failure.rank} on {failure.host}: {how(failure)}"
+    head = f"rank {failure.rank} on {failure.host}: {summary(failure)}"
     # what rank 0 wrote is in the main log already, but nobody writes a report of a hang
-    told = not failure.rank and failure.kind is not Kind.HUNG
-    if is_consequence(failure) or not failure.detail or told:
+    told = not failure.rank and failure.kind is not FailureKind.HUNG
+    if is_secondary(failure) or not failure.detail or told:
         return head
     lines = failure.detail.splitlines()
     return "\n".join([head, *(f"[rank {failure.rank}] {line}" for line in lines)])

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torchdistpackage.launch.reference import Reference
+from torchdistpackage.launch.reference import EntryPoint
 
 _LENGTH = struct.Struct("!Q")
 _MAX_FDS = 4
@@ -24,7 +24,7 @@ _MAX_FDS = 4
 class ForkRequest:
     """Client to server: fork, become this, call the target; with stdout, stderr[, channel]."""
 
-    target: Reference
+    target: EntryPoint
     args: bytes  # a pickled tuple, which only the child opens
     env: dict[str, str]
     cwd: str
@@ -49,7 +49,7 @@ class Forked:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class ForkRefused:
     """Server to client: no child was made, and why."""
 
     reason: str

@@ -73,7 +73,7 @@ class GPT(Grouped):
                 _, index, half = name.split(".")
                 halves.setdefault(index, []).append(half)
         self.blocks = nn.ModuleDict(
-            {index: Block(shape, dropout, held, **common) for index, held in halves.items()}
+            {index: GPTBlock(shape, dropout, held, **common) for index, held in halves.items()}
         )
         self.head = Head(shape, **common) if HEAD in held else None
         if shape.tied and self.embed is not None and self.head is not None:
@@ -160,7 +160,7 @@ class Embed(VocabParallelEmbedding):
         return self.summed(self.position).narrow(0, self.group.rank() * rows, rows)
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """Pre-norm block: x + attention(norm1(x)), then x + mlp(norm2(x)); `halves` of it are here."""
 
     def __init__(self, shape: GPTShape, dropout: float, halves: Sequence[str], **common):

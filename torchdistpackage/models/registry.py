@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.launch.reference import Reference
+from torchdistpackage.launch.reference import EntryPoint
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models import flops, gpt_layout
 from torchdistpackage.models.gpt_layout import GPTShape
@@ -36,7 +36,7 @@ class Model:
 
     def load(self) -> Callable[..., object]:
         """The module's class; imports torch."""
-        return Reference.of(self.module).resolve()
+        return EntryPoint.of(self.module).resolve()
 
 
 MODELS: dict[str, Model] = {

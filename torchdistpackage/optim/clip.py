@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group, tpc
-from torchdistpackage.ddp.zero.shards import Shard
+from torchdistpackage.ddp.zero.shards import ParamShard
 from torchdistpackage.ddp.zero.wrapped import owners_of
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.optim.counted import Part, Sharded, counted, counted_shards
+from torchdistpackage.optim.counted import NormTerm, ShardedOptimizer, counted, counted_shards
 
 INF = float("inf")
 Kind = tuple[torch.dtype, torch.device]
@@ -26,7 +26,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: nn.Parameter | Iterable[nn.Parameter] | Sharded,
+    parameters: nn.Parameter | Iterable[nn.Parameter] | ShardedOptimizer,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -56,7 +56,7 @@ def clip_grad_norm_(
             f"norm_type is {norm_type}; clip by a positive one, or by inf, the largest element"
         )
     owners, held = [parameters], list[Tensor]()
-    if not isinstance(parameters, Sharded):
+    if not isinstance(parameters, ShardedOptimizer):
         held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         owners = owners_of(held)
     if owners:
@@ -77,7 +77,7 @@ def clip_grad_norm_(
     return norm
 
 
-def _shards_of(owners: Sequence[Sharded], held: Sequence[Tensor]) -> list[Shard]:
+def _shards_of(owners: Sequence[ShardedOptimizer], held: Sequence[Tensor]) -> list[ParamShard]:
     """The shards of these parameters, or all, with their sums in them."""
     for owner in owners:
         owner.reducer.finish()
@@ -95,7 +95,7 @@ def _shards_of(owners: Sequence[Sharded], held: Sequence[Tensor]) -> list[Shard]
     return [s for owner in owners for s in owner.shards if id(s.parameter) in given]
 
 
-def _norm(parts: Sequence[Part], norm_type: float, group: Group | None) -> Tensor:
+def _norm(parts: Sequence[NormTerm], norm_type: float, group: Group | None) -> Tensor:
     """From what each rank of the group counts."""
     is_max = norm_type == INF
     reduce = primitives.MAX if is_max else primitives.SUM
@@ -106,14 +106,14 @@ def _norm(parts: Sequence[Part], norm_type: float, group: Group | None) -> Tenso
         where = _device_of([part], device)
         if part.over is not None:
             where = primitives.device_of(part.over)
-        power = local_power(part.held, norm_type, where)
+        power = grad_sq_norm(part.held, norm_type, where)
         if part.over is not None:
             power = primitives.all_reduce(power, part.over, reduce)
         if where != device:
-            power = power.to(local_power([], norm_type, device))
+            power = power.to(grad_sq_norm([], norm_type, device))
         if part.counts:
             terms.append(power if is_max or part.share == 1 else power * part.share)
-    total = terms[0] if terms else local_power([], norm_type, device)
+    total = terms[0] if terms else grad_sq_norm([], norm_type, device)
     for term in terms[1:]:
         total = torch.maximum(total, term) if is_max else total + term
     if group is not None:
@@ -121,14 +121,14 @@ def _norm(parts: Sequence[Part], norm_type: float, group: Group | None) -> Tenso
     return total if is_max else total ** (1.0 / norm_type)
 
 
-def _device_of(parts: Sequence[Part], default: torch.device | None = None) -> torch.device:
+def _device_of(parts: Sequence[NormTerm], default: torch.device | None = None) -> torch.device:
     """Where the gradients are."""
     grads = (p.grad for part in parts for p in part.held if p.grad is not None)
     first = next(grads, None)
     return (default or torch.device("cpu")) if first is None else first.device
 
 
-def local_power(mine: Iterable[Tensor], norm_type: float, device: torch.device) -> Tensor:
+def grad_sq_norm(mine: Iterable[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Sum of |g|^p over these gradients, or their largest |g| for p = inf; zero without any.
 
     A NaN among them makes the sum NaN, the largest infinite.

@@ -16,8 +16,8 @@ from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.layouts import follows, group_of
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.ddp.zero.held import Held
-from torchdistpackage.ddp.zero.shards import Shard
+from torchdistpackage.ddp.zero.held import ParamPartition
+from torchdistpackage.ddp.zero.shards import ParamShard
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.derive import replica_ranks
 from torchdistpackage.layout.layout import Axes, Layout
@@ -28,16 +28,16 @@ WHOLE = Layout("", ())
 
 
 @runtime_checkable
-class Sharded(Protocol):
+class ShardedOptimizer(Protocol):
     """An optimizer that keeps a part of each parameter here: ZeroOptimizer."""
 
-    held: Sequence[Sequence[Held]]
-    shards: Sequence[Shard]
+    held: Sequence[Sequence[ParamPartition]]
+    shards: Sequence[ParamShard]
     reducer: Reducer
 
 
 @dataclass
-class Part:
+class NormTerm:
     """Some of the parameters, counted by `share`.
 
     over: ranks that add theirs up first; the sum counts if `counts`.
@@ -51,11 +51,11 @@ class Part:
 
 def counted(
     parameters: Sequence[Tensor], layouts: Sequence[Layout] | None, group: Group | None
-) -> list[Part]:
+) -> list[NormTerm]:
     """What this rank counts of these; group: ranks that add up, None: this rank alone."""
     among = None if group is None else frozenset(ranks_of(group))
     own = [layout_of(p) for p in parameters] if layouts is None else layouts
-    mine, cut = Part(), dict[tuple[int, ...], Part]()
+    mine, cut = NormTerm(), dict[tuple[int, ...], NormTerm]()
     whole: list[Tensor] = []
     for parameter, layout in zip(parameters, own, strict=True):
         if (
@@ -67,7 +67,7 @@ def counted(
                 mine.held.append(parameter)
         elif (over := _cut_over(layout, parameter)) is not None:
             first = min({*ranks_of(over)} & (among or {*ranks_of(over)}))
-            part = Part(over=over, counts=among is None or first == _me(over))
+            part = NormTerm(over=over, counts=among is None or first == _me(over))
             cut.setdefault(ranks_of(over), part).held.append(parameter)
         else:
             whole.append(parameter)
@@ -76,13 +76,13 @@ def counted(
     return [mine, *(cut[ranks] for ranks in sorted(cut))]
 
 
-def counted_shards(shards: Iterable[Shard], group: Group) -> list[Part]:
+def counted_shards(shards: Iterable[ParamShard], group: Group) -> list[NormTerm]:
     """What this rank counts of its shards, of ranks `group` that add up.
 
     Raises:
         LayoutError: ranks that share a parameter are not among them.
     """
-    among, parts = frozenset(ranks_of(group)), dict[float, Part]()
+    among, parts = frozenset(ranks_of(group)), dict[float, NormTerm]()
     for shard in shards:
         if not among.issuperset(ranks_of(shard.group)):
             raise LayoutError(
@@ -90,11 +90,11 @@ def counted_shards(shards: Iterable[Shard], group: Group) -> list[Part]:
                 f"over {sorted(among)}; leave group= out, or name one that has them all"
             )
         if share := _share(shard, among):
-            parts.setdefault(share, Part(share)).held.append(shard.tensor)
+            parts.setdefault(share, NormTerm(share)).held.append(shard.tensor)
     return list(parts.values())
 
 
-def _share(shard: Shard, among: frozenset[int]) -> float:
+def _share(shard: ParamShard, among: frozenset[int]) -> float:
     """How much of a shard this rank counts, so that all ranks count it once.
 
     Where nobody knows which ranks hold the same elements, each group that shares a parameter

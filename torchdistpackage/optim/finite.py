@@ -12,7 +12,7 @@ from torch import Tensor
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.optim.clip import Sharded
+from torchdistpackage.optim.clip import ShardedOptimizer
 
 
 def first_nonfinite(named: Iterable[tuple[str, Tensor | None]]) -> str | None:
@@ -26,7 +26,7 @@ def first_nonfinite(named: Iterable[tuple[str, Tensor | None]]) -> str | None:
     return None
 
 
-def tell_nonfinite(mine: str | None, group: Group) -> str:
+def nonfinite_report(mine: str | None, group: Group) -> str:
     """Who has what: one phrase for each rank of the group that names a gradient.
 
     All ranks of the group call it; all get the same text, the one of the lowest rank first.
@@ -40,11 +40,11 @@ def tell_nonfinite(mine: str | None, group: Group) -> str:
 def named_gradients(optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor | None]]:
     """(name, gradient) of what an optimizer steps, by number where nobody gave it names."""
     known: dict[int, str] = {}
-    if isinstance(optimizer, Sharded):
+    if isinstance(optimizer, ShardedOptimizer):
         known = {id(shard.tensor): shard.name for shard in optimizer.shards}
     named: list[tuple[str, Tensor | None]] = []
     for number, group in enumerate(optimizer.param_groups):
-        if not isinstance(optimizer, Sharded):
+        if not isinstance(optimizer, ShardedOptimizer):
             known |= zip(map(id, group["params"]), group.get("param_names", ()), strict=False)
         for i, p in enumerate(group["params"]):
             named.append((known.get(id(p), f"parameter {i} of param group {number}"), p.grad))

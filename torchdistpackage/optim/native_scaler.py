@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.optim.clip import Sharded, clip_grad_norm_
+from torchdistpackage.optim.clip import ShardedOptimizer, clip_grad_norm_
 from torchdistpackage.optim.scaler import GradScaler
 
 
@@ -91,10 +91,12 @@ class NativeScalerPP:
         own = [p for group in optimizer.param_groups for p in group["params"]]
         if mode == "value":
             # what the optimizer steps: its shards, where it has some
-            given = own if parameters is None or isinstance(optimizer, Sharded) else parameters
+            given = (
+                own if parameters is None or isinstance(optimizer, ShardedOptimizer) else parameters
+            )
             nn.utils.clip_grad_value_(given, limit)
             return None
-        if isinstance(optimizer, Sharded):
+        if isinstance(optimizer, ShardedOptimizer):
             return clip_grad_norm_(optimizer, limit)
         given = own if parameters is None else parameters
         return clip_grad_norm_(given, limit, layouts=self._layouts, group=self._model_group)

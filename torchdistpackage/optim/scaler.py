@@ -17,7 +17,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.optim.finite import first_nonfinite, named_gradients, tell_nonfinite
+from torchdistpackage.optim.finite import first_nonfinite, named_gradients, nonfinite_report
 
 _LOG = logging.getLogger(__name__)
 _LARGEST = torch.finfo(torch.float32).max
@@ -211,6 +211,6 @@ class GradScaler:
 
     def _report(self, optimizer: torch.optim.Optimizer) -> None:
         bad = first_nonfinite(named_gradients(optimizer))
-        culprits = tell_nonfinite(bad, self._group)
+        culprits = nonfinite_report(bad, self._group)
         if self._group.rank() == 0:
             _LOG.info("step skipped at scale %g: gradients not finite: %s", self._scale, culprits)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torchdistpackage.errors import ScheduleError
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """F, B, I and W compute; the others move the output of an F on, or a gradient back.
 
     B is the whole backward. A schedule may split it: I gives the gradient of the stage's input,
@@ -37,14 +37,14 @@ class Kind(StrEnum):
     @property
     def gives_gradient(self) -> bool:
         """Whether the gradient of the stage's input is there after it."""
-        return self in (Kind.B, Kind.I)
+        return self in (ActionKind.B, ActionKind.I)
 
     @property
     def is_send(self) -> bool:
-        return self in (Kind.SEND_F, Kind.SEND_B)
+        return self in (ActionKind.SEND_F, ActionKind.SEND_B)
 
 
-_COMPUTES = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
+_COMPUTES = frozenset({ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W})
 
 
 class Action(NamedTuple):
@@ -54,7 +54,7 @@ class Action(NamedTuple):
     """
 
     stage: int
-    kind: Kind
+    kind: ActionKind
     microbatch: int
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class Action(NamedTuple):
     @property
     def peer(self) -> int:
         """The stage at the other end of a message."""
-        return self.stage + (1 if self.kind in (Kind.SEND_F, Kind.RECV_B) else -1)
+        return self.stage + (1 if self.kind in (ActionKind.SEND_F, ActionKind.RECV_B) else -1)
 
     @property
     def match(self) -> "Action":
@@ -72,10 +72,10 @@ class Action(NamedTuple):
 
 
 _MATCH = {
-    Kind.SEND_F: Kind.RECV_F,
-    Kind.RECV_F: Kind.SEND_F,
-    Kind.SEND_B: Kind.RECV_B,
-    Kind.RECV_B: Kind.SEND_B,
+    ActionKind.SEND_F: ActionKind.RECV_F,
+    ActionKind.RECV_F: ActionKind.SEND_F,
+    ActionKind.SEND_B: ActionKind.RECV_B,
+    ActionKind.RECV_B: ActionKind.SEND_B,
 }
 
 
@@ -142,9 +142,9 @@ def parse_action(text: str) -> Action:
     if not found:
         raise ScheduleError(
             f"{text[:40]!r} is not an action; write stage, kind, microbatch, such as 2F0 or "
-            f"1SEND_B3 (kinds: {', '.join(Kind)})"
+            f"1SEND_B3 (kinds: {', '.join(ActionKind)})"
         )
-    return Action(int(found[1]), Kind(found[2]), int(found[3]))
+    return Action(int(found[1]), ActionKind(found[2]), int(found[3]))
 
 
 def parse(text: str) -> Schedule:

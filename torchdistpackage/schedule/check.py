@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from itertools import zip_longest
 
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.schedule.actions import Action, Batch, Kind, Schedule, Step, flatten
+from torchdistpackage.schedule.actions import Action, ActionKind, Batch, Schedule, Step, flatten
 
 
 def check(schedule: Schedule) -> None:
@@ -68,23 +68,23 @@ def _check_complete(schedule: Schedule, *, messages: bool) -> None:
 
 
 def _expected(schedule: Schedule, found: Iterable[Action], *, messages: bool) -> set[Action]:
-    split = {(a.stage, a.microbatch) for a in found if a.kind in (Kind.I, Kind.W)}
+    split = {(a.stage, a.microbatch) for a in found if a.kind in (ActionKind.I, ActionKind.W)}
     both_ways, place = schedule.has_backward, schedule.placement
     expected: set[Action] = set()
     for s in range(schedule.num_stages):
         cut = messages and s > 0 and place[s] != place[s - 1]
         for m in range(schedule.num_microbatches):
-            expected.add(Action(s, Kind.F, m))
+            expected.add(Action(s, ActionKind.F, m))
             if cut:
-                expected |= {Action(s - 1, Kind.SEND_F, m), Action(s, Kind.RECV_F, m)}
+                expected |= {Action(s - 1, ActionKind.SEND_F, m), Action(s, ActionKind.RECV_F, m)}
             if not both_ways:
                 continue
             if (s, m) in split:
-                expected |= {Action(s, Kind.I, m), Action(s, Kind.W, m)}
+                expected |= {Action(s, ActionKind.I, m), Action(s, ActionKind.W, m)}
             else:
-                expected.add(Action(s, Kind.B, m))
+                expected.add(Action(s, ActionKind.B, m))
             if cut:
-                expected |= {Action(s, Kind.SEND_B, m), Action(s - 1, Kind.RECV_B, m)}
+                expected |= {Action(s, ActionKind.SEND_B, m), Action(s - 1, ActionKind.RECV_B, m)}
     return expected
 
 
@@ -104,28 +104,28 @@ def _check_order(schedule: Schedule) -> None:
 
 def _result(action: Action) -> Action:
     """B stands for I too: what uses the gradient of a stage's input takes either."""
-    return action._replace(kind=Kind.B) if action.kind is Kind.I else action
+    return action._replace(kind=ActionKind.B) if action.kind is ActionKind.I else action
 
 
 def _needs(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     """The results that `action` uses; on its own rank they must be there before it starts."""
     s, kind, m = action
 
-    def from_stage(other: int, sent: Kind, receive: Kind) -> tuple[Action, ...]:
+    def from_stage(other: int, sent: ActionKind, receive: ActionKind) -> tuple[Action, ...]:
         if not 0 <= other < schedule.num_stages:
             return ()
         near = schedule.placement[other] == schedule.placement[s]
         return (Action(other, sent, m) if near else Action(s, receive, m),)
 
     match kind:
-        case Kind.F:
-            return from_stage(s - 1, Kind.F, Kind.RECV_F)
-        case Kind.B | Kind.I:
-            return (Action(s, Kind.F, m), *from_stage(s + 1, Kind.B, Kind.RECV_B))
-        case Kind.SEND_F:
-            return (Action(s, Kind.F, m),)
-        case Kind.W | Kind.SEND_B:
-            return (Action(s, Kind.B, m),)
+        case ActionKind.F:
+            return from_stage(s - 1, ActionKind.F, ActionKind.RECV_F)
+        case ActionKind.B | ActionKind.I:
+            return (Action(s, ActionKind.F, m), *from_stage(s + 1, ActionKind.B, ActionKind.RECV_B))
+        case ActionKind.SEND_F:
+            return (Action(s, ActionKind.F, m),)
+        case ActionKind.W | ActionKind.SEND_B:
+            return (Action(s, ActionKind.B, m),)
         case _:
             return ()
 

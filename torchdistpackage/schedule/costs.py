@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.schedule.actions import Action, Kind
+from torchdistpackage.schedule.actions import Action, ActionKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,13 @@ class StageCosts:
                     f"costs of {len(costs.forward)} stages cannot time a schedule of {num_stages}"
                 )
             return costs
-        whole = costs.get(Kind.B, costs.get(Kind.I, 0.0) + costs.get(Kind.W, 0.0))
+        whole = costs.get(ActionKind.B, costs.get(ActionKind.I, 0.0) + costs.get(ActionKind.W, 0.0))
         messages = [cost for kind, cost in costs.items() if kind.is_message]
         return StageCosts.uniform(
             num_stages,
-            costs.get(Kind.F, 0.0),
-            costs.get(Kind.I, whole / 2),
-            costs.get(Kind.W, whole / 2),
+            costs.get(ActionKind.F, 0.0),
+            costs.get(ActionKind.I, whole / 2),
+            costs.get(ActionKind.W, whole / 2),
             max(messages, default=0.0),
             whole,
         )
@@ -80,11 +80,11 @@ class StageCosts:
     def of_action(self, action: Action) -> float:
         """Of a computation; for messages see `over_link`."""
         match action.kind:
-            case Kind.F:
+            case ActionKind.F:
                 return self.forward[action.stage]
-            case Kind.B:
+            case ActionKind.B:
                 return self.backward[action.stage]
-            case Kind.I:
+            case ActionKind.I:
                 return self.input[action.stage]
             case _:
                 return self.weight[action.stage]
@@ -94,5 +94,5 @@ class StageCosts:
         return self.message[min(stage, other)]
 
 
-Costs = Mapping[Kind, float] | StageCosts
+Costs = Mapping[ActionKind, float] | StageCosts
 """By kind, the same for all stages (kinds left out cost nothing), or stage by stage."""

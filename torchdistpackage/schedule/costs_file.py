@@ -146,7 +146,7 @@ def read_costs(path: str | Path) -> CostsFile:
     return found
 
 
-class _Loader(BoundedLoader):
+class _CostsLoader(BoundedLoader):
     """Without aliases, of which a few hundred bytes stand for gigabytes."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -166,7 +166,7 @@ def _parse(text: str, path: str) -> CostsFile | ScheduleError:
 
 def _costs_of(text: str, path: str) -> CostsFile:
     try:
-        found: object = yaml.load(text, Loader=_Loader)
+        found: object = yaml.load(text, Loader=_CostsLoader)
     except yaml.YAMLError as error:
         raise ScheduleError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     except (ValueError, ArithmeticError, TypeError, AttributeError, LookupError) as error:

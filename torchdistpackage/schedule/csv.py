@@ -14,7 +14,7 @@ from torchdistpackage.bounded import read_regular
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import (
     Action,
-    Kind,
+    ActionKind,
     Program,
     Schedule,
     flatten,
@@ -114,7 +114,7 @@ def _num_microbatches(rows: list[list[str]]) -> int:
     ]
     highest, line, number = max(cells, key=lambda cell: cell[0].microbatch)
     count = 1 + highest.microbatch
-    forwards = sum(a.kind is Kind.F and a.stage == highest.stage for a, _, _ in cells)
+    forwards = sum(a.kind is ActionKind.F and a.stage == highest.stage for a, _, _ in cells)
     if count > forwards:
         raise ScheduleError(
             f"line {line}, cell {number}: {highest} is of microbatch {highest.microbatch}, but "

@@ -8,19 +8,24 @@ import math
 from collections.abc import Iterable
 from html import escape
 
-from torchdistpackage.schedule.actions import Kind
+from torchdistpackage.schedule.actions import ActionKind
 from torchdistpackage.schedule.simulate import Span, Timeline
 
 ROW_PX, BOX_PX, LEFT_PX, UNIT_PX, TOP_PX, AXIS_PX = 30, 24, 64, 26, 34, 34
-COLOURS = {Kind.F: "#7aa6da", Kind.B: "#8fc98f", Kind.I: "#e8b86d", Kind.W: "#c79fd6"}
+COLOURS = {
+    ActionKind.F: "#7aa6da",
+    ActionKind.B: "#8fc98f",
+    ActionKind.I: "#e8b86d",
+    ActionKind.W: "#c79fd6",
+}
 WAIT_COLOUR = "#d9d9d9"
 WIDEST_PX = 24_000
 _TICKS = 8
 _WORDS = {
-    Kind.F: "F forward",
-    Kind.B: "B backward",
-    Kind.I: "I input part",
-    Kind.W: "W weight part",
+    ActionKind.F: "F forward",
+    ActionKind.B: "B backward",
+    ActionKind.I: "I input part",
+    ActionKind.W: "W weight part",
 }
 
 
@@ -89,7 +94,7 @@ def head(timeline: Timeline, unit: str = "units") -> str:
     )
 
 
-def colours(row: tuple[Span, ...]) -> dict[tuple[int, Kind], str]:
+def colours(row: tuple[Span, ...]) -> dict[tuple[int, ActionKind], str]:
     """Of each (stage, kind) of a rank: by kind, further stages (chunks) nearer to white."""
     stages = sorted({span.action.stage for span in row if not span.action.kind.is_message})
     found = {(span.action.stage, span.action.kind): WAIT_COLOUR for span in row}

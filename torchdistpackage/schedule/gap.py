@@ -16,7 +16,7 @@ from torchdistpackage.schedule.simulate import Span, Timeline, busy, simulate
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class BubbleAttribution:
     """A measured step beside its simulation; prints as one line of a log.
 
     measured, predicted: in seconds; predicted with the measured mean costs, messages included.
@@ -49,7 +49,7 @@ class Gap:
         )
 
 
-def gap_of(schedule: Schedule, spans: Spans) -> Gap:
+def attribute_bubble(schedule: Schedule, spans: Spans) -> BubbleAttribution:
     """Compare one step of `schedule` with what it should have been.
 
     spans: of every pipe index, from `Executor.run(record=True)`: its computations and, under
@@ -66,7 +66,7 @@ def gap_of(schedule: Schedule, spans: Spans) -> Gap:
     uneven = simulate(schedule, free).bubbles
     hosted = simulate(schedule, _plus(free, [_host_s(rows[r]) for r in schedule.placement])).total
     with_host = [1 - busy(row) / hosted if hosted else 0.0 for row in rows]
-    return Gap(
+    return BubbleAttribution(
         measured,
         simulate(schedule, costs),
         alone,

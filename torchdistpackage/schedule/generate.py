@@ -16,7 +16,7 @@ from torchdistpackage.schedule.interleaved import interleaved, looped_bfs
 from torchdistpackage.schedule.one_chunk import forward_only, gpipe, one_f_one_b
 from torchdistpackage.schedule.passes import add_messages, fuse_messages
 from torchdistpackage.schedule.vee import dualpipe_v, zb_v
-from torchdistpackage.schedule.work import Work
+from torchdistpackage.schedule.work import TaskGraph
 from torchdistpackage.schedule.zero_bubble import interleaved_zb, zb_h1, zb_h2
 
 Generator = Callable[[int, int, int], Schedule]
@@ -85,7 +85,7 @@ def evaluation(schedule: Schedule, num_microbatches: int) -> Schedule:
     """
     if num_microbatches < 1:
         raise ScheduleError(f"{num_microbatches} microbatches to evaluate; use 1 or more")
-    work = Work(schedule.placement, num_microbatches)
+    work = TaskGraph(schedule.placement, num_microbatches)
     everything = sum(room(work)) * num_microbatches
     rules = Rules(
         deepest_first(work.num_stages),

@@ -11,30 +11,30 @@ import math
 from dataclasses import dataclass
 
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.schedule.work import BACKWARD, FORWARD, INPUT, WEIGHT, Order, Work
+from torchdistpackage.schedule.work import BACKWARD, FORWARD, INPUT, WEIGHT, Order, TaskGraph
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
     """What a rank prefers, and its limits.
 
-    turns: (forward, backward) of each stage: with several possible, the lowest number starts.
+    priority: (forward, backward) of each stage: with several possible, the lowest number starts.
     capacity: what each rank may hold, in the unit of `weights`; see Work.held.
     ahead: how many forwards each stage may be ahead of its backwards; the warm-up's depth.
     split: how many of the first and of the last microbatches of each stage have their backward
         split; the Ws of those fill gaps.
-    late: how many Ws each rank may owe; with more it runs one before all else.
-    filling: the share of a W that must fit into a gap for the W to start in it.
+    max_deferred_w: how many Ws each rank may owe; with more it runs one before all else.
+    min_gap_fill: the share of a W that must fit into a gap for the W to start in it.
     weights: what a microbatch of each stage counts; 1 if left out.
     backward: False leaves only forwards.
     """
 
-    turns: tuple[tuple[float, float], ...]
+    priority: tuple[tuple[float, float], ...]
     capacity: tuple[float, ...]
     ahead: tuple[int, ...]
     split: tuple[tuple[int, int], ...]
-    late: tuple[int, ...]
-    filling: float = 0.5
+    max_deferred_w: tuple[int, ...]
+    min_gap_fill: float = 0.5
     weights: tuple[float, ...] | None = None
     backward: bool = True
 
@@ -49,12 +49,12 @@ def backward_first(num_stages: int) -> tuple[tuple[float, float], ...]:
     return tuple((num_stages - s, s - num_stages) for s in range(num_stages))
 
 
-def room(work: Work, weights: tuple[float, ...] | None = None) -> tuple[float, ...]:
+def room(work: TaskGraph, weights: tuple[float, ...] | None = None) -> tuple[float, ...]:
     """For each rank the least capacity with which it can run: one microbatch of all its stages."""
     return tuple(sum(weights[s] if weights else 1 for s in mine) for mine in work.stages)
 
 
-class _Rank:
+class _RankState:
     """One rank on its way: its clock, what it holds, and its stages' candidates in turn."""
 
     def __init__(self, stages: list[int], rules: Rules, late: int) -> None:
@@ -65,13 +65,13 @@ class _Rank:
         self.late = late
         kinds = (FORWARD, INPUT) if rules.backward else (FORWARD,)
         self.candidates = sorted(
-            ((kind, s) for s in stages for kind in kinds), key=lambda c: rules.turns[c[1]][c[0]]
+            ((kind, s) for s in stages for kind in kinds), key=lambda c: rules.priority[c[1]][c[0]]
         )
         self.pending: list[tuple[int, int]] = []
         """(stage, microbatch) of each W that may run, the newest last."""
 
 
-def list_order(work: Work, rules: Rules) -> Order:
+def list_order(work: TaskGraph, rules: Rules) -> Order:
     """The order that `rules` give, when every computation takes what `work` says.
 
     Raises:
@@ -82,14 +82,17 @@ def list_order(work: Work, rules: Rules) -> Order:
     placement, ahead, split = work.placement, rules.ahead, rules.split
     weights = rules.weights or (1.0,) * work.num_stages
     limits = _limits(work, rules, weights)
-    ranks = [_Rank(mine, rules, late) for mine, late in zip(work.stages, rules.late, strict=True)]
+    ranks = [
+        _RankState(mine, rules, late)
+        for mine, late in zip(work.stages, rules.max_deferred_w, strict=True)
+    ]
     # Next microbatch of each stage and, by kind, when what it waits for is there.
     nexts = [[0] * work.num_stages, [0] * work.num_stages]
     ready = [[math.inf] * size, [math.inf] * size]
     ready[FORWARD][:m] = [0.0] * m
     events = [(0.0, r) for r in range(len(ranks))]
 
-    def pick(rank: _Rank, now: float) -> tuple[int, int, float]:
+    def pick(rank: _RankState, now: float) -> tuple[int, int, float]:
         """(kind, stage, when it may start) of the first possible; kind -1 if there is none."""
         if len(rank.pending) > rank.late:
             return WEIGHT, rank.pending[-1][0], now
@@ -110,7 +113,7 @@ def list_order(work: Work, rules: Rules) -> Order:
             soonest = min(soonest, when)
         if rank.pending:
             s = rank.pending[-1][0]
-            if full or soonest - now >= rules.filling * work.costs.weight[s]:
+            if full or soonest - now >= rules.min_gap_fill * work.costs.weight[s]:
                 return WEIGHT, s, now
         return -1, -1, soonest
 
@@ -158,7 +161,7 @@ def list_order(work: Work, rules: Rules) -> Order:
     return [rank.program for rank in ranks]
 
 
-def _limits(work: Work, rules: Rules, weights: tuple[float, ...]) -> list[float]:
+def _limits(work: TaskGraph, rules: Rules, weights: tuple[float, ...]) -> list[float]:
     """For each stage what its rank may hold at most when it starts a forward of it.
 
     Below the capacity by the forward itself and by one of each later stage of the rank: with

@@ -6,12 +6,12 @@ the moment the one before it ends or its message arrives, from the start of the 
 
 from collections.abc import Callable, Iterator
 
-from torchdistpackage.schedule.work import BACKWARD, FORWARD, INPUT, WEIGHT, Order, Work
+from torchdistpackage.schedule.work import BACKWARD, FORWARD, INPUT, WEIGHT, Order, TaskGraph
 
 Fits = Callable[[Order], bool]
 
 
-def improve(work: Work, order: Order, fits: Fits, trials: int) -> Order:
+def local_search(work: TaskGraph, order: Order, fits: Fits, trials: int) -> Order:
     """The order, shortened by up to `trials` tried changes; never longer, and only such as fit.
 
     Counted in trials and not in seconds, so that every rank that runs it gets the same.
@@ -31,7 +31,7 @@ def improve(work: Work, order: Order, fits: Fits, trials: int) -> Order:
     return order
 
 
-def _length(work: Work, order: Order) -> tuple[float, float]:
+def _length(work: TaskGraph, order: Order) -> tuple[float, float]:
     """The makespan; of two alike the one whose ranks end earlier is nearer to a shorter one."""
     ends, _ = work.arrivals(order)
     return max(ends), sum(ends)
@@ -43,9 +43,9 @@ def _is_shorter(length: tuple[float, float], best: tuple[float, float], tiny: fl
     return length[1] < best[1] - tiny
 
 
-def _changes(work: Work, order: Order) -> Iterator[Order]:
+def _changes(work: TaskGraph, order: Order) -> Iterator[Order]:
     """The order with one change to its critical path, for each change that may shorten it."""
-    times = _Times(work, order)
+    times = _OrderTimes(work, order)
     size = work.size
     for rank, i, at_once in times.critical():
         program = order[rank]
@@ -70,7 +70,7 @@ def _put(program: list[int], number: int, place: int) -> list[int]:
     return [*program[:place], number, *program[place:]]
 
 
-def _swapped(work: Work, program: list[int], i: int) -> list[int] | None:
+def _swapped(work: TaskGraph, program: list[int], i: int) -> list[int] | None:
     """The program with i before i - 1, unless it uses that or is the next of its kind."""
     size, m = work.size, work.num_microbatches
     before, number = program[i - 1], program[i]
@@ -82,7 +82,7 @@ def _swapped(work: Work, program: list[int], i: int) -> list[int] | None:
     return [*program[: i - 1], number, before, *program[i + 1 :]]
 
 
-def _whole(work: Work, program: list[int], i: int) -> list[int] | None:
+def _whole(work: TaskGraph, program: list[int], i: int) -> list[int] | None:
     """The program with the W at i joined to its I, if the whole takes less than both."""
     size, cost = work.size, work.cost
     weight = program[i]
@@ -92,10 +92,10 @@ def _whole(work: Work, program: list[int], i: int) -> list[int] | None:
     return [whole if n == first else n for n in program if n != weight]
 
 
-class _Times:
+class _OrderTimes:
     """When the computations of an order start, and on what each has waited."""
 
-    def __init__(self, work: Work, order: Order) -> None:
+    def __init__(self, work: TaskGraph, order: Order) -> None:
         self._work, self._order = work, order
         self._ends, self._arrived = work.arrivals(order)
         self._where = {

@@ -5,8 +5,8 @@ fills in as many steps as with one stage a rank, but of shorter ones.
 """
 
 from torchdistpackage.schedule.actions import Schedule
-from torchdistpackage.schedule.turns import even_groups, looped, take_turns
-from torchdistpackage.schedule.work import Work
+from torchdistpackage.schedule.turns import even_groups, looped, warmup_steady
+from torchdistpackage.schedule.work import TaskGraph
 
 
 def interleaved(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
@@ -34,16 +34,16 @@ def looped_bfs(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
 
 def breadth_first(name: str, num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
     """Stage by stage all forwards, then, from the last stage, all backwards."""
-    work = Work(looped(num_ranks, chunks), num_microbatches)
-    return work.schedule(name, take_turns(work, [num_microbatches * chunks] * num_ranks))
+    work = TaskGraph(looped(num_ranks, chunks), num_microbatches)
+    return work.schedule(name, warmup_steady(work, [num_microbatches * chunks] * num_ranks))
 
 
 def megatron(name: str, num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
     """What `interleaved` says, under any name."""
-    work = Work(looped(num_ranks, chunks), num_microbatches)
+    work = TaskGraph(looped(num_ranks, chunks), num_microbatches)
     groups = even_groups(num_microbatches, num_ranks)
     ahead = megatron_ahead(num_ranks, chunks, groups)
-    return work.schedule(name, take_turns(work, ahead, groups=groups))
+    return work.schedule(name, warmup_steady(work, ahead, groups=groups))
 
 
 def megatron_ahead(num_ranks: int, chunks: int, groups: list[int]) -> list[int]:

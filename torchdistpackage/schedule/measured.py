@@ -12,7 +12,7 @@ from statistics import median
 from typing import NamedTuple
 
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.schedule.actions import Action, Kind
+from torchdistpackage.schedule.actions import Action, ActionKind
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.simulate import Span
 
@@ -34,28 +34,30 @@ def costs_of(
     Raises:
         ScheduleError: a stage has no forward in the spans.
     """
-    taken: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
+    taken: defaultdict[tuple[ActionKind, int], list[float]] = defaultdict(list)
     for row in spans:
         for action, start, end in row:
             taken[action.kind, action.stage].append(end - start)
-    if absent := [s for s in range(num_stages) if not taken[Kind.F, s]]:
+    if absent := [s for s in range(num_stages) if not taken[ActionKind.F, s]]:
         raise ScheduleError(
             f"no forward of stage {', '.join(map(str, absent))} among the spans of {len(spans)} "
             f"pipe ranks; pass those of every rank, of a step with all {num_stages} stages"
         )
 
-    def of(kind: Kind, stage: int, default: float) -> float:
+    def of(kind: ActionKind, stage: int, default: float) -> float:
         return average(taken[kind, stage]) if taken[kind, stage] else default
 
-    def total(kind: Kind) -> float:
+    def total(kind: ActionKind) -> float:
         return sum(of(kind, s, 0.0) for s in range(num_stages))
 
-    parts = total(Kind.I) + total(Kind.W)
-    share = total(Kind.I) / parts if parts else 0.5
-    forward = tuple(of(Kind.F, s, 0.0) for s in range(num_stages))
-    first = tuple(of(Kind.I, s, of(Kind.B, s, 0.0) * share) for s in range(num_stages))
-    second = tuple(of(Kind.W, s, of(Kind.B, s, 0.0) * (1 - share)) for s in range(num_stages))
-    whole = tuple(of(Kind.B, s, first[s] + second[s]) for s in range(num_stages))
+    parts = total(ActionKind.I) + total(ActionKind.W)
+    share = total(ActionKind.I) / parts if parts else 0.5
+    forward = tuple(of(ActionKind.F, s, 0.0) for s in range(num_stages))
+    first = tuple(of(ActionKind.I, s, of(ActionKind.B, s, 0.0) * share) for s in range(num_stages))
+    second = tuple(
+        of(ActionKind.W, s, of(ActionKind.B, s, 0.0) * (1 - share)) for s in range(num_stages)
+    )
+    whole = tuple(of(ActionKind.B, s, first[s] + second[s]) for s in range(num_stages))
     place, quickest = _place(spans), _quickest(spans)
     message = [
         0.0 if place[s] == place[s + 1] else _link(quickest, place[s], place[s + 1])[0]
@@ -117,10 +119,16 @@ def _quickest(spans: Spans) -> dict[tuple[int, int], _Quickest]:
     found: dict[tuple[int, int], _Quickest] = {}
     for rank, row in enumerate(spans):
         for (stage, kind, m), _, end in row:
-            if kind is Kind.F:
-                used, wait = Action(stage + 1, Kind.F, m), Action(stage + 1, Kind.RECV_F, m)
+            if kind is ActionKind.F:
+                used, wait = (
+                    Action(stage + 1, ActionKind.F, m),
+                    Action(stage + 1, ActionKind.RECV_F, m),
+                )
             elif kind.gives_gradient:
-                used, wait = Action(stage - 1, Kind.B, m), Action(stage - 1, Kind.RECV_B, m)
+                used, wait = (
+                    Action(stage - 1, ActionKind.B, m),
+                    Action(stage - 1, ActionKind.RECV_B, m),
+                )
             else:
                 continue
             to, start = users.get(used, (rank, 0.0))
@@ -132,7 +140,7 @@ def _quickest(spans: Spans) -> dict[tuple[int, int], _Quickest]:
 
 
 def _either(action: Action) -> Action:
-    return action._replace(kind=Kind.B) if action.kind is Kind.I else action
+    return action._replace(kind=ActionKind.B) if action.kind is ActionKind.I else action
 
 
 def _link(quickest: dict[tuple[int, int], _Quickest], a: int, b: int) -> tuple[float, float]:

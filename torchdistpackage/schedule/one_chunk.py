@@ -6,13 +6,13 @@ answer with the order of `interleaved.py` that does the same with chunks.
 
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.interleaved import breadth_first, megatron
-from torchdistpackage.schedule.turns import looped, take_turns
-from torchdistpackage.schedule.work import FORWARD, Work
+from torchdistpackage.schedule.turns import looped, warmup_steady
+from torchdistpackage.schedule.work import FORWARD, TaskGraph
 
 
 def forward_only(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
     """Every stage runs its forwards in order: evaluation and generation."""
-    work = Work(looped(num_ranks, chunks), num_microbatches)
+    work = TaskGraph(looped(num_ranks, chunks), num_microbatches)
     order = [
         [work.number(FORWARD, s, k) for s in stages for k in range(num_microbatches)]
         for stages in work.stages
@@ -37,5 +37,5 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
     """
     if chunks > 1:
         return megatron("1f1b~interleaved", num_ranks, num_microbatches, chunks)
-    work = Work(looped(num_ranks, 1), num_microbatches)
-    return work.schedule("1f1b", take_turns(work, [num_ranks - s for s in range(num_ranks)]))
+    work = TaskGraph(looped(num_ranks, 1), num_microbatches)
+    return work.schedule("1f1b", warmup_steady(work, [num_ranks - s for s in range(num_ranks)]))

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from torchdistpackage.schedule.actions import (
     Action,
+    ActionKind,
     Batch,
-    Kind,
     Program,
     Schedule,
     Step,
@@ -19,7 +19,11 @@ from torchdistpackage.schedule.actions import (
 from torchdistpackage.schedule.costs import Costs
 from torchdistpackage.schedule.simulate import DEFAULT_COSTS, replay
 
-_SENDS = {Kind.F: (Kind.SEND_F, 1), Kind.B: (Kind.SEND_B, -1), Kind.I: (Kind.SEND_B, -1)}
+_SENDS = {
+    ActionKind.F: (ActionKind.SEND_F, 1),
+    ActionKind.B: (ActionKind.SEND_B, -1),
+    ActionKind.I: (ActionKind.SEND_B, -1),
+}
 
 
 def add_messages(schedule: Schedule, costs: Costs = DEFAULT_COSTS) -> Schedule:

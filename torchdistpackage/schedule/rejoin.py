@@ -4,10 +4,10 @@ One rule: no computation starts later than before. A whole backward runs through
 and keeps nothing for its second half; a split one pays only if somebody waits for the first.
 """
 
-from torchdistpackage.schedule.work import BACKWARD, INPUT, WEIGHT, Order, Work
+from torchdistpackage.schedule.work import BACKWARD, INPUT, WEIGHT, Order, TaskGraph
 
 
-def rejoin(work: Work, order: Order, allowance: float = 0.0) -> Order:
+def merge_backward(work: TaskGraph, order: Order, allowance: float = 0.0) -> Order:
     """The order with a B for each I whose message can wait until a W in the next place has ended.
 
     That W may be of another microbatch: if it takes as long, the two change places. allowance:
@@ -46,7 +46,7 @@ def rejoin(work: Work, order: Order, allowance: float = 0.0) -> Order:
 _GONE = -1
 
 
-def _by_age(work: Work, program: list[int]) -> list[int]:
+def _by_age(work: TaskGraph, program: list[int]) -> list[int]:
     """The program with the Ws of each stage, in the places that they have, oldest first."""
     size, m = work.size, work.num_microbatches
     weights: dict[int, list[int]] = {}

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from torchdistpackage.schedule.greedy import Rules, backward_first, deepest_first, list_order, room
-from torchdistpackage.schedule.rejoin import rejoin
-from torchdistpackage.schedule.work import Order, Work
+from torchdistpackage.schedule.rejoin import merge_backward
+from torchdistpackage.schedule.work import Order, TaskGraph
 
 _BUDGET = 100_000
 """Computations to list-schedule in all, about half a second."""
@@ -21,7 +21,9 @@ _FEWEST, _MOST = 12, 300
 """Sets of rules to try, however large or small an order is."""
 
 
-def search(work: Work, capacity: tuple[float, ...], weights: tuple[float, ...] | None) -> Order:
+def rule_search(
+    work: TaskGraph, capacity: tuple[float, ...], weights: tuple[float, ...] | None
+) -> Order:
     """The shortest order found in which no rank holds more than its capacity (see Rules).
 
     Of two as long the one found with less to hold.
@@ -29,13 +31,13 @@ def search(work: Work, capacity: tuple[float, ...], weights: tuple[float, ...] |
     Raises:
         ScheduleError: a capacity does not even hold one microbatch of each stage of its rank.
     """
-    found = _Search(work)
+    found = _RuleSearch(work)
     trials = min(max(_BUDGET // (3 * work.size), _FEWEST), _MOST)
     choices = _choices(work, _capacities(work, capacity, weights))
     starts = _starts(work, choices["capacity"][0], weights)
     for number, start in enumerate(starts, 1):
-        found.descend(start, choices, trials * number // (len(starts) + 1))
-    found.shake(choices, trials)
+        found.coordinate_descent(start, choices, trials * number // (len(starts) + 1))
+    found.random_restarts(choices, trials)
     return found.order
 
 
@@ -43,10 +45,10 @@ Choices = dict[str, list[Any]]
 """For each preference of Rules the values worth a try."""
 
 
-class _Search:
+class _RuleSearch:
     """What has been tried, and the best of it."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: TaskGraph) -> None:
         self._work = work
         self._lowest = work.lowest_makespan()
         self._tried: dict[Rules, float] = {}
@@ -54,7 +56,7 @@ class _Search:
         self._rules: Rules | None = None
         self.order: Order = []
 
-    def descend(self, rules: Rules, choices: Choices, trials: int) -> None:
+    def coordinate_descent(self, rules: Rules, choices: Choices, trials: int) -> None:
         """Set one preference after the other to its best value while that gains something."""
         length = self._try(rules)
         moved = True
@@ -69,7 +71,7 @@ class _Search:
                     if now < length:
                         rules, length, moved = changed, now, True
 
-    def shake(self, choices: Choices, trials: int) -> None:
+    def random_restarts(self, choices: Choices, trials: int) -> None:
         """Set two preferences of the best at random, again and again."""
         draw = random.Random(0)
         for _ in range(2 * trials):
@@ -88,7 +90,7 @@ class _Search:
         best = math.inf
         # Where nobody waits for the first half, or everywhere: which is shorter only shows after.
         for allowance in (0.0, math.inf):
-            order = rejoin(self._work, listed, allowance)
+            order = merge_backward(self._work, listed, allowance)
             length = self._work.makespan(order)
             best = min(best, length)
             if length < self._length:
@@ -98,7 +100,7 @@ class _Search:
 
 
 def _starts(
-    work: Work, capacity: tuple[float, ...], weights: tuple[float, ...] | None
+    work: TaskGraph, capacity: tuple[float, ...], weights: tuple[float, ...] | None
 ) -> list[Rules]:
     """Everything split; nothing split, as 1F1B; and, as ZB-H1, what fills and drains the pipe."""
     m, num_stages = work.num_microbatches, work.num_stages
@@ -117,7 +119,7 @@ def _starts(
 
 
 def _capacities(
-    work: Work, capacity: tuple[float, ...], weights: tuple[float, ...] | None
+    work: TaskGraph, capacity: tuple[float, ...], weights: tuple[float, ...] | None
 ) -> list[tuple[float, ...]]:
     """What ranks may hold, little first: from what 1F1B's first rank holds to all they can."""
     least = [all_stages * work.num_ranks for all_stages in room(work, weights)]
@@ -128,7 +130,7 @@ def _capacities(
     return list(dict.fromkeys([*scaled, capacity]))
 
 
-def _choices(work: Work, capacities: list[tuple[float, ...]]) -> Choices:
+def _choices(work: TaskGraph, capacities: list[tuple[float, ...]]) -> Choices:
     m, num_stages, num_ranks = work.num_microbatches, work.num_stages, work.num_ranks
     unlimited = (m * num_stages,) * num_ranks
     ends = ((1, 0, 1, 0), (1, 0, 0, 0), (0, 0, 1, 0), (1, 1, 1, 1), (2, 0, 1, 0), (2, 0, 2, 0))
@@ -154,21 +156,21 @@ def _choices(work: Work, capacities: list[tuple[float, ...]]) -> Choices:
                 for whole in (False, True)
             ),
         ],
-        "late": [
+        "max_deferred_w": [
             unlimited,
             *(tuple(math.ceil(by * r + more) for r in range(num_ranks)) for by, more in late),
         ],
-        "turns": [
+        "priority": [
             deepest_first(num_stages),
             backward_first(num_stages),
             tuple((-s, s - num_stages) for s in range(num_stages)),
             tuple((s, -s - 0.5) for s in range(num_stages)),
         ],
-        "filling": [0.5, 1.0, 0.0, 0.25, 0.75],
+        "min_gap_fill": [0.5, 1.0, 0.0, 0.25, 0.75],
     }
 
 
-def _ahead(work: Work, factor: float, *, whole: bool) -> tuple[int, ...]:
+def _ahead(work: TaskGraph, factor: float, *, whole: bool) -> tuple[int, ...]:
     """For each stage how many forwards a rank can start until a microbatch is back, or so.
 
     That is the way to the last stage and back over the time in which the slowest rank does one

@@ -12,13 +12,13 @@ from itertools import pairwise
 from typing import NamedTuple, Self
 
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.schedule.actions import Action, Kind, Program, Schedule, flatten
+from torchdistpackage.schedule.actions import Action, ActionKind, Program, Schedule, flatten
 from torchdistpackage.schedule.costs import Costs, StageCosts
 
-DEFAULT_COSTS: Mapping[Kind, float] = {Kind.F: 1.0, Kind.B: 2.0}
+DEFAULT_COSTS: Mapping[ActionKind, float] = {ActionKind.F: 1.0, ActionKind.B: 2.0}
 """A backward is two matrix products for each of the forward's one; messages are free."""
 
-_LIVE = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
+_LIVE = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.W: -1}
 
 
 class Span(NamedTuple):
@@ -121,7 +121,7 @@ def replay(schedule: Schedule, costs: Costs = DEFAULT_COSTS) -> list[Span]:
             start = max(now, ready[number])
             now = start + cost
             spans.append(Span(action, start, now))
-            if kind is not Kind.W:
+            if kind is not ActionKind.W:
                 missing[number + block] -= 1
             if onward:
                 fed = number + onward
@@ -144,7 +144,7 @@ def replay(schedule: Schedule, costs: Costs = DEFAULT_COSTS) -> list[Span]:
 _Row = tuple[int, float, int, float]
 
 
-def _rows(schedule: Schedule, costs: StageCosts, block: int) -> dict[Kind, list[_Row]]:
+def _rows(schedule: Schedule, costs: StageCosts, block: int) -> dict[ActionKind, list[_Row]]:
     """By kind and stage: number of microbatch 0, cost, steps to the number fed, and its lag.
 
     0 steps: no other stage waits for it.
@@ -160,10 +160,10 @@ def _rows(schedule: Schedule, costs: StageCosts, block: int) -> dict[Kind, list[
 
     none = [0] * num_stages
     return {
-        Kind.F: table(0, costs.forward, up, [*lags, 0.0]),
-        Kind.B: table(block, costs.backward, down, [0.0, *lags]),
-        Kind.I: table(block, costs.input, down, [0.0, *lags]),
-        Kind.W: table(2 * block, costs.weight, none, [0.0] * num_stages),
+        ActionKind.F: table(0, costs.forward, up, [*lags, 0.0]),
+        ActionKind.B: table(block, costs.backward, down, [0.0, *lags]),
+        ActionKind.I: table(block, costs.input, down, [0.0, *lags]),
+        ActionKind.W: table(2 * block, costs.weight, none, [0.0] * num_stages),
     }
 
 

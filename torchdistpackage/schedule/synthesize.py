@@ -15,13 +15,13 @@ from torchdistpackage.schedule.check import check
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.generate import GENERATORS
 from torchdistpackage.schedule.greedy import room
-from torchdistpackage.schedule.improve import improve
+from torchdistpackage.schedule.improve import local_search
 from torchdistpackage.schedule.passes import add_messages, fuse_messages
-from torchdistpackage.schedule.rejoin import rejoin
-from torchdistpackage.schedule.search import search
+from torchdistpackage.schedule.rejoin import merge_backward
+from torchdistpackage.schedule.search import rule_search
 from torchdistpackage.schedule.turns import looped
 from torchdistpackage.schedule.vee import zigzag
-from torchdistpackage.schedule.work import BACKWARD, INPUT, WEIGHT, Order, Work
+from torchdistpackage.schedule.work import BACKWARD, INPUT, WEIGHT, Order, TaskGraph
 
 NAME = "auto"
 
@@ -69,7 +69,7 @@ def synthesize(
     weights = None if stage_bytes is None else tuple(stage_bytes)
     if weights is not None and len(weights) != num_stages:
         raise ScheduleError(f"{NAME}: bytes of {len(weights)} stages for {num_stages} stages")
-    works = [Work(p, num_microbatches, costs) for p in placements]
+    works = [TaskGraph(p, num_microbatches, costs) for p in placements]
     found = [_best(work, chunks, memory_cap, weights) for work in works]
     _, name, order, work = _shortest(found, weights)
     schedule = fuse_messages(add_messages(work.schedule(name, order), costs))
@@ -77,7 +77,7 @@ def synthesize(
     return schedule
 
 
-Found = tuple[float, str, Order, Work]
+Found = tuple[float, str, Order, TaskGraph]
 """Makespan, name and order of a candidate, and the work that it orders."""
 
 
@@ -89,14 +89,14 @@ def _shortest(found: Sequence[Found], weights: tuple[float, ...] | None) -> Foun
 
 
 def _best(
-    work: Work,
+    work: TaskGraph,
     chunks: int,
     cap: float | Sequence[float] | None,
     weights: tuple[float, ...] | None,
 ) -> Found:
     """The best on one placement."""
     capacity = _capacity(work, cap, weights)
-    listed = search(work, capacity, weights)
+    listed = rule_search(work, capacity, weights)
     candidates: list[Found] = [
         (work.makespan(order), name, order, work)
         for name, order in _stock(work, chunks)
@@ -108,7 +108,7 @@ def _best(
     trials = _TRIALS // (3 * work.size)
     for length, _, order, _ in candidates[:2]:
         limits = [max(*pair) for pair in zip(work.held(order, weights), capacity, strict=True)]
-        better = improve(
+        better = local_search(
             work, order, lambda o, limits=limits: _fits(work.held(o, weights), limits), trials // 2
         )
         if work.makespan(better) < length:
@@ -123,7 +123,7 @@ def _fits(held: Sequence[float], limits: Sequence[float]) -> bool:
 _ROUNDING = 1e-9
 
 
-def _stock(work: Work, chunks: int) -> Iterator[tuple[str, Order]]:
+def _stock(work: TaskGraph, chunks: int) -> Iterator[tuple[str, Order]]:
     """Every stock order on this placement: as it is, with no backward split, with all split."""
     schedules = [g(work.num_ranks, work.num_microbatches, chunks) for g in GENERATORS.values()]
     known: list[Order] = []
@@ -137,14 +137,14 @@ def _stock(work: Work, chunks: int) -> Iterator[tuple[str, Order]]:
             (f"{NAME}:{schedule.name}", order),
             (NAME, _none_split(work, order)),
             (NAME, split),
-            (NAME, rejoin(work, split)),
+            (NAME, merge_backward(work, split)),
         ):
             if variant not in known:
                 known.append(variant)
                 yield name, variant
 
 
-def _none_split(work: Work, order: Order) -> Order:
+def _none_split(work: TaskGraph, order: Order) -> Order:
     """The order with a B where it has an I, and no W."""
     size = work.size
     return [
@@ -157,7 +157,7 @@ def _none_split(work: Work, order: Order) -> Order:
     ]
 
 
-def _all_split(work: Work, order: Order) -> Order:
+def _all_split(work: TaskGraph, order: Order) -> Order:
     """The order with an I and at once its W where it has a B."""
     size = work.size
     split: Order = []
@@ -172,7 +172,7 @@ def _all_split(work: Work, order: Order) -> Order:
 
 
 def _capacity(
-    work: Work, cap: float | Sequence[float] | None, weights: tuple[float, ...] | None
+    work: TaskGraph, cap: float | Sequence[float] | None, weights: tuple[float, ...] | None
 ) -> tuple[float, ...]:
     """What each rank may hold, at most all that there is."""
     once = room(work, weights)

@@ -6,11 +6,15 @@ For chrome://tracing and ui.perfetto.dev. Arrows lead from what is sent to what 
 import json
 from typing import Any
 
-from torchdistpackage.schedule.actions import Action, Kind
+from torchdistpackage.schedule.actions import Action, ActionKind
 from torchdistpackage.schedule.simulate import Span, Timeline
 
 _US = 1e6
-_FED = {Kind.F: (Kind.F,), Kind.B: (Kind.B, Kind.I), Kind.I: (Kind.B, Kind.I)}
+_FED = {
+    ActionKind.F: (ActionKind.F,),
+    ActionKind.B: (ActionKind.B, ActionKind.I),
+    ActionKind.I: (ActionKind.B, ActionKind.I),
+}
 
 
 def trace(timeline: Timeline) -> str:
@@ -69,5 +73,5 @@ def _arrows(timeline: Timeline, process: int) -> list[dict[str, Any]]:
 
 
 def _fed(action: Action) -> list[Action]:
-    stage = action.stage + (1 if action.kind is Kind.F else -1)
+    stage = action.stage + (1 if action.kind is ActionKind.F else -1)
     return [Action(stage, kind, action.microbatch) for kind in _FED.get(action.kind, ())]

@@ -7,7 +7,7 @@ and how many microbatches a stage runs before the rank turns to its next one.
 
 from collections.abc import Sequence
 
-from torchdistpackage.schedule.work import BACKWARD, FORWARD, INPUT, WEIGHT, Order, Work
+from torchdistpackage.schedule.work import BACKWARD, FORWARD, INPUT, WEIGHT, Order, TaskGraph
 
 
 def looped(num_ranks: int, chunks: int) -> tuple[int, ...]:
@@ -25,8 +25,8 @@ def even_groups(num_microbatches: int, num_ranks: int) -> list[int]:
     return [size + 1] * larger + [size] * (count - larger)
 
 
-def take_turns(
-    work: Work,
+def warmup_steady(
+    work: TaskGraph,
     ahead: Sequence[int],
     late: Sequence[int] | None = None,
     groups: Sequence[int] | None = None,
@@ -55,7 +55,7 @@ def take_turns(
     return order
 
 
-def _in_groups(work: Work, kind: int, stages: list[int], groups: Sequence[int]) -> list[int]:
+def _in_groups(work: TaskGraph, kind: int, stages: list[int], groups: Sequence[int]) -> list[int]:
     numbers: list[int] = []
     first = 0
     for group in groups:

@@ -8,8 +8,8 @@ from collections import deque
 
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.greedy import Rules, backward_first, deepest_first, list_order
-from torchdistpackage.schedule.rejoin import rejoin
-from torchdistpackage.schedule.work import FORWARD, INPUT, WEIGHT, Order, Work
+from torchdistpackage.schedule.rejoin import merge_backward
+from torchdistpackage.schedule.work import FORWARD, INPUT, WEIGHT, Order, TaskGraph
 from torchdistpackage.schedule.zero_bubble import weights_late
 
 
@@ -28,13 +28,13 @@ def zb_v(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
     """
     if chunks == 1:
         return weights_late("zb-v~zb-h1", num_ranks, num_microbatches, 1)
-    work = Work(zigzag(num_ranks, chunks), num_microbatches)
+    work = TaskGraph(zigzag(num_ranks, chunks), num_microbatches)
     name = _degraded("zb-v", work, chunks)
     if name != "zb-v":
         return work.schedule(name, _in_the_gaps(work, chunks * num_ranks))
     order: Order = []
     for rank in range(num_ranks):
-        program = _Program(work, rank)
+        program = _ProgramBuilder(work, rank)
         program.run("F", 2 * (num_ranks - rank) - 1)
         program.run("fF", rank)
         program.run("fiW", num_ranks - rank)
@@ -42,7 +42,7 @@ def zb_v(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
         program.run("Ii", rank)
         program.run("IW", num_ranks - rank)
         order.append(program.with_all_weights())
-    return work.schedule(name, rejoin(work, order))
+    return work.schedule(name, merge_backward(work, order))
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
@@ -54,13 +54,13 @@ def dualpipe_v(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
     """
     if chunks == 1:
         return weights_late("dualpipe-v~zb-h1", num_ranks, num_microbatches, 1)
-    work = Work(zigzag(num_ranks, chunks), num_microbatches)
+    work = TaskGraph(zigzag(num_ranks, chunks), num_microbatches)
     name = _degraded("dualpipe-v", work, chunks)
     if name != "dualpipe-v":
         return work.schedule(name, _in_the_gaps(work, chunks * num_ranks + 1))
     order: Order = []
     for rank in range(num_ranks):
-        program = _Program(work, rank)
+        program = _ProgramBuilder(work, rank)
         behind = num_ranks - rank - 1
         program.run("F", 2 * behind)
         program.run("Ff", rank + 1)
@@ -74,10 +74,10 @@ def dualpipe_v(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
         program.run("iI", half)
         program.run("WI", behind)
         order.append(program.with_all_weights())
-    return work.schedule(name, rejoin(work, order))
+    return work.schedule(name, merge_backward(work, order))
 
 
-def _in_the_gaps(work: Work, capacity: int) -> Order:
+def _in_the_gaps(work: TaskGraph, capacity: int) -> Order:
     """The shortest of a few list-scheduled orders in which no rank holds more than `capacity`."""
     best: Order = []
     lowest = work.lowest_makespan()
@@ -94,23 +94,23 @@ def _in_the_gaps(work: Work, capacity: int) -> Order:
             best = order
         if work.makespan(best) <= lowest + work.tiny:
             break
-    return rejoin(work, best)
+    return merge_backward(work, best)
 
 
-def _degraded(name: str, work: Work, chunks: int) -> str:
+def _degraded(name: str, work: TaskGraph, chunks: int) -> str:
     if chunks > 2:
         return f"{name}~zigzag"
     return f"{name}~short" if work.num_microbatches < 2 * work.num_ranks else name
 
 
-class _Program:
+class _ProgramBuilder:
     """A rank's program, written in letters, each the next microbatch of its kind.
 
     F and I are of the rank's first stage, f and i of its second; W is the oldest one left of
     either; a letter of which none is left is passed over.
     """
 
-    def __init__(self, work: Work, rank: int) -> None:
+    def __init__(self, work: TaskGraph, rank: int) -> None:
         first, second = work.stages[rank]
         m = range(work.num_microbatches)
         self._numbers: list[int] = []

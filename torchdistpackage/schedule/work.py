@@ -9,19 +9,19 @@ import math
 from itertools import repeat
 
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.schedule.actions import Action, Kind, Schedule, flatten
+from torchdistpackage.schedule.actions import Action, ActionKind, Schedule, flatten
 from torchdistpackage.schedule.costs import StageCosts
 
 Order = list[list[int]]
-"""For each rank its computations, as numbers of a `Work`."""
+"""For each rank its computations, as numbers of a `TaskGraph`."""
 
 FORWARD, INPUT, WEIGHT, BACKWARD = range(4)
-"""F, I, W and B, in the order in which `Work` numbers them."""
+"""F, I, W and B, in the order in which `TaskGraph` numbers them."""
 
-_KINDS = (Kind.F, Kind.I, Kind.W, Kind.B)
+_KINDS = (ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B)
 
 
-class Work:
+class TaskGraph:
     """What the ranks of a pipe have to compute in one step, and what it costs.
 
     Number of a computation: `kind * size + stage * num_microbatches + microbatch`, where `size` is

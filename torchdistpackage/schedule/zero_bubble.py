@@ -7,9 +7,9 @@ remains is that rank r starts r forwards late (Zero Bubble Pipeline Parallelism,
 
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.interleaved import megatron_ahead
-from torchdistpackage.schedule.rejoin import rejoin
-from torchdistpackage.schedule.turns import even_groups, looped, take_turns
-from torchdistpackage.schedule.work import Work
+from torchdistpackage.schedule.rejoin import merge_backward
+from torchdistpackage.schedule.turns import even_groups, looped, warmup_steady
+from torchdistpackage.schedule.work import TaskGraph
 
 
 def zb_h1(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
@@ -34,9 +34,9 @@ def zb_h2(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
     if chunks > 1:
         return weights_late("zb-h2~interleaved", p, num_microbatches, chunks)
     name = "zb-h2" if num_microbatches >= 2 * p - 1 else "zb-h2~short"
-    work = Work(looped(p, 1), num_microbatches)
-    order = take_turns(work, [2 * (p - s) - 1 for s in range(p)], [2 * s for s in range(p)])
-    return work.schedule(name, rejoin(work, order))
+    work = TaskGraph(looped(p, 1), num_microbatches)
+    order = warmup_steady(work, [2 * (p - s) - 1 for s in range(p)], [2 * s for s in range(p)])
+    return work.schedule(name, merge_backward(work, order))
 
 
 def interleaved_zb(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
@@ -54,8 +54,8 @@ def interleaved_zb(num_ranks: int, num_microbatches: int, chunks: int) -> Schedu
 
 def weights_late(name: str, num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
     """ZB-H1, or with several chunks interleaved zero bubble, under any name."""
-    work = Work(looped(num_ranks, chunks), num_microbatches)
+    work = TaskGraph(looped(num_ranks, chunks), num_microbatches)
     groups = even_groups(num_microbatches, num_ranks)
     ahead = megatron_ahead(num_ranks, chunks, groups)
-    order = take_turns(work, ahead, range(num_ranks), groups)
-    return work.schedule(name, rejoin(work, order))
+    order = warmup_steady(work, ahead, range(num_ranks), groups)
+    return work.schedule(name, merge_backward(work, order))

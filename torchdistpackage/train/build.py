@@ -12,16 +12,16 @@ from torch import nn
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.random import seed_rank
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.record import recorder
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.comm.world import world
-from torchdistpackage.config.schema import Optim, RunConfig
+from torchdistpackage.config.schema import OptimSection, RunConfig
 from torchdistpackage.ddp.bucket_sizes import bucket_sizes
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.shared import ParamSpec
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import DataError, LayoutError, ScheduleError
-from torchdistpackage.launch.reference import Reference
+from torchdistpackage.launch.reference import EntryPoint
 from torchdistpackage.layout.derive import BATCH_AXES, gradient_ranks
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.pipeline.executor import Executor
@@ -31,7 +31,7 @@ from torchdistpackage.parallel.tensor.init import initialize
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.generate import evaluation
 from torchdistpackage.train import corpus
-from torchdistpackage.train.chunks import Chunks, tie
+from torchdistpackage.train.chunks import TrainStages, tie
 from torchdistpackage.train.data import DataSource, TokenDataset
 from torchdistpackage.train.loss import LossFn, from_user, token_cross_entropy
 from torchdistpackage.train.memory import weight_format
@@ -48,7 +48,7 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
         TorchDistError: the plan does not fit the user's own model, loss or data.
     """
     config = plan.config
-    calls.checks = config.train.check_calls
+    recorder.checks = config.train.check_calls
     torch.set_float32_matmul_precision(config.precision.matmul)
     slow = max(config.launch.init_timeout_s, config.train.step_timeout_s)
     tpc.setup(plan.topology, rank, timeout_s=slow)
@@ -108,10 +108,10 @@ def build_data(plan: Plan) -> DataSource:
 
 def user_object(path: str) -> Callable:
     """What `pkg.module:name` names."""
-    return Reference.of(path).resolve()
+    return EntryPoint.of(path).resolve()
 
 
-def _stage(plan: Plan, device: torch.device) -> tuple[Chunks, dict[str, Layout], LossFn]:
+def _stage(plan: Plan, device: torch.device) -> tuple[TrainStages, dict[str, Layout], LossFn]:
     """My stages with their initial weights, layouts by local name, and the loss of the last."""
     config, mesh = plan.config, plan.topology.dense
     dtype = getattr(torch, weight_format(config.precision).dtype)
@@ -130,7 +130,7 @@ def _stage(plan: Plan, device: torch.device) -> tuple[Chunks, dict[str, Layout],
         for module in stages.values():
             module.to(device=device, dtype=dtype)
         seed_rank(config.run.seed, mesh, tpc.rank)
-    stage = Chunks(stages)
+    stage = TrainStages(stages)
     named = {name for name, _ in stage.named_parameters()}
     layouts = {name: layout for name, layout in by_name.items() if name in named}
     if config.model.loss is not None:
@@ -224,7 +224,9 @@ def _sharing(
         )
         return optimizer.reducer, optimizer
     shared = [
-        Shared(name, parameter, tpc.groups.of(ranks[name]), last=len(layouts[name].stages) > 1)
+        ParamSpec(
+            name, parameter, tpc.groups.of(ranks[name]), deferred=len(layouts[name].stages) > 1
+        )
         for name, parameter in stage.named_parameters()
         if parameter.requires_grad
     ]
@@ -233,7 +235,7 @@ def _sharing(
     return Reducer(shared, cap_bytes=sizes.default_bytes), inner
 
 
-def _optimizer(stage: nn.Module, section: Optim) -> torch.optim.AdamW | None:
+def _optimizer(stage: nn.Module, section: OptimSection) -> torch.optim.AdamW | None:
     """AdamW; matrices decay, vectors do not. None for a stage without parameters."""
     trained = [p for p in stage.parameters() if p.requires_grad]
     groups = [

@@ -8,20 +8,20 @@ beside its steps (initial weights, checkpoints); its groups are made ahead.
 from collections.abc import Iterator, Sequence
 from functools import cache
 
-from torchdistpackage.harness.lint.order import Call
+from torchdistpackage.harness.lint.order import OpSignature
 from torchdistpackage.harness.lint.programs import (
+    CallProgram,
     Collective,
     Messages,
     Op,
-    Part,
-    Program,
-    Wait,
+    ProgramMessage,
+    WaitAll,
     check,
     made_first,
 )
-from torchdistpackage.harness.lint.report import Report
+from torchdistpackage.harness.lint.report import LintReport
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.schedule.actions import Action, Batch, Kind
+from torchdistpackage.schedule.actions import Action, ActionKind, Batch
 from torchdistpackage.train.gradient_calls import GradientCalls, Sum, parameters
 from torchdistpackage.train.plan import Plan
 from torchdistpackage.train.products import Activations, gather, loss_calls, piece_calls, reduction
@@ -34,7 +34,7 @@ STATISTICS = 6
 """Numbers of a step that all ranks add up."""
 
 
-def static_report(plan: Plan, *, first: bool = True) -> Report:
+def static_report(plan: Plan, *, first: bool = True) -> LintReport:
     """Check one step of every rank of the plan, behind the making of its groups, without running
     any.
 
@@ -84,7 +84,7 @@ class StepPrograms:
             )
         return tuple(unknown)
 
-    def of(self, rank: int) -> Program:
+    def of(self, rank: int) -> CallProgram:
         """The program of one rank."""
         coord = self._mesh.coord(rank)
         role = coord.get("pipe", 0), coord.get("tensor", 0)
@@ -99,7 +99,7 @@ class StepPrograms:
         }
         for name, layout in shared:
             groups[name] = self._gradients.ranks(layout, rank), ""
-        return Program(ops, groups)
+        return CallProgram(ops, groups)
 
     def _role(
         self, place: int, tensor: int, rank: int
@@ -118,7 +118,7 @@ class StepPrograms:
             if due:
                 # see ddp/shared.py
                 ops += self._gradients.reductions(late)
-                ops.append(Wait())
+                ops.append(WaitAll())
         if self._mesh.size > 1:
             wide = reduction("all_reduce", (STATISTICS,), "float64")
             ops.append(Collective("world", (wide,), label="numbers of the step"))
@@ -128,21 +128,23 @@ class StepPrograms:
     def _round(self, place: int, sums: Sequence[Sum], headers: bool) -> Iterator[Op]:
         """One pass over the microbatches; the buckets leave when the last backward ends."""
         program = self._plan.schedule.programs[place]
-        last = [s for s in program if isinstance(s, Action) and s.kind in (Kind.B, Kind.W)][-1:]
+        last = [
+            s for s in program if isinstance(s, Action) and s.kind in (ActionKind.B, ActionKind.W)
+        ][-1:]
         for step in program:
             if isinstance(step, Batch) or step.kind.is_message:
                 actions = step.actions if isinstance(step, Batch) else (step,)
                 yield from self._messages(actions, str(step), headers and self._first)
                 continue
             calls = self._stage_calls(step.stage)[step.kind.gives_gradient]
-            if calls and step.kind is not Kind.W:
+            if calls and step.kind is not ActionKind.W:
                 yield Collective("tensor", calls, label=str(step))
             if step in last:
                 yield from self._gradients.reductions(sums)
 
     def _messages(self, actions: Sequence[Action], label: str, headers: bool) -> Iterator[Op]:
         place = self._plan.schedule.placement
-        for kind in (Kind.SEND_F, Kind.RECV_F) if headers else ():
+        for kind in (ActionKind.SEND_F, ActionKind.RECV_F) if headers else ():
             # all that go are sent before one that comes is waited for
             for a in actions:
                 if a.kind is kind:
@@ -151,24 +153,27 @@ class StepPrograms:
                         if a.kind.is_send
                         else ("receive", (a.peer, a.stage))
                     )
-                    part = Part(Call(word, HEADER), place[a.peer])
+                    part = ProgramMessage(OpSignature(word, HEADER), place[a.peer])
                     road = place[ends[0]], place[ends[1]]
-                    yield Messages("pipe", (part,), f"header of {label}", road=road)
+                    yield Messages("pipe", (part,), f"header of {label}", channel=road)
         facts = ()
         if self._plan.shape is not None:
             elements = self._flow.elements(self._plan.shape.dim)
             facts = (("elements", elements), ("dtype", self._flow.dtype))
         words = ("receive", "send")
-        parts = tuple(Part(Call(words[a.kind.is_send], facts), place[a.peer]) for a in actions)
+        parts = tuple(
+            ProgramMessage(OpSignature(words[a.kind.is_send], facts), place[a.peer])
+            for a in actions
+        )
         yield Messages("pipe", parts, label)
 
     @cache  # noqa: B019  lives as long as the plan is looked at
-    def _stage_calls(self, stage: int) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
+    def _stage_calls(self, stage: int) -> tuple[tuple[OpSignature, ...], tuple[OpSignature, ...]]:
         """Tensor-parallel calls of the stage's forward and backward, loss included."""
         if self._plan.shape is None:
             return (), ()
-        forward: list[Call] = []
-        backward: list[Call] = []
+        forward: list[OpSignature] = []
+        backward: list[OpSignature] = []
         for index in self._plan.stages[stage]:
             layouts = [layout for _, layout in parameters(self._plan, index)]
             there, back = piece_calls(layouts, self._flow, takes_ids=index == 0)

@@ -12,7 +12,7 @@ from torchdistpackage.comm.messages import Message
 from torchdistpackage.layout.layout import Layout
 
 
-class Chunks(nn.ModuleDict):
+class TrainStages(nn.ModuleDict):
     """By stage its module. Called with a stage and its input it runs that stage, so that hooks on
     this module see every forward of the rank."""
 

@@ -20,9 +20,9 @@ import numpy.typing as npt
 import torch
 
 from torchdistpackage.errors import DataError
-from torchdistpackage.train.joined import Joined
+from torchdistpackage.train.joined import ConcatView
 
-Ids = npt.NDArray[np.unsignedinteger] | Joined
+Ids = npt.NDArray[np.unsignedinteger] | ConcatView
 """A row of token ids: uint8, uint16 or uint32."""
 
 BYTE_VOCAB = 256
@@ -170,7 +170,7 @@ def _split_by_file(root: Path, names: Sequence[str], val_fraction: float) -> Cor
         in_val.remove(max(names, key=lambda name: place[name]))
     contents = _contents(root, names)
     sides = ([name for name in contents if (name in in_val) is side] for side in (False, True))
-    return Corpus(*(Joined([contents[name] for name in side], np.uint8) for side in sides))
+    return Corpus(*(ConcatView([contents[name] for name in side], np.uint8) for side in sides))
 
 
 def _contents(root: Path, names: Sequence[str]) -> dict[str, npt.NDArray[np.uint8]]:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from torchdistpackage.harness.bench.profile import Profile
-from torchdistpackage.harness.bench.report import Line
+from torchdistpackage.harness.bench.report import CostModel
 from torchdistpackage.harness.bench.rounds import NETWORK, NODE
-from torchdistpackage.harness.cases import CASES
+from torchdistpackage.harness.cases import COLLECTIVES
 from torchdistpackage.models.gpt_layout import EMBED, HEAD, GPTShape
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs import StageCosts
@@ -38,7 +38,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class _Traffic:
+class _CommVolume:
     """`number` calls of `operation` of `num_bytes` each, between `size` ranks."""
 
     operation: str
@@ -50,9 +50,9 @@ class _Traffic:
 
     @property
     def bus_bytes(self) -> float:
-        return self.num_bytes * CASES[self.operation].bus_factor(self.size)
+        return self.num_bytes * COLLECTIVES[self.operation].bus_factor(self.size)
 
-    def line(self, profile: Profile, axis: str, link: str) -> Line | None:
+    def line(self, profile: Profile, axis: str, link: str) -> CostModel | None:
         return profile.line(axis, link, self.operation, self.dtype, self.size)
 
 
@@ -109,7 +109,7 @@ def _estimate(plan: Plan, profile: Profile, axis: str, link: str) -> Estimate:
 
 
 def _of_calls(
-    traffic: _Traffic, profile: Profile, axis: str, link: str
+    traffic: _CommVolume, profile: Profile, axis: str, link: str
 ) -> tuple[str, float | None]:
     """(what is called, seconds of it all), or why nobody knows and None."""
     calls = f"{traffic.operation} of {_megabytes(traffic.num_bytes)} {_LINKS[link]}"
@@ -132,7 +132,7 @@ def _of_calls(
     return what, traffic.number * once_s
 
 
-def _traffic(plan: Plan, shape: GPTShape, axis: str) -> tuple[_Traffic, ...] | str:
+def _traffic(plan: Plan, shape: GPTShape, axis: str) -> tuple[_CommVolume, ...] | str:
     """What one rank takes part in along `axis` in a step; a text says why nobody knows."""
     config = plan.config
     rounds = config.pipeline.microbatches * config.train.accumulate
@@ -150,7 +150,7 @@ def _traffic(plan: Plan, shape: GPTShape, axis: str) -> tuple[_Traffic, ...] | s
             for place in range(len(plan.schedule.programs))
         )
         num_bytes, note = _activation_bytes(plan, shape), "sums inside the layers"
-        return (_Traffic("all_reduce", number * rounds, num_bytes, dtype, size, note),)
+        return (_CommVolume("all_reduce", number * rounds, num_bytes, dtype, size, note),)
     if axis == "tensor":
         return "under sequence parallelism gathers and scatters are not counted yet"
     return f"what travels along {axis} is not counted yet"
@@ -165,7 +165,7 @@ def _busiest_link(schedule: Schedule) -> int:
     return max(pairs.values(), default=0)
 
 
-def _shared(plan: Plan, size: int) -> tuple[_Traffic, ...]:
+def _shared(plan: Plan, size: int) -> tuple[_CommVolume, ...]:
     """Of the fullest stage: sums of gradients, and under ZeRO what brings the parameters back."""
     config = plan.config
     held = max(load.num_parameters for load in stage_loads(plan))
@@ -176,18 +176,18 @@ def _shared(plan: Plan, size: int) -> tuple[_Traffic, ...]:
     zero, rounds = config.parallel.zero, config.train.accumulate
     narrow = "bf16" if weight.num_bytes == 2 else weight.dtype  # as profiles call it
     if not zero:
-        return (_Traffic("all_reduce", number, sum_bytes, wide.dtype, size, note),)
+        return (_CommVolume("all_reduce", number, sum_bytes, wide.dtype, size, note),)
     num_sums, num_gathers = (number * (rounds if zero >= least else 1) for least in (2, 3))
     return (
-        _Traffic("reduce_scatter", num_sums, sum_bytes, wide.dtype, size, note),
-        _Traffic("all_gather", num_gathers, gather_bytes, narrow, size, "its parameters"),
+        _CommVolume("reduce_scatter", num_sums, sum_bytes, wide.dtype, size, note),
+        _CommVolume("all_gather", num_gathers, gather_bytes, narrow, size, "its parameters"),
     )
 
 
-def _message(plan: Plan, shape: GPTShape) -> _Traffic:
+def _message(plan: Plan, shape: GPTShape) -> _CommVolume:
     """One, between two stages."""
     note, dtype = "a microbatch's activations on, or gradients back", plan.config.precision.dtype
-    return _Traffic("p2p", 1, _activation_bytes(plan, shape), dtype, 2, note)
+    return _CommVolume("p2p", 1, _activation_bytes(plan, shape), dtype, 2, note)
 
 
 def _megabytes(num_bytes: float) -> str:

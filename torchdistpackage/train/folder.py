@@ -13,7 +13,7 @@ from pathlib import Path
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.lock import Lock, take
-from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.slurm.files import RunDir
 
 RESOLVED = "resolved.yaml"
 
@@ -69,7 +69,7 @@ def only_writer(folder: Path, *, forks: bool = False) -> Generator[Lock | None]:
         )
         yield None
         return
-    lock = take(JobFiles(folder).run_lock, f"the run {folder.name}")
+    lock = take(RunDir(folder).run_lock, f"the run {folder.name}")
     if not forks:
         lock.keep()
     try:

@@ -8,10 +8,10 @@ its part of the sum and, after the update, gives its part of the parameters to a
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-from torchdistpackage.ddp.buckets import Bucket, Entry
-from torchdistpackage.ddp.buckets import plan as plan_buckets
+from torchdistpackage.ddp.buckets import Bucket, BucketEntry
+from torchdistpackage.ddp.buckets import plan_buckets as plan_buckets
 from torchdistpackage.ddp.zero.cut import even_bounds
-from torchdistpackage.harness.lint.order import Call
+from torchdistpackage.harness.lint.order import OpSignature
 from torchdistpackage.harness.lint.programs import Collective
 from torchdistpackage.layout.derive import gradient_axes, gradient_ranks, num_elements
 from torchdistpackage.layout.layout import Layout
@@ -59,7 +59,7 @@ class GradientCalls:
         view = self._plan.topology.view
         keys = [(gradient_ranks(x, view(x.view), rank), len(x.stages) > 1) for x in layouts]
         entries = [
-            Entry(i, num_elements(x, view(x.view), rank), self._wide.num_bytes, keys[i])
+            BucketEntry(i, num_elements(x, view(x.view), rank), self._wide.num_bytes, keys[i])
             for i, x in enumerate(layouts)
         ]
         found: list[Sum] = []
@@ -67,7 +67,7 @@ class GradientCalls:
             ranks, _ = keys[bucket.members[0]]
             name = f"gradients {ranks}"
             if len(ranks) > 1:
-                length = even_bounds(bucket.marks, len(ranks), self._weight.num_bytes)[1]
+                length = even_bounds(bucket.used_flags, len(ranks), self._weight.num_bytes)[1]
                 found.append(Sum(name, layouts[bucket.members[0]], bucket, length))
         return found
 
@@ -104,7 +104,7 @@ class GradientCalls:
         return self._ranks[key]
 
     @staticmethod
-    def _call(each: Sum, call: Call) -> Collective:
+    def _call(each: Sum, call: OpSignature) -> Collective:
         return Collective(each.group, (call,), blocks=False, label="gradients")
 
 

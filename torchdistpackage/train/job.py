@@ -15,28 +15,28 @@ from pathlib import Path
 from torchdistpackage.checkpoint.commit import latest
 from torchdistpackage.config.kinds import MAX_PROCS
 from torchdistpackage.config.load import load
-from torchdistpackage.config.problem import ConfigProblems, Problem
+from torchdistpackage.config.problem import ConfigErrors, Problem
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.durable import write_whole
+from torchdistpackage.launch.durable import atomic_write
 from torchdistpackage.launch.local import run_local
 from torchdistpackage.launch.lock import Lock
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
-from torchdistpackage.launch.requeue import STOPPED, Decision, Word
-from torchdistpackage.launch.signals import Noted
-from torchdistpackage.launch.slurm.again import come_back, read_decision, why_not
+from torchdistpackage.launch.requeue import EXIT_TEMPFAIL, Decision, RequeueDecision
+from torchdistpackage.launch.signals import SignalFlag
+from torchdistpackage.launch.slurm.again import read_decision, requeue_self, why_not
 from torchdistpackage.launch.slurm.commands import limited
-from torchdistpackage.launch.slurm.files import JobFiles, start_id
+from torchdistpackage.launch.slurm.files import RunDir, attempt_id
 from torchdistpackage.launch.slurm.starts import (
     Start,
-    note,
+    append,
     read_starts,
-    refusal_of,
+    restart_denied,
     series_of,
     this_start,
 )
-from torchdistpackage.launch.slurm.suspects import note_failed_nodes
-from torchdistpackage.launch.supervise import Place, supervise
+from torchdistpackage.launch.slurm.suspects import record_failed_nodes
+from torchdistpackage.launch.supervise import WatchedRank, supervise
 from torchdistpackage.train.folder import cannot_write, only_writer, prepare_folder, run_folder
 from torchdistpackage.train.life import limits_of
 from torchdistpackage.train.plan import local_procs, make_plan
@@ -69,16 +69,16 @@ def launch(path: str, overrides: list[str], resume: str = "auto") -> int:
     # torchrun starts the ranks anew by itself, and these go on
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     resume = "auto" if again else resume
-    if start_id(os.environ) != "local":
+    if attempt_id(os.environ) != "local":
         return _be_rank_in_job(config, rendezvous.rank, resume)
     return _be_rank(config, resume)
 
 
 def watched(config: RunConfig, rendezvous: Rendezvous, resume: str = "auto") -> int:
     """Be the task of srun that watches over a rank; its exit code, 0 if the run ended early."""
-    noted = Noted()
+    noted = SignalFlag()
     noted.listen(config.launch.requeue.signals)
-    files = JobFiles(run_folder(config).absolute())
+    files = RunDir(run_folder(config).absolute())
     try:
         if rendezvous.rank == 0:
             with only_writer(files.run, forks=True) as lock:
@@ -96,8 +96,8 @@ def watched(config: RunConfig, rendezvous: Rendezvous, resume: str = "auto") -> 
 def _lead(
     config: RunConfig,
     resume: str,
-    files: JobFiles,
-    noted: Noted,
+    files: RunDir,
+    noted: SignalFlag,
     lock: Lock | None,
     num_ranks: int,
 ) -> int:
@@ -113,12 +113,12 @@ def _lead(
     start = _this_start(files, 0)
     decision = files.decision(start.start)
     decision.unlink(missing_ok=True)
-    if refused := refusal_of(files, start, limits_of(config.launch.requeue)):
-        write_whole(decision, f"{Decision(Word.STOP, refused)}\n")
+    if refused := restart_denied(files, start, limits_of(config.launch.requeue)):
+        atomic_write(decision, f"{Decision(RequeueDecision.STOP, refused)}\n")
         sys.stdout.write(f"{refused}\n")
-        return STOPPED
-    note(files, start)
-    note_failed_nodes(files, os.environ, limited(SLURM_S))
+        return EXIT_TEMPFAIL
+    append(files, start)
+    record_failed_nodes(files, os.environ, limited(SLURM_S))
 
     def with_heartbeats() -> None:
         if lock is not None:
@@ -126,7 +126,7 @@ def _lead(
 
     _say_if_it_stays_away(config)
     code = _follow(config, resume, files, noted, 0, num_ranks, with_heartbeats)
-    return code or come_back(files, os.environ)
+    return code or requeue_self(files, os.environ)
 
 
 def _say_if_it_stays_away(config: RunConfig) -> None:
@@ -138,8 +138,8 @@ def _say_if_it_stays_away(config: RunConfig) -> None:
 def _follow(
     config: RunConfig,
     resume: str,
-    files: JobFiles,
-    noted: Noted,
+    files: RunDir,
+    noted: SignalFlag,
     rank: int,
     num_ranks: int,
     first: Callable[[], None] = lambda: None,
@@ -149,7 +149,7 @@ def _follow(
     resume = _resume(files, start, resume)
     failures, decision = files.failures(start.start), files.decision(start.start)
     log = files.rank_log(rank, start.restart)
-    place = Place(rank, log, failures, decision, num_ranks)
+    place = WatchedRank(rank, log, failures, decision, num_ranks)
     place.report.unlink(missing_ok=True)
     os.environ["TDP_RESTART"] = str(start.restart)
 
@@ -160,20 +160,20 @@ def _follow(
     return supervise(be_rank, place, noted)
 
 
-def _wait_for_room(files: JobFiles, noted: Noted, limit_s: float) -> None:
+def _wait_for_room(files: RunDir, noted: SignalFlag, limit_s: float) -> None:
     """Until rank 0 has moved an earlier run aside, which it says by noting this start."""
-    until_s, own = time.monotonic() + limit_s, start_id(os.environ)
+    until_s, own = time.monotonic() + limit_s, attempt_id(os.environ)
     while own not in (start.start for start in read_starts(files.starts)):
-        if noted.received or time.monotonic() > until_s:
-            why = noted.first or f"{limit_s:g} s (launch.init_timeout_s) are over"
+        if noted.all_received or time.monotonic() > until_s:
+            why = noted.received or f"{limit_s:g} s (launch.init_timeout_s) are over"
             raise LaunchError(f"{why}, and rank 0 has not made room in {files.run}")
         time.sleep(_LOOK_S)
 
 
-def _be_rank(config: RunConfig, resume: str, noted: Noted | None = None) -> int:
+def _be_rank(config: RunConfig, resume: str, noted: SignalFlag | None = None) -> int:
     # only a rank pays for torch; the parent of local ones and the watcher do without
     code = importlib.import_module(RANK).rank_main(config, resume, noted)
-    return 0 if code == STOPPED else code
+    return 0 if code == EXIT_TEMPFAIL else code
 
 
 def _be_rank_in_job(config: RunConfig, rank: int, resume: str) -> int:
@@ -181,26 +181,28 @@ def _be_rank_in_job(config: RunConfig, rank: int, resume: str) -> int:
 
     All ranks read the same, so they agree whether to train without a word.
     """
-    files = JobFiles(run_folder(config).absolute())
+    files = RunDir(run_folder(config).absolute())
     start = _this_start(files, 0)
     resume = _resume(files, start, resume)
-    refused = refusal_of(files, start, limits_of(config.launch.requeue))
+    refused = restart_denied(files, start, limits_of(config.launch.requeue))
     ended = read_decision(files, os.environ)
-    if ended is not None and ended.word is not Word.FINISHED:
+    if ended is not None and ended.word is not RequeueDecision.FINISHED:
         refused = f"start {start.start} has ended: {ended}"  # torchrun starts ranks anew after it
     if refused:
         if rank == 0:
             sys.stdout.write(f"{refused}\n")
             if ended is None:
-                write_whole(files.decision(start.start), f"{Decision(Word.STOP, refused)}\n")
-        return STOPPED
+                atomic_write(
+                    files.decision(start.start), f"{Decision(RequeueDecision.STOP, refused)}\n"
+                )
+        return EXIT_TEMPFAIL
     if rank == 0:
         _say_if_it_stays_away(config)
     os.environ["TDP_RESTART"] = str(start.restart if resume != "never" else 0)
     code = importlib.import_module(RANK).rank_main(config, resume)
-    if code != STOPPED:
+    if code != EXIT_TEMPFAIL:
         return code
-    return come_back(files, os.environ) if rank == 0 else 0
+    return requeue_self(files, os.environ) if rank == 0 else 0
 
 
 def _start_ranks(path: str, overrides: list[str], resume: str) -> int:
@@ -208,27 +210,27 @@ def _start_ranks(path: str, overrides: list[str], resume: str) -> int:
     num_procs = local_procs(config)
     if num_procs > MAX_PROCS:
         text = f"{num_procs:,} processes on this machine, where {MAX_PROCS:,} are allowed; "
-        raise ConfigProblems(path, [Problem(path, None, "parallel", text + "submit a job instead")])
+        raise ConfigErrors(path, [Problem(path, None, "parallel", text + "submit a job instead")])
     make_plan(config, num_procs, path)
-    files = JobFiles(run_folder(config).absolute())
+    files = RunDir(run_folder(config).absolute())
     with only_writer(files.run):
         return _run_ranks(config, num_procs, resume, files)
 
 
-def _run_ranks(config: RunConfig, num_procs: int, resume: str, files: JobFiles) -> int:
-    in_job = start_id(os.environ) != "local"
+def _run_ranks(config: RunConfig, num_procs: int, resume: str, files: RunDir) -> int:
+    in_job = attempt_id(os.environ) != "local"
     if in_job:
         resume = _resume(files, _this_start(files, 0), resume)
     folder = prepare_folder(config, resume)
     env: dict[str, str] = {}
     if in_job:
         start = _this_start(files, 0)
-        if refused := refusal_of(files, start, limits_of(config.launch.requeue)):
+        if refused := restart_denied(files, start, limits_of(config.launch.requeue)):
             raise LaunchError(refused)
-        note(files, start)
+        append(files, start)
         env["TDP_RESTART"] = str(start.restart)
     codes = run_local(
-        f"{RANK}:rank_main",
+        f"{RANK}:worker_main",
         (config, resume),
         num_procs=num_procs,
         preload=PRELOAD,
@@ -236,18 +238,18 @@ def _run_ranks(config: RunConfig, num_procs: int, resume: str, files: JobFiles) 
         env=env,
         handled=config.launch.requeue.signals,
     )
-    if STOPPED not in codes:
+    if EXIT_TEMPFAIL not in codes:
         return 0
-    return (come_back(files, os.environ) if env else 0) or STOPPED
+    return (requeue_self(files, os.environ) if env else 0) or EXIT_TEMPFAIL
 
 
-def _this_start(files: JobFiles, rank: int) -> Start:
+def _this_start(files: RunDir, rank: int) -> Start:
     step = 0
     if rank == 0 and (path := latest(files.run / CHECKPOINTS)):
         step = int(path.name.partition("_")[2].partition(".")[0])
     return this_start(files, os.environ, step)
 
 
-def _resume(files: JobFiles, start: Start, how: str) -> str:
+def _resume(files: RunDir, start: Start, how: str) -> str:
     """What the user said holds for the first start of a job; its requeues go on from there."""
     return "auto" if len(series_of(files, start)) > 1 else how

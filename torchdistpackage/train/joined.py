@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 
-class Joined:
+class ConcatView:
     """`parts`, 1-D arrays of one dtype: read by position and by slices of step 1."""
 
     def __init__(self, parts: Sequence[npt.NDArray], dtype: npt.DTypeLike):

@@ -33,7 +33,7 @@ _MOST = 1e300
 """Of what is drawn: a whole number that is no float ends matplotlib."""
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """One line for whoever watches the run."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
@@ -160,7 +160,7 @@ def _row(line: str) -> dict[str, Any] | None:
     return row if type(step) is int and 0 <= step < 1 << 63 else None
 
 
-class Progress:
+class ProgressDisplay:
     """How far the run is: a bar on a terminal, else one plain line every `every` steps.
 
     Without a terminal there is no carriage return nor colour, so a log file stays a log file.

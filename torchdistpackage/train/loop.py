@@ -12,20 +12,20 @@ from pathlib import Path
 from types import MappingProxyType
 
 from torchdistpackage.errors import NonFiniteError
-from torchdistpackage.harness.hang.marks import Marks
-from torchdistpackage.harness.watch import Watch
-from torchdistpackage.schedule.gap import Gap
+from torchdistpackage.harness.hang.marks import Heartbeat
+from torchdistpackage.harness.watch import HangWatchdog
+from torchdistpackage.schedule.gap import BubbleAttribution
 from torchdistpackage.train.corpus import MAX_TABLE_VOCAB, entropies
 from torchdistpackage.train.data import TokenDataset
-from torchdistpackage.train.life import Life
-from torchdistpackage.train.log import MetricsLog, Progress
+from torchdistpackage.train.life import StopController
+from torchdistpackage.train.log import MetricsLog, ProgressDisplay
 from torchdistpackage.train.nonfinite import explain
 from torchdistpackage.train.replicas import ReplicaCheck
-from torchdistpackage.train.result import Issued, StepResult
+from torchdistpackage.train.result import PendingStep, StepResult
 from torchdistpackage.train.state import TrainState, save_state
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.stragglers import comparison
-from torchdistpackage.train.timeline import Recorder
+from torchdistpackage.train.timeline import StepProfiler
 
 
 class Loop:
@@ -39,39 +39,39 @@ class Loop:
         trainer: Trainer,
         state: TrainState,
         folder: Path,
-        life: Life | None = None,
-        watch: Watch | None = None,
+        life: StopController | None = None,
+        watch: HangWatchdog | None = None,
     ):
         self.trainer, self.state, self.folder = trainer, state, folder
-        self.marks = watch or Marks()
+        self.marks = watch or Heartbeat()
         step_s = trainer.plan.config.train.step_timeout_s
         self._call_timeout_s = step_s if watch is None else watch.call_timeout_s
         if watch is not None:
             # in the first step too, of which the watch knows the limit
             trainer.limit(self._call_timeout_s)
-        self.life = life or Life()
+        self.stop = life or StopController()
         if trainer.runs_ahead:
             # there the numbers of a step are read when the next one has been issued, and the
             # clock is asked while the one before still runs
-            self.life.ahead = 4
+            self.stop.ahead = 4
         self.config = trainer.plan.config
-        self.speaks = trainer.rank == 0
+        self.is_main = trainer.rank == 0
         self._saved_at = time.monotonic()
-        self._pending: Issued | None = None
+        self._pending: PendingStep | None = None
         self._metrics: MetricsLog | None = None
-        self._bar: Progress | None = None
+        self._bar: ProgressDisplay | None = None
         self._asked_to_save = self._asked_to_stop = False
         model, shape = trainer.plan.model, trainer.plan.shape
         self._flops_per_token = model and shape and model.flops_per_token(shape)
         self._compare = comparison(trainer)
         self._stragglers: list[str] = []
-        self._say: list[str] = []
+        self._pending_lines: list[str] = []
         self._check_replicas = (
             ReplicaCheck(trainer) if self.config.train.check_replicas_every else None
         )
-        self._recorder = Recorder(trainer)
-        self._gaps: dict[int, Gap] = {}
-        self.left: tuple[str, ...] = ()
+        self._recorder = StepProfiler(trainer)
+        self._gaps: dict[int, BubbleAttribution] = {}
+        self.artifacts: tuple[str, ...] = ()
         self._entropies: tuple[float, float] | None = None
 
     def run(self) -> float | None:
@@ -90,11 +90,11 @@ class Loop:
     def _run(self) -> float | None:
         total = self.config.train.steps
         done = self.state.step
-        if not self.speaks:
+        if not self.is_main:
             return self._train()
         with (
             MetricsLog(self.folder, resume_step=done) as self._metrics,
-            Progress(
+            ProgressDisplay(
                 total, every=self.config.log.every, stream=sys.stdout, done=done, unit=self.unit
             ) as self._bar,
         ):
@@ -103,13 +103,13 @@ class Loop:
                 self._bar.say(f"resumed after step {done} of {total}; {left}")
             loss = self._train()
             self._metrics.sync()
-            self.left = self._recorder.write(self.folder)
+            self.artifacts = self._recorder.write(self.folder)
             return loss
 
     def _train(self) -> float | None:
         config, trainer = self.config, self.trainer
         start, total = self.state.step, config.train.steps
-        final = self._owed() if self.state.owes_validation else None
+        final = self._pending_eval() if self.state.owes_validation else None
         began = time.monotonic()
         for step in range(start + 1, total + 1):
             if self._asked_to_stop:
@@ -122,7 +122,7 @@ class Loop:
                 measure=measure,
                 record=record,
                 save=self._save_is_due(),
-                stop=self.life.wish,
+                stop=self.stop.should_stop,
             )
             if step == start + 1:
                 # without a watch start-up is over now: a silent peer is a hung one
@@ -131,13 +131,13 @@ class Loop:
                 self._recorder.hold(step)
             if self._pending is not None:
                 self._pending.period.end_with(issued.period)
-                self._tell(self._read(self._pending))
+                self._log_step(self._read(self._pending))
             self._pending = issued
             if self._compare is not None:
                 self._stragglers += self._compare(step)
             check = _every(config.train.check_replicas_every, step)
             if check and self._check_replicas is not None:
-                with self.marks.slow():
+                with self.marks.allow_slow():
                     self._check_replicas()
             validate = step == total or _every(config.train.eval_every, step)
             save = _every(config.checkpoint.save_every, step) or (step == total and self._saves)
@@ -147,26 +147,28 @@ class Loop:
                 result = self._read(issued)
                 if validate:
                     final = self._validate()
-                self._tell(result, {} if final is None or not validate else self._validated(final))
+                self._log_step(
+                    result, {} if final is None or not validate else self._validated(final)
+                )
             if step > start + 1:  # the first one warms up
-                self.life.step_s.append(time.monotonic() - began)
+                self.stop.step_s.append(time.monotonic() - began)
             if save or self._asked_to_save or self._asked_to_stop:
                 self._save()
             began = time.monotonic()
         if self._asked_to_stop:
             return None
-        with self.marks.slow():
+        with self.marks.allow_slow():
             return trainer.evaluate() if final is None else final
 
     def _validate(self) -> float | None:
         """The loss; None, and owed to the next start, if a rank asked for the end before."""
-        with self.marks.slow():
-            loss = None if self._asked_to_stop else self.trainer.evaluate(self.life.wish)
+        with self.marks.allow_slow():
+            loss = None if self._asked_to_stop else self.trainer.evaluate(self.stop.should_stop)
         self._asked_to_stop |= loss is None
         self.state.owes_validation = loss is None
         return loss
 
-    def _owed(self) -> float | None:
+    def _pending_eval(self) -> float | None:
         """The validation that an earlier start left out, added to the row of its step."""
         loss = self._validate()
         if self._metrics is not None and loss is not None:
@@ -177,10 +179,10 @@ class Loop:
         began = time.monotonic()
         if self._metrics is not None:
             self._metrics.sync()  # a checkpoint without its rows would leave a gap
-        with self.trainer.phases("save"), self.marks.slow():
+        with self.trainer.phases("save"), self.marks.allow_slow():
             save_state(self.trainer, self.state, self.folder)
         self._saved_at, self._asked_to_save = time.monotonic(), False
-        self.life.save_s.append(self._saved_at - began)
+        self.stop.save_s.append(self._saved_at - began)
 
     @property
     def unit(self) -> str:
@@ -195,28 +197,28 @@ class Loop:
         """Rank 0's clock decides for all; the step's all-reduce carries its word."""
         minutes = self.config.checkpoint.save_every_min
         return (
-            self.speaks
+            self.is_main
             and minutes is not None
             and time.monotonic() - self._saved_at >= 60 * minutes
         )
 
-    def _read(self, issued: Issued) -> StepResult:
+    def _read(self, issued: PendingStep) -> StepResult:
         """Wait for the numbers of a step, and note what all ranks agreed on with them."""
-        result = issued.read()
+        result = issued.wait()
         self._pending = None
         if (gap := self._recorder.take(result.step)) is not None:
             self._gaps[result.step] = gap
         if result.skipped:
-            self._left_out(issued)
+            self._on_nonfinite(issued)
         self._asked_to_save |= result.save
         self._asked_to_stop |= result.stop
         self.state.step = result.step
         self.state.tokens += result.tokens
         return result
 
-    def _left_out(self, issued: Issued) -> None:
+    def _on_nonfinite(self, issued: PendingStep) -> None:
         """A number of this step was not finite, on every rank's account: say where, or end."""
-        with self.marks.slow():
+        with self.marks.allow_slow():
             text = explain(self.trainer, issued)
         if self.config.train.on_nonfinite == "stop":
             raise NonFiniteError(
@@ -225,9 +227,9 @@ class Loop:
                 f"train.on_nonfinite=skip"
             )
         self.state.skipped += 1
-        self._say.append(f"{text}; left out, {self.state.skipped} so far")
+        self._pending_lines.append(f"{text}; left out, {self.state.skipped} so far")
 
-    def _tell(
+    def _log_step(
         self, result: StepResult, more: Mapping[str, float | str] = MappingProxyType({})
     ) -> None:
         """Write and show a step, once."""
@@ -239,9 +241,9 @@ class Loop:
         if (gap := self._gaps.pop(result.step, None)) is not None:
             more = {**more, "pipeline": str(gap)}
         if self._bar is not None:
-            for line in (*self._stragglers, *self._say):
+            for line in (*self._stragglers, *self._pending_lines):
                 self._bar.say(line)
-        self._stragglers, self._say = [], []
+        self._stragglers, self._pending_lines = [], []
         if self._metrics is not None:
             self._metrics.write(
                 result.step,
@@ -276,7 +278,7 @@ class Loop:
     def table_entropies(self) -> tuple[float, float] | None:
         """(unigram, bigram) of the validation split, on the rank that speaks; None without."""
         data = self.trainer.data
-        if not self.speaks or not isinstance(data, TokenDataset) or data.vocab > MAX_TABLE_VOCAB:
+        if not self.is_main or not isinstance(data, TokenDataset) or data.vocab > MAX_TABLE_VOCAB:
             return None
         if self._entropies is None:
             self._entropies = entropies(*data.splits, vocab=data.vocab)

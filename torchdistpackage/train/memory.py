@@ -9,37 +9,37 @@ is whole for a moment, a few buckets on their way, does not count.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torchdistpackage.config.schema import Precision, RunConfig
+from torchdistpackage.config.schema import PrecisionSection, RunConfig
 from torchdistpackage.layout.derive import gradient_ranks, num_elements
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.topology.views import Topology
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class DTypeSizes:
     """A type of numbers: torch's name, and the bytes of one."""
 
     dtype: str
     num_bytes: int
 
 
-_WIDE = {"float64": Format("float64", 8)}
-_FLOAT32, _BFLOAT16 = Format("float32", 4), Format("bfloat16", 2)
+_WIDE = {"float64": DTypeSizes("float64", 8)}
+_FLOAT32, _BFLOAT16 = DTypeSizes("float32", 4), DTypeSizes("bfloat16", 2)
 
 
-def weight_format(precision: Precision) -> Format:
+def weight_format(precision: PrecisionSection) -> DTypeSizes:
     """Of a weight: narrow only where that is asked for."""
     narrow = precision.dtype == "bf16" and precision.weights == "bf16"
     return _BFLOAT16 if narrow else _WIDE.get(precision.dtype, _FLOAT32)
 
 
-def gradient_format(precision: Precision) -> Format:
+def gradient_format(precision: PrecisionSection) -> DTypeSizes:
     """Of a sum of gradients, of AdamW's two means, and of the copy that narrow weights have."""
     return _WIDE.get(precision.dtype, _FLOAT32)
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryEstimate:
     """Bytes on one rank. optimizer: two means, and the wide copy of narrow weights."""
 
     weights_bytes: int
@@ -51,7 +51,9 @@ class Memory:
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
 
-def memory(config: RunConfig, topology: Topology, layouts: Iterable[Layout], rank: int) -> Memory:
+def memory(
+    config: RunConfig, topology: Topology, layouts: Iterable[Layout], rank: int
+) -> MemoryEstimate:
     """Of a rank that holds these parameters."""
     weight, wide = weight_format(config.precision), gradient_format(config.precision)
     zero, has_copy = config.parallel.zero, weight != wide
@@ -66,4 +68,4 @@ def memory(config: RunConfig, topology: Topology, layouts: Iterable[Layout], ran
         weights += (part * (not has_copy) if is_freed else count) * weight.num_bytes
         gradients += (count * adds_up + part * (zero >= 2)) * wide.num_bytes
         optimizer += (part if zero >= 1 else count) * wide.num_bytes * (2 + has_copy)
-    return Memory(weights, gradients, optimizer)
+    return MemoryEstimate(weights, gradients, optimizer)

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.schedule.actions import Kind, flatten
-from torchdistpackage.train.result import Issued
+from torchdistpackage.schedule.actions import ActionKind, flatten
+from torchdistpackage.train.result import PendingStep
 from torchdistpackage.train.step import Trainer
 
 _NOBODY = (-1, "")
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class NonFiniteReport:
     """What one rank saw when the step was repeated, and what it had after the sum.
 
     forward: microbatch, stage and kind (output, loss) of what first came out of one of its stages
@@ -41,12 +41,12 @@ class Seen:
     after_number: int
 
 
-def explain(trainer: Trainer, issued: Issued) -> str:
+def explain(trainer: Trainer, issued: PendingStep) -> str:
     """In words, where it began in the step that was issued. Collective over the whole run."""
     after = [
         n for n, ok in zip(issued.names, issued.norms.isfinite().tolist(), strict=True) if not ok
     ]
-    witness = _Witness(trainer)
+    witness = _ForwardProbe(trainer)
     # what the repetition draws is not drawn again by the run
     with torch.random.fork_rng(devices=_indices(trainer.device)):
         _set_random(issued.random, trainer.device)
@@ -62,7 +62,7 @@ def explain(trainer: Trainer, issued: Issued) -> str:
     ]
     if trainer.optimizer is not None:
         trainer.optimizer.zero_grad()
-    mine = Seen(
+    mine = NonFiniteReport(
         trainer.rank,
         witness.first,
         (stage_of[own[-1]], own[-1]) if own else _NOBODY,
@@ -70,11 +70,11 @@ def explain(trainer: Trainer, issued: Issued) -> str:
         (stage_of[after[-1]], after[-1]) if after else _NOBODY,
         len(after),
     )
-    seen = [x for x in primitives.gather_objects(mine) if isinstance(x, Seen)]
+    seen = [x for x in primitives.gather_objects(mine) if isinstance(x, NonFiniteReport)]
     return f"step {issued.step}: {_words(seen)}"
 
 
-def _words(seen: Sequence[Seen]) -> str:
+def _words(seen: Sequence[NonFiniteReport]) -> str:
     forward = [x for x in seen if x.forward is not None]
     backward = [x for x in seen if x.number]
     if forward:
@@ -124,7 +124,7 @@ def _gradients(first: str, number: int) -> str:
     return f"the gradient of {first}{more} not finite"
 
 
-class _Witness:
+class _ForwardProbe:
     """Looks at what goes into and comes out of each stage, and at the loss."""
 
     def __init__(self, trainer: Trainer):
@@ -135,7 +135,7 @@ class _Witness:
         # of each stage the microbatches of its forwards, in the order in which they come
         self._order: dict[int, list[int]] = {}
         for action in flatten(schedule.programs[tpc.get_pp_rank()]):
-            if action.kind is Kind.F:
+            if action.kind is ActionKind.F:
                 self._order.setdefault(action.stage, []).append(action.microbatch)
         self._done = dict.fromkeys(self._order, 0)
         self.first: tuple[int, int, str] | None = None

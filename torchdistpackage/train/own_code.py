@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
-def add_own_code(env: Mapping[str, str]) -> str:
+def add_user_code(env: Mapping[str, str]) -> str:
     """Put the folder of your own modules on sys.path, if it is not there; returns it.
 
     It is the working folder, or the snapshot of it that a job runs (TDP_CODE), and comes behind

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torchdistpackage.config.check import violations
-from torchdistpackage.config.problem import ConfigProblems
+from torchdistpackage.config.problem import ConfigErrors
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.ddp.bucket_sizes import bucket_sizes
 from torchdistpackage.layout.derive import num_elements
@@ -22,8 +22,8 @@ from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.simulate import Timeline
 from torchdistpackage.topology.placement import advice
 from torchdistpackage.topology.views import Topology, topology
-from torchdistpackage.train.memory import Memory, memory
-from torchdistpackage.train.stages import Pieces, Stages
+from torchdistpackage.train.memory import MemoryEstimate, memory
+from torchdistpackage.train.stages import ModelUnits, Stages
 from torchdistpackage.train.stages import stages as find_stages
 
 BUCKET_BYTES = bucket_sizes(queued=False).default_bytes
@@ -109,7 +109,7 @@ def make_plan(config: RunConfig, world_size: int, source: str = "the configurati
         ConfigError: lists every rule that is broken, with names and values.
     """
     if problems := violations(config, world_size):
-        raise ConfigProblems(f"{source} on {world_size} ranks", problems)
+        raise ConfigErrors(f"{source} on {world_size} ranks", problems)
     config = config.resolve(world_size)
     parallel = config.parallel
     kind = None if config.model.name is None else model(config.model.name)
@@ -117,7 +117,7 @@ def make_plan(config: RunConfig, world_size: int, source: str = "the configurati
     if kind is None:
         return Plan(config, world, None, None, (), find_stages(config, None), {})
     shape = model_shape(kind, config)
-    pieces = Pieces.of(kind, shape)
+    pieces = ModelUnits.of(kind, shape)
     plan = Plan(config, world, kind, shape, pieces.names, find_stages(config, pieces), {})
     return replace(plan, layouts=kind.layouts(shape, plan.place_of))
 
@@ -155,7 +155,7 @@ class StageLoad:
     index: int
     stages: dict[int, tuple[str, ...]]
     num_parameters: int
-    memory: Memory
+    memory: MemoryEstimate
     share: float
 
 

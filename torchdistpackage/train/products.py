@@ -9,10 +9,10 @@ is cut.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torchdistpackage.harness.lint.order import Call
+from torchdistpackage.harness.lint.order import OpSignature
 from torchdistpackage.layout.layout import Layout
 
-Calls = tuple[Call, ...]
+Calls = tuple[OpSignature, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ def piece_calls(
     layouts: of its parameters, in the order in which they are used. takes_ids: it looks up rows of
     its matrix.
     """
-    forward: list[Call] = []
-    backward: list[Call] = []
+    forward: list[OpSignature] = []
+    backward: list[OpSignature] = []
     for layout in layouts:
         if len(layout.shape) != 2 or flow.axis not in layout.split_axes or flow.cuts == 1:
             continue
@@ -67,7 +67,7 @@ def _joined(width: int, flow: Activations) -> Calls:
     return (gather((flow.seq_len // flow.cuts, flow.batch, width), flow.dtype),)
 
 
-def _summed(width: int, flow: Activations) -> Call:
+def _summed(width: int, flow: Activations) -> OpSignature:
     """A partial sum completed, for my part of the sequence or whole."""
     if flow.sequence_parallel:
         shape = (flow.seq_len // flow.cuts, flow.batch, width)
@@ -86,9 +86,9 @@ def loss_calls(flow: Activations) -> Calls:
     )
 
 
-def reduction(operation: str, shape: tuple[int, ...], dtype: str, op: str = "sum") -> Call:
-    return Call(operation, (("shape", shape), ("dtype", dtype), ("op", op)))
+def reduction(operation: str, shape: tuple[int, ...], dtype: str, op: str = "sum") -> OpSignature:
+    return OpSignature(operation, (("shape", shape), ("dtype", dtype), ("op", op)))
 
 
-def gather(shape: tuple[int, ...], dtype: str) -> Call:
-    return Call("all_gather", (("shape", shape), ("dtype", dtype)))
+def gather(shape: tuple[int, ...], dtype: str) -> OpSignature:
+    return OpSignature("all_gather", (("shape", shape), ("dtype", dtype)))

@@ -10,43 +10,43 @@ import torch
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.creation_limit import end_processes
-from torchdistpackage.comm.runtime import Joined, join, leave
+from torchdistpackage.comm.runtime import JoinResult, join, leave
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.harness.hang.dump import remove_traces
-from torchdistpackage.harness.watch import Watch
+from torchdistpackage.harness.watch import HangWatchdog
 from torchdistpackage.harness.watch_start import agree_on_start
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
-from torchdistpackage.launch.requeue import STOPPED, Decision, Word
-from torchdistpackage.launch.signals import Noted
-from torchdistpackage.launch.slurm.files import JobFiles, start_id
-from torchdistpackage.launch.slurm.starts import correct, this_start
-from torchdistpackage.launch.slurm.starts import note as note_start
+from torchdistpackage.launch.requeue import EXIT_TEMPFAIL, Decision, RequeueDecision
+from torchdistpackage.launch.signals import SignalFlag
+from torchdistpackage.launch.slurm.files import RunDir, attempt_id
+from torchdistpackage.launch.slurm.starts import amend, this_start
+from torchdistpackage.launch.slurm.starts import append as note_start
 from torchdistpackage.train.build import build
 from torchdistpackage.train.ending import finish
 from torchdistpackage.train.folder import RESOLVED, only_writer, prepare_folder, run_folder
-from torchdistpackage.train.life import begin, end, leave_word
-from torchdistpackage.train.log import say
+from torchdistpackage.train.life import begin, end, write_decision
+from torchdistpackage.train.log import print_line
 from torchdistpackage.train.loop import Loop
-from torchdistpackage.train.own_code import add_own_code
+from torchdistpackage.train.own_code import add_user_code
 from torchdistpackage.train.plan import Plan, make_plan
-from torchdistpackage.train.rank_log import Both
+from torchdistpackage.train.rank_log import Tee
 from torchdistpackage.train.state import resume as resume_state
 
 
-def rank_main(config: RunConfig, resume: str, noted: Noted | None = None) -> int:
+def worker_main(config: RunConfig, resume: str, signals: SignalFlag | None = None) -> int:
     """Join the others, train, and leave; 0, or STOPPED if the run ended early and is saved.
 
-    noted: listens already, if this process was made for the rank.
+    signals: listens already, if this process was made for the rank.
 
     Raises:
         TorchDistError: whatever stopped this rank; whoever started it reports and ends the others.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # the ranks of a node would otherwise each take all its cores
-    add_own_code(os.environ)
-    if noted is None:
-        noted = Noted()
-        noted.listen(config.launch.requeue.signals)
+    add_user_code(os.environ)
+    if signals is None:
+        signals = SignalFlag()
+        signals.listen(config.launch.requeue.signals)
     end_processes()
     rendezvous = detect(os.environ)
     plan = make_plan(config, rendezvous.world_size)
@@ -54,10 +54,10 @@ def rank_main(config: RunConfig, resume: str, noted: Noted | None = None) -> int
     joined = join(
         rendezvous,
         init_timeout_s=config.launch.init_timeout_s,
-        dump_folder=JobFiles(folder).logs,
+        dump_folder=RunDir(folder).logs,
     )
     with _sole_writer(rendezvous, folder):
-        return _train(plan, rendezvous, joined, resume, noted)
+        return _train(plan, rendezvous, joined, resume, signals)
 
 
 def _leads(rendezvous: Rendezvous) -> bool:
@@ -70,7 +70,9 @@ def _sole_writer(rendezvous: Rendezvous, folder: Path) -> AbstractContextManager
     return only_writer(folder) if _leads(rendezvous) else nullcontext()
 
 
-def _train(plan: Plan, rendezvous: Rendezvous, joined: Joined, resume: str, noted: Noted) -> int:
+def _train(
+    plan: Plan, rendezvous: Rendezvous, joined: JoinResult, resume: str, noted: SignalFlag
+) -> int:
     config, folder = plan.config, run_folder(plan.config)
     if rendezvous.rank == 0:
         if _leads(rendezvous):
@@ -80,20 +82,20 @@ def _train(plan: Plan, rendezvous: Rendezvous, joined: Joined, resume: str, note
     primitives.barrier()
     if rendezvous.source != "slurm" and (rendezvous.rank == 0 or rendezvous.source != "local"):
         # of the others a parent keeps the output; not before rank 0 has made room
-        log = JobFiles(folder).rank_log(rendezvous.rank, int(os.environ.get("TDP_RESTART", "0")))
-        sys.stdout, sys.stderr = (cast(TextIO, Both(x, log)) for x in (sys.stdout, sys.stderr))
+        log = RunDir(folder).rank_log(rendezvous.rank, int(os.environ.get("TDP_RESTART", "0")))
+        sys.stdout, sys.stderr = (cast(TextIO, Tee(x, log)) for x in (sys.stdout, sys.stderr))
     if rendezvous.rank == 0:
         for note in joined.notes:
-            say(note)
+            print_line(note)
     trainer = build(plan, rendezvous.rank, joined.device)
     state = resume_state(trainer, folder, resume)
     if rendezvous.rank == 0:
-        if _leads(rendezvous) and start_id(os.environ) != "local":
-            note_start(JobFiles(folder), this_start(JobFiles(folder), os.environ, state.step))
-        correct(JobFiles(folder), os.environ, state.step)
+        if _leads(rendezvous) and attempt_id(os.environ) != "local":
+            note_start(RunDir(folder), this_start(RunDir(folder), os.environ, state.step))
+        amend(RunDir(folder), os.environ, state.step)
     section = config.launch.requeue
     life = begin(folder, section, noted, rendezvous.rank, os.environ)
-    watch = Watch(
+    watch = HangWatchdog(
         folder,
         rank=rendezvous.rank,
         world_size=rendezvous.world_size,
@@ -105,15 +107,17 @@ def _train(plan: Plan, rendezvous: Rendezvous, joined: Joined, resume: str, note
     with watch:
         loop = Loop(trainer, state, folder, life, watch)
         loss = loop.run()
-        with watch.slow():
+        with watch.allow_slow():
             if loss is not None:
                 finish(loop, loss)
             primitives.barrier()
     if rendezvous.rank == 0:
         if loss is None:
             decision = end(life, folder, loop.state.step, os.environ)
-            say(f"saved and ended {decision.reason} [{decision.word}]")
-        elif start_id(os.environ) != "local":
-            leave_word(JobFiles(folder), Decision(Word.FINISHED, f"{folder}"), os.environ)
+            print_line(f"saved and ended {decision.reason} [{decision.word}]")
+        elif attempt_id(os.environ) != "local":
+            write_decision(
+                RunDir(folder), Decision(RequeueDecision.FINISHED, f"{folder}"), os.environ
+            )
     leave()
-    return STOPPED if loss is None else 0
+    return EXIT_TEMPFAIL if loss is None else 0

@@ -12,7 +12,7 @@ _TERMINAL = re.compile(
 _LINE_LETTERS = 1 << 16
 
 
-class Both:
+class Tee:
     """A stream that is also kept in a file, without what only a terminal can show.
 
     For a rank whose output belongs to somebody's screen or launcher. That one of them takes no

@@ -4,9 +4,9 @@ One rule: of whom a parameter is a replica follows from its layout, so no layout
 less than all its holders: along data, along axes that do not cut it, and over tied stages.
 """
 
-from torchdistpackage.checkpoint.parts import Sharded
+from torchdistpackage.checkpoint.parts import ShardedState
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.ddp.replicas import Replica, check_replicas
+from torchdistpackage.ddp.replicas import ReplicatedTensor, check_replicas
 from torchdistpackage.layout.derive import replica_ranks
 from torchdistpackage.train.step import Trainer
 
@@ -27,9 +27,11 @@ class ReplicaCheck:
         tpc.prepare(copies=trainer.layouts.values())
 
     def __call__(self) -> None:
-        if isinstance(self._trainer.optimizer, Sharded):
+        if isinstance(self._trainer.optimizer, ShardedState):
             self._trainer.optimizer.finish()
         check_replicas(
-            Replica(self._trainer.layouts[name].name, p.data, tpc.groups.of(self._ranks[name]))
+            ReplicatedTensor(
+                self._trainer.layouts[name].name, p.data, tpc.groups.of(self._ranks[name])
+            )
             for name, p in self._trainer.stage.named_parameters()
         )

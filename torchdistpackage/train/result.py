@@ -63,7 +63,7 @@ class Period:
 
 
 @dataclass
-class Issued:
+class PendingStep:
     """A step whose numbers may still be on their way: `read()` waits for them, on all ranks alike.
 
     stats: loss sum, tokens, sum of the squares of the gradients, busy time, save and stop, summed
@@ -83,7 +83,7 @@ class Issued:
     norms: Tensor
     random: Sequence[Tensor]
 
-    def read(self) -> StepResult:
+    def wait(self) -> StepResult:
         loss, tokens, power, busy, save, stop = self.stats.read()
         if self.pass_timing is not None:
             mine = torch.tensor([busy_share(self.pass_timing)], dtype=torch.float64)

@@ -42,7 +42,7 @@ class Stages:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class ModelUnits:
     """Names, and of each its computation and its number of parameters."""
 
     names: tuple[str, ...]
@@ -50,18 +50,18 @@ class Pieces:
     parameters: tuple[int, ...]
 
     @classmethod
-    def of(cls, kind: Model, shape: GPTShape) -> "Pieces":
+    def of(cls, kind: Model, shape: GPTShape) -> "ModelUnits":
         return cls(kind.pieces(shape), kind.piece_costs(shape), kind.piece_parameters(shape))
 
 
-def stages(config: RunConfig, pieces: Pieces | None) -> Stages:
+def stages(config: RunConfig, pieces: ModelUnits | None) -> Stages:
     """Of a run whose section has passed its rules. pieces: None for a user's own model.
 
     Cut by time, an own model has the pieces that were measured; its build compares them.
     """
     section, measured = config.pipeline, measured_costs(config)
     if pieces is None and section.partition == "time" and measured is not None:
-        found = stages(config, Pieces(tuple(measured.pieces), (), ()))
+        found = stages(config, ModelUnits(tuple(measured.pieces), (), ()))
         return replace(found, cut=(), own_cut=found.cut)
     if section.schedule == AUTO:
         return _found(config, pieces, measured)
@@ -78,7 +78,7 @@ def stages(config: RunConfig, pieces: Pieces | None) -> Stages:
     return Stages(schedule, cut, costs, simulate(schedule, costs), measured)
 
 
-def weights_of(partition: str, pieces: Pieces, measured: CostsFile | None) -> Sequence[float]:
+def weights_of(partition: str, pieces: ModelUnits, measured: CostsFile | None) -> Sequence[float]:
     """What the stages are to share evenly, piece by piece.
 
     Raises:
@@ -91,7 +91,7 @@ def weights_of(partition: str, pieces: Pieces, measured: CostsFile | None) -> Se
 
 def _cut(
     config: RunConfig,
-    pieces: Pieces | None,
+    pieces: ModelUnits | None,
     measured: CostsFile | None,
     placement: Sequence[int],
 ) -> tuple[range, ...]:
@@ -103,7 +103,7 @@ def _cut(
     return split_by_cost(weights, len(placement), placement=placement)
 
 
-def _found(config: RunConfig, pieces: Pieces | None, measured: CostsFile | None) -> Stages:
+def _found(config: RunConfig, pieces: ModelUnits | None, measured: CostsFile | None) -> Stages:
     """The order, and the number of stages on a rank, that takes least time by its costs."""
     pipe, number = config.parallel.pipe, config.pipeline.microbatches
     found: list[Stages] = []
@@ -126,7 +126,7 @@ def _held(found: Stages, pipe: int) -> float:
 
 
 def _placements(
-    config: RunConfig, pieces: Pieces | None, measured: CostsFile | None
+    config: RunConfig, pieces: ModelUnits | None, measured: CostsFile | None
 ) -> list[tuple[int, ...]]:
     """In a loop over the ranks, and for two stages a rank there and back as well.
 
@@ -147,7 +147,7 @@ def _placements(
 
 def _costs(
     config: RunConfig,
-    pieces: Pieces | None,
+    pieces: ModelUnits | None,
     measured: CostsFile | None,
     cut: Sequence[range],
     num_stages: int,

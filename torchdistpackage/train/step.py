@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchdistpackage.checkpoint.parts import Place
+from torchdistpackage.checkpoint.parts import TopologyRank
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.backends import is_queued
 from torchdistpackage.comm.companions import on_cpu
@@ -23,20 +23,20 @@ from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.harness.stragglers.phases import Phases
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.pipeline.executor import Executor
-from torchdistpackage.schedule.actions import Kind
+from torchdistpackage.schedule.actions import ActionKind
 from torchdistpackage.train.batches import Batch, Batches
-from torchdistpackage.train.chunks import Chunks
+from torchdistpackage.train.chunks import TrainStages
 from torchdistpackage.train.data import DataSource, check_fingerprints, fingerprint
 from torchdistpackage.train.loss import LossFn
 from torchdistpackage.train.plan import Plan
-from torchdistpackage.train.result import Issued, Period, busy_share
-from torchdistpackage.train.update import Update, summed
+from torchdistpackage.train.result import PendingStep, Period, busy_share
+from torchdistpackage.train.update import Update, reduced_grads
 
-Wish = Callable[[], bool]
+WantsSave = Callable[[], bool]
 """Whether this rank wants the run to end now."""
 
 
-def never() -> bool:
+def never_save() -> bool:
     return False
 
 
@@ -52,7 +52,7 @@ class Trainer:
     plan: Plan
     rank: int
     device: torch.device
-    stage: Chunks
+    stage: TrainStages
     layouts: dict[str, Layout]
     loss: LossFn
     data: DataSource
@@ -68,13 +68,15 @@ class Trainer:
         self._checked = False
         config = self.plan.config
         mesh = self.plan.topology.dense
-        place = Place(self.plan.topology, self.rank)
-        gradients = summed(self.stage, self.layouts, place, self.optimizer)
+        place = TopologyRank(self.plan.topology, self.rank)
+        gradients = reduced_grads(self.stage, self.layouts, place, self.optimizer)
         self.update = Update(config, gradients, self.optimizer, self.inner, self.device)
         coord = mesh.coord(self.rank)
         last = self.plan.schedule.placement[-1]
         # of the ranks that compute one loss, one tells it
-        self._tells = coord["pipe"] == last and coord["tensor"] == 0 and coord["context"] == 0
+        self._is_last_stage_rank = (
+            coord["pipe"] == last and coord["tensor"] == 0 and coord["context"] == 0
+        )
         self._world = tpc.groups.of(range(mesh.size))
         self._host_world = on_cpu(self._world)
         self._trained = self.stage.trained()
@@ -102,8 +104,8 @@ class Trainer:
         measure: bool = True,
         record: bool = False,
         save: bool = False,
-        stop: Wish = never,
-    ) -> Issued:
+        stop: WantsSave = never_save,
+    ) -> PendingStep:
         """Forward, backward, reduction, clipping and update of step `step` (the first is 1).
 
         record: `executor.spans` is afterwards the timeline of the last round.
@@ -135,7 +137,7 @@ class Trainer:
         phases.end()
         period.end()
         names, host = self.update.names, self._host_world
-        return Issued(step, told, period, lr, measure, later, host, names, norms, random)
+        return PendingStep(step, told, period, lr, measure, later, host, names, norms, random)
 
     def accumulate(self, step: int, *, reduce: bool = True, record: bool = False) -> Tensor:
         """Gradients of the sum of all losses of a step; (loss sum, count) of what I tell.
@@ -175,7 +177,7 @@ class Trainer:
 
     # -- validation --------------------------------------------------------------------
 
-    def evaluate(self, stop: Wish = never) -> float | None:
+    def evaluate(self, stop: WantsSave = never_save) -> float | None:
         """Mean loss over the validation batches, equal on all ranks. Leaves training as it was.
 
         None if a rank asked to stop on the way: all stop after the same batch.
@@ -183,7 +185,7 @@ class Trainer:
         with self.phases("validate"):
             return self._evaluate(stop)
 
-    def _evaluate(self, stop: Wish) -> float | None:
+    def _evaluate(self, stop: WantsSave) -> float | None:
         totals = totals_on(self.device)
         self.stage.eval()
         with torch.random.fork_rng(devices=_cuda_indices(self.device)):
@@ -191,7 +193,7 @@ class Trainer:
                 with self.phases("data"):
                     batch = self.batches.of_validation(index)
                 totals += self._pass(self.evaluator, batch, None)
-                if stop is not never and self._anyone(stop()):
+                if stop is not never_save and self._anyone(stop()):
                     self.stage.train()
                     return None
         self.stage.train()
@@ -226,8 +228,8 @@ class Trainer:
         phases, size = self.phases, self.plan.samples_per_microbatch
         weight = next(self.stage.parameters(), None)
         with phases("data"):
-            inputs = self._place(batch[0], weight).split(size) if self._has_first else ()
-            targets = self._place(batch[1], weight).split(size) if self._has_last else ()
+            inputs = self._rank_text(batch[0], weight).split(size) if self._has_first else ()
+            targets = self._rank_text(batch[1], weight).split(size) if self._has_last else ()
         totals = totals_on(self.device)
 
         def forward(stage: int, m: int, received: Message) -> Message:
@@ -237,7 +239,7 @@ class Trainer:
                 return output
             with self._autocast():
                 total, count = self.loss(output, targets[m])
-            if self._tells:
+            if self._is_last_stage_rank:
                 totals.add_(torch.stack([total.detach().to(totals), count.to(totals)]))
             return total
 
@@ -248,15 +250,15 @@ class Trainer:
                 forward,
                 parameters=self._trained,
                 reducer=reducer,
-                around=self._around,
+                around=self._context,
                 record=record,
             )
         return totals
 
-    def _around(self, kind: Kind) -> AbstractContextManager[None]:
-        return self.phases("forward" if kind is Kind.F else "backward")
+    def _context(self, kind: ActionKind) -> AbstractContextManager[None]:
+        return self.phases("forward" if kind is ActionKind.F else "backward")
 
-    def _place(self, x: Tensor, weight: Tensor | None) -> Tensor:
+    def _rank_text(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """On my device; numbers that are not ids in the precision of the weights."""
         dtype = weight.dtype if weight is not None and x.is_floating_point() else x.dtype
         return x.to(self.device, non_blocking=True).to(dtype)

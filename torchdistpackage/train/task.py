@@ -16,10 +16,10 @@ from typing import cast
 
 from torchdistpackage.config.load import load
 from torchdistpackage.errors import RankError
-from torchdistpackage.launch.requeue import Word
+from torchdistpackage.launch.requeue import RequeueDecision
 from torchdistpackage.launch.slurm.again import may_requeue, read_decision
-from torchdistpackage.launch.slurm.files import JobFiles
-from torchdistpackage.launch.slurm.script_ranks import UNTIL_IT_LISTENS
+from torchdistpackage.launch.slurm.files import RunDir
+from torchdistpackage.launch.slurm.script_ranks import IGNORE_SIGNALS_UNTIL_READY
 from torchdistpackage.train.folder import run_folder
 
 _KILLED_WITHIN_S = 300.0
@@ -42,7 +42,7 @@ class Training:
         Raises:
             RankError: the rank failed.
         """
-        until_it_listens = ["sh", "-c", UNTIL_IT_LISTENS, "task"]
+        until_it_listens = ["sh", "-c", IGNORE_SIGNALS_UNTIL_READY, "task"]
         python = [sys.executable, "-u", "-P", "-m", "torchdistpackage", "train", self.config]
         env = {**os.environ, "TDP_BATCH": "1"}
         with _Relay() as before:
@@ -52,9 +52,13 @@ class Training:
         rank = os.environ.get("SLURM_PROCID", "0")
         if code:
             raise RankError(f"rank {rank} ended with code {code}; its log is in the run folder")
-        files = JobFiles(run_folder(load(self.config, self.overrides)).absolute())
+        files = RunDir(run_folder(load(self.config, self.overrides)).absolute())
         decision = read_decision(files, os.environ)
-        if decision is not None and decision.word is Word.REQUEUE and may_requeue(os.environ):
+        if (
+            decision is not None
+            and decision.word is RequeueDecision.REQUEUE
+            and may_requeue(os.environ)
+        ):
             if rank == "0":
                 before.hand_over()  # does not come back
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # or Slurm would have to wait for SIGKILL

@@ -18,10 +18,10 @@ from torchdistpackage.parallel.pipeline.recording import Recording
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.costs_file import PieceCosts, costs_text
 from torchdistpackage.schedule.draw import svg_pair
-from torchdistpackage.schedule.gap import Gap, gap_of
+from torchdistpackage.schedule.gap import BubbleAttribution, attribute_bubble
 from torchdistpackage.schedule.measured import costs_of
 from torchdistpackage.schedule.simulate import Span
-from torchdistpackage.train.chunks import Chunks
+from torchdistpackage.train.chunks import TrainStages
 from torchdistpackage.train.plan import Plan
 from torchdistpackage.train.step import Trainer
 
@@ -31,7 +31,7 @@ Weights = Mapping[int, Mapping[str, float]]
 PICTURE, COSTS = "pipeline.svg", "costs.yaml"
 
 
-class Recorder:
+class StepProfiler:
     """Of one run; made and called by every rank alike."""
 
     def __init__(self, trainer: Trainer):
@@ -42,7 +42,7 @@ class Recorder:
         self._held: tuple[int, Recording | None] | None = None
         self._rows: list[list[Span]] = []
         self._weights: Weights = {}
-        self._gap: Gap | None = None
+        self._gap: BubbleAttribution | None = None
         self.records = False
         if config.parallel.pipe > 1:
             self._weights = _weights(trainer.plan, trainer.stage)
@@ -58,7 +58,7 @@ class Recorder:
         """`step` has been issued, and recorded here."""
         self._held = step, self._trainer.executor.recording
 
-    def take(self, step: int) -> Gap | None:
+    def take(self, step: int) -> BubbleAttribution | None:
         """What `step` shows, on rank 0, if it was recorded; all ranks that did so call this."""
         if self._held is None or self._held[0] != step:
             return None
@@ -70,7 +70,7 @@ class Recorder:
             return None
         self._rows = [row for row, _ in found]
         self._weights = {stage: held for _, weights in found for stage, held in weights.items()}
-        self._step, self._gap = step, gap_of(self._trainer.plan.schedule, self._rows)
+        self._step, self._gap = step, attribute_bubble(self._trainer.plan.schedule, self._rows)
         return self._gap
 
     def write(self, folder: Path) -> tuple[str, ...]:
@@ -96,7 +96,7 @@ def piece_costs(weights: Weights, costs: StageCosts) -> dict[str, PieceCosts]:
     return found
 
 
-def _weights(plan: Plan, stages: Chunks) -> Weights:
+def _weights(plan: Plan, stages: TrainStages) -> Weights:
     """Of my stages: the computation of our models' pieces; of a user's own model, of whose
     children only that is known, the parameters."""
     if plan.model is None or plan.shape is None:

@@ -11,10 +11,10 @@ import torch
 
 from torchdistpackage.errors import ConfigError, TorchDistError
 from torchdistpackage.harness.lint.linter import lint
-from torchdistpackage.harness.lint.report import Report
+from torchdistpackage.harness.lint.report import LintReport
 from torchdistpackage.train.build import build, build_data, user_object
 from torchdistpackage.train.data import DataSource
-from torchdistpackage.train.own_code import add_own_code
+from torchdistpackage.train.own_code import add_user_code
 from torchdistpackage.train.plan import Plan, make_plan
 
 STEPS = 2
@@ -22,7 +22,7 @@ STEPS = 2
 _CALLER = build_data.__code__.co_filename
 
 
-def trial(plan: Plan, *, limit_s: float = 600.0) -> Report:
+def trial(plan: Plan, *, limit_s: float = 600.0) -> LintReport:
     """Build and run `STEPS` steps of every rank, on the CPU, and check all their calls.
 
     The results are the losses of the steps. limit_s: wall seconds for all of it.
@@ -37,7 +37,7 @@ def trial(plan: Plan, *, limit_s: float = 600.0) -> Report:
 
     def step(rank: int) -> list[float]:
         trainer = build(small, rank, torch.device("cpu"), data)
-        return [trainer.train_step(number).read().loss for number in range(1, STEPS + 1)]
+        return [trainer.train_step(number).wait().loss for number in range(1, STEPS + 1)]
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -57,7 +57,7 @@ def _one_sample(plan: Plan) -> Plan:
 
 def _load_targets(plan: Plan) -> None:
     """Import what the ranks will need, so that a wrong name is no finding of a rank."""
-    folder = add_own_code(os.environ)
+    folder = add_user_code(os.environ)
     model, data = plan.config.model, plan.config.data
     targets = {"model.target": model.target, "model.loss": model.loss, "data.target": data.target}
     for key, target in targets.items():

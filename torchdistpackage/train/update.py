@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from torchdistpackage.checkpoint.parts import Place, Sharded
+from torchdistpackage.checkpoint.parts import ShardedState, TopologyRank
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.layout.derive import owns
 from torchdistpackage.layout.layout import Layout
@@ -19,33 +19,33 @@ from torchdistpackage.optim.lr import warmup_cosine
 
 
 @dataclass(frozen=True, slots=True)
-class Summed:
-    """One gradient after the sum, `holder.grad`: whole, or the part that ZeRO leaves to this rank.
+class ReducedGrad:
+    """A gradient after the sum, `grad_tensor.grad`: whole, or the part that ZeRO leaves here.
 
-    speaks: it counts for the norm of the whole model.
+    counts_in_norm: it counts for the norm of the whole model.
     """
 
     name: str
-    holder: Tensor
-    speaks: bool
+    grad_tensor: Tensor
+    counts_in_norm: bool
 
 
-def summed(
+def reduced_grads(
     stage: nn.Module,
     layouts: Mapping[str, Layout],
-    place: Place,
+    place: TopologyRank,
     optimizer: torch.optim.Optimizer | None,
-) -> tuple[Summed, ...]:
+) -> tuple[ReducedGrad, ...]:
     """Every gradient that this rank holds after the sum, in the order of its parameters."""
     trained = [(layouts[n], p) for n, p in stage.named_parameters() if p.requires_grad]
-    if isinstance(optimizer, Sharded):
+    if isinstance(optimizer, ShardedState):
         layout_of = {parameter: layout for layout, parameter in trained}
         order = {parameter: i for i, (_, parameter) in enumerate(trained)}
         shards = sorted(optimizer.shards, key=lambda shard: order[shard.parameter])
         pairs = [(layout_of[shard.parameter], shard) for shard in shards]
-        return tuple(Summed(x.name, s.tensor, place.speaks(x, s)) for x, s in pairs)
+        return tuple(ReducedGrad(x.name, s.tensor, place.is_owner(x, s)) for x, s in pairs)
     view = place.topology.view
-    return tuple(Summed(x.name, p, owns(x, view(x.view), place.rank)) for x, p in trained)
+    return tuple(ReducedGrad(x.name, p, owns(x, view(x.view), place.rank)) for x, p in trained)
 
 
 class Update:
@@ -57,17 +57,17 @@ class Update:
     def __init__(
         self,
         config: RunConfig,
-        gradients: Sequence[Summed],
+        gradients: Sequence[ReducedGrad],
         optimizer: torch.optim.Optimizer | None,
         inner: torch.optim.Optimizer | None,
         device: torch.device,
     ):
         self._config, self._optimizer, self._inner = config, optimizer, inner
         self._gradients = gradients
-        self._holders = [g.holder for g in gradients]
+        self._holders = [g.grad_tensor for g in gradients]
         self._wide = torch.float64 if device.type == "cpu" else torch.float32
         self._none = torch.zeros(0, dtype=self._wide, device=device)
-        speaks = [float(g.speaks) for g in gradients]
+        speaks = [float(g.counts_in_norm) for g in gradients]
         self._counts = torch.tensor(speaks, dtype=self._wide, device=device)
         self.names: list[str] = []
         self._halted = torch.zeros((), dtype=torch.float32, device=device)
@@ -77,7 +77,9 @@ class Update:
 
         One that is not finite makes the sum so, whoever speaks for it.
         """
-        grads = {i: g for i, x in enumerate(self._gradients) if (g := x.holder.grad) is not None}
+        grads = {
+            i: g for i, x in enumerate(self._gradients) if (g := x.grad_tensor.grad) is not None
+        }
         if not grads:
             self.names = []
             return self._none.sum(), self._none

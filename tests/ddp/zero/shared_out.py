@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.comm.slices import start_gather_slices
-from torchdistpackage.ddp.shared import Shared
-from torchdistpackage.ddp.zero.held import Held
-from torchdistpackage.ddp.zero.whole import owners
-from torchdistpackage.ddp.zero.wrapped import Wrapped
+from torchdistpackage.comm.slices import start_all_gather_v
+from torchdistpackage.ddp.shared import ParamSpec
+from torchdistpackage.ddp.zero.held import ParamPartition
+from torchdistpackage.ddp.zero.whole import greedy_partition
+from torchdistpackage.ddp.zero.wrapped import ShardedOptimizerBase
 
 
 class Model(nn.Module):
@@ -54,7 +54,7 @@ def gradients(model: Model, step: int) -> None:
             p.grad = torch.empty_like(p).copy_(grad)
 
 
-class ByHand(Wrapped):
+class ByHand(ShardedOptimizerBase):
     """Each parameter cut by itself, at places that favour the first ranks, or owned whole."""
 
     def __init__(
@@ -67,29 +67,29 @@ class ByHand(Wrapped):
     ):
         """of_last: the ranks that share the parameters of the last param group, if others do."""
         names = {p: name for name, p in model.named_parameters()}
-        held: list[list[Held]] = []
+        held: list[list[ParamPartition]] = []
         for number, members in enumerate(g["params"] for g in inner.param_groups):
             is_last = of_last is not None and number == len(inner.param_groups) - 1
             shared_by = of_last if is_last else group
-            places = owners([p.numel() for p in members], shared_by.size())
+            places = greedy_partition([p.numel() for p in members], shared_by.size())
             held.append(
                 [
-                    self.share(Shared(names[p], p, shared_by), owner, whole)
+                    self.share(ParamSpec(names[p], p, shared_by), owner, whole)
                     for p, owner in zip(members, places, strict=True)
                 ]
             )
         super().__init__(inner, held)
 
-    def share(self, shared: Shared, owner: int, whole: bool) -> Held:
+    def share(self, shared: ParamSpec, owner: int, whole: bool) -> ParamPartition:
         p, num_ranks, index = shared.parameter, shared.group.size(), shared.group.rank()
         if not p.requires_grad:
-            return Held(shared, (0,) * (num_ranks + 1), None)
+            return ParamPartition(shared, (0,) * (num_ranks + 1), None)
         step = -(-p.numel() // num_ranks)
         bounds = tuple(min(p.numel(), r * step) for r in range(num_ranks + 1))
         if whole:
             bounds = tuple(0 if r <= owner else p.numel() for r in range(num_ranks + 1))
         start, stop = bounds[index], bounds[index + 1]
-        held = Held(shared, bounds, None, whole, master=p.dtype != torch.float64)
+        held = ParamPartition(shared, bounds, None, whole, master=p.dtype != torch.float64)
         if start < stop:
             values = p.detach().clone() if whole else held.flat(p.detach())[start:stop].clone()
             held = replace(held, mine=nn.Parameter(values.double()))
@@ -107,13 +107,13 @@ class ByHand(Wrapped):
             if held.bounds[-1]:
                 held.shared.parameter.copy_(self.joined(held))
 
-    def joined(self, held: Held) -> Tensor:
+    def joined(self, held: ParamPartition) -> Tensor:
         p = held.shared.parameter
         flat = torch.zeros(p.numel(), dtype=torch.float64)
         start, stop = held.range
         if held.mine is not None:
             flat[start:stop] = held.flat(held.mine) if held.whole else held.mine
-        return held.shaped(start_gather_slices(flat, held.bounds, held.shared.group).wait())
+        return held.shaped(start_all_gather_v(flat, held.bounds, held.shared.group).wait())
 
     @torch.no_grad()
     def refresh_masters(self) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchdistpackage.ddp.zero.absent import Absent, leave, present
+from torchdistpackage.ddp.zero.absent import UngatheredParameter, mark_gathered, mark_ungathered
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 
 
@@ -17,9 +17,9 @@ class Kept:
     def __init__(self) -> None:
         self.asked = 0
 
-    def bring(self, parameter: nn.Parameter) -> None:
+    def wait_gathered(self, parameter: nn.Parameter) -> None:
         self.asked += 1
-        present(parameter, nn.Parameter)
+        mark_gathered(parameter, nn.Parameter)
 
 
 X = torch.ones(2, 3)
@@ -58,7 +58,7 @@ LOOKS = {
 
 def absent_linear() -> tuple[nn.Linear, Kept]:
     module, source = nn.Linear(3, 2), Kept()
-    leave(module.weight, source)
+    mark_ungathered(module.weight, source)
     return module, source
 
 
@@ -76,7 +76,7 @@ def test_who_only_looks_does_not(name: str):
     module, source = absent_linear()
     LOOKS[name](module, module.weight)
     assert source.asked == 0
-    assert type(module.weight) is Absent
+    assert type(module.weight) is UngatheredParameter
 
 
 def test_copies_are_plain_parameters():
@@ -94,10 +94,10 @@ def test_a_parameter_class_of_ones_own_comes_back():
     module.weight = Own(module.weight.detach())
 
     class Source:
-        def bring(self, parameter: nn.Parameter) -> None:
-            present(parameter, Own)
+        def wait_gathered(self, parameter: nn.Parameter) -> None:
+            mark_gathered(parameter, Own)
 
-    leave(module.weight, Source())
+    mark_ungathered(module.weight, Source())
     module(X)
     assert type(module.weight) is Own
 

@@ -2,11 +2,17 @@
 
 import pytest
 
-from torchdistpackage.ddp.zero.choose import WORTH_IT, Work, all_reduced_s, scattered_s, scatters
+from torchdistpackage.ddp.zero.choose import (
+    WORTH_IT,
+    StepCost,
+    all_reduced_s,
+    scattered_s,
+    scatters,
+)
 
 MIB = 2**20
-MLP = Work(0.048, 0.090, 0.007, 33_600_000, 4 * MIB, exchange_s=0.034)
-LONG = Work(0.330, 0.880, 0.012, 55_300_000, 13 * MIB, exchange_s=0.055)
+MLP = StepCost(0.048, 0.090, 0.007, 33_600_000, 4 * MIB, exchange_s=0.034)
+LONG = StepCost(0.330, 0.880, 0.012, 55_300_000, 13 * MIB, exchange_s=0.055)
 SLOW, MIDDLE, FAST = 119e6, 478e6, 1300e6
 
 
@@ -14,7 +20,7 @@ SLOW, MIDDLE, FAST = 119e6, 478e6, 1300e6
     ("work", "bytes_per_s", "zero"),
     [(MLP, SLOW, True), (MLP, FAST, False), (LONG, MIDDLE, False), (LONG, FAST, False)],
 )
-def test_it_chooses_what_was_measured_to_be_faster(work: Work, bytes_per_s: float, zero: bool):
+def test_it_chooses_what_was_measured_to_be_faster(work: StepCost, bytes_per_s: float, zero: bool):
     assert scatters(work, bytes_per_s, 2) is zero
 
 

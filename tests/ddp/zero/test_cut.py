@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchdistpackage.ddp.zero.cut import SLICE_BYTES, Piece, bounds_of, even_bounds, pieces
+from torchdistpackage.ddp.zero.cut import SLICE_BYTES, ShardRange, bounds_of, even_bounds, pieces
 from torchdistpackage.errors import LayoutError
 
 
@@ -81,9 +81,9 @@ def test_slices_of_whole_parameters_are_aligned_and_of_one_length_where_that_is_
 
 
 def test_uneven_bounds_may_leave_a_rank_empty():
-    assert pieces([0, 4], [3, 2], [0, 4, 4, 6], 0) == (Piece(0, 0, 3, 0),)
+    assert pieces([0, 4], [3, 2], [0, 4, 4, 6], 0) == (ShardRange(0, 0, 3, 0),)
     assert pieces([0, 4], [3, 2], [0, 4, 4, 6], 1) == ()
-    assert pieces([0, 4], [3, 2], [0, 4, 4, 6], 2) == (Piece(1, 0, 2, 0),)
+    assert pieces([0, 4], [3, 2], [0, 4, 4, 6], 2) == (ShardRange(1, 0, 2, 0),)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ from torchdistpackage.ddp import data_parallel as front
 from torchdistpackage.ddp.data_parallel import data_parallel
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.zero import measured
-from torchdistpackage.ddp.zero.choose import Work
+from torchdistpackage.ddp.zero.choose import StepCost
 from torchdistpackage.ddp.zero.measured import measure
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import LayoutError
 
-WORK = Work(0.1, 0.2, 0.0, num_bytes=10**8, bucket_bytes=10**7)
+WORK = StepCost(0.1, 0.2, 0.0, num_bytes=10**8, bucket_bytes=10**7)
 SLOW, FAST = 1e8, 1e12
 
 

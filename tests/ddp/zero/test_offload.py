@@ -83,9 +83,9 @@ def test_what_is_not_parameters_or_gradients_is_in_host_memory(ranks, dtype, sta
 def test_copies_cast_both_ways_and_bytes_are_counted():
     offload = Offload(torch.device("cpu"))
     device = torch.tensor([1.0, 1 + 2**-7, 3.0], dtype=torch.bfloat16)
-    host = offload.keep(device, torch.float32)
+    host = offload.allocate(device, torch.float32)
     assert (host.shape, host.dtype, offload.bytes) == (device.shape, torch.float32, 12)
-    offload.to_host(host, device)
+    offload.offload(host, device)
     offload.wait()
     assert host.tolist() == [1.0, 1 + 2**-7, 3.0]
     host += 2**-12

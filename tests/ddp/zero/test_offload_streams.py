@@ -141,15 +141,15 @@ def both_ways() -> tuple[LateStreams, Offload, torch.Tensor, torch.Tensor]:
     streams = LateStreams()
     offload = Offload(torch.device("cpu"), streams)
     device = torch.arange(64.0)
-    return streams, offload, offload.keep(device, device.dtype), device
+    return streams, offload, offload.allocate(device, device.dtype), device
 
 
 def test_what_goes_up_does_not_wait_behind_what_comes_down():
     streams, offload, master, device = both_ways()
-    total = offload.keep(device, device.dtype)
-    offload.to_host(master, device)
+    total = offload.allocate(device, device.dtype)
+    offload.offload(master, device)
     offload.wait(master)
-    offload.to_host(total, device * 2)
+    offload.offload(total, device * 2)
     offload.to_device(master, device)
     down, up = streams.made
     assert torch.equal(device, torch.arange(64.0)) and not down.copies[-1].is_done
@@ -160,7 +160,7 @@ def test_what_goes_up_does_not_wait_behind_what_comes_down():
 
 def test_the_host_waits_before_it_writes_what_is_going_up():
     streams, offload, master, device = both_ways()
-    offload.to_host(master, device)
+    offload.offload(master, device)
     offload.wait(master)
     offload.to_device(master, device)
     waits = streams.host_waits
@@ -177,16 +177,16 @@ def test_the_host_waits_before_it_writes_what_is_going_up():
 
 def test_a_copy_down_follows_the_one_up_from_the_same_memory_and_is_read_before_it_is_reused():
     streams, offload, master, device = both_ways()
-    offload.to_host(master, device)
+    offload.offload(master, device)
     here = offload.here(master)
     here += 1
-    offload.to_host(master, here)
+    offload.offload(master, here)
     offload.free(master)
     here += 1
     offload.wait(master)
     assert torch.equal(master, torch.arange(64.0) + 1)
 
-    offload.to_host(master, here)
+    offload.offload(master, here)
     here += 1
     with pytest.raises(Changed):
         offload.wait(master)
@@ -196,7 +196,7 @@ def test_a_copy_down_follows_the_one_up_from_the_same_memory_and_is_read_before_
 def test_memory_is_pinned_in_few_pieces():
     streams, offload, *_ = both_ways()
     sizes = [3 * 2**10 + 5, 2**14 + 1, 7, 0, 2**12, *[2**11 + 3] * 100]
-    kept = [offload.keep(torch.empty(size), torch.float32) for size in sizes]
+    kept = [offload.allocate(torch.empty(size), torch.float32) for size in sizes]
     assert [len(x) for x in kept] == sizes
     for number, x in enumerate(kept):
         x.fill_(number)

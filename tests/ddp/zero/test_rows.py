@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.ddp.zero.beside_one_process import TINY, adamw, batches, compare, expect_equal
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.record import recorder
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 
 VOCAB, DIM = 42, 3
@@ -75,7 +75,7 @@ def leave_early() -> None:
     seen: list[tuple[int, bool]] = []
     sent: list[int] = []
     zero.reducer.on_launch = lambda b: seen.append((b, net.mix.weight.grad is None))
-    begin = calls.begin
+    begin = recorder.begin
 
     def noted(operation: str, group: object, x: Tensor) -> object:
         sent.append(x.numel())
@@ -89,7 +89,7 @@ def leave_early() -> None:
     assert [b for b, _ in seen] == [*range(len(zero._buckets))]
     assert [is_early for b, is_early in seen if b in zero._heads.buckets] == [True, True]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "begin", noted)
+        patch.setattr(recorder, "begin", noted)
         zero.reducer.finish()
     assert sent and max(sent) < VOCAB * DIM / 2  # of the sums only rows are left
 

@@ -11,7 +11,7 @@ from tests.ddp.zero.beside_one_process import DIM, adamw, compare
 from torchdistpackage.comm.world import world
 from torchdistpackage.ddp.zero import stepping
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
-from torchdistpackage.ddp.zero.stepping import Stepping
+from torchdistpackage.ddp.zero.stepping import PartialStep
 from torchdistpackage.ddp.zero.whole import ELEMENTWISE, MATRIXWISE
 from torchdistpackage.optim.clip import clip_grad_norm_
 
@@ -56,7 +56,7 @@ def test_every_class_steps_several_parts_to_the_same_bit(name: str, options: dic
     alone = copy.deepcopy(together)
     for parts, one_by_one in ((together, False), (alone, True)):
         optimizer = built(name, parts, **options)
-        steps = Stepping(optimizer, parts, one_by_one=one_by_one)
+        steps = PartialStep(optimizer, parts, one_by_one=one_by_one)
         draw = torch.Generator().manual_seed(1)
         calls = Calls(optimizer)
         for number in range(4):
@@ -80,7 +80,7 @@ def calls_of(num: int, how: str) -> list[list[int]]:
     parts, stepped = parts_of(num, (8, 8)), list[int]()
     inner = built("SGD", parts)
     around = lambda some: stepped.extend(some) or nullcontext()  # noqa: E731
-    steps = Stepping(inner, parts, one_by_one=False, around=around)
+    steps = PartialStep(inner, parts, one_by_one=False, around=around)
     found: list[list[int]] = []
     with steps.once():
         for part in range(num) if how == "landed" else steps.in_turn(range(num)):

@@ -87,20 +87,20 @@ def gathers(finished: bool) -> list[int]:
     train(model, zero, some(1))
     backward(model, some(1)[0])
     order: list[int] = []
-    real = sent_by.Parameters.send
+    real = sent_by.ParamBuffer.send
     ours = {id(bucket.parameters): b for b, bucket in enumerate(zero._buckets)}
 
     def send(self) -> None:
         order.append(ours[id(self)])
         real(self)
 
-    sent_by.Parameters.send = send
+    sent_by.ParamBuffer.send = send
     try:
         if finished:
             zero.reducer.finish()
         zero.step()
     finally:
-        sent_by.Parameters.send = real
+        sent_by.ParamBuffer.send = real
     zero.finish()
     return order
 

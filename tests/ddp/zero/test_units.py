@@ -3,17 +3,17 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchdistpackage.ddp.zero.units import Member, pack
+from torchdistpackage.ddp.zero.units import ModuleParam, group_by_module
 
 members = st.lists(
-    st.builds(Member, st.sampled_from("abcd"), st.integers(0, 9), st.sampled_from([1, 2])),
+    st.builds(ModuleParam, st.sampled_from("abcd"), st.integers(0, 9), st.sampled_from([1, 2])),
     max_size=12,
 )
 
 
 @given(members, st.integers(1, 30))
-def test_modules_stay_whole_and_keys_apart(held: list[Member], cap_bytes: int):
-    numbers = pack(held, cap_bytes)
+def test_modules_stay_whole_and_keys_apart(held: list[ModuleParam], cap_bytes: int):
+    numbers = group_by_module(held, cap_bytes)
     for a, i in zip(held, numbers, strict=True):
         for b, j in zip(held, numbers, strict=True):
             if a.key != b.key:
@@ -23,14 +23,14 @@ def test_modules_stay_whole_and_keys_apart(held: list[Member], cap_bytes: int):
 
 
 @given(members, st.integers(1, 30))
-def test_no_bucket_of_several_modules_is_above_the_cap(held: list[Member], cap_bytes: int):
-    numbers = pack(held, cap_bytes)
+def test_no_bucket_of_several_modules_is_above_the_cap(held: list[ModuleParam], cap_bytes: int):
+    numbers = group_by_module(held, cap_bytes)
     for number in set(numbers):
         inside = [m for m, n in zip(held, numbers, strict=True) if n == number]
         assert sum(m.num_bytes for m in inside) <= cap_bytes or len({m.unit for m in inside}) == 1
 
 
 def test_the_last_module_is_in_the_first_bucket_with_its_bias_and_without_its_neighbours():
-    layers = [Member(f"{i}", size, 0) for i in range(3) for size in (400, 4)]
-    assert pack(layers, 500) == [2, 2, 1, 1, 0, 0]
-    assert pack(layers, 900) == [1, 1, 0, 0, 0, 0]
+    layers = [ModuleParam(f"{i}", size, 0) for i in range(3) for size in (400, 4)]
+    assert group_by_module(layers, 500) == [2, 2, 1, 1, 0, 0]
+    assert group_by_module(layers, 900) == [1, 1, 0, 0, 0, 0]

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchdistpackage.ddp.zero.whole import ELEMENTWISE, MATRIXWISE, REFUSED, needs_whole, owners
+from torchdistpackage.ddp.zero.whole import (
+    ELEMENTWISE,
+    MATRIXWISE,
+    REFUSED,
+    greedy_partition,
+    requires_whole_params,
+)
 from torchdistpackage.errors import LayoutError
 
 SIZES = st.lists(st.integers(0, 1000), max_size=40)
@@ -21,7 +27,7 @@ def made(name: str, module: str = "torch.optim.some", base: type = object, **opt
 def test_no_rank_owns_more_than_the_mean_and_one_parameter(sizes: list[int], num_ranks: int):
     """Balanced over all of them: an embedding does not leave the later ranks idle."""
     totals = [0] * num_ranks
-    for size, owner in zip(sizes, owners(sizes, num_ranks), strict=True):
+    for size, owner in zip(sizes, greedy_partition(sizes, num_ranks), strict=True):
         totals[owner] += size
     assert sum(totals) == sum(sizes)
     assert max(totals) <= Fraction(sum(sizes), num_ranks) + max(sizes, default=0)
@@ -33,34 +39,34 @@ def test_no_rank_owns_more_than_the_mean_and_one_parameter(sizes: list[int], num
 
 def test_every_rank_finds_the_same_owners():
     sizes = [7, 7, 7, 3, 3, 0, 9]
-    assert owners(sizes, 3) == owners(tuple(sizes), 3) == (1, 2, 1, 2, 0, 2, 0)
-    assert owners(sizes, 1) == (0,) * len(sizes)
+    assert greedy_partition(sizes, 3) == greedy_partition(tuple(sizes), 3) == (1, 2, 1, 2, 0, 2, 0)
+    assert greedy_partition(sizes, 1) == (0,) * len(sizes)
 
 
 @pytest.mark.parametrize("name", sorted(ELEMENTWISE))
 def test_elementwise_classes_of_torch_may_be_cut(name: str):
-    assert needs_whole(made(name)) is False
-    assert needs_whole(made(name), split=["w"]) is False
-    assert needs_whole(made(name), whole=True) is True
+    assert requires_whole_params(made(name)) is False
+    assert requires_whole_params(made(name), split=["w"]) is False
+    assert requires_whole_params(made(name), whole=True) is True
 
 
 @pytest.mark.parametrize("name", sorted(MATRIXWISE))
 def test_matrixwise_classes_get_whole_parameters_or_a_reason(name: str):
-    assert needs_whole(made(name)) is True
+    assert requires_whole_params(made(name)) is True
     with pytest.raises(LayoutError, match="rows and columns"):
-        needs_whole(made(name), whole=False)
+        requires_whole_params(made(name), whole=False)
     with pytest.raises(LayoutError, match=r"1 are split over ranks of the model: blocks\.0\.w"):
-        needs_whole(made(name), split=["blocks.0.w"])
+        requires_whole_params(made(name), split=["blocks.0.w"])
 
 
 def test_what_is_not_known_gets_whole_parameters_unless_the_user_knows_it():
     own = made("Lion", "somebody.optim")
-    assert needs_whole(own) is True
-    assert needs_whole(own, whole=False) is False
+    assert requires_whole_params(own) is True
+    assert requires_whole_params(own, whole=False) is False
     made_from_adam = made("Adam", "somebody.optim", base=type(made("Adam")))
-    assert needs_whole(made_from_adam) is True, "a class made from one may do anything"
+    assert requires_whole_params(made_from_adam) is True, "a class made from one may do anything"
     with pytest.raises(LayoutError, match="whole=False if its update is element-wise"):
-        needs_whole(own, split=["w"])
+        requires_whole_params(own, split=["w"])
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
@@ -68,14 +74,14 @@ def test_what_cannot_be_sharded_is_refused_with_the_reason(name: str):
     reason = f"{name} cannot be sharded: {REFUSED[name]}"
     for whole in (None, True, False):
         with pytest.raises(LayoutError, match=reason):
-            needs_whole(made(name), whole)
+            requires_whole_params(made(name), whole)
     with pytest.raises(LayoutError, match=REFUSED[name]):
-        needs_whole(made("Mine", "somebody", base=type(made(name))))
+        requires_whole_params(made("Mine", "somebody", base=type(made(name))))
 
 
 def test_a_step_that_wants_gradients_itself_is_refused():
     with pytest.raises(LayoutError, match="param group 0 of SGD is differentiable"):
-        needs_whole(made("SGD", differentiable=True))
+        requires_whole_params(made("SGD", differentiable=True))
 
 
 def test_every_class_of_torch_is_in_one_of_the_lists():

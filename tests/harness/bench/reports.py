@@ -2,16 +2,16 @@
 
 from dataclasses import replace
 
-from torchdistpackage.harness.bench.report import TOGETHER, Pairs, Report, Row
-from torchdistpackage.harness.cases import CASES
+from torchdistpackage.harness.bench.report import CONCURRENT, BenchReport, Pairs, Row
+from torchdistpackage.harness.cases import COLLECTIVES
 
 LATENCY_S, PER_BYTE_S = 1e-4, 1e-9
 
 
 def row(operation="all_reduce", size_bytes=2**20, **more) -> Row:
-    facts = {"axis": "data", "link": "node", "mode": TOGETHER, "dtype": "float32"}
+    facts = {"axis": "data", "link": "node", "mode": CONCURRENT, "dtype": "float32"}
     facts |= {"ranks": (0, 1, 2, 3), "num_units": 2} | more
-    bus_bytes = size_bytes * CASES[operation].bus_factor(len(facts["ranks"]))
+    bus_bytes = size_bytes * COLLECTIVES[operation].bus_factor(len(facts["ranks"]))
     p50_s = facts.pop("p50_s", LATENCY_S + bus_bytes * PER_BYTE_S)
     times = {"p50_s": p50_s, "p95_s": 2 * p50_s, "max_s": 3 * p50_s}
     return Row(
@@ -24,8 +24,8 @@ def row(operation="all_reduce", size_bytes=2**20, **more) -> Row:
     )
 
 
-def report(*rows: Row, pairs: Pairs | None = None) -> Report:
-    return Report(
+def report(*rows: Row, pairs: Pairs | None = None) -> BenchReport:
+    return BenchReport(
         date="2026-01-02T03:04:05+00:00",
         by="me@n0",
         backend="gloo",

@@ -94,7 +94,7 @@ def test_one_link_that_is_faster_than_all_others_makes_nobody_slow(num_hosts):
     """Two hosts behind one switch."""
     hosts = list("abcdefgh"[:num_hosts])
     found = find_suspects(*names_and(lambda x, y, *_: 1.0 if x + y == "ab" else 2.1, hosts))
-    assert (found.hosts, found.links, found.sides, found.ranks) == ((), (), (), ())
+    assert (found.hosts, found.links, found.partitions, found.ranks) == ((), (), (), ())
 
 
 @pytest.mark.parametrize("per_host", [1, 2, 4])
@@ -105,7 +105,7 @@ def test_racks_with_a_slow_way_between_them_are_told_and_no_host_excluded(rack, 
     found = find_suspects(times, hosts)
     assert (found.hosts, found.links, found.ranks) == ((), (), ())
     others = tuple(host for host in "abcdefgh" if host not in rack)
-    assert found.sides == tuple(sorted([others, tuple(rack)]))
+    assert found.partitions == tuple(sorted([others, tuple(rack)]))
 
 
 def test_a_bad_host_is_told_from_racks():
@@ -114,7 +114,7 @@ def test_a_bad_host_is_told_from_racks():
 
     found = find_suspects(*names_and(slow, list("abcdefgh")))
     assert found.exclude == "--exclude=c"
-    assert found.sides == (tuple("abdef"), tuple("gh")) and found.links == ()
+    assert found.partitions == (tuple("abdef"), tuple("gh")) and found.links == ()
 
 
 @pytest.mark.parametrize("num_hosts", [3, 8])
@@ -129,7 +129,7 @@ def test_a_rank_that_is_slow_to_all_other_hosts_is_named_and_its_host_excluded(n
     found = find_suspects(times, hosts)
     ((rank, slower),) = found.ranks
     assert rank == ill and 4 < slower < 9
-    assert (found.exclude, found.links, found.sides) == ("--exclude=n1", (), ())
+    assert (found.exclude, found.links, found.partitions) == ("--exclude=n1", (), ())
 
 
 def test_bad_ranks_on_half_of_the_hosts_are_named_and_nobody_excluded():

@@ -8,12 +8,12 @@ import pytest
 
 from tests.harness.bench.reports import LATENCY_S, report, row
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.harness.bench.limits import below, parse_limits
-from torchdistpackage.harness.bench.pairs import Suspects, find_suspects
-from torchdistpackage.harness.bench.report import Cell, Pairs, Row, percentile, rows_of
+from torchdistpackage.harness.bench.limits import parse_limits, violations
+from torchdistpackage.harness.bench.pairs import SlowLinks, find_suspects
+from torchdistpackage.harness.bench.report import Measurement, Pairs, Row, percentile, rows_of
 from torchdistpackage.harness.bench.table import duration, pairs_text, rate, size, text
 
-CELL = Cell("data", "all_reduce", "together", "float32", 4096)
+CELL = Measurement("data", "all_reduce", "together", "float32", 4096)
 PAIRS = Pairs(2**20, "float32", ((0, 1, 1e-3), (0, 7, 8e-3), (1, 7, 2e-3)))
 
 
@@ -89,7 +89,7 @@ def test_the_pairs_name_the_slowest_and_whom_to_exclude():
     three = Pairs(2**20, "float32", tuple((a, b, t) for (a, b), t in many.items()))
     alone = ["n0", "n1", "n2"]
     assert pairs_text(three, find_suspects(many, alone), alone).endswith("--exclude=n2")
-    found = Suspects((0, 7), 4.0, (), ((5, 6.0),), (("n0", "n2"), ("n1",)), ())
+    found = SlowLinks((0, 7), 4.0, (), ((5, 6.0),), (("n0", "n2"), ("n1",)), ())
     shown = pairs_text(PAIRS, found, hosts)
     assert "slow rank: 5 on n1, to other hosts 6.0 x the time of the others there" in shown
     assert "slow between these sets of hosts, and not within: n0 n2 | n1" in shown
@@ -103,13 +103,13 @@ def test_figures_are_readable():
 
 def test_limits_name_what_stays_below_at_its_best_size():
     slow = report(row(size_bytes=2**10), row(), row("broadcast"), pairs=PAIRS)
-    assert below(slow, {}) == below(slow, parse_limits(["0.9"])) == []
-    (line,) = below(slow, parse_limits(["data=0.92"]))
+    assert violations(slow, {}) == violations(slow, parse_limits(["0.9"])) == []
+    (line,) = violations(slow, parse_limits(["data=0.92"]))
     assert line.startswith("data, node, together: broadcast over ranks [0, 1, 2, 3] reaches 0.913")
-    assert below(slow, parse_limits(["pipe=99"])) == []
+    assert violations(slow, parse_limits(["pipe=99"])) == []
     assert parse_limits(["data=10, pipe=2"]) == {"data": 10e9, "pipe": 2e9}
-    assert len(below(slow, parse_limits(["0.95", "data=0.1"]))) == 0
-    (pair,) = below(slow, parse_limits(["pairs=0.2"]))
+    assert len(violations(slow, parse_limits(["0.95", "data=0.1"]))) == 0
+    (pair,) = violations(slow, parse_limits(["pairs=0.2"]))
     assert pair == "pair of ranks 0 and 7 on n0 and n1: 0.131 GB/s, below 0.2"
 
 

@@ -11,23 +11,23 @@ from tests.harness.late.programs import PROGRAMS
 from tests.harness.planting import planted
 from torchdistpackage.comm import issue
 from torchdistpackage.comm.pending import Pending
-from torchdistpackage.ddp.carrier import AllReduced
+from torchdistpackage.ddp.carrier import AllReduceBucket
 from torchdistpackage.ddp.compress import _Narrowed
-from torchdistpackage.ddp.zero.parameters import Parameters
-from torchdistpackage.ddp.zero.scattered import Scattered
+from torchdistpackage.ddp.zero.parameters import ParamBuffer
+from torchdistpackage.ddp.zero.scattered import ReduceScatterBucket
 from torchdistpackage.errors import RaceError, RankError
 from torchdistpackage.testing import mirror
 
 # owner, function, what it says, what the mistake says; the program; the name of the mistake
 MISTAKES = {
     "no wait for a sum": (
-        (Pending, "wait", "await_works(self._works, self._limit)", "pass"),
+        (Pending, "wait", "wait_works(self._works, self._limit)", "pass"),
         "ddp",
         r"all_reduce \(number \d+\).*(read before wait\(\), by|nobody waited for it)",
     ),
     "no wait for the parameters": (
         (
-            Parameters,
+            ParamBuffer,
             "arrive",
             "else self._pending.wait()",
             "else vars(self).update(late=self._pending)",
@@ -42,7 +42,7 @@ MISTAKES = {
     ),
     "memory given back before the wait": (
         (
-            Scattered,
+            ReduceScatterBucket,
             "launch",
             "self.gradients.release()",
             "self.gradients.flat.untyped_storage().resize_(0)",
@@ -52,7 +52,7 @@ MISTAKES = {
     ),
     "a bucket written in flight": (
         (
-            AllReduced,
+            AllReduceBucket,
             "launch",
             "self._pending = self._start(self.gradients.flat, self._group, op)",
             "self._pending = self._start(self.gradients.flat, self._group, op); "
@@ -63,7 +63,7 @@ MISTAKES = {
     ),
     "the same, unseen by torch": (
         (
-            AllReduced,
+            AllReduceBucket,
             "launch",
             "self._pending = self._start(self.gradients.flat, self._group, op)",
             "seen = self.gradients.flat.detach().numpy(); "
@@ -73,7 +73,7 @@ MISTAKES = {
         r"all_reduce \(number \d+\).*written to while in flight",
     ),
     "a lost work": (
-        (issue, "later", "return Pending(x, (works,), call, finish)", "return Pending(x)"),
+        (issue, "run_async", "return Pending(x, (works,), call, finish)", "return Pending(x)"),
         "zero1",
         r"(reduce_scatter|all_reduce|all_gather) \(number \d+\).*nobody waited for it",
     ),

@@ -10,9 +10,9 @@ from tests.harness.late.programs import PROGRAMS
 from tests.harness.planting import planted
 from tests.host_reads import HostReads
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.headers import Headers
+from torchdistpackage.comm.headers import MetaChannel
 from torchdistpackage.comm.world import world as everybody
-from torchdistpackage.ddp.carrier import AllReduced
+from torchdistpackage.ddp.carrier import AllReduceBucket
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.reference import ReferenceDDP
 from torchdistpackage.errors import RaceError, RankError
@@ -41,11 +41,11 @@ def empty_stage() -> torch.Tensor:
 def test_the_norm_of_an_empty_stage():
     with mirror(2, transport=STRICT):
         empty_stage()
-    wrong = planted(clip, "local_power", "dtype=wide, device=device)", "dtype=wide)")
+    wrong = planted(clip, "grad_sq_norm", "dtype=wide, device=device)", "dtype=wide)")
     with wrong, mirror(2, transport=STRICT), pytest.raises(RaceError, match="in host memory") as e:
         empty_stage()
     assert "all_reduce" in str(e.value) and re.search(
-        r"made at .*clip.py:\d+ local_power", str(e.value)
+        r"made at .*clip.py:\d+ grad_sq_norm", str(e.value)
     )
 
 
@@ -112,7 +112,12 @@ def test_headers_among_the_messages(ranks):
 
 
 def pipeline_with_headers_among_messages() -> None:
-    with planted(Headers, "__init__", "Wire(on_cpu(group), timeout_s", "Wire(group, timeout_s"):
+    with planted(
+        MetaChannel,
+        "__init__",
+        "P2PChannel(on_cpu(group), timeout_s",
+        "P2PChannel(group, timeout_s",
+    ):
         pipeline()
 
 
@@ -138,7 +143,10 @@ def test_a_host_read_is_counted_where_it_is():
     with mirror(2):
         assert not steps().found
     wrong = planted(
-        AllReduced, "settle", "self._pending = None", "self._pending = float(self._marks[0]) * 0"
+        AllReduceBucket,
+        "settle",
+        "self._pending = None",
+        "self._pending = float(self._marks[0]) * 0",
     )
     with wrong, mirror(2):
         found = steps().found

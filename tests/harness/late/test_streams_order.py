@@ -14,7 +14,7 @@ from torchdistpackage.ddp import streams
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.zero.offload import Offload
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
-from torchdistpackage.ddp.zero.parameters import Parameters
+from torchdistpackage.ddp.zero.parameters import ParamBuffer
 from torchdistpackage.errors import ConfigError, RaceError, RankError
 from torchdistpackage.testing import mirror, ordered_streams
 
@@ -59,8 +59,8 @@ def reads_on_the_side(**options) -> None:
 
 def goes_up() -> None:
     offload, x = Offload(torch.device("cpu")), torch.ones(64)
-    master = offload.keep(x, x.dtype)
-    offload.to_host(master, x)
+    master = offload.allocate(x, x.dtype)
+    offload.offload(master, x)
     offload.wait(master)
     x.sum()
     offload.to_device(master, x)
@@ -69,10 +69,10 @@ def goes_up() -> None:
 
 def goes_down_and_up() -> None:
     offload, x, y = Offload(torch.device("cpu")), torch.ones(64), torch.ones(64)
-    master = offload.keep(x, x.dtype)
-    offload.to_host(master, x)
+    master = offload.allocate(x, x.dtype)
+    offload.offload(master, x)
     offload.to_device(master, y)
-    offload.to_host(master, x)
+    offload.offload(master, x)
     offload.free(master)
     x.zero_()
 
@@ -92,7 +92,7 @@ ALL = {
 # owner, function, the line that is left out; the program; what is said
 MISTAKES = {
     "a copy down before its source is there": (
-        (Offload, "to_host", "self._down.wait_event(self._streams.current().record_event())"),
+        (Offload, "offload", "self._down.wait_event(self._streams.current().record_event())"),
         "zero2-offload",
         r"copy on stream 1 reads memory that .* on .* writes",
     ),
@@ -122,12 +122,12 @@ MISTAKES = {
         r"on the host .* memory that copy on stream [12] (reads|writes)",
     ),
     "parameters read where nobody waited": (
-        (Parameters, "_wait_on_streams", "reader.wait_event(began_on.record_event())"),
+        (ParamBuffer, "_wait_on_streams", "reader.wait_event(began_on.record_event())"),
         "side",
         r"on stream 1 reads memory that all_gather .* on the stream of ranks .* writes",
     ),
     "memory given away under a reader": (
-        (Parameters, "free", "self._streams.keep(self.flat)"),
+        (ParamBuffer, "free", "self._streams.keep(self.flat)"),
         "freed on the side",
         r"stream 1 reads",
     ),

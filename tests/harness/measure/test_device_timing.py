@@ -64,7 +64,7 @@ def call(stream: Stream, issue_s: float, run_s: float) -> Callable[[], None]:
     return go
 
 
-def timed(stream: Stream, issue_s: float, run_s: float, *, warmup: int = 3) -> timing.Times:
+def timed(stream: Stream, issue_s: float, run_s: float, *, warmup: int = 3) -> timing.CallTimes:
     together = lambda: stream.kernel(5 * US)  # noqa: E731
     calls = [call(stream, issue_s, run_s)]
     cuda = torch.device("cuda")

@@ -11,9 +11,9 @@ import torch
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
-from torchdistpackage.harness.bench.report import Report
+from torchdistpackage.harness.bench.report import BenchReport
 from torchdistpackage.harness.bench.request import ELEMENT_BYTES, Request
-from torchdistpackage.harness.cases import CASES
+from torchdistpackage.harness.cases import COLLECTIVES
 from torchdistpackage.harness.measure import classic as classic_tests
 from torchdistpackage.harness.measure import run as measuring
 from torchdistpackage.harness.measure import timing
@@ -23,7 +23,7 @@ from torchdistpackage.harness.measure.run import measure
 QUICK = {"iterations": 1, "warmup": 0}
 
 
-def measured(config: tuple[tuple[str, int], ...], request: Request) -> Report:
+def measured(config: tuple[tuple[str, int], ...], request: Request) -> BenchReport:
     tpc.setup_process_groups(list(config))
     return measure(request)
 
@@ -59,7 +59,7 @@ def test_every_operation_is_measured_over_every_axis_and_all_ranks_know(ranks, o
     assert seen == {
         (axis, operation, mode, size)
         for axis in axes
-        for operation in CASES
+        for operation in COLLECTIVES
         for mode in ("alone", "together")
         for size in (104, 400)
     }
@@ -68,11 +68,11 @@ def test_every_operation_is_measured_over_every_axis_and_all_ranks_know(ranks, o
         assert row.ranks in pairs and row.num_units == 2 and row.link == "node"
         assert row.fastest_p50_s > 0 and row.bare_p50_s > 0
         assert 0 < row.p50_s <= row.p95_s <= row.max_s
-    assert len(reports[0].lines) == len(axes) * len(CASES) * 2
+    assert len(reports[0].lines) == len(axes) * len(COLLECTIVES) * 2
 
 
 def test_neighbours_along_a_long_axis_are_all_measured_and_so_are_all_pairs(ranks):
-    request = Request(("p2p", "p2p_both"), (64,), alone=9, pairs=True, **QUICK)
+    request = Request(("p2p", "p2p_both"), (64,), isolated=9, pairs=True, **QUICK)
     report, *_ = ranks(4).run(measured, (("pipe", 4),), request)
     assert {(r.mode, r.num_units) for r in report.rows} == {("alone", 3), ("together", 3)}
     pairs = [(a, b) for a in range(4) for b in range(a + 1, 4)]
@@ -80,7 +80,7 @@ def test_neighbours_along_a_long_axis_are_all_measured_and_so_are_all_pairs(rank
 
 
 @pytest.mark.parametrize(
-    "operations", [("all_reduce",), pytest.param(tuple(CASES), marks=full)], ids=len
+    "operations", [("all_reduce",), pytest.param(tuple(COLLECTIVES), marks=full)], ids=len
 )
 def test_every_element_type_arrives(ranks, operations):
     request = Request(operations, (1000,), dtypes=tuple(ELEMENT_BYTES), **QUICK)
@@ -114,7 +114,7 @@ def test_a_group_of_one_is_nothing_to_measure(ranks, config, over, axes):
 
 def one_wrong_element(operation: str, broken: int) -> str:
     tpc.setup_process_groups([("data", 2), ("pipe", 2)])
-    right = measuring.ours
+    right = measuring.tdp_call
 
     def ours(name, x, place):
         call = right(name, x, place)
@@ -129,13 +129,13 @@ def one_wrong_element(operation: str, broken: int) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         if tpc.rank == broken:
-            patch.setattr(measuring, "ours", ours)
+            patch.setattr(measuring, "tdp_call", ours)
         with pytest.raises(CommError) as caught:
             measure(Request((operation,), (8, 1600), over=("pipe",), **QUICK))
     return str(caught.value)
 
 
-@pytest.mark.parametrize("operation", CASES)
+@pytest.mark.parametrize("operation", COLLECTIVES)
 def test_one_wrong_element_ends_it_on_all_ranks_and_is_named(ranks, operation):
     texts = ranks(4).run(one_wrong_element, operation, 3)
     assert len(set(texts)) == 1
@@ -168,9 +168,9 @@ def test_data_is_verified_after_the_measurement_too(ranks):
     assert all("got 99 at element 0" in text for text in ranks(2).run(wrong_only_after_a_while))
 
 
-def late(delay_s: float) -> tuple[Report, tuple[float, float]]:
+def late(delay_s: float) -> tuple[BenchReport, tuple[float, float]]:
     tpc.setup_process_groups([("data", 2)])
-    right = measuring.ours
+    right = measuring.tdp_call
 
     def ours(name, x, place):
         call = right(name, x, place)
@@ -183,8 +183,8 @@ def late(delay_s: float) -> tuple[Report, tuple[float, float]]:
         return slow
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measuring, "ours", ours)
-        patch.setattr(classic_tests, "ours", ours)
+        patch.setattr(measuring, "tdp_call", ours)
+        patch.setattr(classic_tests, "tdp_call", ours)
         return measure(Request(("p2p",), (64,), iterations=3, warmup=0)), test_collection(8)
 
 
@@ -234,7 +234,7 @@ def spans_of_calls(config, request: Request) -> list[tuple[float, float]]:
 )
 def test_groups_that_are_busy_at_once_do_not_drift_apart(ranks, config, operation):
     """No call begins before the one before it has ended everywhere."""
-    request = Request((operation,), (64,), over=("data",), alone=0, iterations=8, warmup=2)
+    request = Request((operation,), (64,), over=("data",), isolated=0, iterations=8, warmup=2)
     spans = ranks(config[0][1] * config[1][1]).run(spans_of_calls, config, request)
     if operation == "p2p":  # first the neighbours (0, 1) and (3, 4), then (1, 2) and (4, 5)
         rounds = [[spans[0], spans[1][:20], spans[3], spans[4][:20]]]
@@ -248,7 +248,7 @@ def test_groups_that_are_busy_at_once_do_not_drift_apart(ranks, config, operatio
 
 
 def test_of_pairs_too_who_sits_out_meets_the_others(ranks):
-    request = Request((), (64,), alone=0, pairs=True, iterations=3, warmup=1)
+    request = Request((), (64,), isolated=0, pairs=True, iterations=3, warmup=1)
     report, *_ = ranks(5).run(measured, (("data", 5),), request)
     assert len(report.pairs.times) == 10
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import torchdistpackage
 from torchdistpackage.comm.runtime import leave
-from torchdistpackage.harness.cases import CASES
-from torchdistpackage.harness.measure.operations import Place, of_torch, ours
+from torchdistpackage.harness.cases import COLLECTIVES
+from torchdistpackage.harness.measure.operations import UnitRank, tdp_call, torch_call
 
 OURS = str(Path(torchdistpackage.__file__).parent)
 TORCH = str(Path(torch.__file__).parent)
@@ -27,11 +27,11 @@ def counted() -> dict[str, dict[str, Counter]]:
     leave()
     store = FakeStore()  # held here: c10d alone would lose the Python half
     dist.init_process_group("fake", store=store, rank=0, world_size=2)
-    place = Place((0, 1), 0, dist.group.WORLD)
+    place = UnitRank((0, 1), 0, dist.group.WORLD)
     found = {}
-    for operation in CASES:
+    for operation in COLLECTIVES:
         x = torch.zeros(2)
-        sides = {"ours": ours(operation, x, place), "bare": of_torch(operation, x, place)}
+        sides = {"ours": tdp_call(operation, x, place), "bare": torch_call(operation, x, place)}
         found[operation] = {name: functions_of(call) for name, call in sides.items()}
     dist.destroy_process_group()
     return found
@@ -67,7 +67,7 @@ def calls(ranks):
     return ranks(1).run(counted)[0]
 
 
-@pytest.mark.parametrize("operation", CASES)
+@pytest.mark.parametrize("operation", COLLECTIVES)
 def test_a_call_enters_few_functions_more_than_a_bare_one(calls, operation):
     """Entering a Python function costs 0.05 to 0.1 us, so these are well under 5 us a message."""
     mine, bare = calls[operation]["ours"], calls[operation]["bare"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from torchdistpackage.harness.bench.request import ELEMENT_BYTES
-from torchdistpackage.harness.cases import CASES
+from torchdistpackage.harness.cases import COLLECTIVES
 from torchdistpackage.harness.measure import payload
 from torchdistpackage.harness.measure.operations import MESSAGES
 
@@ -31,12 +31,12 @@ def carried_out(operation: str, inputs: list[torch.Tensor]) -> list[torch.Tensor
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("operation", CASES)
+@pytest.mark.parametrize("operation", COLLECTIVES)
 def test_what_is_expected_is_what_the_operation_makes(operation, dtype):
     for size in (2,) if operation in ("p2p", "p2p_both") else (2, 3, 40):
         number = 4 * size
         kind = dtype, CPU
-        inputs = [payload.given(operation, i, size, number, kind) for i in range(size)]
+        inputs = [payload.make_input(operation, i, size, number, kind) for i in range(size)]
         for i, out in enumerate(carried_out(operation, inputs)):
             wanted = payload.expected(operation, i, size, number, kind)
             assert (out is None) == (wanted is None)
@@ -47,7 +47,7 @@ def test_what_is_expected_is_what_the_operation_makes(operation, dtype):
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16], ids=str)
 def test_a_sum_over_a_thousand_ranks_is_still_exact_in_a_narrow_type(dtype):
     like, size = (dtype, CPU), 1000
-    inputs = [payload.given("all_reduce", i, size, 64, like) for i in range(size)]
+    inputs = [payload.make_input("all_reduce", i, size, 64, like) for i in range(size)]
     (out, *_) = carried_out("all_reduce", inputs)
     assert torch.equal(out, payload.expected("all_reduce", 7, size, 64, like))
     assert len(out.unique()) > 20
@@ -56,12 +56,12 @@ def test_a_sum_over_a_thousand_ranks_is_still_exact_in_a_narrow_type(dtype):
 @pytest.mark.parametrize("operation", ["all_gather", "broadcast", "all_to_all"])
 def test_data_of_different_senders_differ(operation):
     """Or a rank that got its own data back would pass."""
-    rows = [payload.given(operation, i, 300, 3000, (torch.int64, CPU)) for i in range(300)]
+    rows = [payload.make_input(operation, i, 300, 3000, (torch.int64, CPU)) for i in range(300)]
     assert len({tuple(row.tolist()) for row in rows}) == 300
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8, 64, 1000])
-@pytest.mark.parametrize("operation", CASES)
+@pytest.mark.parametrize("operation", COLLECTIVES)
 def test_what_is_moved_about_or_is_for_another_rank_is_found(operation, size):
     if operation in MESSAGES and size != 2:
         return

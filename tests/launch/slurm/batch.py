@@ -6,9 +6,9 @@ from pathlib import Path
 
 from torchdistpackage.config.load import loads
 from torchdistpackage.launch.slurm.batch_job import BatchJob, CodePaths
-from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.slurm.files import RunDir
 from torchdistpackage.launch.slurm.job import batch_job
-from torchdistpackage.launch.slurm.script import text
+from torchdistpackage.launch.slurm.script import render
 
 ODD = '/shared/my run\'s "x" $HOME 100%/runs'
 STUB = """#!/bin/bash
@@ -52,7 +52,7 @@ def job_of(
 
 
 def lines(job: BatchJob) -> list[str]:
-    return [line for line in text(job).splitlines() if line.startswith("#SBATCH")]
+    return [line for line in render(job).splitlines() if line.startswith("#SBATCH")]
 
 
 class Bash:
@@ -66,10 +66,10 @@ class Bash:
         for name in ("srun", "squeue", "sbatch", "scontrol", "python", "sleep"):
             (self.commands / name).write_text(STUB)
             (self.commands / name).chmod(0o755)
-        JobFiles(self.folder).job.mkdir(parents=True)
+        RunDir(self.folder).job.mkdir(parents=True)
 
     def __call__(self, job: BatchJob, *args: str, **env: str) -> subprocess.CompletedProcess:
-        self.script.write_text(text(replace(job, python=("python",))))
+        self.script.write_text(render(replace(job, python=("python",))))
         self.noted.unlink(missing_ok=True)
         done = subprocess.run(
             ["bash", str(self.script), *args],

@@ -5,21 +5,23 @@ from dataclasses import asdict
 from pathlib import Path
 
 from torchdistpackage.launch.failure import Failure, to_json
-from torchdistpackage.launch.slurm.files import JobFiles
-from torchdistpackage.launch.slurm.records import Record, append_record
-from torchdistpackage.launch.slurm.runs import Run, read_run
+from torchdistpackage.launch.slurm.files import RunDir
+from torchdistpackage.launch.slurm.records import Submission, append_record
+from torchdistpackage.launch.slurm.runs import SubmittedRun, read_run
 from torchdistpackage.launch.slurm.starts import Start
 
 SCRIPT = "#!/bin/bash\n#SBATCH --nodes=2\nexit 0\n"
 
 
-def submitted(folder: Path, job: str, time_s: float = 1000.0) -> Run:
+def submitted(folder: Path, job: str, time_s: float = 1000.0) -> SubmittedRun:
     """The run in `folder`, submitted (once more) as `job`."""
-    files = JobFiles(folder)
+    files = RunDir(folder)
     files.logs.mkdir(parents=True, exist_ok=True)
     files.job.mkdir(exist_ok=True)
     files.script.write_text(SCRIPT)
-    record = Record(job, time_s, "sbatch", str(files.script), str(folder / "code"), "2", "login1")
+    record = Submission(
+        job, time_s, "sbatch", str(files.script), str(folder / "code"), "2", "login1"
+    )
     append_record(files.records, record)
     run = read_run(folder)
     assert run is not None
@@ -27,7 +29,7 @@ def submitted(folder: Path, job: str, time_s: float = 1000.0) -> Run:
 
 
 def started(
-    run: Run,
+    run: SubmittedRun,
     start: str,
     time_s: float,
     *,
@@ -50,7 +52,7 @@ def started(
     return entry
 
 
-def measured(run: Run, *losses: float, num_steps: int = 10) -> None:
+def measured(run: SubmittedRun, *losses: float, num_steps: int = 10) -> None:
     """Metrics of the steps 1, 2, ... and the resolved configuration."""
     rows = [{"step": number, "loss": loss} for number, loss in enumerate(losses, 1)]
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

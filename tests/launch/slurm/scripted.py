@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.slurm.commands import Ran
+from torchdistpackage.launch.slurm.commands import CompletedCommand
 
-NO_ACCOUNTING = Ran(1, "", "Slurm accounting storage is disabled\n")
-UNHEARD_OF = Ran(0)
+NO_ACCOUNTING = CompletedCommand(1, "", "Slurm accounting storage is disabled\n")
+UNHEARD_OF = CompletedCommand(0)
 """squeue is silent about ids that it does not know, if there are two of them."""
 
-Answer = Ran | str | LaunchError | Callable[[Sequence[str]], "Answer"]
+Answer = CompletedCommand | str | LaunchError | Callable[[Sequence[str]], "Answer"]
 
 
 class Scripted:
@@ -26,7 +26,9 @@ class Scripted:
         self.asked: list[list[str]] = []
         self.envs: list[Mapping[str, str] | None] = []
 
-    def __call__(self, args: Sequence[str], env: Mapping[str, str] | None = None) -> Ran:
+    def __call__(
+        self, args: Sequence[str], env: Mapping[str, str] | None = None
+    ) -> CompletedCommand:
         self.asked.append(list(args))
         self.envs.append(env)
         answer = self.answers[args[0]]
@@ -34,7 +36,7 @@ class Scripted:
             answer = answer(args)
         if isinstance(answer, LaunchError):
             raise answer
-        return Ran(0, answer) if isinstance(answer, str) else answer
+        return CompletedCommand(0, answer) if isinstance(answer, str) else answer
 
     def count(self, command: str) -> int:
         return sum(args[0] == command for args in self.asked)

@@ -4,17 +4,22 @@ import pytest
 
 from tests.launch.slurm.scripted import Scripted
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.requeue import NOT_BACK, STOPPED, Decision, Word
-from torchdistpackage.launch.slurm.again import come_back, requeue_id, why_not
-from torchdistpackage.launch.slurm.commands import Ran
-from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.requeue import (
+    EXIT_REQUEUE_DENIED,
+    EXIT_TEMPFAIL,
+    Decision,
+    RequeueDecision,
+)
+from torchdistpackage.launch.slurm.again import requeue_id, requeue_self, why_not
+from torchdistpackage.launch.slurm.commands import CompletedCommand
+from torchdistpackage.launch.slurm.files import RunDir
 
 JOB = {"SLURM_JOB_ID": "12"}
 TASK = {"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}
 
 
-def decided(tmp_path, word: Word | None, env=JOB) -> JobFiles:
-    files = JobFiles(tmp_path)
+def decided(tmp_path, word: RequeueDecision | None, env=JOB) -> RunDir:
+    files = RunDir(tmp_path)
     if word is not None:
         files.job.mkdir()
         start = f"{env['SLURM_JOB_ID']}.0"
@@ -37,7 +42,7 @@ def slurm_that_says(text: str) -> Scripted:
 def test_a_running_job_is_requeued_once_and_of_an_array_one_task(tmp_path, env, job, text):
     """Also one that ran into its time limit, while its processes still have time to save."""
     slurm = slurm_that_says(text)
-    assert come_back(decided(tmp_path, Word.REQUEUE, env), env, slurm) == 0
+    assert requeue_self(decided(tmp_path, RequeueDecision.REQUEUE, env), env, slurm) == 0
     assert requeue_id(env) == job
     assert slurm.asked == [["scontrol", "-o", "show", "job", job], ["scontrol", "requeue", job]]
 
@@ -48,7 +53,9 @@ def test_a_running_job_is_requeued_once_and_of_an_array_one_task(tmp_path, env, 
 )
 def test_a_job_that_slurm_is_ending_is_left_to_it(tmp_path, text, capsys):
     slurm = slurm_that_says(text)
-    assert come_back(decided(tmp_path, Word.REQUEUE), JOB, slurm) == NOT_BACK
+    assert (
+        requeue_self(decided(tmp_path, RequeueDecision.REQUEUE), JOB, slurm) == EXIT_REQUEUE_DENIED
+    )
     assert slurm.count("scontrol") == 1
     assert "is not requeued here, it is" in capsys.readouterr().out
 
@@ -56,26 +63,35 @@ def test_a_job_that_slurm_is_ending_is_left_to_it(tmp_path, text, capsys):
 def test_a_job_without_a_script_is_not_requeued(tmp_path, capsys):
     """A shell of salloc."""
     slurm = slurm_that_says(shown("RUNNING", batch=0))
-    assert come_back(decided(tmp_path, Word.REQUEUE), JOB, slurm) == NOT_BACK
+    assert (
+        requeue_self(decided(tmp_path, RequeueDecision.REQUEUE), JOB, slurm) == EXIT_REQUEUE_DENIED
+    )
     assert slurm.count("scontrol") == 1 and "no batch script" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("word", [Word.FINISHED, Word.STOP, Word.CHAIN, None])
+@pytest.mark.parametrize(
+    "word", [RequeueDecision.FINISHED, RequeueDecision.STOP, RequeueDecision.CHAIN, None]
+)
 def test_nothing_is_asked_for_where_nothing_was_decided(tmp_path, word):
     slurm = Scripted()
-    assert come_back(decided(tmp_path, word), JOB, slurm) == (STOPPED if word is Word.STOP else 0)
+    assert requeue_self(decided(tmp_path, word), JOB, slurm) == (
+        EXIT_TEMPFAIL if word is RequeueDecision.STOP else 0
+    )
     assert slurm.asked == []
 
 
 def test_a_batch_script_of_ours_asks_itself(tmp_path):
     slurm = Scripted()
     env = {**JOB, "TDP_BATCH": "1"}
-    assert come_back(decided(tmp_path, Word.REQUEUE), env, slurm) == 0 and slurm.asked == []
+    assert (
+        requeue_self(decided(tmp_path, RequeueDecision.REQUEUE), env, slurm) == 0
+        and slurm.asked == []
+    )
 
 
 def refuses(args):
     said = "Requested operation is disabled\n"
-    return Ran(1, "", said) if "requeue" in args else shown("RUNNING")
+    return CompletedCommand(1, "", said) if "requeue" in args else shown("RUNNING")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +103,7 @@ def refuses(args):
 )
 def test_a_refusal_is_told(tmp_path, scontrol, said):
     with pytest.raises(LaunchError, match="not requeued") as caught:
-        come_back(decided(tmp_path, Word.REQUEUE), JOB, Scripted(scontrol=scontrol))
+        requeue_self(decided(tmp_path, RequeueDecision.REQUEUE), JOB, Scripted(scontrol=scontrol))
     assert said in str(caught.value)
 
 
@@ -95,11 +111,11 @@ def test_a_slurm_that_shows_nothing_is_asked_again(tmp_path):
     answers = ["", "", shown("RUNNING")]
     slurm = Scripted(scontrol=lambda args: "" if "requeue" in args else answers.pop(0))
     slept: list[float] = []
-    assert come_back(decided(tmp_path, Word.REQUEUE), JOB, slurm, slept.append) == 0
+    assert requeue_self(decided(tmp_path, RequeueDecision.REQUEUE), JOB, slurm, slept.append) == 0
     assert slept == [0.0, 1.0, 4.0] and slurm.asked[-1] == ["scontrol", "requeue", "12"]
-    silent = Scripted(scontrol=Ran(0, "", "scontrol: warning: odd JobState=RUNNING"))
+    silent = Scripted(scontrol=CompletedCommand(0, "", "scontrol: warning: odd JobState=RUNNING"))
     with pytest.raises(LaunchError, match="shows no state of job 12"):
-        come_back(JobFiles(tmp_path), JOB, silent, slept.append)
+        requeue_self(RunDir(tmp_path), JOB, silent, slept.append)
     assert silent.count("scontrol") == 3
 
 

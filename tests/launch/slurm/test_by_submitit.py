@@ -6,15 +6,15 @@ from dataclasses import replace
 import pytest
 
 from tests.launch.slurm.batch import job_of
-from torchdistpackage.config.schema import Requeue
+from torchdistpackage.config.schema import RequeueSection
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.launch.slurm.by_submitit import _parameters, _python, check
-from torchdistpackage.launch.slurm.script import text
+from torchdistpackage.launch.slurm.script import render
 
 
 def test_python_is_that_of_the_script_also_in_a_container(tmp_path):
     job = job_of("{container: apptainer exec 'my train.sif'}", tmp_path)
-    script = text(job)
+    script = render(job)
     command = script[script.index("sh -c '") : script.index("status=$?")]
     words = shlex.split(command.replace("\\\n", " "))
     own = list(_python(job))
@@ -36,9 +36,9 @@ def test_options_go_through_and_suspects_are_left_out(tmp_path):
 
 def test_what_it_cannot_do_is_refused(tmp_path):
     job = job_of("{time: 60}", tmp_path)
-    check(job, Requeue())
+    check(job, RequeueSection())
     with pytest.raises(ConfigError, match="mode=chain"):
-        check(job, Requeue(mode="chain"))
+        check(job, RequeueSection(mode="chain"))
     timeless = replace(job, options=tuple(o for o in job.options if o[0] != "time"))
     with pytest.raises(ConfigError, match=r"launch\.slurm\.time is not set"):
-        check(timeless, Requeue())
+        check(timeless, RequeueSection())

@@ -8,7 +8,7 @@ from tests.launch.slurm.scripted import Programs, row
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.slurm import classic
 from torchdistpackage.launch.slurm.policy import Stop
-from torchdistpackage.launch.slurm.states import Fate, JobInfo
+from torchdistpackage.launch.slurm.states import JobInfo, Outcome
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_a_script_is_submitted_and_watched_to_its_end(slurm: Programs, tmp_path:
     slurm.say("squeue", row("7", "CANCELLED", code=15))
     assert classic.launch_job(str(script)) == "7"
     assert classic.monitor_job(str(script), query_interval=1) == Stop(
-        Fate.CANCELLED, "job 7 was cancelled, and that is final"
+        Outcome.CANCELLED, "job 7 was cancelled, and that is final"
     )
     submissions = [asked for asked in slurm.asked if asked[0] == "sbatch"]
     assert submissions == [["sbatch", "--parsable", str(script)]] * 2

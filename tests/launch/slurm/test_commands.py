@@ -6,14 +6,14 @@ import pytest
 
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.slurm import commands
-from torchdistpackage.launch.slurm.commands import NoAnswer, Ran, run
+from torchdistpackage.launch.slurm.commands import CommandTimeout, CompletedCommand, run
 
 
 def test_any_exit_code_is_an_answer():
     ran = run([sys.executable, "-c", "import sys; print('out'); sys.exit('\\nwhy\\nmore')"])
-    assert ran == Ran(1, "out\n", "\nwhy\nmore\n")
+    assert ran == CompletedCommand(1, "out\n", "\nwhy\nmore\n")
     assert ran.why == "why"
-    assert Ran(3).why == "exit code 3"
+    assert CompletedCommand(3).why == "exit code 3"
 
 
 def test_the_environment_is_the_given_one_and_nothing_is_read_from_here():
@@ -31,5 +31,5 @@ def test_a_command_that_is_not_there_is_named():
 
 def test_a_command_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(commands, "TIMEOUT_S", 0.2)
-    with pytest.raises(NoAnswer, match=r"gave no answer in 0.2 s"):
+    with pytest.raises(CommandTimeout, match=r"gave no answer in 0.2 s"):
         run([sys.executable, "-c", "import time; time.sleep(60)"])

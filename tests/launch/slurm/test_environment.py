@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchdistpackage.launch.slurm.environment import DEVICES, clean, options_dropped
+from torchdistpackage.launch.slurm.environment import DEVICES, options_dropped, scrub_slurm_env
 
 MINE = {
     "PATH": "/bin",
@@ -29,23 +29,23 @@ POISON = (
 
 
 def test_a_user_keeps_all_that_is_his():
-    assert clean(MINE) == MINE
+    assert scrub_slurm_env(MINE) == MINE
 
 
 def test_poison_is_not_handed_on():
-    assert clean({**MINE, **dict.fromkeys(POISON, "9")}) == MINE
+    assert scrub_slurm_env({**MINE, **dict.fromkeys(POISON, "9")}) == MINE
 
 
 @pytest.mark.parametrize("name", POISON)
 def test_each_kind_of_poison_by_itself(name: str):
-    assert clean({**MINE, name: "9"}) == MINE
+    assert scrub_slurm_env({**MINE, name: "9"}) == MINE
 
 
 def test_devices_are_a_choice_outside_of_a_job_and_a_leftover_inside():
     devices = dict.fromkeys(DEVICES, "0,1")
-    assert clean({**MINE, **devices}) == {**MINE, **devices}
+    assert scrub_slurm_env({**MINE, **devices}) == {**MINE, **devices}
     for job in ("SLURM_JOB_ID", "SLURM_JOBID"):
-        assert clean({**MINE, **devices, job: "7"}) == MINE
+        assert scrub_slurm_env({**MINE, **devices, job: "7"}) == MINE
 
 
 def test_what_a_user_may_miss_is_named():

@@ -9,15 +9,17 @@ from tests.launch.slurm.folders import submitted
 from tests.launch.slurm.scripted import Answer, Scripted, row
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.slurm import intent
-from torchdistpackage.launch.slurm.commands import NoAnswer, Ran
+from torchdistpackage.launch.slurm.commands import CommandTimeout, CompletedCommand
 from torchdistpackage.launch.slurm.jobs import resubmit
 from torchdistpackage.launch.slurm.records import read_records
-from torchdistpackage.launch.slurm.runs import Run
+from torchdistpackage.launch.slurm.runs import SubmittedRun
 
 ENV = {"PATH": "/bin"}
 NOW = 90_000.0
-SENT = Ran(1, "", "sbatch: error: Batch job submission failed: Socket timed out on send/recv\n")
-REFUSED = Ran(1, "", "sbatch: error: invalid partition specified: nosuch\n")
+SENT = CompletedCommand(
+    1, "", "sbatch: error: Batch job submission failed: Socket timed out on send/recv\n"
+)
+REFUSED = CompletedCommand(1, "", "sbatch: error: invalid partition specified: nosuch\n")
 
 
 class Taking(Scripted):
@@ -42,16 +44,16 @@ class Taking(Scripted):
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SubmittedRun:
     monkeypatch.setattr(intent, "_TRIES_S", (0.0, 0.0))
     return submitted(tmp_path / "a", "7")
 
 
-def jobs_of(run: Run) -> list[str]:
+def jobs_of(run: SubmittedRun) -> list[str]:
     return [record.job for record in read_records(run.files.records)]
 
 
-@pytest.mark.parametrize("answer", [NoAnswer("60 s"), SENT, Ran(0, "", "")])
+@pytest.mark.parametrize("answer", [CommandTimeout("60 s"), SENT, CompletedCommand(0, "", "")])
 @pytest.mark.parametrize("seen_after", [0, 1])
 def test_a_job_that_was_taken_without_an_answer_is_found_and_noted(run, answer, seen_after):
     slurm = Taking(run.files.script, answer, seen_after)
@@ -61,8 +63,8 @@ def test_a_job_that_was_taken_without_an_answer_is_found_and_noted(run, answer, 
 
 
 def test_a_job_that_shows_later_is_noted_by_the_next_submission_and_is_its_answer(run):
-    slurm = Taking(run.files.script, NoAnswer("60 s"), seen_after=2)
-    with pytest.raises(NoAnswer):
+    slurm = Taking(run.files.script, CommandTimeout("60 s"), seen_after=2)
+    with pytest.raises(CommandTimeout):
         resubmit(run, ENV, slurm, now_s=NOW)
     assert jobs_of(run) == ["7"] and run.files.intent.exists()
     assert resubmit(run, ENV, slurm, now_s=NOW + 1).job == "8"
@@ -93,7 +95,7 @@ def test_a_refusal_leaves_no_intent(run):
     for _ in range(2):
         with pytest.raises(LaunchError, match="nosuch") as refused:
             resubmit(run, ENV, slurm, now_s=NOW)
-        assert not isinstance(refused.value, NoAnswer)
+        assert not isinstance(refused.value, CommandTimeout)
     assert not run.files.intent.exists() and slurm.count("sbatch") == 2
 
 
@@ -104,6 +106,6 @@ def test_a_task_of_an_array_keeps_its_number(run):
 
     def sbatch() -> str:
         slurm(["sbatch"])
-        raise NoAnswer("60 s")
+        raise CommandTimeout("60 s")
 
     assert [r.job for r in intent.submit(tasks, sbatch, slurm)] == ["8_0", "8_1"]

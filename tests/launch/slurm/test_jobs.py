@@ -7,10 +7,17 @@ import pytest
 from tests.launch.slurm.folders import submitted
 from tests.launch.slurm.scripted import Scripted, row
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.slurm.commands import Ran
-from torchdistpackage.launch.slurm.jobs import alive, cancel, exclusion, look_at, resubmit, sbatch
+from torchdistpackage.launch.slurm.commands import CompletedCommand
+from torchdistpackage.launch.slurm.jobs import (
+    active_jobs,
+    cancel,
+    exclusion,
+    query_runs,
+    resubmit,
+    sbatch,
+)
 from torchdistpackage.launch.slurm.runs import read_run
-from torchdistpackage.launch.slurm.suspects import Evidence, record
+from torchdistpackage.launch.slurm.suspects import NodeIncident, record
 
 ENV = {
     "PATH": "/bin",
@@ -24,15 +31,15 @@ LATER_S = 9000.0
 
 def test_looking_at_runs_without_slurm_is_a_note(tmp_path: Path):
     run = submitted(tmp_path / "a", "7")
-    looked = look_at([run], Scripted(squeue=LaunchError("there is no squeue here")))
+    looked = query_runs([run], Scripted(squeue=LaunchError("there is no squeue here")))
     assert looked.notes == ("there is no squeue here",)
     assert looked.jobs["7"].reason == "Slurm does not answer"
 
 
 def test_a_new_job_may_live_although_slurm_does_not_show_it(tmp_path: Path):
     run, slurm = submitted(tmp_path / "a", "7", 1000.0), Scripted()
-    assert [info.job for info in alive(run, slurm, now_s=1030.0)] == ["7"]
-    assert alive(run, slurm, now_s=1100.0) == []
+    assert [info.job for info in active_jobs(run, slurm, now_s=1030.0)] == ["7"]
+    assert active_jobs(run, slurm, now_s=1100.0) == []
 
 
 def test_all_jobs_of_a_run_that_live_are_cancelled(tmp_path: Path):
@@ -58,7 +65,9 @@ def test_nothing_to_cancel_and_a_refusal_are_told(tmp_path: Path):
     with pytest.raises(LaunchError, match=r"nothing to cancel: over are a \(job 7\)"):
         cancel([run], slurm)
     assert slurm.count("scancel") == 0
-    slurm = Scripted(squeue=row("7", "RUNNING"), scancel=Ran(1, "", "scancel: error: Denied\n"))
+    slurm = Scripted(
+        squeue=row("7", "RUNNING"), scancel=CompletedCommand(1, "", "scancel: error: Denied\n")
+    )
     with pytest.raises(LaunchError, match="scancel 7 failed: scancel: error: Denied"):
         cancel([run], slurm)
 
@@ -95,8 +104,8 @@ def test_a_run_is_not_submitted_beside_a_living_job(tmp_path: Path, state: str):
 
 def test_suspects_are_left_out_beside_those_that_the_script_leaves_out(tmp_path: Path):
     run = submitted(tmp_path / "a", "7")
-    record(run.files.suspects, Evidence("n3", "down", 1.0, 0.0, LATER_S + 1, "7.0"))
-    record(run.files.suspects, Evidence("n4", "down", 1.0, 0.0, LATER_S - 1, "7.0"))
+    record(run.files.suspects, NodeIncident("n3", "down", 1.0, 0.0, LATER_S + 1, "7.0"))
+    record(run.files.suspects, NodeIncident("n4", "down", 1.0, 0.0, LATER_S - 1, "7.0"))
     slurm = Scripted(squeue=row("7", "NODE_FAIL"), sbatch="8\n")
     resubmit(run, ENV, slurm, now_s=LATER_S)
     assert slurm.asked[-1][2:-1] == ["--exclude=n3"]
@@ -115,7 +124,9 @@ def test_what_sbatch_says_is_passed_on(tmp_path: Path):
     with pytest.raises(LaunchError, match="there is no batch script"):
         sbatch(script, ENV, Scripted())
     script.write_text("#!/bin/bash\n")
-    refusal = Ran(1, "", "sbatch: error: Batch job submission failed: Invalid partition\n")
+    refusal = CompletedCommand(
+        1, "", "sbatch: error: Batch job submission failed: Invalid partition\n"
+    )
     with pytest.raises(LaunchError, match=r"does not take .*Invalid partition"):
         sbatch(script, ENV, Scripted(sbatch=refusal))
     with pytest.raises(LaunchError, match="does not take"):

@@ -8,11 +8,11 @@ import pytest
 from tests.launch.slurm.folders import measured, started, submitted
 from tests.launch.slurm.scripted import UNHEARD_OF, Answer, Scripted, ids_of, row
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.slurm.commands import NoAnswer, Ran
+from torchdistpackage.launch.slurm.commands import CommandTimeout, CompletedCommand
 from torchdistpackage.launch.slurm.monitor import RunTarget, ScriptTarget, Target, monitor
-from torchdistpackage.launch.slurm.policy import Limits, Stop
+from torchdistpackage.launch.slurm.policy import ResubmitLimits, Stop
 from torchdistpackage.launch.slurm.runs import read_run
-from torchdistpackage.launch.slurm.states import Fate
+from torchdistpackage.launch.slurm.states import Outcome
 
 ENV = {"PATH": "/bin"}
 
@@ -73,7 +73,7 @@ def test_a_script_is_submitted_watched_and_submitted_again(script: Path):
         row("9", "COMPLETED"),
     )
     stop, said = run_monitor(ScriptTarget(script, ENV, slurm), slurm, clock)
-    assert stop == Stop(Fate.SUCCEEDED, "job 9 is COMPLETED")
+    assert stop == Stop(Outcome.SUCCEEDED, "job 9 is COMPLETED")
     assert said == [
         "job 8 is not known to Slurm, yet or any more",
         "job 8 is PENDING",
@@ -94,14 +94,14 @@ def test_a_script_is_submitted_watched_and_submitted_again(script: Path):
 def test_a_job_that_the_user_cancelled_stays_cancelled(script: Path):
     slurm = Story(row("8", "RUNNING"), row("8", "CANCELLED", code=15))
     stop, _ = run_monitor(ScriptTarget(script, ENV, slurm), slurm, Clock())
-    assert stop.fate is Fate.CANCELLED
+    assert stop.outcome is Outcome.CANCELLED
     assert slurm.count("sbatch") == 1
 
 
 def test_a_script_that_always_fails_is_given_up(script: Path):
     slurm = Story(lambda args: row(ids_of(args)[0], "FAILED", code=256))
     stop, _ = run_monitor(ScriptTarget(script, ENV, slurm), slurm, Clock())
-    assert stop.fate is Fate.FAILED
+    assert stop.outcome is Outcome.FAILED
     assert slurm.count("sbatch") == 2
 
 
@@ -115,39 +115,39 @@ def test_bad_nodes_are_borne_longer_and_ever_more_slowly(script: Path):
 def test_a_job_that_slurm_revives_in_the_meantime_is_not_doubled(script: Path):
     slurm = Story(row("8", "NODE_FAIL"), row("8", "PENDING"), row("8", "COMPLETED"))
     stop, _ = run_monitor(ScriptTarget(script, ENV, slurm), slurm, Clock())
-    assert stop.fate is Fate.SUCCEEDED
+    assert stop.outcome is Outcome.SUCCEEDED
     assert slurm.count("sbatch") == 1
 
 
 def test_a_controller_that_is_away_is_waited_for_and_told_once(script: Path):
-    away = Ran(1, "", "slurm_load_jobs error: Unable to contact slurm controller\n")
+    away = CompletedCommand(1, "", "slurm_load_jobs error: Unable to contact slurm controller\n")
     slurm = Story(row("8", "RUNNING"), away, away, away, row("8", "COMPLETED"))
     stop, said = run_monitor(ScriptTarget(script, ENV, slurm), slurm, Clock())
-    assert stop.fate is Fate.SUCCEEDED
+    assert stop.outcome is Outcome.SUCCEEDED
     assert sum("Unable to contact" in line for line in said) == 1
 
 
 def test_a_refusal_is_tried_again_and_a_silence_is_not(script: Path):
-    full = Ran(1, "", "sbatch: error: QOSMaxSubmitJobPerUserLimit\n")
+    full = CompletedCommand(1, "", "sbatch: error: QOSMaxSubmitJobPerUserLimit\n")
     answers: list[Answer] = ["8\n", full, full, "9\n"]
     slurm = Story(
         *[row("8", "FAILED")] * 2, row("9", "COMPLETED"), sbatch=lambda args: answers.pop(0)
     )
     clock = Clock()
     stop, said = run_monitor(ScriptTarget(script, ENV, slurm), slurm, clock)
-    assert stop.fate is Fate.SUCCEEDED
+    assert stop.outcome is Outcome.SUCCEEDED
     assert clock.slept == [30.0, 60.0, 120.0]
     assert sum("QOSMaxSubmit" in line for line in said) == 2
 
-    silent: list[Answer] = ["8\n", NoAnswer("sbatch gave no answer")]
+    silent: list[Answer] = ["8\n", CommandTimeout("sbatch gave no answer")]
     slurm = Story(row("8", "FAILED"), sbatch=lambda args: silent.pop(0))
-    with pytest.raises(NoAnswer):
+    with pytest.raises(CommandTimeout):
         run_monitor(ScriptTarget(script, ENV, slurm), slurm, Clock())
 
 
 def test_a_refusal_for_good_ends_it(script: Path):
     answers: list[Answer] = ["8\n"]
-    refusal = Ran(1, "", "sbatch: error: Invalid account\n")
+    refusal = CompletedCommand(1, "", "sbatch: error: Invalid account\n")
     slurm = Story(row("8", "FAILED"), sbatch=lambda args: answers.pop(0) if answers else refusal)
     with pytest.raises(LaunchError, match="Invalid account"):
         run_monitor(ScriptTarget(script, ENV, slurm), slurm, Clock())
@@ -168,7 +168,7 @@ def test_a_run_is_watched_from_its_latest_job_on(tmp_path: Path):
     measured(run, 3.0, 2.0)
     slurm = Story(*[row("7", "TIMEOUT")] * 3, row("8", "COMPLETED"))
     stop, _ = run_monitor(RunTarget(run, ENV, slurm), slurm, Clock())
-    assert stop == Stop(Fate.SUCCEEDED, "job 8 is COMPLETED")
+    assert stop == Stop(Outcome.SUCCEEDED, "job 8 is COMPLETED")
     again = read_run(run.folder)
     assert again is not None
     assert [record.job for record in again.records] == ["7", "8"]
@@ -186,7 +186,7 @@ def test_a_job_that_chains_its_successor_is_not_submitted_again(tmp_path: Path):
 
     slurm = Story(chains)
     stop, said = run_monitor(RunTarget(run, ENV, slurm), slurm, Clock())
-    assert stop == Stop(Fate.SUCCEEDED, "job 8 is COMPLETED")
+    assert stop == Stop(Outcome.SUCCEEDED, "job 8 is COMPLETED")
     assert "job 8 goes on where job 7 was" in said
     assert slurm.count("sbatch") == 0
 
@@ -200,7 +200,7 @@ def test_a_successor_chained_at_the_last_moment_is_seen(tmp_path: Path):
         return row(ids_of(args)[0], "COMPLETED")
 
     stop, _ = run_monitor(RunTarget(run, ENV, Story(chains)), Story(chains), Clock())
-    assert stop == Stop(Fate.SUCCEEDED, "job 8 is COMPLETED")
+    assert stop == Stop(Outcome.SUCCEEDED, "job 8 is COMPLETED")
 
 
 def test_a_run_that_decided_to_stop_is_not_submitted_again(tmp_path: Path):
@@ -240,5 +240,5 @@ def test_an_interrupt_ends_the_watching_and_not_the_job(script: Path):
     slurm = Story(row("8", "RUNNING"))
     target = ScriptTarget(script, ENV, slurm)
     with pytest.raises(KeyboardInterrupt):
-        monitor(target, limits=Limits(), runner=slurm, sleep=interrupt)
+        monitor(target, limits=ResubmitLimits(), runner=slurm, sleep=interrupt)
     assert {args[0] for args in slurm.asked} == {"sbatch", "squeue"}

@@ -2,19 +2,19 @@
 
 import pytest
 
-from torchdistpackage.launch.requeue import Decision, Word
+from torchdistpackage.launch.requeue import Decision, RequeueDecision
 from torchdistpackage.launch.slurm.policy import (
     Attempt,
-    Limits,
     Resubmit,
+    ResubmitLimits,
     Stop,
     Wait,
     back_off_s,
     next_step,
 )
-from torchdistpackage.launch.slurm.states import FATES, Fate, JobInfo
+from torchdistpackage.launch.slurm.states import OUTCOMES, JobInfo, Outcome
 
-LIMITS = Limits()
+LIMITS = ResubmitLimits()
 NOW_S = 10_000.0
 
 
@@ -22,21 +22,23 @@ def dead(state: str = "FAILED", *, steps: int | None = None, lived_s: float = 5.
     return Attempt("7", NOW_S, NOW_S, state, lived_s, steps)
 
 
-def step_for(*history: Attempt, now_s: float = NOW_S, limits: Limits = LIMITS, state: str = ""):
+def step_for(
+    *history: Attempt, now_s: float = NOW_S, limits: ResubmitLimits = LIMITS, state: str = ""
+):
     return next_step(history, JobInfo("7", state or history[-1].state), now_s, limits)
 
 
-@pytest.mark.parametrize("state", [s for s, fate in FATES.items() if fate is Fate.ALIVE])
+@pytest.mark.parametrize("state", [s for s, fate in OUTCOMES.items() if fate is Outcome.ALIVE])
 def test_a_living_job_is_left_alone(state: str):
     """The earlier monitor cancelled whatever was neither RUNNING nor PENDING."""
     assert step_for(Attempt("7", 0.0), state=state) == Wait(LIMITS.query_s)
 
 
 def test_an_end_that_somebody_wished_for_is_final():
-    assert step_for(dead("COMPLETED")) == Stop(Fate.SUCCEEDED, "job 7 is COMPLETED")
+    assert step_for(dead("COMPLETED")) == Stop(Outcome.SUCCEEDED, "job 7 is COMPLETED")
     info = JobInfo("7", "CANCELLED", by="1000")
     stop = next_step([dead("CANCELLED")], info, NOW_S, LIMITS)
-    assert stop == Stop(Fate.CANCELLED, "job 7 was cancelled by uid 1000, and that is final")
+    assert stop == Stop(Outcome.CANCELLED, "job 7 was cancelled by uid 1000, and that is final")
 
 
 def test_a_job_that_slurm_does_not_show_yet_is_waited_for_but_not_for_ever():
@@ -44,7 +46,7 @@ def test_a_job_that_slurm_does_not_show_yet_is_waited_for_but_not_for_ever():
     assert next_step([attempt], unknown, NOW_S + 59.0, LIMITS) == Wait(LIMITS.query_s)
     stop = next_step([attempt], unknown, NOW_S + 60.0, LIMITS)
     assert isinstance(stop, Stop)
-    assert stop.fate is Fate.UNKNOWN
+    assert stop.outcome is Outcome.UNKNOWN
     assert "nothing of job 7 for 60 s" in stop.reason
 
 
@@ -52,7 +54,7 @@ def test_a_word_that_nobody_here_knows_is_never_acted_on():
     assert step_for(Attempt("7", 0.0), state="HYPERSLEEPING") == Wait(LIMITS.query_s)
 
 
-@pytest.mark.parametrize("state", [s for s, fate in FATES.items() if fate is Fate.FAILED])
+@pytest.mark.parametrize("state", [s for s, fate in OUTCOMES.items() if fate is Outcome.FAILED])
 def test_a_dead_job_comes_back_after_a_wait(state: str):
     assert step_for(dead(state), now_s=NOW_S + 1.0) == Wait(29.0)
     again = step_for(dead(state), now_s=NOW_S + 30.0)
@@ -60,21 +62,21 @@ def test_a_dead_job_comes_back_after_a_wait(state: str):
 
 
 def test_what_the_ranks_decided_is_kept_to():
-    word = Decision(Word.STOP, "after step 5: max_requeues")
+    word = Decision(RequeueDecision.STOP, "after step 5: max_requeues")
     stop = step_for(Attempt("7", 0.0, NOW_S, "FAILED", word=word))
     assert isinstance(stop, Stop)
-    assert stop.fate is Fate.FAILED
+    assert stop.outcome is Outcome.FAILED
     assert stop.reason.endswith("its ranks decided so after step 5: max_requeues")
-    word = Decision(Word.FINISHED, "all steps")
+    word = Decision(RequeueDecision.FINISHED, "all steps")
     stop = step_for(Attempt("7", 0.0, NOW_S, "NODE_FAIL", word=word))
     assert isinstance(stop, Stop)
-    assert stop.fate is Fate.SUCCEEDED
+    assert stop.outcome is Outcome.SUCCEEDED
 
 
 def test_two_deaths_in_a_row_without_progress_end_it():
     stop = step_for(dead(), dead("TIMEOUT", steps=0), now_s=NOW_S + 1e6)
     assert stop == Stop(
-        Fate.FAILED, "job 7 ended as TIMEOUT without progress, as the one before it"
+        Outcome.FAILED, "job 7 ended as TIMEOUT without progress, as the one before it"
     )
 
 
@@ -103,8 +105,8 @@ def test_resubmissions_are_counted_whatever_progress_they_made():
     history = [dead(steps=100)] * 6
     assert isinstance(step_for(*history[:5], now_s=NOW_S + 1e6), Resubmit)
     stop = step_for(*history, now_s=NOW_S + 1e6)
-    assert stop == Stop(Fate.FAILED, "job 7 ended as FAILED after 5 resubmissions, the limit")
-    never = step_for(dead(), limits=Limits(max_resubmits=0))
+    assert stop == Stop(Outcome.FAILED, "job 7 ended as FAILED after 5 resubmissions, the limit")
+    never = step_for(dead(), limits=ResubmitLimits(max_resubmits=0))
     assert isinstance(never, Stop)
 
 

@@ -5,9 +5,9 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-from torchdistpackage.launch.slurm.records import Record, append_record, read_records, to_json
+from torchdistpackage.launch.slurm.records import Submission, append_record, read_records, to_json
 
-ONE = Record("12", 1700000000.25, "sbatch", "/r/job.sbatch", "/r/code/abc", "2-4", "login 'ü'")
+ONE = Submission("12", 1700000000.25, "sbatch", "/r/job.sbatch", "/r/code/abc", "2-4", "login 'ü'")
 
 
 def test_what_is_added_reads_back_in_order(tmp_path: Path):

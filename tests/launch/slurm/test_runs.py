@@ -8,22 +8,22 @@ import pytest
 from tests.launch.slurm.folders import measured, started, submitted
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.launch.failure import Failure, Kind
+from torchdistpackage.launch.failure import Failure, FailureKind
 from torchdistpackage.launch.slurm.runs import (
-    Progress,
+    RunProgress,
     Status,
-    endings,
+    attempt_results,
     find,
     find_runs,
-    one,
     progress,
     read_run,
     restarts,
+    single,
     status,
 )
-from torchdistpackage.launch.slurm.states import Fate, JobInfo
+from torchdistpackage.launch.slurm.states import JobInfo, Outcome
 
-FAILED = Failure(2, "n2", 77, 1100.0, Kind.EXIT, 3)
+FAILED = Failure(2, "n2", 77, 1100.0, FailureKind.EXIT, 3)
 
 
 @pytest.fixture
@@ -79,35 +79,35 @@ def test_an_unknown_name_is_answered_with_the_nearest(runs: Path):
 
 def test_one_run_is_asked_for_where_several_are_meant(runs: Path):
     with pytest.raises(ConfigError, match=r"3 runs are meant: .*gpt_large, .*; name one of them"):
-        one(find_runs(runs))
+        single(find_runs(runs))
 
 
 def test_progress_is_the_last_row_that_is_whole(tmp_path: Path):
     run = submitted(tmp_path / "a", "1")
-    assert progress(run) == Progress()
+    assert progress(run) == RunProgress()
     measured(run, 3.5, 2.5, num_steps=40)
     with (run.folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 3, "loss": None, "val_loss": 2.0}) + "\n")
         file.write('{"step": 4, "lo')
-    assert progress(run) == Progress(3, 40, 2.5)
+    assert progress(run) == RunProgress(3, 40, 2.5)
 
 
 def test_the_number_of_steps_is_read_from_the_file_that_we_write(tmp_path: Path):
     run = submitted(tmp_path / "a", "1")
     run.files.config.write_text(RunConfig.model_validate({"train": {"steps": 123}}).to_yaml())
-    assert progress(run) == Progress(None, 123, None)
+    assert progress(run) == RunProgress(None, 123, None)
 
 
 def test_how_each_start_ended(tmp_path: Path):
     run = submitted(tmp_path / "a", "7")
     first = started(run, "7.0", 1010.0, decision="requeue after step 5: the job ends in 60 s")
     second = started(run, "7.1", 1100.0, step=5, failures=(FAILED,))
-    ends = endings(run)
+    ends = attempt_results(run)
     assert [end.start for end in ends] == [first, second]
     assert str(ends[0].decision) == "requeue after step 5: the job ends in 60 s"
     assert (ends[1].decision, ends[1].failures) == (None, (FAILED,))
     run.files.decision("7.1").write_text("perhaps")
-    assert endings(run)[1].decision is None
+    assert attempt_results(run)[1].decision is None
     assert restarts(run, JobInfo("7")) == 1
     assert restarts(run, JobInfo("7", restarts=3)) == 3
 
@@ -120,38 +120,38 @@ def test_starts_of_earlier_submissions_are_no_restarts_of_this_one(tmp_path: Pat
     assert restarts(run, JobInfo("8")) == 0
     started(run, "8.0", 2010.0)
     assert restarts(run, JobInfo("8")) == 0
-    assert len(endings(run)) == 3
+    assert len(attempt_results(run)) == 3
 
 
 @pytest.mark.parametrize(
     ("info", "expected"),
     [
-        (JobInfo("7", "PENDING", "Priority"), Status("PENDING", Fate.ALIVE, "Priority")),
-        (JobInfo("7", "CANCELLED", by="0"), Status("CANCELLED", Fate.CANCELLED, "by uid 0")),
+        (JobInfo("7", "PENDING", "Priority"), Status("PENDING", Outcome.ALIVE, "Priority")),
+        (JobInfo("7", "CANCELLED", by="0"), Status("CANCELLED", Outcome.CANCELLED, "by uid 0")),
         (JobInfo("7", "FAILED", "NonZeroExitCode"), None),
     ],
 )
 def test_slurms_word_comes_first(tmp_path: Path, info: JobInfo, expected: Status | None):
     run = submitted(tmp_path / "a", "7")
     started(run, "7.0", 1010.0, decision="finished all 10 steps")
-    expected = expected or Status("FAILED", Fate.FAILED, "NonZeroExitCode")
+    expected = expected or Status("FAILED", Outcome.FAILED, "NonZeroExitCode")
     assert status(run, info, 5000.0) == expected
 
 
 def test_a_run_that_slurm_forgot_tells_of_itself(tmp_path: Path):
     run, nothing = submitted(tmp_path / "a", "7", 1000.0), JobInfo("7")
     assert status(run, nothing, 1059.0).word == "submitted"
-    assert status(run, nothing, 1059.0).fate is Fate.ALIVE
+    assert status(run, nothing, 1059.0).outcome is Outcome.ALIVE
     unknown = status(run, nothing, 1061.0)
-    assert (unknown.word, unknown.fate) == ("unknown", Fate.UNKNOWN)
+    assert (unknown.word, unknown.outcome) == ("unknown", Outcome.UNKNOWN)
     assert unknown.reason == "Slurm knows nothing of job 7 any more"
     started(run, "7.0", 1010.0, failures=(FAILED,))
     assert (status(run, nothing, 1061.0).word) == "failed"
     run.files.decision("7.0").write_text("stop after step 5: told so\n")
-    stopped = Status("stopped", Fate.FAILED, "after step 5: told so")
+    stopped = Status("stopped", Outcome.FAILED, "after step 5: told so")
     assert status(run, nothing, 1061.0) == stopped
     run.files.decision("7.0").write_text("finished all steps\n")
-    assert status(run, nothing, 1061.0) == Status("finished", Fate.SUCCEEDED, "all steps")
+    assert status(run, nothing, 1061.0) == Status("finished", Outcome.SUCCEEDED, "all steps")
 
 
 def test_the_word_of_an_earlier_submission_is_not_taken_for_this_ones(tmp_path: Path):

@@ -11,9 +11,9 @@ import pytest
 
 from tests.launch.slurm.batch import job_of, lines
 from torchdistpackage.config.load import loads
-from torchdistpackage.launch.requeue import STOPPED
+from torchdistpackage.launch.requeue import EXIT_TEMPFAIL
 from torchdistpackage.launch.slurm.job import preview
-from torchdistpackage.launch.slurm.script import directive, setup_lines, text, verdict_lines
+from torchdistpackage.launch.slurm.script import directive, render, setup_lines, verdict_lines
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from torchdistpackage.launch.slurm.script import directive, setup_lines, text, v
 def test_bash_can_read_it(options: str):
     job = job_of(options, degrees="data: auto" if "nodes" in options else "data: 4")
     sweep = replace(job, is_array=True, runs=(*job.runs, "/x"))
-    for script in (text(job), text(sweep), "\n".join([*setup_lines(job), *verdict_lines(job)])):
+    for script in (render(job), render(sweep), "\n".join([*setup_lines(job), *verdict_lines(job)])):
         done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
         assert (done.returncode, done.stderr) == (0, "")
 
@@ -75,7 +75,7 @@ def test_how_a_job_comes_back(overrides: list[str], expected: set[str]):
 
 def test_gpus_of_a_task_are_asked_for_by_node_so_that_all_stay_visible(bash):
     job = job_of("{nodes: 2, gpus-per-task: 'a100:1'}", bash.folder)
-    assert "# gpus-per-task=a100:1, by node, so that every task sees all of them" in text(job)
+    assert "# gpus-per-task=a100:1, by node, so that every task sees all of them" in render(job)
     assert "#SBATCH --gpus-per-node=a100:2" in lines(job)
     assert not any("gpus-per-task" in line for line in lines(job))
 
@@ -184,7 +184,7 @@ def test_a_prologue_that_ends_or_takes_a_name_of_the_script_fails_the_job(bash, 
 @pytest.mark.parametrize("line", ["if true; then", "cat <<EOF", "x='", "}", "fi"])
 def test_a_prologue_that_bash_cannot_read_fails_the_job_before_it_runs(bash, line):
     done = bash(job_of(f"{{prologue: {json.dumps([line])}}}", bash.folder), WARNING="job.sbatch")
-    assert done.returncode not in (0, STOPPED) and not bash.words("srun")
+    assert done.returncode not in (0, EXIT_TEMPFAIL) and not bash.words("srun")
 
 
 def test_names_in_messages_are_words_and_no_commands(bash, tmp_path):
@@ -198,7 +198,7 @@ def test_names_in_messages_are_words_and_no_commands(bash, tmp_path):
 
 def test_outside_of_a_job_it_says_so(tmp_path: Path):
     script = tmp_path / "job.sbatch"
-    script.write_text(text(job_of()))
+    script.write_text(render(job_of()))
     env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
     done = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True)
     assert done.returncode != 0 and "submit this file with sbatch" in done.stderr

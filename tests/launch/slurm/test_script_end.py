@@ -7,8 +7,8 @@ import pytest
 
 from tests.launch.slurm.batch import job_of, lines
 from torchdistpackage.config.load import loads
-from torchdistpackage.launch.requeue import NOT_BACK, STOPPED
-from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.requeue import EXIT_REQUEUE_DENIED, EXIT_TEMPFAIL
+from torchdistpackage.launch.slurm.files import RunDir
 from torchdistpackage.launch.slurm.job import batch_job
 from torchdistpackage.launch.slurm.script import directive
 from torchdistpackage.launch.slurm.sweep import Sweep
@@ -18,12 +18,12 @@ from torchdistpackage.launch.slurm.sweep import Sweep
     ("env", "code", "said"),
     [
         ({"WORD": "finished all is done"}, 0, "job 7: finished: all is done"),
-        ({"WORD": "stop saved; no more"}, STOPPED, "job 7: stop: saved; no more"),
+        ({"WORD": "stop saved; no more"}, EXIT_TEMPFAIL, "job 7: stop: saved; no more"),
         ({"WORD": "finished x", "SRUN_CODE": "143"}, 0, "finished"),
         ({"WORD": "", "SRUN_CODE": "143"}, 3, ""),
         ({"WORD": "", "SRUN_CODE": "143", "VERDICT": "127"}, 143, ""),
         ({"WORD": "", "SRUN_CODE": "143", "VERDICT": "0"}, 143, ""),
-        ({"WORD": ""}, NOT_BACK, "left no word"),
+        ({"WORD": ""}, EXIT_REQUEUE_DENIED, "left no word"),
     ],
 )
 def test_the_exit_code_is_that_of_the_ranks_word(bash, env, code, said):
@@ -52,10 +52,10 @@ def test_a_requeue_is_asked_for_once_and_only_while_the_job_runs(bash):
     assert bash.words("scontrol") == [["requeue", "7"]]
     for state in ("COMPLETING", "PENDING BeginTime", "CANCELLED", "A_NEW_WORD"):
         done = bash(job, WORD="requeue time is up", STATE=state)
-        assert (done.returncode, bash.words("scontrol")) == (NOT_BACK, [])
+        assert (done.returncode, bash.words("scontrol")) == (EXIT_REQUEUE_DENIED, [])
         assert f"not requeued here, it is {state}" in done.stdout
     done = bash(job, WORD="requeue time is up", SCONTROL_CODE="1")
-    assert done.returncode == NOT_BACK and "launch.requeue.mode=chain" in done.stdout
+    assert done.returncode == EXIT_REQUEUE_DENIED and "launch.requeue.mode=chain" in done.stdout
 
 
 def test_what_slurms_tools_warn_of_is_no_answer(bash):
@@ -70,7 +70,7 @@ def test_what_slurms_tools_warn_of_is_no_answer(bash):
 
 def test_a_slurm_that_does_not_answer_is_asked_again_and_then_the_job_has_failed(bash):
     done = bash(job_of(run=bash.folder), WORD="requeue time is up", STATE="")
-    assert done.returncode == NOT_BACK and not bash.words("scontrol")
+    assert done.returncode == EXIT_REQUEUE_DENIED and not bash.words("scontrol")
     states = [words for words in bash.words("squeue") if not words[-1].endswith("%e")]
     assert len(states) == 6 and len(bash.words("sleep")) == 6
 
@@ -81,7 +81,7 @@ def test_a_chained_job_comes_from_a_clean_environment_and_is_noted(bash):
     conf = {"SLURM_CONF": "/etc/c", "MINE": "kept"}
     done = bash(job, "5", WORD="chain time is up", NEXT="8;cluster", **dirty, **conf)
     assert done.returncode == 0 and "goes on as job 8" in done.stdout
-    script = str(JobFiles(bash.folder).script)
+    script = str(RunDir(bash.folder).script)
     assert bash.words("sbatch") == [["--parsable", "--dependency=afterany:7", script, "5"]]
     seen = bash.env("sbatch")
     assert not [
@@ -89,7 +89,7 @@ def test_a_chained_job_comes_from_a_clean_environment_and_is_noted(bash):
     ]
     assert (seen["MINE"], seen["SLURM_CONF"]) == ("kept", "/etc/c")
     assert "CUDA_VISIBLE_DEVICES" not in seen
-    (line,) = JobFiles(bash.folder).records.read_text().splitlines()
+    (line,) = RunDir(bash.folder).records.read_text().splitlines()
     noted = json.loads(line)
     assert noted.pop("time_s") > 1_600_000_000
     assert noted == {
@@ -120,7 +120,7 @@ def test_a_task_of_an_array_has_its_own_folder_and_id(bash):
     bash(job, WORD="chain time", **array)
     expected = ["--parsable", "--dependency=afterany:6_1", "--array=1", str(sweep.script), "7"]
     assert bash.words("sbatch") == [expected]
-    assert json.loads(JobFiles(bash.folder).records.read_text())["job"] == "8_1"
+    assert json.loads(RunDir(bash.folder).records.read_text())["job"] == "8_1"
 
 
 def test_a_signal_to_the_script_leaves_it_to_the_ranks(bash):

@@ -12,11 +12,11 @@ import pytest
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.slurm import snapshot, tree
 from torchdistpackage.launch.slurm.snapshot import (
-    Snapshot,
+    CodeSnapshot,
     code_paths,
+    collect,
     import_folders,
-    take,
-    write,
+    materialize,
 )
 from torchdistpackage.launch.slurm.tree import tree_of
 
@@ -48,7 +48,7 @@ def repo(tmp_path: Path) -> Path:
     return root
 
 
-def names(taken: Snapshot) -> set[str]:
+def names(taken: CodeSnapshot) -> set[str]:
     return {x.name.removeprefix("tree/") for x in taken.items if x.name.startswith("tree/")}
 
 
@@ -64,9 +64,9 @@ def test_tracked_files_are_taken_as_they_are_now(repo: Path, tmp_path: Path):
     (repo / "staged.py").write_text("")
     git(repo, "add", "staged.py")
     (repo / "src/pkg/a.py").unlink()
-    taken = take(tree_of(repo / "src"))
+    taken = collect(tree_of(repo / "src"))
     assert names(taken) == (TRACKED | {"staged.py"}) - {"src/pkg/a.py"}
-    folder = write(taken, tmp_path / "runs/r/code", "login", 1.7e9)
+    folder = materialize(taken, tmp_path / "runs/r/code", "login", 1.7e9)
     assert folder == tmp_path / "runs/r/code" / taken.digest and len(taken.digest) == 12
     assert (folder / "tree/main.py").read_text() == "changed = 1\n"
     facts = json.loads((folder / "code.json").read_text())
@@ -81,7 +81,7 @@ def test_modules_that_are_not_tracked_are_named_and_others_are_not(repo: Path):
     (repo / "runs/code").mkdir(parents=True)
     (repo / "more").mkdir()
     (repo / "more/copy.py").write_text("")
-    (note,) = take(tree_of(repo, skip=[repo / "more"])).notes
+    (note,) = collect(tree_of(repo, skip=[repo / "more"])).notes
     assert "notes.py;" in note and "git add" in note
     assert "data.bin" not in note and "copy.py" not in note
 
@@ -90,10 +90,10 @@ def test_files_that_are_listed_come_along(repo: Path):
     (repo / "extra/deep").mkdir(parents=True)
     for name in ("extra/deep/x.txt", "extra/y.bin", "a [1].py"):
         (repo / name).write_text("")
-    taken = take(tree_of(repo, ["extra", "notes.py", "*.bin", "a [1].py", "main.py"]))
+    taken = collect(tree_of(repo, ["extra", "notes.py", "*.bin", "a [1].py", "main.py"]))
     more = {"extra/deep/x.txt", "extra/y.bin", "notes.py", "data.bin", "a [1].py"}
     assert names(taken) == TRACKED | more
-    assert take(tree_of(repo / "src", ["../data.bin"])).digest != taken.digest
+    assert collect(tree_of(repo / "src", ["../data.bin"])).digest != taken.digest
     assert not taken.notes
 
 
@@ -113,9 +113,9 @@ def test_a_listed_file_that_cannot_be_is_refused(repo: Path, pattern: str, part:
 
 def test_the_same_content_has_the_same_folder(repo: Path, tmp_path: Path):
     codes = tmp_path / "code"
-    first = write(take(tree_of(repo)), codes, "login", 0.0)
+    first = materialize(collect(tree_of(repo)), codes, "login", 0.0)
     os.utime(repo / "main.py", (1, 1))
-    assert write(take(tree_of(repo)), codes, "other", 9.0) == first
+    assert materialize(collect(tree_of(repo)), codes, "other", 9.0) == first
     assert json.loads((first / "code.json").read_text())["host"] == "login"
     digests = {first.name}
     for change in (
@@ -125,7 +125,7 @@ def test_the_same_content_has_the_same_folder(repo: Path, tmp_path: Path):
     ):
         change()
         git(repo, "add", "-A", ".")
-        digests.add(write(take(tree_of(repo)), codes, "login", 0.0).name)
+        digests.add(materialize(collect(tree_of(repo)), codes, "login", 0.0).name)
     assert len(digests) == 4
     assert sorted(p.name for p in codes.iterdir()) == sorted(digests)
 
@@ -142,7 +142,7 @@ def test_odd_names_links_and_modes_survive(repo: Path, tmp_path: Path):
     for name, target in links.items():
         (repo / name).symlink_to(target)
     git(repo, "add", "--", *odd, "run.sh", *links)
-    folder = write(take(tree_of(repo)), tmp_path / "code", "login", 0.0)
+    folder = materialize(collect(tree_of(repo)), tmp_path / "code", "login", 0.0)
     files = copied(folder)
     assert all(files[name].read_text() == name for name in odd)
     assert files["run.sh"].stat().st_mode & 0o777 == 0o755
@@ -160,7 +160,7 @@ def test_files_of_submodules_are_part_of_it(repo: Path, tmp_path: Path):
     git(other, "add", "lib.py")
     git(other, "commit", "-q", "-m", "x")
     git(repo, "submodule", "--quiet", "add", str(other), "vendor/other")
-    assert names(take(tree_of(repo))) == TRACKED | {".gitmodules", "vendor/other/lib.py"}
+    assert names(collect(tree_of(repo))) == TRACKED | {".gitmodules", "vendor/other/lib.py"}
 
 
 def test_a_repository_without_a_commit_will_do(tmp_path: Path):
@@ -185,7 +185,7 @@ def test_without_git_files_of_code_are_taken_and_that_is_said(
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).write_text("")
     (here / "big.json").write_bytes(b" " * (tree.MAX_FILE_BYTES + 1))
-    taken = take(tree_of(here, ["data.bin"], [here / "runs"]))
+    taken = collect(tree_of(here, ["data.bin"], [here / "runs"]))
     assert names(taken) == {"a.py", "conf/b.yaml", "data.bin"}
     first, second = taken.notes
     why = "not a git repository" if git_is_there else "there is no git here"
@@ -203,29 +203,29 @@ def test_without_git_there_is_a_limit(limit, value, tmp_path: Path, monkeypatch)
 
 
 def test_a_file_that_changes_meanwhile_is_told(repo: Path, tmp_path: Path):
-    taken = take(tree_of(repo))
+    taken = collect(tree_of(repo))
     (repo / "main.py").write_text("edited\n")
     with pytest.raises(LaunchError, match="submit again"):
-        write(taken, tmp_path / "code", "login", 0.0)
+        materialize(taken, tmp_path / "code", "login", 0.0)
     assert list((tmp_path / "code").iterdir()) == []
     (repo / "main.py").unlink()
     with pytest.raises(LaunchError, match="cannot be copied"):
-        write(taken, tmp_path / "code", "login", 0.0)
+        materialize(taken, tmp_path / "code", "login", 0.0)
 
 
 def test_this_package_is_part_of_every_snapshot(repo: Path, tmp_path: Path):
-    folder = write(take(tree_of(repo)), tmp_path / "code", "login", 0.0)
+    folder = materialize(collect(tree_of(repo)), tmp_path / "code", "login", 0.0)
     own = folder / "package" / "torchdistpackage"
     assert (own / "launch/slurm/snapshot.py").read_bytes() == Path(snapshot.__file__).read_bytes()
     assert not list(own.rglob("__pycache__"))
-    inside = take(tree_of(snapshot.PACKAGE.parent))
+    inside = collect(tree_of(snapshot.PACKAGE.parent))
     assert "tree/torchdistpackage/launch/slurm/snapshot.py" in {x.name for x in inside.items}
     assert not any(x.name.startswith("package/") for x in inside.items)
 
 
 def test_imports_lead_into_the_snapshot(repo: Path, tmp_path: Path):
-    taken = take(tree_of(repo))
-    folder = write(taken, tmp_path / "code", "login", 0.0)
+    taken = collect(tree_of(repo))
+    folder = materialize(taken, tmp_path / "code", "login", 0.0)
     env = {"PYTHONPATH": f"src::{tmp_path / 'other'}:{repo / '.env'}"}
     imports = ["", str(repo), str(repo / ".env"), "/usr/lib/python3", str(repo / "src")]
     paths = code_paths(taken, folder, repo, imports, env)
@@ -233,14 +233,14 @@ def test_imports_lead_into_the_snapshot(repo: Path, tmp_path: Path):
         *(f"{folder}/package", f"{folder}/tree", f"{folder}/tree/src"),
         *(str(tmp_path / "other"), str(repo / ".env")),
     )
-    assert (paths.folder, paths.here) == (str(folder), f"{folder}/tree")
-    assert code_paths(taken, folder, repo / "src/pkg", [], {}).here == f"{folder}/tree/src/pkg"
-    assert code_paths(taken, folder, repo / ".env", [], {}).here == str(repo / ".env")
+    assert (paths.folder, paths.workdir) == (str(folder), f"{folder}/tree")
+    assert code_paths(taken, folder, repo / "src/pkg", [], {}).workdir == f"{folder}/tree/src/pkg"
+    assert code_paths(taken, folder, repo / ".env", [], {}).workdir == str(repo / ".env")
 
 
 def test_a_job_imports_what_was_submitted(repo: Path, tmp_path: Path):
-    taken = take(tree_of(repo))
-    folder = write(taken, tmp_path / "code", "login", 0.0)
+    taken = collect(tree_of(repo))
+    folder = materialize(taken, tmp_path / "code", "login", 0.0)
     paths = code_paths(taken, folder, repo, [str(repo / "src")], {})
     (repo / "src/pkg/a.py").write_text("A = 2\n")
     code = "import pkg.a, torchdistpackage as t; print(pkg.a.A, pkg.a.__file__, t.__file__)"

@@ -1,12 +1,12 @@
 """Starts of a run: counted alike by all ranks, refused when they lead nowhere."""
 
-from torchdistpackage.launch.requeue import Limits
-from torchdistpackage.launch.slurm.files import JobFiles, start_id
+from torchdistpackage.launch.requeue import RequeueLimits
+from torchdistpackage.launch.slurm.files import RunDir, attempt_id
 from torchdistpackage.launch.slurm.starts import (
-    correct,
-    note,
+    amend,
+    append,
     read_starts,
-    refusal_of,
+    restart_denied,
     series_of,
     this_start,
 )
@@ -17,20 +17,20 @@ def job(number: int, restart: int = 0, **more: str) -> dict[str, str]:
     return {"SLURM_JOB_ID": str(number), "SLURM_JOB_NODELIST": "n[1-2]", **restarts, **more}
 
 
-def begin(files: JobFiles, env: dict[str, str], step: int):
+def begin(files: RunDir, env: dict[str, str], step: int):
     start = this_start(files, env, step)
-    note(files, start)
+    append(files, start)
     return start
 
 
 def test_ids_tell_jobs_and_their_restarts_apart():
-    assert start_id({}) == "local"
-    ids = [start_id(job(7)), start_id(job(7, 1)), start_id(job(8))]
+    assert attempt_id({}) == "local"
+    ids = [attempt_id(job(7)), attempt_id(job(7, 1)), attempt_id(job(8))]
     assert ids == ["7.0", "7.1", "8.0"]
 
 
 def test_ranks_before_and_after_rank_0_wrote_count_the_same(tmp_path):
-    files = JobFiles(tmp_path / "run")
+    files = RunDir(tmp_path / "run")
     begin(files, job(7), 0)
     early = this_start(files, job(7, 1), 0)
     begin(files, job(7, 1), 40)
@@ -38,12 +38,12 @@ def test_ranks_before_and_after_rank_0_wrote_count_the_same(tmp_path):
     assert early.restart == late.restart == 1 and late.step == 40
     begin(files, job(9), 60)
     assert [s.restart for s in read_starts(files.starts)] == [0, 1, 2], "over jobs: names of logs"
-    note(files, late)
+    append(files, late)
     assert len(read_starts(files.starts)) == 3, "noted once"
 
 
 def test_a_line_cut_short_is_passed_over(tmp_path):
-    files = JobFiles(tmp_path)
+    files = RunDir(tmp_path)
     begin(files, job(7), 0)
     with files.starts.open("a") as file:
         file.write('{"start": "7.1", "rest')
@@ -51,7 +51,7 @@ def test_a_line_cut_short_is_passed_over(tmp_path):
 
 
 def test_a_chain_is_one_series_and_a_new_submission_another(tmp_path):
-    files = JobFiles(tmp_path)
+    files = RunDir(tmp_path)
     for env in (job(7), job(7, 1), job(12, TDP_SERIES="7")):
         start = begin(files, env, 0)
     assert [s.start for s in series_of(files, start)] == ["7.0", "7.1", "12.0"]
@@ -60,32 +60,32 @@ def test_a_chain_is_one_series_and_a_new_submission_another(tmp_path):
 
 
 def test_the_third_start_at_the_same_step_is_refused_and_a_new_submission_is_not(tmp_path):
-    files = JobFiles(tmp_path)
+    files = RunDir(tmp_path)
     for restart in (0, 1):
-        assert not refusal_of(files, begin(files, job(7, restart), 40), Limits())
-    why = refusal_of(files, this_start(files, job(7, 2), 40), Limits())
+        assert not restart_denied(files, begin(files, job(7, restart), 40), RequeueLimits())
+    why = restart_denied(files, this_start(files, job(7, 2), 40), RequeueLimits())
     assert "two starts in a row ended at step 40" in why and "step 40, which is saved" in why
     assert str(files.logs) in why
-    assert not refusal_of(files, this_start(files, job(8), 40), Limits())
-    assert not refusal_of(files, this_start(files, job(7, 2), 41), Limits())
+    assert not restart_denied(files, this_start(files, job(8), 40), RequeueLimits())
+    assert not restart_denied(files, this_start(files, job(7, 2), 41), RequeueLimits())
 
 
 def test_more_starts_than_requeues_allow_are_refused(tmp_path):
-    files = JobFiles(tmp_path)
+    files = RunDir(tmp_path)
     for restart in (0, 1, 2):
         start = begin(files, job(7, restart), restart)
-        assert not refusal_of(files, start, Limits(max_requeues=2))
-    why = refusal_of(files, this_start(files, job(7, 3), 3), Limits(max_requeues=2))
+        assert not restart_denied(files, start, RequeueLimits(max_requeues=2))
+    why = restart_denied(files, this_start(files, job(7, 3), 3), RequeueLimits(max_requeues=2))
     assert "max_requeues=2" in why
 
 
 def test_a_start_that_fell_back_behind_a_damaged_checkpoint_made_progress(tmp_path):
     """It seemed to begin at 6, began at 3 and came to 4: the next one is no third in vain."""
-    files = JobFiles(tmp_path)
+    files = RunDir(tmp_path)
     for restart, began in ((0, 3), (1, 4)):
-        assert not refusal_of(files, begin(files, job(7, restart), 6), Limits())
-        correct(files, job(7, restart), began)
+        assert not restart_denied(files, begin(files, job(7, restart), 6), RequeueLimits())
+        amend(files, job(7, restart), began)
     assert [s.step for s in read_starts(files.starts)] == [3, 4]
-    assert not refusal_of(files, this_start(files, job(7, 2), 6), Limits())
-    correct(files, {}, 9)
+    assert not restart_denied(files, this_start(files, job(7, 2), 6), RequeueLimits())
+    amend(files, {}, 9)
     assert len(read_starts(files.starts)) == 2, "outside of a job nothing is noted"

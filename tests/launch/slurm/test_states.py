@@ -3,15 +3,15 @@
 import pytest
 
 from torchdistpackage.launch.slurm.states import (
-    FATES,
+    OUTCOMES,
     SQUEUE_FIELDS,
-    Fate,
     JobInfo,
-    base,
+    Outcome,
+    array_job_id,
+    expand_array,
+    merge_array,
     parse_sacct,
     parse_squeue,
-    tasks,
-    whole,
 )
 
 
@@ -28,30 +28,33 @@ def squeue(*rows: str) -> str:
 @pytest.mark.parametrize(
     ("state", "fate"),
     [
-        *((state, Fate.ALIVE) for state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")),
-        *((state, Fate.ALIVE) for state in ("SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING")),
-        *((state, Fate.ALIVE) for state in ("REQUEUE_FED", "SIGNALING", "STAGE_OUT", "STOPPED")),
-        *((state, Fate.ALIVE) for state in ("SPECIAL_EXIT", "RESV_DEL_HOLD")),
-        ("COMPLETED", Fate.SUCCEEDED),
-        *((state, Fate.FAILED) for state in ("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")),
-        *((state, Fate.FAILED) for state in ("BOOT_FAIL", "DEADLINE", "PREEMPTED")),
-        ("CANCELLED", Fate.CANCELLED),
-        ("REVOKED", Fate.CANCELLED),
-        ("", Fate.UNKNOWN),
-        ("HYPERSLEEPING", Fate.UNKNOWN),
+        *((state, Outcome.ALIVE) for state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")),
+        *(
+            (state, Outcome.ALIVE)
+            for state in ("SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING")
+        ),
+        *((state, Outcome.ALIVE) for state in ("REQUEUE_FED", "SIGNALING", "STAGE_OUT", "STOPPED")),
+        *((state, Outcome.ALIVE) for state in ("SPECIAL_EXIT", "RESV_DEL_HOLD")),
+        ("COMPLETED", Outcome.SUCCEEDED),
+        *((state, Outcome.FAILED) for state in ("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")),
+        *((state, Outcome.FAILED) for state in ("BOOT_FAIL", "DEADLINE", "PREEMPTED")),
+        ("CANCELLED", Outcome.CANCELLED),
+        ("REVOKED", Outcome.CANCELLED),
+        ("", Outcome.UNKNOWN),
+        ("HYPERSLEEPING", Outcome.UNKNOWN),
     ],
 )
-def test_what_a_state_means(state: str, fate: Fate):
+def test_what_a_state_means(state: str, fate: Outcome):
     info = JobInfo("1", state)
-    assert info.fate is fate
-    assert info.ended == (fate in (Fate.SUCCEEDED, Fate.FAILED, Fate.CANCELLED))
+    assert info.outcome is fate
+    assert info.ended == (fate in (Outcome.SUCCEEDED, Outcome.FAILED, Outcome.CANCELLED))
 
 
 def test_every_state_that_squeue_documents_is_in_the_table():
     documented = """BOOT_FAIL CANCELLED COMPLETED CONFIGURING COMPLETING DEADLINE FAILED NODE_FAIL
     OUT_OF_MEMORY PENDING PREEMPTED RUNNING RESV_DEL_HOLD REQUEUE_FED REQUEUE_HOLD REQUEUED
     RESIZING REVOKED SIGNALING SPECIAL_EXIT STAGE_OUT STOPPED SUSPENDED TIMEOUT"""
-    assert set(documented.split()) <= FATES.keys()
+    assert set(documented.split()) <= OUTCOMES.keys()
 
 
 def test_squeue_of_jobs_in_every_phase():
@@ -120,8 +123,8 @@ def test_what_is_no_row_is_no_job(parse, text: str):
     ],
 )
 def test_an_id_may_stand_for_many_tasks(job: str, meant: list[str]):
-    assert list(tasks(job)) == meant
-    assert base(job) == "12"
+    assert list(expand_array(job)) == meant
+    assert array_job_id(job) == "12"
 
 
 def test_pending_tasks_that_share_a_row_are_told_apart():
@@ -143,4 +146,4 @@ def test_pending_tasks_that_share_a_row_are_told_apart():
 )
 def test_an_array_is_as_the_worst_of_its_tasks(states: list[str], expected: str):
     infos = [JobInfo(f"7_{i}", state) for i, state in enumerate(states)]
-    assert whole("7", infos) == JobInfo("7", expected)
+    assert merge_array("7", infos) == JobInfo("7", expected)

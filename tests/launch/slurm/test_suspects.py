@@ -13,36 +13,36 @@ import pytest
 from tests.launch.slurm.folders import started, submitted
 from tests.launch.slurm.scripted import NO_ACCOUNTING, Answer, Scripted
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.failure import Failure, Kind
+from torchdistpackage.launch.failure import Failure, FailureKind
 from torchdistpackage.launch.slurm.commands import limited
-from torchdistpackage.launch.slurm.runs import Run
+from torchdistpackage.launch.slurm.runs import SubmittedRun
 from torchdistpackage.launch.slurm.suspects import (
     EXPIRY_S,
     NODE_FAIL_EXPIRY_S,
-    Evidence,
-    evidence_of,
+    NodeIncident,
     excluded,
     explain,
-    note_failed_nodes,
+    incident_of,
     read,
     reasons,
     record,
+    record_failed_nodes,
 )
 
 NOW_S = 1_000_000.0
-HALF = Evidence("n3", "killed by SIGBUS", 0.5, NOW_S, NOW_S + 100.0, "7.0")
+HALF = NodeIncident("n3", "killed by SIGBUS", 0.5, NOW_S, NOW_S + 100.0, "7.0")
 
 
 def error(text: str, detail: str = "") -> Failure:
-    return Failure(2, "n3.cluster.org", 1, NOW_S - 5, Kind.ERROR, 1, text, detail or text)
+    return Failure(2, "n3.cluster.org", 1, NOW_S - 5, FailureKind.ERROR, 1, text, detail or text)
 
 
 def hung(error: str) -> Failure:
-    return Failure(2, "n3", 1, NOW_S - 5, Kind.HUNG, 1, error, "rank 0: uncorrectable ECC")
+    return Failure(2, "n3", 1, NOW_S - 5, FailureKind.HUNG, 1, error, "rank 0: uncorrectable ECC")
 
 
 def killed(signum: int, detail: str = "") -> Failure:
-    return Failure(2, "n3", 1, NOW_S - 5, Kind.SIGNAL, -signum, "", detail)
+    return Failure(2, "n3", 1, NOW_S - 5, FailureKind.SIGNAL, -signum, "", detail)
 
 
 @pytest.mark.parametrize(
@@ -64,10 +64,10 @@ def killed(signum: int, detail: str = "") -> Failure:
     ],
 )
 def test_broken_hardware_is_half_of_what_is_needed(failure: Failure, reason: str):
-    evidence = evidence_of(failure, "7.0", NOW_S)
+    evidence = incident_of(failure, "7.0", NOW_S)
     assert evidence is not None
     assert reason in evidence.reason
-    assert evidence == Evidence("n3", evidence.reason, 0.5, NOW_S - 5, NOW_S + EXPIRY_S, "7.0")
+    assert evidence == NodeIncident("n3", evidence.reason, 0.5, NOW_S - 5, NOW_S + EXPIRY_S, "7.0")
     assert evidence.reason.startswith("rank 2: ")
 
 
@@ -84,13 +84,13 @@ def test_broken_hardware_is_half_of_what_is_needed(failure: Failure, reason: str
         error("RuntimeError: CUDA error: device-side assert triggered"),
         error("RuntimeError: CUDA error: an illegal memory access was encountered"),
         error("RuntimeError: [..] Connection closed by peer [10.0.0.1]:3"),
-        Failure(2, "n3", 1, NOW_S, Kind.EXIT, 3),
+        Failure(2, "n3", 1, NOW_S, FailureKind.EXIT, 3),
         hung("is in data loading while 3 other ranks wait for it"),
         replace(killed(7), host=""),
     ],
 )
 def test_what_the_users_code_does_is_no_evidence(failure: Failure):
-    assert evidence_of(failure, "7.0", NOW_S) is None
+    assert incident_of(failure, "7.0", NOW_S) is None
 
 
 def test_a_node_is_left_out_while_valid_evidence_weighs_one(tmp_path: Path):
@@ -166,20 +166,22 @@ LATER = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> SubmittedRun:
     """A run whose first start, on four nodes, was a minute ago."""
     run = submitted(tmp_path / "a", "7")
     started(run, "7.0", NOW_S - 60, nodes="n[1-4]")
     return run
 
 
-def note(run: Run, env: dict[str, str] | None = None, **answers: Answer) -> list[Evidence]:
+def note(
+    run: SubmittedRun, env: dict[str, str] | None = None, **answers: Answer
+) -> list[NodeIncident]:
     """What `LATER`, or another start, finds out."""
     slurm = Scripted(**{"sinfo": SINFO, "sacctmgr": EVENTS, **answers})
-    return note_failed_nodes(run.files, LATER if env is None else env, slurm, now_s=NOW_S)
+    return record_failed_nodes(run.files, LATER if env is None else env, slurm, now_s=NOW_S)
 
 
-def test_nodes_of_the_earlier_start_that_broke_are_noted_once(run: Run, tmp_path: Path):
+def test_nodes_of_the_earlier_start_that_broke_are_noted_once(run: SubmittedRun, tmp_path: Path):
     new = note(run)
     assert [(e.node, e.reason, e.job) for e in new] == [
         ("n2", "down (crashed) under job 7", "7.0"),
@@ -194,12 +196,12 @@ def test_nodes_of_the_earlier_start_that_broke_are_noted_once(run: Run, tmp_path
     assert len(read(run.files.suspects)) == 2
 
 
-def test_a_start_does_not_accuse_its_own_nodes(run: Run):
+def test_a_start_does_not_accuse_its_own_nodes(run: SubmittedRun):
     started(run, "7.1", NOW_S - 1, nodes="n[2-3]")
     assert note(run, {"SLURM_JOB_ID": "7"}, sinfo=f"n1|down|{AT}|crashed\n", sacctmgr="") == []
 
 
-def test_a_start_whose_ranks_agreed_on_an_end_lost_no_node(run: Run):
+def test_a_start_whose_ranks_agreed_on_an_end_lost_no_node(run: SubmittedRun):
     run.files.decision("7.0").write_text("requeue after step 5: told to\n")
     assert note(run) == []
 
@@ -216,18 +218,20 @@ def test_what_broke_long_after_a_job_is_not_laid_on_it(tmp_path: Path, ended_s, 
     assert [e.node for e in new] == found
 
 
-def test_what_had_broken_before_is_not_laid_on_it_either(run: Run):
+def test_what_had_broken_before_is_not_laid_on_it_either(run: SubmittedRun):
     long_ago = f"{NOW_S - 500:.0f}"
     assert note(run, sinfo="", sacctmgr=f"n3|DOWN|{long_ago}|x\n") == []
 
 
 @pytest.mark.parametrize("silent", [NO_ACCOUNTING, LaunchError("no such command here")])
-def test_without_accounting_the_nodes_that_are_still_down_are_known(run: Run, silent: Answer):
+def test_without_accounting_the_nodes_that_are_still_down_are_known(
+    run: SubmittedRun, silent: Answer
+):
     assert note(run, sinfo=LaunchError("no sinfo"), sacctmgr=silent) == []
     assert [e.node for e in note(run, sacctmgr=silent)] == ["n2"]
 
 
-def test_half_evidence_of_the_ranks_does_not_hide_a_dead_node(run: Run):
+def test_half_evidence_of_the_ranks_does_not_hide_a_dead_node(run: SubmittedRun):
     record(run.files.suspects, HALF)
     new = note(run, sinfo=f"n3|fail|{AT}|disk | a\nn4|powered_down|{AT}|\n", sacctmgr="")
     assert [(e.node, e.weight) for e in new] == [("n3", 1.0)]
@@ -236,11 +240,11 @@ def test_half_evidence_of_the_ranks_does_not_hide_a_dead_node(run: Run):
 
 def test_a_start_without_nodes_that_can_be_read_accuses_none(tmp_path: Path):
     run, slurm = submitted(tmp_path / "a", "7"), Scripted()
-    assert note_failed_nodes(run.files, LATER, slurm, now_s=NOW_S) == []
+    assert record_failed_nodes(run.files, LATER, slurm, now_s=NOW_S) == []
     started(run, "local", NOW_S - 60, nodes="")
-    assert note_failed_nodes(run.files, LATER, slurm, now_s=NOW_S) == []
+    assert record_failed_nodes(run.files, LATER, slurm, now_s=NOW_S) == []
     started(run, "6.0", NOW_S - 50, nodes="n[1-")
-    assert note_failed_nodes(run.files, LATER, slurm, now_s=NOW_S) == []
+    assert record_failed_nodes(run.files, LATER, slurm, now_s=NOW_S) == []
     assert slurm.asked == []
 
 
@@ -250,7 +254,9 @@ def test_a_line_is_one_json_object(tmp_path: Path):
     assert set(json.loads(line)) == {"node", "reason", "weight", "time_s", "expires_s", "job"}
 
 
-def test_a_slow_accounting_costs_no_more_than_what_was_granted(run: Run, tmp_path, monkeypatch):
+def test_a_slow_accounting_costs_no_more_than_what_was_granted(
+    run: SubmittedRun, tmp_path, monkeypatch
+):
     """Rank 0 asks before it starts, and the other ranks wait for it."""
     commands = tmp_path / "bin"
     commands.mkdir()
@@ -260,6 +266,6 @@ def test_a_slow_accounting_costs_no_more_than_what_was_granted(run: Run, tmp_pat
         (commands / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
     began_s = time.monotonic()
-    new = note_failed_nodes(run.files, LATER, limited(1.0), now_s=NOW_S)
+    new = record_failed_nodes(run.files, LATER, limited(1.0), now_s=NOW_S)
     assert time.monotonic() - began_s < 5
     assert [evidence.node for evidence in new] == ["n2"], "what the controller says is noted"

@@ -5,15 +5,15 @@ from pydantic import TypeAdapter
 
 from torchdistpackage.config.kinds import FolderName
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.launch.slurm.sweep import MAX_RUNS, Point, points
+from torchdistpackage.launch.slurm.sweep import MAX_RUNS, SweepRun, points
 
 
 def test_values_go_together_in_every_combination():
     assert points(["optim.lr=1e-4,3e-4", "run.seed=1, 2"]) == (
-        Point("lr=1e-4-seed=1", ("optim.lr=1e-4", "run.seed=1")),
-        Point("lr=1e-4-seed=2", ("optim.lr=1e-4", "run.seed=2")),
-        Point("lr=3e-4-seed=1", ("optim.lr=3e-4", "run.seed=1")),
-        Point("lr=3e-4-seed=2", ("optim.lr=3e-4", "run.seed=2")),
+        SweepRun("lr=1e-4-seed=1", ("optim.lr=1e-4", "run.seed=1")),
+        SweepRun("lr=1e-4-seed=2", ("optim.lr=1e-4", "run.seed=2")),
+        SweepRun("lr=3e-4-seed=1", ("optim.lr=3e-4", "run.seed=1")),
+        SweepRun("lr=3e-4-seed=2", ("optim.lr=3e-4", "run.seed=2")),
     )
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from torchdistpackage.launch.failure import Failure, Kind, to_json
-from torchdistpackage.launch.slurm.files import JobFiles
-from torchdistpackage.launch.slurm.starts import note, this_start
+from torchdistpackage.launch.failure import Failure, FailureKind, to_json
+from torchdistpackage.launch.slurm.files import RunDir
+from torchdistpackage.launch.slurm.starts import append, this_start
 from torchdistpackage.launch.slurm.suspects import read
 from torchdistpackage.launch.slurm.verdict import CANNOT_WRITE, keep, verdict
 
@@ -17,39 +17,39 @@ START = "7.1"
 NOW = time.time()
 
 
-def failed(rank: int, kind: Kind, code: int, error: str = "", after_s: float = 0) -> Failure:
-    detail = f"Traceback\n{error}" if kind is Kind.ERROR else ""
+def failed(rank: int, kind: FailureKind, code: int, error: str = "", after_s: float = 0) -> Failure:
+    detail = f"Traceback\n{error}" if kind is FailureKind.ERROR else ""
     return Failure(rank, f"n{rank + 1}", 100 + rank, NOW + after_s, kind, code, error, detail)
 
 
 def closed(rank: int, after_s: float = 0) -> Failure:
-    return failed(rank, Kind.ERROR, 1, "RuntimeError: Connection closed by peer", after_s)
+    return failed(rank, FailureKind.ERROR, 1, "RuntimeError: Connection closed by peer", after_s)
 
 
 def of(tmp_path: Path, *failures: Failure, code: int = 143, num_ranks: int = 4) -> tuple[str, int]:
-    files = JobFiles(tmp_path / "run")
+    files = RunDir(tmp_path / "run")
     files.failures(START).mkdir(parents=True)
     for failure in failures:
         (files.failures(START) / f"rank{failure.rank}.json").write_text(to_json(failure))
     return verdict(files.run, START, code, num_ranks)
 
 
-RAISED = failed(2, Kind.ERROR, 3, "ValueError: no such sample", 0.5)
+RAISED = failed(2, FailureKind.ERROR, 3, "ValueError: no such sample", 0.5)
 
 
 @pytest.mark.parametrize(
     ("first", "code"),
     [
         (RAISED, 3),
-        (failed(2, Kind.SIGNAL, -9, after_s=0.5), 137),
-        (failed(2, Kind.SIGNAL, -11, after_s=0.5), 139),
-        (failed(2, Kind.EXIT, 5, after_s=0.5), 5),
-        (failed(2, Kind.EXIT, 256, after_s=0.5), 1),
+        (failed(2, FailureKind.SIGNAL, -9, after_s=0.5), 137),
+        (failed(2, FailureKind.SIGNAL, -11, after_s=0.5), 139),
+        (failed(2, FailureKind.EXIT, 5, after_s=0.5), 5),
+        (failed(2, FailureKind.EXIT, 256, after_s=0.5), 1),
     ],
 )
 def test_the_first_failing_rank_gives_the_code_and_the_last_block(tmp_path, first, code):
     """Not srun's own 143, and not the peers that were quicker to complain."""
-    ended = failed(1, Kind.ENDED, -9, after_s=2)
+    ended = failed(1, FailureKind.ENDED, -9, after_s=2)
     text, got = of(tmp_path, closed(0), first, closed(3, 0.1), ended)
     assert got == code
     lines = text.splitlines()
@@ -63,9 +63,9 @@ def test_the_first_failing_rank_gives_the_code_and_the_last_block(tmp_path, firs
 
 def test_where_all_reports_are_consequences_the_silent_ranks_are_named(tmp_path):
     """As when a node is lost with its rank and the process that watched it."""
-    files = JobFiles(tmp_path / "run")
+    files = RunDir(tmp_path / "run")
     env = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1", "SLURM_JOB_NODELIST": "n[1-4]"}
-    note(files, this_start(files, env, 0))
+    append(files, this_start(files, env, 0))
     text, code = of(tmp_path, closed(0), closed(3), code=143)
     assert code == 143
     last = text.splitlines()[-1]
@@ -79,10 +79,10 @@ def test_where_all_reports_are_consequences_the_silent_ranks_are_named(tmp_path)
 def test_the_report_of_a_hang_is_the_last_block_whoever_wrote_it(tmp_path):
     """Rank 0 wrote it, rank 2 is to blame, and what came after the alarm is how it ended."""
     report = "hang: rank 2 is in data loading\nwho waits for whom:\n  ..."
-    hung = Failure(2, "n3", 102, NOW, Kind.HUNG, 1, "is in data loading", report)
-    ended = [failed(rank, Kind.ENDED, 1, after_s=1) for rank in (1, 3)]
-    killed = failed(2, Kind.SIGNAL, -9, after_s=2)
-    files = JobFiles(tmp_path / "run")
+    hung = Failure(2, "n3", 102, NOW, FailureKind.HUNG, 1, "is in data loading", report)
+    ended = [failed(rank, FailureKind.ENDED, 1, after_s=1) for rank in (1, 3)]
+    killed = failed(2, FailureKind.SIGNAL, -9, after_s=2)
+    files = RunDir(tmp_path / "run")
     files.failures(START).mkdir(parents=True)
     for rank, failure in enumerate([hung, ended[0], killed, ended[1]]):
         (files.failures(START) / f"rank{rank}.json").write_text(to_json(failure))
@@ -96,16 +96,18 @@ def test_the_report_of_a_hang_is_the_last_block_whoever_wrote_it(tmp_path):
     [
         (None, ["n3"]),
         (closed(2, after_s=-3), ["n3"]),
-        (failed(1, Kind.ENDED, 1, after_s=2), ["n3"]),
-        (failed(2, Kind.ENDED, -9, after_s=2), []),
-        (failed(2, Kind.ENDED, -9, after_s=-60), []),
-        (failed(2, Kind.SIGNAL, -9, after_s=2), []),
+        (failed(1, FailureKind.ENDED, 1, after_s=2), ["n3"]),
+        (failed(2, FailureKind.ENDED, -9, after_s=2), []),
+        (failed(2, FailureKind.ENDED, -9, after_s=-60), []),
+        (failed(2, FailureKind.SIGNAL, -9, after_s=2), []),
     ],
     ids=["silent", "before", "elsewhere", "ended", "clock behind", "killed"],
 )
 def test_a_node_whose_watcher_reports_after_the_alarm_is_not_gone(tmp_path, last, suspects):
-    hung = Failure(2, "n3", 102, NOW, Kind.HUNG, 1, "does not answer: no rank on n3 does", "")
-    files = JobFiles(tmp_path / "run")
+    hung = Failure(
+        2, "n3", 102, NOW, FailureKind.HUNG, 1, "does not answer: no rank on n3 does", ""
+    )
+    files = RunDir(tmp_path / "run")
     files.failures(START).mkdir(parents=True)
     for name, failure in (("rank0", hung), ("rank2", last)):
         if failure is not None:
@@ -115,7 +117,7 @@ def test_a_node_whose_watcher_reports_after_the_alarm_is_not_gone(tmp_path, last
 
 
 def test_a_report_of_a_rank_that_this_step_has_not_is_another_steps(tmp_path):
-    text, code = of(tmp_path, failed(6, Kind.SIGNAL, -9, after_s=-60), RAISED)
+    text, code = of(tmp_path, failed(6, FailureKind.SIGNAL, -9, after_s=-60), RAISED)
     assert code == 3 and "rank 6" not in text
 
 
@@ -130,7 +132,7 @@ def test_all_ranks_that_blame_each_other_are_a_report_as_well(tmp_path):
 
 
 def test_the_batch_script_calls_it_as_a_program(tmp_path):
-    files = JobFiles(tmp_path)
+    files = RunDir(tmp_path)
     files.failures(START).mkdir(parents=True)
     (files.failures(START) / "rank2.json").write_text(to_json(RAISED))
     program = [sys.executable, "-m", "torchdistpackage.launch.slurm.verdict"]

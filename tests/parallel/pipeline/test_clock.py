@@ -6,14 +6,14 @@ import torch
 from tests.streams import Stream
 from tests.streams import stream as stream  # a fixture
 from torchdistpackage.parallel.pipeline import clock as clocks
-from torchdistpackage.parallel.pipeline.clock import Clock
+from torchdistpackage.parallel.pipeline.clock import ComputeClock
 from torchdistpackage.train.result import busy_share
 
 # of a last stage: wait for the first message, compute, wait, compute, cool down
 WAIT_S, PIECES_S, COOL_S = (4.0, 1.0), (2.0, 3.0), 6.0
 
 
-def run(clock: Clock, pass_time) -> None:
+def run(clock: ComputeClock, pass_time) -> None:
     clock.restart()
     for wait_s, piece_s in zip(WAIT_S, PIECES_S, strict=True):
         pass_time(wait_s)
@@ -24,18 +24,18 @@ def run(clock: Clock, pass_time) -> None:
 
 
 @pytest.fixture
-def on_cpu(monkeypatch) -> Clock:
+def on_cpu(monkeypatch) -> ComputeClock:
     """A clock of the CPU whose time is `now_s[0]`."""
     now_s = [50.0]
     monkeypatch.setattr(clocks, "_now_s", lambda: now_s[0])
-    clock = Clock(torch.device("cpu"))
+    clock = ComputeClock(torch.device("cpu"))
     clock._now = clocks._now_s
     run(clock, lambda s: now_s.__setitem__(0, now_s[0] + s))
     return clock
 
 
-def test_a_device_measures_the_bubble_of_the_cpu(stream: Stream, on_cpu: Clock):
-    device = Clock(torch.device("cuda"))
+def test_a_device_measures_the_bubble_of_the_cpu(stream: Stream, on_cpu: ComputeClock):
+    device = ComputeClock(torch.device("cuda"))
 
     def pass_time(s: float) -> None:
         stream.now_s += s

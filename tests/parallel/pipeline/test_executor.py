@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.parallel.pipeline.whole_model import DIM, batch, chain, same, same_gradients
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.executor import Executor
-from torchdistpackage.schedule.actions import Kind
+from torchdistpackage.schedule.actions import ActionKind
 from torchdistpackage.schedule.generate import GENERATORS, build
 
 CPU = torch.device("cpu")
@@ -149,7 +149,7 @@ def kept_outputs_and_spans() -> None:
     spans = executor.spans
     assert [s.action for s in spans if not s.action.kind.is_message] == computed
     waits = [s.action.kind for s in spans if s.action.kind.is_message]
-    assert waits == [Kind.RECV_B if rank < p - 1 else Kind.RECV_F] * m
+    assert waits == [ActionKind.RECV_B if rank < p - 1 else ActionKind.RECV_F] * m
     times = [t for s in spans for t in (s.start, s.end)]
     assert times == sorted(times) and times[0] >= 0
     busy = sum(s.end - s.start for s in spans if not s.action.kind.is_message)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.parallel.pipeline.whole_model import batch, chain
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.record import recorder
 from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.schedule.generate import build
@@ -72,7 +72,7 @@ def one_rank_fails(name: str) -> None:
         executor.timeout_s = 30 if dist.get_rank() else 2
         with pytest.raises(error, match=text):
             executor.run(forward)
-        assert calls.action is None
+        assert recorder.action is None
         assert not any(ref() is not None for ref in held)
         with pytest.raises(CommError, match=f"interrupted by {error.__name__}.*a new executor"):
             executor.run(forward)

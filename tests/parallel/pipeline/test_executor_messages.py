@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 from tests.comm.test_twins import each_way, noted
 from tests.parallel.pipeline.whole_model import DIM, batch, chain, same, same_gradients
 from torchdistpackage.comm.checking import checked_calls
-from torchdistpackage.comm.companions import twin_of
+from torchdistpackage.comm.companions import reverse_group
 from torchdistpackage.comm.groups import Groups
-from torchdistpackage.comm.headers import Headers
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.headers import MetaChannel
+from torchdistpackage.comm.record import recorder
 from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.schedule.generate import build
@@ -110,8 +110,8 @@ def test_shapes_may_change_with_every_microbatch_and_run(ranks, name):
 def headers_travel_once() -> None:
     x, seen = batch(4)[0], []
     with pytest.MonkeyPatch.context() as patch:
-        receive = Headers.receive
-        patch.setattr(Headers, "receive", lambda *a: seen.append(1) or receive(*a))
+        receive = MetaChannel.receive
+        patch.setattr(MetaChannel, "receive", lambda *a: seen.append(1) or receive(*a))
         for name, dynamic in (("interleaved", False), ("interleaved", True)):
             executor = executor_of(name, 4, dynamic_shapes=dynamic)
             last = executor.schedule.num_stages - 1
@@ -211,7 +211,7 @@ def a_connection_for_each_way() -> None:
 
         with noted() as messages:
             executor.run(forward)
-            twin = twin_of(group)
+            twin = reverse_group(group)
             assert (twin is None) == dynamic
             messages.clear()
             executor.run(forward)
@@ -243,11 +243,11 @@ def member_elsewhere(when: int) -> str:
 
     sent = 0
     while True:
-        sent = sum(calls.line(group).sent.values())
+        sent = sum(recorder.line(group).sent.values())
         try:
             executor.run(stage_of)
         except CommError as error:
-            assert not first or sum(calls.line(group).sent.values()) == sent
+            assert not first or sum(recorder.line(group).sent.values()) == sent
             return f"{run}: {error}" if first else str(run)
         run += 1
 

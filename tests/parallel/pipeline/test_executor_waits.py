@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tests.parallel.pipeline.whole_model import batch, chain
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.record import recorder
 from torchdistpackage.parallel.pipeline.executor import Executor, autograd
 from torchdistpackage.schedule.actions import Batch, flatten
 from torchdistpackage.schedule.generate import build
@@ -28,7 +28,7 @@ def recorded(name: str, direct: bool, own_backward: bool) -> None:
     handles: list[Handle] = []
     batches: list[list[str]] = []
     group = dist.group.WORLD
-    calls.line(group).direct = direct
+    recorder.line(group).direct = direct
     schedule = build(name, p, m)
     last = schedule.num_stages - 1
     x, model = batch(m)[0], chain(last + 1)
@@ -64,7 +64,7 @@ def recorded(name: str, direct: bool, own_backward: bool) -> None:
     program = schedule.programs[rank]
     messages = [a for a in flatten(program) if a.kind.is_message]
     assert len(handles) == len(messages)
-    last_calls = calls.snapshot(num=len(messages))["calls"]
+    last_calls = recorder.snapshot(num=len(messages))["calls"]
     assert {call["action"] for call in last_calls} == set(map(str, messages))
     if not direct:
         # gloo's record says done where the wait returned; a device queue's only that it was issued
@@ -76,7 +76,7 @@ def recorded(name: str, direct: bool, own_backward: bool) -> None:
         assert ["irecv", "isend"] in map(sorted, batches)
     else:
         assert {call["state"] for call in last_calls} == {"done"}
-    calls.line(group).direct = True
+    recorder.line(group).direct = True
 
 
 @pytest.mark.own_transport("sets the transport itself")

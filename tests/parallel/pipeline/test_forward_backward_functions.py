@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from tests.parallel.pipeline.whole_model import batch, chain, same, same_gradients, squares
 from torchdistpackage import forward_backward, forward_eval
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.record import recorder
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
 from torchdistpackage.schedule.generate import build
@@ -135,7 +135,7 @@ def parted(own_backward: bool) -> None:
             assert all(o.shape == g.shape for o, g in pairs)
             return torch.autograd.backward(*zip(*pairs, strict=True))
 
-        begun = len(calls.snapshot()["calls"])
+        begun = len(recorder.snapshot()["calls"])
         forward_backward(
             None, fwd_fn, bwd_fn if own_backward else None, [x][s:], 3,
             scatter_gather_tensors=scatter,
@@ -153,7 +153,7 @@ def sent_bytes(begun: int) -> int:
     size = lambda call: getattr(torch, call["dtype"].removeprefix("torch.")).itemsize  # noqa: E731
     return sum(
         torch.Size(call["shape"]).numel() * size(call)
-        for call in calls.snapshot()["calls"][begun:]
+        for call in recorder.snapshot()["calls"][begun:]
         if call["operation"] == "send" and call["peer"] in peers and call["dtype"] != "uint8"
     )
 

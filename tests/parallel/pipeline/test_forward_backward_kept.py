@@ -16,7 +16,7 @@ from tests.parallel.pipeline.whole_model import batch, chain, same, same_gradien
 from torchdistpackage import forward_backward, forward_eval
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.groups import Groups
-from torchdistpackage.comm.headers import Headers
+from torchdistpackage.comm.headers import MetaChannel
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.pipeline import kept
@@ -69,7 +69,7 @@ class Loop:
 def counted() -> Iterator[Counter[str]]:
     """Executors made and headers sent by this rank, and how often it asks whether losses count."""
     found: Counter[str] = Counter()
-    make, send, ask = Executor.__init__, Headers.send, primitives.broadcast_object
+    make, send, ask = Executor.__init__, MetaChannel.send, primitives.broadcast_object
 
     def making(self, *args, **options):
         found["executors"] += 1
@@ -86,7 +86,7 @@ def counted() -> Iterator[Counter[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Executor, "__init__", making)
         patch.setattr(primitives, "broadcast_object", asking)
-        patch.setattr(Headers, "send", sending)
+        patch.setattr(MetaChannel, "send", sending)
         yield found
 
 
@@ -205,7 +205,7 @@ def nobody_lives_on() -> None:
         loop.step()
     model, optimizer = loop.model, loop.optimizer
     ended = [weakref.ref(x) for x in (loop, model, optimizer, *loop.functions, model[0][0].weight)]
-    (shelf,) = kept._shelves.of[loop.functions[0]].values()
+    (shelf,) = kept._cache.of[loop.functions[0]].values()
     (executor,) = shelf.executors.values()
     ended += [weakref.ref(executor)]
     del loop, model, optimizer, shelf, executor

@@ -9,12 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.host_reads import HostReads
 from tests.parallel.pipeline.whole_model import batch, chain, same, same_gradients, squares
 from torchdistpackage import NaiveDDP, Pipeline
-from torchdistpackage.comm.p2p import Flight
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.p2p import P2PWork
+from torchdistpackage.comm.record import recorder
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.optim.clip import clip_grad_norm_
 from torchdistpackage.parallel.pipeline.forward_backward import forward_backward
-from torchdistpackage.parallel.pipeline.steps import Steps
+from torchdistpackage.parallel.pipeline.steps import RankProgram
 
 STEADY = range(3, 6)
 
@@ -91,12 +91,12 @@ def sends_of_a_step() -> tuple[int, list[str], bool]:
     x, y = batch(6)
     pipe.step(x, targets=y)
     stage.zero_grad()
-    sent: dict[Flight, bool] = {}
+    sent: dict[P2PWork, bool] = {}
     early: list[str] = []
     kept = [False]
-    exchange, wait, end = Steps._exchange, Flight.wait, Steps.end
+    exchange, wait, end = RankProgram._exchange, P2PWork.wait, RankProgram.end
 
-    def noting(steps: Steps, index: int) -> None:
+    def noting(steps: RankProgram, index: int) -> None:
         exchange(steps, index)
         messages = steps._batches[index]
         if any(a.kind.is_send for a in messages):
@@ -104,19 +104,19 @@ def sends_of_a_step() -> tuple[int, list[str], bool]:
             sent[flight] = all(a.kind.is_send for a in messages)
             kept[0] |= flight._keep is not None
 
-    def waiting(flight: Flight) -> None:
+    def waiting(flight: P2PWork) -> None:
         # one that receives as well is waited for where what it brings is needed
-        early.extend([str(calls.action)] * sent.get(flight, False))
+        early.extend([str(recorder.action)] * sent.get(flight, False))
         wait(flight)
 
-    def ending(steps: Steps) -> None:
-        patch.setattr(Flight, "wait", wait)
+    def ending(steps: RankProgram) -> None:
+        patch.setattr(P2PWork, "wait", wait)
         end(steps)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Steps, "_exchange", noting)
-        patch.setattr(Steps, "end", ending)
-        patch.setattr(Flight, "wait", waiting)
+        patch.setattr(RankProgram, "_exchange", noting)
+        patch.setattr(RankProgram, "end", ending)
+        patch.setattr(P2PWork, "wait", waiting)
         loss = pipe.step(x, targets=y)
     expected = squares(truth(x), y)
     expected.backward()

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.parallel.pipeline.executor import Executor
-from torchdistpackage.schedule.actions import Action, Kind, flatten
-from torchdistpackage.schedule.gap import gap_of
+from torchdistpackage.schedule.actions import Action, ActionKind, flatten
+from torchdistpackage.schedule.gap import attribute_bubble
 from torchdistpackage.schedule.generate import build
 from torchdistpackage.schedule.measured import aligned, costs_of
 from torchdistpackage.schedule.simulate import Span
@@ -63,11 +63,19 @@ def test_a_run_is_put_on_one_clock_and_taken_apart(ranks):
     at = {span.action: span for row in rows for span in row}
     computations = {a for program in schedule.programs for a in flatten(program)}
     assert at.keys() >= {a for a in computations if not a.kind.is_message}
-    assert {a.kind for a in at} <= {Kind.F, Kind.B, Kind.RECV_F, Kind.RECV_B}
+    assert {a.kind for a in at} <= {
+        ActionKind.F,
+        ActionKind.B,
+        ActionKind.RECV_F,
+        ActionKind.RECV_B,
+    }
     for m in range(NUM_MICROBATCHES):
-        for sent, used in (((0, Kind.F), (1, Kind.F)), ((1, Kind.B), (0, Kind.B))):
+        for sent, used in (
+            ((0, ActionKind.F), (1, ActionKind.F)),
+            ((1, ActionKind.B), (0, ActionKind.B)),
+        ):
             assert at[Action(*sent, m)].end <= at[Action(*used, m)].start + 1e-9
-    gap = gap_of(schedule, spans)
+    gap = attribute_bubble(schedule, spans)
     parts = zip(gap.alone, gap.imbalance, gap.message_wait, gap.host, strict=True)
     assert [sum(part) for part in parts] == pytest.approx(gap.measured.bubbles)
     assert fmean(gap.alone) == pytest.approx(1 / 7)
@@ -80,7 +88,7 @@ def test_the_measured_bubble_is_the_simulated_one_and_its_reason_is_found(ranks)
     The best of some runs: sleeps overshoot while the machine does something else.
     """
     schedule = build("1f1b", 2, NUM_MICROBATCHES)
-    gaps = [gap_of(schedule, ranks(2).run(recorded)) for _ in range(5)]
+    gaps = [attribute_bubble(schedule, ranks(2).run(recorded)) for _ in range(5)]
     best = min(gaps, key=lambda gap: abs(gap.measured.bubble - gap.predicted.bubble))
     assert best.measured.bubble == pytest.approx(best.predicted.bubble, abs=0.03), str(best)
     assert fmean(best.imbalance) > 0.05 > fmean(best.host)

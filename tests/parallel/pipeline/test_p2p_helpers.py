@@ -20,7 +20,7 @@ from torchdistpackage.parallel.pipeline_parallel.comm import (
 )
 
 from tests.parallel.pipeline.whole_model import batch, chain, same_gradients, squares
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.record import recorder
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError, LayoutError
 
@@ -180,7 +180,7 @@ def parts() -> None:
     peers = [r for r in tpc.get_ranks_in_group("pipe") if r != dist.get_rank()]
     sent = [
         call["shape"]
-        for call in calls.snapshot()["calls"]
+        for call in recorder.snapshot()["calls"]
         if call["operation"] == "send" and call["peer"] in peers and call["dtype"] != "uint8"
     ]
     assert sent == ([[6], [5], [4]] if first else [[6], [5]])

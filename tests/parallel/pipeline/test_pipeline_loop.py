@@ -11,7 +11,7 @@ from torchdistpackage import GradScaler, Pipeline
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.parallel.pipeline.microbatches import tensors_in
-from torchdistpackage.schedule.actions import Kind
+from torchdistpackage.schedule.actions import ActionKind
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.generate import build
 
@@ -79,7 +79,7 @@ def test_the_last_stage_may_return_the_loss(ranks):
 
 def synthesized(check: bool) -> None:
     tpc.setup_process_groups([("pipe", 2)])
-    costs = StageCosts.of({Kind.F: 1.0, Kind.I: 1.4, Kind.W: 0.6}, 4)
+    costs = StageCosts.of({ActionKind.F: 1.0, ActionKind.I: 1.4, ActionKind.W: 0.6}, 4)
     placement = build("interleaved", 2, 3).placement
     truth = chain(4)
     x, y = batch(6)

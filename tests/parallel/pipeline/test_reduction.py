@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.record import recorder
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
@@ -168,10 +168,10 @@ def leaves_in_the_last_backwards(name: str) -> None:
         id(p): [s for s, held in stages.parameters.items() if any(p is q for q in held)]
         for p in reducer.parameters
     }
-    reducer.on_launch = lambda b: events.append((program.index(calls.action), b))
+    reducer.on_launch = lambda b: events.append((program.index(recorder.action), b))
     for parameter in reducer.parameters:
         parameter.register_post_accumulate_grad_hook(
-            lambda _: events.append((program.index(calls.action), None))
+            lambda _: events.append((program.index(recorder.action), None))
         )
     for step in range(3):
         ddp.zero_grad()

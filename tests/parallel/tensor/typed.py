@@ -30,7 +30,7 @@ from torchdistpackage.comm import creation, linear_maps, primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.runtime import leave
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.ddp.compress import Member, Start
+from torchdistpackage.ddp.compress import BucketMember, Start
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.tensor import cross_entropy
@@ -42,7 +42,7 @@ Types = dict[str, spmd.PerMeshAxisLocalSpmdType]
 DUAL = {I: I, R: P, P: R, V: V}
 AXES = ("data", "tensor")
 MAPS = {
-    linear_maps.Copy: (I, R),
+    linear_maps.IdentityForward: (I, R),
     linear_maps.Reduce: (P, I),
     linear_maps.Scatter: (I, V),
     linear_maps.Gather: (V, I),
@@ -50,7 +50,7 @@ MAPS = {
     linear_maps.ReduceScatter: (P, V),
     linear_maps.AllToAll: (V, V),
     linear_maps.Broadcast: (V, R),
-    linear_maps.SumTo: (P, V),
+    linear_maps.ReduceTo: (P, V),
 }
 """What each map takes, and what it gives; an own tensor passes for a partial sum."""
 
@@ -62,7 +62,10 @@ def typed_world(data: int = 2, tensor: int = 2) -> Iterator[None]:
     The product knows nothing of types: here its two autograd functions get theirs.
     """
     dist.init_process_group("fake", rank=0, world_size=data * tensor, store=dist.HashStore())
-    hooks = ((linear_maps._Through, _through), (cross_entropy._CrossEntropy, _cross_entropy))
+    hooks = (
+        (linear_maps._LinearMapFunction, _through),
+        (cross_entropy._CrossEntropy, _cross_entropy),
+    )
     with pytest.MonkeyPatch.context() as patch:
         for function, hook in hooks:
             patch.setattr(function, "spmd_typecheck", staticmethod(hook), raising=False)
@@ -138,7 +141,7 @@ class Sums:
     def __init__(self) -> None:
         self.of: Counter[tuple[int, str]] = Counter()
 
-    def bind(self, members: Sequence[Member], num_elements: int) -> Start:
+    def bind(self, members: Sequence[BucketMember], num_elements: int) -> Start:
         def start(flat: Tensor, group: Group, op: dist.ReduceOp.RedOpType):
             self.of.update((id(m.parameter), axis) for m in members for axis in axes_in(group))
             return primitives.start_all_reduce(flat, group, op)

@@ -16,12 +16,12 @@ from pathlib import Path
 import helper
 
 import torchdistpackage
-from torchdistpackage.launch.slurm.files import JobFiles, start_id
+from torchdistpackage.launch.slurm.files import RunDir, attempt_id
 
 
 def main() -> int:
     env = os.environ
-    files, start, rank = JobFiles(Path(sys.argv[1]).parents[1]), start_id(env), env["SLURM_PROCID"]
+    files, start, rank = RunDir(Path(sys.argv[1]).parents[1]), attempt_id(env), env["SLURM_PROCID"]
     step = subprocess.run(
         ["scontrol", "-o", "show", "step", f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"],
         capture_output=True,

@@ -1,9 +1,9 @@
 """easy-model-parallel's names (`emp`), which are still to come: see compat/not_available.py."""
 
 from torchdistpackage.compat import paths
-from torchdistpackage.compat.paths import Later
+from torchdistpackage.compat.paths import UnavailableReason
 
-_PLACED = Later("programs whose tensors each live on one rank are not offered yet")
+_PLACED = UnavailableReason("programs whose tensors each live on one rank are not offered yet")
 
 _CORE = (
     "DeviceFunctor",

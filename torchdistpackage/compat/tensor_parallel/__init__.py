@@ -1,9 +1,9 @@
 """tensor_parallel's names, which are still to come: see compat/not_available.py."""
 
 from torchdistpackage.compat import paths
-from torchdistpackage.compat.paths import Later
+from torchdistpackage.compat.paths import UnavailableReason
 
-_SHARDED = Later(
+_SHARDED = UnavailableReason(
     "splitting any module by one call is not offered yet; the split layers of "
     "torchdistpackage.parallel are"
 )

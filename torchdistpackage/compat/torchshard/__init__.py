@@ -7,7 +7,7 @@ imported, and says so when it is used.
 from importlib.metadata import version
 
 from torchdistpackage.compat import paths
-from torchdistpackage.compat.paths import Later
+from torchdistpackage.compat.paths import UnavailableReason
 
 __version__ = "0.1.0"
 """Of the torchshard whose names these are."""
@@ -17,9 +17,15 @@ _ORDER_ATTR = _ORDER_TYPE = "order_type"
 """Attributes in which torchshard keeps how a tensor is split; the second name of each is that of
 its pages and templates."""
 
-_LAYERS = Later("layers go by this package's own names so far, in torchdistpackage.parallel")
-_MARKS = Later("how a tensor is split is said by the layouts of layers, not by marks on tensors")
-_STATE = Later("a sharded state dict is saved and loaded by torchdistpackage.checkpoint so far")
+_LAYERS = UnavailableReason(
+    "layers go by this package's own names so far, in torchdistpackage.parallel"
+)
+_MARKS = UnavailableReason(
+    "how a tensor is split is said by the layouts of layers, not by marks on tensors"
+)
+_STATE = UnavailableReason(
+    "a sharded state dict is saved and loaded by torchdistpackage.checkpoint so far"
+)
 
 _STATE_DICTS = ("collect_state_dict", "relocate_state_dict")
 _DDP = ("register_ddp_parameters_to_ignore",)

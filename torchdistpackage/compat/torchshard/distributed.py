@@ -15,7 +15,7 @@ from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.comm.world import is_joined, world
 from torchdistpackage.compat import paths
-from torchdistpackage.compat.reduction import summed, summed_in_place
+from torchdistpackage.compat.reduction import all_reduce_, summed_in_place
 from torchdistpackage.errors import LaunchError, TopologyError
 
 __all__ = [
@@ -138,7 +138,7 @@ def gather(tensor: Tensor, dim: int | None = -1) -> Tensor:
 @_or_input
 def reduce(tensor: Tensor) -> Tensor:
     """The sum over my group, in `tensor` itself unless it needs a gradient, which then passes."""
-    return summed(tensor, get_group())
+    return all_reduce_(tensor, get_group())
 
 
 @_or_input

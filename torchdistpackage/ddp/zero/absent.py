@@ -1,8 +1,9 @@
 """A parameter whose elements are elsewhere for now, and what happens to those who touch it.
 
 One rule: nobody reads old or missing numbers. While its elements travel a parameter is of class
-`Absent`; whatever reads it, wherever, is told to `bring` them first. So no hook has to know which
-module uses which parameter. What does not read elements (shape, dtype, grad) passes.
+`UngatheredParameter`; whatever reads it, wherever, is told to `wait_gathered` them first. So no
+hook has to know which module uses which parameter. What does not read elements (shape, dtype, grad)
+passes.
 """
 
 from collections.abc import Iterator
@@ -12,60 +13,62 @@ import torch
 from torch import Tensor, nn
 
 
-class Source(Protocol):
+class ParamSource(Protocol):
     """Where the elements of absent parameters are."""
 
-    def bring(self, parameter: nn.Parameter) -> None:
-        """Return when it is `present` again, or raise and say what the caller should do."""
+    def wait_gathered(self, parameter: nn.Parameter) -> None:
+        """Return when it is `mark_gathered` again, or raise and say what the caller should do."""
         ...
 
 
-class Absent(nn.Parameter):
+class UngatheredParameter(nn.Parameter):
     """The class of a parameter for the time of its absence."""
 
-    source: Source
+    source: ParamSource
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func not in _PASSIVE:
-            for parameter in [*_absent_in(args), *_absent_in((kwargs or {}).values())]:
-                if type(parameter) is Absent:  # not yet brought together with one before it
-                    parameter.source.bring(parameter)
+            for parameter in [*_ungathered_in(args), *_ungathered_in((kwargs or {}).values())]:
+                if (
+                    type(parameter) is UngatheredParameter
+                ):  # not yet brought together with one before it
+                    parameter.source.wait_gathered(parameter)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     # both note the class before they read the elements, so they begin anew once it is right
 
     def __deepcopy__(self, memo):
-        self.source.bring(self)
+        self.source.wait_gathered(self)
         return self.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol):
-        self.source.bring(self)
+        self.source.wait_gathered(self)
         return self.__reduce_ex__(protocol)
 
 
-def leave(parameter: nn.Parameter, source: Source) -> None:
+def mark_ungathered(parameter: nn.Parameter, source: ParamSource) -> None:
     """From now on `parameter` is absent."""
-    parameter.__class__ = Absent
+    parameter.__class__ = UngatheredParameter
     parameter.source = source
 
 
-def present(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
+def mark_gathered(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
     """Its elements are there; `kind` is the class it had."""
-    if type(parameter) is Absent:
+    if type(parameter) is UngatheredParameter:
         parameter.__class__ = kind
         del parameter.source
 
 
-def _absent_in(values) -> Iterator[Absent]:
+def _ungathered_in(values) -> Iterator[UngatheredParameter]:
     for value in values:
-        if type(value) is Absent:
+        if type(value) is UngatheredParameter:
             yield value
         elif isinstance(value, tuple | list):
-            yield from _absent_in(value)
+            yield from _ungathered_in(value)
         elif isinstance(value, dict):
-            yield from _absent_in(value.values())
+            yield from _ungathered_in(value.values())
 
 
 _METHODS = (

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torchdistpackage.comm.primitives import Group, is_queued
 from torchdistpackage.comm.world import world
 from torchdistpackage.ddp.bucket_sizes import MIB, bucket_sizes
-from torchdistpackage.ddp.hooks import Hook
+from torchdistpackage.ddp.hooks import WeakHook
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 
 
@@ -67,7 +67,7 @@ class Bf16ZeroOptimizer(ZeroOptimizer):
         self._in_backward = overlap_comm or stage == 2
         if self._in_backward:
             for parameter in self.reducer.parameters:
-                self._ties.handles.append(parameter.register_hook(Hook(self._arm)))
+                self._guards.handles.append(parameter.register_hook(WeakHook(self._arm)))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of parameters and pieces, or set them to zero."""

@@ -9,44 +9,44 @@ from torch import nn
 
 from torchdistpackage.comm.primitives import ranks_of
 from torchdistpackage.ddp.buckets import Bucket
-from torchdistpackage.ddp.shared import Shared
-from torchdistpackage.ddp.zero.copies import Copies
-from torchdistpackage.ddp.zero.held import Held
-from torchdistpackage.ddp.zero.line import Line, cut_between, cut_evenly
-from torchdistpackage.ddp.zero.marks import Marks
-from torchdistpackage.ddp.zero.parameters import Need, Parameters
-from torchdistpackage.ddp.zero.scattered import Scattered
-from torchdistpackage.ddp.zero.shards import Shard, make_shards
-from torchdistpackage.ddp.zero.sharing import Sharing
-from torchdistpackage.ddp.zero.whole import owners
+from torchdistpackage.ddp.shared import ParamSpec
+from torchdistpackage.ddp.zero.copies import MasterStore
+from torchdistpackage.ddp.zero.held import ParamPartition
+from torchdistpackage.ddp.zero.line import FlatLayout, shard_by_owner, shard_evenly
+from torchdistpackage.ddp.zero.marks import UsedFlags
+from torchdistpackage.ddp.zero.parameters import Need, ParamBuffer
+from torchdistpackage.ddp.zero.scattered import ReduceScatterBucket
+from torchdistpackage.ddp.zero.shards import ParamShard, make_shards
+from torchdistpackage.ddp.zero.sharing import ReplicaGroups
+from torchdistpackage.ddp.zero.whole import greedy_partition
 
 
 @dataclass(frozen=True)
-class Sharded:
+class ShardedBucket:
     """A bucket, cut.
 
     is_whole: between members. is_rounded: parameters have fewer digits than their masters.
     passes: parameters are whole only where they are used, as stage 3 has it.
     """
 
-    line: Line
-    parameters: Parameters
-    carrier: Scattered
-    shards: list[Shard]
+    line: FlatLayout
+    parameters: ParamBuffer
+    carrier: ReduceScatterBucket
+    shards: list[ParamShard]
     is_whole: bool
     is_rounded: bool
     passes: bool
 
     def wait(self) -> None:
         """Until the host may read the sum and write what is stepped, where it keeps them."""
-        self.carrier.wait()
+        self.carrier.wait_offloaded()
         self.parameters.wait()
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[ParamPartition]:
         """For each member, who owns what of it."""
         mine = {shard.place: shard.tensor for shard in self.shards}
         return [
-            Held(
+            ParamPartition(
                 shared,
                 self.line.bounds_of(place),
                 mine.get(place),
@@ -58,27 +58,27 @@ class Sharded:
 
 
 @dataclass
-class Cutter:
+class BucketSharder:
     """Makes the buckets of one optimizer.
 
     stage, wire, master_dtype: as ZeroOptimizer has them. offload: makes what keeps copies of slices
     of a device elsewhere.
-    need: what is told when a freed parameter is read, as Parameters has it.
+    on_read: what is told when a freed parameter is read, as Parameters has it.
     owner_of: name -> index in its group, where each parameter has one owner.
     """
 
     stage: int
-    sharing: Sharing
+    sharing: ReplicaGroups
     wire: torch.dtype | None
     master_dtype: torch.dtype | None
-    need: Need
+    on_read: Need
     owner_of: Mapping[str, int] | None
-    offload: Callable[[torch.device], Copies] | None
-    _marks: dict[object, Marks] = field(default_factory=dict)
-    _copies: dict[torch.device, Copies] = field(default_factory=dict)
+    offload: Callable[[torch.device], MasterStore] | None
+    _marks: dict[object, UsedFlags] = field(default_factory=dict)
+    _copies: dict[torch.device, MasterStore] = field(default_factory=dict)
 
     @contextmanager
-    def stepping(self, buckets: Sequence[Sharded], some: Sequence[int]) -> Iterator[None]:
+    def stepping(self, buckets: Sequence[ShardedBucket], some: Sequence[int]) -> Iterator[None]:
         """Around a call that steps those of these numbers."""
         buckets = [buckets[b] for b in some]
         for bucket in buckets:
@@ -93,16 +93,16 @@ class Cutter:
     def cut(
         self,
         bucket: Bucket,
-        members: Sequence[Shared],
+        members: Sequence[ParamSpec],
         left: Callable[[], object],
         settled: Callable[[], object],
-    ) -> Sharded:
+    ) -> ShardedBucket:
         """left, settled: called when gradients leave, and when sums have come to the shards."""
         is_whole = self.owner_of is not None
         if self.owner_of is not None:
-            line = cut_between(members, self.owner_of, self.wire)
+            line = shard_by_owner(members, self.owner_of, self.wire)
         else:
-            line = cut_evenly(bucket, members, self.wire)
+            line = shard_evenly(bucket, members, self.wire)
         first = members[0]
         dtype, replicas = first.parameter.dtype, self.sharing.replicas_of(first)
         wire = self.wire if _is_narrower(self.wire, dtype) else None
@@ -117,20 +117,20 @@ class Cutter:
         is_rounded = wide != dtype or wire is not None
         # stages that hold one weight are not in the same places at the same time, so a gather amid
         # the forward of one would wait for the other's
-        passes = self.stage == 3 and not first.last
-        parameters = Parameters(
+        passes = self.stage == 3 and not first.deferred
+        parameters = ParamBuffer(
             line,
             replicas=replicas,
             master=wide if is_rounded or passes or copies else None,
             copies=copies,
             wire=wire,
-            need=self.need if passes else None,
+            on_read=self.on_read if passes else None,
         )
         shards = make_shards(line, parameters.values, self.sharing.layouts, is_whole)
-        key = ranks_of(first.group), first.last, device
+        key = ranks_of(first.group), first.deferred, device
         if key not in self._marks:
-            self._marks[key] = Marks(first.group, replicas, device)
-        carrier = Scattered(
+            self._marks[key] = UsedFlags(first.group, replicas, device)
+        carrier = ReduceScatterBucket(
             line,
             shards,
             self._marks[key],
@@ -142,34 +142,34 @@ class Cutter:
             left=left,
             settled=settled,
         )
-        return Sharded(line, parameters, carrier, shards, is_whole, is_rounded, passes)
+        return ShardedBucket(line, parameters, carrier, shards, is_whole, is_rounded, passes)
 
 
-def whole_owners(shared: Iterable[Shared]) -> dict[str, int]:
+def whole_owners(shared: Iterable[ParamSpec]) -> dict[str, int]:
     """name -> index in its group of the one who owns it all; each owns about as much."""
-    by_group: dict[tuple[int, ...], list[Shared]] = {}
+    by_group: dict[tuple[int, ...], list[ParamSpec]] = {}
     for s in shared:
         by_group.setdefault(ranks_of(s.group), []).append(s)
     owner_of: dict[str, int] = {}
     for members in by_group.values():
         sizes = [s.parameter.numel() for s in members]
-        found = owners(sizes, members[0].group.size())
+        found = greedy_partition(sizes, members[0].group.size())
         owner_of |= {s.name: owner for s, owner in zip(members, found, strict=True)}
     return owner_of
 
 
 def held_by_group(
     param_groups: Sequence[Mapping[str, Sequence[nn.Parameter]]],
-    buckets: Sequence[Sharded],
-    sharing: Sharing,
+    buckets: Sequence[ShardedBucket],
+    sharing: ReplicaGroups,
     names: Mapping[int, str],
-) -> list[list[Held]]:
+) -> list[list[ParamPartition]]:
     """Of each parameter of the user's groups, in his order; nobody owns what is frozen."""
     held = {id(h.shared.parameter): h for bucket in buckets for h in bucket.held()}
     for p in (p for group in param_groups for p in group["params"]):
         if id(p) not in held:
             shared = sharing.of(names[id(p)], p)
-            held[id(p)] = Held(shared, (0,) * (shared.group.size() + 1), None)
+            held[id(p)] = ParamPartition(shared, (0,) * (shared.group.size() + 1), None)
     return [[held[id(p)] for p in group["params"]] for group in param_groups]
 
 

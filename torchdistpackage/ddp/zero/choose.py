@@ -13,7 +13,7 @@ WORTH_IT = 0.03
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StepCost:
     """One step of one rank: seconds of computing, bytes of gradients on the wire, and of a bucket.
 
     exchange_s: of this rank's processor for all the messages of a step; ZeRO adds and copies more,
@@ -28,7 +28,7 @@ class Work:
     exchange_s: float = 0.0
 
 
-def all_reduced_s(work: Work, bytes_per_s: float) -> float:
+def all_reduced_s(work: StepCost, bytes_per_s: float) -> float:
     """Seconds a step with all-reduces; bytes_per_s: at which gradients are all-reduced."""
     part = min(1.0, work.bucket_bytes / max(1, work.num_bytes))
     computed_s = work.forward_s + work.backward_s + work.exchange_s
@@ -38,7 +38,7 @@ def all_reduced_s(work: Work, bytes_per_s: float) -> float:
     return arrived_s + work.optimizer_s
 
 
-def scattered_s(work: Work, bytes_per_s: float, num_ranks: int) -> float:
+def scattered_s(work: StepCost, bytes_per_s: float, num_ranks: int) -> float:
     """Seconds a step with ZeRO at the same rate: a sum and a gather are an all-reduce."""
     part = min(1.0, work.bucket_bytes / max(1, work.num_bytes))
     computed_s = work.forward_s + work.backward_s + work.optimizer_s / num_ranks
@@ -50,7 +50,7 @@ def scattered_s(work: Work, bytes_per_s: float, num_ranks: int) -> float:
     )
 
 
-def scatters(work: Work, bytes_per_s: float, num_ranks: int) -> bool:
+def scatters(work: StepCost, bytes_per_s: float, num_ranks: int) -> bool:
     """Whether ZeRO's step is the shorter one, by more than is in doubt."""
     most_s = (1 - WORTH_IT) * all_reduced_s(work, bytes_per_s)
     return num_ranks > 1 and scattered_s(work, bytes_per_s, num_ranks) < most_s

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from torchdistpackage.ddp.hooks import Hook
-from torchdistpackage.ddp.zero.absent import Absent
+from torchdistpackage.ddp.hooks import WeakHook
+from torchdistpackage.ddp.zero.absent import UngatheredParameter
 from torchdistpackage.errors import LayoutError
 
 Before = Callable[[nn.Module, tuple], object]
@@ -23,7 +23,7 @@ class Handle(Protocol):
     def remove(self) -> None: ...
 
 
-class Around:
+class ForwardHooks:
     """Calls what `module.compile()` made. (It is not copied with the module, as torch has it.)"""
 
     def __init__(self, module: nn.Module):
@@ -59,7 +59,7 @@ class _Added:
         self._among.remove(self._one)
 
 
-def bring_ahead(module: nn.Module, may_follow: bool) -> list[Handle]:
+def gather_ahead(module: nn.Module, may_follow: bool) -> list[Handle]:
     """Before a compiled part of `module` runs, its parameters come.
 
     may_follow: whether parts may be compiled later on.
@@ -68,24 +68,24 @@ def bring_ahead(module: nn.Module, may_follow: bool) -> list[Handle]:
     handles: list[Handle] = []
     for m in eager_parts(module):
         if is_compiled(m):
-            handles += around(m, bring)
+            handles += around(m, wait_gathered)
         else:
             eager.append(m)
-    look = Hook(partial(_look, eager, may_follow))
+    look = WeakHook(partial(_look, eager, may_follow))
     return [*handles, module.register_forward_pre_hook(look, prepend=True)]
 
 
 def around(module: nn.Module, before: Before, after: After | None = None) -> list[Handle]:
     """Calls, eagerly, `before(module, args)` and `after(module, args, outputs)`, which returns the
     outputs or None, whenever the module runs."""
-    before, after = Hook(before), None if after is None else Hook(after)
+    before, after = WeakHook(before), None if after is None else WeakHook(after)
     if module._compiled_call_impl is None:
         handles: list[Handle] = [module.register_forward_pre_hook(before)]
         if after is not None:
             handles.append(module.register_forward_hook(after))
         return handles
-    if not isinstance(module._compiled_call_impl, Around):
-        module._compiled_call_impl = Around(module)
+    if not isinstance(module._compiled_call_impl, ForwardHooks):
+        module._compiled_call_impl = ForwardHooks(module)
     return module._compiled_call_impl.add(before, after)
 
 
@@ -126,22 +126,22 @@ def may_overlap(module: nn.Module | None, stage: int) -> bool:
     return not scripted
 
 
-def bring(module: nn.Module, args: tuple) -> None:
+def wait_gathered(module: nn.Module, args: tuple) -> None:
     """All parameters of the module are here afterwards."""
     for parameter in module.parameters():
-        if type(parameter) is Absent:
-            parameter.source.bring(parameter)
+        if type(parameter) is UngatheredParameter:
+            parameter.source.wait_gathered(parameter)
 
 
 def _look(eager: list[nn.Module], may_follow: bool, module: nn.Module, args: tuple) -> None:
     """Somebody may have compiled one of these since the last forward."""
     for m in eager:
         call = m._compiled_call_impl
-        if call is not None and type(call) is not Around:
+        if call is not None and type(call) is not ForwardHooks:
             if not may_follow:
                 raise LayoutError(
                     f"a {type(m).__name__} was compiled after the optimizer had put hooks on its "
                     f"{sum(1 for _ in m.modules())} modules, to free and fetch their parameters; "
                     f"compile before the optimizer is wrapped"
                 )
-            around(m, bring)
+            around(m, wait_gathered)

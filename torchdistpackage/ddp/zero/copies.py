@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 
-class Copies(Protocol):
-    """`host` is memory from `keep`, `device` a slice of a bucket.
+class MasterStore(Protocol):
+    """`host` is memory from `allocate`, `device` a slice of a bucket.
 
     ahead: buckets whose sums land before one is stepped, so that copies have begun meanwhile.
     """
 
     ahead: int
 
-    def keep(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+    def allocate(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """An empty tensor of the shape of `like`."""
         ...
 
-    def to_host(self, host: Tensor, device: Tensor) -> None:
+    def offload(self, host: Tensor, device: Tensor) -> None:
         """Begin to copy; `device` may go at once, and be overwritten after `free`."""
         ...
 
@@ -48,15 +48,15 @@ class Copies(Protocol):
         ...
 
 
-class Beside:
+class OnDevice:
     """On the device of the slices, where all is in order on the current stream."""
 
     ahead = 0
 
-    def keep(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+    def allocate(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.empty_like(like, dtype=dtype)
 
-    def to_host(self, host: Tensor, device: Tensor) -> None:
+    def offload(self, host: Tensor, device: Tensor) -> None:
         if host is not device:
             host.copy_(device)
 

@@ -18,7 +18,7 @@ SLICE_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ShardRange:
     """Elements [start, stop) of a member, in the order of its memory; `offset` into my slice."""
 
     member: int
@@ -55,7 +55,7 @@ def bounds_of(lengths: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 def pieces(
     offsets: Sequence[int], sizes: Sequence[int], bounds: Sequence[int], index: int
-) -> tuple[Piece, ...]:
+) -> tuple[ShardRange, ...]:
     """What the rank at `index` owns; member i is the sizes[i] elements from offsets[i] on.
 
     Raises:
@@ -64,11 +64,11 @@ def pieces(
     """
     _check(offsets, sizes, bounds)
     first, end = bounds[index], bounds[index + 1]
-    owned: list[Piece] = []
+    owned: list[ShardRange] = []
     for member, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         start, stop = max(first, offset), min(end, offset + size)
         if start < stop:
-            owned.append(Piece(member, start - offset, stop - offset, start - first))
+            owned.append(ShardRange(member, start - offset, stop - offset, start - first))
     return tuple(owned)
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm.primitives import Group, gather_objects, ranks_of
-from torchdistpackage.ddp.zero.gathered import Item
-from torchdistpackage.ddp.zero.held import Held
+from torchdistpackage.ddp.zero.gathered import GatherItem
+from torchdistpackage.ddp.zero.held import ParamPartition
 from torchdistpackage.errors import CheckpointError
 
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -23,7 +23,7 @@ State = dict[Hashable, object]
 
 
 @dataclass(frozen=True)
-class Form:
+class StateEntry:
     """One entry of a parameter's state: what every rank must know to make it.
 
     shape: of a tensor that its owner has in one; None where it is the parameter's, cut or not.
@@ -38,20 +38,22 @@ class Form:
     value: object = None
 
 
-Forms = tuple[Form, ...]
+StateEntries = tuple[StateEntry, ...]
 
 
-def agree(group: Group, mine: Mapping[int, tuple[Held, State]]) -> dict[int, Forms]:
+def exchange_schema(
+    group: Group, mine: Mapping[int, tuple[ParamPartition, State]]
+) -> dict[int, StateEntries]:
     """What the owners of each parameter have for it."""
-    known: dict[Forms, Forms] = {}  # equal ones travel once
-    forms: list[Forms | None] = []
+    known: dict[StateEntries, StateEntries] = {}  # equal ones travel once
+    forms: list[StateEntries | None] = []
     for held, state in mine.values():
-        own = tuple(form_of(held, key, value) for key, value in state.items())
+        own = tuple(entry_of(held, key, value) for key, value in state.items())
         if all(isinstance(form.value, _PLAIN) for form in own):
             own = known.setdefault(own, own)
         forms.append(None if held.mine is None else own)
     of_ranks = gather_objects(forms, group)
-    result: dict[int, Forms] = {}
+    result: dict[int, StateEntries] = {}
     for i, of_one in zip(mine, zip(*of_ranks, strict=True), strict=True):
         owned = [one for one in of_one if one is not None]
         layouts = {tuple((f.key, f.dtype, f.shape) for f in one) for one in owned}
@@ -65,18 +67,18 @@ def agree(group: Group, mine: Mapping[int, tuple[Held, State]]) -> dict[int, For
     return result
 
 
-def form_of(held: Held, key: Hashable, value: object) -> Form:
+def entry_of(held: ParamPartition, key: Hashable, value: object) -> StateEntry:
     if not isinstance(value, Tensor):
-        return Form(key, value=value)
+        return StateEntry(key, value=value)
     on_cpu = value.device.type == "cpu"
     if value.dim() == 0 and not (held.whole and held.shared.parameter.dim() == 0):
-        return Form(key, value.dtype, (), on_cpu, value.item())
+        return StateEntry(key, value.dtype, (), on_cpu, value.item())
     if held.mine is not None and value.shape == held.mine.shape:
-        return Form(key, value.dtype, None, on_cpu)
-    return Form(key, value.dtype, tuple(value.shape), on_cpu)
+        return StateEntry(key, value.dtype, None, on_cpu)
+    return StateEntry(key, value.dtype, tuple(value.shape), on_cpu)
 
 
-def item_of(held: Held, form: Form, state: State) -> Item:
+def item_of(held: ParamPartition, form: StateEntry, state: State) -> GatherItem:
     assert form.dtype is not None
     shared = held.shared
     value = state.get(form.key)
@@ -89,10 +91,10 @@ def item_of(held: Held, form: Form, state: State) -> Item:
         mine = mine.reshape(-1) if mine is not None and shared.group.rank() == owner else None
     elif held.whole and mine is not None:
         mine = held.flat(mine)
-    return Item(bounds, form.dtype, shared.parameter.device, mine)
+    return GatherItem(bounds, form.dtype, shared.parameter.device, mine)
 
 
-def made_of(form: Form, held: Held) -> object:
+def made_of(form: StateEntry, held: ParamPartition) -> object:
     """A value that did not travel as a tensor."""
     if form.dtype is None or form.value is None:
         return form.value

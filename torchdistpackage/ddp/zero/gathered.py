@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchdistpackage.comm.p2p import Post
 from torchdistpackage.comm.primitives import Group, ranks_of
-from torchdistpackage.comm.slices import start_gather_slices
+from torchdistpackage.comm.slices import start_all_gather_v
 from torchdistpackage.errors import CommError
 
 BATCH_BYTES = 32 * 2**20
@@ -20,7 +20,7 @@ BATCH_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
-class Item:
+class GatherItem:
     """A flat tensor of which rank i of the group has elements bounds[i] to bounds[i + 1].
 
     mine: my elements, 1-D on any device; None where there are none. device: where it travels.
@@ -39,7 +39,9 @@ class Item:
         return self.bounds[index + 1] - self.bounds[index]
 
 
-def gather(items: Sequence[Item], group: Group, to: int | None = None) -> Iterator[Tensor | None]:
+def batched_gather(
+    items: Sequence[GatherItem], group: Group, to: int | None = None
+) -> Iterator[Tensor | None]:
     """Yield each item whole, 1-D in memory of its own, in order.
 
     to: index in the group of the rank that gets them; the others get None. Default: all do.
@@ -57,8 +59,8 @@ def gather(items: Sequence[Item], group: Group, to: int | None = None) -> Iterat
         yield from _gather(batch, group, to)
 
 
-def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
-    batch: list[Item] = []
+def _batches(items: Sequence[GatherItem]) -> Iterator[list[GatherItem]]:
+    batch: list[GatherItem] = []
     num_bytes = 0
     for item in items:
         alike = batch and (item.dtype, item.device) == (batch[0].dtype, batch[0].device)
@@ -71,7 +73,7 @@ def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
         yield batch
 
 
-def _gather(batch: Sequence[Item], group: Group, to: int | None) -> Iterator[Tensor | None]:
+def _gather(batch: Sequence[GatherItem], group: Group, to: int | None) -> Iterator[Tensor | None]:
     """The batch lies rank after rank, and for each rank item after item."""
     me, bounds = group.rank(), [0]
     for index in range(group.size()):
@@ -86,7 +88,7 @@ def _gather(batch: Sequence[Item], group: Group, to: int | None) -> Iterator[Ten
         flat[at : at + piece.numel()].copy_(piece)
         at += piece.numel()
     if to is None:
-        start_gather_slices(flat, bounds, group).wait()
+        start_all_gather_v(flat, bounds, group).wait()
     elif group.size() > 1:
         _collect(flat, bounds, group, to)
     if not receives:
@@ -110,7 +112,7 @@ def _collect(flat: Tensor, bounds: Sequence[int], group: Group, to: int) -> None
     post.go().wait()
 
 
-def _unpack(batch: Sequence[Item], flat: Tensor, bounds: Sequence[int]) -> Iterator[Tensor]:
+def _unpack(batch: Sequence[GatherItem], flat: Tensor, bounds: Sequence[int]) -> Iterator[Tensor]:
     at = list(bounds[:-1])
     for item in batch:
         pieces: list[Tensor] = []

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.shared import ParamSpec
 
 
 @dataclass(frozen=True)
-class Held:
+class ParamPartition:
     """A parameter, who owns which elements, and what the inner optimizer holds here instead.
 
     bounds: rank i of `shared.group` owns elements bounds[i] to bounds[i + 1] of the parameter
@@ -26,7 +26,7 @@ class Held:
     master: `mine` is a copy in another dtype and not memory of the parameter.
     """
 
-    shared: Shared
+    shared: ParamSpec
     bounds: tuple[int, ...]
     mine: nn.Parameter | None
     whole: bool = False

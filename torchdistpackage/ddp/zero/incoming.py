@@ -6,24 +6,24 @@ is its view for just as long; then it belongs to whoever sums it, and `.grad` is
 
 from collections.abc import Callable
 
-from torchdistpackage.ddp.gradients import Gradients
-from torchdistpackage.ddp.zero.line import Line
+from torchdistpackage.ddp.gradients import GradBucket
+from torchdistpackage.ddp.zero.line import FlatLayout
 
 
-class Incoming(Gradients):
+class GradBuffer(GradBucket):
     """Gradients on the `line` that the parameters are on.
 
     freed: give the memory back while it holds nothing. begins: called before the first gradient
     comes in.
     """
 
-    def __init__(self, line: Line, freed: bool, begins: Callable[[], object]):
+    def __init__(self, line: FlatLayout, freed: bool, begins: Callable[[], object]):
         divide = line.members[0].divide
         super().__init__(line.members, line.offsets, line.num_elements, divide=divide)
         self._freed, self._at_first = freed, begins
         self.empty = True
 
-    def open(self) -> None:
+    def allocate(self) -> None:
         if self.empty:
             self.empty = False
             self._at_first()

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.ddp.buckets import ALIGN_BYTES, Bucket
-from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.shared import ParamSpec
 from torchdistpackage.ddp.zero.cut import bounds_of, even_bounds
 
 
 @dataclass(frozen=True)
-class Line:
+class FlatLayout:
     """Member i begins at offsets[i]; rank r of the group owns bounds[r] to bounds[r + 1]."""
 
-    members: tuple[Shared, ...]
+    members: tuple[ParamSpec, ...]
     offsets: tuple[int, ...]
     bounds: tuple[int, ...]
 
@@ -52,15 +52,17 @@ class Line:
         return tuple(min(max(bound - offset, 0), size) for bound in self.bounds)
 
 
-def cut_evenly(bucket: Bucket, members: Sequence[Shared], wire: torch.dtype | None) -> Line:
+def shard_evenly(
+    bucket: Bucket, members: Sequence[ParamSpec], wire: torch.dtype | None
+) -> FlatLayout:
     """Every rank owns equally many elements. wire: dtype in which they travel, if another."""
-    bounds = even_bounds(bucket.marks, members[0].group.size(), _itemsize(members, wire))
-    return Line(tuple(members), bucket.offsets, bounds)
+    bounds = even_bounds(bucket.used_flags, members[0].group.size(), _itemsize(members, wire))
+    return FlatLayout(tuple(members), bucket.offsets, bounds)
 
 
-def cut_between(
-    members: Sequence[Shared], owner_of: Mapping[str, int], wire: torch.dtype | None
-) -> Line:
+def shard_by_owner(
+    members: Sequence[ParamSpec], owner_of: Mapping[str, int], wire: torch.dtype | None
+) -> FlatLayout:
     """Every member belongs to one rank; owner_of: name -> index in the group. wire: as above."""
     lengths = [0] * members[0].group.size()
     places: list[int] = []  # in the slice of the owner
@@ -72,10 +74,10 @@ def cut_between(
     bounds = bounds_of(lengths, _itemsize(members, wire))
     owners = [owner_of[shared.name] for shared in members]
     offsets = tuple(bounds[owner] + at for owner, at in zip(owners, places, strict=True))
-    return Line(tuple(members), offsets, bounds)
+    return FlatLayout(tuple(members), offsets, bounds)
 
 
-def _itemsize(members: Sequence[Shared], wire: torch.dtype | None) -> int:
+def _itemsize(members: Sequence[ParamSpec], wire: torch.dtype | None) -> int:
     """Of the narrowest dtype that slices have."""
     own = members[0].parameter.dtype
     return own.itemsize if wire is None else min(own.itemsize, wire.itemsize)

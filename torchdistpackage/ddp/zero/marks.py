@@ -12,7 +12,7 @@ import torch
 from torchdistpackage.comm.primitives import Group, Pending, start_all_reduce
 
 
-class Marks:
+class UsedFlags:
     """The marks of all buckets over one group; `replicas` as in the module's buckets."""
 
     def __init__(self, group: Group, replicas: Group | None, device: torch.device):
@@ -20,7 +20,7 @@ class Marks:
         self._device = device
         self._num_marks = self._num_buckets = self._num_left = 0
         self._without: list[int] = []  # of the buckets that have left
-        self._marks: torch.Tensor | None = None
+        self._flags: torch.Tensor | None = None
         self._pending: Pending | None = None
         self._num_sums = 0
         self._read: list[int] | None = None  # the sum, once somebody asked
@@ -66,12 +66,12 @@ class Marks:
         """My marks, on the device without a wait of the host."""
         if self._pending is not None:
             self._pending.wait()  # last step's, in the same memory
-        if self._marks is None:
-            self._marks = torch.empty(self._num_marks, dtype=torch.int32, device=self._device)
-        self._marks.fill_(1)
+        if self._flags is None:
+            self._flags = torch.empty(self._num_marks, dtype=torch.int32, device=self._device)
+        self._flags.fill_(1)
         if self._without:
             is_far = self._device.type != "cpu"
             places = torch.tensor(self._without, pin_memory=is_far)
-            self._marks.index_fill_(0, places.to(self._device, non_blocking=True), 0)
+            self._flags.index_fill_(0, places.to(self._device, non_blocking=True), 0)
             self._without.clear()
-        return self._marks
+        return self._flags

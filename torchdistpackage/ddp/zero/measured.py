@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.ddp.bucket_sizes import bucket_sizes
-from torchdistpackage.ddp.zero.choose import Work
+from torchdistpackage.ddp.zero.choose import StepCost
 
 NUM_TRIALS, NUM_BUCKETS = 3, 4
 """Of which the shortest counts: other work on the machine only makes one longer."""
@@ -28,7 +28,7 @@ def measure(
     loss_of: Callable[[nn.Module], Tensor],
     group: Group,
     wire: torch.dtype | None = None,
-) -> tuple[Work, float]:
+) -> tuple[StepCost, float]:
     """A step of this rank, and bytes a second of an all-reduce over the group; all ranks call it.
 
     loss_of: computes the loss of one batch. wire: dtype in which gradients travel, if another.
@@ -42,7 +42,7 @@ def measure(
     bytes_per_s, busy_s = _wire(group, device, default_bytes)
     # gradients are summed in fp32 at least
     sizes = [p.numel() * (wire.itemsize if wire else max(4, p.itemsize)) for p in trained]
-    work = Work(
+    work = StepCost(
         forward_s,
         backward_s,
         PASSES_OF_ADAM * pass_s,

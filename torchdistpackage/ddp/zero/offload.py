@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchdistpackage.ddp.zero.arena import Arena
-from torchdistpackage.ddp.zero.streams import Event, Streams, streams_of
+from torchdistpackage.ddp.zero.streams import CopyEvent, CopyStreams, streams_of
 from torchdistpackage.errors import LayoutError
 
 AHEAD = 2
@@ -29,7 +29,7 @@ class Offload:
     streams: of the device, by default CUDA's.
     """
 
-    def __init__(self, device: torch.device, streams: Streams | None = None):
+    def __init__(self, device: torch.device, streams: CopyStreams | None = None):
         streams = streams or streams_of(device)
         self._device, self._streams = device, streams
         self.bytes = self.ahead = 0
@@ -37,17 +37,17 @@ class Offload:
             self.ahead = AHEAD
             self._arena = Arena(streams.pinned)
             self._down, self._up = streams.stream(), streams.stream()
-            self._came: dict[int, Event] = {}  # by address of what is kept: copied there
-            self._read: dict[int, Event] = {}  # and copied from there
+            self._came: dict[int, CopyEvent] = {}  # by address of what is kept: copied there
+            self._read: dict[int, CopyEvent] = {}  # and copied from there
 
-    def keep(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+    def allocate(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """An empty tensor (n,) in host memory, as long as `like` (n,) on the device."""
         self.bytes += like.numel() * dtype.itemsize
         if self._streams is None:
             return torch.empty(like.shape, dtype=dtype)
         return self._arena.take(like.numel(), dtype)
 
-    def to_host(self, host: Tensor, device: Tensor) -> None:
+    def offload(self, host: Tensor, device: Tensor) -> None:
         """Begin to copy; `device` may go at once, and be overwritten after `free(host)`."""
         if self._streams is None:
             if host is not device:

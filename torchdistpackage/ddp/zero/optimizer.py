@@ -15,34 +15,39 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchdistpackage.comm.companions import make_twins
+from torchdistpackage.comm.companions import make_duplex_groups
 from torchdistpackage.comm.primitives import Group, is_queued
 from torchdistpackage.comm.world import world
 from torchdistpackage.ddp.bucket_sizes import MIB, bucket_sizes
 from torchdistpackage.ddp.buckets import Bucket
-from torchdistpackage.ddp.hooks import Hook, hooked
+from torchdistpackage.ddp.hooks import WeakHook, hooked
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.ddp.shared import Shared
-from torchdistpackage.ddp.zero.bucket import Cutter, Sharded, held_by_group, whole_owners
-from torchdistpackage.ddp.zero.compiled import bring_ahead, may_overlap
+from torchdistpackage.ddp.shared import ParamSpec
+from torchdistpackage.ddp.zero.bucket import (
+    BucketSharder,
+    ShardedBucket,
+    held_by_group,
+    whole_owners,
+)
+from torchdistpackage.ddp.zero.compiled import gather_ahead, may_overlap
 from torchdistpackage.ddp.zero.offload import Offload, check_offload
-from torchdistpackage.ddp.zero.parameters import Parameters
-from torchdistpackage.ddp.zero.passage import Passage
-from torchdistpackage.ddp.zero.rows import Heads, searched
-from torchdistpackage.ddp.zero.scattered import Scattered, line_up
-from torchdistpackage.ddp.zero.shards import Shard
-from torchdistpackage.ddp.zero.sharing import Sharing, named_in, names_of, packed
-from torchdistpackage.ddp.zero.stepping import Stepping
-from torchdistpackage.ddp.zero.ties import Ties, refuse_owned
-from torchdistpackage.ddp.zero.whole import needs_whole
-from torchdistpackage.ddp.zero.wrapped import Wrapped
+from torchdistpackage.ddp.zero.parameters import ParamBuffer
+from torchdistpackage.ddp.zero.passage import ParamCoordinator
+from torchdistpackage.ddp.zero.rows import TiedEmbeddings, searched
+from torchdistpackage.ddp.zero.scattered import ReduceScatterBucket, line_up
+from torchdistpackage.ddp.zero.shards import ParamShard
+from torchdistpackage.ddp.zero.sharing import ReplicaGroups, assign_buckets, named_in, names_of
+from torchdistpackage.ddp.zero.stepping import PartialStep
+from torchdistpackage.ddp.zero.ties import ParamGuards, refuse_owned
+from torchdistpackage.ddp.zero.whole import requires_whole_params
+from torchdistpackage.ddp.zero.wrapped import ShardedOptimizerBase
 from torchdistpackage.layout.layout import Layout
 
 UNLIMITED_BYTES = 2**62
 """Buckets are packed here (units.py), not by the reducer."""
 
 
-class ZeroOptimizer(Wrapped):
+class ZeroOptimizer(ShardedOptimizerBase):
     """Shard `optimizer` over the ranks that hold the same parameters; train as without.
 
     optimizer: any class of torch.optim, or yours, built over parameters of `module`, param groups
@@ -108,63 +113,67 @@ class ZeroOptimizer(Wrapped):
             check_offload(optimizer)
         names = names_of(optimizer, module)
         named, mean = named_in(optimizer, module, names), reduce_op.lower() == "avg"
-        sharing = Sharing.over(group, replicas, module, named, layouts, mean)
+        sharing = ReplicaGroups.over(group, replicas, module, named, layouts, mean)
         shared = sharing.trained(optimizer, module, names)
         refuse_owned(shared)
         split = [s.name for s in shared if sharing.is_split(s.name)]
-        owner_of = whole_owners(shared) if needs_whole(optimizer, whole, split) else None
+        owner_of = whole_owners(shared) if requires_whole_params(optimizer, whole, split) else None
         copies = Offload if offload else None
-        self._cutter = Cutter(
-            stage, sharing, wire_dtype, master_dtype, WeakMethod(self._need), owner_of, copies
+        self._cutter = BucketSharder(
+            stage, sharing, wire_dtype, master_dtype, WeakMethod(self._on_read), owner_of, copies
         )
-        self._buckets: list[Sharded] = []
-        self._passage: Passage | None = None
+        self._buckets: list[ShardedBucket] = []
+        self._coordinator: ParamCoordinator | None = None
         self._in_step = self._lands_in_step = False
         if module is not None:
-            sharing.equalise(module, {id(s.parameter) for s in shared})
-        make_twins(s.group for s in shared)
+            sharing.sync_params(module, {id(s.parameter) for s in shared})
+        make_duplex_groups(s.group for s in shared)
         looks = searched(module, replicas) if embedding_rows else None
         is_queue = is_queued(world())
         default_bytes = bucket_sizes(queued=is_queue).default_bytes
-        self._heads = Heads(looks, shared, self)
+        self._heads = TiedEmbeddings(looks, shared, self)
         self.reducer = Reducer(
-            packed(self._heads.coming(shared), int((bucket_cap_mb or 0) * MIB) or default_bytes),
+            assign_buckets(
+                self._heads.coming(shared), int((bucket_cap_mb or 0) * MIB) or default_bytes
+            ),
             cap_bytes=UNLIMITED_BYTES,
             num_backwards=num_grad_acc_iter if stage == 1 else 1,
             overlap=self._overlap,
-            carry=Hook(self._carry),
+            make_bucket_comm=WeakHook(self._make_bucket_comm),
             after=self._heads.after,
-            alone=True,
+            exclusive=True,
         )
         line_up([bucket.carrier for bucket in self._buckets], saves_memory=stage > 1)
         super().__init__(
             optimizer, held_by_group(optimizer.param_groups, self._buckets, sharing, names)
         )
-        self._stepping = Stepping(
+        self._stepping = PartialStep(
             optimizer,
             [[shard.tensor for shard in bucket.shards] for bucket in self._buckets],
             one_by_one=offload or not is_queue,
             around=partial(self._cutter.stepping, self._buckets),
         )
         lines = [(bucket.line, bucket.parameters.flat) for bucket in self._buckets]
-        self._ties = Ties(module, lines, (h.shared for members in self.held for h in members))
+        self._guards = ParamGuards(
+            module, lines, (h.shared for members in self.held for h in members)
+        )
         # what another class does across parameters it must do once
         self._by_bucket = type(optimizer).__module__.startswith("torch.optim.")
         self._order = self._heads.first(reversed(range(len(self._buckets))))
         if module is not None:
-            handles = self._ties.handles
+            handles = self._guards.handles
             handles += self._heads.handles
             handles += hooked(module, self._watch, self._before_state_dict, self._loaded)
             order = [self._buckets[b].parameters for b in self._order if self._buckets[b].passes]
             if order:
-                self._passage = Passage(module, order, keeps=not reshard_after_forward)
-                handles += self._passage.handles
-            handles += bring_ahead(module, may_follow=stage < 3 or not reshard_after_forward)
+                self._coordinator = ParamCoordinator(module, order, keeps=not reshard_after_forward)
+                handles += self._coordinator.handles
+            handles += gather_ahead(module, may_follow=stage < 3 or not reshard_after_forward)
 
     # -- what callers use --------------------------------------------------------------
 
     @property
-    def shards(self) -> list[Shard]:
+    def shards(self) -> list[ParamShard]:
         """What this rank owns, a piece of a parameter each."""
         return [shard for bucket in self._buckets for shard in bucket.shards]
 
@@ -181,7 +190,7 @@ class ZeroOptimizer(Wrapped):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._ties.check()
+        self._guards.check()
         with self._stepping.once():
             self._step()
         if not self._overlap:
@@ -200,8 +209,8 @@ class ZeroOptimizer(Wrapped):
 
         In stage 3 all ranks call it, and they stay whole until the next backward or step.
         """
-        if self._passage is not None:
-            self._passage.fetch_all()
+        if self._coordinator is not None:
+            self._coordinator.fetch_all()
         for bucket in self._buckets:
             bucket.parameters.arrive()
 
@@ -213,7 +222,7 @@ class ZeroOptimizer(Wrapped):
         self._settle()
         self.finish()
         self.reducer.remove()
-        self._ties.cut()
+        self._guards.cut()
         self.forget()
 
     def refresh_masters(self) -> None:
@@ -242,8 +251,8 @@ class ZeroOptimizer(Wrapped):
         for b in order:
             if not (self._lands_in_step and self._goes_early(b)):
                 self._send(b)
-        if self._passage is not None:
-            self._passage.stepped()
+        if self._coordinator is not None:
+            self._coordinator.stepped()
 
     def _send(self, bucket: int) -> None:
         if not self._buckets[bucket].passes:
@@ -252,11 +261,11 @@ class ZeroOptimizer(Wrapped):
     def _goes_early(self, bucket: int) -> bool:
         """While the last sum comes in and is stepped, the link has the bucket before it."""
         is_before_last = bucket == len(self._buckets) - 2
-        return is_before_last and self._passage is None and not self._heads.buckets
+        return is_before_last and self._coordinator is None and not self._heads.buckets
 
     def _left(self, bucket: int) -> None:
-        if self._passage is not None and self._buckets[bucket].passes:
-            self._passage.used(self._buckets[bucket].parameters)
+        if self._coordinator is not None and self._buckets[bucket].passes:
+            self._coordinator.release(self._buckets[bucket].parameters)
 
     def _settled(self, bucket: int) -> None:
         """The sums of a bucket are in its shards, in the order in which they were begun."""
@@ -277,12 +286,12 @@ class ZeroOptimizer(Wrapped):
     def _before_state_dict(self, *args: object) -> None:
         self.finish()
 
-    def _need(self, parameters: Parameters) -> None:
-        if self._passage is not None:
-            self._passage.need(parameters)
+    def _on_read(self, parameters: ParamBuffer) -> None:
+        if self._coordinator is not None:
+            self._coordinator.on_read(parameters)
 
     def _loaded(self, module: nn.Module, incompatible: object) -> None:
-        self._ties.check_objects()
+        self._guards.check_objects()
         self.refresh_masters()
 
     def _settle(self) -> None:
@@ -293,9 +302,14 @@ class ZeroOptimizer(Wrapped):
 
     # -- at the start ------------------------------------------------------------------
 
-    def _carry(self, bucket: Bucket, members: Sequence[Shared]) -> Scattered:
+    def _make_bucket_comm(
+        self, bucket: Bucket, members: Sequence[ParamSpec]
+    ) -> ReduceScatterBucket:
         number = len(self._buckets)
-        left, settled = partial(Hook(self._left), number), partial(Hook(self._settled), number)
+        left, settled = (
+            partial(WeakHook(self._left), number),
+            partial(WeakHook(self._settled), number),
+        )
         self._buckets.append(self._cutter.cut(bucket, members, left, settled))
         self._heads.attach(number, self._buckets[-1].carrier)
         return self._buckets[-1].carrier

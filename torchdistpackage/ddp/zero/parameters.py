@@ -12,37 +12,37 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group, Pending, broadcast
-from torchdistpackage.comm.slices import expect_gather_slices
-from torchdistpackage.ddp.zero.absent import leave, present
-from torchdistpackage.ddp.zero.copies import Beside, Copies
-from torchdistpackage.ddp.zero.line import Line
+from torchdistpackage.comm.slices import prepost_all_gather_v
+from torchdistpackage.ddp.zero.absent import mark_gathered, mark_ungathered
+from torchdistpackage.ddp.zero.copies import MasterStore, OnDevice
+from torchdistpackage.ddp.zero.line import FlatLayout
 from torchdistpackage.ddp.zero.streams import Stream, streams_of
 
-Need = WeakMethod[Callable[["Parameters"], None]]
+Need = WeakMethod[Callable[["ParamBuffer"], None]]
 """What is told when somebody reads a parameter that is freed, to `fetch` it or say why not."""
 
 
-class Parameters:
+class ParamBuffer:
     """Takes over the parameters of `line`; afterwards they are views of `flat`.
 
     master: dtype of the copy that the optimizer works on, None if it works on the slice itself.
-    copies: where that is. wire: dtype in which slices travel. need: None if nothing is freed; its
-    owner, who has the rest, lives on while something is.
+    copies: where that is. wire: dtype in which slices travel. on_read: None if nothing is freed;
+    its owner, who has the rest, lives on while something is.
     """
 
     def __init__(
         self,
-        line: Line,
+        line: FlatLayout,
         *,
         replicas: Group | None = None,
         master: torch.dtype | None = None,
-        copies: Copies | None = None,
+        copies: MasterStore | None = None,
         wire: torch.dtype | None = None,
-        need: Need | None = None,
+        on_read: Need | None = None,
     ):
-        self.line, self._wire, self._need = line, wire, need
-        self._needed: Callable[[Parameters], None] | None = None  # while freed
-        self._copies = copies or Beside()
+        self.line, self._wire, self._on_read = line, wire, on_read
+        self._needed: Callable[[ParamBuffer], None] | None = None  # while freed
+        self._copies = copies or OnDevice()
         self._held = [shared.parameter for shared in line.members]
         self._kinds = [type(parameter) for parameter in self._held]
         self.flat = self._held[0].detach().new_zeros(line.num_elements)
@@ -54,7 +54,7 @@ class Parameters:
             if replicas is not None:
                 broadcast(self.flat, replicas)
         self.slice = line.mine(self.flat)
-        self.master = None if master is None else self._copies.keep(self.slice, master)
+        self.master = None if master is None else self._copies.allocate(self.slice, master)
         # rounded for the wire straight from there: mine is overwritten by what all others have
         self._sends_master = copies is None and wire is not None
         self.refresh()
@@ -73,7 +73,7 @@ class Parameters:
     def refresh(self) -> None:
         """Masters become what the parameters are."""
         if self.master is not None:
-            self._copies.to_host(self.master, self.slice)
+            self._copies.offload(self.master, self.slice)
             self.wait()
 
     def wait(self) -> None:
@@ -86,7 +86,7 @@ class Parameters:
         self.arrive()
         line = self.line
         mine = self.master if self._sends_master else None
-        self._go = expect_gather_slices(
+        self._go = prepost_all_gather_v(
             self.flat, line.bounds, line.group, wire=self._wire, mine=mine
         )
 
@@ -103,7 +103,7 @@ class Parameters:
             self._wait_on_streams() if self._streams is not None else self._pending.wait()
             self._pending = None
             for parameter, kind in zip(self._held, self._kinds, strict=True):
-                present(parameter, kind)
+                mark_gathered(parameter, kind)
 
     def free(self) -> None:
         """Give back the memory of all but my master. Parameters are absent until `fetch`."""
@@ -111,8 +111,8 @@ class Parameters:
             self.arrive()
             self._leave()
             self.is_free = True
-            if self._need is not None:
-                self._needed = self._need()
+            if self._on_read is not None:
+                self._needed = self._on_read()
             if self._streams is not None:
                 # a forward may read them on another stream than that on which they were made
                 self._streams.keep(self.flat)
@@ -126,8 +126,8 @@ class Parameters:
             self.is_free, self._needed = False, None
             self._start()
 
-    def bring(self, parameter: nn.Parameter) -> None:
-        need = self._need() if self._need is not None else None
+    def wait_gathered(self, parameter: nn.Parameter) -> None:
+        need = self._on_read() if self._on_read is not None else None
         if need is not None:
             need(self)
         self.arrive()
@@ -149,7 +149,7 @@ class Parameters:
 
     def _leave(self) -> None:
         for parameter in self._held:
-            leave(parameter, self)
+            mark_ungathered(parameter, self)
 
     def _start(self) -> None:
         if self._go is None:

@@ -13,25 +13,25 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import ranks_of
-from torchdistpackage.ddp.hooks import Hook
-from torchdistpackage.ddp.outputs import hook_outputs, map_tensors
+from torchdistpackage.ddp.hooks import WeakHook
+from torchdistpackage.ddp.outputs import map_tensors, on_backward_start
 from torchdistpackage.ddp.zero.compiled import Handle, around, eager_parts, is_compiled
-from torchdistpackage.ddp.zero.parameters import Parameters
+from torchdistpackage.ddp.zero.parameters import ParamBuffer
 from torchdistpackage.errors import CommError
 
-AHEAD = 2
+PREFETCH = 2
 """Buckets under way beyond the one that is read: one that travels and one that is next."""
 
 
-class Passage:
+class ParamCoordinator:
     """Frees and fetches the buckets of `module`; `order` is that of its forward.
 
     keeps: parameters stay from the forward until the backward has used them; else each is freed
     after the forward of the modules that own it, and fetched again.
     """
 
-    def __init__(self, module: nn.Module, order: Sequence[Parameters], keeps: bool):
-        self._order, self._keeps = list(order), keeps
+    def __init__(self, module: nn.Module, order: Sequence[ParamBuffer], keeps: bool):
+        self._order, self._keep_until_backward = list(order), keeps
         self._place = {id(parameters): place for place, parameters in enumerate(order)}
         self._is_back = False
         self._next = 0  # in the order of the direction
@@ -44,16 +44,16 @@ class Passage:
         self._pinned: set[int] = set()  # read while none of their owners ran
         called = _called(module)
         self.handles: list[Handle] = [
-            each.register_forward_pre_hook(Hook(self._enter), prepend=True) for each in called
+            each.register_forward_pre_hook(WeakHook(self._enter), prepend=True) for each in called
         ]
         for owner in () if keeps else self._owned:
             self.handles += around(owner, self._owner_enters, self._owner_exits)
         for each in called:
-            self.handles.append(each.register_forward_hook(Hook(self._exit), always_call=True))
+            self.handles.append(each.register_forward_hook(WeakHook(self._exit), always_call=True))
         for parameters in order:
             parameters.free()
 
-    def need(self, parameters: Parameters) -> None:
+    def on_read(self, parameters: ParamBuffer) -> None:
         """Somebody reads an absent parameter.
 
         Raises:
@@ -87,12 +87,12 @@ class Passage:
             parameters.changed()
             parameters.free()
         self._turn(is_back=False)
-        for parameters in self._order[:AHEAD]:
+        for parameters in self._order[:PREFETCH]:
             parameters.fetch()
 
-    def used(self, parameters: Parameters) -> None:
+    def release(self, parameters: ParamBuffer) -> None:
         """A backward, or what comes after it, has all gradients of these."""
-        if self._is_back and not self._keeps:
+        if self._is_back and not self._keep_until_backward:
             self._fetch_until(self._place[id(parameters)], ahead=0)
         parameters.free()
 
@@ -105,7 +105,7 @@ class Passage:
     def _turn(self, is_back: bool) -> None:
         self._is_back, self._next = is_back, 0
 
-    def _fetch_until(self, place: int, ahead: int = AHEAD) -> None:
+    def _fetch_until(self, place: int, ahead: int = PREFETCH) -> None:
         """Fetch all up to `place` in this direction, and some beyond."""
         places = self._places[::-1] if self._is_back else self._places
         end = places.index(place) + 1 + ahead
@@ -128,12 +128,12 @@ class Passage:
             for parameters in self._order:
                 parameters.free()
             return outputs
-        if not self._keeps and torch._C._current_graph_task_id() == -1:
+        if not self._keep_until_backward and torch._C._current_graph_task_id() == -1:
             # the backward begins with the last
             for place in self._places[:-1]:
                 if place not in self._pinned:
                     self._order[place].free()
-        return hook_outputs(outputs, self._backward_begins)
+        return on_backward_start(outputs, self._backward_begins)
 
     def _owner_enters(self, module: nn.Module, args: object) -> None:
         self._running.append(module)
@@ -163,7 +163,7 @@ class Passage:
         self._task = task
         self._turn(is_back=True)
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
-        self._have(self._places if self._keeps else sorted(self._pinned))
+        self._have(self._places if self._keep_until_backward else sorted(self._pinned))
 
     def _backward_needs(self, places: Sequence[int], grad: Tensor) -> None:
         self._have(places)
@@ -178,9 +178,9 @@ class Passage:
 
     def _backward_ends(self) -> None:
         self._task = -1
-        if not self._keeps:
+        if not self._keep_until_backward:
             for parameters in reversed(self._order):
-                self.used(parameters)
+                self.release(parameters)
 
 
 def _called(module: nn.Module) -> list[nn.Module]:
@@ -190,7 +190,7 @@ def _called(module: nn.Module) -> list[nn.Module]:
     return [found for child in module.children() for found in _called(child)]
 
 
-def _owned_places(module: nn.Module, order: Sequence[Parameters]) -> dict[nn.Module, list[int]]:
+def _owned_places(module: nn.Module, order: Sequence[ParamBuffer]) -> dict[nn.Module, list[int]]:
     """For each submodule with parameters of its own, which buckets these are in; of a compiled one
     all are its own."""
     place_of = {

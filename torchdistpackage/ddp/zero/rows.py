@@ -12,45 +12,45 @@ from torch import nn
 
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.ddp.embeddings import held_elsewhere, looked_up
-from torchdistpackage.ddp.lookups import Table, hook_lookups
+from torchdistpackage.ddp.lookups import EmbeddingGrad, hook_lookups
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.ddp.rows import Counted, Unpacked
-from torchdistpackage.ddp.shared import Shared
-from torchdistpackage.ddp.zero.scattered import Scattered
+from torchdistpackage.ddp.rows import RowCounts, UnbucketedGrad
+from torchdistpackage.ddp.shared import ParamSpec
+from torchdistpackage.ddp.zero.scattered import ReduceScatterBucket
 
 
-class RowsFollow(Counted):
+class TiedEmbeddingRows(RowCounts):
     """Carrier of the rows that lookups of `table` left.
 
     They are added to the sum in `bucket`, of which the table is member `place`. settled: called
     when they are.
     """
 
-    bucket: Scattered
+    bucket: ReduceScatterBucket
     place: int
     settled: Callable[[], object] = staticmethod(lambda: None)
 
-    def __init__(self, table: Table):
+    def __init__(self, table: EmbeddingGrad):
         super().__init__(table.shared.group)
-        self._table, self.gradients = table, Unpacked(table.shared, table.came_dense)
+        self._table, self.gradients = table, UnbucketedGrad(table.shared, table.mark_dense)
 
-    def lie_in(self, bucket: Scattered, place: int) -> None:
+    def lie_in(self, bucket: ReduceScatterBucket, place: int) -> None:
         """The table is member `place` of `bucket`."""
         self.bucket, self.place = bucket, place
         where = ref(bucket.gradients)  # hooks of the module know the table
 
         def adopt() -> None:
             if (gradients := where()) is not None:
-                gradients.adopt(place)
+                gradients.absorb(place)
 
         self._table.added = adopt
 
     def launch(self) -> None:
         self._ids, self._rows = self._table.merged()
-        self._tell(len(self._ids), self._ids.device)
+        self._start_counts(len(self._ids), self._ids.device)
 
-    def settle(self) -> None:
-        counts = self._heard()
+    def wait(self) -> None:
+        counts = self._wait_counts()
         if any(counts):
             for ids, rows in self._all_rows(self._ids, self._rows, counts):
                 self.bucket.add_rows(self.place, ids, rows.div_(self._table.shared.divide))
@@ -81,20 +81,22 @@ def searched(module: nn.Module | None, replicas: Group | None) -> nn.Module:
     return module
 
 
-class Sums(Protocol):
+class RowsOptimizer(Protocol):
     """What an optimizer is to the lookups in its tables."""
 
     reducer: Reducer
 
 
-class Heads:
+class TiedEmbeddings:
     """The tables of `module`, of whose parameters `shared` are summed, that a head shares.
 
     optimizer: whose they are; the module's hooks do not keep it. after: the carriers of their rows.
     buckets: numbers of those with such tables.
     """
 
-    def __init__(self, module: nn.Module | None, shared: Sequence[Shared], optimizer: Sums):
+    def __init__(
+        self, module: nn.Module | None, shared: Sequence[ParamSpec], optimizer: RowsOptimizer
+    ):
         me = ref(optimizer)
 
         def counts() -> bool:
@@ -103,12 +105,12 @@ class Heads:
         looking = [] if module is None else looked_up(module, shared)
         tied = held_elsewhere(module, looking) if module is not None else set()
         looking = [(m, s) for m, s in looking if s.name in tied and m.weight.is_contiguous()]
-        tables = {s.name: Table(s, counts) for _, s in looking}
-        self._rows = {name: RowsFollow(table) for name, table in tables.items()}
+        tables = {s.name: EmbeddingGrad(s, counts) for _, s in looking}
+        self._rows = {name: TiedEmbeddingRows(table) for name, table in tables.items()}
         self.after, self.buckets = [*self._rows.values()], list[int]()
         self.handles = [hook_lookups(m, tables[s.name]) for m, s in looking]
 
-    def coming(self, shared: Sequence[Shared]) -> list[Shared]:
+    def coming(self, shared: Sequence[ParamSpec]) -> list[ParamSpec]:
         """The same as if registered where gradients come last first: tables behind all others."""
         return sorted(shared, key=lambda s: s.name in self._rows)
 
@@ -116,7 +118,7 @@ class Heads:
         """The same, but for those that a forward needs before all others: it looks up first."""
         return sorted(buckets, key=lambda b: b not in self.buckets)
 
-    def attach(self, number: int, carrier: Scattered) -> None:
+    def attach(self, number: int, carrier: ReduceScatterBucket) -> None:
         """Let bucket `number` wait for the rows of the tables in it, if there are any."""
         places = {shared.name: place for place, shared in enumerate(carrier.line.members)}
         here = [name for name in self._rows if name in places]

@@ -1,8 +1,8 @@
 """A bucket whose sum is shared out: each rank ends with its own slice of it.
 
 One rule: the slice counts until the optimizer has stepped. Sums of several backwards before that
-add up; the first after it begins anew. `Shard.tensor.grad` is a view of it for every shard that
-some rank used, None for the others, just as one process has it.
+add up; the first after it begins anew. `ParamShard.tensor.grad` is a view of it for every shard
+that some rank used, None for the others, just as one process has it.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm.primitives import Group, Pending, start_all_reduce
-from torchdistpackage.comm.slices import expect_reduce_slices, posts_ahead
-from torchdistpackage.ddp.zero.copies import Beside, Copies
-from torchdistpackage.ddp.zero.incoming import Incoming
-from torchdistpackage.ddp.zero.line import Line
-from torchdistpackage.ddp.zero.marks import Marks
-from torchdistpackage.ddp.zero.shards import Shard
+from torchdistpackage.comm.slices import posts_ahead, prepost_reduce_scatter_v
+from torchdistpackage.ddp.zero.copies import MasterStore, OnDevice
+from torchdistpackage.ddp.zero.incoming import GradBuffer
+from torchdistpackage.ddp.zero.line import FlatLayout
+from torchdistpackage.ddp.zero.marks import UsedFlags
+from torchdistpackage.ddp.zero.shards import ParamShard
 
 UNDER_WAY = 2
 """Of those that save memory, how many are expected, if any are (`posts_ahead`), or still under way,
@@ -25,7 +25,7 @@ EXPECTED = 16
 """Of others. Saying so waits while gloo reads from that connection, so it is said early."""
 
 
-class Scattered:
+class ReduceScatterBucket:
     """Carrier of the gradients on `line`.
 
     shards: mine, whose gradients these become. dtype: of the shards. freed: keep the slice alone
@@ -37,27 +37,31 @@ class Scattered:
 
     def __init__(
         self,
-        line: Line,
-        shards: Sequence[Shard],
-        marks: Marks,
+        line: FlatLayout,
+        shards: Sequence[ParamShard],
+        marks: UsedFlags,
         *,
         dtype: torch.dtype,
         freed: bool = False,
-        copies: Copies | None = None,
+        copies: MasterStore | None = None,
         wire: torch.dtype | None = None,
         replicas: Group | None = None,
         left: Callable[[], object] = lambda: None,
         settled: Callable[[], object] = lambda: None,
     ):
         self.line, self.shards = line, shards
-        self.next: Sequence[Scattered] = ()  # those that leave after it, as many as are expected
-        self.before: Scattered | None = None  # whose memory must be free by the time this leaves
-        self.gradients = Incoming(line, freed, self._begin)
+        self.next: Sequence[
+            ReduceScatterBucket
+        ] = ()  # those that leave after it, as many as are expected
+        self.before: ReduceScatterBucket | None = (
+            None  # whose memory must be free by the time this leaves
+        )
+        self.gradients = GradBuffer(line, freed, self._begin)
         self._slice = line.mine(self.gradients.flat)
         self.gradients.free()
         self._apart = freed or copies is not None or dtype != self._slice.dtype
-        self._copies: Copies = copies or Beside()
-        self.total = self._copies.keep(self._slice, dtype) if self._apart else self._slice
+        self._copies: MasterStore = copies or OnDevice()
+        self.total = self._copies.allocate(self._slice, dtype) if self._apart else self._slice
         self._views = [shard.view(self.total) for shard in shards]
         self._marks, self._first_mark = marks, marks.add(len(line.members))
         self._wire, self._replicas = wire, replicas
@@ -95,7 +99,7 @@ class Scattered:
         if self._go is None:
             line = self.line
             self.gradients.have_memory()
-            self._go = expect_reduce_slices(
+            self._go = prepost_reduce_scatter_v(
                 self.gradients.flat, line.bounds, line.group, wire=self._wire
             )
 
@@ -110,7 +114,7 @@ class Scattered:
         else:
             self._add_up()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         self.land()
         if self._replicas is not None:
             assert self._pending is not None
@@ -131,7 +135,7 @@ class Scattered:
 
     def add_rows(self, place: int, ids: Tensor, rows: Tensor) -> None:
         """Add to the sum, which is here, rows `ids` (n) of member `place`: (n, ...)."""
-        self.wait()
+        self.wait_offloaded()
         for shard, view in zip(self.shards, self._views, strict=True):
             if shard.place == place:
                 shard.add_rows(view, ids.to(view.device), rows.to(view))
@@ -142,7 +146,7 @@ class Scattered:
         if self._pending is not None:
             self._pending.wait()
             self._pending, self._landed, self._is_lost = None, False, True
-        self.wait()
+        self.wait_offloaded()
         if self._is_lost:  # and with it what has not left: ranks keep all sums or none
             self.drop()
             self._is_lost = False
@@ -150,7 +154,7 @@ class Scattered:
                 carrier._is_lost = True
         self._marks.forget()
 
-    def wait(self) -> None:
+    def wait_offloaded(self) -> None:
         """Until the host may read the sum, and write it."""
         self._copies.wait(self.total)
 
@@ -170,7 +174,7 @@ class Scattered:
 
     def zero(self) -> None:
         """Set all gradients to zero that there are."""
-        self.wait()
+        self.wait_offloaded()
         for shard in self.shards:
             if shard.tensor.grad is not None:
                 shard.tensor.grad.zero_()
@@ -205,14 +209,14 @@ class Scattered:
             total = self._copies.here(self.total)
             self._begin_anew(self._views if total is self.total else self._views_of(total))
             total.add_(self._slice.to(total.dtype))
-            self._copies.to_host(self.total, total)
+            self._copies.offload(self.total, total)
         elif self._apart:
-            self._copies.to_host(self.total, self._slice)
+            self._copies.offload(self.total, self._slice)
         self.gradients.free()
         self._counts = True
 
 
-def line_up(carriers: Sequence[Scattered], *, saves_memory: bool) -> None:
+def line_up(carriers: Sequence[ReduceScatterBucket], *, saves_memory: bool) -> None:
     """They leave in this order: each is told who leaves after it, and on whom it waits."""
     for i, carrier in enumerate(carriers):
         carrier.next = carriers[i + 1 :][: UNDER_WAY if saves_memory else EXPECTED]

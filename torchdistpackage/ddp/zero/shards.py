@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.ddp.shared import Shared
-from torchdistpackage.ddp.zero.cut import Piece, pieces
-from torchdistpackage.ddp.zero.line import Line
+from torchdistpackage.ddp.shared import ParamSpec
+from torchdistpackage.ddp.zero.cut import ShardRange, pieces
+from torchdistpackage.ddp.zero.line import FlatLayout
 from torchdistpackage.layout.layout import Layout
 
 
 @dataclass(frozen=True)
-class ShardPiece:
+class ParamShardRange:
     """Elements [start, stop) of `parameter` in memory order, `offset` into my slice of a bucket."""
 
     name: str
@@ -28,7 +28,7 @@ class ShardPiece:
 
 
 @dataclass(frozen=True, eq=False)
-class Shard:
+class ParamShard:
     """The part of one parameter that this rank owns.
 
     tensor: what the inner optimizer steps, 1-D, or of the parameter's shape where one rank owns
@@ -37,13 +37,13 @@ class Shard:
     """
 
     tensor: nn.Parameter
-    shared: Shared
-    piece: ShardPiece
+    shared: ParamSpec
+    piece: ParamShardRange
     place: int
     whole: bool
 
     @property
-    def pieces(self) -> tuple[ShardPiece, ...]:
+    def pieces(self) -> tuple[ParamShardRange, ...]:
         return (self.piece,)
 
     @property
@@ -95,13 +95,15 @@ class Shard:
                 flat[start - self.start : stop - self.start] += part.sum(0)
 
 
-def make_shards(line: Line, values: Tensor, layouts: dict[str, Layout], whole: bool) -> list[Shard]:
+def make_shards(
+    line: FlatLayout, values: Tensor, layouts: dict[str, Layout], whole: bool
+) -> list[ParamShard]:
     """My shards of a bucket, in memory order; `values` are the elements that I own."""
     group = line.members[0].group
     order = line.order
     offsets = [line.offsets[place] for place in order]
     sizes = [line.members[place].parameter.numel() for place in order]
-    shards: list[Shard] = []
+    shards: list[ParamShard] = []
     for piece in pieces(offsets, sizes, line.bounds, group.rank()):
         place = order[piece.member]
         shards.append(_shard(line, place, piece, values, layouts, whole))
@@ -109,13 +111,18 @@ def make_shards(line: Line, values: Tensor, layouts: dict[str, Layout], whole: b
 
 
 def _shard(
-    line: Line, place: int, piece: Piece, values: Tensor, layouts: dict[str, Layout], whole: bool
-) -> Shard:
+    line: FlatLayout,
+    place: int,
+    piece: ShardRange,
+    values: Tensor,
+    layouts: dict[str, Layout],
+    whole: bool,
+) -> ParamShard:
     shared = line.members[place]
     layout = layouts.get(shared.name)
-    described = ShardPiece(
+    described = ParamShardRange(
         shared.name, shared.parameter, piece.start, piece.stop, piece.offset, layout
     )
-    shard = Shard(nn.Parameter(values.new_empty(0)), shared, described, place, whole)
+    shard = ParamShard(nn.Parameter(values.new_empty(0)), shared, described, place, whole)
     shard.tensor.data = shard.view(values)
     return shard

@@ -9,18 +9,18 @@ from torch.optim import Optimizer
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.ddp.equal import equalise
+from torchdistpackage.ddp.equal import sync_module_states
 from torchdistpackage.ddp.layouts import is_cut, layouts_of, num_batches, refuse_cut, summed_over
-from torchdistpackage.ddp.replicas import Replica
-from torchdistpackage.ddp.shared import Shared
+from torchdistpackage.ddp.replicas import ReplicatedTensor
+from torchdistpackage.ddp.shared import ParamSpec
 from torchdistpackage.ddp.wrapper import batch_group
-from torchdistpackage.ddp.zero.units import Member, pack
+from torchdistpackage.ddp.zero.units import ModuleParam, group_by_module
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import layout_of
 
 
 @dataclass(frozen=True)
-class Packed(Shared):
+class BucketedParamSpec(ParamSpec):
     """It travels with those that have its bucket number."""
 
     bucket: int = 0
@@ -31,7 +31,7 @@ class Packed(Shared):
 
 
 @dataclass(frozen=True)
-class Sharing:
+class ReplicaGroups:
     """Parameters without layout are shared by `group` and copied over `replicas`.
 
     mean: gradients are divided by the number of batches. both: ranks of `group` and of replicas.
@@ -54,7 +54,7 @@ class Sharing:
         named: Sequence[tuple[str, nn.Parameter]],
         layouts: Mapping[str, Layout] | None,
         mean: bool,
-    ) -> "Sharing":
+    ) -> "ReplicaGroups":
         """Collective over `replicas`, whose members learn what ranks the others share with.
 
         named: parameters of the optimizer and of `module`.
@@ -77,26 +77,26 @@ class Sharing:
             tpc.prepare(sums=[x for x in followed.values() if set(summed_over(x)) != both])
         return sharing
 
-    def of(self, name: str, parameter: nn.Parameter) -> Shared:
+    def of(self, name: str, parameter: nn.Parameter) -> ParamSpec:
         layout = self.layouts.get(name)
         if layout is None:
             copies = 1 if self.replicas is None else self.replicas.size()
-            return Shared(name, parameter, self.group, self._divide(self.group.size() * copies))
+            return ParamSpec(name, parameter, self.group, self._divide(self.group.size() * copies))
         ranks = summed_over(layout)
         group = self.group if frozenset(ranks) == self.both else tpc.groups.of(ranks)
         divide = self._divide(num_batches(layout))
-        return Shared(name, parameter, group, divide, last=len(layout.stages) > 1)
+        return ParamSpec(name, parameter, group, divide, deferred=len(layout.stages) > 1)
 
     def trained(
         self, optimizer: Optimizer, module: nn.Module | None, names: Mapping[int, str]
-    ) -> list[Shared]:
+    ) -> list[ParamSpec]:
         """The optimizer's parameters that are not frozen, in the order of `module`."""
         given = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         order = () if module is None else module.parameters()
         ordered = {id(p): p for p in order if id(p) in given} | given
         return [self.of(names[i], p) for i, p in ordered.items() if p.requires_grad]
 
-    def replicas_of(self, shared: Shared) -> Group | None:
+    def replicas_of(self, shared: ParamSpec) -> Group | None:
         """Ranks with a copy of this rank's shard."""
         return self.replicas if ranks_of(shared.group) == ranks_of(self.group) else None
 
@@ -104,17 +104,17 @@ class Sharing:
         """Whether this rank holds a part of the parameter only."""
         return name in self.cut
 
-    def equalise(self, module: nn.Module, trained: Container[int]) -> None:
+    def sync_params(self, module: nn.Module, trained: Container[int]) -> None:
         """Set buffers, and parameters whose id is not in `trained`, to those of the first rank."""
         held = [
-            Replica(name, p, self.of(name, p).group)
+            ReplicatedTensor(name, p, self.of(name, p).group)
             for name, p in module.named_parameters()
             if id(p) not in trained
         ]
-        held += [Replica(name, x, self.group) for name, x in module.named_buffers()]
-        equalise(held)
+        held += [ReplicatedTensor(name, x, self.group) for name, x in module.named_buffers()]
+        sync_module_states(held)
         if self.replicas is not None:
-            equalise(Replica(x.name, x.tensor, self.replicas) for x in held)
+            sync_module_states(ReplicatedTensor(x.name, x.tensor, self.replicas) for x in held)
 
     def _divide(self, batches: int) -> int:
         return batches if self.mean else 1
@@ -129,17 +129,17 @@ def named_in(
     return [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
 
 
-def packed(shared: Sequence[Shared], cap_bytes: int) -> list[Packed]:
+def assign_buckets(shared: Sequence[ParamSpec], cap_bytes: int) -> list[BucketedParamSpec]:
     """The same, each with its bucket."""
     members = [
-        Member(
+        ModuleParam(
             s.name.rpartition(".")[0] or s.name, s.parameter.numel() * s.sum_dtype.itemsize, s.key
         )
         for s in shared
     ]
     return [
-        Packed(s.name, s.parameter, s.group, s.divide, s.last, bucket=bucket)
-        for s, bucket in zip(shared, pack(members, cap_bytes), strict=True)
+        BucketedParamSpec(s.name, s.parameter, s.group, s.divide, s.deferred, bucket=bucket)
+        for s, bucket in zip(shared, group_by_module(members, cap_bytes), strict=True)
     ]
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchdistpackage.comm.primitives import Group, ranks_of
-from torchdistpackage.ddp.zero.forms import Form, State, agree, item_of, made_of
-from torchdistpackage.ddp.zero.gathered import Item, gather
-from torchdistpackage.ddp.zero.held import Held
+from torchdistpackage.ddp.zero.forms import State, StateEntry, exchange_schema, item_of, made_of
+from torchdistpackage.ddp.zero.gathered import GatherItem, batched_gather
+from torchdistpackage.ddp.zero.held import ParamPartition
 from torchdistpackage.ddp.zero.whole import SCALARS
 from torchdistpackage.errors import CheckpointError
 
@@ -24,7 +24,7 @@ MASTER = "master"
 
 StateDict = dict[str, object]
 
-_Groups = Sequence[Sequence[Held]]
+_Groups = Sequence[Sequence[ParamPartition]]
 
 
 def whole_state(
@@ -47,9 +47,9 @@ def whole_state(
     states: dict[Hashable, State] = {i: {} for i in range(len(mine))}
     for group, members in _by_group([held for held, _ in mine]):
         receives = to is None or group.rank() == to
-        forms = agree(group, {i: mine[i] for i in members})
-        waiting: list[tuple[int, Form]] = []
-        items: list[Item] = []
+        forms = exchange_schema(group, {i: mine[i] for i in members})
+        waiting: list[tuple[int, StateEntry]] = []
+        items: list[GatherItem] = []
         for i in members:
             held, state = mine[i]
             for form in forms[i]:
@@ -58,7 +58,7 @@ def whole_state(
                     items.append(item_of(held, form, state))
                 if receives:
                     states[i][form.key] = made_of(form, held)  # keeps the place of a key
-        for (i, form), flat in zip(waiting, gather(items, group, to), strict=True):
+        for (i, form), flat in zip(waiting, batched_gather(items, group, to), strict=True):
             if flat is not None:
                 flat = flat.cpu() if cpu or form.on_cpu else flat
                 held = mine[i][0]
@@ -165,7 +165,7 @@ def _indices(inner: Optimizer) -> dict[int, int]:
 
 def _with_state(
     inner: Optimizer, local: Mapping[str, dict], groups: _Groups
-) -> Iterator[tuple[Held, State]]:
+) -> Iterator[tuple[ParamPartition, State]]:
     index_of = _indices(inner)
     for held in chain.from_iterable(groups):
         state: State = {}
@@ -189,7 +189,7 @@ def _plain_groups(local: Sequence[dict], groups: _Groups) -> list[dict]:
 # -- from pieces to the whole --------------------------------------------------------------
 
 
-def _by_group(held: Sequence[Held]) -> Iterator[tuple[Group, list[int]]]:
+def _by_group(held: Sequence[ParamPartition]) -> Iterator[tuple[Group, list[int]]]:
     """Groups in an order that all ranks share, so that none waits for another in a circle."""
     found: dict[tuple[int, ...], tuple[Group, list[int]]] = {}
     for i, h in enumerate(held):
@@ -219,7 +219,7 @@ def _matched(state_dict: Mapping[str, object], groups: _Groups) -> list[State]:
     return [dict(states.get(number, {})) for number in numbers]
 
 
-def _check(held: Held, state: State) -> None:
+def _check(held: ParamPartition, state: State) -> None:
     """On every rank alike, whoever owns it."""
     shape = held.shared.parameter.shape
     for key, value in state.items():
@@ -232,7 +232,7 @@ def _check(held: Held, state: State) -> None:
             )
 
 
-def _part(held: Held, key: Hashable, value: object) -> object:
+def _part(held: ParamPartition, key: Hashable, value: object) -> object:
     """My elements of one entry, in memory of their own."""
     if not isinstance(value, Tensor) or (key in SCALARS and value.dim() == 0):
         return _copy(value)
@@ -246,7 +246,7 @@ def _copy(value: object) -> object:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _load_master(held: Held, state: State) -> None:
+def _load_master(held: ParamPartition, state: State) -> None:
     master = state.pop(MASTER, None)
     if held.master and isinstance(master, Tensor):
         assert isinstance(held.mine, nn.Parameter)

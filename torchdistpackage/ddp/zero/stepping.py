@@ -21,7 +21,7 @@ AT_ONCE_BYTES = 128 * 2**20
 `foreach` make a copy or two of all that they are given."""
 
 
-class Stepping:
+class PartialStep:
     """Steps `inner` by parts; each part is some of its parameters.
 
     one_by_one: each in a call of its own, where the host itself waits for sums, or steps. around:

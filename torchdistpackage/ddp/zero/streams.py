@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 
-class Event(Protocol):
+class CopyEvent(Protocol):
     def synchronize(self) -> None:
         """The host waits for all that was on its stream before it."""
         ...
 
 
 class Stream(Protocol):
-    def record_event(self) -> Event: ...
+    def record_event(self) -> CopyEvent: ...
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: CopyEvent) -> None:
         """What follows on this stream begins after what was before the event on its own."""
         ...
 
 
-class Streams(Protocol):
+class CopyStreams(Protocol):
     """Of one device."""
 
     def stream(self) -> Stream:
@@ -78,6 +78,6 @@ class CudaStreams:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
-def streams_of(device: torch.device) -> Streams | None:
+def streams_of(device: torch.device) -> CopyStreams | None:
     """None where there are none: the host does all, in order."""
     return CudaStreams(device) if device.type == "cuda" else None

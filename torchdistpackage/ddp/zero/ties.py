@@ -11,15 +11,15 @@ from weakref import finalize
 import torch
 from torch import Tensor, nn
 
-from torchdistpackage.ddp.shared import Shared
-from torchdistpackage.ddp.told import already_told, take_off
-from torchdistpackage.ddp.zero.absent import Absent
+from torchdistpackage.ddp.shared import ParamSpec
+from torchdistpackage.ddp.told import already_hooked, remove_hooks
+from torchdistpackage.ddp.zero.absent import UngatheredParameter
 from torchdistpackage.ddp.zero.compiled import Handle
-from torchdistpackage.ddp.zero.line import Line
+from torchdistpackage.ddp.zero.line import FlatLayout
 from torchdistpackage.errors import LayoutError
 
 
-class Ties:
+class ParamGuards:
     """Of an optimizer to `module`, None if it has none, and the parameters on `lines`.
 
     lines: each with the memory that it is in. given: all parameters of the optimizer, frozen ones
@@ -29,8 +29,8 @@ class Ties:
     def __init__(
         self,
         module: nn.Module | None,
-        lines: Iterable[tuple[Line, Tensor]],
-        given: Iterable[Shared],
+        lines: Iterable[tuple[FlatLayout, Tensor]],
+        given: Iterable[ParamSpec],
     ):
         self._module, self.handles = module, list[Handle]()
         self._lines = [
@@ -48,7 +48,7 @@ class Ties:
         self._names = ours
         self._frozen = [s for s in given if not s.parameter.requires_grad]
         self._cut = False
-        self._end = finalize(self, take_off, self.handles)
+        self._end = finalize(self, remove_hooks, self.handles)
         self._end.atexit = False
 
     def check(self) -> None:
@@ -110,7 +110,7 @@ class Ties:
             f"this one, wrap a new one and load the state_dict() of this into it"
         )
 
-    def _raise_moved(self, shared: Shared) -> None:
+    def _raise_moved(self, shared: ParamSpec) -> None:
         p = shared.parameter
         raise LayoutError(
             f"parameter {shared.name} ({p.dtype}, {p.device}) was given other memory than this "
@@ -120,13 +120,13 @@ class Ties:
         )
 
 
-def refuse_owned(shared: Sequence[Shared]) -> None:
+def refuse_owned(shared: Sequence[ParamSpec]) -> None:
     """Each may have one owner of its gradient.
 
     Raises:
         LayoutError: some has one.
     """
-    found = {id(p) for p in already_told([s.parameter for s in shared])}
+    found = {id(p) for p in already_hooked([s.parameter for s in shared])}
     if found:
         names = [s.name for s in shared if id(s.parameter) in found]
         raise LayoutError(
@@ -135,5 +135,5 @@ def refuse_owned(shared: Sequence[Shared]) -> None:
             f"that optimizer first, or wrap the plain module"
         )
     for s in shared:
-        if type(s.parameter) is Absent:
-            s.parameter.source.bring(s.parameter)
+        if type(s.parameter) is UngatheredParameter:
+            s.parameter.source.wait_gathered(s.parameter)

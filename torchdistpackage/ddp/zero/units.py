@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ModuleParam:
     """A parameter: the module it belongs to, its bytes, and what it may share a bucket with."""
 
     unit: str
@@ -17,7 +17,7 @@ class Member:
     key: Hashable
 
 
-def pack(members: Sequence[Member], cap_bytes: int) -> list[int]:
+def group_by_module(members: Sequence[ModuleParam], cap_bytes: int) -> list[int]:
     """The bucket number of each, for members in the order of registration.
 
     Buckets are filled from the last member on, as gradients come, up to `cap_bytes`; a larger

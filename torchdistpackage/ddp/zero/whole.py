@@ -30,7 +30,9 @@ SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
 """State of torch.optim's classes that is one number a parameter, whatever its shape."""
 
 
-def needs_whole(optimizer: object, whole: bool | None = None, split: Sequence[str] = ()) -> bool:
+def requires_whole_params(
+    optimizer: object, whole: bool | None = None, split: Sequence[str] = ()
+) -> bool:
     """Whether `optimizer` gets whole parameters; False lets them be cut anywhere.
 
     optimizer: of any class, with param_groups. whole: what the user knows of a class of his own;
@@ -65,7 +67,7 @@ def needs_whole(optimizer: object, whole: bool | None = None, split: Sequence[st
     return needs
 
 
-def owners(sizes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
+def greedy_partition(sizes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
     """Index of the rank that owns each parameter, so that all own about as many elements.
 
     The largest goes first, to whoever has least, the first of them on a tie, so that no rank has

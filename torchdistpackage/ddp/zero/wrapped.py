@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchdistpackage.ddp.zero import state
-from torchdistpackage.ddp.zero.held import Held
+from torchdistpackage.ddp.zero.held import ParamPartition
 from torchdistpackage.errors import CheckpointError, LayoutError
 
 
-class Wrapped(Optimizer):
+class ShardedOptimizerBase(Optimizer):
     """Takes the user's parameters out of `inner` and puts what is held here in their place.
 
     inner: as the user built it; state that it has by then is kept. held: for each of its
@@ -28,7 +28,7 @@ class Wrapped(Optimizer):
     Those who make one from it say how to `step`, and override `_settle` and `refresh_masters`.
     """
 
-    def __init__(self, inner: Optimizer, held: Sequence[Sequence[Held]]):
+    def __init__(self, inner: Optimizer, held: Sequence[Sequence[ParamPartition]]):
         before = inner.state_dict()
         self.inner, self.held = inner, [list(members) for members in held]
         _all.add(self)
@@ -152,11 +152,11 @@ class Wrapped(Optimizer):
         )
 
 
-_all: WeakSet[Wrapped] = WeakSet()
+_all: WeakSet[ShardedOptimizerBase] = WeakSet()
 """Those that own parameters."""
 
 
-def owners_of(parameters: Iterable[Tensor]) -> list[Wrapped]:
+def owners_of(parameters: Iterable[Tensor]) -> list[ShardedOptimizerBase]:
     """Optimizers in use to which some of these parameters belong, in their order."""
     given = list(parameters) if _all else []
     found = _owners(given)
@@ -167,7 +167,7 @@ def owners_of(parameters: Iterable[Tensor]) -> list[Wrapped]:
     return found
 
 
-def _owners(parameters: Sequence[Tensor]) -> list[Wrapped]:
+def _owners(parameters: Sequence[Tensor]) -> list[ShardedOptimizerBase]:
     of = {id(h.shared.parameter): x for x in _all for members in x.held for h in members}
     found = {id(x): x for p in parameters if p.requires_grad and (x := of.get(id(p))) is not None}
     return list(found.values())

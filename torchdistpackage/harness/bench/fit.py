@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class LinkFit:
     """time_s = latency_s + bytes / bytes_per_s.
 
     bytes_per_s: None where size made no difference that stands out of the deviation.
@@ -28,7 +28,7 @@ class Fit:
         return self.latency_s + (num_bytes / self.bytes_per_s if self.bytes_per_s else 0.0)
 
 
-def fit(points: Sequence[tuple[float, float]]) -> Fit | None:
+def fit(points: Sequence[tuple[float, float]]) -> LinkFit | None:
     """The line through (bytes, seconds) points; None unless they are of two sizes or more."""
     points = [(x, t) for x, t in points if x > 0 and t > 0]
     num_sizes, largest = len({x for x, _ in points}), max((x for x, _ in points), default=0.0)
@@ -39,7 +39,7 @@ def fit(points: Sequence[tuple[float, float]]) -> Fit | None:
     if per_byte_s * largest < off * (latency_s + per_byte_s * largest):
         off, (latency_s, per_byte_s) = next(one for one in found if one[1][1] == 0.0)
     bytes_per_s = 1 / per_byte_s if per_byte_s > 0 else None
-    return Fit(latency_s, bytes_per_s, off if num_sizes > 2 else None)
+    return LinkFit(latency_s, bytes_per_s, off if num_sizes > 2 else None)
 
 
 def _lines(points: Sequence[tuple[float, float]]) -> Iterable[tuple[float, float]]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.harness.bench.report import Report
+from torchdistpackage.harness.bench.report import BenchReport
 from torchdistpackage.harness.bench.request import parts_of
 from torchdistpackage.harness.bench.table import rate
 
@@ -32,7 +32,7 @@ def parse_limits(texts: Sequence[str]) -> dict[str, float]:
     return limits
 
 
-def below(report: Report, limits: Mapping[str, float]) -> list[str]:
+def violations(report: BenchReport, limits: Mapping[str, float]) -> list[str]:
     """One line for each operation whose best size stays under its limit.
 
     The best size counts, because small messages are slow on any network; of the units that were

@@ -15,9 +15,9 @@ from tempfile import NamedTemporaryFile
 
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.bench import plots, profile
-from torchdistpackage.harness.bench.report import Report
+from torchdistpackage.harness.bench.report import BenchReport
 from torchdistpackage.harness.bench.request import Request
-from torchdistpackage.launch.durable import write_whole
+from torchdistpackage.launch.durable import atomic_write
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Outputs:
                     raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
                 _try(path.parent)
 
-    def write(self, report: Report) -> tuple[list[Path], list[str]]:
+    def write(self, report: BenchReport) -> tuple[list[Path], list[str]]:
         """Write each of them, whatever becomes of the others: the paths, and what went wrong."""
         written: list[Path] = []
         problems: list[str] = []
@@ -78,7 +78,7 @@ def into(folder: Path, request: Request) -> Outputs:
 
 
 def _whole(path: Path, text: str) -> list[Path]:
-    write_whole(path, text)
+    atomic_write(path, text)
     return [path]
 
 

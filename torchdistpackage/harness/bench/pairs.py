@@ -21,11 +21,11 @@ _AS_A_WHOLE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
-class Suspects:
+class SlowLinks:
     """slowest: ranks of the slowest pair. times_slower: than the median pair.
 
     hosts: to be left out. ranks: slow to other hosts, each with how many times as long as the
-    others of its host it takes. sides: sets of hosts, links between which are slow and within
+    others of its host it takes. partitions: sets of hosts, links between which are slow and within
     which they are not; () where there is but one. links: slow ones between hosts of one side, and
     within (both names equal) one, none of them to be left out, each with how many times as long
     as the fast links it takes.
@@ -35,7 +35,7 @@ class Suspects:
     times_slower: float
     hosts: tuple[str, ...]
     ranks: tuple[tuple[int, float], ...]
-    sides: tuple[tuple[str, ...], ...]
+    partitions: tuple[tuple[str, ...], ...]
     links: tuple[tuple[Link, float], ...]
 
     @property
@@ -44,7 +44,7 @@ class Suspects:
         return f"--exclude={','.join(self.hosts)}" if self.hosts else ""
 
 
-def find_suspects(times_s: Mapping[Pair, float], hosts: Sequence[str]) -> Suspects:
+def find_suspects(times_s: Mapping[Pair, float], hosts: Sequence[str]) -> SlowLinks:
     """Judge the median time of each pair of ranks; `hosts` by rank.
 
     times_s: at least one pair.
@@ -70,7 +70,7 @@ def find_suspects(times_s: Mapping[Pair, float], hosts: Sequence[str]) -> Suspec
         for link, times in {**between, **within}.items()
         if times >= SLOW and not out & {*link} and side.get(link[0]) == side.get(link[1])
     ]
-    return Suspects(
+    return SlowLinks(
         slowest,
         times_s[slowest] / statistics.median(times_s.values()),
         tuple(sorted(out)),

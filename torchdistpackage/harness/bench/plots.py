@@ -7,9 +7,9 @@ measured. No display and no global state of pyplot is involved.
 from pathlib import Path
 
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.harness.bench.report import ALONE, Report
+from torchdistpackage.harness.bench.report import ISOLATED, BenchReport
 from torchdistpackage.harness.bench.table import size
-from torchdistpackage.harness.cases import CASES
+from torchdistpackage.harness.cases import COLLECTIVES
 
 _MARKERS = "osD^vP*X"
 _TICKS = 16
@@ -42,7 +42,7 @@ def require() -> None:
         raise ConfigError(f"plots need {wrong}, or measure without --plots")
 
 
-def draw(report: Report, folder: Path) -> list[Path]:
+def draw(report: BenchReport, folder: Path) -> list[Path]:
     """Write `bandwidth.<axis>.png` for each axis and `pairs.png`; the paths written."""
     from matplotlib.figure import Figure
 
@@ -61,11 +61,11 @@ def draw(report: Report, folder: Path) -> list[Path]:
     return written
 
 
-def _bandwidth(report: Report, axis: str, figure) -> None:
+def _bandwidth(report: BenchReport, axis: str, figure) -> None:
     """Colour is the operation, dashes are groups that are busy together, a marker the rest."""
     axes = figure.subplots()
     rows = [row for row in report.rows if row.axis == axis]
-    colours = {name: f"C{i}" for i, name in enumerate(CASES)}
+    colours = {name: f"C{i}" for i, name in enumerate(COLLECTIVES)}
     markers = list(dict.fromkeys((row.link, row.dtype) for row in rows))
     for kind in dict.fromkeys((row.operation, row.link, row.mode, row.dtype) for row in rows):
         same = [r for r in rows if (r.operation, r.link, r.mode, r.dtype) == kind]
@@ -74,7 +74,7 @@ def _bandwidth(report: Report, axis: str, figure) -> None:
         axes.plot(
             *zip(*points, strict=True),
             color=colours[operation],
-            linestyle="solid" if mode == ALONE else "dashed",
+            linestyle="solid" if mode == ISOLATED else "dashed",
             marker=_MARKERS[markers.index((link, dtype)) % len(_MARKERS)],
             label=" ".join(kind),
         )
@@ -84,7 +84,7 @@ def _bandwidth(report: Report, axis: str, figure) -> None:
     figure.legend(loc="outside right upper", fontsize="small")
 
 
-def _heat_map(report: Report, figure) -> None:
+def _heat_map(report: BenchReport, figure) -> None:
     assert report.pairs is not None
     number = len(report.hosts)
     cells = [[float("nan")] * number for _ in range(number)]

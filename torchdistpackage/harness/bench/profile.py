@@ -13,10 +13,10 @@ from typing import TypeVar, cast
 
 from torchdistpackage.bounded import parse_json, read_regular
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.harness.bench.fit import Fit
-from torchdistpackage.harness.bench.report import TOGETHER, Line, Report
+from torchdistpackage.harness.bench.fit import LinkFit
+from torchdistpackage.harness.bench.report import CONCURRENT, BenchReport, CostModel
 from torchdistpackage.harness.bench.rounds import NETWORK, NODE
-from torchdistpackage.harness.cases import CASES
+from torchdistpackage.harness.cases import COLLECTIVES
 
 _MAX_BYTES = 1 << 24
 FORMAT, VERSION = "torchdistpackage cluster profile", 1
@@ -31,9 +31,11 @@ class Profile:
     backend: str
     hosts: tuple[str, ...]
     topology: tuple[tuple[str, int], ...]
-    lines: tuple[Line, ...]
+    lines: tuple[CostModel, ...]
 
-    def line(self, axis: str, link: str, operation: str, dtype: str, num_ranks: int) -> Line | None:
+    def line(
+        self, axis: str, link: str, operation: str, dtype: str, num_ranks: int
+    ) -> CostModel | None:
         """The nearest that was measured; None where such a link was not, with this operation.
 
         The same axis goes first, then all its groups at once, the element type (else a floating
@@ -46,7 +48,7 @@ class Profile:
             fitting,
             key=lambda x: (
                 x.axis != axis,
-                x.mode != TOGETHER,
+                x.mode != CONCURRENT,
                 x.dtype != dtype,
                 "int" in x.dtype,
                 abs(math.log(x.num_ranks / num_ranks)),
@@ -54,7 +56,7 @@ class Profile:
         )
 
 
-def profile_of(report: Report) -> Profile:
+def profile_of(report: BenchReport) -> Profile:
     """What a bench says about the cluster.
 
     Raises:
@@ -126,12 +128,12 @@ def _profile(found: dict[str, object]) -> Profile:
     )
 
 
-def _line(found: dict[str, object]) -> Line:
+def _line(found: dict[str, object]) -> CostModel:
     link, operation = found["link"], found["operation"]
-    if link not in (NODE, NETWORK) or operation not in CASES:
+    if link not in (NODE, NETWORK) or operation not in COLLECTIVES:
         raise ValueError(f"a line of {operation!r} over {link!r}")
     rate, deviation = found["bus_bytes_per_s"], found["deviation"]
-    return Line(
+    return CostModel(
         _as(str, found["axis"]),
         _as(str, link),
         _as(str, operation),
@@ -139,7 +141,7 @@ def _line(found: dict[str, object]) -> Line:
         _as(str, found["dtype"]),
         int(_number(found, "num_ranks", lambda x: x >= 1)),
         _number(found, "largest_bytes", lambda x: x > 0),
-        Fit(
+        LinkFit(
             _number(found, "latency_s", lambda x: x >= 0),
             None if rate is None else _number(found, "bus_bytes_per_s", lambda x: x > 0),
             None if deviation is None else _number(found, "deviation", lambda x: x >= 0),

@@ -10,17 +10,17 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from torchdistpackage.harness.bench.fit import Fit, fit
-from torchdistpackage.harness.bench.rounds import Unit
-from torchdistpackage.harness.cases import CASES
+from torchdistpackage.harness.bench.fit import LinkFit, fit
+from torchdistpackage.harness.bench.rounds import Participants
+from torchdistpackage.harness.cases import COLLECTIVES
 
 FORMAT, VERSION = "torchdistpackage bench", 1
-ALONE, TOGETHER = "alone", "together"
+ISOLATED, CONCURRENT = "alone", "together"
 """One unit at a time, or all units of an axis at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class Measurement:
     """What is measured at one go: an operation over one kind of group, at one size."""
 
     axis: str
@@ -46,7 +46,7 @@ class Row:
     mode: str
     dtype: str
     size_bytes: int
-    ranks: Unit
+    ranks: Participants
     num_units: int
     p50_s: float
     p95_s: float
@@ -68,7 +68,9 @@ class Row:
     @property
     def busbw_bytes_per_s(self) -> float:
         """Bus bandwidth, as the NCCL tests have it."""
-        return CASES[self.operation].bus_bytes_per_s(self.size_bytes, self.num_ranks, self.p50_s)
+        return COLLECTIVES[self.operation].bus_bytes_per_s(
+            self.size_bytes, self.num_ranks, self.p50_s
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +82,11 @@ class Pairs:
     times: tuple[tuple[int, int, float], ...]
 
     def busbw_bytes_per_s(self, time_s: float) -> float:
-        return CASES["p2p_both"].bus_bytes_per_s(self.size_bytes, 2, time_s)
+        return COLLECTIVES["p2p_both"].bus_bytes_per_s(self.size_bytes, 2, time_s)
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class CostModel:
     """Time by *bus* bytes, size_bytes x bus factor, so that it holds for other group sizes too.
 
     largest_bytes: bus bytes of the largest size that was measured.
@@ -97,7 +99,7 @@ class Line:
     dtype: str
     num_ranks: int
     largest_bytes: float
-    fit: Fit
+    fit: LinkFit
 
     def time_s(self, bus_bytes: float) -> float | None:
         """Seconds of one call; None where size made no difference as far as it was measured, and
@@ -107,7 +109,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class BenchReport:
     """hosts: by rank. topology: axes outermost first. date: ISO 8601, with the zone."""
 
     date: str
@@ -123,15 +125,15 @@ class Report:
     pairs: Pairs | None = None
 
     @property
-    def lines(self) -> tuple[Line, ...]:
+    def lines(self) -> tuple[CostModel, ...]:
         """A fit for each kind of rows that has two sizes or more."""
         found: dict[tuple[str, str, str, str, str, int], list[tuple[float, float]]] = {}
         for row in self.rows:
             key = (row.axis, row.link, row.operation, row.mode, row.dtype, row.num_ranks)
-            bus_bytes = row.size_bytes * CASES[row.operation].bus_factor(row.num_ranks)
+            bus_bytes = row.size_bytes * COLLECTIVES[row.operation].bus_factor(row.num_ranks)
             found.setdefault(key, []).append((bus_bytes, row.p50_s))
         fits = ((key, max(points)[0], fit(points)) for key, points in found.items())
-        return tuple(Line(*key, most, line) for key, most, line in fits if line is not None)
+        return tuple(CostModel(*key, most, line) for key, most, line in fits if line is not None)
 
     def as_json(self) -> dict[str, object]:
         """Nothing in it but what JSON has; see docs/comm_bench.md for the fields."""
@@ -153,9 +155,9 @@ class Report:
 
 
 def rows_of(
-    cell: Cell,
-    times_s: Iterable[tuple[Unit, Sequence[float], Sequence[float], Sequence[float]]],
-    link: dict[Unit, str],
+    cell: Measurement,
+    times_s: Iterable[tuple[Participants, Sequence[float], Sequence[float], Sequence[float]]],
+    link: dict[Participants, str],
 ) -> tuple[Row, ...]:
     """A row for each link: times_s holds (unit, ours, bare, host), each by iteration."""
     found: list[Row] = []

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torchdistpackage.config.names import nearest
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.harness.cases import CASES
+from torchdistpackage.harness.cases import COLLECTIVES
 
 ELEMENT_BYTES = {
     "float32": 4,
@@ -34,18 +34,18 @@ class Request:
     """One bench.
 
     over: names of groups as tpc knows them; () for every axis longer than 1.
-    sizes_bytes: counted bytes, ascending. alone: how many groups of a kind are measured while all
-    others are silent; 0 for none. pairs: also each rank with each other one. timeout_s: for one
+    sizes_bytes: counted bytes, ascending. isolated: how many groups of a kind are measured while
+    all others are silent; 0 for none. pairs: also each rank with each other one. timeout_s: for one
     round, all iterations of one operation at one size.
     """
 
-    operations: tuple[str, ...] = tuple(CASES)
+    operations: tuple[str, ...] = tuple(COLLECTIVES)
     sizes_bytes: tuple[int, ...] = (2**10, 2**14, 2**18, 2**22)
     dtypes: tuple[str, ...] = ("float32",)
     over: tuple[str, ...] = ()
     iterations: int = 20
     warmup: int = 3
-    alone: int = 2
+    isolated: int = 2
     pairs: bool = False
     timeout_s: float = 60.0
 
@@ -88,7 +88,7 @@ def parse_operations(text: str) -> tuple[str, ...]:
     Raises:
         ConfigError: there is no such operation; lists those there are.
     """
-    return _known(text, "operation", CASES)
+    return _known(text, "operation", COLLECTIVES)
 
 
 def parse_dtypes(text: str) -> tuple[str, ...]:

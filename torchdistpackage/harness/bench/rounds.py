@@ -7,21 +7,21 @@ a group for a collective, two neighbours for a message. Between rounds all ranks
 import itertools
 from collections.abc import Iterable, Sequence
 
-Unit = tuple[int, ...]
-Round = tuple[Unit, ...]
+Participants = tuple[int, ...]
+Round = tuple[Participants, ...]
 
 NODE, NETWORK = "node", "network"
 """What carries a unit's data: one host's own means, or the network between hosts."""
 
 
-def link_of(unit: Unit, hosts: Sequence[str]) -> str:
+def link_of(unit: Participants, hosts: Sequence[str]) -> str:
     """NODE if all ranks are on one host, else NETWORK; `hosts` by rank."""
     return NODE if len({hosts[rank] for rank in unit}) == 1 else NETWORK
 
 
-def units_of(groups: Iterable[Sequence[int]], is_message: bool) -> list[Unit]:
+def units_of(groups: Iterable[Sequence[int]], is_message: bool) -> list[Participants]:
     """The groups of more than one rank, or the neighbours in them: (0, 1), (1, 2), ..."""
-    found: list[Unit] = []
+    found: list[Participants] = []
     for ranks in map(tuple, groups):
         if is_message:
             found += itertools.pairwise(ranks)
@@ -30,9 +30,9 @@ def units_of(groups: Iterable[Sequence[int]], is_message: bool) -> list[Unit]:
     return found
 
 
-def one_by_one(units: Sequence[Unit], hosts: Sequence[str], limit: int) -> list[Round]:
+def one_by_one(units: Sequence[Participants], hosts: Sequence[str], limit: int) -> list[Round]:
     """Rounds of one unit: up to `limit` of each link, spread over those there are."""
-    chosen: list[Unit] = []
+    chosen: list[Participants] = []
     for link in (NODE, NETWORK):
         same = [unit for unit in units if link_of(unit, hosts) == link]
         number = min(limit, len(same))
@@ -40,9 +40,9 @@ def one_by_one(units: Sequence[Unit], hosts: Sequence[str], limit: int) -> list[
     return [(unit,) for unit in chosen]
 
 
-def all_at_once(units: Sequence[Unit]) -> list[Round]:
+def all_at_once(units: Sequence[Participants]) -> list[Round]:
     """As few rounds as a greedy choice gives: one for groups, two for neighbours along a line."""
-    rounds: list[list[Unit]] = []
+    rounds: list[list[Participants]] = []
     busy: list[set[int]] = []
     for unit in units:
         for members, ranks in zip(rounds, busy, strict=True):

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from torchdistpackage.harness.bench.pairs import Suspects
-from torchdistpackage.harness.bench.report import ALONE, Line, Pairs, Report, Row
+from torchdistpackage.harness.bench.pairs import SlowLinks
+from torchdistpackage.harness.bench.report import ISOLATED, BenchReport, CostModel, Pairs, Row
 from torchdistpackage.topology.mesh import describe
 
 _HEAD = ("operation", "dtype", "size", "p50", "p95", "max", "algbw", "busbw", "bare p50", "ours")
@@ -11,7 +11,7 @@ _MATRIX = 16
 """Ranks whose matrix is printed; the file has it whole."""
 
 
-def text(report: Report) -> str:
+def text(report: BenchReport) -> str:
     """All tables, one for each axis, link and mode."""
     num_hosts = len(set(report.hosts))
     parts = [
@@ -27,7 +27,7 @@ def text(report: Report) -> str:
     return "\n\n".join(parts)
 
 
-def pairs_text(pairs: Pairs, suspects: Suspects, hosts: Sequence[str]) -> str:
+def pairs_text(pairs: Pairs, suspects: SlowLinks, hosts: Sequence[str]) -> str:
     """The matrix where it is small, the slowest pair, and what to leave out."""
     num_ranks, times = len(hosts), {(a, b): t for a, b, t in pairs.times}
     lines = [f"pairs, both ways at once, {size(pairs.size_bytes)} of {pairs.dtype}"]
@@ -49,8 +49,8 @@ def pairs_text(pairs: Pairs, suspects: Suspects, hosts: Sequence[str]) -> str:
             f"slow rank: {rank} on {hosts[rank]}, to other hosts {slower:.1f} x the time of the "
             f"others there"
         )
-    if suspects.sides:
-        sides = " | ".join(" ".join(members) for members in suspects.sides)
+    if suspects.partitions:
+        sides = " | ".join(" ".join(members) for members in suspects.partitions)
         lines.append(f"slow between these sets of hosts, and not within: {sides}")
     for (first, second), slower in suspects.links:
         where = f"inside {first}" if first == second else f"between {first} and {second}"
@@ -84,7 +84,7 @@ def rate(bytes_per_s: float) -> str:
 def _title(rows: Sequence[Row]) -> str:
     row = rows[0]
     link = "on one host" if row.link == "node" else "between hosts"
-    if row.mode == ALONE:
+    if row.mode == ISOLATED:
         return f"{row.axis}, {link}: one group at a time, others silent (GB/s)"
     return f"{row.axis}, {link}: all groups at once, the slowest of them (GB/s)"
 
@@ -110,7 +110,7 @@ def _cells(rows: Sequence[Row]) -> list[Sequence[str]]:
     return cells
 
 
-def _fits(lines: Sequence[Line]) -> str:
+def _fits(lines: Sequence[CostModel]) -> str:
     if not lines:
         return ""
     shown = [

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 
 from torchdistpackage.harness.hang.call_words import called, numbered, ranks_listed
-from torchdistpackage.harness.hang.waits import Call, Record, differ
+from torchdistpackage.harness.hang.waits import RankRecord, RecordedCall, differ
 
 _ABORTED = "Fatal Python error: Aborted"
 _OURS = "/torchdistpackage/comm/"
@@ -20,7 +20,7 @@ _ADVICE = (
 )
 
 
-def aborted(rank: int, stack: str, records: Mapping[int, Record]) -> str:
+def aborted(rank: int, stack: str, records: Mapping[int, RankRecord]) -> str:
     """How `rank` ended, as said after "rank 0 "; "" where it did not abort in a call of gloo's.
 
     stack: as faulthandler wrote it. records: of the others.
@@ -54,9 +54,9 @@ def aborted(rank: int, stack: str, records: Mapping[int, Record]) -> str:
     )
 
 
-def _met(rank: int, records: Mapping[int, Record]) -> dict[int, Call]:
+def _met(rank: int, records: Mapping[int, RankRecord]) -> dict[int, RecordedCall]:
     """By peer its last call with `rank` that has not ended, where no device does the waiting."""
-    found: dict[int, Call] = {}
+    found: dict[int, RecordedCall] = {}
     for peer, record in records.items():
         for call in reversed(record.calls):
             together = call.peer == rank if call.peer is not None else rank in call.ranks

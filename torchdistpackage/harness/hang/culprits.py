@@ -11,17 +11,17 @@ from enum import IntEnum
 
 from torchdistpackage.harness.hang.call_words import (
     called,
+    format_call,
     numbered,
     ranks_listed,
-    words,
 )
 from torchdistpackage.harness.hang.crashes import aborted
 from torchdistpackage.harness.hang.dump import Dump, State, states
-from torchdistpackage.harness.hang.flights import crossing, met
 from torchdistpackage.harness.hang.flights import from_json as flights_of
+from torchdistpackage.harness.hang.flights import met, order_conflict
 from torchdistpackage.harness.hang.stacks import innermost, is_waiting, loop_of
-from torchdistpackage.harness.hang.waits import Record, Wait, awaited, circles, waits
-from torchdistpackage.launch.failure import Failure, Kind, from_json, is_consequence
+from torchdistpackage.harness.hang.waits import RankRecord, RankWait, blocked_by, cycles, waits
+from torchdistpackage.launch.failure import Failure, FailureKind, from_json, is_secondary
 from torchdistpackage.topology.mesh import Mesh
 
 _DOING = {
@@ -39,20 +39,20 @@ _DOING = {
 _NEVER_CAME = "has never come to its first step, or its folder is another one"
 
 
-class Fault(IntEnum):
+class Cause(IntEnum):
     """What is wrong with a rank, the worst first."""
 
     RAISED, GONE, LOST, STOPPED, SILENT, LEFT, BUSY, CIRCLE, FOLLOWED = range(9)
 
 
 @dataclass(frozen=True, slots=True)
-class Culprit:
+class Suspect:
     """A rank to blame: `what` completes "rank 3 ...", `detail` is a stack or a traceback."""
 
     rank: int
     host: str
     pid: int
-    fault: Fault
+    cause: Cause
     what: str
     detail: str = ""
 
@@ -79,11 +79,11 @@ class Hang:
         answered = {rank for rank, dump in dumps.items() if dump.state is State.DUMPED}
         self.answered = answered
         told = {r: d.snapshot for r, d in dumps.items() if d.answers and d.snapshot is not None}
-        records = {rank: Record(snapshot) for rank, snapshot in told.items()}
+        records = {rank: RankRecord(snapshot) for rank, snapshot in told.items()}
         self.records = records
         self.waits = waits(records, answered & records.keys())
         self.flights = {r: flights_of(d.flights) for r, d in sorted(dumps.items()) if d.flights}
-        self.awaited = awaited(self.waits)
+        self.blocked_by = blocked_by(self.waits)
 
     # -- who is who --------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class Hang:
         host = self.hosts.get(rank)
         return (name or f"rank {rank}") + (f" on {host}" if host else "")
 
-    def named(self, rank: int) -> str:
+    def describe_rank(self, rank: int) -> str:
         """The same after the number."""
         who = self.who(rank)
         return who if who.startswith("rank ") else f"rank {rank} ({who})"
@@ -110,7 +110,7 @@ class Hang:
         if trouble is not None:
             return trouble.what
         if own := next((w for w in self.waits if w.rank == rank), None):
-            return f"itself waits in {words(own.call)}"
+            return f"itself waits in {format_call(own.call)}"
         place = innermost(self.dumps[rank].stacks)
         return f"is {self._phase(rank)}{f': {place}' if place else ''}"
 
@@ -133,22 +133,22 @@ class Hang:
     def _waits_for_device(self, rank: int) -> bool:
         return self._is_on_device(rank) and self._waits(rank)
 
-    def trouble(self, rank: int) -> Culprit | None:
+    def trouble(self, rank: int) -> Suspect | None:
         """What is wrong with a rank that does not train any more, or does not answer."""
         dump = self.dumps.get(rank)
         if dump is None:
-            return Culprit(rank, "", 0, Fault.LOST, _NEVER_CAME)
+            return Suspect(rank, "", 0, Cause.LOST, _NEVER_CAME)
         host, pid = dump.process.host, dump.process.pid
         if dump.state is State.DUMPED:
             return None
         if dump.state is State.LEFT:
             what = f"has ended its loop after {dump.step} steps, and the others have not"
-            return Culprit(rank, host, pid, Fault.LEFT, what)
+            return Suspect(rank, host, pid, Cause.LEFT, what)
         if dump.state is State.RAISED:
             failure = from_json(dump.error)
-            fault = Fault.FOLLOWED if is_consequence(failure) else Fault.RAISED
+            fault = Cause.FOLLOWED if is_secondary(failure) else Cause.RAISED
             what = _raised(failure)
-            return Culprit(rank, host, pid, fault, what, failure.detail)
+            return Suspect(rank, host, pid, fault, what, failure.detail)
         letter, stack = self.letters.get(rank), self.stacks.get(rank, "").strip()
         at = f", process {pid}"
         if letter is None:
@@ -156,57 +156,57 @@ class Hang:
             of_all = (
                 f": no rank on {host} does, so the host or its network is gone" if alone else ""
             )
-            return Culprit(rank, host, pid, Fault.LOST, f"does not answer{of_all}", stack)
+            return Suspect(rank, host, pid, Cause.LOST, f"does not answer{of_all}", stack)
         if letter == "":
             crash = stack.startswith("Fatal") and stack.partition("\n")[0]
             ended = f"crashed ({crash})" if crash else "ended without a word, as by a kill"
             gone = f"is gone: its process ({pid}) has {ended}"
             what = aborted(rank, stack, self.records) or gone
-            return Culprit(rank, host, pid, Fault.GONE, what, stack if crash else "")
+            return Suspect(rank, host, pid, Cause.GONE, what, stack if crash else "")
         if letter in "Tt":
             by = "by a debugger" if letter == "t" else "by SIGSTOP or Ctrl-Z"
             what = f"is stopped (process state {letter}{at}), {by}"
-            return Culprit(rank, host, pid, Fault.STOPPED, what)
+            return Suspect(rank, host, pid, Cause.STOPPED, what)
         kind = " in the kernel, at a disk or a driver" if letter == "D" else ""
         why = "a call into C holds it" if stack else "it is held, or cannot write here"
         alive = f"it is alive{kind} (state {letter}{at}), but its interpreter does not run: {why}"
-        return Culprit(rank, host, pid, Fault.SILENT, f"does not answer: {alive}", stack)
+        return Suspect(rank, host, pid, Cause.SILENT, f"does not answer: {alive}", stack)
 
     # -- who is to blame ---------------------------------------------------------------
 
-    def culprits(self) -> tuple[Culprit, ...]:
+    def suspects(self) -> tuple[Suspect, ...]:
         """At least one, the first one to blame first."""
         found = [c for rank in range(self.world_size) if (c := self.trouble(rank)) is not None]
         waiting = {wait.rank for wait in self.waits}
-        busy = [r for r in self.awaited if r in self.answered and r not in waiting]
+        busy = [r for r in self.blocked_by if r in self.answered and r not in waiting]
         if (crossed := self._crossed()) is not None:
             found.append(crossed)
             busy = [r for r in busy if not self._waits_for_device(r)]
-        found += [self._busy(r) for r in sorted(busy, key=lambda r: (-len(self.awaited[r]), r))]
-        found += [self._circle(circle) for circle in circles(self.waits)]
-        found.sort(key=lambda c: (c.fault, self._since(c)))
+        found += [self._busy(r) for r in sorted(busy, key=lambda r: (-len(self.blocked_by[r]), r))]
+        found += [self._circle(circle) for circle in cycles(self.waits)]
+        found.sort(key=lambda c: (c.cause, self._since(c)))
         return tuple(found or [self._unexplained()])
 
-    def _since(self, culprit: Culprit) -> float:
+    def _since(self, culprit: Suspect) -> float:
         """Of those that raised, the first comes first; the others stay as they are."""
-        if culprit.fault not in (Fault.RAISED, Fault.FOLLOWED):
+        if culprit.cause not in (Cause.RAISED, Cause.FOLLOWED):
             return 0.0
         return from_json(self.dumps[culprit.rank].error).time_s
 
-    def _of(self, rank: int, fault: Fault, what: str) -> Culprit:
+    def _of(self, rank: int, fault: Cause, what: str) -> Suspect:
         dump = self.dumps[rank]
         loop = dump.stacks[:1]
         detail = "\n".join([*loop, *({loop_of(dump.stacks)} - {*loop, ""})])
-        return Culprit(rank, dump.process.host, dump.process.pid, fault, what, detail)
+        return Suspect(rank, dump.process.host, dump.process.pid, fault, what, detail)
 
-    def _busy(self, rank: int) -> Culprit:
-        num = len(self.awaited[rank])
+    def _busy(self, rank: int) -> Suspect:
+        num = len(self.blocked_by[rank])
         others = f"{num} other rank{'s wait' if num > 1 else ' waits'} for it"
-        return self._of(rank, Fault.BUSY, f"is {self._phase(rank)} while {others}")
+        return self._of(rank, Cause.BUSY, f"is {self._phase(rank)} while {others}")
 
-    def _circle(self, circle: Sequence[Wait]) -> Culprit:
+    def _circle(self, circle: Sequence[RankWait]) -> Suspect:
         first = next((wait for wait in circle if wait.disagrees), circle[0])
-        peer = self.named(first.behind[0])
+        peer = self.describe_rank(first.behind[0])
         if first.disagrees:
             what = f"and {peer} do not agree on {numbered(first.call)}: {self._versions(first)}"
         elif first.other is not None:
@@ -217,13 +217,13 @@ class Hang:
             )
         else:
             ways = (
-                f"rank {wait.rank} waits in {words(wait.call)} for rank {wait.behind[0]}"
+                f"rank {wait.rank} waits in {format_call(wait.call)} for rank {wait.behind[0]}"
                 for wait in circle
             )
             what = f"and {peer} wait in a circle: {'; '.join(ways)}"
-        return self._of(first.rank, Fault.CIRCLE, what)
+        return self._of(first.rank, Cause.CIRCLE, what)
 
-    def _versions(self, wait: Wait) -> str:
+    def _versions(self, wait: RankWait) -> str:
         """`all_reduce float32[4] (rank 0) against broadcast float32[4] (ranks 1, 2)`."""
         call, ranks = wait.call, dict[str, list[int]]()
         parties = call.ranks if call.peer is None else (wait.rank, call.peer)
@@ -234,7 +234,7 @@ class Hang:
             ranks.setdefault(called(wait.other), list(wait.behind))
         return " against ".join(f"{what} ({ranks_listed(of)})" for what, of in ranks.items())
 
-    def _unexplained(self) -> Culprit:
+    def _unexplained(self) -> Suspect:
         """All answer, and nobody is known to be waited for: then the stacks decide.
 
         Who stands in a call of others' libraries that waits is not to blame; of the rest, the rank
@@ -250,28 +250,28 @@ class Hang:
         first, *alike = sorted(r for ranks in by_stack.values() if len(ranks) == num for r in ranks)
         taken = f"in a step that has taken {self.dumps[first].over_s:.0f} s"
         if not alike:
-            return self._of(first, Fault.BUSY, f"is {self._phase(first)}, {taken}")
+            return self._of(first, Cause.BUSY, f"is {self._phase(first)}, {taken}")
         phases = {self._phase(rank) for rank in (first, *alike)}
         doing = phases.pop() if len(phases) == 1 else "in different parts of the step"
         if first in waiting:
             doing = "waiting, in calls that are not numbered"
         unknown = "which of them holds up the others cannot be told"
         what = f"and {ranks_listed(alike)} are {doing}, {taken}: {unknown}"
-        return self._of(first, Fault.BUSY, what)
+        return self._of(first, Cause.BUSY, what)
 
-    def _crossed(self) -> Culprit | None:
+    def _crossed(self) -> Suspect | None:
         """Two calls that no device ends, issued in different orders."""
-        found = crossing(self.flights)
+        found = order_conflict(self.flights)
         if found is None or not {found.first, found.second} <= self.answered:
             return None
         what = (
-            f"and {self.named(found.second)} have issued {found.one.words} and "
+            f"and {self.describe_rank(found.second)} have issued {found.one.words} and "
             f"{found.other.words} in different orders, and no device ends them: issue calls of "
             f"several groups in one order on all ranks"
         )
-        return self._of(found.first, Fault.CIRCLE, what)
+        return self._of(found.first, Cause.CIRCLE, what)
 
-    def _stuck_devices(self) -> Culprit | None:
+    def _stuck_devices(self) -> Suspect | None:
         """All wait, and nobody for a rank that is behind: what does not end is on devices."""
         first, *more = sorted(r for r in self.answered if self._is_on_device(r)) or [None]
         if first is None:
@@ -282,10 +282,10 @@ class Hang:
         if more:
             causes = f"calls of several groups in different orders, {causes}, the network"
         who = f"and {ranks_listed(more)} wait for their devices" if more else "waits for its device"
-        return self._of(first, Fault.CIRCLE, f"{who}{ending}: look for {causes}")
+        return self._of(first, Cause.CIRCLE, f"{who}{ending}: look for {causes}")
 
 
 def _raised(failure: Failure) -> str:
-    if failure.kind is not Kind.EXIT:
+    if failure.kind is not FailureKind.EXIT:
         return f"raised {failure.error}"
     return f"left its loop by sys.exit({failure.error or failure.exit_code})"

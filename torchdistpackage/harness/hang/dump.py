@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torchdistpackage.harness.hang.process import Process
-from torchdistpackage.launch.durable import write_whole
+from torchdistpackage.launch.durable import atomic_write
 
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_APPEND
 
@@ -110,7 +110,7 @@ class Folder:
         return os.open(self._of(dump).with_suffix(".stacks"), _OPEN | os.O_TRUNC, 0o600)
 
     def write(self, dump: Dump) -> None:
-        write_whole(self._of(dump), json.dumps(asdict(dump)))
+        atomic_write(self._of(dump), json.dumps(asdict(dump)))
 
     def read(self, ranks: Iterable[int] | None = None) -> dict[int, Dump]:
         """What ranks (default: all that have come) say; what cannot be read is left out."""
@@ -152,7 +152,7 @@ class Folder:
         return _is_marked(self._alarm)
 
     def write_report(self, text: str) -> None:
-        write_whole(self.report, text + "\n", mode=0o600)
+        atomic_write(self.report, text + "\n", mode=0o600)
         _append(self._reported)
 
     @property

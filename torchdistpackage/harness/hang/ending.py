@@ -14,8 +14,8 @@ from pathlib import Path
 
 from torchdistpackage.harness.hang.dump import Dump, Folder, State, states
 from torchdistpackage.harness.hang.report import Diagnosis, diagnose
-from torchdistpackage.launch.durable import write_whole
-from torchdistpackage.launch.failure import Failure, Kind, to_json
+from torchdistpackage.launch.durable import atomic_write
+from torchdistpackage.launch.failure import Failure, FailureKind, to_json
 from torchdistpackage.launch.stopped import noted
 from torchdistpackage.topology.mesh import Mesh
 
@@ -32,7 +32,7 @@ _LOOK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class Shutdown:
     """The end of one rank's run. failure: see `Watch`."""
 
     folder: Folder
@@ -68,7 +68,7 @@ class Ending:
         stopped = {rank: letter for rank, letter in letters.items() if letter}
         found = diagnose(self.world_size, dumps, stacks, mesh=self.mesh, noted=stopped)
         if self.failure is not None:
-            write_whole(self.failure, to_json(found.failure(alarm_s)))
+            atomic_write(self.failure, to_json(found.failure(alarm_s)))
         self.folder.write_report(found.text)
         return found
 
@@ -122,9 +122,9 @@ def _complete(dumps: dict[int, Dump], world_size: int) -> bool:
 def _leave_end(dump: Dump, path: Path, hangs: str = "") -> None:
     """For a supervisor: this rank ends because of others, unless more has been said."""
     if not path.exists():
-        kind, process = Kind.HUNG if hangs else Kind.ENDED, dump.process
+        kind, process = FailureKind.HUNG if hangs else FailureKind.ENDED, dump.process
         failure = Failure(dump.rank, process.host, process.pid, time.time(), kind, 1, hangs)
-        write_whole(path, to_json(failure))
+        atomic_write(path, to_json(failure))
 
 
 def _say(text: str) -> None:

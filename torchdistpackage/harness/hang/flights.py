@@ -17,7 +17,7 @@ KEPT = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class InFlightCall:
     """A call that has been issued. sequence: of the group's collectives, or of its messages.
 
     state: scheduled where the device has not begun it, or does not say.
@@ -41,7 +41,7 @@ class Flight:
         return f"{self.operation} number {self.sequence} of ranks {', '.join(map(str, self.ranks))}"
 
 
-def of_trace(trace: Mapping[str, Any]) -> tuple[Flight, ...]:
+def of_trace(trace: Mapping[str, Any]) -> tuple[InFlightCall, ...]:
     """The first calls in `trace`, the recorder's dump, that have not ended, in order of issue.
 
     Raises:
@@ -53,13 +53,13 @@ def of_trace(trace: Mapping[str, Any]) -> tuple[Flight, ...]:
     return tuple(_flight(entry, groups) for entry in unfinished[:KEPT])
 
 
-def _flight(entry: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]) -> Flight:
+def _flight(entry: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]) -> InFlightCall:
     name, described = (*entry["process_group"], "", "")[:2]
     ranks = groups.get(str(name), {}).get("ranks", ())
     if isinstance(ranks, str):
         ranks = json.loads(ranks)
     is_message = bool(entry["is_p2p"])
-    return Flight(
+    return InFlightCall(
         operation=str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"]),
         group=str(name or described),
         ranks=tuple(ranks),
@@ -69,29 +69,29 @@ def _flight(entry: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]) -
     )
 
 
-def to_json(flights: Iterable[Flight]) -> list[dict[str, Any]]:
+def to_json(flights: Iterable[InFlightCall]) -> list[dict[str, Any]]:
     return [{**asdict(flight), "ranks": list(flight.ranks)} for flight in flights]
 
 
-def from_json(told: Iterable[Mapping[str, Any]]) -> tuple[Flight, ...]:
-    return tuple(Flight(**{**fields, "ranks": tuple(fields["ranks"])}) for fields in told)
+def from_json(told: Iterable[Mapping[str, Any]]) -> tuple[InFlightCall, ...]:
+    return tuple(InFlightCall(**{**fields, "ranks": tuple(fields["ranks"])}) for fields in told)
 
 
-Flights = Mapping[int, Sequence[Flight]]
+Flights = Mapping[int, Sequence[InFlightCall]]
 """By rank."""
 
 
 @dataclass(frozen=True, slots=True)
-class Crossing:
+class OrderConflict:
     """`one` was issued before `other` on rank `first`, and after it on rank `second`."""
 
     first: int
     second: int
-    one: Flight
-    other: Flight
+    one: InFlightCall
+    other: InFlightCall
 
 
-def crossing(flights: Flights) -> Crossing | None:
+def order_conflict(flights: Flights) -> OrderConflict | None:
     """Two unfinished calls of different groups that two ranks have issued in different orders."""
     seen: dict[tuple[object, object], int] = {}
     for rank, held in flights.items():
@@ -99,12 +99,12 @@ def crossing(flights: Flights) -> Crossing | None:
             if one.group == other.group:
                 continue
             if (first := seen.get((other.name, one.name))) is not None:
-                return Crossing(first, rank, other, one)
+                return OrderConflict(first, rank, other, one)
             seen.setdefault((one.name, other.name), rank)
     return None
 
 
-def met(flights: Flights) -> Flight | None:
+def met(flights: Flights) -> InFlightCall | None:
     """The first unfinished call that each of its ranks has issued."""
     held = {rank: {flight.name for flight in each} for rank, each in flights.items()}
     for each in flights.values():
@@ -118,7 +118,7 @@ def met(flights: Flights) -> Flight | None:
 def lines(flights: Flights, most: int) -> list[str]:
     """`all_reduce number 57 of ranks 0, 2: started on rank 0, scheduled on rank 2`; the first."""
     by_name: dict[tuple[object, ...], dict[str, list[int]]] = {}
-    known: dict[tuple[object, ...], Flight] = {}
+    known: dict[tuple[object, ...], InFlightCall] = {}
     for rank, held in flights.items():
         for flight in held[:most]:
             known.setdefault(flight.name, flight)

@@ -14,8 +14,8 @@ _SUSPENDED_S = 5.0
 _now_s = time.monotonic
 
 
-class Marks:
-    """`step()` at the beginning of each step, `with slow():` around what may take longer."""
+class Heartbeat:
+    """`step()` at the beginning of each step, `with allow_slow():` around what may take longer."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -28,7 +28,7 @@ class Marks:
         self.since_s = _now_s()
 
     @contextmanager
-    def slow(self) -> Iterator[None]:
+    def allow_slow(self) -> Iterator[None]:
         """Inside, a step may take longer: a validation, a save."""
         self.num_slow += 1
         self.since_s = _now_s()
@@ -39,10 +39,10 @@ class Marks:
             self.since_s = _now_s()
 
 
-class Clock:
+class StepClock:
     """How long the step under way has taken, asked often, without times of suspension."""
 
-    def __init__(self, marks: Marks) -> None:
+    def __init__(self, marks: Heartbeat) -> None:
         self._marks, self._lost_s = marks, 0.0
         self._mark_s = self._last_s = marks.since_s
 

@@ -7,12 +7,18 @@ rank, or many alike, wait for. See culprits.py for how they are found.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torchdistpackage.harness.hang.call_words import SHOWN, called, exactly, ranks_listed, words
-from torchdistpackage.harness.hang.culprits import Culprit, Fault, Hang
+from torchdistpackage.harness.hang.call_words import (
+    SHOWN,
+    called,
+    exactly,
+    format_call,
+    ranks_listed,
+)
+from torchdistpackage.harness.hang.culprits import Cause, Hang, Suspect
 from torchdistpackage.harness.hang.dump import Dump
 from torchdistpackage.harness.hang.flights import lines
-from torchdistpackage.harness.hang.waits import Wait
-from torchdistpackage.launch.failure import Failure, Kind
+from torchdistpackage.harness.hang.waits import RankWait
+from torchdistpackage.launch.failure import Failure, FailureKind
 from torchdistpackage.topology.mesh import Mesh
 
 
@@ -20,14 +26,14 @@ from torchdistpackage.topology.mesh import Mesh
 class Diagnosis:
     """The culprits, the first one to blame first; `text` is the report."""
 
-    culprits: tuple[Culprit, ...]
+    suspects: tuple[Suspect, ...]
     text: str
 
     def failure(self, time_s: float) -> Failure:
         """The first culprit's, for a supervisor. time_s: of the alarm."""
-        first = self.culprits[0]
+        first = self.suspects[0]
         return Failure(
-            first.rank, first.host, first.pid, time_s, Kind.HUNG, 1, first.what, self.text
+            first.rank, first.host, first.pid, time_s, FailureKind.HUNG, 1, first.what, self.text
         )
 
 
@@ -41,7 +47,7 @@ def diagnose(
 ) -> Diagnosis:
     """The culprits of a hang and the report; see `Hang` for the arguments."""
     hang = Hang(world_size, dumps, stacks or {}, mesh, noted or {})
-    culprits = hang.culprits()
+    culprits = hang.suspects()
     parts = [
         _heads(hang, culprits),
         *_details(culprits),
@@ -53,9 +59,9 @@ def diagnose(
     return Diagnosis(culprits, "\n".join(part for part in parts if part))
 
 
-def _heads(hang: Hang, culprits: Sequence[Culprit]) -> str:
+def _heads(hang: Hang, culprits: Sequence[Suspect]) -> str:
     blamed = _blamed(culprits)
-    lines = [f"{hang.named(c.rank)} {c.what}" for c in blamed[:SHOWN]]
+    lines = [f"{hang.describe_rank(c.rank)} {c.what}" for c in blamed[:SHOWN]]
     if len(blamed) > SHOWN:
         lines.append(f"and {ranks_listed([c.rank for c in blamed[SHOWN:]])} as well")
     if followed := [c.rank for c in culprits if c not in blamed]:
@@ -68,19 +74,19 @@ def _heads(hang: Hang, culprits: Sequence[Culprit]) -> str:
     return "\n".join(parts)
 
 
-def _blamed(culprits: Sequence[Culprit]) -> Sequence[Culprit]:
+def _blamed(culprits: Sequence[Suspect]) -> Sequence[Suspect]:
     """Without those that failed because others had; if there is nobody else, the first of them."""
-    return [c for c in culprits if c.fault is not Fault.FOLLOWED] or culprits[:1]
+    return [c for c in culprits if c.cause is not Cause.FOLLOWED] or culprits[:1]
 
 
-def _details(culprits: Sequence[Culprit]) -> list[str]:
+def _details(culprits: Sequence[Suspect]) -> list[str]:
     shown = _blamed(culprits)[:SHOWN]
     return [f"rank {c.rank}:\n{_indented(c.detail)}" for c in shown if c.detail]
 
 
 def _waiting(hang: Hang) -> str:
     """Who waits for whom; those that say the same in one line."""
-    alike: dict[tuple[object, ...], list[Wait]] = {}
+    alike: dict[tuple[object, ...], list[RankWait]] = {}
     for wait in hang.waits:
         call, own = wait.call, wait.rank if wait.call.peer is not None or wait.other else -1
         key = (own, call.group, call.operation, call.sequence, wait.behind)
@@ -88,7 +94,7 @@ def _waiting(hang: Hang) -> str:
     lines: list[str] = []
     for first, *more in alike.values():
         lines.append(
-            f"  {hang.who(first.rank)} waits in {words(first.call)}{_for_whom(hang, first)}"
+            f"  {hang.who(first.rank)} waits in {format_call(first.call)}{_for_whom(hang, first)}"
         )
         lines.append(f"    (rank {first.rank}: {exactly(first.call)})")
         if more:
@@ -97,7 +103,7 @@ def _waiting(hang: Hang) -> str:
     return "\n".join(["who waits for whom:", *lines]) if lines else ""
 
 
-def _for_whom(hang: Hang, wait: Wait) -> str:
+def _for_whom(hang: Hang, wait: RankWait) -> str:
     if not wait.behind:
         return ", in which all others have been"
     role = {"receive": "its sender ", "send": "its receiver "}.get(wait.call.operation, "")
@@ -119,11 +125,11 @@ def _for_whom(hang: Hang, wait: Wait) -> str:
 def _others(hang: Hang) -> str:
     """Ranks that neither wait nor are waited for."""
     waiting = {wait.rank for wait in hang.waits}
-    left = [r for r in sorted(hang.answered) if r not in waiting and r not in hang.awaited]
+    left = [r for r in sorted(hang.answered) if r not in waiting and r not in hang.blocked_by]
     said: dict[str, list[int]] = {}
     for rank in left:
         said.setdefault(hang.doing(rank), []).append(rank)
-    lines = [f"  {hang.named(r)} {what}" for what, (r, *_) in said.items()]
+    lines = [f"  {hang.describe_rank(r)} {what}" for what, (r, *_) in said.items()]
     return "\n".join(["not in it:", *lines]) if lines and hang.waits else ""
 
 
@@ -133,7 +139,7 @@ def _devices(hang: Hang) -> str:
     return "\n".join(["on the devices:", *(f"  {line}" for line in said)]) if said else ""
 
 
-def _stacks(hang: Hang, culprits: Sequence[Culprit]) -> str:
+def _stacks(hang: Hang, culprits: Sequence[Suspect]) -> str:
     """Of all ranks that answered and are not above, equal ones once."""
     alike: dict[tuple[str, ...], list[int]] = {}
     blamed = _blamed(culprits)

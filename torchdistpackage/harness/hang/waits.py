@@ -21,7 +21,7 @@ GroupKey = tuple[tuple[int, ...], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RecordedCall:
     """One call of the record; `sequence` counts as comm.record says, `done` None on a device."""
 
     group: GroupKey
@@ -51,24 +51,24 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class RankWait:
     """`rank` waits in `call` for ranks `behind`.
 
     other: their call, where they have come as well: it differs, or the two do not end.
     """
 
     rank: int
-    call: Call
+    call: RecordedCall
     behind: tuple[int, ...]
     issued: tuple[int, ...] = ()
-    other: Call | None = None
+    other: RecordedCall | None = None
 
     @property
     def disagrees(self) -> bool:
         return self.other is not None and differ(self.call, self.other)
 
 
-class Record:
+class RankRecord:
     """The snapshot of one rank (comm.record.Snapshot), by groups and peers."""
 
     def __init__(self, snapshot: Mapping[str, Any]) -> None:
@@ -83,7 +83,7 @@ class Record:
             self.messages[key, peer["peer"], "send"] = peer["sent"]
             self.messages[key, peer["peer"], "receive"] = peer["received"]
         self.calls = [
-            Call(
+            RecordedCall(
                 group=keys[call["group"]],
                 axis=groups[call["group"]]["axis"],
                 operation=call["operation"],
@@ -99,13 +99,13 @@ class Record:
             for call in snapshot["calls"]
         ]
 
-    def pending(self) -> list[Call]:
+    def pending(self) -> list[RecordedCall]:
         """Where the host is blocked, and the last call of each kind that a device may wait in."""
         last = {c.line: c for c in self.calls}
         on_device = [c for c in last.values() if c.on_device and c.state != "waiting"]
         return [c for c in self.calls if c.state == "waiting"] + on_device
 
-    def matching(self, call: Call, rank: int) -> Call | None:
+    def matching(self, call: RecordedCall, rank: int) -> RecordedCall | None:
         """My call that must meet `call` of `rank`, if the ring still has it."""
         operation = _OTHER_END.get(call.operation) if call.peer is not None else None
         for mine in reversed(self.calls):
@@ -117,7 +117,7 @@ class Record:
                 return mine
         return None
 
-    def reached(self, call: Call, rank: int) -> int:
+    def reached(self, call: RecordedCall, rank: int) -> int:
         """How many calls of mine could have met those of `rank` up to `call`."""
         if call.peer is None:
             return self.issued.get(call.group, 0)
@@ -127,12 +127,12 @@ class Record:
 class _Meeting:
     """One collective, or one message: who has not come, and with what the others have."""
 
-    def __init__(self, call: Call, rank: int, records: Mapping[int, Record]) -> None:
+    def __init__(self, call: RecordedCall, rank: int, records: Mapping[int, RankRecord]) -> None:
         members = call.ranks if call.peer is None else (call.peer,)
         reached = {m: records[m].reached(call, rank) for m in members if m in records}
         self.behind = tuple(m for m in members if reached.get(m, -1) < call.sequence)
         self.issued = tuple(reached.get(m, -1) for m in self.behind)
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[int, RecordedCall] = {}
         if not self.behind:
             found = {m: records[m].matching(call, rank) for m in members}
             self.calls = {m: other for m, other in found.items() if other is not None}
@@ -141,27 +141,27 @@ class _Meeting:
         self.kinds = {(c.operation, c.dtype, c.shape): m for m, c in backwards}
         self.blocked = sorted(m for m, c in self.calls.items() if c.state == "waiting")
 
-    def wait(self, call: Call, rank: int) -> Wait | None:
+    def wait(self, call: RecordedCall, rank: int) -> RankWait | None:
         """That of `rank`, which is there with `call`."""
         if self.behind:
-            return Wait(rank, call, self.behind, self.issued)
+            return RankWait(rank, call, self.behind, self.issued)
         for member in sorted(self.kinds.values()):
             if member != rank and differ(call, self.calls[member]):
-                return Wait(rank, call, (member,), other=self.calls[member])
+                return RankWait(rank, call, (member,), other=self.calls[member])
         if call.state != "waiting":
             return None
         # All have come. The next one that is blocked in it: so that a group waits in one circle.
         position = bisect(self.blocked, rank)
         following = [m for m in self.blocked[position:] + self.blocked[:1] if m != rank]
         if following:
-            return Wait(rank, call, (following[0],), other=self.calls[following[0]])
-        return Wait(rank, call, ())
+            return RankWait(rank, call, (following[0],), other=self.calls[following[0]])
+        return RankWait(rank, call, ())
 
 
-def waits(records: Mapping[int, Record], blocked: Iterable[int]) -> list[Wait]:
+def waits(records: Mapping[int, RankRecord], blocked: Iterable[int]) -> list[RankWait]:
     """All waits of the ranks `blocked`. Whoever needs a rank without a record waits for it."""
     meetings: dict[tuple[object, ...], _Meeting] = {}
-    found: list[Wait] = []
+    found: list[RankWait] = []
     for rank in sorted(blocked):
         for call in records[rank].pending():
             own = () if call.peer is None else (rank, call.peer, call.operation)
@@ -172,7 +172,7 @@ def waits(records: Mapping[int, Record], blocked: Iterable[int]) -> list[Wait]:
     return found
 
 
-def differ(one: Call, other: Call) -> bool:
+def differ(one: RecordedCall, other: RecordedCall) -> bool:
     """Whether two calls of one number cannot be meant for each other."""
     if one.peer is not None:
         return (one.shape, one.dtype) != (other.shape, other.dtype)
@@ -181,7 +181,7 @@ def differ(one: Call, other: Call) -> bool:
     return one.operation in _ONE_SHAPE and one.shape != other.shape
 
 
-def awaited(found: Sequence[Wait]) -> dict[int, set[int]]:
+def blocked_by(found: Sequence[RankWait]) -> dict[int, set[int]]:
     """Rank -> ranks that wait for it, directly or through others."""
     direct: dict[int, set[int]] = {}
     for wait in found:
@@ -199,21 +199,21 @@ def awaited(found: Sequence[Wait]) -> dict[int, set[int]]:
     return result
 
 
-def circles(found: Sequence[Wait]) -> list[list[Wait]]:
+def cycles(found: Sequence[RankWait]) -> list[list[RankWait]]:
     """Waits that lead back to where they began, for ranks that wait for nobody outside of one."""
-    of_rank: dict[int, list[Wait]] = {}
+    of_rank: dict[int, list[RankWait]] = {}
     for wait in found:
         if wait.behind:
             of_rank.setdefault(wait.rank, []).append(wait)
     ends = {m for wait in found for m in wait.behind} - of_rank.keys()
     explained = set(ends)
-    by_target = awaited(found)
+    by_target = blocked_by(found)
     for end in ends:
         explained |= by_target.get(end, set())
-    result: list[list[Wait]] = []
+    result: list[list[RankWait]] = []
     placed: set[int] = set()
     for start in sorted(of_rank.keys() - explained):
-        path: dict[int, Wait] = {}
+        path: dict[int, RankWait] = {}
         rank = start
         while rank not in path and rank not in placed:
             wait = next((w for w in of_rank[rank] if w.disagrees), of_rank[rank][0])

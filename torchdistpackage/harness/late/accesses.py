@@ -38,7 +38,7 @@ class Access:
 
 
 @dataclass
-class Piece:
+class StorageRange:
     """Bytes of a storage that were read and written alike. reads: the last one of each stream."""
 
     first: int
@@ -46,8 +46,8 @@ class Piece:
     write: Access | None = None
     reads: dict[int, Access] = field(default_factory=dict)
 
-    def part(self, first: int, after: int) -> "Piece":
-        return Piece(first, after, self.write, dict(self.reads))
+    def part(self, first: int, after: int) -> "StorageRange":
+        return StorageRange(first, after, self.write, dict(self.reads))
 
     @property
     def accesses(self) -> list[Access]:
@@ -55,16 +55,16 @@ class Piece:
 
 
 @dataclass
-class Memory:
+class TrackedStorage:
     """A storage. made_on: whose allocator gets it back. kept_for: streams of `record_stream`."""
 
     ref: StorageWeakRef  # while it is held, no other storage gets the same number
     made_on: int
     on_host: bool = False
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[StorageRange] = field(default_factory=list)
     kept_for: set[int] = field(default_factory=set)
 
-    def cut(self, first: int, after: int, whole: bool) -> tuple[list[Access], list[Piece]]:
+    def cut(self, first: int, after: int, whole: bool) -> tuple[list[Access], list[StorageRange]]:
         """Earlier accesses of these bytes, and the pieces to note one in; `whole`: one new one."""
         inside, rest, at = [], [], first
         for piece in sorted(self.pieces, key=lambda p: p.first):
@@ -77,14 +77,14 @@ class Memory:
             if high < piece.after:
                 rest.append(piece.part(high, piece.after))
             if at < low:
-                inside.append(Piece(at, low))
+                inside.append(StorageRange(at, low))
             inside.append(piece.part(low, high))
             at = high
         if at < after:
-            inside.append(Piece(at, after))
+            inside.append(StorageRange(at, after))
         before = [access for piece in inside for access in piece.accesses]
         if whole:
-            inside = [Piece(first, after)]
+            inside = [StorageRange(first, after)]
         self.pieces = rest + inside
         return before, inside
 
@@ -108,8 +108,8 @@ class History:
         self._clocks = _sanitizer.StreamSynchronizations()
         self.names: dict[int, str] = {}
         self.num_host_syncs = self._num_ops = self._num_events = 0
-        self._memories: dict[int, Memory] = {}
-        self._shared: dict[int, Memory] = {}  # those that several streams have used
+        self._memories: dict[int, TrackedStorage] = {}
+        self._shared: dict[int, TrackedStorage] = {}  # those that several streams have used
         self.stream("stream 0 (the default)")
         self.names[HOST] = "the host"
         self._clocks.create_stream(HOST)
@@ -146,11 +146,11 @@ class History:
 
     # -- memory --------------------------------------------------------------------------
 
-    def memory(self, x: Tensor, stream: int) -> Memory:
+    def memory(self, x: Tensor, stream: int) -> TrackedStorage:
         storage = x.untyped_storage()
         found = self._memories.get(storage._cdata)
         if found is None:
-            found = self._memories[storage._cdata] = Memory(StorageWeakRef(storage), stream)
+            found = self._memories[storage._cdata] = TrackedStorage(StorageWeakRef(storage), stream)
         return found
 
     def is_on_host(self, x: Tensor) -> bool:
@@ -162,7 +162,7 @@ class History:
         if (memory := self._memories.pop(storage._cdata, None)) is not None:
             self._shared.pop(storage._cdata, None)
             self._freed(memory, what)
-        self._memories[storage._cdata] = Memory(StorageWeakRef(storage), stream)
+        self._memories[storage._cdata] = TrackedStorage(StorageWeakRef(storage), stream)
 
     def see_frees(self) -> None:
         """Look at memory that is gone since the last time."""
@@ -174,7 +174,7 @@ class History:
             kept = {k: m for k, m in self._memories.items() if not m.ref.expired()}
             self._memories = kept
 
-    def _freed(self, memory: Memory, what: str) -> None:
+    def _freed(self, memory: TrackedStorage, what: str) -> None:
         if memory.on_host:  # torch's allocator waits for copies from and to pinned memory
             return
         owner = memory.made_on

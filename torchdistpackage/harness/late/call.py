@@ -24,7 +24,7 @@ own_operations = torch._C._DisableTorchDispatch
 """Inside, no mode sees what this transport does itself."""
 
 
-class Call:
+class LateCall:
     """One call from its issue to its delivery.
 
     name: operation, number and ranks. finish: writes the results, from what the transfer brought.
@@ -82,7 +82,7 @@ class Call:
 class LateWork(OwnWork):
     """Handle of a call. settle: brings the call about. call: None if that is done."""
 
-    def __init__(self, call: Call | None, settle: Callable[[], None], result: list[Tensor]):
+    def __init__(self, call: LateCall | None, settle: Callable[[], None], result: list[Tensor]):
         super().__init__(result)
         if call is not None:
             call.handle = weakref.ref(self)

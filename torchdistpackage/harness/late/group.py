@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchdistpackage.comm.backends import Transport, register_transport
-from torchdistpackage.comm.io_threads import yield_cores
+from torchdistpackage.comm.io_threads import deprioritize
 from torchdistpackage.errors import RaceError
-from torchdistpackage.harness.late.call import Call, LateWork, issued_at, own_operations
+from torchdistpackage.harness.late.call import LateCall, LateWork, issued_at, own_operations
 from torchdistpackage.harness.late.guard import Guard
 from torchdistpackage.harness.late.orders import LATE
 from torchdistpackage.harness.late.transfer import Mirror, Peers, Posted, Transfer
@@ -34,11 +34,11 @@ class LateGroup(OwnGroup):
 
     def __init__(self, road: Peers | Mirror, rank: int, ranks: tuple[int, ...], name: str):
         super().__init__(rank, len(ranks), name, LATE)
-        self.calls: deque[Call] = deque()
-        self._road, self._ranks = road, ranks
+        self.calls: deque[LateCall] = deque()
+        self._transport, self._ranks = road, ranks
         self._num_issued = 0
         self._batch: list[tuple[Posted, int]] = []
-        self._tags: dict[tuple[str, int], tuple[int, Call]] = {}
+        self._tags: dict[tuple[str, int], tuple[int, LateCall]] = {}
 
     # -- collectives, by the names that torch.distributed calls --------------------------
 
@@ -116,9 +116,13 @@ class LateGroup(OwnGroup):
         return [torch.device("cpu")]
 
     def _get_backend(self, device: torch.device):
-        if self._road.gloo is None:  # of one rank, or mirrored: torch wants one to set limits on
-            self._road.gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(minutes=1))
-        return self._road.gloo
+        if (
+            self._transport.gloo is None
+        ):  # of one rank, or mirrored: torch wants one to set limits on
+            self._transport.gloo = dist.ProcessGroupGloo(
+                dist.HashStore(), 0, 1, timedelta(minutes=1)
+            )
+        return self._transport.gloo
 
     def shutdown(self) -> None:
         """What is still in flight shows when the job ends."""
@@ -147,7 +151,7 @@ class LateGroup(OwnGroup):
         return self._go(
             operation,
             bool(getattr(opts, "asyncOp", False)),
-            lambda: self._road.begin(sends, likes),
+            lambda: self._transport.begin(sends, likes),
             _all(sends),
             writes,
             finish,
@@ -169,7 +173,7 @@ class LateGroup(OwnGroup):
                 _write(room, x)
 
         what = " and ".join(f"{what} {self._ranks[peer]}" for what, _, peer in messages)
-        work = self._go(what, True, lambda: self._road.post(messages), sent, received, finish)
+        work = self._go(what, True, lambda: self._transport.post(messages), sent, received, finish)
         for (what, _, peer), tag in posted:
             before, of = self._tags.get((what, peer), (tag, work.call))
             if before != tag and not of.done:
@@ -210,7 +214,7 @@ class LateGroup(OwnGroup):
             world.observer.called(self, name, list(read.values()), writes, None)
             world.draw()
             return LateWork(None, lambda: None, list(writes))
-        call = Call(name, guards, begin(), finish)
+        call = LateCall(name, guards, begin(), finish)
         work = LateWork(call, lambda: self._settle(call), list(writes))
         self.calls.append(call)
         world.issued(self, call)
@@ -218,7 +222,7 @@ class LateGroup(OwnGroup):
         world.draw()
         return work
 
-    def _settle(self, call: Call) -> None:
+    def _settle(self, call: LateCall) -> None:
         world.draw()
         while not call.done:
             self.deliver_next()
@@ -257,7 +261,7 @@ def _create(options, _) -> LateGroup:
     rank, size = options.group_rank, options.group_size
     ranks = tuple(options.global_ranks_in_group or range(size))
     road = Mirror(rank, size) if _mirrored else Peers(options.store, rank, size, options.timeout)
-    yield_cores()
+    deprioritize()
     return LateGroup(road, rank, ranks, options.group_id)
 
 

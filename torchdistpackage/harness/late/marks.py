@@ -28,7 +28,7 @@ _OURS = __file__, str(Path(_HERE, "strict.py"))
 _KEPT = 4096
 
 
-class Marks:
+class DeviceMemory:
     """The storages on the device."""
 
     def __init__(self) -> None:

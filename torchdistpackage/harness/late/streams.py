@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from torchdistpackage.harness.late.accesses import HOST, Access, History
-from torchdistpackage.harness.late.call import Call, own_operations
-from torchdistpackage.harness.late.watch import tensors_of, written_by
+from torchdistpackage.harness.late.call import LateCall, own_operations
+from torchdistpackage.harness.late.watch import tensors_of, written_arguments
 from torchdistpackage.harness.late.world import Observer, Queue, Tensors, world
 
 
@@ -108,7 +108,7 @@ def _on(stream: StreamDouble | None) -> Iterator[None]:
         _now.stream = before
 
 
-class _Streams:
+class _StreamsDouble:
     """In place of ZeRO's `CudaStreams`. All is in host memory here, so what is pinned is marked."""
 
     def __init__(self, device: torch.device):
@@ -131,7 +131,7 @@ class _Streams:
         return x
 
 
-class _Operations(TorchDispatchMode):
+class _AccessMode(TorchDispatchMode):
     """Notes what each operation reads and writes."""
 
     def __init__(self, history: History):
@@ -154,7 +154,7 @@ class _Operations(TorchDispatchMode):
             crosses = func in _COPIES and any(places) and not all(places)
             for x in made:
                 history.memory(x, _now.stream).on_host = stream == HOST
-            places_written = written_by(func)
+            places_written = written_arguments(func)
             if places_written is None:
                 reads, writes = [], []
             else:
@@ -185,10 +185,10 @@ class _Calls(Observer):
     def __init__(self, history: History):
         self._history = history
         self._streams: dict[Queue, int] = {}
-        self._ends: dict[Call, tuple[int, list[Access]]] = {}
+        self._ends: dict[LateCall, tuple[int, list[Access]]] = {}
 
     def called(
-        self, queue: Queue, name: str, reads: Tensors, writes: Tensors, call: Call | None
+        self, queue: Queue, name: str, reads: Tensors, writes: Tensors, call: LateCall | None
     ) -> None:
         history = self._history
         for x in (*reads, *writes):
@@ -207,7 +207,7 @@ class _Calls(Observer):
         history.record(end, stream)
         self._ends[call] = end, accesses
 
-    def waited(self, call: Call) -> None:
+    def waited(self, call: LateCall) -> None:
         if call in self._ends:
             end, accesses = self._ends[call]
             self._history.wait(_now.stream, end)
@@ -218,9 +218,9 @@ class _Calls(Observer):
 _OF_A_DEVICE: dict[tuple[str, str], object] = {
     ("streams", "place_of"): lambda parameter: 0,
     ("streams", "current"): lambda place: (_now.stream, 0, 1),
-    ("zero.streams", "streams_of"): _Streams,
-    ("zero.offload", "streams_of"): _Streams,
-    ("zero.parameters", "streams_of"): _Streams,
+    ("zero.streams", "streams_of"): _StreamsDouble,
+    ("zero.offload", "streams_of"): _StreamsDouble,
+    ("zero.parameters", "streams_of"): _StreamsDouble,
 }
 """Names in modules of ddp that ask for the device, by name as ddp stands on this folder."""
 
@@ -256,7 +256,7 @@ def ordered_streams() -> Iterator[History]:
         stack.callback(_histories.pop)
         before, _now.stream = _now.stream, 0
         stack.callback(setattr, _now, "stream", before)
-        stack.enter_context(_Operations(history))
+        stack.enter_context(_AccessMode(history))
         yield history
         history.see_frees()
 

@@ -22,7 +22,7 @@ from torchdistpackage.comm import backends
 from torchdistpackage.comm.record import dtype_name
 from torchdistpackage.errors import RaceError
 from torchdistpackage.harness.late.call import issued_at
-from torchdistpackage.harness.late.marks import DEVICE, Marks, caller, is_users
+from torchdistpackage.harness.late.marks import DEVICE, DeviceMemory, caller, is_users
 from torchdistpackage.harness.late.orders import LATE, Order
 from torchdistpackage.harness.late.world import world
 
@@ -40,7 +40,7 @@ class Strict:
     """Looks at the tensors of calls; see `strictness`."""
 
     def __init__(self) -> None:
-        self.marks = Marks()
+        self.marks = DeviceMemory()
 
     def check(self, name: str, operation: str, tensors: Sequence[Tensor]) -> None:
         """Refuse what NCCL would.
@@ -72,7 +72,7 @@ def strictness(token: str) -> Iterator[None]:
     usual = backends._transports[LATE]
     backends.register_transport(replace(usual, device_type=str(DEVICE)))
     try:
-        with _Functions(found.marks) as functions, _Operations(found.marks):
+        with _Functions(found.marks) as functions, _DeviceMarkMode(found.marks):
             # torch calls a function without the mode that saw it, hooks of a backward included
             torch.autograd._engine_run_backward = partial(_within, functions, run_backward)
             yield
@@ -92,7 +92,7 @@ def _within(mode: TorchFunctionMode, function: Callable[..., Any], *args, **kwar
 class _Functions(TorchFunctionMode):
     """Sees which device a function is asked for."""
 
-    def __init__(self, marks: Marks):
+    def __init__(self, marks: DeviceMemory):
         super().__init__()
         self._marks = marks
         self._special: dict[object, Callable[..., Any]] = {
@@ -158,10 +158,10 @@ class _Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Operations(TorchDispatchMode):
+class _DeviceMarkMode(TorchDispatchMode):
     """Marks what is computed from marked tensors."""
 
-    def __init__(self, marks: Marks):
+    def __init__(self, marks: DeviceMemory):
         super().__init__()
         self._marks = marks
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchdistpackage.errors import RaceError
-from torchdistpackage.harness.late.call import Call, issued_at
+from torchdistpackage.harness.late.call import LateCall, issued_at
 from torchdistpackage.harness.late.guard import CHANGED, READ, WRITTEN, Guard, span
 
 _METADATA = {
@@ -23,7 +23,7 @@ _METADATA = {
 }  # fmt: skip
 
 
-class Watch(TorchDispatchMode):
+class InFlightGuard(TorchDispatchMode):
     """Inside, an operation that reads what a call writes, or writes what it uses, raises.
 
     calls: those in flight.
@@ -32,7 +32,7 @@ class Watch(TorchDispatchMode):
         RaceError: at the operation.
     """
 
-    def __init__(self, calls: Callable[[], list[Call]]):
+    def __init__(self, calls: Callable[[], list[LateCall]]):
         super().__init__()
         self._calls = calls
 
@@ -42,13 +42,13 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if (calls := self._calls()) and (written := written_by(func)) is not None:
+        if (calls := self._calls()) and (written := written_arguments(func)) is not None:
             for at, x in tensors_of(args, kwargs):
                 _look(calls, func, x, at in written)
         return func(*args, **kwargs)
 
 
-def _look(calls: list[Call], func, x: Tensor, writes: bool) -> None:
+def _look(calls: list[LateCall], func, x: Tensor, writes: bool) -> None:
     if x.layout is not torch.strided or x.is_meta or not x.numel():
         return
     first, after = span(x)
@@ -59,7 +59,7 @@ def _look(calls: list[Call], func, x: Tensor, writes: bool) -> None:
                 _raise(call, guard, func, writes)
 
 
-def _raise(call: Call, guard: Guard, func, writes: bool) -> None:
+def _raise(call: LateCall, guard: Guard, func, writes: bool) -> None:
     found = READ
     if writes:
         found = WRITTEN if guard.written else CHANGED
@@ -70,7 +70,7 @@ def _raise(call: Call, guard: Guard, func, writes: bool) -> None:
 
 
 @cache
-def written_by(func) -> frozenset[int | str] | None:
+def written_arguments(func) -> frozenset[int | str] | None:
     """Which arguments an operation writes, by place and name; None: it touches no elements."""
     arguments = func._schema.arguments
     aliases = [a.alias_info for a in arguments]

@@ -7,10 +7,10 @@ from typing import Protocol
 from torch import Tensor
 
 from torchdistpackage.errors import RaceError
-from torchdistpackage.harness.late.call import Call
+from torchdistpackage.harness.late.call import LateCall
 from torchdistpackage.harness.late.guard import Guard
 from torchdistpackage.harness.late.orders import LATE, Order
-from torchdistpackage.harness.late.watch import Watch
+from torchdistpackage.harness.late.watch import InFlightGuard
 
 _PATIENCE_S = 0.02
 """How long a call that is to complete before its wait may take."""
@@ -22,7 +22,7 @@ Tensors = Sequence[Tensor]
 class Queue(Protocol):
     """A group, whose calls are delivered in order."""
 
-    calls: Sequence[Call]
+    calls: Sequence[LateCall]
 
     def deliver_next(self) -> None: ...
 
@@ -37,11 +37,11 @@ class Observer:
     """Follows calls from stream to stream (streams.py); this one looks away."""
 
     def called(
-        self, queue: Queue, name: str, reads: Tensors, writes: Tensors, call: Call | None
+        self, queue: Queue, name: str, reads: Tensors, writes: Tensors, call: LateCall | None
     ) -> None:
         """call: None if the caller's stream runs it."""
 
-    def waited(self, call: Call) -> None:
+    def waited(self, call: LateCall) -> None:
         """The caller's stream waits."""
 
 
@@ -55,7 +55,7 @@ class World:
 
     def _begin(self, token: str, rank: int) -> None:
         self._order, self.queues = Order(token, rank), list[Queue]()
-        self._open: list[Call] = []
+        self._open: list[LateCall] = []
 
     @contextmanager
     def job(self, token: str, rank: int) -> Iterator[None]:
@@ -65,12 +65,12 @@ class World:
             RaceError: a call was lost.
         """
         self._begin(token, rank)
-        with Watch(self._in_flight):
+        with InFlightGuard(self._in_flight):
             yield
         self._look_for_lost()
         self._begin(LATE, 0)
 
-    def _in_flight(self) -> list[Call]:
+    def _in_flight(self) -> list[LateCall]:
         return [call for queue in self.queues for call in queue.calls]
 
     def _look_for_lost(self) -> None:
@@ -83,7 +83,7 @@ class World:
                 f"writes is still in use{lost[0].where}"
             )
 
-    def issued(self, queue: Queue, call: Call) -> None:
+    def issued(self, queue: Queue, call: LateCall) -> None:
         self._open.append(call)
         if queue not in self.queues:
             self.queues.append(queue)
@@ -125,7 +125,7 @@ class World:
                 queue.deliver_next()
 
 
-def _meets(call: Call, guards: Sequence[Guard]) -> bool:
+def _meets(call: LateCall, guards: Sequence[Guard]) -> bool:
     return any(
         (one.written or other.written)
         and one.span[0] < other.span[1]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchdistpackage.harness.lint.host import split
-from torchdistpackage.harness.lint.order import CREATION, SPLIT, START, Disagreement, Entry
+from torchdistpackage.harness.lint.order import CREATION, SPLIT, START, Disagreement, PendingOp
 
 OPS: dict[str, tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = {
     "sum": (dist.ReduceOp.SUM, torch.add),
@@ -51,7 +51,7 @@ def op_name(op: object) -> str:
 
 
 @torch.no_grad()
-def deliver(entries: list[Entry]) -> None:
+def deliver(entries: list[PendingOp]) -> None:
     """Move the data of a collective whose members, in group order, have all entered.
 
     Raises:
@@ -101,20 +101,20 @@ def rows(x: Tensor, sizes: Sequence[int] | None, number: int) -> list[Tensor]:
     return list(x.detach().split(sizes))
 
 
-def _all_reduce(entries: list[Entry], payloads: list[Payload]) -> None:
+def _all_reduce(entries: list[PendingOp], payloads: list[Payload]) -> None:
     for same in zip(*(p.inputs for p in payloads), strict=True):
         total = combined(list(same), payloads[0].op)
         for x in same:
             copy(total, x)
 
 
-def _reduce(entries: list[Entry], payloads: list[Payload]) -> None:
+def _reduce(entries: list[PendingOp], payloads: list[Payload]) -> None:
     root = payloads[0].root
     for same in zip(*(p.inputs for p in payloads), strict=True):
         copy(combined(list(same), payloads[0].op), same[root])
 
 
-def _broadcast(entries: list[Entry], payloads: list[Payload]) -> None:
+def _broadcast(entries: list[PendingOp], payloads: list[Payload]) -> None:
     root = payloads[0].root
     for same in zip(*(p.inputs for p in payloads), strict=True):
         for i, x in enumerate(same):
@@ -122,7 +122,7 @@ def _broadcast(entries: list[Entry], payloads: list[Payload]) -> None:
                 copy(same[root], x)
 
 
-def _all_gather(entries: list[Entry], payloads: list[Payload]) -> None:
+def _all_gather(entries: list[PendingOp], payloads: list[Payload]) -> None:
     for i, source in enumerate(payloads):
         for j, target in enumerate(payloads):
             _same_size(entries, i, j, source.inputs[0], target.outputs[i])
@@ -132,7 +132,7 @@ def _all_gather(entries: list[Entry], payloads: list[Payload]) -> None:
             copy(x, room)
 
 
-def _reduce_scatter(entries: list[Entry], payloads: list[Payload]) -> None:
+def _reduce_scatter(entries: list[PendingOp], payloads: list[Payload]) -> None:
     for i, target in enumerate(payloads):
         for j, source in enumerate(payloads):
             _same_size(entries, j, i, source.inputs[i], target.outputs[0])
@@ -142,7 +142,7 @@ def _reduce_scatter(entries: list[Entry], payloads: list[Payload]) -> None:
         copy(part, target.outputs[0])
 
 
-def _all_to_all(entries: list[Entry], payloads: list[Payload]) -> None:
+def _all_to_all(entries: list[PendingOp], payloads: list[Payload]) -> None:
     for i, source in enumerate(payloads):
         for j, target in enumerate(payloads):
             _same_size(entries, i, j, source.inputs[j], target.outputs[i])
@@ -152,25 +152,25 @@ def _all_to_all(entries: list[Entry], payloads: list[Payload]) -> None:
             copy(kept[i][j], room)
 
 
-def _gather(entries: list[Entry], payloads: list[Payload]) -> None:
+def _gather(entries: list[PendingOp], payloads: list[Payload]) -> None:
     root = payloads[0].root
     for i, source in enumerate(payloads):
         _same_size(entries, i, root, source.inputs[0], payloads[root].outputs[i])
         copy(source.inputs[0], payloads[root].outputs[i])
 
 
-def _scatter(entries: list[Entry], payloads: list[Payload]) -> None:
+def _scatter(entries: list[PendingOp], payloads: list[Payload]) -> None:
     root = payloads[0].root
     for i, target in enumerate(payloads):
         _same_size(entries, root, i, payloads[root].inputs[i], target.outputs[0])
         copy(payloads[root].inputs[i], target.outputs[0])
 
 
-def _nothing(entries: list[Entry], payloads: list[Payload]) -> None:
+def _nothing(entries: list[PendingOp], payloads: list[Payload]) -> None:
     """A barrier, or the making of a group."""
 
 
-def _same_size(entries: list[Entry], i: int, j: int, sent: Tensor, room: Tensor) -> None:
+def _same_size(entries: list[PendingOp], i: int, j: int, sent: Tensor, room: Tensor) -> None:
     if sent.numel() != room.numel():
         one, other = entries[i], entries[j]
         raise Disagreement(
@@ -181,7 +181,7 @@ def _same_size(entries: list[Entry], i: int, j: int, sent: Tensor, room: Tensor)
         )
 
 
-_RULES: dict[str, Callable[[list[Entry], list[Any]], None]] = {
+_RULES: dict[str, Callable[[list[PendingOp], list[Any]], None]] = {
     "all_reduce": _all_reduce,
     "reduce": _reduce,
     "broadcast": _broadcast,

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from torchdistpackage.harness.lint.order import (
     CREATION,
     SPLIT,
-    Board,
     Disagreement,
-    Entry,
-    Message,
+    Matcher,
+    P2POp,
+    PendingOp,
     Where,
 )
 
 Name = Callable[[int], str]
 """A rank as people call it: `rank 3 (data 1 tensor 1)`."""
 
-Path = list[tuple[Entry, int | Entry, Message | None]]
+Path = list[tuple[PendingOp, int | PendingOp, P2POp | None]]
 """Steps of a way: an entry, what it needs (a rank that has not made its call, or an entry that must
 be done first), and for which of its messages."""
 
@@ -56,13 +56,13 @@ def disagreement(found: Disagreement, name: Name) -> Finding:
     one, other = _rank(first), _rank(second)
     if found.what:
         head = f"{name(one)} and {name(other)} disagree on {group}: {found.what}"
-    elif isinstance(first, Entry) and isinstance(second, Entry):
+    elif isinstance(first, PendingOp) and isinstance(second, PendingOp):
         head = (
             f"call {first.number} of {group} is {_call(first)} on {name(one)}, but "
             f"{_call(second)} on {name(other)}{_difference(first, second)}"
         )
     else:
-        assert isinstance(first, Message) and isinstance(second, Message)
+        assert isinstance(first, P2POp) and isinstance(second, P2POp)
         head = (
             f"on {group} {name(one)} has posted {first.call} {_towards(first, name)}, but "
             f"{name(other)} {second.call} {_towards(second, name)}"
@@ -72,13 +72,15 @@ def disagreement(found: Disagreement, name: Name) -> Finding:
     return Finding(kind, (one, other), _with_stacks(head, stacks, name))
 
 
-def stuck(board: Board, entries: Sequence[Entry], name: Name) -> Finding:
+def stuck(board: Matcher, entries: Sequence[PendingOp], name: Name) -> Finding:
     """What `entries`, none of which can ever be done, wait for in the end.
 
     A call that a rank which has returned did not make goes before a circle of waits.
     """
     for kind in ("missing", "cycle"):
-        seen: set[Entry] = set()  # what was gone through in vain leads nowhere from another start
+        seen: set[PendingOp] = (
+            set()
+        )  # what was gone through in vain leads nowhere from another start
         for entry in entries:
             path = _search(board, entry, kind, seen)
             if path is not None:
@@ -86,11 +88,11 @@ def stuck(board: Board, entries: Sequence[Entry], name: Name) -> Finding:
     raise AssertionError("an entry that waits for nobody")
 
 
-def makes_group(entry: Entry) -> bool:
+def makes_group(entry: PendingOp) -> bool:
     return entry.calls in ((CREATION,), (SPLIT,))
 
 
-def waits(board: Board, name: Name) -> str:
+def waits(board: Matcher, name: Name) -> str:
     """Where every waiting rank is, one line each."""
     return "\n".join(
         f"  {name(rank)} waits in {_spoken(entry, name)}"
@@ -113,7 +115,7 @@ def stack(where: Where) -> str:
 # -- the graph: an entry waits for ranks that have not made a call, or for another entry ------
 
 
-def _needs(entry: Entry) -> Iterator[tuple[int | Entry, Message | None]]:
+def _needs(entry: PendingOp) -> Iterator[tuple[int | PendingOp, P2POp | None]]:
     """What an entry waits for, and with which of its messages."""
     group, queue = entry.group, entry.group.queue_of(entry)
     if queue and queue[0] is not entry:
@@ -141,7 +143,7 @@ def _needs(entry: Entry) -> Iterator[tuple[int | Entry, Message | None]]:
             yield from ((rank, message) for rank in group.ranks if rank != entry.rank)
 
 
-def _search(board: Board, start: Entry, kind: str, seen: set[Entry]) -> Path | None:
+def _search(board: Matcher, start: PendingOp, kind: str, seen: set[PendingOp]) -> Path | None:
     """The way from `start` to a rank that has ended, or to an entry that is on the way already."""
     if start in seen:
         return None
@@ -159,11 +161,11 @@ def _search(board: Board, start: Entry, kind: str, seen: set[Entry]) -> Path | N
             del place[entry]
             continue
         path.append((entry, needed, message))
-        if not isinstance(needed, Entry) and needed in board.ended:
+        if not isinstance(needed, PendingOp) and needed in board.ended:
             if kind == "missing":
                 return path
             continue
-        then = needed if isinstance(needed, Entry) else board.waiting.get(needed)
+        then = needed if isinstance(needed, PendingOp) else board.waiting.get(needed)
         if then is None:
             continue
         if kind == "cycle" and then in place:
@@ -175,18 +177,18 @@ def _search(board: Board, start: Entry, kind: str, seen: set[Entry]) -> Path | N
     return None
 
 
-def _told(board: Board, path: Path, kind: str, name: Name) -> Finding:
+def _told(board: Matcher, path: Path, kind: str, name: Name) -> Finding:
     head = "ranks wait for each other in a circle:"
     if kind == "missing":
         head = "a call is missing: somebody waits for a rank that has returned without it"
     lines = [head]
     for entry, needed, message in path:
-        rank = needed.rank if isinstance(needed, Entry) else needed
+        rank = needed.rank if isinstance(needed, PendingOp) else needed
         what = _spoken(entry, name, message)
         does = "waits in" if board.waiting.get(entry.rank) is entry else "has issued"
         if rank == entry.rank:
             line = f"{does} {what}, which stands behind an earlier call of its own"
-        elif isinstance(needed, Entry):
+        elif isinstance(needed, PendingOp):
             line = f"{does} {what}, to which {name(rank)} comes after a call that is not done:"
         elif entry.calls:
             line = f"{does} {what}, which {name(rank)} has not entered"
@@ -211,7 +213,7 @@ def _with_stacks(head: str, stacks: Sequence[tuple[int, Where]], name: Name) -> 
     return "\n".join([head, *parts])
 
 
-def _spoken(entry: Entry, name: Name, message: Message | None = None) -> str:
+def _spoken(entry: PendingOp, name: Name, message: P2POp | None = None) -> str:
     if entry.calls:
         return f"call {entry.number} of {entry.group}, {_call(entry)}"
     shown = [m for m in entry.messages if not m.done] if message is None else [message]
@@ -219,17 +221,17 @@ def _spoken(entry: Entry, name: Name, message: Message | None = None) -> str:
     return f"{' and '.join(texts)} on {entry.group}"
 
 
-def _towards(message: Message, name: Name) -> str:
+def _towards(message: P2POp, name: Name) -> str:
     peer = "anybody" if message.peer is None else name(message.peer)
     return f"{'to' if message.is_send else 'from'} {peer}"
 
 
-def _call(entry: Entry) -> str:
+def _call(entry: PendingOp) -> str:
     first, more = str(entry.calls[0]), len(entry.calls) - 1
     return f"{first} and {more} more" if more else first
 
 
-def _difference(first: Entry, second: Entry) -> str:
+def _difference(first: PendingOp, second: PendingOp) -> str:
     """Which fact of the same operation differs."""
     one, other = first.calls[0], second.calls[0]
     if one.operation != other.operation:
@@ -239,15 +241,15 @@ def _difference(first: Entry, second: Entry) -> str:
     return f": they differ in {', '.join(names)}"
 
 
-def _entry(end: Entry | Message) -> Entry:
-    entry = end if isinstance(end, Entry) else end.entry
+def _entry(end: PendingOp | P2POp) -> PendingOp:
+    entry = end if isinstance(end, PendingOp) else end.entry
     assert entry is not None
     return entry
 
 
-def _rank(end: Entry | Message) -> int:
+def _rank(end: PendingOp | P2POp) -> int:
     return _entry(end).rank
 
 
-def _where(end: Entry | Message) -> Where:
+def _where(end: PendingOp | P2POp) -> Where:
     return end.where

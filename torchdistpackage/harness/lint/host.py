@@ -16,17 +16,17 @@ from torchdistpackage.harness.lint.launch import Trace, drive, groups_again, rep
 from torchdistpackage.harness.lint.order import (
     CREATION,
     SPLIT,
-    Board,
-    Call,
     Disagreement,
-    Entry,
-    Group,
-    Message,
+    LintGroup,
+    Matcher,
+    OpSignature,
+    P2POp,
+    PendingOp,
 )
 
-Before = Callable[[Entry, Sequence[Message]], Iterator[Entry]]
+Before = Callable[[PendingOp, Sequence[P2POp]], Iterator[PendingOp]]
 """What is waited for before an entry with these messages is issued."""
-FIRST_USE = Call("first use")
+FIRST_USE = OpSignature("first use")
 CONNECTS = (("connects", "the pair"),)
 
 HEAD = (
@@ -39,40 +39,40 @@ HEAD = (
 class Connections:
     """What each rank has connected so far, and the entries in which it stops to do so."""
 
-    def __init__(self, board: Board):
+    def __init__(self, board: Matcher):
         self._board = board
-        self._meetings: dict[Group, Group] = {}
-        self._known: set[tuple[int, Group]] = set()
-        self._pairs: set[tuple[int, Group, int | None, int]] = set()
+        self._meetings: dict[LintGroup, LintGroup] = {}
+        self._known: set[tuple[int, LintGroup]] = set()
+        self._pairs: set[tuple[int, LintGroup, int | None, int]] = set()
 
-    def before(self, entry: Entry, messages: Sequence[Message]) -> Iterator[Entry]:
+    def before(self, entry: PendingOp, messages: Sequence[P2POp]) -> Iterator[PendingOp]:
         """Entries that are waited for before this one is issued; messages: its own."""
         rank, group = entry.rank, entry.group
         if not group.lazy or len(group.ranks) == 1:
             return
         connects, new = self.note(rank, group, entry, messages)
         if connects:
-            first = Entry(rank, self._meeting(group), (FIRST_USE,), where=entry.where)
+            first = PendingOp(rank, self._meeting(group), (FIRST_USE,), where=entry.where)
             self._board.issue(first)
             yield first
         if not new:
             return
-        pairs = Entry(rank, self._meeting(group), (), len(new), entry.where)
+        pairs = PendingOp(rank, self._meeting(group), (), len(new), entry.where)
         self._board.issue(pairs)
         for m in new:
-            call = Call(m.call.operation, CONNECTS)
-            self._board.post(pairs, Message(call, m.source, m.target, where=m.where))
+            call = OpSignature(m.call.operation, CONNECTS)
+            self._board.post(pairs, P2POp(call, m.source, m.target, where=m.where))
         yield pairs
 
     def note(
-        self, rank: int, group: Group, entry: Entry, messages: Sequence[Message]
-    ) -> tuple[bool, list[Message]]:
+        self, rank: int, group: LintGroup, entry: PendingOp, messages: Sequence[P2POp]
+    ) -> tuple[bool, list[P2POp]]:
         """(whether `group` is connected by the entry, which of its messages connect a pair)."""
         connects = bool(entry.calls) or (entry.is_batch and rank not in group.eager)
         connects = connects and (rank, group) not in self._known
         if connects:
             self._known.add((rank, group))
-        new: list[Message] = []
+        new: list[P2POp] = []
         for m in messages:
             key = rank, group, m.source, m.target
             if m.source is not None and key not in self._pairs:
@@ -80,10 +80,10 @@ class Connections:
                 new.append(m)
         return connects, new
 
-    def _meeting(self, group: Group) -> Group:
+    def _meeting(self, group: LintGroup) -> LintGroup:
         """Where members of a group meet to connect it, beside its own queue."""
         if group not in self._meetings:
-            self._meetings[group] = Group(group.ranks, group.name)
+            self._meetings[group] = LintGroup(group.ranks, group.name)
         return self._meetings[group]
 
 
@@ -98,14 +98,14 @@ def host_blocking(
     if earlier and (found := host_blocking(earlier, name)):
         return found
 
-    def again(old: Group) -> Group:
-        new = Group(old.ranks, old.name, lazy=old.lazy)
+    def again(old: LintGroup) -> LintGroup:
+        new = LintGroup(old.ranks, old.name, lazy=old.lazy)
         new.eager = old.eager
         return new
 
     groups = groups_again(traces, again)
 
-    def runs(board: Board) -> list[Iterator[Entry]]:
+    def runs(board: Matcher) -> list[Iterator[PendingOp]]:
         connections = Connections(board)
         for trace in earlier:
             for entry, _ in trace:
@@ -126,18 +126,18 @@ class Making:
     """Where ranks meet to make groups: the members of each, or all ranks to split their world."""
 
     def __init__(self, num_ranks: int):
-        self._world = Group(range(num_ranks), "global")
-        self._of: dict[Group, Group] = {}
+        self._world = LintGroup(range(num_ranks), "global")
+        self._of: dict[LintGroup, LintGroup] = {}
 
-    def entry(self, rank: int, group: Group, is_split: bool) -> Entry:
+    def entry(self, rank: int, group: LintGroup, is_split: bool) -> PendingOp:
         """What `rank` waits for to have made `group`."""
         if is_split:
-            return Entry(rank, self._world, (SPLIT,), payload=group.ranks)
+            return PendingOp(rank, self._world, (SPLIT,), payload=group.ranks)
         if group not in self._of:
-            self._of[group] = Group(group.ranks, group.name)
-        return Entry(rank, self._of[group], (CREATION,))
+            self._of[group] = LintGroup(group.ranks, group.name)
+        return PendingOp(rank, self._of[group], (CREATION,))
 
-    def met(self, entries: list[Entry]) -> None:
+    def met(self, entries: list[PendingOp]) -> None:
         """Check what came together.
 
         Raises:
@@ -147,7 +147,7 @@ class Making:
             split(entries, [cast(tuple[int, ...], e.payload) for e in entries])
 
 
-def split(entries: Sequence[Entry], lists: Sequence[tuple[int, ...]]) -> None:
+def split(entries: Sequence[PendingOp], lists: Sequence[tuple[int, ...]]) -> None:
     """All ranks of the world make one communicator each, of the ranks in their `lists`, or none.
 
     Raises:

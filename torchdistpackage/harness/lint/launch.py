@@ -14,15 +14,15 @@ from torchdistpackage.harness.lint.explain import Finding, Name, disagreement, s
 from torchdistpackage.harness.lint.order import (
     CREATION,
     SPLIT,
-    Board,
     Disagreement,
-    Entry,
-    Group,
-    Message,
+    LintGroup,
+    Matcher,
+    P2POp,
+    PendingOp,
     Queues,
 )
 
-Trace = Sequence[tuple[Entry, bool]]
+Trace = Sequence[tuple[PendingOp, bool]]
 """What a rank did, in order: an entry, and whether it waited for it (or else issued it)."""
 
 HEAD = (
@@ -43,13 +43,13 @@ def launch_order(traces: Sequence[Trace], name: Name) -> Finding | None:
     # hosts make groups, and no device
     on_device = [[(e, w) for e, w in t if not {CREATION, SPLIT} & set(e.calls)] for t in traces]
 
-    def again(old: Group) -> Group:
+    def again(old: LintGroup) -> LintGroup:
         """What goes through host memory holds no device up."""
-        return Group(old.ranks, old.name, None if old.in_host else queues)
+        return LintGroup(old.ranks, old.name, None if old.in_host else queues)
 
     groups = groups_again(on_device, again)
 
-    def runs(board: Board) -> list[Iterator[Entry]]:
+    def runs(board: Matcher) -> list[Iterator[PendingOp]]:
         return [replay(board, trace, groups) for trace in on_device]
 
     found = drive(runs, list(groups.values()), name)
@@ -62,20 +62,20 @@ def as_launch_order(found: Finding) -> Finding:
 
 
 def drive(
-    start: Callable[[Board], Sequence[Iterator[Entry]]],
-    groups: Sequence[Group],
+    start: Callable[[Matcher], Sequence[Iterator[PendingOp]]],
+    groups: Sequence[LintGroup],
     name: Name,
-    met: Callable[[list[Entry]], object] | None = None,
+    met: Callable[[list[PendingOp]], object] | None = None,
 ) -> Finding | None:
     """Run every rank's calls on a board; a rank gives each entry that it waits for."""
     ready: deque[int] = deque()
 
-    def done(entry: Entry) -> None:
+    def done(entry: PendingOp) -> None:
         if board.waiting.get(entry.rank) is entry:
             del board.waiting[entry.rank]
             ready.append(entry.rank)
 
-    board = Board(met=met, done=done)
+    board = Matcher(met=met, done=done)
     runs = start(board)
     ready.extend(range(len(runs)))
     try:
@@ -94,35 +94,37 @@ def drive(
     return stuck(board, left, name) if left else None
 
 
-def groups_again(traces: Sequence[Trace], again: Callable[[Group], Group]) -> dict[Group, Group]:
+def groups_again(
+    traces: Sequence[Trace], again: Callable[[LintGroup], LintGroup]
+) -> dict[LintGroup, LintGroup]:
     """For each group in the traces the one that stands for it."""
     old = dict.fromkeys(entry.group for trace in traces for entry, _ in trace)
     return {group: again(group) for group in old}
 
 
 def replay(
-    board: Board,
+    board: Matcher,
     trace: Trace,
-    groups: dict[Group, Group],
-    before: Callable[[Entry, Sequence[Message]], Iterator[Entry]] | None = None,
-) -> Iterator[Entry]:
+    groups: dict[LintGroup, LintGroup],
+    before: Callable[[PendingOp, Sequence[P2POp]], Iterator[PendingOp]] | None = None,
+) -> Iterator[PendingOp]:
     """The same entries on other groups; gives those that are waited for.
 
     before: what else is waited for when an entry with these messages comes.
     """
-    new: dict[Entry, Entry] = {}
+    new: dict[PendingOp, PendingOp] = {}
     for entry, is_wait in trace:
         if is_wait:
             yield new[entry]
             continue
         parts = entry.messages
-        again = new[entry] = Entry(
+        again = new[entry] = PendingOp(
             *(entry.rank, groups[entry.group], entry.calls, len(parts), entry.where),
-            road=entry.road,
+            channel=entry.channel,
             is_batch=entry.is_batch,
         )
         if before is not None:
             yield from before(again, parts)
         board.issue(again)
         for m in parts:
-            board.post(again, Message(m.call, m.source, m.target, m.tag, m.where))
+            board.post(again, P2POp(m.call, m.source, m.target, m.tag, m.where))

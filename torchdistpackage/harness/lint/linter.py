@@ -15,11 +15,11 @@ from torchdistpackage.harness.lint import delivery
 from torchdistpackage.harness.lint.host import host_blocking
 from torchdistpackage.harness.lint.launch import launch_order
 from torchdistpackage.harness.lint.making import BACKEND, attach
-from torchdistpackage.harness.lint.order import Board, Group
-from torchdistpackage.harness.lint.report import Report, group_kinds, group_name, rank_name
+from torchdistpackage.harness.lint.order import LintGroup, Matcher
+from torchdistpackage.harness.lint.report import LintReport, group_kinds, group_name, rank_name
 from torchdistpackage.harness.lint.threads import Threads
 from torchdistpackage.harness.lint.transport import carry
-from torchdistpackage.harness.lint.work import Wire
+from torchdistpackage.harness.lint.work import LintContext
 from torchdistpackage.harness.lint.worlds import settings_kept, worlds
 from torchdistpackage.topology.views import Size, Topology, topology
 
@@ -29,7 +29,7 @@ Axes = Topology | Mapping[str, int] | Sequence[tuple[str, Size]] | int
 
 def lint(
     step: Callable[[int], object], axes: Axes, *, limit_s: float = 60.0, queued: bool = True
-) -> Report:
+) -> LintReport:
     """Run `step(rank)` on every rank of a layout, each as a thread, and check all its calls.
 
     step: may call torch.distributed, the package's own functions, `tpc`, which is set up for
@@ -53,11 +53,11 @@ def lint(
     size = layout.world_size
     name = partial(rank_name, layout)
     with worlds() as torch_worlds, settings_kept():
-        board = Board(met=delivery.deliver, matched=carry, done=lambda entry: threads.done(entry))
+        board = Matcher(met=delivery.deliver, matched=carry, done=lambda entry: threads.done(entry))
         threads = Threads(size, board, name, limit_s)
-        wire = Wire(
+        wire = LintContext(
             threads,
-            Group(range(size), "global"),
+            LintGroup(range(size), "global"),
             queued,
             partial(group_name, layout),
             calls=[[] for _ in range(size)],
@@ -69,13 +69,13 @@ def lint(
             torch_worlds.enter()
             attach(wire)
             dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size)
-            with tpc.apart():
+            with tpc.isolated():
                 tpc.setup(layout, rank)
                 wire.start(rank)
                 return step(rank)
 
         results = threads.run(body)
-    return Report(
+    return LintReport(
         topology=layout,
         finding=threads.finding
         or launch_order(wire.traces, name)

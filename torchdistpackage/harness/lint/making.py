@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from torchdistpackage.comm.backends import Transport, register_transport
 from torchdistpackage.errors import CommError
-from torchdistpackage.harness.lint.order import CREATION, Entry, Group
+from torchdistpackage.harness.lint.order import CREATION, LintGroup, PendingOp
 from torchdistpackage.harness.lint.stacks import stack_here
 from torchdistpackage.harness.lint.transport import ThreadGroup
-from torchdistpackage.harness.lint.work import Wire
+from torchdistpackage.harness.lint.work import LintContext
 
 BACKEND = "threads"
 """What ranks of a lint talk over; it stands for NCCL where calls are queued."""
@@ -26,13 +26,13 @@ HOST_BACKEND = "threads_host"
 class _Here(threading.local):
     """The wire of the lint that this thread is a rank of."""
 
-    wire: Wire | None = None
+    wire: LintContext | None = None
 
 
 _here = _Here()
 
 
-def attach(wire: Wire) -> None:
+def attach(wire: LintContext) -> None:
     """This thread is a rank of the lint: groups that it makes are of threads."""
     _here.wire = wire
     for name in (BACKEND, HOST_BACKEND):
@@ -53,14 +53,14 @@ def _create(backend: str, options, _) -> ThreadGroup:
         if key not in wire.made:
             in_host = backend == HOST_BACKEND
             label = wire.label(ranks) + " (host)" * in_host
-            group = Group(ranks, label, lazy=wire.queued and not in_host, in_host=in_host)
-            wire.made[key] = Group(ranks, label), group
+            group = LintGroup(ranks, label, lazy=wire.queued and not in_host, in_host=in_host)
+            wire.made[key] = LintGroup(ranks, label), group
             wire.threads.groups += wire.made[key]
     making, group = wire.made[key]
     world = dist.group.WORLD if dist.is_initialized() else None
     split_from = world if world is not None and world.bound_device_id is not None else None
     if split_from is None or not group.lazy:
-        wire.stop(Entry(rank, making, (CREATION,), where=stack_here()[0]))
+        wire.stop(PendingOp(rank, making, (CREATION,), where=stack_here()[0]))
     return ThreadGroup(
         wire,
         group,

@@ -22,7 +22,7 @@ Where = tuple[tuple[str, int, str], ...] | str
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OpSignature:
     """One operation and everything about it on which the ranks that meet in it must agree."""
 
     operation: str
@@ -33,13 +33,13 @@ class Call:
         return f"{self.operation} ({shown})" if shown else self.operation
 
 
-CREATION = Call("new_group")
+CREATION = OpSignature("new_group")
 """A group is made by its members."""
-SPLIT, START = Call("split of the world"), Call("start of the step")
+SPLIT, START = OpSignature("split of the world"), OpSignature("start of the step")
 """All ranks make one group each, or none, from the world; all have their groups."""
 
 
-class Group:
+class LintGroup:
     """The ranks of one group, and what each of them has issued on it and is not yet done.
 
     name: what people call it, such as `data`. num_calls: collectives that met; num_messages alike.
@@ -59,10 +59,10 @@ class Group:
         self.ranks, self.name, self.lazy, self.in_host = tuple(ranks), name, lazy, in_host
         self.eager: set[int] = set()
         self.queues: Queues = {rank: deque() for rank in ranks} if queues is None else queues
-        self.roads: dict[tuple[int, Hashable], deque[Entry]] = {}
+        self.channels: dict[tuple[int, Hashable], deque[PendingOp]] = {}
         self.issued = dict.fromkeys(ranks, 0)
-        self.meetings: dict[int, dict[int, Entry]] = {}
-        self.posted: defaultdict[Hashable, deque[Message]] = defaultdict(deque)
+        self.meetings: dict[int, dict[int, PendingOp]] = {}
+        self.posted: defaultdict[Hashable, deque[P2POp]] = defaultdict(deque)
         self.from_anybody = False
         self.num_calls = self.num_messages = 0
 
@@ -71,18 +71,18 @@ class Group:
         self.issued = dict.fromkeys(self.ranks, 0)
         self.num_calls = self.num_messages = 0
 
-    def queue_of(self, entry: "Entry") -> "deque[Entry]":
+    def queue_of(self, entry: "PendingOp") -> "deque[PendingOp]":
         """What stands before and behind an entry on its rank."""
-        if entry.road is None:
+        if entry.channel is None:
             return self.queues[entry.rank]
-        return self.roads.setdefault((entry.rank, entry.road), deque())
+        return self.channels.setdefault((entry.rank, entry.channel), deque())
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
         return f"group {self.name} (ranks {shown})" if self.name else f"group of ranks {shown}"
 
 
-class Message:
+class P2POp:
     """One end of a message: rank `source` to rank `target` (None: from anybody), both global."""
 
     __slots__ = (
@@ -92,7 +92,7 @@ class Message:
 
     def __init__(
         self,
-        call: Call,
+        call: OpSignature,
         source: int | None,
         target: int,
         tag: int = 0,
@@ -105,58 +105,67 @@ class Message:
         self.key = self.is_send, source, target, tag
         self.match_key = not self.is_send, source, target, tag
         self.active = self.done = False
-        self.entry: Entry | None = None
+        self.entry: PendingOp | None = None
 
     @property
     def peer(self) -> int | None:
         return self.target if self.is_send else self.source
 
 
-class Entry:
+class PendingOp:
     """What one rank has issued on one group: a collective, or messages that go together.
 
     calls: usually one; a run of calls that block one by one may stand for itself as a whole.
-    number: of the first of them among the group's collectives, from 1. road: see the module.
+    number: of the first of them among the group's collectives, from 1. channel: see the module.
     is_batch: its messages were given as one call, and not one by one.
     """
 
     __slots__ = (
-        "calls", "done", "group", "is_batch", "messages", "number", "open", "payload", "rank",
-        "road", "where",
+        "calls",
+        "channel",
+        "done",
+        "group",
+        "is_batch",
+        "messages",
+        "number",
+        "open",
+        "payload",
+        "rank",
+        "where",
     )  # fmt: skip
 
     def __init__(
         self,
         rank: int,
-        group: Group,
-        calls: tuple[Call, ...] = (),
+        group: LintGroup,
+        calls: tuple[OpSignature, ...] = (),
         num_messages: int = 0,
         where: Where = "",
         payload: object = None,
-        road: Hashable = None,
+        channel: Hashable = None,
         is_batch: bool = False,
     ):
         self.rank, self.group, self.calls, self.where = rank, group, calls, where
-        self.road, self.is_batch = road, is_batch
-        self.messages: list[Message] = []
+        self.channel, self.is_batch = channel, is_batch
+        self.messages: list[P2POp] = []
         self.payload, self.open = payload, num_messages
         self.number = 0
         self.done = False
 
 
-Queues = Mapping[int, deque[Entry]]
+Queues = Mapping[int, deque[PendingOp]]
 """What each rank has issued and is not done, oldest first."""
 
 
 class Disagreement(Exception):
     """Two ranks meet in calls that are not one. `what` says it where the calls' facts do not."""
 
-    def __init__(self, first: Entry | Message, second: Entry | Message, what: str = ""):
+    def __init__(self, first: PendingOp | P2POp, second: PendingOp | P2POp, what: str = ""):
         super().__init__(first, second, what)
         self.first, self.second, self.what = first, second, what
 
 
-class Board:
+class Matcher:
     """Takes in entries, lets them meet, and says when they are done.
 
     met: called with the entries of a collective in group order before any of them is done.
@@ -165,16 +174,16 @@ class Board:
 
     def __init__(
         self,
-        met: Callable[[list[Entry]], object] | None = None,
-        matched: Callable[[Message, Message], object] | None = None,
-        done: Callable[[Entry], object] | None = None,
+        met: Callable[[list[PendingOp]], object] | None = None,
+        matched: Callable[[P2POp, P2POp], object] | None = None,
+        done: Callable[[PendingOp], object] | None = None,
     ):
         self._met, self._matched, self._done = met, matched, done
-        self.waiting: dict[int, Entry] = {}
+        self.waiting: dict[int, PendingOp] = {}
         """What each rank that waits waits for."""
         self.ended: set[int] = set()
 
-    def issue(self, entry: Entry) -> None:
+    def issue(self, entry: PendingOp) -> None:
         """Put an entry behind what its rank has issued on the group.
 
         Raises:
@@ -194,7 +203,7 @@ class Board:
             if queue[0] is entry:
                 self._activate([entry])
 
-    def post(self, entry: Entry, message: Message) -> None:
+    def post(self, entry: PendingOp, message: P2POp) -> None:
         """Add one of the messages that an entry announced when it was issued.
 
         Raises:
@@ -206,18 +215,18 @@ class Board:
         group.posted[message.key].append(message)
         group.from_anybody |= message.source is None
         if group.queue_of(entry)[0] is entry:
-            heads: list[Entry] = []
+            heads: list[PendingOp] = []
             message.active = True
             self._match(message, heads)
             self._activate(heads)
 
-    def leftovers(self, groups: Sequence[Group]) -> list[Entry]:
+    def leftovers(self, groups: Sequence[LintGroup]) -> list[PendingOp]:
         """Entries that never met, of the lowest rank first."""
-        queues = [q for group in groups for q in (*group.queues.values(), *group.roads.values())]
+        queues = [q for group in groups for q in (*group.queues.values(), *group.channels.values())]
         left = [queue[0] for queue in queues if queue]
         return sorted(left, key=lambda entry: entry.rank)
 
-    def _activate(self, heads: list[Entry]) -> None:
+    def _activate(self, heads: list[PendingOp]) -> None:
         """Let entries that have come to the head of their queue meet, and those behind them."""
         while heads:
             entry = heads.pop()
@@ -231,7 +240,7 @@ class Board:
                 if not message.done:
                     self._match(message, heads)
 
-    def _meet(self, entry: Entry, heads: list[Entry]) -> None:
+    def _meet(self, entry: PendingOp, heads: list[PendingOp]) -> None:
         group = entry.group
         meeting = group.meetings[entry.number]
         if len(meeting) < len(group.ranks):
@@ -245,7 +254,7 @@ class Board:
         for other in meeting.values():
             self._finish(other, heads)
 
-    def _match(self, message: Message, heads: list[Entry]) -> None:
+    def _match(self, message: P2POp, heads: list[PendingOp]) -> None:
         entry = message.entry
         assert entry is not None
         posted = entry.group.posted
@@ -267,7 +276,7 @@ class Board:
             if not end.entry.open:
                 self._finish(end.entry, heads)
 
-    def _other_end(self, message: Message, group: Group) -> Message | None:
+    def _other_end(self, message: P2POp, group: LintGroup) -> P2POp | None:
         """The first that was posted on the other side; a receive from anybody takes any."""
         first = group.posted.get(message.match_key)
         if first and first[0].active:
@@ -282,7 +291,7 @@ class Board:
                 return queue[0]
         return None
 
-    def _finish(self, entry: Entry, heads: list[Entry]) -> None:
+    def _finish(self, entry: PendingOp, heads: list[PendingOp]) -> None:
         queue = entry.group.queue_of(entry)
         queue.popleft()
         entry.done = True

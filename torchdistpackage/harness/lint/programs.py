@@ -14,8 +14,8 @@ from functools import partial
 from torchdistpackage.harness.lint.explain import Finding
 from torchdistpackage.harness.lint.host import Before, Connections, Making, as_first_use
 from torchdistpackage.harness.lint.launch import as_launch_order, drive, one_queue
-from torchdistpackage.harness.lint.order import Board, Call, Entry, Group, Message
-from torchdistpackage.harness.lint.report import Report, group_kinds, group_name, rank_name
+from torchdistpackage.harness.lint.order import LintGroup, Matcher, OpSignature, P2POp, PendingOp
+from torchdistpackage.harness.lint.report import LintReport, group_kinds, group_name, rank_name
 from torchdistpackage.layout.groups import Creation
 from torchdistpackage.topology.views import Topology
 
@@ -25,20 +25,20 @@ class Collective:
     """Calls on one of the rank's groups, by the name that the program gives it.
 
     calls: one, or several that follow each other; blocks: each is waited for before what comes next
-    (otherwise at the next `Wait`). label: what the rank is at, such as `2F5`.
+    (otherwise at the next `WaitAll`). label: what the rank is at, such as `2F5`.
     """
 
     group: str
-    calls: tuple[Call, ...]
+    calls: tuple[OpSignature, ...]
     blocks: bool = True
     label: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ProgramMessage:
     """One message: to, or from, the rank at `peer` in the order of the group."""
 
-    call: Call
+    call: OpSignature
     peer: int
 
 
@@ -47,17 +47,17 @@ class Messages:
     """Messages that go together, waited for before what comes next: stricter than any executor
     is, and so a proof for all.
 
-    road: of one message that has a road of its own (see order.py), and is not waited for.
+    channel: of one message that has a road of its own (see order.py), and is not waited for.
     """
 
     group: str
-    parts: tuple[Part, ...]
+    parts: tuple[ProgramMessage, ...]
     label: str = ""
-    road: Hashable = None
+    channel: Hashable = None
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class WaitAll:
     """Until all that does not block is done, in the order in which it was issued."""
 
 
@@ -74,11 +74,11 @@ class Make:
     split: bool = False
 
 
-Op = Collective | Messages | Wait | Make
+Op = Collective | Messages | WaitAll | Make
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class CallProgram:
     """What one rank does. groups: its groups by the names in `ops`: (ranks, use), where two groups
     of the same ranks for different uses are two."""
 
@@ -86,7 +86,9 @@ class Program:
     groups: Mapping[str, tuple[Sequence[int], str]]
 
 
-def check(programs: Sequence[Program], topology: Topology, unknown: Sequence[str] = ()) -> Report:
+def check(
+    programs: Sequence[CallProgram], topology: Topology, unknown: Sequence[str] = ()
+) -> LintReport:
     """Whether all programs, one a rank, agree in every group and come to their end."""
     finding, groups = _run(programs, topology, in_one_queue=True, stops=True)
     if finding is not None:
@@ -98,32 +100,32 @@ def check(programs: Sequence[Program], topology: Topology, unknown: Sequence[str
         elif any(_is_run(op) for program in programs for op in program.ops):
             # one by one, so that the call is named in which they part
             finding, groups = _run([_opened(program) for program in programs], topology)
-    return Report(topology, finding, group_kinds(groups), tuple(unknown))
+    return LintReport(topology, finding, group_kinds(groups), tuple(unknown))
 
 
 def _run(
-    programs: Sequence[Program],
+    programs: Sequence[CallProgram],
     topology: Topology,
     in_one_queue: bool = False,
     stops: bool = False,
-) -> tuple[Finding | None, list[Group]]:
+) -> tuple[Finding | None, list[LintGroup]]:
     queues = one_queue(len(programs)) if in_one_queue else None
-    groups: dict[tuple[tuple[int, ...], str], Group] = {}
+    groups: dict[tuple[tuple[int, ...], str], LintGroup] = {}
     # many ranks have the same list; to hash it for each of them takes longer than all the rest
-    seen: dict[tuple[int, str], Group] = {}
+    seen: dict[tuple[int, str], LintGroup] = {}
 
-    def group_of(ranks: Sequence[int], use: str) -> Group:
+    def group_of(ranks: Sequence[int], use: str) -> LintGroup:
         if (id(ranks), use) not in seen:
             key = (tuple(ranks), use)
             if key not in groups:
-                groups[key] = Group(ranks, group_name(topology, key[0]), queues)
+                groups[key] = LintGroup(ranks, group_name(topology, key[0]), queues)
             seen[id(ranks), use] = groups[key]
         return seen[id(ranks), use]
 
     own = [{word: group_of(*g) for word, g in program.groups.items()} for program in programs]
     making = Making(topology.world_size)
 
-    def runs(board: Board) -> list[Iterator[Entry]]:
+    def runs(board: Matcher) -> list[Iterator[PendingOp]]:
         before = Connections(board).before if stops else None
         return [
             _steps(board, rank, p.ops, own[rank], making, before) for rank, p in enumerate(programs)
@@ -134,18 +136,18 @@ def _run(
 
 
 def _steps(
-    board: Board,
+    board: Matcher,
     rank: int,
     ops: Sequence[Op],
-    groups: Mapping[str, Group],
+    groups: Mapping[str, LintGroup],
     making: Making,
     before: Before | None,
-) -> Iterator[Entry]:
+) -> Iterator[PendingOp]:
     """Issue one rank's calls; gives every entry that is to be waited for and is not done."""
-    under_way: list[Entry] = []
+    under_way: list[PendingOp] = []
     for op in ops:
         if isinstance(op, Collective):
-            entry = Entry(rank, groups[op.group], op.calls, where=op.label)
+            entry = PendingOp(rank, groups[op.group], op.calls, where=op.label)
             if before is not None:
                 yield from before(entry, ())
             board.issue(entry)
@@ -155,15 +157,17 @@ def _steps(
                 yield entry
         elif isinstance(op, Messages):
             group = groups[op.group]
-            entry = Entry(rank, group, (), len(op.parts), op.label, road=op.road, is_batch=True)
+            entry = PendingOp(
+                rank, group, (), len(op.parts), op.label, channel=op.channel, is_batch=True
+            )
             messages = [_message(rank, group, op, part) for part in op.parts]
             # what has a road of its own goes through host memory
-            if before is not None and op.road is None:
+            if before is not None and op.channel is None:
                 yield from before(entry, messages)
             board.issue(entry)
             for message in messages:
                 board.post(entry, message)
-            if not entry.done and op.road is None:
+            if not entry.done and op.channel is None:
                 yield entry
         elif isinstance(op, Make):
             group = groups[op.group]
@@ -179,18 +183,18 @@ def _steps(
             under_way.clear()
 
 
-def _message(rank: int, group: Group, op: Messages, part: Part) -> Message:
+def _message(rank: int, group: LintGroup, op: Messages, part: ProgramMessage) -> P2POp:
     ends = rank, group.ranks[part.peer]
     if part.call.operation != "send":
         ends = ends[::-1]
-    return Message(part.call, *ends, int(op.road is not None), op.label)
+    return P2POp(part.call, *ends, int(op.channel is not None), op.label)
 
 
 def _is_run(op: Op) -> bool:
     return isinstance(op, Collective) and len(op.calls) > 1
 
 
-def _opened(program: Program) -> Program:
+def _opened(program: CallProgram) -> CallProgram:
     """The same program with every collective by itself."""
     ops: list[Op] = []
     for op in program.ops:
@@ -202,16 +206,16 @@ def _opened(program: Program) -> Program:
 
 
 def made_first(
-    programs: Sequence[Program], orders: Sequence[Sequence[Creation]], *, split: bool = False
-) -> list[Program]:
+    programs: Sequence[CallProgram], orders: Sequence[Sequence[Creation]], *, split: bool = False
+) -> list[CallProgram]:
     """The same programs behind the making of groups, of which `orders` has each rank's.
 
     split: as torch makes them in a world that is bound to a device, unless told otherwise.
     """
-    found: list[Program] = []
+    found: list[CallProgram] = []
     for program, order in zip(programs, orders, strict=True):
         made = {f"made {i}": one for i, one in enumerate(order) if len(one.ranks) < len(programs)}
         ops = tuple(Make(word, one.connects, split) for word, one in made.items())
         groups = {word: (one.ranks, "") for word, one in made.items()}
-        found.append(Program((*ops, *program.ops), {**program.groups, **groups}))
+        found.append(CallProgram((*ops, *program.ops), {**program.groups, **groups}))
     return found

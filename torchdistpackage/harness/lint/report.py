@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.lint.explain import Finding
-from torchdistpackage.harness.lint.order import Group
+from torchdistpackage.harness.lint.order import LintGroup
 from torchdistpackage.topology.mesh import describe
 from torchdistpackage.topology.views import Topology
 
@@ -32,7 +32,7 @@ class GroupKind:
 
 
 @dataclass(frozen=True)
-class Report:
+class LintReport:
     """Whether every group saw one order of calls and everybody came to the end.
 
     finding: the first thing that is wrong, or None. kinds: one for each kind of group.
@@ -51,7 +51,7 @@ class Report:
     def ok(self) -> bool:
         return self.finding is None
 
-    def check(self) -> "Report":
+    def check(self) -> "LintReport":
         """Itself.
 
         Raises:
@@ -97,7 +97,7 @@ def group_name(topology: Topology, ranks: Sequence[int]) -> str:
     return name if tuple(mesh.group(ranks[0], axes)) == tuple(ranks) else f"part of {name}"
 
 
-def group_kinds(groups: Iterable[Group]) -> tuple[GroupKind, ...]:
+def group_kinds(groups: Iterable[LintGroup]) -> tuple[GroupKind, ...]:
     """Groups of one name and size put together; those that saw no call are left out."""
     number: Counter[tuple[str, int]] = Counter()
     calls, messages = number.copy(), number.copy()

@@ -18,9 +18,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from torchdistpackage.comm.record import Recorder, calls
+from torchdistpackage.comm.record import FlightRecorder, recorder
 from torchdistpackage.harness.lint.explain import Finding, Name, disagreement, stack, stuck, waits
-from torchdistpackage.harness.lint.order import Board, Disagreement, Entry, Group
+from torchdistpackage.harness.lint.order import Disagreement, LintGroup, Matcher, PendingOp
 from torchdistpackage.harness.lint.stacks import stack_of
 
 PATIENCE_S = 5.0
@@ -29,7 +29,7 @@ GRACE_S = 2.0
 """How long a thread that is told to end may take."""
 
 
-class Ended(BaseException):
+class LintEnded(BaseException):
     """The lint is over: this rank has nothing more to do. No Exception, so that a step's own
     handlers let it pass."""
 
@@ -40,11 +40,11 @@ class Threads:
     limit_s: wall time for all of it.
     """
 
-    def __init__(self, num_ranks: int, board: Board, name: Name, limit_s: float):
+    def __init__(self, num_ranks: int, board: Matcher, name: Name, limit_s: float):
         self.board, self._name, self._limit_s = board, name, limit_s
         self._patience_s = min(PATIENCE_S, limit_s / 4)
         self.finding: Finding | None = None
-        self.groups: list[Group] = []
+        self.groups: list[LintGroup] = []
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self._turns = [threading.Semaphore(0) for _ in range(num_ranks)]
@@ -58,7 +58,7 @@ class Threads:
     def run(self, body: Callable[[int], object]) -> list[object]:
         """What `body(rank)` returned on each rank; None where it did not. Never hangs."""
         results: list[object] = [None] * len(self._turns)
-        kept = _Carried(vars(calls))
+        kept = _Carried(vars(recorder))
 
         def main(rank: int) -> None:
             self._turns[rank].acquire()
@@ -67,7 +67,7 @@ class Threads:
                 self.alive()
                 with torch.autograd.set_multithreading_enabled(False):
                     results[rank] = body(rank)
-            except Ended:
+            except LintEnded:
                 pass
             except BaseException as error:  # a rank's own SystemExit is its end too
                 self._raised(rank, error)
@@ -92,7 +92,7 @@ class Threads:
     def alive(self) -> None:
         """Leave this thread if the lint is over."""
         if self._over:
-            raise Ended
+            raise LintEnded
 
     def act(self, rank: int, action: Callable[[], None]) -> None:
         """Do something with the board."""
@@ -103,9 +103,9 @@ class Threads:
                 action()
             except Disagreement as found:
                 self._finish(disagreement(found, self._name))
-                raise Ended from None
+                raise LintEnded from None
 
-    def wait(self, rank: int, entry: Entry) -> None:
+    def wait(self, rank: int, entry: PendingOp) -> None:
         """Return when the entry is done; let others run until then."""
         self._line_up(rank)
         with self.lock:
@@ -125,7 +125,7 @@ class Threads:
             self._ready.append(rank)
         self._hand_over(rank)
 
-    def done(self, entry: Entry) -> None:
+    def done(self, entry: PendingOp) -> None:
         """The board says so, from inside `act`."""
         entry.payload = None
         if self.board.waiting.get(entry.rank) is entry:
@@ -227,7 +227,7 @@ class Threads:
         return Finding("time", tuple(running), "\n".join(lines))
 
     def _stop(self) -> None:
-        """No thread stays: those that still compute get `Ended` at their next step in Python."""
+        """No thread stays: who still computes gets `LintEnded` at its next step in Python."""
         with self.lock:
             self._finish(None)
         end = time.monotonic() + GRACE_S
@@ -236,7 +236,7 @@ class Threads:
                 thread.join(0.05)
             if thread.is_alive() and thread.ident is not None:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(thread.ident), ctypes.py_object(Ended)
+                    ctypes.c_ulong(thread.ident), ctypes.py_object(LintEnded)
                 )
         for thread in self._threads:
             if thread.ident is not None:
@@ -258,10 +258,10 @@ class _Carried:
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         np.random.set_state(self._numpy)
-        calls.__dict__ = self._record
+        recorder.__dict__ = self._record
 
 
-def _recorder() -> Recorder:
-    fresh = Recorder()
-    fresh.checks = calls.checks
+def _recorder() -> FlightRecorder:
+    fresh = FlightRecorder()
+    fresh.checks = recorder.checks
     return fresh

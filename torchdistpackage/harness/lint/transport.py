@@ -17,15 +17,15 @@ from torchdistpackage.harness.lint import delivery
 from torchdistpackage.harness.lint.delivery import Payload, even_parts, op_name
 from torchdistpackage.harness.lint.order import (
     SPLIT,
-    Call,
-    Entry,
     Facts,
-    Group,
-    Message,
+    LintGroup,
+    OpSignature,
+    P2POp,
+    PendingOp,
     Where,
 )
 from torchdistpackage.harness.lint.own_backend import OwnGroup
-from torchdistpackage.harness.lint.work import ThreadWork, Wire
+from torchdistpackage.harness.lint.work import LintContext, ThreadWork
 
 
 class ThreadGroup(OwnGroup):
@@ -36,8 +36,8 @@ class ThreadGroup(OwnGroup):
 
     def __init__(
         self,
-        wire: Wire,
-        group: Group,
+        wire: LintContext,
+        group: LintGroup,
         index: int,
         name: str,
         backend: str,
@@ -46,7 +46,7 @@ class ThreadGroup(OwnGroup):
         super().__init__(index, len(group.ranks), name, backend)
         self._wire, self._group, self._split_from = wire, group, split_from
         self._global_rank = group.ranks[index]
-        self._batch: tuple[object, Entry, int] | None = None
+        self._batch: tuple[object, PendingOp, int] | None = None
 
     # -- collectives, by the names that torch.distributed calls --------------------------
 
@@ -146,7 +146,7 @@ class ThreadGroup(OwnGroup):
     def split(self, ranks: tuple[int, ...]) -> None:
         """Wait for all ranks to make one communicator each, this one that of `ranks`."""
         where, _ = self._wire.stack()
-        entry = Entry(self._global_rank, self._wire.world, (SPLIT,), where=where, payload=ranks)
+        entry = PendingOp(self._global_rank, self._wire.world, (SPLIT,), where=where, payload=ranks)
         self._wire.stop(entry)
 
     def shutdown(self) -> None:
@@ -155,9 +155,9 @@ class ThreadGroup(OwnGroup):
     # -- to the board ------------------------------------------------------------------
 
     def _enter(self, operation: str, facts: Facts, payload: Payload) -> ThreadWork:
-        threads, call = self._wire.threads, Call(operation, facts)
+        threads, call = self._wire.threads, OpSignature(operation, facts)
         where, _ = self._wire.stack()
-        entry = Entry(self._global_rank, self._group, (call,), where=where, payload=payload)
+        entry = PendingOp(self._global_rank, self._group, (call,), where=where, payload=payload)
         self._note(call, None)
         threads.act(entry.rank, partial(threads.board.issue, entry))
         self._wire.note(entry)
@@ -166,16 +166,16 @@ class ThreadGroup(OwnGroup):
     def _post(
         self, operation: str, x: Tensor, source: int | None, target: int, tag: int
     ) -> ThreadWork:
-        threads, call = self._wire.threads, Call(operation, _as_many([x]))
+        threads, call = self._wire.threads, OpSignature(operation, _as_many([x]))
         where, batch = self._wire.stack()
-        message = Message(call, source, target, tag, where, x)
+        message = P2POp(call, source, target, tag, where, x)
         self._note(call, message.peer)
         road = (source, target) if tag == TAG else None
         entry = self._entry_for(batch, where, road)
         threads.act(entry.rank, partial(threads.board.post, entry, message))
         return ThreadWork(self._wire, entry, [x], message)
 
-    def _entry_for(self, batch: object, where: Where, road: Hashable) -> Entry:
+    def _entry_for(self, batch: object, where: Where, road: Hashable) -> PendingOp:
         """The entry that a message belongs to: its batch's, or one of its own."""
         threads, num_messages = self._wire.threads, 1
         if batch is not None:
@@ -184,9 +184,9 @@ class ThreadGroup(OwnGroup):
                 self._batch = (batch, entry, left - 1) if left > 1 else None
                 return entry
             num_messages = len(batch.f_locals["p2p_op_list"])  # type: ignore[attr-defined]
-        entry = Entry(
+        entry = PendingOp(
             *(self._global_rank, self._group, (), num_messages, where),
-            road=road,
+            channel=road,
             is_batch=batch is not None,
         )
         self._batch = (batch, entry, num_messages - 1) if num_messages > 1 else None
@@ -194,14 +194,14 @@ class ThreadGroup(OwnGroup):
         self._wire.note(entry)
         return entry
 
-    def _note(self, call: Call, peer: int | None) -> None:
+    def _note(self, call: OpSignature, peer: int | None) -> None:
         self._wire.calls[self._global_rank].append((self._group, call, peer))
 
     def _root(self, index: int) -> tuple[str, object]:
         return "root", self._group.ranks[index]
 
 
-def carry(send: Message, receive: Message) -> None:
+def carry(send: P2POp, receive: P2POp) -> None:
     """Move the data of a message, whose receiver then knows from whom it is."""
     delivery.copy(send.payload, receive.payload)  # type: ignore[arg-type]
     receive.source = send.source

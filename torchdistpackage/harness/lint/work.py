@@ -11,14 +11,21 @@ from functools import partial
 
 from torch import Tensor
 
-from torchdistpackage.harness.lint.order import START, Call, Entry, Group, Message, Where
+from torchdistpackage.harness.lint.order import (
+    START,
+    LintGroup,
+    OpSignature,
+    P2POp,
+    PendingOp,
+    Where,
+)
 from torchdistpackage.harness.lint.own_backend import OwnWork
 from torchdistpackage.harness.lint.stacks import stack_here
 from torchdistpackage.harness.lint.threads import Threads
 
 
 @dataclass
-class Wire:
+class LintContext:
     """What the groups of one lint share.
 
     world: where all ranks meet to split it. queued: whether it stands for NCCL.
@@ -27,25 +34,27 @@ class Wire:
     """
 
     threads: Threads
-    world: Group
+    world: LintGroup
     queued: bool
     label: Callable[[tuple[int, ...]], str]
-    made: dict[tuple[str, tuple[int, ...]], tuple[Group, Group]] = field(default_factory=dict)
-    calls: list[list[tuple[Group, Call, int | None]]] = field(default_factory=list)
+    made: dict[tuple[str, tuple[int, ...]], tuple[LintGroup, LintGroup]] = field(
+        default_factory=dict
+    )
+    calls: list[list[tuple[LintGroup, OpSignature, int | None]]] = field(default_factory=list)
     """Each rank's calls in order: group, call, and for a message its peer."""
-    traces: list[list[tuple[Entry, bool]]] = field(default_factory=list)
+    traces: list[list[tuple[PendingOp, bool]]] = field(default_factory=list)
     """The same for launch.py."""
-    setup: list[list[tuple[Entry, bool]]] | None = None
+    setup: list[list[tuple[PendingOp, bool]]] | None = None
     """What the ranks did before the step, once all of them are there."""
     stacks: dict[Where, Where] = field(default_factory=dict)
     """One of each, for a step makes most of its calls in few places."""
 
-    def note(self, entry: Entry, *, waits: bool = False) -> None:
+    def note(self, entry: PendingOp, *, waits: bool = False) -> None:
         self.traces[entry.rank].append((entry, waits))
 
     def start(self, rank: int) -> None:
         """All ranks have their groups: what comes now is the step, and is counted from 1."""
-        entry = Entry(rank, self.world, (START,))
+        entry = PendingOp(rank, self.world, (START,))
         self.threads.act(rank, partial(self.threads.board.issue, entry))
         self.threads.wait(rank, entry)
         if self.setup is None:
@@ -54,7 +63,7 @@ class Wire:
             for _, group in self.made.values():
                 group.count_anew()
 
-    def stop(self, entry: Entry) -> None:
+    def stop(self, entry: PendingOp) -> None:
         """Issue a call that holds the rank up until it is done."""
         self.threads.act(entry.rank, partial(self.threads.board.issue, entry))
         self.note(entry)
@@ -70,7 +79,11 @@ class ThreadWork(OwnWork):
     """Handle of a call: `wait` lets other ranks run until it is done."""
 
     def __init__(
-        self, wire: Wire, entry: Entry, result: list[Tensor], message: Message | None = None
+        self,
+        wire: LintContext,
+        entry: PendingOp,
+        result: list[Tensor],
+        message: P2POp | None = None,
     ):
         super().__init__(result)
         self._wire, self._entry, self._message = wire, entry, message

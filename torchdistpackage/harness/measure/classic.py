@@ -12,9 +12,9 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.errors import CommError
-from torchdistpackage.harness.cases import CASES
+from torchdistpackage.harness.cases import COLLECTIVES
 from torchdistpackage.harness.measure import payload
-from torchdistpackage.harness.measure.operations import Place, meet, ours
+from torchdistpackage.harness.measure.operations import UnitRank, sync, tdp_call
 from torchdistpackage.harness.measure.timing import in_turns
 
 MODES = ("all_reduce", "all_gather", "reduce_scatter")
@@ -53,16 +53,16 @@ test_all2all_balanced.__test__ = False  # type: ignore[attr-defined]
 def _bandwidth(operation: str, num_elements: int, group: Group | None) -> tuple[float, float]:
     group = resolve_group(group, "global")
     ranks, size, device = primitives.ranks_of(group), group.size(), primitives.device_of(group)
-    if num_elements < 1 or (CASES[operation].in_parts and num_elements % size):
+    if num_elements < 1 or (COLLECTIVES[operation].in_parts and num_elements % size):
         raise CommError(
             f"{operation} of {num_elements} elements over {size} ranks: use 1 or more"
-            + (f", in {size} equal parts" if CASES[operation].in_parts else "")
+            + (f", in {size} equal parts" if COLLECTIVES[operation].in_parts else "")
         )
-    place = Place(ranks, group.rank(), group)
-    x = payload.given(operation, place.index, size, num_elements, (torch.float32, device))
+    place = UnitRank(ranks, group.rank(), group)
+    x = payload.make_input(operation, place.index, size, num_elements, (torch.float32, device))
     (mine,) = in_turns(
-        [ours(operation, x, place)],
-        meet(operation, place),
+        [tdp_call(operation, x, place)],
+        sync(operation, place),
         device,
         iterations=NUM_ITERATIONS,
         warmup=NUM_WARMUP,
@@ -70,4 +70,4 @@ def _bandwidth(operation: str, num_elements: int, group: Group | None) -> tuple[
     slowest = torch.tensor(mine.seconds, dtype=torch.float64, device=device)
     time_s = statistics.median(primitives.all_reduce(slowest, group, primitives.MAX).tolist())
     num_bytes = num_elements * x.element_size()
-    return CASES[operation].bus_bytes_per_s(num_bytes, size, time_s) / 1e9, time_s
+    return COLLECTIVES[operation].bus_bytes_per_s(num_bytes, size, time_s) / 1e9, time_s

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
-from torchdistpackage.harness.bench.report import Cell, Report
+from torchdistpackage.harness.bench.report import BenchReport, Measurement
 from torchdistpackage.harness.bench.request import Request
 from torchdistpackage.harness.measure.watched import watched
-from torchdistpackage.launch.durable import write_whole
+from torchdistpackage.launch.durable import atomic_write
 
 
-def bench(request: Request, note: str) -> Report | None:
+def bench(request: Request, note: str) -> BenchReport | None:
     """The report on rank 0, None on the others.
 
     Raises:
@@ -22,7 +22,7 @@ def bench(request: Request, note: str) -> Report | None:
     """
     said: list[tuple[str, str]] = []
 
-    def say(cell: Cell) -> None:
+    def say(cell: Measurement) -> None:
         at = (cell.operation, cell.axis)
         if tpc.rank == 0 and at not in said[-1:]:
             sys.stderr.write(f"measuring {cell.operation} over {cell.axis}\n")
@@ -31,6 +31,6 @@ def bench(request: Request, note: str) -> Report | None:
     try:
         report = watched(request, on_round=say)
     except CommError as error:
-        write_whole(Path(note), str(error))
+        atomic_write(Path(note), str(error))
         raise
     return report if tpc.rank == 0 else None

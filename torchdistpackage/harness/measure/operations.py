@@ -21,7 +21,7 @@ Call = Callable[[], Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class UnitRank:
     """One rank's part in a unit. group: that of the whole unit, or one that its two ranks are in.
 
     unit: global ranks. index: mine in it.
@@ -37,7 +37,7 @@ class Place:
         return self.unit[1 - self.index]
 
 
-def ours(operation: str, x: Tensor, place: Place) -> Call:
+def tdp_call(operation: str, x: Tensor, place: UnitRank) -> Call:
     """A call of what comm offers."""
     group = place.group
     if operation == "p2p":
@@ -57,7 +57,7 @@ def ours(operation: str, x: Tensor, place: Place) -> Call:
     return lambda: function(x, group)
 
 
-def of_torch(operation: str, x: Tensor, place: Place) -> Call:
+def torch_call(operation: str, x: Tensor, place: UnitRank) -> Call:
     """The same call of torch.distributed."""
     group = place.group
     if operation == "p2p":
@@ -69,7 +69,7 @@ def of_torch(operation: str, x: Tensor, place: Place) -> Call:
     return lambda: function(x, group)
 
 
-def meet(operation: str, place: Place) -> Call:
+def sync(operation: str, place: UnitRank) -> Call:
     """A call after which the ranks of the unit are together, in the order of the device too."""
     x = torch.zeros(1, device=primitives.device_of(place.group))
     if operation not in MESSAGES:
@@ -83,7 +83,7 @@ def meet(operation: str, place: Place) -> Call:
     return there_and_back
 
 
-def meet_all() -> Call:
+def sync_all() -> Call:
     """The same for all ranks of the default group, whatever they take part in."""
     whole = tpc.get_group("global")
     if not primitives.is_queued(whole):
@@ -96,7 +96,7 @@ def _message(
     send: Callable[[Tensor, Group, int], object],
     receive: Callable[[Tensor, Group, int], Tensor],
     x: Tensor,
-    place: Place,
+    place: UnitRank,
 ) -> Call:
     if place.index == 0:
 

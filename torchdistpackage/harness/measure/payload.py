@@ -7,31 +7,31 @@ expected data follows from the unit's size alone and is exact in every element t
 import torch
 from torch import Tensor
 
-from torchdistpackage.harness.cases import CASES
-from torchdistpackage.harness.coded import Like, summand, total, written_by
+from torchdistpackage.harness.cases import COLLECTIVES
+from torchdistpackage.harness.coded import Like, expected_sum, rank_pattern, reduce_input
 
 SUMMED = ("all_reduce", "reduce_scatter")
 
 
-def given(operation: str, index: int, size: int, num_elements: int, like: Like) -> Tensor:
+def make_input(operation: str, index: int, size: int, num_elements: int, like: Like) -> Tensor:
     """What position `index` of a unit of `size` ranks gives; `num_elements` are those counted."""
     if operation in SUMMED:
-        return summand(index, range(size), num_elements, like)
-    return written_by(index, CASES[operation].input_bytes(num_elements, size), like)
+        return reduce_input(index, range(size), num_elements, like)
+    return rank_pattern(index, COLLECTIVES[operation].input_bytes(num_elements, size), like)
 
 
 def expected(operation: str, index: int, size: int, num_elements: int, like: Like) -> Tensor | None:
     """What position `index` must have afterwards; None where it receives nothing."""
     if operation == "p2p":
-        return written_by(0, num_elements, like) if index == 1 else None
+        return rank_pattern(0, num_elements, like) if index == 1 else None
     if operation == "p2p_both":
-        return written_by(1 - index, num_elements, like)
+        return rank_pattern(1 - index, num_elements, like)
     if operation == "broadcast":
-        return written_by(0, num_elements, like)
+        return rank_pattern(0, num_elements, like)
     if operation == "all_reduce":
-        return total(range(size), num_elements, like)
+        return expected_sum(range(size), num_elements, like)
     part = num_elements // size
     if operation == "reduce_scatter":
-        return total(range(size), part, like, first=index * part)
+        return expected_sum(range(size), part, like, first=index * part)
     first = index * part if operation == "all_to_all" else 0
-    return torch.cat([written_by(sender, part, like, first) for sender in range(size)])
+    return torch.cat([rank_pattern(sender, part, like, first) for sender in range(size)])

@@ -19,43 +19,51 @@ from torchdistpackage.comm.connections import connect
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.bench import rounds
-from torchdistpackage.harness.bench.report import ALONE, TOGETHER, Cell, Pairs, Report, Row, rows_of
+from torchdistpackage.harness.bench.report import (
+    CONCURRENT,
+    ISOLATED,
+    BenchReport,
+    Measurement,
+    Pairs,
+    Row,
+    rows_of,
+)
 from torchdistpackage.harness.bench.request import ELEMENT_BYTES, Request, whole_elements
-from torchdistpackage.harness.bench.rounds import Round, Unit
-from torchdistpackage.harness.cases import CASES
+from torchdistpackage.harness.bench.rounds import Participants, Round
+from torchdistpackage.harness.cases import COLLECTIVES
 from torchdistpackage.harness.coded import compare
 from torchdistpackage.harness.measure import payload
 from torchdistpackage.harness.measure.operations import (
     MESSAGES,
     Call,
-    Place,
-    meet,
-    meet_all,
-    of_torch,
-    ours,
+    UnitRank,
+    sync,
+    sync_all,
+    tdp_call,
+    torch_call,
 )
-from torchdistpackage.harness.measure.timing import attend, in_turns
+from torchdistpackage.harness.measure.timing import in_turns, join_sync
 
 PAIRS = "pairs"
 NUM_SIDES = 2
 """Of each call: ours and the bare one."""
 KEPT = 3
 """Rows of times: ours, the bare call's, and what the host took to issue ours."""
-Times = tuple[Unit, Sequence[float], Sequence[float], Sequence[float]]
+Times = tuple[Participants, Sequence[float], Sequence[float], Sequence[float]]
 """A unit, and KEPT seconds by iteration; none for the host where it blocks in the call."""
-Begin = Callable[[Cell, Round], object]
+Begin = Callable[[Measurement, Round], object]
 """Told of each round as it begins, on every rank."""
 
 
-class DamagedError(CommError):
+class DataCorruptionError(CommError):
     """Data arrived other than it was sent; all ranks raise it alike."""
 
 
-def measure(request: Request, begin: Begin = lambda *_: None) -> Report:
+def measure(request: Request, begin: Begin = lambda *_: None) -> BenchReport:
     """All that was asked for, over the groups of `tpc`; all ranks call it and get the same.
 
     Raises:
-        DamagedError: an element arrived wrong; on every rank, naming which.
+        DataCorruptionError: an element arrived wrong; on every rank, naming which.
         CommError: the backend failed.
         TopologyError: there is no group of a name in `request.over`.
     """
@@ -67,7 +75,7 @@ def measure(request: Request, begin: Begin = lambda *_: None) -> Report:
         links = {unit: rounds.link_of(unit, hosts) for unit, *_ in times}
         found += rows_of(cell, times, links)
     whole = tpc.get_group("global")
-    return Report(
+    return BenchReport(
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
         by=f"{user}@{hosts[0]}",
         backend="nccl" if primitives.is_nccl(whole) else "gloo",
@@ -90,7 +98,7 @@ def user_name() -> str:
         return str(os.getuid())
 
 
-def _cells(request: Request, hosts: Sequence[str]) -> Iterator[tuple[Cell, list[Round]]]:
+def _cells(request: Request, hosts: Sequence[str]) -> Iterator[tuple[Measurement, list[Round]]]:
     """What to measure in which rounds, the same on all ranks."""
     dense = tpc.topology.dense
     over = request.over or tuple(name for name, size in dense.axes if size > 1)
@@ -102,14 +110,14 @@ def _cells(request: Request, hosts: Sequence[str]) -> Iterator[tuple[Cell, list[
             if not units:
                 continue
             together = rounds.all_at_once(units)
-            modes = {ALONE: rounds.one_by_one(units, hosts, request.alone)}
-            if any(len(part) > 1 for part in together) or not modes[ALONE]:
-                modes[TOGETHER] = together
-            num_parts = len(units[0]) if CASES[operation].in_parts else 1
+            modes = {ISOLATED: rounds.one_by_one(units, hosts, request.isolated)}
+            if any(len(part) > 1 for part in together) or not modes[ISOLATED]:
+                modes[CONCURRENT] = together
+            num_parts = len(units[0]) if COLLECTIVES[operation].in_parts else 1
             for mode, plan in modes.items():
                 for dtype in request.dtypes:
                     for size_bytes in _counted(request.sizes_bytes, dtype, num_parts):
-                        yield Cell(axis, operation, mode, dtype, size_bytes), plan
+                        yield Measurement(axis, operation, mode, dtype, size_bytes), plan
 
 
 def _counted(sizes_bytes: Sequence[int], dtype: str, num_parts: int) -> list[int]:
@@ -122,7 +130,7 @@ def _pairs(request: Request, num_ranks: int, begin: Begin) -> Pairs:
     """Each rank with each other one, as many at the same time as there can be."""
     dtype = request.dtypes[0]
     (size_bytes,) = _counted(request.sizes_bytes[-1:], dtype, 1)
-    cell = Cell(PAIRS, "p2p_both", TOGETHER, dtype, size_bytes)
+    cell = Measurement(PAIRS, "p2p_both", CONCURRENT, dtype, size_bytes)
     times: list[tuple[int, int, float]] = []
     for part in rounds.tournament(num_ranks):
         for (a, b), mine, *_ in _round(cell, part, request, begin):
@@ -130,24 +138,24 @@ def _pairs(request: Request, num_ranks: int, begin: Begin) -> Pairs:
     return Pairs(size_bytes, dtype, tuple(sorted(times)))
 
 
-def _round(cell: Cell, part: Round, request: Request, begin: Begin) -> list[Times]:
+def _round(cell: Measurement, part: Round, request: Request, begin: Begin) -> list[Times]:
     """Times of every unit of one round, known to all ranks.
 
     Raises:
-        DamagedError: some rank received other data than was sent, on all ranks alike.
+        DataCorruptionError: some rank received other data than was sent, on all ranks alike.
     """
     begin(cell, part)
     number = request.iterations
     mine = next((unit for unit in part if tpc.rank in unit), None)
     wrong, seconds = "", [0.0] * (KEPT * number)
-    everybody = meet_all() if len(part) > 1 else None
+    everybody = sync_all() if len(part) > 1 else None
     if mine is not None:
         group = tpc.get_group("global" if cell.axis == PAIRS else cell.axis)
-        place = Place(mine, mine.index(tpc.rank), group)
-        together = everybody if everybody is not None else meet(cell.operation, place)
+        place = UnitRank(mine, mine.index(tpc.rank), group)
+        together = everybody if everybody is not None else sync(cell.operation, place)
         wrong, seconds = _run(cell, place, request, together)
     elif everybody is not None:
-        attend(everybody, NUM_SIDES, iterations=number, warmup=request.warmup)
+        join_sync(everybody, NUM_SIDES, iterations=number, warmup=request.warmup)
     whole = tpc.get_group("global")
     told = torch.tensor(
         [[float(bool(wrong)), *seconds]],
@@ -158,7 +166,7 @@ def _round(cell: Cell, part: Round, request: Request, begin: Begin) -> list[Time
     known = primitives.all_gather(told, whole).cpu()
     if bool(known[:, 0].any()):
         texts = [text for text in primitives.gather_objects(wrong) if text]
-        raise DamagedError(
+        raise DataCorruptionError(
             "data arrived wrong:\n  "
             + "\n  ".join(map(str, texts[:8]))
             + "\nfigures of such a network mean nothing; see tdp comm test, and these hosts"
@@ -171,7 +179,9 @@ def _round(cell: Cell, part: Round, request: Request, begin: Begin) -> list[Time
     return found
 
 
-def _run(cell: Cell, place: Place, request: Request, together: Call) -> tuple[str, list[float]]:
+def _run(
+    cell: Measurement, place: UnitRank, request: Request, together: Call
+) -> tuple[str, list[float]]:
     """What was wrong, or "", and times of this rank, KEPT rows of them."""
     dtype = getattr(torch, {"bf16": "bfloat16"}.get(cell.dtype, cell.dtype))
     kind = dtype, primitives.device_of(place.group)
@@ -179,7 +189,7 @@ def _run(cell: Cell, place: Place, request: Request, together: Call) -> tuple[st
     what = cell.operation, place.index, len(place.unit), number, kind
 
     def verify() -> str:
-        got = ours(cell.operation, payload.given(*what), place)()
+        got = tdp_call(cell.operation, payload.make_input(*what), place)()
         wanted = payload.expected(*what)
         if got is None or wanted is None or not (text := compare(got, wanted)):
             return ""
@@ -189,7 +199,9 @@ def _run(cell: Cell, place: Place, request: Request, together: Call) -> tuple[st
         )
 
     wrong = verify()
-    sides = [make(cell.operation, payload.given(*what), place) for make in (ours, of_torch)]
+    sides = [
+        make(cell.operation, payload.make_input(*what), place) for make in (tdp_call, torch_call)
+    ]
     mine, bare = in_turns(
         sides,
         together,

@@ -21,7 +21,7 @@ HELD_S, LONGEST_S = 3e-4, 2e-2
 
 
 @dataclass
-class Times:
+class CallTimes:
     """Of one call by iteration. host_s: what the host took to issue it; empty where it blocks."""
 
     seconds: list[float] = field(default_factory=list[float])
@@ -35,23 +35,23 @@ def in_turns(
     *,
     iterations: int,
     warmup: int,
-) -> list[Times]:
+) -> list[CallTimes]:
     """For each call its times, of this rank.
 
     together: brings the ranks together, untimed. The order is turned from one iteration to the
     next, and `warmup` iterations go ahead that are not kept.
     """
     watch = _Device(together) if device.type == "cuda" else _Host(together)
-    times = [Times() for _ in calls]
+    times = [CallTimes() for _ in calls]
     order = list(range(len(calls)))
     for turn in range(-warmup, iterations):
         for i in order:
-            watch.time(calls[i], times[i] if turn >= 0 else Times())
+            watch.time(calls[i], times[i] if turn >= 0 else CallTimes())
         order.append(order.pop(0))
     return times
 
 
-def attend(together: Call, num_calls: int, *, iterations: int, warmup: int) -> None:
+def join_sync(together: Call, num_calls: int, *, iterations: int, warmup: int) -> None:
     """The meetings of `in_turns` with so many calls, for a rank that has none to time."""
     for _ in range(num_calls * (warmup + iterations)):
         together()
@@ -63,7 +63,7 @@ class _Host:
     def __init__(self, together: Call) -> None:
         self._together = together
 
-    def time(self, call: Call, times: Times) -> None:
+    def time(self, call: Call, times: CallTimes) -> None:
         self._together()
         times.seconds.append(_host_s(call))
 
@@ -76,7 +76,7 @@ class _Device:
         self._cycles_per_s = _cycles_per_s()
         self._held_s = HELD_S
 
-    def time(self, call: Call, times: Times) -> None:
+    def time(self, call: Call, times: CallTimes) -> None:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(int(self._held_s * self._cycles_per_s))
         self._together()

@@ -12,22 +12,24 @@ from collections.abc import Callable
 import torch
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.bulletin import Bulletin
+from torchdistpackage.comm.bulletin import SharedStatus
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
-from torchdistpackage.harness.bench.report import Cell, Report
+from torchdistpackage.harness.bench.report import BenchReport, Measurement
 from torchdistpackage.harness.bench.request import Request
 from torchdistpackage.harness.bench.rounds import Round
-from torchdistpackage.harness.measure.run import DamagedError, measure
-from torchdistpackage.harness.verify.verdict import CommTestError, Stop, Verdict, judge
-from torchdistpackage.harness.verify.verdict import Report as Witness
+from torchdistpackage.harness.measure.run import DataCorruptionError, measure
+from torchdistpackage.harness.verify.verdict import CommTestError, StuckAt, Verdict, judge
+from torchdistpackage.harness.verify.verdict import RankReport as Witness
 
 MARGIN_S = 60.0
 """The backend waits longer than the watcher by this, for NCCL's limit ends the process unheard."""
 _LOOK_S, _SETTLE_S = 0.5, 3.0
 
 
-def watched(request: Request, on_round: Callable[[Cell], object] = lambda _: None) -> Report:
+def watched(
+    request: Request, on_round: Callable[[Measurement], object] = lambda _: None
+) -> BenchReport:
     """`measure`, each round of which must end within `request.timeout_s`.
 
     on_round: called as each one begins, in another thread.
@@ -40,28 +42,28 @@ def watched(request: Request, on_round: Callable[[Cell], object] = lambda _: Non
     tpc.groups.set_timeout(timeout_s + MARGIN_S)
     if tpc.topology.world_size == 1:
         return measure(request)
-    with Bulletin("comm bench") as bulletin:
-        run = _Run(request, on_round)
+    with SharedStatus("comm bench") as bulletin:
+        run = _BenchThread(request, on_round)
         while not run.ended.wait(_LOOK_S):
             if time.monotonic() - run.since_s > timeout_s or bulletin.alarmed():
                 break
         failure = run.failure
         if run.report is not None:
             return run.report
-        if isinstance(failure, DamagedError) or not isinstance(
+        if isinstance(failure, DataCorruptionError) or not isinstance(
             failure, CommError | RuntimeError | None
         ):
             raise failure
-        stop = Stop(run.number, run.what, tuple(range(tpc.topology.world_size)), _first(failure))
+        stop = StuckAt(run.number, run.what, tuple(range(tpc.topology.world_size)), _first(failure))
         raise _told(bulletin, stop, timeout_s) from failure
 
 
-class _Run:
+class _BenchThread:
     """The thread, and where it is."""
 
-    def __init__(self, request: Request, on_round: Callable[[Cell], object]) -> None:
+    def __init__(self, request: Request, on_round: Callable[[Measurement], object]) -> None:
         self.number, self.what, self.since_s = 0, "the start of the bench", time.monotonic()
-        self.report: Report | None = None
+        self.report: BenchReport | None = None
         self.failure: Exception | None = None
         self.ended = threading.Event()
         self._request, self._on_round = request, on_round
@@ -79,7 +81,7 @@ class _Run:
             self.failure = error
         self.ended.set()
 
-    def _begin(self, cell: Cell, part: Round) -> None:
+    def _begin(self, cell: Measurement, part: Round) -> None:
         groups = f"ranks {list(part[0])}" if len(part) == 1 else f"{len(part)} groups at once"
         self.what = (
             f"{cell.operation} over {cell.axis}, {groups}, {cell.size_bytes} bytes of {cell.dtype}"
@@ -88,7 +90,7 @@ class _Run:
         self._on_round(cell)
 
 
-def _told(bulletin: Bulletin, stop: Stop, timeout_s: float) -> CommTestError:
+def _told(bulletin: SharedStatus, stop: StuckAt, timeout_s: float) -> CommTestError:
     size = tpc.topology.world_size
     try:
         text = bulletin.meet(

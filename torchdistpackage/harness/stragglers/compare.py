@@ -29,7 +29,7 @@ from torchdistpackage.harness.stragglers.find import (
     measured,
     same_work,
 )
-from torchdistpackage.harness.stragglers.findings import Findings
+from torchdistpackage.harness.stragglers.findings import Alerts
 from torchdistpackage.harness.stragglers.phases import Phases
 from torchdistpackage.topology.mesh import Mesh, describe
 
@@ -73,7 +73,7 @@ class Comparison:
         self._first: int | None = None
         self._pending: Pending | None = None
         self._arrived: OnHost | None = None
-        self._findings: Findings | None = None
+        self._findings: Alerts | None = None
 
     def __call__(self, step: int) -> list[str]:
         """Lines about ranks found to be slow, or no longer, on the group's first rank."""
@@ -92,7 +92,7 @@ class Comparison:
         """Begin to tell all ranks my times of these steps, NaN for what is not known."""
         if self._findings is None:
             hosts = primitives.gather_objects(socket.gethostname(), self._group)
-            self._findings = Findings(self._mesh, [str(host) for host in hosts])
+            self._findings = Alerts(self._mesh, [str(host) for host in hosts])
         kept = self._phases.kept()
         of_steps = [kept.get(step) for step in steps] + [None] * (WINDOW - len(steps))
         rows = [[math.nan if x is None else x.get(p, 0.0) for x in of_steps] for p in PHASES]
@@ -123,4 +123,4 @@ class Comparison:
         times = fastest_of(times, self._together, ("forward", "backward"))
         found = find_stragglers(times, self._alike, self._costs)
         self._costs = measured(times, self._costs, found)
-        return self._findings.news(found)
+        return self._findings.alerts(found)

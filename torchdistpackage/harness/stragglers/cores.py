@@ -12,7 +12,7 @@ from collections.abc import Callable
 _now_s = time.monotonic
 
 
-def clock_of_this_thread() -> Callable[[], float]:
+def cpu_wait_clock() -> Callable[[], float]:
     """Seconds of the wall clock less those in which the calling thread waited for a core.
 
     The wall clock alone where the system does not count them.

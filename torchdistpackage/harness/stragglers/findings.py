@@ -15,33 +15,33 @@ CHANGE = 2.0
 """A straggler whose delay grew or fell by this factor is told again."""
 
 
-class Findings:
+class Alerts:
     """Remembers what was told. `mesh` and the `hosts`, by rank, are for the words."""
 
     def __init__(self, mesh: Mesh, hosts: Sequence[str]):
         self._mesh, self._hosts = mesh, hosts
-        self._told: dict[tuple[int, str], Straggler] = {}
+        self._reported: dict[tuple[int, str], Straggler] = {}
         self._quiet: dict[tuple[int, str], int] = {}
         self._before: set[tuple[int, str]] = set()
 
-    def news(self, found: Sequence[Straggler]) -> list[str]:
+    def alerts(self, found: Sequence[Straggler]) -> list[str]:
         """Lines about what is new in a window whose stragglers are `found`."""
         lines: list[str] = []
         now = {(straggler.rank, straggler.phase): straggler for straggler in found}
         for key, straggler in now.items():
             self._quiet[key] = 0
             if (straggler.clear or key in self._before) and self._is_new(straggler):
-                self._told[key] = straggler
+                self._reported[key] = straggler
                 lines.append(f"straggler: {straggler.told(self._mesh, self._hosts)}")
         self._before = set(now)
-        for key in [key for key in self._told if key not in now]:
+        for key in [key for key in self._reported if key not in now]:
             self._quiet[key] += 1
             if self._quiet[key] == QUIET_WINDOWS:
-                over = self._told.pop(key)
+                over = self._reported.pop(key)
                 who = over.who(self._mesh, self._hosts)
                 lines.append(f"straggler over: {who}: {over.what} is as fast as that of its peers")
         return lines
 
     def _is_new(self, straggler: Straggler) -> bool:
-        before = self._told.get((straggler.rank, straggler.phase))
+        before = self._reported.get((straggler.rank, straggler.phase))
         return before is None or not 1 / CHANGE < straggler.excess_s / before.excess_s < CHANGE

@@ -2,7 +2,7 @@
 
 One rule: the clock of a phase stands still while the rank waits for others, wherever in the phase
 that is, so a rank that waits for a slow one is not slow itself. On a host it is the wall clock
-less `calls.waited_s`, and less what the rank waited for a core (see `cores`).
+less `recorder.waited_s`, and less what the rank waited for a core (see `cores`).
 
 On CUDA the host only issues work, and its time says little. There an event on the current stream
 marks each change of phase, and the time between two of them counts: computation, and whatever
@@ -19,9 +19,9 @@ from itertools import pairwise
 
 import torch
 
-from torchdistpackage.comm.moments import Event, cuda_event
-from torchdistpackage.comm.record import calls
-from torchdistpackage.harness.stragglers.cores import clock_of_this_thread
+from torchdistpackage.comm.moments import TimingEvent, cuda_event
+from torchdistpackage.comm.record import recorder
+from torchdistpackage.harness.stragglers.cores import cpu_wait_clock
 
 KEPT = 16
 """Steps whose times are kept."""
@@ -35,39 +35,41 @@ class Phases:
 
     `begin(step)`, then any number of `with phases("forward"):`, then `end()`. A phase may come
     many times in a step, which adds up, and inside another, which does not count its time. Also
-    tells a hang report (`calls.phase`, `calls.step`) what the rank was at.
+    tells a hang report (`recorder.phase`, `recorder.step`) what the rank was at.
 
     device: where the work is done; the CPU without. event: makes a mark on the stream.
     clock_s: of this host; on a CPU of the thread that made this.
     """
 
-    def __init__(self, device: torch.device | None = None, event: Callable[[], Event] = cuda_event):
+    def __init__(
+        self, device: torch.device | None = None, event: Callable[[], TimingEvent] = cuda_event
+    ):
         on_cuda = device is not None and device.type == "cuda"
         self._event = event if on_cuda else None
-        self.clock_s = time.monotonic if on_cuda else clock_of_this_thread()
-        self._phases: dict[str, _Phase] = {}
+        self.clock_s = time.monotonic if on_cuda else cpu_wait_clock()
+        self._phases: dict[str, _PhaseContext] = {}
         self._outer: list[str] = []
         self._current = ""
         self._since_s = 0.0
         self._totals: Times = {}
-        self._marks: list[tuple[str, Event]] = []
-        self._steps: deque[tuple[int, Times, list[tuple[str, Event]]]] = deque(maxlen=KEPT)
+        self._marks: list[tuple[str, TimingEvent]] = []
+        self._steps: deque[tuple[int, Times, list[tuple[str, TimingEvent]]]] = deque(maxlen=KEPT)
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
         """Count what happens inside the block as `name`."""
-        return self._phases.get(name) or self._phases.setdefault(name, _Phase(self, name))
+        return self._phases.get(name) or self._phases.setdefault(name, _PhaseContext(self, name))
 
     def begin(self, step: int) -> None:
         """Start `step`; what was counted since the last one ended is dropped.
 
         From here on waits are measured with the clock of these phases, until the world ends.
         """
-        calls.step, calls.clock_s = step, self.clock_s
+        recorder.step, recorder.clock_s = step, self.clock_s
         self._totals, self._marks = {}, []
 
     def end(self) -> None:
         """The step is over as far as this host knows, and its times are kept."""
-        self._steps.append((calls.step, self._totals, self._marks))
+        self._steps.append((recorder.step, self._totals, self._marks))
         self._totals, self._marks = {}, []
 
     @property
@@ -84,10 +86,10 @@ class Phases:
         }
 
     def _go_to(self, name: str) -> None:
-        now_s = self.clock_s() - calls.waited_s
+        now_s = self.clock_s() - recorder.waited_s
         current = self._current
         self._totals[current] = self._totals.get(current, 0.0) + now_s - self._since_s
-        self._current = calls.phase = name
+        self._current = recorder.phase = name
         self._since_s = now_s
         if self._event is not None:
             event = self._event()
@@ -95,7 +97,7 @@ class Phases:
             self._marks.append((name, event))
 
 
-class _Phase:
+class _PhaseContext:
     """`with` one of these its phase is the current one."""
 
     __slots__ = ("_name", "_phases")
@@ -113,7 +115,7 @@ class _Phase:
         phases._go_to(phases._outer.pop())
 
 
-def _between(marks: list[tuple[str, Event]]) -> Times:
+def _between(marks: list[tuple[str, TimingEvent]]) -> Times:
     """Seconds by phase from the marks at which each began."""
     times: Times = {}
     for (name, start), (_, end) in pairwise(marks):

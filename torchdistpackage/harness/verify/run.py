@@ -16,23 +16,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.bulletin import Bulletin
+from torchdistpackage.comm.bulletin import SharedStatus
 from torchdistpackage.comm.limits import limited
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.comm.world import world
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.verify import checks
-from torchdistpackage.harness.verify.checks import Check, Seat
+from torchdistpackage.harness.verify.checks import Check, GroupMember
 from torchdistpackage.harness.verify.verdict import (
     CommTestError,
-    Report,
+    RankReport,
     Verdict,
+    attendance_json,
+    check_attendance,
     judge,
-    judge_roll,
-    roll_text,
 )
-from torchdistpackage.harness.verify.walk import Kind, Walk
-from torchdistpackage.launch.durable import write_whole
+from torchdistpackage.harness.verify.walk import CheckRunner, GroupClass
+from torchdistpackage.launch.durable import atomic_write
 from torchdistpackage.topology.mesh import describe
 from torchdistpackage.topology.views import topology
 
@@ -88,7 +88,7 @@ def test_and_note(pairs: bool, timeout_s: float, path: str) -> CommTest:
     try:
         return _test(pairs, timeout_s)
     except CommError as error:
-        write_whole(Path(path), str(error))
+        atomic_write(Path(path), str(error))
         raise
 
 
@@ -107,13 +107,13 @@ def _test(pairs: bool, timeout_s: float) -> CommTest:
 
 
 @contextmanager
-def _topology() -> Iterator[tuple[list[str], list[Kind]]]:
+def _topology() -> Iterator[tuple[list[str], list[GroupClass]]]:
     """Modes to test, and more: of the user's tpc, or of one that is the default group alone."""
     if tpc.is_set:
         yield _used_modes(), []
         return
     group = world()
-    with tpc.apart():
+    with tpc.isolated():
         tpc.setup(topology([("data", group.size())], group.size()), group.rank())
         try:
             yield ["global"], [_with_rank_0()]
@@ -126,19 +126,21 @@ def _used_modes() -> list[str]:
     return [mode for mode in modes if tpc.is_mode_inited(mode)]
 
 
-def _test_together(used: list[str], extra: list[Kind], timeout_s: float) -> tuple[Tested, ...]:
+def _test_together(
+    used: list[str], extra: list[GroupClass], timeout_s: float
+) -> tuple[Tested, ...]:
     """used: modes of tpc. extra: kinds beyond theirs."""
     size = tpc.topology.world_size
     # of the limit a part is kept for telling each other
     settle_s = min(3.0, timeout_s / 4)
     patience_s = timeout_s - settle_s
-    with Bulletin("test_comm") as bulletin:
+    with SharedStatus("test_comm") as bulletin:
         more = "".join(f" and {name}" for kind in extra for name in kind.modes)
         plan = f"{describe(tpc.topology.dense.axes)}{more}, {', '.join(used)}"
         roll = bulletin.meet(
             "roll",
-            roll_text(plan, [text for mode in used for text in _wrong_members(mode)]),
-            lambda texts, host_of: judge_roll(
+            attendance_json(plan, [text for mode in used for text in _wrong_members(mode)]),
+            lambda texts, host_of: check_attendance(
                 texts, host_of, world_size=size, limit_s=timeout_s
             ).to_json(),
             wait_s=patience_s,
@@ -147,7 +149,9 @@ def _test_together(used: list[str], extra: list[Kind], timeout_s: float) -> tupl
         Verdict.from_json(roll).raise_problems()
         kinds = [*_kinds(used), *extra]
         with limited((kind.seat.group for kind in kinds), timeout_s):
-            walk = Walk(kinds, bulletin.alarmed, patience_s=patience_s, settle_s=settle_s / 4)
+            walk = CheckRunner(
+                kinds, bulletin.alarmed, patience_s=patience_s, settle_s=settle_s / 4
+            )
             end = _meet_at_the_end(bulletin, walk.report(), timeout_s, settle_s)
         end.raise_problems()
     return tuple(
@@ -159,7 +163,7 @@ def _test_together(used: list[str], extra: list[Kind], timeout_s: float) -> tupl
 
 
 def _meet_at_the_end(
-    bulletin: Bulletin, report: Report, timeout_s: float, settle_s: float
+    bulletin: SharedStatus, report: RankReport, timeout_s: float, settle_s: float
 ) -> Verdict:
     size = tpc.topology.world_size
     try:
@@ -167,7 +171,7 @@ def _meet_at_the_end(
             "end",
             report.to_json(),
             lambda texts, host_of: judge(
-                {rank: Report.from_json(text) for rank, text in texts.items()},
+                {rank: RankReport.from_json(text) for rank, text in texts.items()},
                 host_of,
                 world_size=size,
                 limit_s=timeout_s,
@@ -192,7 +196,7 @@ def _wrong_members(mode: str) -> Iterator[str]:
         )
 
 
-def _kinds(used: list[str]) -> list[Kind]:
+def _kinds(used: list[str]) -> list[GroupClass]:
     """Modes with the same groups are one kind; all ranks list them alike."""
     same: dict[str, list[str]] = {}
     for mode in used:
@@ -200,15 +204,15 @@ def _kinds(used: list[str]) -> list[Kind]:
     kinds = []
     for modes in same.values():
         ranks = tuple(tpc.get_ranks_in_group(modes[0]))
-        seat = Seat(tpc.get_group(modes[0]), ranks, tpc.rank)
+        seat = GroupMember(tpc.get_group(modes[0]), ranks, tpc.rank)
         listed = checks.collectives() + (checks.neighbours() if "pipe" in modes else [])
         num_groups = tpc.topology.world_size // len(ranks)
         steps = tuple((check, seat) for check in listed)
-        kinds.append(Kind(tuple(modes), f"{modes[0]} group", seat, num_groups, steps))
+        kinds.append(GroupClass(tuple(modes), f"{modes[0]} group", seat, num_groups, steps))
     return kinds
 
 
-def _all_pairs() -> Kind:
+def _all_pairs() -> GroupClass:
     """Everybody with everybody, as a tournament: in each round all meet another one."""
     size, mine = tpc.topology.world_size, tpc.rank
     places = size + size % 2  # of an odd number one sits out
@@ -220,7 +224,7 @@ def _all_pairs() -> Kind:
     return _pairs("all pairs", peers, size * (size - 1) // 2)
 
 
-def _with_rank_0() -> Kind:
+def _with_rank_0() -> GroupClass:
     """Rank 0 with each other rank in turn."""
     size, mine = tpc.topology.world_size, tpc.rank
     turns = range(1, size)
@@ -228,15 +232,17 @@ def _with_rank_0() -> Kind:
     return _pairs("pairs with rank 0", peers, size - 1)
 
 
-def _pairs(name: str, peers: list[int | None], number: int) -> Kind:
+def _pairs(name: str, peers: list[int | None], number: int) -> GroupClass:
     """Messages both ways with each of my peers in turn; None: a turn in which I have none."""
     mine = tpc.rank
-    seat = Seat(tpc.get_group("global"), tuple(range(tpc.topology.world_size)), mine)
+    seat = GroupMember(tpc.get_group("global"), tuple(range(tpc.topology.world_size)), mine)
     steps = []
     for peer in peers:
         if peer is None:
             steps.append((Check("nothing", lambda _: iter(())), seat))
         else:
             first, second = sorted((mine, peer))
-            steps.append((checks.pair(first, second), Seat(seat.group, (first, second), mine)))
-    return Kind((name,), "pair", Seat(seat.group, (0, 1), mine), number, tuple(steps))
+            steps.append(
+                (checks.pair(first, second), GroupMember(seat.group, (first, second), mine))
+            )
+    return GroupClass((name,), "pair", GroupMember(seat.group, (0, 1), mine), number, tuple(steps))

@@ -36,7 +36,7 @@ class CommTestError(CommError):
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StuckAt:
     """Where a rank could not go on.
 
     step: its number, the same on all ranks. what: operation and group. ranks: who takes part.
@@ -50,24 +50,24 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class RankReport:
     """One rank's test: what was wrong, where it ended early, and the seconds of each group."""
 
     wrong: tuple[str, ...] = ()
-    stop: Stop | None = None
+    stop: StuckAt | None = None
     times_s: tuple[float, ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_json(text: str) -> Report:
+    def from_json(text: str) -> RankReport:
         """Back from `to_json`."""
         fields = json.loads(text)
         stop = fields["stop"]
         if stop is not None:
-            stop = Stop(stop["step"], stop["what"], tuple(stop["ranks"]), stop["error"])
-        return Report(tuple(fields["wrong"]), stop, tuple(fields["times_s"]))
+            stop = StuckAt(stop["step"], stop["what"], tuple(stop["ranks"]), stop["error"])
+        return RankReport(tuple(fields["wrong"]), stop, tuple(fields["times_s"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +105,12 @@ class Verdict:
             )
 
 
-def judge_roll(
+def check_attendance(
     texts: dict[int, str], host_of: HostOf, *, world_size: int, limit_s: float
 ) -> Verdict:
     """All must have come, with the same plan and with groups of the right members.
 
-    texts: of those who came, as `roll_text` writes them.
+    texts: of those who came, as `attendance_json` writes them.
     """
     rolls = {rank: json.loads(text) for rank, text in texts.items()}
     problems = [text for _, roll in sorted(rolls.items()) for text in roll["wrong"]]
@@ -132,13 +132,13 @@ def judge_roll(
     return Verdict(tuple(problems), min(rolls), advice=tuple(advice))
 
 
-def roll_text(plan: str, wrong: Sequence[str]) -> str:
+def attendance_json(plan: str, wrong: Sequence[str]) -> str:
     """What a rank brings to the roll call: what it is going to test, and what it saw is wrong."""
     return json.dumps({"plan": plan, "wrong": list(wrong)})
 
 
 def judge(
-    reports: dict[int, Report], host_of: HostOf, *, world_size: int, limit_s: float
+    reports: dict[int, RankReport], host_of: HostOf, *, world_size: int, limit_s: float
 ) -> Verdict:
     """Who is to blame, if something is."""
     absent = sorted(set(range(world_size)) - set(reports))
@@ -183,7 +183,7 @@ def _look_for(ranks: Sequence[int], host_of: HostOf) -> str:
 
 
 def _absences(
-    absent: Sequence[int], stops: dict[int, Stop], host_of: HostOf, limit_s: float
+    absent: Sequence[int], stops: dict[int, StuckAt], host_of: HostOf, limit_s: float
 ) -> list[str]:
     """One line for each operation that somebody did not come through, of those that waited."""
     lines: list[str] = []
@@ -204,7 +204,7 @@ def _absences(
     return lines
 
 
-def _silences(stops: dict[int, Stop], host_of: HostOf, limit_s: float) -> list[str]:
+def _silences(stops: dict[int, StuckAt], host_of: HostOf, limit_s: float) -> list[str]:
     """All came to the test, and yet some wait: the first operation of those that did not end."""
     if not stops:
         return []

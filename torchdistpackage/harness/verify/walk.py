@@ -17,14 +17,14 @@ import torch
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.harness.coded import compare
-from torchdistpackage.harness.verify.checks import Check, Seat
-from torchdistpackage.harness.verify.verdict import Report, Stop
+from torchdistpackage.harness.verify.checks import Check, GroupMember
+from torchdistpackage.harness.verify.verdict import RankReport, StuckAt
 
 _LOOK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class GroupClass:
     """Groups that are busy at the same time: those of some modes, which have the same ranks.
 
     which: what one of them is called. seat: this rank's part in it.
@@ -33,20 +33,20 @@ class Kind:
 
     modes: tuple[str, ...]
     which: str
-    seat: Seat
+    seat: GroupMember
     num_groups: int
-    steps: tuple[tuple[Check, Seat], ...]
+    steps: tuple[tuple[Check, GroupMember], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _CheckPosition:
     number: int
     what: str
     ranks: tuple[int, ...]
     since_s: float
 
 
-class Walk:
+class CheckRunner:
     """The steps of `kinds`, begun at once.
 
     is_alarmed: whether another rank has waited in vain; never waits itself.
@@ -55,7 +55,7 @@ class Walk:
 
     def __init__(
         self,
-        kinds: Sequence[Kind],
+        kinds: Sequence[GroupClass],
         is_alarmed: Callable[[], bool],
         *,
         patience_s: float,
@@ -67,14 +67,14 @@ class Walk:
         self._wrong: list[str] = []
         self._times_s: list[float] = []
         self._error = ""
-        self._place = _Place(0, "the start", (), time.monotonic())
+        self._place = _CheckPosition(0, "the start", (), time.monotonic())
         self._ended, self._left_behind = threading.Event(), False
         self._device = primitives.device_of(kinds[0].seat.group)
         # tpc belongs to a context, and a thread begins in an empty one
         run = contextvars.copy_context().run
         threading.Thread(target=run, args=(self._go,), name="test_comm", daemon=True).start()
 
-    def report(self) -> Report:
+    def report(self) -> RankReport:
         """When all steps are done, or one has failed, or takes too long."""
         alarm_s: float | None = None
         while not self._ended.wait(_LOOK_S):
@@ -88,8 +88,8 @@ class Walk:
         self._left_behind = True
         stop, at = None, self._place
         if not self._ended.is_set() or self._error:
-            stop = Stop(at.number, at.what, at.ranks, self._error)
-        return Report(tuple(self._wrong), stop, tuple(self._times_s))
+            stop = StuckAt(at.number, at.what, at.ranks, self._error)
+        return RankReport(tuple(self._wrong), stop, tuple(self._times_s))
 
     def _go(self) -> None:
         if self._device.type == "cuda":
@@ -102,13 +102,13 @@ class Walk:
             self._error = str(error).partition("\n")[0] or type(error).__name__
         self._ended.set()
 
-    def _through(self, kind: Kind) -> None:
+    def _through(self, kind: GroupClass) -> None:
         begin_s = time.monotonic()
         for check, seat in kind.steps:
             if self._left_behind:
                 return
             what = f"{check.name} over the {kind.which} of ranks {list(seat.ranks)}"
-            self._place = _Place(self._place.number + 1, what, seat.ranks, time.monotonic())
+            self._place = _CheckPosition(self._place.number + 1, what, seat.ranks, time.monotonic())
             for got, expected, source in check.run(seat):
                 if problem := compare(got, expected):
                     here = f"rank {seat.rank} on {self._host}"

@@ -10,16 +10,21 @@ import time
 from collections.abc import Callable, Mapping
 
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.requeue import NOT_BACK, STOPPED, Decision, Word
+from torchdistpackage.launch.requeue import (
+    EXIT_REQUEUE_DENIED,
+    EXIT_TEMPFAIL,
+    Decision,
+    RequeueDecision,
+)
 from torchdistpackage.launch.slurm.commands import Runner, run
-from torchdistpackage.launch.slurm.files import JobFiles, start_id
+from torchdistpackage.launch.slurm.files import RunDir, attempt_id
 
 _WAITS_S = (0.0, 1.0, 4.0)
 
 
-def read_decision(files: JobFiles, env: Mapping[str, str]) -> Decision | None:
+def read_decision(files: RunDir, env: Mapping[str, str]) -> Decision | None:
     """What the ranks of this start agreed on; None if they came to no end."""
-    path = files.decision(start_id(env))
+    path = files.decision(attempt_id(env))
     return Decision.parse(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
@@ -70,8 +75,8 @@ def may_requeue(
     return True
 
 
-def come_back(
-    files: JobFiles,
+def requeue_self(
+    files: RunDir,
     env: Mapping[str, str],
     runner: Runner = run,
     sleep: Callable[[float], object] = time.sleep,
@@ -84,11 +89,11 @@ def come_back(
     decision = read_decision(files, env)
     if decision is None or env.get("TDP_BATCH"):
         return 0
-    if decision.word is Word.REQUEUE:
+    if decision.word is RequeueDecision.REQUEUE:
         if not may_requeue(env, runner, sleep):
-            return NOT_BACK
+            return EXIT_REQUEUE_DENIED
         _out(runner, "scontrol", "requeue", requeue_id(env))
-    return STOPPED if decision.word is Word.STOP else 0
+    return EXIT_TEMPFAIL if decision.word is RequeueDecision.STOP else 0
 
 
 def _facts(

@@ -5,17 +5,17 @@ One rule: it holds values and no text of a shell, so that other ways to submit r
 
 from dataclasses import dataclass
 
-from torchdistpackage.config.slurm_shape import JobShape
+from torchdistpackage.config.slurm_shape import JobGeometry
 
 
 @dataclass(frozen=True, slots=True)
 class CodePaths:
-    """folder: the snapshot. paths: for PYTHONPATH, in order. here: what stands for the current
+    """folder: the snapshot. paths: for PYTHONPATH, in order. workdir: what stands for the current
     folder, where a user's own modules are looked for."""
 
     folder: str
     paths: tuple[str, ...]
-    here: str
+    workdir: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +26,14 @@ class BatchJob:
     array. script: where the text will be. command: words of a task, to which the path of the
     configuration is added. python: words that start an interpreter on the first node. record:
     fields of `records.Record` that a chained job shares with this one, as JSON without braces.
-    at_once: tasks of the array that may run at a time. notes: comments above options.
-    leaves_word: the ranks say how they ended, always. again: times the ranks may be started anew in
-    one start of the job; margin_s: for these to be worth it, so long must be left at least.
+    max_parallel: tasks of the array that may run at a time. comments: comments above options.
+    writes_decision: the ranks say how they ended, always. restarts_in_job: times the ranks may be
+    started anew in one start of the job; margin_s: for these to be worth it, so long must be left
+    at least.
     """
 
     name: str
-    shape: JobShape
+    shape: JobGeometry
     options: tuple[tuple[str, str | None], ...]
     runs: tuple[str, ...]
     script: str
@@ -41,13 +42,13 @@ class BatchJob:
     python: tuple[str, ...]
     record: str
     is_array: bool = False
-    at_once: int | None = None
-    notes: tuple[tuple[str, str], ...] = ()
+    max_parallel: int | None = None
+    comments: tuple[tuple[str, str], ...] = ()
     container: tuple[str, ...] = ()
     srun: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     conda: str | None = None
     prologue: tuple[str, ...] = ()
-    leaves_word: bool = True
-    again: int = 0
+    writes_decision: bool = True
+    restarts_in_job: int = 0
     margin_s: float = 0.0

@@ -10,12 +10,12 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchdistpackage.config.schema import Requeue
+from torchdistpackage.config.schema import RequeueSection
 from torchdistpackage.errors import ConfigError, LaunchError
 from torchdistpackage.launch.slurm.batch_job import BatchJob
-from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.slurm.files import RunDir
 from torchdistpackage.launch.slurm.script import setup_lines, verdict_lines
-from torchdistpackage.launch.slurm.script_ranks import UNTIL_IT_LISTENS
+from torchdistpackage.launch.slurm.script_ranks import IGNORE_SIGNALS_UNTIL_READY
 
 # What submitit states itself: by its own parameters, or because its protocol rests on it.
 _ITS_OWN = ("job-name", "output", "error", "open-mode", "array", "signal")
@@ -23,7 +23,7 @@ _SIGNAL_S = 90
 FOLDER = "submitit"
 
 
-def check(job: BatchJob, requeue: Requeue) -> None:
+def check(job: BatchJob, requeue: RequeueSection) -> None:
     """Refuse what submitit cannot do.
 
     Raises:
@@ -34,7 +34,7 @@ def check(job: BatchJob, requeue: Requeue) -> None:
             "launch.requeue.mode=chain: submitit only requeues its jobs; submit via sbatch, or set "
             "requeue or never"
         )
-    if job.again:
+    if job.restarts_in_job:
         raise ConfigError(
             "launch.requeue.in_job_restarts: submitit starts the ranks once in a job; submit via "
             "sbatch, or set it to 0"
@@ -50,7 +50,7 @@ def submit(
     job: BatchJob,
     calls: Sequence[Callable[[], object]],
     env: Mapping[str, str],
-    requeue: Requeue,
+    requeue: RequeueSection,
     exclude: Sequence[str] = (),
 ) -> list[str]:
     """Submit `calls`, one for each run of `job` and each with a `checkpoint` method; their job ids.
@@ -66,7 +66,7 @@ def submit(
     # takes a third of a second, which only those who ask for it shall wait
     from submitit import AutoExecutor
 
-    folder = JobFiles(Path(job.runs[0])).job / FOLDER
+    folder = RunDir(Path(job.runs[0])).job / FOLDER
     if job.is_array:
         folder = Path(job.script).parent / FOLDER
     with _environment(env):
@@ -88,13 +88,13 @@ def submit(
             raise LaunchError(f"submitit did not submit {job.name}: {error}") from error
     ids = [submitted.job_id for submitted in jobs]
     for run, submitted in zip(job.runs, jobs, strict=True):
-        _link_main_log(JobFiles(Path(run)), Path(submitted.paths.stdout))
+        _link_main_log(RunDir(Path(run)), Path(submitted.paths.stdout))
     return ids
 
 
 def _python(job: BatchJob) -> tuple[str, ...]:
     """What the script of `job` starts ranks with: in its container, and safe from early signals."""
-    return ("sh", "-c", UNTIL_IT_LISTENS, "task", *job.container, job.python[0])
+    return ("sh", "-c", IGNORE_SIGNALS_UNTIL_READY, "task", *job.container, job.python[0])
 
 
 def _parameters(job: BatchJob, exclude: Sequence[str]) -> dict[str, object]:
@@ -127,11 +127,11 @@ def _parameters(job: BatchJob, exclude: Sequence[str]) -> dict[str, object]:
         "slurm_teardown": verdict_lines(job),
         "slurm_srun_args": [*stated, *job.srun],
         "slurm_additional_parameters": more,
-        **({"slurm_array_parallelism": job.at_once} if job.at_once else {}),
+        **({"slurm_array_parallelism": job.max_parallel} if job.max_parallel else {}),
     }
 
 
-def _link_main_log(files: JobFiles, output: Path) -> None:
+def _link_main_log(files: RunDir, output: Path) -> None:
     files.logs.mkdir(parents=True, exist_ok=True)
     if files.main_log.exists() and not files.main_log.is_symlink():
         number = 1

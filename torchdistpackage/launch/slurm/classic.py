@@ -10,10 +10,10 @@ from pathlib import Path
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.slurm.commands import run
 from torchdistpackage.launch.slurm.jobs import sbatch
-from torchdistpackage.launch.slurm.look import look
+from torchdistpackage.launch.slurm.look import query_jobs
 from torchdistpackage.launch.slurm.monitor import ScriptTarget, monitor
-from torchdistpackage.launch.slurm.policy import Limits, Stop
-from torchdistpackage.launch.slurm.states import Fate, JobInfo
+from torchdistpackage.launch.slurm.policy import ResubmitLimits, Stop
+from torchdistpackage.launch.slurm.states import JobInfo, Outcome
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ def launch_job(file: str | Path) -> str:
 
 def get_slurm_jobinfo(jobid: str | int) -> JobInfo:
     """What Slurm says of a job; without a state where it does not know it, yet or any more."""
-    return look([str(jobid)]).jobs[str(jobid)]
+    return query_jobs([str(jobid)]).jobs[str(jobid)]
 
 
 def determine_job_is_alive(jobid: str | int) -> bool:
@@ -35,7 +35,7 @@ def determine_job_is_alive(jobid: str | int) -> bool:
 
 def job_is_finished(jobid: str | int) -> bool:
     """Whether the job ended well."""
-    return get_slurm_jobinfo(jobid).fate is Fate.SUCCEEDED
+    return get_slurm_jobinfo(jobid).outcome is Outcome.SUCCEEDED
 
 
 def scancel_slurm_job(jobid: str | int) -> None:
@@ -52,5 +52,5 @@ def scancel_slurm_job(jobid: str | int) -> None:
 def monitor_job(file: str | Path, query_interval: float = 10) -> Stop:
     """Submit a batch script, watch it, and submit it again when it died of something that nobody
     wished for: a few times, and later each time. Returns why the watching ended."""
-    limits = Limits(query_s=query_interval)
+    limits = ResubmitLimits(query_s=query_interval)
     return monitor(ScriptTarget(Path(file), os.environ), limits=limits, say=log.info)

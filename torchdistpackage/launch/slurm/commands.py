@@ -18,7 +18,7 @@ TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class CompletedCommand:
     """How a command ended and what it wrote."""
 
     code: int
@@ -35,22 +35,24 @@ class Ran:
 class Runner(Protocol):
     """Runs a command to its end, and raises a LaunchError only where that could not be."""
 
-    def __call__(self, args: Sequence[str], env: Mapping[str, str] | None = None) -> Ran: ...
+    def __call__(
+        self, args: Sequence[str], env: Mapping[str, str] | None = None
+    ) -> CompletedCommand: ...
 
 
-class NoAnswer(LaunchError):
+class CommandTimeout(LaunchError):
     """A command was given up; what it was to do may have been done."""
 
 
 def run(
     args: Sequence[str], env: Mapping[str, str] | None = None, *, timeout_s: float | None = None
-) -> Ran:
+) -> CompletedCommand:
     """Run a command and wait for it, TIMEOUT_S if not told otherwise; any exit code is an answer.
 
     env: its whole environment; None: this process's, and times are written in seconds since 1970.
 
     Raises:
-        LaunchError: there is no such command here, or it does not answer (`NoAnswer`).
+        LaunchError: there is no such command here, or it does not answer (`CommandTimeout`).
     """
     limit_s = TIMEOUT_S if timeout_s is None else timeout_s
     try:
@@ -68,18 +70,18 @@ def run(
             f"there is no {args[0]} here; run this where Slurm's commands are, on a login node"
         ) from None
     except subprocess.TimeoutExpired:
-        raise NoAnswer(
+        raise CommandTimeout(
             f"{' '.join(args[:3])} gave no answer in {limit_s:g} s; is the controller away? "
             f"`scontrol ping` tells"
         ) from None
-    return Ran(done.returncode, done.stdout, done.stderr)
+    return CompletedCommand(done.returncode, done.stdout, done.stderr)
 
 
 def limited(total_s: float) -> Runner:
     """A runner whose commands have `total_s` from now on, all together."""
     until_s = time.monotonic() + total_s
 
-    def run_within(args: Sequence[str], env: Mapping[str, str] | None = None) -> Ran:
+    def run_within(args: Sequence[str], env: Mapping[str, str] | None = None) -> CompletedCommand:
         return run(args, env, timeout_s=max(until_s - time.monotonic(), 0.0))
 
     return run_within

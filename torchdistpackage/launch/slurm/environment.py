@@ -27,7 +27,7 @@ DEVICES = (
 """The devices of a job; outside of one they are the user's own choice."""
 
 
-def clean(env: Mapping[str, str]) -> dict[str, str]:
+def scrub_slurm_env(env: Mapping[str, str]) -> dict[str, str]:
     """`env` as it is handed to sbatch, and to Slurm's other commands."""
     return {name: value for name, value in env.items() if not _is_dropped(name, env)}
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
-def start_id(env: Mapping[str, str]) -> str:
+def attempt_id(env: Mapping[str, str]) -> str:
     """`<job id>.<restart count>` of the Slurm job in `env`; "local" outside of one.
 
     A requeued job keeps its id, and Slurm counts its restarts; the tasks of an array have ids of
@@ -22,7 +22,7 @@ def start_id(env: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class JobFiles:
+class RunDir:
     """Paths of one run folder; nothing is made or read here."""
 
     run: Path

@@ -14,16 +14,16 @@ from torchdistpackage.bounded import check_regular
 from torchdistpackage.errors import ConfigError, LaunchError
 from torchdistpackage.launch.slurm.commands import Runner
 from torchdistpackage.launch.slurm.commands import run as run_command
-from torchdistpackage.launch.slurm.look import look
-from torchdistpackage.launch.slurm.runs import Run, Status, read_run, status
-from torchdistpackage.launch.slurm.states import Fate
+from torchdistpackage.launch.slurm.look import query_jobs
+from torchdistpackage.launch.slurm.runs import Status, SubmittedRun, read_run, status
+from torchdistpackage.launch.slurm.states import Outcome
 
 _POLL_S = 0.5
 _ASK_S = 5.0
 """Slurm is asked seldom: every question costs its controller something."""
 
 
-def rank_logs(run: Run, rank: int, restart: int | None = None) -> list[Path]:
+def rank_logs(run: SubmittedRun, rank: int, restart: int | None = None) -> list[Path]:
     """The logs of a rank, the earliest start first.
 
     Raises:
@@ -45,7 +45,7 @@ def _restart(path: Path) -> int:
 
 
 @dataclass(slots=True)
-class Tail:
+class LogTail:
     """What several files hold together, each read once. read_bytes: where to begin, if not at 0.
 
     A character of which only a part is written is passed on when the rest is.
@@ -54,7 +54,7 @@ class Tail:
     read_bytes: dict[Path, int] = field(default_factory=dict[Path, int])
     _cut: dict[Path, bytes] = field(default_factory=dict[Path, bytes])
 
-    def more(self, paths: Sequence[Path]) -> str:
+    def read_new(self, paths: Sequence[Path]) -> str:
         """What was added to `paths` since the last call, in their order."""
         parts: list[str] = []
         for path in paths:
@@ -78,11 +78,11 @@ class Tail:
 
 
 def follow(
-    run: Run,
+    run: SubmittedRun,
     paths: Callable[[], Sequence[Path]],
     write: Callable[[str], object],
     *,
-    tail: Tail | None = None,
+    tail: LogTail | None = None,
     runner: Runner = run_command,
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], object] = time.sleep,
@@ -92,13 +92,13 @@ def follow(
     tail: what it has read is not passed on. A requeue is no end, and neither is a job that was
     chained behind this one. While the controller does not answer, the logs go on being read.
     """
-    tail, asked_s = tail or Tail(), float("-inf")
+    tail, asked_s = tail or LogTail(), float("-inf")
     while True:
         ended = None
         if clock() - asked_s >= _ASK_S:
             asked_s = clock()
             ended = _ended(run.folder, runner, asked_s)
-        if text := tail.more(paths()):  # after the question: what an ended job wrote is there
+        if text := tail.read_new(paths()):  # after the question: what an ended job wrote is there
             write(text)
         if ended is not None:
             return ended
@@ -112,9 +112,9 @@ def _ended(folder: Path, runner: Runner, now_s: float) -> Status | None:
         return None
     job = run.latest.job
     try:
-        info = look([job], runner, since_s=run.latest.time_s).jobs[job]
+        info = query_jobs([job], runner, since_s=run.latest.time_s).jobs[job]
     except LaunchError:
         return None
     found = status(run, info, now_s)
     chained = read_run(folder) != run  # just before it ended
-    return None if chained or found.fate is Fate.ALIVE else found
+    return None if chained or found.outcome is Outcome.ALIVE else found

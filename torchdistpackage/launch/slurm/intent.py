@@ -12,19 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.durable import write_whole
-from torchdistpackage.launch.slurm.commands import NoAnswer, Runner
-from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.durable import atomic_write
+from torchdistpackage.launch.slurm.commands import CommandTimeout, Runner
+from torchdistpackage.launch.slurm.files import RunDir
 from torchdistpackage.launch.slurm.look import GRACE_S
-from torchdistpackage.launch.slurm.records import Record, append_record, read_records, to_json
-from torchdistpackage.launch.slurm.states import base
+from torchdistpackage.launch.slurm.records import Submission, append_record, read_records, to_json
+from torchdistpackage.launch.slurm.states import array_job_id
 
 _CLOCKS_DIFFER_S = 60.0
 _SQUEUE = ("squeue", "-h", "--me", "-t", "all", "-o", "%F|%V|%o")
 _TRIES_S = (0.0, 1.0, 3.0)
 """Waits before looks for a job whose answer has just been lost."""
 
-Intent = tuple[JobFiles, Record]
+Intent = tuple[RunDir, Submission]
 """Where a job is to be noted, and as what: without its id, or with its task of an array alone."""
 
 
@@ -37,7 +37,7 @@ def found(script: Path, since_s: float, noted: Sequence[str], runner: Runner) ->
     ran = runner(_SQUEUE)
     if ran.code != 0:
         raise LaunchError(f"squeue cannot say whether {script} was submitted: {ran.why}")
-    known, jobs = {base(job) for job in noted}, list[tuple[float, int]]()
+    known, jobs = {array_job_id(job) for job in noted}, list[tuple[float, int]]()
     for line in ran.out.splitlines():
         job, _, rest = line.strip().partition("|")
         submitted, _, command = rest.partition("|")
@@ -48,7 +48,7 @@ def found(script: Path, since_s: float, noted: Sequence[str], runner: Runner) ->
     return str(max(late)[1]) if late else ""
 
 
-def resolve(files: JobFiles, runner: Runner, now_s: float) -> Record | None:
+def resolve(files: RunDir, runner: Runner, now_s: float) -> Submission | None:
     """What became of a submission of this run that was begun and never noted: its job, noted now.
 
     Raises:
@@ -73,19 +73,19 @@ def submit(
     sbatch: Callable[[], str],
     runner: Runner,
     sleep: Callable[[float], object] = time.sleep,
-) -> list[Record]:
+) -> list[Submission]:
     """Call `sbatch` for a job's id, and note it; the records. A lost answer is looked for.
 
     Raises:
         LaunchError: what sbatch raised, and Slurm has no such job. It may still come if that is
-            `NoAnswer`, or if Slurm could not be asked.
+            `CommandTimeout`, or if Slurm could not be asked.
     """
     for files, record in intents:
-        write_whole(files.intent, to_json(record) + "\n")
+        atomic_write(files.intent, to_json(record) + "\n")
     try:
         job = sbatch()
     except LaunchError as error:
-        job = _looked_for(intents, isinstance(error, NoAnswer), runner, sleep)
+        job = _looked_for(intents, isinstance(error, CommandTimeout), runner, sleep)
         if not job:
             raise
     return [_note(files, record, job) for files, record in intents]
@@ -112,7 +112,7 @@ def _looked_for(
     return job
 
 
-def _note(files: JobFiles, record: Record, job: str) -> Record:
+def _note(files: RunDir, record: Submission, job: str) -> Submission:
     noted = replace(record, job=f"{job}{record.job}")
     append_record(files.records, noted)
     files.intent.unlink(missing_ok=True)

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchdistpackage.config.check import violations
-from torchdistpackage.config.problem import ConfigProblems
+from torchdistpackage.config.problem import ConfigErrors
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.config.slurm_options import header, ours
-from torchdistpackage.config.slurm_shape import LAYOUT, JobShape, shape_of
+from torchdistpackage.config.slurm_options import extra_of, header
+from torchdistpackage.config.slurm_shape import LAYOUT, JobGeometry, job_geometry
 from torchdistpackage.launch.slurm.batch_job import BatchJob, CodePaths
-from torchdistpackage.launch.slurm.files import JobFiles
-from torchdistpackage.launch.slurm.script import text
+from torchdistpackage.launch.slurm.files import RunDir
+from torchdistpackage.launch.slurm.script import render
 from torchdistpackage.launch.slurm.sweep import Sweep
 
 _SIGNAL_S = 30
@@ -26,15 +26,15 @@ _SIGNAL_S = 30
 TRAIN = ("-u", "-P", "-m", "torchdistpackage", "train")
 
 
-def job_shape(config: RunConfig) -> JobShape:
+def job_shape(config: RunConfig) -> JobGeometry:
     """Nodes, tasks and CPUs of the job.
 
     Raises:
         ConfigError: the options or the degrees do not give one; lists all that is wrong.
     """
     if problems := violations(config, job=True):
-        raise ConfigProblems("the configuration", problems)
-    shape, _ = shape_of(config)
+        raise ConfigErrors("the configuration", problems)
+    shape, _ = job_geometry(config)
     assert shape is not None
     return shape
 
@@ -59,15 +59,19 @@ def batch_job(
         ConfigError: see `job_shape`.
     """
     section = config.launch.slurm
-    shape, container, conda = job_shape(config), ours(section, "container"), ours(section, "conda")
+    shape, container, conda = (
+        job_shape(config),
+        extra_of(section, "container"),
+        extra_of(section, "conda"),
+    )
     interpreter = interpreter_of(config, python)
-    files = JobFiles(runs[0])
+    files = RunDir(runs[0])
     script, log = files.script, _literal(files.main_log)
     if sweep is not None:
         script, log = sweep.script, f"{_literal(sweep.folder)}/%a.log"
     options, notes = _options(config, shape)
     if sweep is not None:
-        at_once = f"%{sweep.at_once}" if sweep.at_once else ""
+        at_once = f"%{sweep.max_parallel}" if sweep.max_parallel else ""
         options["array"] = f"0-{len(runs) - 1}{at_once}"
     options |= {"output": log, "open-mode": "append"}
     record = {
@@ -88,15 +92,15 @@ def batch_job(
         python=(interpreter, "-P"),
         record=json.dumps(record)[1:-1],
         is_array=sweep is not None,
-        at_once=sweep.at_once if sweep is not None else None,
-        notes=tuple(notes.items()),
+        max_parallel=sweep.max_parallel if sweep is not None else None,
+        comments=tuple(notes.items()),
         container=container,
-        srun=ours(section, "srun"),
-        modules=ours(section, "modules"),
+        srun=extra_of(section, "srun"),
+        modules=extra_of(section, "modules"),
         conda=next(iter(conda), None),
-        prologue=ours(section, "prologue"),
-        leaves_word=command is None,
-        again=config.launch.requeue.in_job_restarts if command is None else 0,
+        prologue=extra_of(section, "prologue"),
+        writes_decision=command is None,
+        restarts_in_job=config.launch.requeue.in_job_restarts if command is None else 0,
         margin_s=config.launch.requeue.margin_s,
     )
 
@@ -104,8 +108,8 @@ def batch_job(
 def interpreter_of(config: RunConfig, python: str) -> str:
     """What starts Python in a task: `python`, a path, unless a container or conda has its own."""
     section = config.launch.slurm
-    own = ours(section, "container") or ours(section, "conda")
-    inside = bool(own) or any("container-image" in x for x in ours(section, "srun"))
+    own = extra_of(section, "container") or extra_of(section, "conda")
+    inside = bool(own) or any("container-image" in x for x in extra_of(section, "srun"))
     return "python" if inside else python
 
 
@@ -115,7 +119,7 @@ def preview(config: RunConfig, here: Path) -> str:
     folder = Path(run.run.dir) / run.run.name
     code = folder / "code" / "SNAPSHOT"
     paths = CodePaths(str(code), (str(code / "tree"),), str(code / "tree"))
-    return text(batch_job(run, [folder], here, paths, sys.executable, socket.gethostname()))
+    return render(batch_job(run, [folder], here, paths, sys.executable, socket.gethostname()))
 
 
 def absolute(config: RunConfig, here: Path) -> RunConfig:
@@ -129,7 +133,7 @@ def _literal(path: Path) -> str:
     return str(path).replace("%", "%%")
 
 
-def _options(config: RunConfig, shape: JobShape) -> tuple[dict[str, str | None], dict[str, str]]:
+def _options(config: RunConfig, shape: JobGeometry) -> tuple[dict[str, str | None], dict[str, str]]:
     """Lines of the header, the layout first, and the comments that stand above some."""
     given = header(config.launch.slurm)
     options: dict[str, str | None] = {

@@ -14,40 +14,42 @@ from pathlib import Path
 from torchdistpackage.errors import HeldError, LaunchError
 from torchdistpackage.launch.lock import hold, holder_of
 from torchdistpackage.launch.slurm import suspects
-from torchdistpackage.launch.slurm.commands import NoAnswer, Runner
+from torchdistpackage.launch.slurm.commands import CommandTimeout, Runner
 from torchdistpackage.launch.slurm.commands import run as run_command
-from torchdistpackage.launch.slurm.environment import clean
-from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.slurm.environment import scrub_slurm_env
+from torchdistpackage.launch.slurm.files import RunDir
 from torchdistpackage.launch.slurm.intent import resolve, submit
-from torchdistpackage.launch.slurm.look import GRACE_S, Looked, look
-from torchdistpackage.launch.slurm.records import Record
-from torchdistpackage.launch.slurm.runs import Run
-from torchdistpackage.launch.slurm.states import JobInfo, base
+from torchdistpackage.launch.slurm.look import GRACE_S, QueryResult, query_jobs
+from torchdistpackage.launch.slurm.records import Submission
+from torchdistpackage.launch.slurm.runs import SubmittedRun
+from torchdistpackage.launch.slurm.states import JobInfo, array_job_id
 
 _LOST = re.compile(r"timed? ?out|contact|connect|communicat|send|recv|message", re.IGNORECASE)
 """In what sbatch says when it is the answer of the controller that failed, not the request."""
 _EXCLUDE = re.compile(r"^#SBATCH\s+(?:--exclude[=\s]|-x\s*)\s*(\S+)", re.MULTILINE)
 
 
-def look_at(runs: Iterable[Run], runner: Runner = run_command) -> Looked:
+def query_runs(runs: Iterable[SubmittedRun], runner: Runner = run_command) -> QueryResult:
     """How the latest jobs of the runs are. If Slurm cannot be asked, its notes say why."""
     latest = [run.latest for run in runs]
     since_s = min((record.time_s for record in latest), default=None)
     try:
-        return look([record.job for record in latest], runner, since_s=since_s)
+        return query_jobs([record.job for record in latest], runner, since_s=since_s)
     except LaunchError as error:
         silent = {r.job: JobInfo(r.job, reason="Slurm does not answer") for r in latest}
-        return Looked(silent, (str(error),))
+        return QueryResult(silent, (str(error),))
 
 
-def alive(run: Run, runner: Runner = run_command, *, now_s: float | None = None) -> list[JobInfo]:
+def active_jobs(
+    run: SubmittedRun, runner: Runner = run_command, *, now_s: float | None = None
+) -> list[JobInfo]:
     """The run's jobs that are not over, or so new that Slurm may not show them yet.
 
     Raises:
         LaunchError: the controller does not answer.
     """
     now = time.time() if now_s is None else now_s
-    jobs = look([r.job for r in run.records], runner, since_s=run.records[0].time_s).jobs
+    jobs = query_jobs([r.job for r in run.records], runner, since_s=run.records[0].time_s).jobs
     submitted = {record.job: record.time_s for record in run.records}
 
     def may_live(info: JobInfo) -> bool:
@@ -57,13 +59,13 @@ def alive(run: Run, runner: Runner = run_command, *, now_s: float | None = None)
     return [info for info in jobs.values() if may_live(info)]
 
 
-def cancel(runs: Sequence[Run], runner: Runner = run_command) -> list[str]:
+def cancel(runs: Sequence[SubmittedRun], runner: Runner = run_command) -> list[str]:
     """Cancel every job of the runs that is alive, and return their ids.
 
     Raises:
         LaunchError: none is, or Slurm refuses.
     """
-    ids = [info.job for run in runs for info in alive(run, runner)]
+    ids = [info.job for run in runs for info in active_jobs(run, runner)]
     if not ids:
         over = ", ".join(f"{run.name} (job {run.latest.job})" for run in runs)
         raise LaunchError(f"there is nothing to cancel: over are {over}")
@@ -75,15 +77,19 @@ def cancel(runs: Sequence[Run], runner: Runner = run_command) -> list[str]:
 
 def refuse_held(folder: Path) -> None:
     """Raises HeldError if anybody trains in the run folder, in a job or not."""
-    if held := holder_of(JobFiles(folder).run_lock):
+    if held := holder_of(RunDir(folder).run_lock):
         raise HeldError(
             f"{folder} is being written by {held}; {held.advice}, or give this run another run.name"
         )
 
 
 def resubmit(
-    run: Run, env: Mapping[str, str], runner: Runner = run_command, *, now_s: float | None = None
-) -> Record:
+    run: SubmittedRun,
+    env: Mapping[str, str],
+    runner: Runner = run_command,
+    *,
+    now_s: float | None = None,
+) -> Submission:
     """Submit the run's kept script again, note it in the run folder, and return the new record.
 
     env: the caller's environment; sbatch gets what is the user's of it.
@@ -97,17 +103,17 @@ def resubmit(
         return _resubmit(run, env, runner, time.time() if now_s is None else now_s)
 
 
-def _resubmit(run: Run, env: Mapping[str, str], runner: Runner, now: float) -> Record:
+def _resubmit(run: SubmittedRun, env: Mapping[str, str], runner: Runner, now: float) -> Submission:
     if (lost := resolve(run.files, runner, now)) is not None:
         return lost
-    for info in alive(run, runner, now_s=now):
+    for info in active_jobs(run, runner, now_s=now):
         raise LaunchError(
             f"{run.name} is not over: job {info.job} is {info.state or 'just submitted'}; "
             f"cancel it first (tdp jobs cancel {run.name}), or wait"
         )
     refuse_held(run.folder)
     script = Path(run.latest.script)
-    task = run.latest.job[len(base(run.latest.job)) + 1 :]
+    task = run.latest.job[len(array_job_id(run.latest.job)) + 1 :]
     options = [f"--array={task}"] if task else []
     nodes = suspects.excluded(run.files.suspects, now)
     options += exclusion(script, nodes)
@@ -145,13 +151,13 @@ def sbatch(
 
     Raises:
         LaunchError: there is no such script, or Slurm does not take it.
-        NoAnswer: it may have taken it.
+        CommandTimeout: it may have taken it.
     """
     if not script.is_file():
         raise LaunchError(f"there is no batch script {script}; submit the run anew")
-    ran = runner(["sbatch", "--parsable", *options, str(script)], env=clean(env))
+    ran = runner(["sbatch", "--parsable", *options, str(script)], env=scrub_slurm_env(env))
     job = ran.out.strip().rpartition("\n")[2].partition(";")[0]
     if ran.code == 0 and job.isdigit():
         return job
     lost = ran.code == 0 or _LOST.search(ran.err)
-    raise (NoAnswer if lost else LaunchError)(f"sbatch does not take {script}: {ran.why}")
+    raise (CommandTimeout if lost else LaunchError)(f"sbatch does not take {script}: {ran.why}")

@@ -16,12 +16,12 @@ from torchdistpackage.launch.slurm.commands import Runner, run
 from torchdistpackage.launch.slurm.states import (
     SACCT,
     SQUEUE,
-    Fate,
     JobInfo,
-    base,
+    Outcome,
+    array_job_id,
+    merge_array,
     parse_sacct,
     parse_squeue,
-    whole,
 )
 
 GRACE_S = 60.0
@@ -32,14 +32,16 @@ _TIME = "%Y-%m-%dT%H:%M:%S"
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class QueryResult:
     """jobs: every id that was asked for. notes: what could not be asked, and why, for people."""
 
     jobs: Mapping[str, JobInfo]
     notes: tuple[str, ...] = ()
 
 
-def look(ids: Sequence[str], runner: Runner = run, *, since_s: float | None = None) -> Looked:
+def query_jobs(
+    ids: Sequence[str], runner: Runner = run, *, since_s: float | None = None
+) -> QueryResult:
     """How the jobs `ids` are; without a state those that nobody knows, yet or any more.
 
     ids: `123`, or `123_4` for a task of an array; `123` of an array is its tasks taken together.
@@ -50,15 +52,15 @@ def look(ids: Sequence[str], runner: Runner = run, *, since_s: float | None = No
             one that is gone.
     """
     if not ids:
-        return Looked({})
+        return QueryResult({})
     asked = _joined(ids)
     ran = runner([*SQUEUE, "-j", asked if "," in asked else f"{asked},{asked}"])
     if ran.code != 0:
         raise LaunchError(f"squeue cannot say how jobs {_joined(ids)} are: {ran.why}")
     known = parse_squeue(ran.out)
-    gone = [job for job in ids if _select(job, known).fate is not Fate.ALIVE]
+    gone = [job for job in ids if _select(job, known).outcome is not Outcome.ALIVE]
     if not gone:
-        return Looked({job: _select(job, known) for job in ids})
+        return QueryResult({job: _select(job, known) for job in ids})
     try:
         counted, note = _accounting(gone, runner, since_s), ""
     except LaunchError as error:
@@ -66,7 +68,7 @@ def look(ids: Sequence[str], runner: Runner = run, *, since_s: float | None = No
     merged = {job: _merge(job, known.get(job), counted.get(job)) for job in {**counted, **known}}
     jobs = {job: _select(job, merged) for job in ids}
     missed = note and any(not info.state for info in jobs.values())
-    return Looked(jobs, (note,) if missed else ())
+    return QueryResult(jobs, (note,) if missed else ())
 
 
 def _accounting(ids: Sequence[str], runner: Runner, since_s: float | None) -> dict[str, JobInfo]:
@@ -78,7 +80,7 @@ def _accounting(ids: Sequence[str], runner: Runner, since_s: float | None) -> di
 
 
 def _joined(ids: Sequence[str]) -> str:
-    return ",".join(dict.fromkeys(map(base, ids)))
+    return ",".join(dict.fromkeys(map(array_job_id, ids)))
 
 
 def _merge(job: str, known: JobInfo | None, counted: JobInfo | None) -> JobInfo:
@@ -102,4 +104,4 @@ def _select(job: str, known: Mapping[str, JobInfo]) -> JobInfo:
     """The job of that id, or the tasks of the array of that id."""
     if info := known.get(job):
         return info
-    return whole(job, (info for info in known.values() if info.job.startswith(f"{job}_")))
+    return merge_array(job, (info for info in known.values() if info.job.startswith(f"{job}_")))

@@ -13,12 +13,12 @@ from typing import Protocol
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.requeue import Decision
 from torchdistpackage.launch.slurm import jobs
-from torchdistpackage.launch.slurm.commands import NoAnswer, Runner
+from torchdistpackage.launch.slurm.commands import CommandTimeout, Runner
 from torchdistpackage.launch.slurm.commands import run as run_command
-from torchdistpackage.launch.slurm.look import look
-from torchdistpackage.launch.slurm.policy import Attempt, Limits, Stop, Wait, next_step
-from torchdistpackage.launch.slurm.runs import Run, last_word, progress, read_run
-from torchdistpackage.launch.slurm.states import Fate, JobInfo
+from torchdistpackage.launch.slurm.look import query_jobs
+from torchdistpackage.launch.slurm.policy import Attempt, ResubmitLimits, Stop, Wait, next_step
+from torchdistpackage.launch.slurm.runs import SubmittedRun, last_decision, progress, read_run
+from torchdistpackage.launch.slurm.states import JobInfo, Outcome
 
 _ARRAY = re.compile(r"^#SBATCH\s+(--array|-a)\b", re.MULTILINE)
 
@@ -46,10 +46,12 @@ class Target(Protocol):
 class RunTarget:
     """A submitted run. Its folder is read anew each time, since others may submit it too."""
 
-    def __init__(self, run: Run, env: Mapping[str, str], runner: Runner = run_command) -> None:
+    def __init__(
+        self, run: SubmittedRun, env: Mapping[str, str], runner: Runner = run_command
+    ) -> None:
         self._run, self._env, self._runner = run, env, runner
 
-    def _now(self) -> Run:
+    def _now(self) -> SubmittedRun:
         return read_run(self._run.folder) or self._run
 
     def job(self) -> str:
@@ -59,7 +61,7 @@ class RunTarget:
         return progress(self._run).step or 0
 
     def word(self) -> Decision | None:
-        return last_word(self._now())
+        return last_decision(self._now())
 
     def resubmit(self) -> str:
         return jobs.resubmit(self._now(), self._env, self._runner).job
@@ -91,7 +93,7 @@ class ScriptTarget:
         return self._job
 
 
-class _Watch:
+class _JobHistory:
     """The history that `next_step` is asked about, kept up to date."""
 
     def __init__(self, target: Target, job: str, now_s: float) -> None:
@@ -107,7 +109,7 @@ class _Watch:
         attempt = self.history[-1]
         if info.state:
             attempt = replace(attempt, seen_s=now_s, state=info.state)
-        if info.fate is not Fate.FAILED:
+        if info.outcome is not Outcome.FAILED:
             attempt = replace(attempt, ended_s=None)
         elif attempt.ended_s is None:
             step = self._target.step()
@@ -130,7 +132,7 @@ class _Watch:
 def monitor(
     target: Target,
     *,
-    limits: Limits | None = None,
+    limits: ResubmitLimits | None = None,
     runner: Runner = run_command,
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], object] = time.sleep,
@@ -145,14 +147,14 @@ def monitor(
         LaunchError: Slurm refused to take the job again more often than `max_resubmits`, or gave no
             answer, so that it may have taken it.
     """
-    limits, said = limits or Limits(), ""
-    watch = _Watch(target, target.job(), clock())
+    limits, said = limits or ResubmitLimits(), ""
+    watch = _JobHistory(target, target.job(), clock())
     while True:
         if (job := target.job()) != watch.job:
             say(f"job {job} goes on where job {watch.job} was")
             watch.turn_to(job, clock(), resubmitted=False)
         try:
-            info = look([job], runner).jobs[job]
+            info = query_jobs([job], runner).jobs[job]
         except LaunchError as error:
             said = _once(f"{error}; asked again every {limits.query_s:g} s", said, say)
             sleep(limits.query_s)
@@ -166,7 +168,7 @@ def monitor(
             say(step.reason)
             return step
         if isinstance(step, Wait):
-            if info.fate is Fate.FAILED:
+            if info.outcome is Outcome.FAILED:
                 say(f"job {job} is submitted again in {step.seconds:.0f} s")
             sleep(step.seconds)
             continue
@@ -177,7 +179,7 @@ def monitor(
 
 def _submit_again(
     target: Target,
-    limits: Limits,
+    limits: ResubmitLimits,
     sleep: Callable[[float], object],
     say: Callable[[str], object],
 ) -> str:
@@ -186,7 +188,7 @@ def _submit_again(
     while True:
         try:
             return target.resubmit()
-        except NoAnswer:
+        except CommandTimeout:
             raise
         except LaunchError as error:
             refused += 1

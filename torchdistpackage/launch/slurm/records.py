@@ -15,7 +15,7 @@ from torchdistpackage.launch.slurm.lines import read_lines
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class Submission:
     """One submission.
 
     job: Slurm's id, `123`, or `123_4` of a task of an array. time_s: seconds since 1970. via:
@@ -32,12 +32,12 @@ class Record:
     host: str
 
 
-def to_json(record: Record) -> str:
+def to_json(record: Submission) -> str:
     """One line, without its end."""
     return json.dumps(asdict(record))
 
 
-def append_record(path: Path, record: Record) -> None:
+def append_record(path: Path, record: Submission) -> None:
     """Add a line; its folder is made where it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -48,7 +48,7 @@ def append_record(path: Path, record: Record) -> None:
         os.close(file)
 
 
-def read_records(path: Path) -> tuple[Record, ...]:
+def read_records(path: Path) -> tuple[Submission, ...]:
     """All submissions in order; a line that is none is passed over.
 
     Raises:
@@ -58,9 +58,9 @@ def read_records(path: Path) -> tuple[Record, ...]:
     return tuple(record for record in found if record is not None)
 
 
-def _record(line: str) -> Record | None:
+def _record(line: str) -> Submission | None:
     try:
         values = cast(dict[str, Any], parse_json(line))
-        return Record(**{field.name: values[field.name] for field in fields(Record)})
+        return Submission(**{field.name: values[field.name] for field in fields(Submission)})
     except (ValueError, TypeError, KeyError):
         return None

@@ -14,21 +14,21 @@ from typing import Any, cast
 from torchdistpackage.bounded import check_regular, parse_json, read_regular
 from torchdistpackage.errors import ConfigError, LaunchError
 from torchdistpackage.launch.failure import Failure
-from torchdistpackage.launch.requeue import Decision, Word
-from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.requeue import Decision, RequeueDecision
+from torchdistpackage.launch.slurm.files import RunDir
 from torchdistpackage.launch.slurm.look import GRACE_S
-from torchdistpackage.launch.slurm.records import Record, read_records
+from torchdistpackage.launch.slurm.records import Submission, read_records
 from torchdistpackage.launch.slurm.starts import Start, read_starts
-from torchdistpackage.launch.slurm.states import Fate, JobInfo, base
-from torchdistpackage.launch.supervise import read_failures
+from torchdistpackage.launch.slurm.states import JobInfo, Outcome, array_job_id
+from torchdistpackage.launch.supervise import read_failure_reports
 
 _TAIL_BYTES = 1 << 16
 _STEPS = re.compile(r"^train:\n(?:[ #].*\n|\n)*? +steps: *(\d+)", re.MULTILINE)
-_RECORDS = JobFiles(Path()).records.as_posix()
+_RECORDS = RunDir(Path()).records.as_posix()
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RunProgress:
     """The last step in `metrics.jsonl`, how many there are to be, and the last training loss."""
 
     step: int | None = None
@@ -37,7 +37,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class AttemptResult:
     """How one start ended: what its ranks decided, and which of them failed."""
 
     start: Start
@@ -46,23 +46,23 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SubmittedRun:
     """A run that was submitted at least once."""
 
     folder: Path
-    records: tuple[Record, ...]
+    records: tuple[Submission, ...]
 
     @property
     def name(self) -> str:
         return self.folder.name
 
     @property
-    def latest(self) -> Record:
+    def latest(self) -> Submission:
         return self.records[-1]
 
     @property
-    def files(self) -> JobFiles:
-        return JobFiles(self.folder)
+    def files(self) -> RunDir:
+        return RunDir(self.folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +70,24 @@ class Status:
     """How a run is. word: Slurm's, or one of ours where Slurm knows nothing (any more)."""
 
     word: str
-    fate: Fate
+    outcome: Outcome
     reason: str = ""
 
 
-def read_run(folder: Path) -> Run | None:
+def read_run(folder: Path) -> SubmittedRun | None:
     """The run of a folder; None where nothing was submitted."""
-    records = read_records(JobFiles(folder).records)
-    return Run(folder, tuple(records)) if records else None
+    records = read_records(RunDir(folder).records)
+    return SubmittedRun(folder, tuple(records)) if records else None
 
 
-def find_runs(folder: Path) -> list[Run]:
+def find_runs(folder: Path) -> list[SubmittedRun]:
     """All submitted runs in `folder` and in its folders, by the time of their last submission."""
     paths = [p for depth in ("*", "*/*") for p in folder.glob(f"{depth}/{_RECORDS}")]
     runs = [run for path in paths if (run := read_run(path.parents[1]))]
     return sorted(runs, key=lambda run: (run.latest.time_s, run.name))
 
 
-def find(name: str, folder: Path) -> list[Run]:
+def find(name: str, folder: Path) -> list[SubmittedRun]:
     """The runs that `name` means: a run folder, the name of one in `folder`, or a job id.
 
     Several for a folder of runs, and for the id of an array.
@@ -110,7 +110,7 @@ def find(name: str, folder: Path) -> list[Run]:
     raise ConfigError(f"no run in {folder} has the name or job id {name!r}; {there}")
 
 
-def one(runs: Sequence[Run]) -> Run:
+def single(runs: Sequence[SubmittedRun]) -> SubmittedRun:
     """The only one of `runs`.
 
     Raises:
@@ -122,7 +122,7 @@ def one(runs: Sequence[Run]) -> Run:
     return runs[0]
 
 
-def progress(run: Run) -> Progress:
+def progress(run: SubmittedRun) -> RunProgress:
     """How far the run is, whatever its job does."""
     step = loss = None
     for row in _last_rows(run.folder / "metrics.jsonl"):
@@ -132,22 +132,22 @@ def progress(run: Run) -> Progress:
             break
     for path in (run.folder / "resolved.yaml", run.files.config):
         if path.is_file() and (match := _STEPS.search(path.read_text(encoding="utf-8"))):
-            return Progress(step, int(match[1]), loss)
-    return Progress(step, None, loss)
+            return RunProgress(step, int(match[1]), loss)
+    return RunProgress(step, None, loss)
 
 
-def starts(run: Run, record: Record | None = None) -> list[Start]:
+def starts(run: SubmittedRun, record: Submission | None = None) -> list[Start]:
     """All starts in order, or those of the submission `record`."""
     found = read_starts(run.files.starts)
     if record is None:
         return found
-    if record.job == base(record.job):
+    if record.job == array_job_id(record.job):
         return [s for s in found if s.job == record.job]
     # A task knows itself by an id of its own, not by the array's.
     return [s for s in found if s.time_s >= record.time_s - _CLOCKS_DIFFER_S]
 
 
-def decision(run: Run, start: Start) -> Decision | None:
+def decision(run: SubmittedRun, start: Start) -> Decision | None:
     """What the ranks of a start agreed on when they ended."""
     try:
         said = read_regular(run.files.decision(start.start), _TAIL_BYTES)
@@ -156,50 +156,50 @@ def decision(run: Run, start: Start) -> Decision | None:
         return None
 
 
-def endings(run: Run) -> list[Ended]:
+def attempt_results(run: SubmittedRun) -> list[AttemptResult]:
     """Every start of the run, with how it ended as far as that is known."""
     return [
-        Ended(s, decision(run, s), tuple(read_failures(run.files.failures(s.start))))
+        AttemptResult(s, decision(run, s), tuple(read_failure_reports(run.files.failures(s.start))))
         for s in starts(run)
     ]
 
 
-def last_word(run: Run) -> Decision | None:
+def last_decision(run: SubmittedRun) -> Decision | None:
     """What the ranks decided in the last start of the latest submission."""
     latest = starts(run, run.latest)
     return decision(run, latest[-1]) if latest else None
 
 
-def restarts(run: Run, info: JobInfo) -> int:
+def restarts(run: SubmittedRun, info: JobInfo) -> int:
     """How often the latest job came back."""
     return max(info.restarts or 0, len(starts(run, run.latest)) - 1, 0)
 
 
-def status(run: Run, info: JobInfo, now_s: float) -> Status:
+def status(run: SubmittedRun, info: JobInfo, now_s: float) -> Status:
     """How the run is: as Slurm says, or where Slurm says nothing, as the run itself left it."""
     if info.state:
         reason = f"by uid {info.by}" if info.by.isdigit() else f"by {info.by}" if info.by else ""
-        return Status(info.state, info.fate, reason or info.reason)
+        return Status(info.state, info.outcome, reason or info.reason)
     if now_s - run.latest.time_s < GRACE_S:
-        return Status("submitted", Fate.ALIVE, "Slurm does not show it yet")
-    word, forgotten = last_word(run), f"Slurm knows nothing of job {run.latest.job} any more"
-    if word is not None and word.word is Word.FINISHED:
-        return Status("finished", Fate.SUCCEEDED, word.reason)
-    if word is not None and word.word is Word.STOP:
-        return Status("stopped", Fate.FAILED, word.reason)
+        return Status("submitted", Outcome.ALIVE, "Slurm does not show it yet")
+    word, forgotten = last_decision(run), f"Slurm knows nothing of job {run.latest.job} any more"
+    if word is not None and word.word is RequeueDecision.FINISHED:
+        return Status("finished", Outcome.SUCCEEDED, word.reason)
+    if word is not None and word.word is RequeueDecision.STOP:
+        return Status("stopped", Outcome.FAILED, word.reason)
     latest = starts(run, run.latest)
-    if latest and read_failures(run.files.failures(latest[-1].start)):
-        return Status("failed", Fate.FAILED, forgotten)
-    return Status("unknown", Fate.UNKNOWN, info.reason or forgotten)
+    if latest and read_failure_reports(run.files.failures(latest[-1].start)):
+        return Status("failed", Outcome.FAILED, forgotten)
+    return Status("unknown", Outcome.UNKNOWN, info.reason or forgotten)
 
 
 _CLOCKS_DIFFER_S = 5.0
 """Between the machine that submits and the nodes."""
 
 
-def _ids(run: Run) -> Iterable[str]:
+def _ids(run: SubmittedRun) -> Iterable[str]:
     for record in run.records:
-        yield from (record.job, base(record.job))
+        yield from (record.job, array_job_id(record.job))
 
 
 def _last_rows(path: Path) -> Iterable[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The batch script of a job, as text: plain bash that people can read, keep and submit themselves.
 
 Two rules. It holds all that it needs: it starts the ranks with srun, and when they have ended it
-does what they agreed on (`JobFiles.decision`), because a rank may have no Slurm commands where it
+does what they agreed on (`RunDir.decision`), because a rank may have no Slurm commands where it
 runs. And a user's prologue reaches the ranks alone: both are in a shell of their own, so whatever
 it sets, defines, traps or ends, the lines behind that shell are as they were written.
 """
@@ -11,16 +11,16 @@ import shlex
 from pathlib import Path
 from textwrap import indent
 
-from torchdistpackage.launch.requeue import NOT_BACK, STOPPED, Word
+from torchdistpackage.launch.requeue import EXIT_REQUEUE_DENIED, EXIT_TEMPFAIL, RequeueDecision
 from torchdistpackage.launch.slurm.batch_job import BatchJob
 from torchdistpackage.launch.slurm.environment import DEVICES, KEPT, RANKS, SLURM
-from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.slurm.files import RunDir
 from torchdistpackage.launch.slurm.script_ranks import environment, patterns, ranks, verdict
 
 _BARE = re.compile(r"[\w@%+=:,./\[\]-]+", re.ASCII)
 
 
-def text(job: BatchJob) -> str:
+def render(job: BatchJob) -> str:
     """The whole script."""
     return "\n\n".join([_head(job), _place(job), _body(job), *_come_back(job)]) + "\n"
 
@@ -53,7 +53,7 @@ def _head(job: BatchJob) -> str:
         f"#     sbatch {shlex.quote(job.script)}",
         "#",
     ]
-    notes = dict(job.notes)
+    notes = dict(job.comments)
     for name, value in job.options:
         lines += [f"# {notes[name]}"] if name in notes else []
         lines.append(directive(name, value))
@@ -108,14 +108,14 @@ _tdp_status=$?
 
 
 def _come_back(job: BatchJob) -> list[str]:
-    attempts = f"{{,.{{1..{job.again}}}}}" if job.again else ""
+    attempts = f"{{,.{{1..{job.restarts_in_job}}}}}" if job.restarts_in_job else ""
     read = f"""
 # The word of the ranks that came last.
 _tdp_word='' _tdp_reason=''
 for _tdp_file in "$_tdp_run/job/decision.$_tdp_start"{attempts}; do
     [ ! -f "$_tdp_file" ] || read -r _tdp_word _tdp_reason <"$_tdp_file"
 done
-case $_tdp_word in '' | {Word.AGAIN}) ;; *) _tdp_say "$_tdp_word: $_tdp_reason" ;; esac
+case $_tdp_word in '' | {RequeueDecision.AGAIN}) ;; *) _tdp_say "$_tdp_word: $_tdp_reason" ;; esac
 # "RUNNING None", for example; asked again while Slurm does not say.
 _tdp_state() {{
     local wait state=
@@ -129,27 +129,27 @@ _tdp_state() {{
 """
     ends = f"""
 case $_tdp_word in
-{Word.FINISHED})
+{RequeueDecision.FINISHED})
     exit 0
     ;;
-{Word.STOP})
-    exit {STOPPED}
+{RequeueDecision.STOP})
+    exit {EXIT_TEMPFAIL}
     ;;
-{Word.REQUEUE})
+{RequeueDecision.REQUEUE})
     for _tdp_try in 1 2 3; do
         _tdp_now=$(_tdp_state)
         # In any other state Slurm is cancelling or requeueing the job already.
         case $_tdp_now in
         RUNNING* | *TimeLimit) ;;
-        *) _tdp_say "not requeued here, it is $_tdp_now"; exit {NOT_BACK} ;;
+        *) _tdp_say "not requeued here, it is $_tdp_now"; exit {EXIT_REQUEUE_DENIED} ;;
         esac
         command scontrol requeue "$_tdp_job" && exit 0
         sleep 2
     done
     _tdp_say "Slurm does not requeue it; set launch.requeue.mode=chain, or submit it again"
-    exit {NOT_BACK}
+    exit {EXIT_REQUEUE_DENIED}
     ;;
-{Word.CHAIN})
+{RequeueDecision.CHAIN})
 {indent(_chain(job), "    ")}
     ;;
 esac
@@ -158,10 +158,10 @@ esac
     silent = f"""
 if [ "$_tdp_status" -eq 0 ]; then
     _tdp_say "the ranks ended with 0 and left no word in $_tdp_run/job"
-    exit {NOT_BACK}
+    exit {EXIT_REQUEUE_DENIED}
 fi
 """
-    parts = [read, ends, *([silent] if job.leaves_word else []), 'exit "$_tdp_status"']
+    parts = [read, ends, *([silent] if job.writes_decision else []), 'exit "$_tdp_status"']
     return [part.strip("\n") for part in parts]
 
 
@@ -169,7 +169,7 @@ def _chain(job: BatchJob) -> str:
     dropped = patterns((*RANKS, *SLURM, *DEVICES), 4)
     array = ' --array="$SLURM_ARRAY_TASK_ID"' if job.is_array else ""
     task = "_$SLURM_ARRAY_TASK_ID" if job.is_array else ""
-    intent = JobFiles(Path("$_tdp_run")).intent
+    intent = RunDir(Path("$_tdp_run")).intent
     return f"""
 _tdp_now=$(_tdp_state)
 # A job that was cancelled stays so; one that was preempted without requeue is over as well.
@@ -178,7 +178,7 @@ RUNNING* | *TimeLimit) ;;
 *)
     if ! command scontrol show job "$_tdp_job" | grep -q 'PreemptTime=[0-9]'; then
         _tdp_say "no job is chained behind it, it is $_tdp_now"
-        exit {NOT_BACK}
+        exit {EXIT_REQUEUE_DENIED}
     fi
     ;;
 esac
@@ -200,7 +200,7 @@ _tdp_next=$(env "${{_tdp_own[@]}}" sbatch --parsable \\
 _tdp_next=${{_tdp_next##*$'\\n'}}
 _tdp_next=${{_tdp_next%%;*}}
 case $_tdp_next in
-'' | *[!0-9]*) _tdp_say "no job could be chained"; exit {NOT_BACK} ;;
+'' | *[!0-9]*) _tdp_say "no job could be chained"; exit {EXIT_REQUEUE_DENIED} ;;
 esac
 _tdp_note "${{_tdp_next}}{task}" >>"$_tdp_run/job/submissions.jsonl" &&
     rm -f "{intent}"

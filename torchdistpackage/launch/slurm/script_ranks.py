@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from textwrap import indent
 
-from torchdistpackage.launch.requeue import Word
+from torchdistpackage.launch.requeue import RequeueDecision
 from torchdistpackage.launch.slurm.batch_job import BatchJob
 from torchdistpackage.launch.slurm.environment import RANKS
 
@@ -19,7 +19,7 @@ _SRUN_READS = (
     *("SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES", "SLURM_GPU_BIND", "SLURM_EXPORT_ENV"),
     *("SLURM_CPU_BIND", "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_LIST", "SLURM_CPU_BIND_VERBOSE"),
 )
-UNTIL_IT_LISTENS = 'trap "" HUP USR1 USR2; exec "$@"'
+IGNORE_SIGNALS_UNTIL_READY = 'trap "" HUP USR1 USR2; exec "$@"'
 """For sh -c: a Python that is still starting would end on a signal that asks it to save."""
 _ANSWERS_S = 30
 """Within which a node that is well starts a task."""
@@ -75,7 +75,7 @@ IFS=$' \\t\\n'
 unset {folded(_SRUN_READS)}
 # The code as it was at submission: what is edited later does not reach this job.
 export PYTHONPATH={shlex.quote(paths)}${{PYTHONPATH:+:$PYTHONPATH}}
-export TDP_CODE={shlex.quote(job.code.here)}
+export TDP_CODE={shlex.quote(job.code.workdir)}
 # This script acts on what the ranks decide. A job that was chained behind another is told by whom.
 export TDP_BATCH=1 TDP_SERIES="$_tdp_series"
 if [ -n "$_tdp_end" ]; then export TDP_JOB_END_S="$_tdp_end"; fi
@@ -92,7 +92,7 @@ def ranks(job: BatchJob) -> list[str]:
 {_srun(job)}
 _tdp_status=$?
 """.strip("\n")
-    if job.again:
+    if job.restarts_in_job:
         return [_again(job, start)]
     return [
         f"trap : TERM HUP USR1 USR2\n{start}",
@@ -109,7 +109,7 @@ def _srun(job: BatchJob) -> str:
     )
     lines = [stated, "--mpi=none --kill-on-bad-exit=1"]
     lines += [words(job.srun)] if job.srun else []
-    lines.append(f"sh -c '{UNTIL_IT_LISTENS}' task")
+    lines.append(f"sh -c '{IGNORE_SIGNALS_UNTIL_READY}' task")
     lines += [words(job.container)] if job.container else []
     lines.append(f'{words(job.command)} "$_tdp_run/job/config.yaml"')
     return " \\\n    ".join(lines)
@@ -146,7 +146,7 @@ def _again(job: BatchJob, start: str) -> str:
 export TDP_ATTEMPT="$_tdp_attempt"
 {start}
 [ ! -f "$_tdp_run/job/decision.$_tdp_own" ] || exit "$_tdp_status"
-_tdp_left=$(({job.again} - _tdp_attempt))
+_tdp_left=$(({job.restarts_in_job} - _tdp_attempt))
 if [ "$_tdp_status" -eq 0 ] || [ "$_tdp_told" -ne 0 ]; then _tdp_left=0; fi
 # Both take a while, so at once.
 if [ "$_tdp_left" -gt 0 ]; then
@@ -163,7 +163,7 @@ if [ -f "$_tdp_run/job/decision.$_tdp_own" ]; then
         _tdp_word=
     fi
 fi
-if [ "$_tdp_word" != {Word.AGAIN} ]; then
+if [ "$_tdp_word" != {RequeueDecision.AGAIN} ]; then
 {indent(end, "    ")}
 fi
 _tdp_say "$_tdp_word: $_tdp_reason"

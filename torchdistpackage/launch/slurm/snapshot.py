@@ -31,7 +31,7 @@ _COPY = re.compile(r"[0-9a-f]{12}|\.[0-9a-f]{12}\..+")
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class SnapshotFile:
     """One file: its path inside the snapshot, where it is now, and where it leads if a link."""
 
     name: str
@@ -40,11 +40,11 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class CodeSnapshot:
     """items: in order of names. digest: of all names and contents."""
 
     tree: Tree
-    items: tuple[Item, ...]
+    items: tuple[SnapshotFile, ...]
     digest: str
     num_bytes: int
 
@@ -68,7 +68,7 @@ class Snapshot:
         return tuple(notes)
 
 
-def take(tree: Tree) -> Snapshot:
+def collect(tree: Tree) -> CodeSnapshot:
     """Read all files of `tree`, and this package's own.
 
     Raises:
@@ -91,10 +91,10 @@ def take(tree: Tree) -> Snapshot:
         num_bytes = sum(item.source.lstat().st_size for item in items)
     except OSError as error:
         raise LaunchError(f"a file of the code cannot be read: {error}") from error
-    return Snapshot(tree, tuple(items), digest, num_bytes)
+    return CodeSnapshot(tree, tuple(items), digest, num_bytes)
 
 
-def write(snapshot: Snapshot, codes: Path, host: str, now_s: float) -> Path:
+def materialize(snapshot: CodeSnapshot, codes: Path, host: str, now_s: float) -> Path:
     """Copy the files into `codes`/<hash>, unless they are there; the folder.
 
     Raises:
@@ -155,7 +155,7 @@ def prune(codes: Path, scripts: Path, now_s: float) -> list[Path]:
 
 
 def code_paths(
-    snapshot: Snapshot,
+    snapshot: CodeSnapshot,
     folder: Path,
     here: Path,
     imports: Iterable[str],
@@ -202,10 +202,10 @@ def _holds_package(tree: Tree) -> bool:
     return first.is_relative_to(tree.root) and first.relative_to(tree.root).as_posix() in tree.files
 
 
-def _items(root: Path, top: str, names: Iterable[str]) -> list[Item]:
+def _items(root: Path, top: str, names: Iterable[str]) -> list[SnapshotFile]:
     held = set(names)
     held |= {parent.as_posix() for name in held for parent in Path(name).parents}
-    return [Item(f"{top}/{n}", root / n, _link(root, n, held)) for n in names]
+    return [SnapshotFile(f"{top}/{n}", root / n, _link(root, n, held)) for n in names]
 
 
 def _link(root: Path, name: str, held: set[str]) -> str | None:
@@ -219,7 +219,7 @@ def _link(root: Path, name: str, held: set[str]) -> str | None:
     return str(leads if inside and not leads.is_absolute() else leads_to)
 
 
-def _digest(item: Item, path: Path) -> bytes:
+def _digest(item: SnapshotFile, path: Path) -> bytes:
     """Of one file: its name, whether it can be run, and its content."""
     if item.link is not None:
         kind, content = b"link", hashlib.sha256(os.fsencode(item.link)).digest()
@@ -234,7 +234,7 @@ def _name(digests: Iterable[bytes]) -> str:
     return hashlib.sha256(b"".join(digests)).hexdigest()[:12]
 
 
-def _facts(snapshot: Snapshot, host: str, now_s: float) -> str:
+def _facts(snapshot: CodeSnapshot, host: str, now_s: float) -> str:
     facts = {
         "root": str(snapshot.tree.root),
         **dict(snapshot.tree.git),

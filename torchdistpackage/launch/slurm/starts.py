@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from torchdistpackage.bounded import parse_json
-from torchdistpackage.launch.requeue import Limits, refusal
-from torchdistpackage.launch.slurm.files import JobFiles, start_id
+from torchdistpackage.launch.requeue import RequeueLimits, restart_denied_reason
+from torchdistpackage.launch.slurm.files import RunDir, attempt_id
 from torchdistpackage.launch.slurm.lines import read_lines
 
 
@@ -63,9 +63,9 @@ def read_starts(path: Path) -> list[Start]:
     return list(starts.values())
 
 
-def this_start(files: JobFiles, env: Mapping[str, str], step: int) -> Start:
+def this_start(files: RunDir, env: Mapping[str, str], step: int) -> Start:
     """The start that this process belongs to, as noted or as it will be."""
-    own, before = start_id(env), read_starts(files.starts)
+    own, before = attempt_id(env), read_starts(files.starts)
     if noted := next((s for s in before if s.start == own), None):
         return noted
     job = env.get("SLURM_JOB_ID", "")
@@ -81,23 +81,25 @@ def this_start(files: JobFiles, env: Mapping[str, str], step: int) -> Start:
     )
 
 
-def series_of(files: JobFiles, start: Start) -> list[Start]:
+def series_of(files: RunDir, start: Start) -> list[Start]:
     """The starts of the same submission up to `start`, which comes last."""
     before = (s for s in read_starts(files.starts) if s.start != start.start)
     return [*(s for s in before if s.series == start.series), start]
 
 
-def refusal_of(files: JobFiles, start: Start, limits: Limits) -> str:
+def restart_denied(files: RunDir, start: Start, limits: RequeueLimits) -> str:
     """Why this start, which Slurm made of itself, is not to train; "" if it is."""
     before = series_of(files, start)[:-1]
-    why = refusal([s.step for s in before], start.step, limits, in_job([*before, start]))
+    why = restart_denied_reason(
+        [s.step for s in before], start.step, limits, in_job([*before, start])
+    )
     return why and (
         f"not started again at step {start.step}, which is saved: {why}; submit it again to go on, "
         f"the logs of its starts are in {files.logs}"
     )
 
 
-def note(files: JobFiles, start: Start) -> None:
+def append(files: RunDir, start: Start) -> None:
     """Append the start, unless it is there as it is."""
     if start not in read_starts(files.starts):
         files.job.mkdir(parents=True, exist_ok=True)
@@ -107,7 +109,7 @@ def note(files: JobFiles, start: Start) -> None:
             os.fsync(file.fileno())
 
 
-def correct(files: JobFiles, env: Mapping[str, str], step: int) -> None:
+def amend(files: RunDir, env: Mapping[str, str], step: int) -> None:
     """Note where this start really began: a checkpoint may look complete and be damaged."""
-    if own := next((s for s in read_starts(files.starts) if s.start == start_id(env)), None):
-        note(files, replace(own, step=step))
+    if own := next((s for s in read_starts(files.starts) if s.start == attempt_id(env)), None):
+        append(files, replace(own, step=step))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
-class Fate(StrEnum):
+class Outcome(StrEnum):
     """What a state means for who waits for the job."""
 
     ALIVE = "alive"  # waits, runs, or will run again: hands off
@@ -21,20 +21,20 @@ class Fate(StrEnum):
 
 
 _STATES = {
-    Fate.ALIVE: (
+    Outcome.ALIVE: (
         *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED"),
         *("REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"),
         *("RESIZING", "SIGNALING", "STAGE_OUT", "POWER_UP_NODE", "UPDATE_DB", "EXPEDITING"),
     ),
-    Fate.SUCCEEDED: ("COMPLETED",),
-    Fate.FAILED: (
+    Outcome.SUCCEEDED: ("COMPLETED",),
+    Outcome.FAILED: (
         *("FAILED", "TIMEOUT", "DEADLINE", "OUT_OF_MEMORY", "LAUNCH_FAILED", "RECONFIG_FAIL"),
         *("NODE_FAIL", "BOOT_FAIL", "PREEMPTED"),
     ),
-    Fate.CANCELLED: ("CANCELLED", "REVOKED"),
+    Outcome.CANCELLED: ("CANCELLED", "REVOKED"),
 }
 
-FATES = {state: fate for fate, states in _STATES.items() for state in states}
+OUTCOMES = {state: fate for fate, states in _STATES.items() for state in states}
 """Slurm's word -> what it means. PREEMPTED is shown for a job that Slurm does not requeue."""
 
 NOT_ITS_FAULT = frozenset({"NODE_FAIL", "BOOT_FAIL", "PREEMPTED", "LAUNCH_FAILED"})
@@ -70,21 +70,21 @@ class JobInfo:
     by: str = ""
 
     @property
-    def fate(self) -> Fate:
-        return FATES.get(self.state, Fate.UNKNOWN)
+    def outcome(self) -> Outcome:
+        return OUTCOMES.get(self.state, Outcome.UNKNOWN)
 
     @property
     def ended(self) -> bool:
         """Whether it is over for good, one way or the other."""
-        return self.fate in (Fate.SUCCEEDED, Fate.FAILED, Fate.CANCELLED)
+        return self.outcome in (Outcome.SUCCEEDED, Outcome.FAILED, Outcome.CANCELLED)
 
 
-def base(job: str) -> str:
+def array_job_id(job: str) -> str:
     """The id that a job is submitted under: `123` of `123_4`, `123_[0-3%2]` and `123+1`."""
     return re.split(r"[_+]", job, maxsplit=1)[0]
 
 
-def tasks(job: str) -> tuple[str, ...]:
+def expand_array(job: str) -> tuple[str, ...]:
     """The ids that an id of squeue or sacct stands for: `7_[0-4:2,9%2]` is 7_0, 7_2, 7_4, 7_9.
 
     Pending tasks of an array share a line. A list that Slurm cut short (`...`) gives what is there.
@@ -109,11 +109,11 @@ def parse_squeue(text: str) -> dict[str, JobInfo]:
             state,
             "" if reason == "None" else reason,
             nodes,
-            _of_status(status) if FATES.get(state) is not Fate.ALIVE else None,
+            _of_status(status) if OUTCOMES.get(state) is not Outcome.ALIVE else None,
             int(restarts) if restarts.isdigit() else None,
             _seconds(used),
         )
-        jobs |= {task: replace(info, job=task) for task in tasks(job)}
+        jobs |= {task: replace(info, job=task) for task in expand_array(job)}
     return jobs
 
 
@@ -130,23 +130,23 @@ def parse_sacct(text: str) -> dict[str, JobInfo]:
             word.partition(" ")[0],
             "" if reason == "None" else reason,
             "" if nodes == "None assigned" else nodes,
-            _of_pair(code) if FATES.get(word) is not Fate.ALIVE else None,
+            _of_pair(code) if OUTCOMES.get(word) is not Outcome.ALIVE else None,
             0,
             float(elapsed) if elapsed.isdigit() else None,
             by,
         )
-        for task in tasks(job):
+        for task in expand_array(job):
             before = jobs.get(task)
             restarts = 0 if before is None or before.restarts is None else before.restarts + 1
             jobs[task] = replace(info, job=task, restarts=restarts)
     return jobs
 
 
-def whole(job: str, jobs: Iterable[JobInfo]) -> JobInfo:
+def merge_array(job: str, jobs: Iterable[JobInfo]) -> JobInfo:
     """The tasks of an array as one: alive while one is; then the worst of how they ended."""
     parts = sorted(jobs, key=lambda info: info.job)
-    order = (Fate.ALIVE, Fate.UNKNOWN, Fate.FAILED, Fate.CANCELLED, Fate.SUCCEEDED)
-    worst = min(parts, key=lambda info: order.index(info.fate), default=JobInfo(job))
+    order = (Outcome.ALIVE, Outcome.UNKNOWN, Outcome.FAILED, Outcome.CANCELLED, Outcome.SUCCEEDED)
+    worst = min(parts, key=lambda info: order.index(info.outcome), default=JobInfo(job))
     return replace(worst, job=job)
 
 

@@ -17,29 +17,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.config.slurm_options import ours
+from torchdistpackage.config.slurm_options import extra_of
 from torchdistpackage.errors import ConfigError, LaunchError
-from torchdistpackage.launch.durable import write_together
+from torchdistpackage.launch.durable import atomic_write_all
 from torchdistpackage.launch.lock_file import make_folder, remove_empty
 from torchdistpackage.launch.slurm import suspects
 from torchdistpackage.launch.slurm.batch_job import BatchJob
 from torchdistpackage.launch.slurm.commands import Runner
 from torchdistpackage.launch.slurm.commands import run as run_command
 from torchdistpackage.launch.slurm.environment import options_dropped
-from torchdistpackage.launch.slurm.files import JobFiles
+from torchdistpackage.launch.slurm.files import RunDir
 from torchdistpackage.launch.slurm.intent import resolve, submit
 from torchdistpackage.launch.slurm.job import absolute, batch_job, job_shape
-from torchdistpackage.launch.slurm.jobs import alive, exclusion, refuse_held, sbatch
-from torchdistpackage.launch.slurm.records import Record, append_record, read_records
-from torchdistpackage.launch.slurm.runs import Run
-from torchdistpackage.launch.slurm.script import text
+from torchdistpackage.launch.slurm.jobs import active_jobs, exclusion, refuse_held, sbatch
+from torchdistpackage.launch.slurm.records import Submission, append_record, read_records
+from torchdistpackage.launch.slurm.runs import SubmittedRun
+from torchdistpackage.launch.slurm.script import render
 from torchdistpackage.launch.slurm.snapshot import (
-    Snapshot,
+    CodeSnapshot,
     code_paths,
+    collect,
     import_folders,
+    materialize,
     prune,
-    take,
-    write,
 )
 from torchdistpackage.launch.slurm.sweep import Sweep
 from torchdistpackage.launch.slurm.tree import tree_of
@@ -76,7 +76,7 @@ class Prepared:
     job: BatchJob
     text: str
     runs: tuple[tuple[Path, RunConfig], ...]
-    snapshot: Snapshot
+    snapshot: CodeSnapshot
     sweep: Sweep | None
     notes: tuple[str, ...]
 
@@ -90,7 +90,7 @@ class Prepared:
 class Submitted:
     """records: one for each run. notes: what was done beside what was asked for."""
 
-    records: tuple[Record, ...]
+    records: tuple[Submission, ...]
     notes: tuple[str, ...] = ()
 
 
@@ -100,7 +100,7 @@ def prepare(
     env: Mapping[str, str],
     *,
     sweep: str | None = None,
-    at_once: int | None = None,
+    max_parallel: int | None = None,
     command: Sequence[str] | None = None,
 ) -> Prepared:
     """Work out a submission from `here`; only reads.
@@ -120,11 +120,11 @@ def prepare(
         _check_shared(configs)
         names = "\0".join(folder.name for folder, _ in runs)
         tag = hashlib.sha256(names.encode()).hexdigest()[:8]
-        array = Sweep(Path(first.run.dir) / f"{sweep}.sweep-{tag}", at_once)
+        array = Sweep(Path(first.run.dir) / f"{sweep}.sweep-{tag}", max_parallel)
         first = _named(first, sweep)
     _check_paths(here, Path(first.run.dir))
-    tree = tree_of(here, ours(first.launch.slurm, "files"), [Path(first.run.dir)])
-    snapshot = take(tree)
+    tree = tree_of(here, extra_of(first.launch.slurm, "files"), [Path(first.run.dir)])
+    snapshot = collect(tree)
     codes = (array.folder if array else runs[0][0]) / "code"
     code = code_paths(snapshot, snapshot.folder(codes), here, import_folders(), env)
     folders = [folder for folder, _ in runs]
@@ -133,10 +133,10 @@ def prepare(
         sweep=array,
         command=command,
     )
-    return Prepared(job, text(job), runs, snapshot, array, (*snapshot.notes, *_dropped(env)))
+    return Prepared(job, render(job), runs, snapshot, array, (*snapshot.notes, *_dropped(env)))
 
 
-def refuse_alive(prepared: Prepared, runner: Runner = run_command) -> None:
+def ensure_not_running(prepared: Prepared, runner: Runner = run_command) -> None:
     """Two would write to one run folder; a job whose submission got no answer is noted first.
 
     Raises:
@@ -144,13 +144,13 @@ def refuse_alive(prepared: Prepared, runner: Runner = run_command) -> None:
         LaunchError: a job of one of the runs waits or runs, or Slurm cannot say.
     """
     for folder, _ in prepared.runs:
-        files = JobFiles(folder)
+        files = RunDir(folder)
         resolve(files, runner, time.time())
         refuse_held(folder)
         records = read_records(files.records)
         if not records:
             continue
-        for info in alive(Run(folder, records), runner):
+        for info in active_jobs(SubmittedRun(folder, records), runner):
             raise LaunchError(
                 f"job {info.job} of the run {folder.name} is {info.state or 'just submitted'}; "
                 f"follow it (tdp jobs logs -f {folder.name}), cancel it first "
@@ -158,32 +158,32 @@ def refuse_alive(prepared: Prepared, runner: Runner = run_command) -> None:
             )
 
 
-def send(
+def submit_prepared(
     prepared: Prepared,
     env: Mapping[str, str],
     runner: Runner = run_command,
     *,
     via: str = "sbatch",
-    enqueue: Callable[[Prepared, Sequence[str]], Sequence[str]] | None = None,
+    submit_fn: Callable[[Prepared, Sequence[str]], Sequence[str]] | None = None,
 ) -> Submitted:
     """Write all files and submit the job.
 
-    enqueue: another way than sbatch, by its name `via`: given what was prepared and nodes to leave
-    out it returns the id of each run's job.
+    submit_fn: another way than sbatch, by its name `via`: given what was prepared and nodes to
+    leave out it returns the id of each run's job.
 
     Raises:
         LaunchError: the files cannot be written, or Slurm does not take the job.
     """
     now_s, job = time.time(), prepared.job
-    files = JobFiles(prepared.runs[0][0])
+    files = RunDir(prepared.runs[0][0])
     if read_records(files.records):
-        suspects.note_failed_nodes(files, env, runner, now_s=now_s)
+        suspects.record_failed_nodes(files, env, runner, now_s=now_s)
     nodes = suspects.excluded(files.suspects, now_s)
     notes = (suspects.explain(files.suspects, now_s),) if nodes else ()
     if shutil.which("sbatch", path=env.get("PATH")) is None:
         raise LaunchError("there is no sbatch here; submit from where it is, on a login node")
-    lay_out(prepared, now_s)
-    record = Record(
+    write_run_dir(prepared, now_s)
+    record = Submission(
         job="",
         time_s=now_s,
         via=via,
@@ -192,9 +192,9 @@ def send(
         nodes=job.shape.nodes_text,
         host=socket.gethostname(),
     )
-    folders = [JobFiles(folder) for folder, _ in prepared.runs]
-    if enqueue is not None:
-        ids = enqueue(prepared, nodes)
+    folders = [RunDir(folder) for folder, _ in prepared.runs]
+    if submit_fn is not None:
+        ids = submit_fn(prepared, nodes)
         records = [replace(record, job=own_id) for own_id in ids]
         for files, own in zip(folders, records, strict=True):
             append_record(files.records, own)
@@ -217,7 +217,7 @@ def _sbatch(script: Path, nodes: Sequence[str], env: Mapping[str, str], runner: 
         raise type(error)(f"{error}{advice}") from error
 
 
-def lay_out(prepared: Prepared, now_s: float) -> None:
+def write_run_dir(prepared: Prepared, now_s: float) -> None:
     """Write all that the job needs: folders, code, configurations and the script.
 
     Raises:
@@ -226,20 +226,20 @@ def lay_out(prepared: Prepared, now_s: float) -> None:
     made: list[Path] = []
     code = Path(prepared.job.code.folder)
     is_new = not code.exists()
-    texts = {JobFiles(folder).config: config.to_yaml() for folder, config in prepared.runs}
+    texts = {RunDir(folder).config: config.to_yaml() for folder, config in prepared.runs}
     texts[Path(prepared.job.script)] = prepared.text
-    folders = [path for f, _ in prepared.runs for path in (JobFiles(f).logs, JobFiles(f).job)]
+    folders = [path for f, _ in prepared.runs for path in (RunDir(f).logs, RunDir(f).job)]
     folders += [Path(prepared.job.script).parent, prepared.codes]
     try:
         for folder in folders:
             made = [*make_folder(folder), *made]
-        write(prepared.snapshot, prepared.codes, socket.gethostname(), now_s)
-        write_together(texts)
+        materialize(prepared.snapshot, prepared.codes, socket.gethostname(), now_s)
+        atomic_write_all(texts)
         if prepared.sweep is not None:
             for index, (folder, _) in enumerate(prepared.runs):
                 link = prepared.sweep.log(index)
                 link.unlink(missing_ok=True)
-                link.symlink_to(Path("..", JobFiles(Path(folder.name)).main_log))
+                link.symlink_to(Path("..", RunDir(Path(folder.name)).main_log))
     except (OSError, LaunchError) as error:
         if is_new:
             shutil.rmtree(code, ignore_errors=True)

@@ -18,10 +18,10 @@ from typing import Any
 
 from torchdistpackage.bounded import check_regular, parse_json
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.failure import Failure, Kind
+from torchdistpackage.launch.failure import Failure, FailureKind
 from torchdistpackage.launch.hostlist import expand
 from torchdistpackage.launch.slurm.commands import Runner, run
-from torchdistpackage.launch.slurm.files import JobFiles, start_id
+from torchdistpackage.launch.slurm.files import RunDir, attempt_id
 from torchdistpackage.launch.slurm.lines import read_lines
 from torchdistpackage.launch.slurm.starts import Start, read_starts
 
@@ -54,7 +54,7 @@ _CLOCKS_DIFFER_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class NodeIncident:
     """Something that speaks against a node. job: its start (`123.0`), or its id."""
 
     node: str
@@ -70,24 +70,24 @@ class Evidence:
         return f"{self.node}: {self.reason} ({when}, job {self.job}; until {until})"
 
 
-def evidence_of(
+def incident_of(
     failure: Failure, job: str, now_s: float, others: Sequence[Failure] = ()
-) -> Evidence | None:
+) -> NodeIncident | None:
     """What the failure that brought a start down says against its node, if anything.
 
     others: of this start. A node that told of a rank's end after the alarm of a hang is not gone.
     """
     reason = _reason(failure)
-    if failure.kind is Kind.HUNG and any(_is_word_after(failure, other) for other in others):
+    if failure.kind is FailureKind.HUNG and any(_is_word_after(failure, other) for other in others):
         return None
     node = failure.host.partition(".")[0]
     if not reason or not node:
         return None
     text = f"rank {failure.rank}: {reason}"
-    return Evidence(node, text, _HALF, failure.time_s, now_s + EXPIRY_S, job)
+    return NodeIncident(node, text, _HALF, failure.time_s, now_s + EXPIRY_S, job)
 
 
-def record(path: Path, evidence: Evidence) -> None:
+def record(path: Path, evidence: NodeIncident) -> None:
     """Append a piece of evidence, in one write, so that several writers do not mix.
 
     Where that cannot be, a warning is logged: a job that ends has more important things to say.
@@ -110,7 +110,7 @@ def record(path: Path, evidence: Evidence) -> None:
         os.close(descriptor)
 
 
-def read(path: Path) -> list[Evidence]:
+def read(path: Path) -> list[NodeIncident]:
     """All evidence, also what has expired.
 
     Lines that are none are passed over with a warning, and so is what is no file.
@@ -120,7 +120,7 @@ def read(path: Path) -> list[Evidence]:
     except LaunchError as error:
         log.warning("%s", error)
         return []
-    found: list[Evidence] = []
+    found: list[NodeIncident] = []
     bad: list[int] = []
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -132,15 +132,17 @@ def read(path: Path) -> list[Evidence]:
     return found
 
 
-def reasons(path: Path, now_s: float, threshold: float = THRESHOLD) -> dict[str, list[Evidence]]:
+def reasons(
+    path: Path, now_s: float, threshold: float = THRESHOLD
+) -> dict[str, list[NodeIncident]]:
     """Every node to leave out, in order of names, with the evidence that says so."""
-    heaviest: dict[tuple[str, str], Evidence] = {}
+    heaviest: dict[tuple[str, str], NodeIncident] = {}
     for evidence in read(path):
         key = (evidence.node, evidence.job)
         before = heaviest.get(key)
         if evidence.expires_s > now_s and (before is None or evidence.weight > before.weight):
             heaviest[key] = evidence
-    by_node: dict[str, list[Evidence]] = {}
+    by_node: dict[str, list[NodeIncident]] = {}
     for evidence in sorted(heaviest.values(), key=lambda e: (e.node, e.time_s)):
         by_node.setdefault(evidence.node, []).append(evidence)
     return {n: held for n, held in by_node.items() if sum(e.weight for e in held) >= threshold}
@@ -158,9 +160,9 @@ def explain(path: Path, now_s: float, threshold: float = THRESHOLD) -> str:
     return "\n".join([*lines, f"({path} says so; remove a line to forgive)"]) if held else ""
 
 
-def note_failed_nodes(
-    files: JobFiles, env: Mapping[str, str], runner: Runner = run, *, now_s: float | None = None
-) -> list[Evidence]:
+def record_failed_nodes(
+    files: RunDir, env: Mapping[str, str], runner: Runner = run, *, now_s: float | None = None
+) -> list[NodeIncident]:
     """Record the nodes that broke under the start before this one; returns what is new.
 
     env: this start's, or a submission's, outside of any job. Slurm is asked which of that start's
@@ -168,16 +170,18 @@ def note_failed_nodes(
     whose ranks left a decision lost no node.
     """
     now = time.time() if now_s is None else now_s
-    earlier = [s for s in read_starts(files.starts) if s.start != start_id(env)]
+    earlier = [s for s in read_starts(files.starts) if s.start != attempt_id(env)]
     if not earlier or not earlier[-1].nodes or files.decision(earlier[-1].start).exists():
         return []
     start = earlier[-1]
     known = {(e.node, e.job) for e in read(files.suspects) if e.weight >= THRESHOLD}
-    new: list[Evidence] = []
+    new: list[NodeIncident] = []
     for node, state in _broken(start, runner, now).items():
         if (node, start.start) not in known:
             text = f"{state} under job {start.job}"
-            new.append(Evidence(node, text, THRESHOLD, now, now + NODE_FAIL_EXPIRY_S, start.start))
+            new.append(
+                NodeIncident(node, text, THRESHOLD, now, now + NODE_FAIL_EXPIRY_S, start.start)
+            )
     for evidence in new:
         record(files.suspects, evidence)
     return new
@@ -237,9 +241,9 @@ def _rows(runner: Runner, *command: str) -> list[list[str]]:
 
 
 def _reason(failure: Failure) -> str:
-    if failure.kind is Kind.SIGNAL and failure.exit_code == -signal.SIGBUS:
+    if failure.kind is FailureKind.SIGNAL and failure.exit_code == -signal.SIGBUS:
         return "killed by SIGBUS"
-    if failure.kind is Kind.HUNG:  # the detail is about all ranks
+    if failure.kind is FailureKind.HUNG:  # the detail is about all ranks
         return "did not answer in a hang" if "does not answer" in failure.error else ""
     text = f"{failure.error}\n{failure.detail}".lower()
     return next((what for what, pattern in _HARDWARE if re.search(pattern, text)), "")
@@ -247,14 +251,14 @@ def _reason(failure: Failure) -> str:
 
 def _is_word_after(alarm: Failure, other: Failure) -> bool:
     # a watcher ends its rank only after others have failed, whatever the clocks of two hosts say
-    later = other.kind is Kind.ENDED or other.time_s > alarm.time_s
+    later = other.kind is FailureKind.ENDED or other.time_s > alarm.time_s
     return other.host == alarm.host and later
 
 
-def _parse(line: str) -> Evidence | None:
+def _parse(line: str) -> NodeIncident | None:
     try:
         fields: dict[str, Any] = parse_json(line)
-        return Evidence(
+        return NodeIncident(
             str(fields["node"]),
             str(fields["reason"]),
             float(fields["weight"]),

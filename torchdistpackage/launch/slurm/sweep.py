@@ -18,10 +18,10 @@ MAX_RUNS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What the runs of one array share. at_once: how many may run at a time; None: all."""
+    """What the runs of one array share. max_parallel: how many may run at a time; None: all."""
 
     folder: Path
-    at_once: int | None = None
+    max_parallel: int | None = None
 
     @property
     def script(self) -> Path:
@@ -33,14 +33,14 @@ class Sweep:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class SweepRun:
     """One run of a sweep. suffix: of its name. overrides: `section.key=value`."""
 
     suffix: str
     overrides: tuple[str, ...]
 
 
-def points(sweeps: Sequence[str]) -> tuple[Point, ...]:
+def points(sweeps: Sequence[str]) -> tuple[SweepRun, ...]:
     """Every combination of `key=value,value` texts, the last key varying fastest.
 
     Raises:
@@ -50,7 +50,7 @@ def points(sweeps: Sequence[str]) -> tuple[Point, ...]:
     keys = [key for key, _ in axes]
     if twice := sorted({key for key in keys if keys.count(key) > 1}):
         raise ConfigError(f"--sweep {twice[0]} is given twice; put all values behind one of them")
-    found: dict[str, Point] = {}
+    found: dict[str, SweepRun] = {}
     for values in itertools.product(*(values for _, values in axes)):
         pairs = list(zip(keys, values, strict=True))
         suffix = "-".join(f"{key.rpartition('.')[2]}={_fit(value)}" for key, value in pairs)
@@ -58,7 +58,7 @@ def points(sweeps: Sequence[str]) -> tuple[Point, ...]:
             raise ConfigError(
                 f"--sweep makes two runs with the name ending in {suffix}; remove one"
             )
-        found[suffix] = Point(suffix, tuple(f"{key}={value}" for key, value in pairs))
+        found[suffix] = SweepRun(suffix, tuple(f"{key}={value}" for key, value in pairs))
         if len(found) > MAX_RUNS:
             raise ConfigError(f"--sweep makes more than {MAX_RUNS} runs; sweep fewer values")
     return tuple(found.values())

@@ -17,15 +17,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchdistpackage.launch.durable import beside, write_whole
-from torchdistpackage.launch.failure import Failure, culprit, how, is_consequence, report
+from torchdistpackage.launch.durable import atomic_write, beside
+from torchdistpackage.launch.failure import Failure, is_secondary, report, root_cause, summary
 from torchdistpackage.launch.hostlist import expand
-from torchdistpackage.launch.requeue import Decision, Word, decide_in_job, time_is_up
-from torchdistpackage.launch.slurm.files import JobFiles
-from torchdistpackage.launch.slurm.runs import Run, decision, progress
+from torchdistpackage.launch.requeue import Decision, RequeueDecision, decide_in_job, time_is_up
+from torchdistpackage.launch.slurm.files import RunDir
+from torchdistpackage.launch.slurm.runs import SubmittedRun, decision, progress
 from torchdistpackage.launch.slurm.starts import read_starts
-from torchdistpackage.launch.slurm.suspects import evidence_of, record
-from torchdistpackage.launch.supervise import read_failures
+from torchdistpackage.launch.slurm.suspects import incident_of, record
+from torchdistpackage.launch.supervise import read_failure_reports
 
 CANNOT_WRITE = 73
 """Exit code of a job whose run folder takes nothing (EX_CANTCREAT)."""
@@ -45,9 +45,9 @@ def verdict(run: Path, start: str, code: int, num_ranks: int) -> tuple[str, int]
 
     A node that is to blame is noted in the suspects file.
     """
-    files = JobFiles(run)
+    files = RunDir(run)
     # A step with more ranks may have left reports in this start before.
-    failures = [f for f in read_failures(files.failures(start)) if f.rank < num_ranks]
+    failures = [f for f in read_failure_reports(files.failures(start)) if f.rank < num_ranks]
     silent = sorted(set(range(num_ranks)) - {failure.rank for failure in failures})
     if not failures and (why := _refuses(files)):
         return (
@@ -55,19 +55,19 @@ def verdict(run: Path, start: str, code: int, num_ranks: int) -> tuple[str, int]
             f"word there, and what srun says above is all there is. Make room and rights for it, "
             f"or set run.dir ---"
         ), CANNOT_WRITE
-    if not failures or (silent and is_consequence(culprit(failures))):
+    if not failures or (silent and is_secondary(root_cause(failures))):
         return _without_culprit(files, start, code, failures, silent)
-    first = culprit(failures)
-    if evidence := evidence_of(first, start, time.time(), failures):
+    first = root_cause(failures)
+    if evidence := incident_of(first, start, time.time(), failures):
         record(files.suspects, evidence)
     return report(failures, num_ranks), exit_code(first)
 
 
-def _refuses(files: JobFiles) -> str:
+def _refuses(files: RunDir) -> str:
     """Why nothing can be written to the run folder; "" if something can."""
     probe = beside(files.job / "probe")
     try:
-        write_whole(probe, " " * _PROBE_BYTES)
+        atomic_write(probe, " " * _PROBE_BYTES)
         probe.unlink()
     except OSError as error:
         return error.strerror or str(error)
@@ -75,7 +75,7 @@ def _refuses(files: JobFiles) -> str:
 
 
 def _without_culprit(
-    files: JobFiles, start: str, code: int, failures: Sequence[Failure], silent: Sequence[int]
+    files: RunDir, start: str, code: int, failures: Sequence[Failure], silent: Sequence[int]
 ) -> tuple[str, int]:
     """All reports there are speak of lost connections: who left none was lost first."""
     nodes = next((s.nodes for s in read_starts(files.starts) if s.start == start), "")
@@ -85,7 +85,7 @@ def _without_culprit(
     per_node = num_ranks // len(hosts) if hosts and num_ranks % len(hosts) == 0 else 0
     named = [f"{r} on {hosts[r // per_node]}" if per_node else str(r) for r in silent[:20]]
     shown = ", ".join(named) + (", ..." if len(silent) > 20 else "")
-    lines = [f"rank {f.rank} on {f.host} then failed: {f.error or how(f)}" for f in failures]
+    lines = [f"rank {f.rank} on {f.host} then failed: {f.error or summary(f)}" for f in failures]
     lines.append(
         f"--- no report from {len(silent)} of {num_ranks} ranks ({shown}"
         f"{f'; job on {nodes}' if nodes else ''}): ended by Slurm with their job (requeued, "
@@ -102,23 +102,23 @@ def start_again(
 
     left: how often that may be done still. end_s: when the job ends, in seconds since 1970.
     """
-    files, now_s = JobFiles(folder), time.time()
-    failures = [f for f in read_failures(files.failures(start)) if f.rank < num_ranks]
-    first = culprit(failures) if failures else None
+    files, now_s = RunDir(folder), time.time()
+    failures = [f for f in read_failure_reports(files.failures(start)) if f.rank < num_ranks]
+    first = root_cause(failures) if failures else None
     died = "a rank died with what watched over it"
-    if first is not None and not is_consequence(first):
-        died = f"rank {first.rank}: {how(first)}"
-    evidence = evidence_of(first, start, now_s, failures) if first is not None else None
+    if first is not None and not is_secondary(first):
+        died = f"rank {first.rank}: {summary(first)}"
+    evidence = incident_of(first, start, now_s, failures) if first is not None else None
     earlier = [s for s in read_starts(files.starts) if s.start != start]
     decided = decide_in_job(
-        f"after step {progress(Run(folder, ())).step or 0}: {died}",
-        decision(Run(folder, ()), earlier[-1]) if earlier else None,
+        f"after step {progress(SubmittedRun(folder, ())).step or 0}: {died}",
+        decision(SubmittedRun(folder, ()), earlier[-1]) if earlier else None,
         left=left,
         time_up=time_is_up(now_s, end_s, (), (), margin_s),
         bad_node=evidence.reason if evidence else "",
     )
-    if decided.word is Word.AGAIN:
-        write_whole(files.decision(start), f"{decided}\n")
+    if decided.word is RequeueDecision.AGAIN:
+        atomic_write(files.decision(start), f"{decided}\n")
     return decided
 
 
@@ -135,10 +135,10 @@ def main(argv: list[str]) -> int:
         end_s = float(end) if end.isdecimal() else None
         left, margin_s = int(numbers[2]), float(numbers[3])
         decided = start_again(folder, start, num_ranks, left, margin_s, end_s)
-        if decided.word is not Word.AGAIN:
+        if decided.word is not RequeueDecision.AGAIN:
             sys.stdout.write(f"{decided.reason}\n")
     sys.stdout.write(text + "\n")
-    keep(JobFiles(folder).main_log, text)
+    keep(RunDir(folder).main_log, text)
     return code
 
 
@@ -150,7 +150,7 @@ def keep(log: Path, text: str) -> None:
     """Leave the reason where the log was, if it was removed: Slurm then writes to no file."""
     if not log.exists():
         with contextlib.suppress(OSError):
-            write_whole(log, text + "\n")
+            atomic_write(log, text + "\n")
 
 
 if __name__ == "__main__":

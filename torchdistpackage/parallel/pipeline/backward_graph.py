@@ -57,10 +57,10 @@ class Graph:
                     found.append(child)
                 else:
                     above.append(node)
-        self.way: dict[Node, Edges] = {}
+        self.path: dict[Node, Edges] = {}
         for node in ends:  # which grows
-            if node not in self.way:
-                self.way[node] = self._edges[node]
+            if node not in self.path:
+                self.path[node] = self._edges[node]
                 ends += parents[node]
 
     def leaves(self, node: Node) -> frozenset[Node]:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from torchdistpackage.comm.headers import Headers
+from torchdistpackage.comm.headers import MetaChannel
 from torchdistpackage.comm.messages import Message, describe, tensors_of
-from torchdistpackage.comm.p2p import Flight, Post, Wire
-from torchdistpackage.comm.templates import Template
+from torchdistpackage.comm.p2p import P2PChannel, P2PWork, Post
+from torchdistpackage.comm.templates import MessageSpec
 from torchdistpackage.errors import CommError
 
 Root = Tensor | GradientEdge
@@ -22,10 +22,10 @@ Root = Tensor | GradientEdge
 Output = Message | tuple[Root | None, ...]
 """What a stage gave; once sent, of each member that wants a gradient its place in the graph."""
 
-_LANDED = Flight()
+_LANDED = P2PWork()
 
 
-class Entrance:
+class StageInput:
     """What a stage is given; the gradients that it owes for it.
 
     takes_gradients: whether the schedule has backwards.
@@ -49,7 +49,7 @@ class Entrance:
         self.leaves[:] = [[] for _ in self.leaves]
 
 
-class Handover(Entrance):
+class LocalLink(StageInput):
     """Between two stages of one rank: the same memory, and no message."""
 
     def __init__(self, num_microbatches: int, takes_gradients: bool, outputs: list[Message]):
@@ -82,15 +82,17 @@ class Handover(Entrance):
         return tuple(back)
 
 
-class Inlet(Entrance):
+class RecvLink(StageInput):
     """From a stage on another rank. Templates of the messages are agreed on in the first run."""
 
-    def __init__(self, num_microbatches: int, takes_gradients: bool, peer: int, headers: Headers):
+    def __init__(
+        self, num_microbatches: int, takes_gradients: bool, peer: int, headers: MetaChannel
+    ):
         super().__init__(num_microbatches, takes_gradients)
         self.peer, self._headers = peer, headers
-        self.templates: list[Template | None] = [None] * num_microbatches
+        self.templates: list[MessageSpec | None] = [None] * num_microbatches
         self._rooms: list[list[Tensor | None]] = [[]] * num_microbatches
-        self._arrivals: list[Flight] = [_LANDED] * num_microbatches
+        self._arrivals: list[P2PWork] = [_LANDED] * num_microbatches
 
     def knows(self, m: int) -> bool:
         return self.templates[m] is not None and not self._headers.always
@@ -99,9 +101,9 @@ class Inlet(Entrance):
         """Wait for the header of `m`."""
         self.templates[m] = self._headers.receive(self.peer)
 
-    def receive(self, wire: Wire | Post, m: int) -> None:
+    def receive(self, wire: P2PChannel | Post, m: int) -> None:
         template = self.templates[m]
-        self._rooms[m] = room = template.room()
+        self._rooms[m] = room = template.allocate()
         self._arrivals[m] = wire.receive(template.travelling(room), self.peer)
 
     def arrive(self, m: int) -> None:
@@ -122,12 +124,12 @@ class Inlet(Entrance):
         num = len(self._rooms)
         self._rooms[:], self._arrivals[:] = [[]] * num, [_LANDED] * num
 
-    def send(self, wire: Wire | Post, m: int) -> Flight:
+    def send(self, wire: P2PChannel | Post, m: int) -> P2PWork:
         """The gradients of `m` on their way back."""
         return wire.send(self.templates[m].travelling_back(self.owed(m)), self.peer)
 
 
-class Outlet:
+class SendLink:
     """To a stage on another rank; a message of another form than agreed is refused.
 
     trains: whether the schedule has backwards. keeps_outputs: until their backward, for a caller's
@@ -135,15 +137,15 @@ class Outlet:
     """
 
     def __init__(
-        self, stage: int, outputs: list[Output], trains: bool, peer: int, headers: Headers
+        self, stage: int, outputs: list[Output], trains: bool, peer: int, headers: MetaChannel
     ):
         self.stage, self.peer, self._headers = stage, peer, headers
         self._outputs, self._trains, self.keeps_outputs = outputs, trains, False
         num = len(outputs)
-        self.templates: list[Template | None] = [None] * num
-        self._departures: list[Flight] = [_LANDED] * num
+        self.templates: list[MessageSpec | None] = [None] * num
+        self._departures: list[P2PWork] = [_LANDED] * num
         self._rooms: list[Sequence[Tensor]] = [()] * num
-        self._arrivals: list[Flight] = [_LANDED] * num
+        self._arrivals: list[P2PWork] = [_LANDED] * num
 
     def announce(self, m: int) -> None:
         """Send the header of `m`, if the peer waits for one.
@@ -154,7 +156,7 @@ class Outlet:
         template, output, device = self.templates[m], self._outputs[m], self._headers.device
         if template is None or self._headers.always:
             self.templates[m] = self._headers.send(describe(output, device), self.peer)
-        elif not template.fits(output):
+        elif not template.matches(output):
             agreed, found = template.description, describe(output, device)
             raise CommError(
                 f"stage {self.stage} sends {found} for microbatch {m}, but agreed on {agreed} in "
@@ -163,7 +165,7 @@ class Outlet:
                 f"set dynamic_shapes"
             )
 
-    def send(self, wire: Wire | Post, m: int) -> Flight:
+    def send(self, wire: P2PChannel | Post, m: int) -> P2PWork:
         tensors = tensors_of(self._outputs[m])
         flight = wire.send(self.templates[m].travelling(tensors), self.peer)
         if self.keeps_outputs:
@@ -178,10 +180,10 @@ class Outlet:
         self._rooms[:], self._arrivals[:] = [()] * num, [_LANDED] * num
         self._departures[:] = [_LANDED] * num
 
-    def receive(self, wire: Wire | Post, m: int) -> None:
+    def receive(self, wire: P2PChannel | Post, m: int) -> None:
         """Room for the gradients that come back for `m`."""
         template = self.templates[m]
-        self._rooms[m] = room = template.gradient_room()
+        self._rooms[m] = room = template.allocate_gradients()
         self._arrivals[m] = wire.receive(template.travelling_back(room), self.peer)
 
     def arrive(self, m: int) -> None:
@@ -192,7 +194,7 @@ class Outlet:
 
     def gradients(self, m: int) -> tuple[Tensor | None, ...]:
         room, self._rooms[m] = self._rooms[m], ()
-        return self.templates[m].spread(room)
+        return self.templates[m].scatter_grads(room)
 
 
 def _place_of(x: Tensor | None) -> Root | None:

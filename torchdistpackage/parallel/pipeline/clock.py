@@ -33,7 +33,7 @@ class Timing:
         return seconds(self.began, self.ended)
 
 
-class Clock:
+class ComputeClock:
     """`with clock:` around each piece of computation, between `restart` and `stop` of each run."""
 
     def __init__(self, device: torch.device):

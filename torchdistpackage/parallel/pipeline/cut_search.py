@@ -32,7 +32,7 @@ MOST_TRIED 4 had the same busiest rank as after a whole search, 25 a less busy o
 by 1 % at most: the same in the mean, to 0.01 %."""
 
 
-class Cut(NamedTuple):
+class StageCut(NamedTuple):
     """A cut of the first `end` pieces; the smaller in this order is the better.
 
     rank, stage: largest sum of a rank and of a stage; of ranks that have stages to come, `open` and
@@ -45,12 +45,12 @@ class Cut(NamedTuple):
     open: tuple[float, ...]
     full: tuple[float, ...]
     end: int
-    before: "Cut | None"
+    before: "StageCut | None"
 
     def ends(self) -> list[int]:
         return [*(self.before.ends() if self.before else ()), self.end]
 
-    def beats(self, other: "Cut") -> bool:
+    def beats(self, other: "StageCut") -> bool:
         """Whether nothing that follows could make `other` the better one by its busiest rank."""
         return (
             self.rank <= other.rank
@@ -60,7 +60,7 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class PartitionProblem:
     """work: the part of `time` that grows with every piece. held, cap: of a rank."""
 
     num_pieces: int
@@ -70,7 +70,7 @@ class Problem:
     held: Span | None = None
     cap: float = float("inf")
 
-    def best(self, most: float = float("inf")) -> Cut | None:
+    def best(self, most: float = float("inf")) -> StageCut | None:
         """None where no cut keeps to cap and to `most` on a rank."""
         every = range(self.num_pieces + 1)
         if self.held is None and self._tried(len(every), KEPT[-1]) > MOST_TRIED:
@@ -83,7 +83,7 @@ class Problem:
                 found, most = better, better.rank
         return found
 
-    def _improved(self, ends: Sequence[int]) -> Cut:
+    def _improved(self, ends: Sequence[int]) -> StageCut:
         """By searches near the best cut that is known, ever wider ones."""
         found = self._searched([(end,) for end in ends], float("inf"), 1)
         assert found is not None
@@ -91,7 +91,7 @@ class Problem:
         while True:
             for kept in (8, KEPT[-1]):
                 tried = self._tried(2 * near + len(self.placement) + 1, kept)
-                better: Cut | None = found
+                better: StageCut | None = found
                 while better is not None:
                     left -= tried
                     if left < 0:
@@ -113,11 +113,13 @@ class Problem:
         ends = num_edges - stages
         return stages * ends * min(ends, chunks * self.num_pieces // stages) * kept
 
-    def _searched(self, allowed: Sequence[Sequence[int]], most: float, kept: int) -> Cut | None:
-        return _Search(self, allowed, most * (1 + 1e-9), kept).best()
+    def _searched(
+        self, allowed: Sequence[Sequence[int]], most: float, kept: int
+    ) -> StageCut | None:
+        return _StageSearch(self, allowed, most * (1 + 1e-9), kept).best()
 
 
-def wander(of: Problem, seed: int) -> list[int]:
+def wander(of: PartitionProblem, seed: int) -> list[int]:
     """Ends of the stages of a cut: simulated annealing, one edge by one or two pieces at a time.
 
     What falls is the sum of the squares of what ranks cost, and a little of what stages do; of all
@@ -157,7 +159,7 @@ STAGES, HOT, COOLED = 0.02, 0.5, 1e-5
 cost, and the last as a part of it."""
 
 
-def _even_ends(of: Problem) -> list[int]:
+def _even_ends(of: PartitionProblem) -> list[int]:
     """Of stages that are as even as pieces allow which are larger than a stage."""
     num, stages = of.num_pieces, len(of.placement)
     costs = [of.work(0, i, i + 1) for i in range(num)]
@@ -174,25 +176,25 @@ def _even_ends(of: Problem) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Search:
+class _StageSearch:
     """Stage by stage, for every piece at which the stages so far may end, the best ways to do so.
 
     allowed: for each stage where it may end. most: what a rank may cost. kept: see KEPT.
     """
 
-    of: Problem
+    of: PartitionProblem
     allowed: Sequence[Sequence[int]]
     most: float
     kept: int
 
-    def best(self) -> Cut | None:
+    def best(self) -> StageCut | None:
         placement, num_pieces = self.of.placement, self.of.num_pieces
-        ended: dict[int, list[Cut]] = {0: [Cut(0.0, 0.0, 0.0, (), (), 0, None)]}
+        ended: dict[int, list[StageCut]] = {0: [StageCut(0.0, 0.0, 0.0, (), (), 0, None)]}
         going: list[int] = []  # ranks in the order of Cut.open
         for stage, rank in enumerate(placement):
             at = going.index(rank) if rank in going else None
             last = rank not in placement[stage + 1 :]
-            reached: dict[int, list[Cut]] = {}
+            reached: dict[int, list[StageCut]] = {}
             for cuts in ended.values():
                 for cut in cuts:
                     for longer in self._extended(cut, stage, at, last):
@@ -201,7 +203,9 @@ class _Search:
             going = [r for r in going if r != rank] + ([] if last else [rank])
         return min(ended.get(num_pieces, ()), default=None)
 
-    def _extended(self, cut: Cut, stage: int, at: int | None, last: bool) -> Iterator[Cut]:
+    def _extended(
+        self, cut: StageCut, stage: int, at: int | None, last: bool
+    ) -> Iterator[StageCut]:
         """`cut` with one more stage, of every length. at: of its rank in `open`."""
         of, most = self.of, self.most
         time, work, held, num_pieces = of.time, of.work, of.held, of.num_pieces
@@ -223,7 +227,7 @@ class _Search:
                 break
             if spent + here > most or (last and work(stage, end, num_pieces) > room):
                 continue
-            yield Cut(
+            yield StageCut(
                 max(cut.rank, spent + here) if last else cut.rank,
                 max(cut.stage, here),
                 cut.squares + here * here,
@@ -233,12 +237,12 @@ class _Search:
                 cut,
             )
 
-    def _worth_keeping(self, cuts: list[Cut]) -> list[Cut]:
+    def _worth_keeping(self, cuts: list[StageCut]) -> list[StageCut]:
         """Those that no other beats, up to `kept`."""
         cuts.sort(key=_order)
         if not cuts[0].open:
             return cuts[:1]
-        kept: list[Cut] = []
+        kept: list[StageCut] = []
         for cut in cuts:
             if not any(other.beats(cut) for other in kept):
                 kept.append(cut)
@@ -247,5 +251,5 @@ class _Search:
         return kept
 
 
-def _order(cut: Cut) -> tuple[float, float, float, float]:
+def _order(cut: StageCut) -> tuple[float, float, float, float]:
     return (max(cut.open, default=0.0), *cut[:3])

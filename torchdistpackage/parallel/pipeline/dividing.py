@@ -21,7 +21,7 @@ from torchdistpackage.parallel.pipeline.losses import Addition, Losses, over_rep
 from torchdistpackage.parallel.pipeline.reducing import scatters
 
 
-class Dividing:
+class LossDivision:
     """Of one step. teller: pipe index of the last stage. counted: None before the first step."""
 
     def __init__(
@@ -72,7 +72,7 @@ class Dividing:
         if self._tells:
             losses.totals = totals
         if known and reducer is not None:
-            with reducer.steered():
+            with reducer.scheduled():
                 pass
             reducer.finish()
         return True

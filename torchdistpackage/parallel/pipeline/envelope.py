@@ -11,7 +11,7 @@ from torchdistpackage.comm.messages import Message
 Members = dict[str, Tensor | None]
 
 
-def seal(message: Message, more: Members) -> Members:
+def pack_with_skips(message: Message, more: Members) -> Members:
     """`message` and `more` as one dict."""
     if isinstance(message, dict):
         sealed = {f".{key}": x for key, x in message.items()}
@@ -24,8 +24,8 @@ def seal(message: Message, more: Members) -> Members:
     return sealed
 
 
-def unseal(sealed: Members) -> tuple[Message, Members]:
-    """What `seal` was given; a list comes back as a tuple."""
+def unpack_with_skips(sealed: Members) -> tuple[Message, Members]:
+    """What `pack_with_skips` was given; a list comes back as a tuple."""
     more = {key[1:]: x for key, x in sealed.items() if key[0] == "+"}
     kept = [(key, x) for key, x in sealed.items() if key[0] != "+"]
     if not kept or kept[0][0][0] == "(":

@@ -18,15 +18,15 @@ import torch
 from torch import nn
 
 from torchdistpackage.comm.primitives import Group, ranks_of
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.record import recorder
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import CommError, ScheduleError
-from torchdistpackage.parallel.pipeline.clock import Clock
+from torchdistpackage.parallel.pipeline.clock import ComputeClock
 from torchdistpackage.parallel.pipeline.local_stage import Backward, Forward, Keep, Weight, autograd
 from torchdistpackage.parallel.pipeline.recording import Recording
-from torchdistpackage.parallel.pipeline.reduction import Reduction
-from torchdistpackage.parallel.pipeline.steps import COMPUTES, Step, Steps, within
-from torchdistpackage.schedule.actions import Kind, Schedule
+from torchdistpackage.parallel.pipeline.reduction import LastBackwardNotifier
+from torchdistpackage.parallel.pipeline.steps import COMPUTES, RankProgram, Step, within
+from torchdistpackage.schedule.actions import ActionKind, Schedule
 from torchdistpackage.schedule.simulate import Span
 
 __all__ = ["Backward", "Executor", "Forward", "autograd"]
@@ -58,9 +58,9 @@ class Executor:
                 f"{schedule.name} is for {len(schedule.programs)} pipe ranks, but the group has "
                 f"{group.size()}: {ranks_of(group)}; build it for as many"
             )
-        self.schedule, self.group, self.clock = schedule, group, Clock(device)
+        self.schedule, self.group, self.clock = schedule, group, ComputeClock(device)
         self._trains = schedule.has_backward
-        self._steps = Steps(schedule, group, device, timeout_s, dynamic_shapes, self.clock)
+        self._steps = RankProgram(schedule, group, device, timeout_s, dynamic_shapes, self.clock)
         self.stages = tuple(self._steps.stages)
         self.recording: Recording | None = None
         """Of the last run, if it was recorded."""
@@ -95,7 +95,7 @@ class Executor:
         reducer: Reducer | None = None,
         keep: Keep | None = None,
         weights: Sequence[Weight] | None = None,
-        around: Callable[[Kind], AbstractContextManager[object]] | None = None,
+        around: Callable[[ActionKind], AbstractContextManager[object]] | None = None,
         record: bool = False,
     ) -> None:
         """One pass over all microbatches. Without a backward in the schedule no graph is kept.
@@ -133,14 +133,16 @@ class Executor:
                 within(partial(around, s[2].kind), s) if s[3] == COMPUTES else s for s in program
             ]
         trains = self._trains
-        steered = reducer.steered() if reducer is not None and trains else nullcontext()
+        steered = reducer.scheduled() if reducer is not None and trains else nullcontext()
         is_under_way = False
         try:
             self.clock.restart()
             with steered as told, torch.set_grad_enabled(trains):
                 if told is not None:
                     mine = reducer.parameters
-                    program = Reduction(told, steps.stages, parameters, mine).within(program)
+                    program = LastBackwardNotifier(told, steps.stages, parameters, mine).within(
+                        program
+                    )
                 recording = Recording(self.clock.device) if record else None
                 is_under_way = steps.has_messages
                 (recording.run if recording else run)(program)
@@ -151,7 +153,7 @@ class Executor:
                 self.interrupted_by = f"{type(error).__name__}: {error}"
             raise
         finally:
-            calls.action = None
+            recorder.action = None
             steps.reset()
         self.recording = recording
 
@@ -159,5 +161,5 @@ class Executor:
 def run(program: Sequence[Step]) -> None:
     """What a step costs beside computing and messages is this loop."""
     for do, m, action, _ in program:
-        calls.action = action
+        recorder.action = action
         do(m)

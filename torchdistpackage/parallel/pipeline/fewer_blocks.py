@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchdistpackage.errors import ScheduleError
 
 
-class Around:
+class BlockNeighbours:
     """What is called before the blocks and what behind them: names of modules beside their list,
     and beside what holds it. As registered, until a run has shown it."""
 
@@ -59,7 +59,7 @@ class Around:
         self.before, self.behind = before - behind, behind - before
 
 
-class Passage:
+class BlockActivations:
     """Of the call of a stage that runs: what enters its first block, what left its last one.
 
     is_other: whether that first block would have been given something else.
@@ -84,13 +84,13 @@ class Passage:
         return self.left
 
 
-class _Gate:
+class _BoundaryBlock:
     """A block at an end of its stage.
 
     Outside of the block's own call, which checkpointing repeats when other activations are here.
     """
 
-    _gate: tuple[Passage, bool, bool]
+    _gate: tuple[BlockActivations, bool, bool]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         passage, takes, leaves = self._gate
@@ -115,10 +115,10 @@ class _Gate:
         return output
 
     def __reduce_ex__(self, protocol: object) -> tuple:
-        return _new_gate, (type(self).__bases__[1],), vars(self)
+        return _new_boundary, (type(self).__bases__[1],), vars(self)
 
 
-class _LeftOut(nn.Module):
+class _SkippedModule(nn.Module):
     """In place of what another stage runs before the blocks: an embedding that adds nothing, or
     something that changes nothing."""
 
@@ -132,8 +132,8 @@ def cut_blocks(
     path: Sequence[str],
     blocks: range,
     ends: tuple[bool, bool],
-    around: Around,
-    passage: Passage,
+    around: BlockNeighbours,
+    passage: BlockActivations,
     above: str = "",
 ) -> nn.Module:
     """`base` with some of its blocks, which keep their names, and without what others run."""
@@ -153,30 +153,30 @@ def cut_blocks(
             kept.add_module(str(i), inner[i])
         for i in {blocks[0], blocks[-1]}:
             takes, leaves = i == blocks[0] and not ends[0], i == blocks[-1]
-            kept._modules[str(i)] = _gated(inner[i], (passage, takes, leaves))
+            kept._modules[str(i)] = _with_boundary(inner[i], (passage, takes, leaves))
         short._modules[step] = kept
     is_first, is_last = ends
     for child, module in base._modules.items():
         if f"{above}{child}" in around.behind and not is_last:
             short._modules[child] = nn.Identity()
         elif f"{above}{child}" in around.before and not is_first and _is_own(module):
-            short._modules[child] = _LeftOut()
+            short._modules[child] = _SkippedModule()
     return short
 
 
 @cache
-def _gate_of(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (_Gate, kind), {"__module__": kind.__module__})
+def _boundary_of(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (_BoundaryBlock, kind), {"__module__": kind.__module__})
 
 
-def _new_gate(kind: type[nn.Module]) -> nn.Module:
-    made = _gate_of(kind)
+def _new_boundary(kind: type[nn.Module]) -> nn.Module:
+    made = _boundary_of(kind)
     return made.__new__(made)
 
 
-def _gated(block: nn.Module, gate: tuple[Passage, bool, bool]) -> nn.Module:
+def _with_boundary(block: nn.Module, gate: tuple[BlockActivations, bool, bool]) -> nn.Module:
     made = copy(block)
-    made.__class__ = _gate_of(type(block))
+    made.__class__ = _boundary_of(type(block))
     made._gate = gate
     return made
 

@@ -16,7 +16,7 @@ from torchdistpackage.comm.primitives import Group, is_queued
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.parallel.pipeline import tensor_parts
-from torchdistpackage.parallel.pipeline.dividing import Dividing
+from torchdistpackage.parallel.pipeline.dividing import LossDivision
 from torchdistpackage.parallel.pipeline.executor import autograd
 from torchdistpackage.parallel.pipeline.function_call import BwdFn, FunctionCall, FwdFn, Options
 from torchdistpackage.parallel.pipeline.interrupted import step_over
@@ -93,7 +93,7 @@ def forward_backward(
         optimizer.zero_grad()
     dividing = None
     if not forward_only and job.counted is not False:
-        dividing = Dividing(group, job.schedule.placement[-1], job.counted, optimizer, reducer)
+        dividing = LossDivision(group, job.schedule.placement[-1], job.counted, optimizer, reducer)
     cuts = {s: [cut(x, sizes) for x in mine] for s, mine in job.inputs.items()}
     outputs: dict[int, object] = {}
     losses = Losses(sizes, 1.0, job.counted, reads=not is_queued(group))

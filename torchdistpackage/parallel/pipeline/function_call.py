@@ -17,7 +17,7 @@ from torchdistpackage.parallel.pipeline.agreement import StepAgreement
 from torchdistpackage.parallel.pipeline.executor import Backward, Executor, Forward
 from torchdistpackage.parallel.pipeline.interrupted import refuse_interrupted, step_over
 from torchdistpackage.parallel.pipeline.kept import (
-    Kept,
+    CachedExecutor,
     counted_by,
     form_around,
     form_of,
@@ -52,7 +52,7 @@ class FunctionCall:
     backwards: dict[int, BwdFn | None]
     inputs: dict[int, list[object]]
     num_samples: int
-    kept: Kept
+    kept: CachedExecutor
     sizes: Sequence[int] = ()
     """Samples of each microbatch."""
     executor: Executor | None = None
@@ -119,7 +119,7 @@ class FunctionCall:
             device = _device(group, [*own], options.optimizer)
             form = (id(schedule), options.num_parts, form_around(device, options.optimizer))
             forms = "dynamic" if dynamic else form_of(own)
-            kept = Kept(forwards, group, (form, forms))
+            kept = CachedExecutor(forwards, group, (form, forms))
             job = cls(schedule, *given, num_samples=num_samples, kept=kept)
             what = (
                 f"{schedule.name} of {schedule.num_stages} stages, {num_microbatches} microbatches"

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.fewer_blocks import (
-    Around,
-    Passage,
+    BlockActivations,
+    BlockNeighbours,
     cut_blocks,
     path_to_blocks,
 )
@@ -36,7 +36,9 @@ class DecoderStage(nn.Module):
     Parameters keep the model's names. Calls of all stages take the same keywords.
     """
 
-    def __init__(self, model: nn.Module, base: nn.Module, passage: Passage, ends: Sequence[bool]):
+    def __init__(
+        self, model: nn.Module, base: nn.Module, passage: BlockActivations, ends: Sequence[bool]
+    ):
         """base: the model's, cut. passage: of its blocks. ends: is it the first, the last stage?"""
         super().__init__()
         self.config, self._prefix = model.config, model.base_model_prefix
@@ -115,11 +117,11 @@ def decoder_stages(
     joined[0] += costs[0]
     joined[-1] += costs[-1]
     ranges = split_by_cost(joined, len(placement), placement=placement)
-    around = Around(base, path)
+    around = BlockNeighbours(base, path)
     expected = _run(model, around)
     stages = []
     for s, blocks in enumerate(ranges):
-        passage, ends = Passage(), (s == 0, s == len(ranges) - 1)
+        passage, ends = BlockActivations(), (s == 0, s == len(ranges) - 1)
         cut = cut_blocks(base, path.split("."), blocks, ends, around, passage)
         stages.append(DecoderStage(model, cut, passage, ends))
     if check and expected is not None:
@@ -143,7 +145,7 @@ def _tokens(model: nn.Module) -> Tensor:
     return torch.arange(NUM_TOKENS, device=device).reshape(1, -1) % model.config.vocab_size
 
 
-def _run(model: nn.Module, around: Around) -> tuple[Tensor, Tensor] | None:
+def _run(model: nn.Module, around: BlockNeighbours) -> tuple[Tensor, Tensor] | None:
     """Logits and loss of the model on a few tokens; None on the meta device."""
     ids = _tokens(model)
     try:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torchdistpackage.comm.creation import is_alive
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.parallel.pipeline.executor import Executor
-from torchdistpackage.parallel.pipeline.order import Order, has_backward, schedule_of
+from torchdistpackage.parallel.pipeline.order import Order, has_backward, resolve_schedule
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.generate import evaluation
 
@@ -29,7 +29,7 @@ MOST_KEPT = 8
 _numbers = count(1)
 
 
-class _Shelf:
+class _CacheEntry:
     """What is kept with one function, and its number.
 
     counted: whether the function, of a last stage, returns (sum, count), once it has.
@@ -46,24 +46,24 @@ class _Shelf:
         self.in_use = False
 
 
-class _Shelves(threading.local):
+class _Cache(threading.local):
     """Of the functions of a rank, which may be a thread. Nobody lives on because of them."""
 
     def __init__(self) -> None:
-        self.of: WeakKeyDictionary[object, dict[int, _Shelf]] = WeakKeyDictionary()
+        self.of: WeakKeyDictionary[object, dict[int, _CacheEntry]] = WeakKeyDictionary()
 
 
-_shelves = _Shelves()
+_cache = _Cache()
 
 
-class Kept:
+class CachedExecutor:
     """The place of one call among what is kept; `note` is for the other ranks.
 
     form: all else that messages follow from, as plain values.
     """
 
     def __init__(self, functions: Sequence[Callable], group: Group, form: object):
-        shelves = [_shelf_of(function) for function in functions]
+        shelves = [_entry_of(function) for function in functions]
         self._shelf = shelves[0]
         if self._shelf.in_use:
             self._shelf.clear()
@@ -119,7 +119,7 @@ def schedule_for(
     """The same object for the same order: made and checked once.
 
     Raises:
-        ScheduleError: as `schedule_of`, or it has no backwards and is to train.
+        ScheduleError: as `resolve_schedule`, or it has no backwards and is to train.
     """
     asked = (order, num_ranks, num_microbatches, chunks, forward_only)
     is_table = not isinstance(order, Schedule) and ("," in str(order) or "." in str(order))
@@ -133,7 +133,7 @@ def schedule_for(
 def _made(
     order: Order, num_ranks: int, num_microbatches: int, chunks: int, forward_only: bool
 ) -> Schedule:
-    schedule = schedule_of(order, num_ranks, num_microbatches, chunks)
+    schedule = resolve_schedule(order, num_ranks, num_microbatches, chunks)
     return evaluation(schedule, num_microbatches) if forward_only else has_backward(schedule)
 
 
@@ -148,26 +148,26 @@ def _one(schedule: Schedule) -> Schedule:
 
 def counted_by(function: Callable) -> bool | None:
     """Whether its losses are (sum, count); None before it has returned one."""
-    return _shelf_of(function).counted
+    return _entry_of(function).counted
 
 
 def remember_counted(function: Callable, counted: bool) -> None:
-    _shelf_of(function).counted = counted
+    _entry_of(function).counted = counted
 
 
-def _shelf_of(function: Callable) -> _Shelf:
+def _entry_of(function: Callable) -> _CacheEntry:
     """A bound method is made anew whenever it is asked for: what counts is whose it is."""
     code, owner = getattr(function, "__func__", None), getattr(function, "__self__", None)
     of, which = (function, 0) if code is None or owner is None else (owner, id(code))
     try:
-        return _shelves.of.setdefault(of, {}).setdefault(which, _Shelf())
+        return _cache.of.setdefault(of, {}).setdefault(which, _CacheEntry())
     except TypeError:  # of a kind that has no weak references, or no hash
-        return _Shelf()
+        return _CacheEntry()
 
 
 def _forget_ended() -> None:
     """Executors hold their group."""
-    for shelves in list(_shelves.of.values()):
+    for shelves in list(_cache.of.values()):
         for shelf in shelves.values():
             if not all(is_alive(executor.group) for executor in shelf.executors.values()):
                 shelf.clear()

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from torchdistpackage.comm.messages import Message, tensors_of
 from torchdistpackage.parallel.pipeline.boundary import (
-    Entrance,
-    Handover,
-    Outlet,
+    LocalLink,
     Output,
     Root,
+    SendLink,
+    StageInput,
 )
-from torchdistpackage.parallel.pipeline.clock import Clock
+from torchdistpackage.parallel.pipeline.clock import ComputeClock
 from torchdistpackage.parallel.pipeline.split_backward import (
     Deferred,
     backward_input,
@@ -36,7 +36,7 @@ Weight = float | Tensor
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
-class LocalStage:
+class StageRunner:
     """Computes stage `stage`.
 
     entrance: where its input comes from, None on the first. exit: where its output goes, None on
@@ -48,9 +48,9 @@ class LocalStage:
         self,
         stage: int,
         outputs: list[Output],
-        entrance: Entrance | None,
-        exit: Outlet | Handover | None,
-        clock: Clock,
+        entrance: StageInput | None,
+        exit: SendLink | LocalLink | None,
+        clock: ComputeClock,
     ):
         self.stage, self._outputs = stage, outputs
         self.entrance, self._exit, self._clock = entrance, exit, clock
@@ -71,7 +71,7 @@ class LocalStage:
         """See `Executor.run`."""
         self.forward_fn, self.backward_fn = forward, backward
         self.keep, self.weights = keep, weights
-        if isinstance(self._exit, Outlet):
+        if isinstance(self._exit, SendLink):
             self._exit.keeps_outputs = backward is not None
 
     def learned(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchdistpackage.comm.messages import Member, describe
+from torchdistpackage.comm.messages import TensorMeta, describe
 from torchdistpackage.comm.p2p import Post
 from torchdistpackage.comm.per_group import PerGroup
 from torchdistpackage.comm.primitives import Group, device_of, ranks_of
@@ -23,11 +23,11 @@ Object = Tensor | Sequence[Tensor | None] | None
 Shapes = torch.Size | Sequence["torch.Size | None"] | None
 
 
-Form = list[Member | None]
+Form = list[TensorMeta | None]
 """Of a message, its members."""
 
 
-class Memory:
+class LastShapes:
     """What last went to, and came from, each global rank of a group."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Memory:
         self.received: dict[int, Form] = {}
 
 
-_memories: PerGroup[Memory] = PerGroup()
+_memories: PerGroup[LastShapes] = PerGroup()
 
 
 class Room:
@@ -48,7 +48,7 @@ class Room:
             m and torch.empty(self._size(m), dtype=m.dtype, device=device) for m in form
         ]
 
-    def _size(self, member: Member) -> Sequence[int]:
+    def _size(self, member: TensorMeta) -> Sequence[int]:
         num = math.prod(member.shape)
         return (num // self._parts.size(),) if divides(num, self._parts) else member.shape
 
@@ -76,13 +76,13 @@ class Move:
 
     def send_forward(self, obj: Object, peer: int | None) -> None:
         if peer is not None:
-            memory_of(group_of(peer)).sent[peer] = form_of(obj)
+            last_shapes_of(group_of(peer)).sent[peer] = form_of(obj)
             self._send(members_of(obj), peer)
 
     def send_backward(self, obj: Object, peer: int | None) -> None:
         if peer is None:
             return
-        gradients, form = members_of(obj), memory_of(group_of(peer)).received.get(peer)
+        gradients, form = members_of(obj), last_shapes_of(group_of(peer)).received.get(peer)
         if form is None or len(form) != len(gradients):
             form = form_of(obj)
         sent: list[Tensor | None] = []
@@ -97,14 +97,14 @@ class Move:
 
     def receive_forward(self, shapes: Shapes, peer: int | None) -> None:
         if peer is not None:
-            memory = memory_of(group_of(peer))
+            memory = last_shapes_of(group_of(peer))
             form = self._expected(shapes, memory.received.get(peer), peer)
             memory.received[peer] = form
             self._forward = self._receive(form, shapes, peer)
 
     def receive_backward(self, shapes: Shapes, peer: int | None) -> None:
         if peer is not None:
-            form = self._expected(shapes, memory_of(group_of(peer)).sent.get(peer), peer)
+            form = self._expected(shapes, last_shapes_of(group_of(peer)).sent.get(peer), peer)
             floats = [m if m is not None and m.dtype.is_floating_point else None for m in form]
             self._backward = self._receive(floats, shapes, peer)
 
@@ -145,11 +145,11 @@ class Move:
         told = [None if shape is None else tuple(shape) for shape in listed]
         if known is None or [m and m.shape for m in known] != told:
             dtype = self._dtype or torch.float
-            return [None if shape is None else Member(shape, dtype, False) for shape in told]
+            return [None if shape is None else TensorMeta(shape, dtype, False) for shape in told]
         if self._dtype is None:
             return known
         return [
-            Member(m.shape, self._dtype, False) if m and m.dtype.is_floating_point else m
+            TensorMeta(m.shape, self._dtype, False) if m and m.dtype.is_floating_point else m
             for m in known
         ]
 
@@ -169,8 +169,8 @@ def is_list(shapes: Shapes) -> bool:
     return not all(isinstance(extent, int) for extent in shapes)
 
 
-def memory_of(group: Group) -> Memory:
-    return _memories.setdefault(group, Memory())
+def last_shapes_of(group: Group) -> LastShapes:
+    return _memories.setdefault(group, LastShapes())
 
 
 def group_of(peer: int) -> Group:

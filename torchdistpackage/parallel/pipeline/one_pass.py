@@ -17,7 +17,7 @@ from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.interrupted import step_over
 from torchdistpackage.parallel.pipeline.local_stage import Weight
 from torchdistpackage.parallel.pipeline.microbatches import cut, detached, joined
-from torchdistpackage.parallel.pipeline.own_stages import OwnStages
+from torchdistpackage.parallel.pipeline.own_stages import OwnedStages
 from torchdistpackage.parallel.pipeline.stage_call import Signature
 
 Named = dict[str, object]
@@ -26,7 +26,7 @@ Finish = Callable[[int, object], Tensor]
 
 
 @dataclass
-class Batch:
+class StepInputs:
     """What a step is called with. sizes: samples of each microbatch. whole: inputs not cut.
 
     settle: hears that the others agree, in the last moment before anything is computed or sent.
@@ -55,10 +55,10 @@ class Batch:
         return [part | whole for part in cuts] if whole else cuts
 
 
-def run(
+def run_microbatches(
     executor: Executor,
-    own: OwnStages,
-    batch: Batch,
+    own: OwnedStages,
+    batch: StepInputs,
     finish: Finish | None,
     *,
     reducer: Reducer | None = None,
@@ -100,7 +100,7 @@ def run(
     return joined([outputs[m] for m in sorted(outputs)], batch.sizes) if outputs else None
 
 
-def told(args: Sequence[object], inputs: Mapping[str, object], own: OwnStages) -> str:
+def input_problem(args: Sequence[object], inputs: Mapping[str, object], own: OwnedStages) -> str:
     """What is wrong with these inputs for any stage, or for the first where it is; or nothing."""
     unknown = sorted(name for name in inputs if not own.is_taken(name))
     if unknown:
@@ -112,7 +112,7 @@ def told(args: Sequence[object], inputs: Mapping[str, object], own: OwnStages) -
     return f"stage 0 {misfit} (what the loss needs goes to targets=)" if misfit else ""
 
 
-def told_of_loss(loss: Signature | None, targets: object, own: OwnStages) -> str:
+def loss_problem(loss: Signature | None, targets: object, own: OwnedStages) -> str:
     """What is wrong with `targets` for the loss where the last stage is; or nothing.
 
     loss: None: the last stage returns it.

@@ -20,7 +20,7 @@ CostsOrder = StageCosts | str | Path
 """Costs of each stage, or the file that holds them."""
 
 
-def schedule_of(
+def resolve_schedule(
     order: Order,
     num_ranks: int,
     num_microbatches: int | None,

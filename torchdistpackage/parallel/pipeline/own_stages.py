@@ -18,11 +18,11 @@ from torchdistpackage.comm.companions import on_cpu
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.agreement import Settings, agree_on_settings
-from torchdistpackage.parallel.pipeline.order import CostsOrder, Order, schedule_of
+from torchdistpackage.parallel.pipeline.order import CostsOrder, Order, resolve_schedule
 from torchdistpackage.parallel.pipeline.stage_call import (
     Signature,
     Stage,
-    StageCall,
+    StageAdapter,
     last_takers,
 )
 from torchdistpackage.schedule.actions import Schedule
@@ -31,11 +31,11 @@ Stages = Stage | Sequence[Stage] | Mapping[int, Stage]
 
 
 @dataclass(frozen=True)
-class OwnStages:
+class OwnedStages:
     """By number of the stage. signatures: of all stages of the pipeline, of the others too."""
 
     modules: dict[int, Stage]
-    calls: dict[int, StageCall]
+    calls: dict[int, StageAdapter]
     signatures: dict[int, Signature]
     skips: tuple[str, ...]
     device: torch.device
@@ -93,17 +93,18 @@ def in_eval(*modules: nn.Module) -> Iterator[None]:
             part.training = mode
 
 
-def agree(
+def agree_on_stages(
     group: Group,
     stages: Stages,
     order: tuple[Order, int | None, int | None, CostsOrder | None],
     skips: Sequence[str],
     alike: Settings,
     device: torch.device | str | None,
-) -> tuple[Schedule, OwnStages]:
+) -> tuple[Schedule, OwnedStages]:
     """The schedule, and the stages of this rank, where they fit on all ranks.
 
-    order: as `schedule_of` takes it: schedule, microbatches, chunks, costs. alike: what else must
+    order: as `resolve_schedule` takes it: schedule, microbatches, chunks, costs. alike: what else
+    must
         be the same on all ranks.
 
     Raises:
@@ -112,12 +113,12 @@ def agree(
     schedule, modules, problem = None, {}, ""
     wanted, num_microbatches, chunks, costs = order
     try:
-        schedule = schedule_of(wanted, group.size(), num_microbatches, chunks, costs)
+        schedule = resolve_schedule(wanted, group.size(), num_microbatches, chunks, costs)
         modules = _numbered(stages, schedule, group.rank())
         skips = listed("skips", skips)
     except ScheduleError as error:
         problem = str(error)
-    settings = (("schedule", _told(schedule)), ("skips", skips), *alike)
+    settings = (("schedule", _schedule_text(schedule)), ("skips", skips), *alike)
     agree_on_settings(group, settings, problem)
     assert schedule is not None
     mine = {stage: Signature.of(module) for stage, module in modules.items()}
@@ -131,13 +132,13 @@ def agree(
             f"stage takes a skip as a parameter of its forward of that name"
         )
     calls = {
-        stage: StageCall(
+        stage: StageAdapter(
             module, signatures[stage], skips, {name for name in skips if until[name] > stage}
         )
         for stage, module in modules.items()
     }
     place = _device(modules, group) if device is None else torch.device(device)
-    return schedule, OwnStages(modules, calls, signatures, tuple(skips), place)
+    return schedule, OwnedStages(modules, calls, signatures, tuple(skips), place)
 
 
 def listed(what: str, names: Sequence[str]) -> tuple[str, ...]:
@@ -176,7 +177,7 @@ def _numbered(stages: Stages, schedule: Schedule, index: int) -> dict[int, Stage
     return dict(zip(mine, given, strict=True))
 
 
-def _told(schedule: Schedule | None) -> str:
+def _schedule_text(schedule: Schedule | None) -> str:
     if schedule is None:
         return "none"
     stages, number = schedule.num_stages, schedule.num_microbatches

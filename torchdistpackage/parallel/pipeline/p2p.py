@@ -13,7 +13,7 @@ None goes as zeros.
 
 import torch
 
-from torchdistpackage.comm.headers import Headers
+from torchdistpackage.comm.headers import MetaChannel
 from torchdistpackage.comm.messages import describe
 from torchdistpackage.comm.primitives import device_of
 from torchdistpackage.comm.tpc import tpc
@@ -23,7 +23,7 @@ from torchdistpackage.parallel.pipeline.moves import (
     Shapes,
     form_of,
     group_of,
-    memory_of,
+    last_shapes_of,
 )
 from torchdistpackage.parallel.pipeline.tensor_parts import (
     gather_split_1d_tensor,
@@ -52,8 +52,8 @@ def send_obj_meta(obj: Object, need_meta: bool = True, next_rank: int | None = N
     peer = _next(next_rank)
     if need_meta and peer is not None:
         group = group_of(peer)
-        memory_of(group).sent[peer] = form_of(obj)
-        headers = Headers(group, device_of(group), None, always=True)
+        last_shapes_of(group).sent[peer] = form_of(obj)
+        headers = MetaChannel(group, device_of(group), None, always=True)
         obj = tuple(obj) if isinstance(obj, list) else obj
         headers.send(describe(obj, headers.device), peer)
         headers.settle()
@@ -66,10 +66,10 @@ def recv_obj_meta(obj_shape: Shapes, prev_rank: int | None = None) -> Shapes:
     if obj_shape is not None or peer is None:
         return obj_shape
     group = group_of(peer)
-    headers = Headers(group, device_of(group), None, always=True)
+    headers = MetaChannel(group, device_of(group), None, always=True)
     description = headers.receive(peer).description
     form = list(description.members)
-    memory_of(group).received[peer] = form
+    last_shapes_of(group).received[peer] = form
     shapes = [m and torch.Size(m.shape) for m in form]
     return shapes[0] if description.form == "tensor" else shapes
 

@@ -10,7 +10,7 @@ from math import inf
 
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.refine import Cut, refine
-from torchdistpackage.parallel.pipeline.split import Memory, split_by_cost
+from torchdistpackage.parallel.pipeline.split import MemoryLimit, split_by_cost
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.simulate import simulate
@@ -73,7 +73,7 @@ def split_measured(
         if live is None:
             deepest_first = range(len(placement), 0, -1)
             live = deepest_first if schedule is None else simulate(schedule).peak_live
-        memory = Memory(
+        memory = MemoryLimit(
             cap_bytes,
             [piece.parameter_bytes * state_factor for piece in pieces],
             [piece.activation_bytes for piece in pieces],

@@ -35,12 +35,12 @@ from torchdistpackage.parallel.pipeline.losses import (
     replicas,
 )
 from torchdistpackage.parallel.pipeline.microbatches import cut, samples_in, sizes_of
-from torchdistpackage.parallel.pipeline.one_pass import Batch, Named
+from torchdistpackage.parallel.pipeline.one_pass import Named, StepInputs
 from torchdistpackage.parallel.pipeline.order import CostsOrder, Order, has_backward
-from torchdistpackage.parallel.pipeline.own_stages import Stages, agree, listed
-from torchdistpackage.parallel.pipeline.reducing import HasReducer, Reducing
+from torchdistpackage.parallel.pipeline.own_stages import Stages, agree_on_stages, listed
+from torchdistpackage.parallel.pipeline.reducing import HasReducer, StageReducers
 from torchdistpackage.parallel.pipeline.stage_call import Signature
-from torchdistpackage.parallel.pipeline.telling import Telling
+from torchdistpackage.parallel.pipeline.telling import LossBroadcast
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.generate import evaluation
 
@@ -99,8 +99,8 @@ class Pipeline:
         refuse_interrupted(self._group)
         order = (schedule, num_microbatches, chunks, costs)
         alike = (("dynamic_shapes", dynamic_shapes), ("check", check))
-        self.schedule, self._own = agree(self._group, stages, order, skips, alike, device)
-        self._reducing = Reducing(reducer, self._own.modules.values())
+        self.schedule, self._own = agree_on_stages(self._group, stages, order, skips, alike, device)
+        self._reducing = StageReducers(reducer, self._own.modules.values())
         self._loss, self._loss_takes = loss, None if loss is None else Signature.of(loss)
         self._whole, self._timeout_s = frozenset(listed("whole", whole)), timeout_s
         self._dynamic, self._check, self._held = dynamic_shapes, check, False
@@ -109,7 +109,7 @@ class Pipeline:
         self._evaluators: dict[int, Executor] = {}
         self._first_sizes: list[int] | None = None
         teller = ranks_of(self._group)[self.schedule.placement[-1]]
-        self._telling = Telling(self._group, teller, self._own.device, timeout_s)
+        self._loss_broadcast = LossBroadcast(self._group, teller, self._own.device, timeout_s)
         self.outputs: object = None
         """Of the last stage, joined along dim 0, on its rank; of a call with `keep_outputs`."""
 
@@ -143,7 +143,7 @@ class Pipeline:
         """
         has_backward(self.schedule)
         batch = self._batch("step", args, targets, inputs, None)
-        counted, reducer = self._telling.counted, self._reducing.reducer
+        counted, reducer = self._loss_broadcast.counted, self._reducing.reducer
         sums = reducer is not None and not self._held
         if sums:
             batch.before.append(self._reducing.follow_buffers)
@@ -153,11 +153,11 @@ class Pipeline:
             loss = self._loss_over(self.executor, batch, targets, loss_scale, keep_outputs, early)
         if early is not None:
             early.finish()
-        if self._telling.counted:
+        if self._loss_broadcast.counted:
             loss = self._divided(loss, addition, batch, early)
         if reducer is not None and sums and counted:
             # what is counted is divided before it is summed: steps before may wait for the sum too
-            with reducer.steered():
+            with reducer.scheduled():
                 pass
             reducer.finish()
         return loss
@@ -193,7 +193,7 @@ class Pipeline:
         batch = self._batch("predict", args, None, inputs, num_microbatches)
         with self._own.evaluating():
             executor = self._evaluator(batch)
-            return one_pass.run(executor, self._own, batch, None, keep_outputs=True)
+            return one_pass.run_microbatches(executor, self._own, batch, None, keep_outputs=True)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -209,14 +209,14 @@ class Pipeline:
     def _loss_over(
         self,
         executor: Executor,
-        batch: Batch,
+        batch: StepInputs,
         targets: object,
         loss_scale: float | Tensor,
         keep_outputs: bool,
         reducer: Reducer | None = None,
     ) -> Tensor:
         """The mean, or [sum, count] of this replica."""
-        telling = self._telling
+        telling = self._loss_broadcast
         losses = Losses(batch.sizes, loss_scale, telling.counted, reads=self._reads)
         batch.before.append(telling.begin)
         parts = cut(targets, batch.sizes) if self._own.has_last else ()
@@ -225,10 +225,10 @@ class Pipeline:
             value = output if self._loss is None else self._call_loss(output, parts[m])
             root = losses.put(m, value, parts[m], self._loss)
             if losses.is_whole:
-                telling.tell(losses.value(), losses.dtype)
+                telling.publish(losses.value(), losses.dtype)
             return root
 
-        self.outputs = one_pass.run(
+        self.outputs = one_pass.run_microbatches(
             executor,
             self._own,
             batch,
@@ -238,15 +238,15 @@ class Pipeline:
             keep_outputs=keep_outputs,
         )
         with step_over(self._group):
-            return telling.told()
+            return telling.result()
 
     def _holders(self) -> list[Tensor]:
         """Where gradients of this rank are at the end of a step, in the first one summed ones."""
         own = [p for mine in self._own.parameters().values() for p in mine]
-        return own if self._telling.counted else [*own, *self._reducing.holders]
+        return own if self._loss_broadcast.counted else [*own, *self._reducing.holders]
 
     def _divided(
-        self, totals: Tensor, addition: Addition | None, batch: Batch, reducer: Reducer | None
+        self, totals: Tensor, addition: Addition | None, batch: StepInputs, reducer: Reducer | None
     ) -> Tensor:
         """The mean of [sum, count], after gradients are divided too. reducer: which has summed."""
         functions = [s for s, stage in self._own.modules.items() if not isinstance(stage, Module)]
@@ -263,7 +263,9 @@ class Pipeline:
         return self._mean(totals)
 
     def _mean(self, loss: Tensor) -> Tensor:
-        return mean_of(loss).to(self._telling.dtype) if self._telling.counted else loss
+        return (
+            mean_of(loss).to(self._loss_broadcast.dtype) if self._loss_broadcast.counted else loss
+        )
 
     def _call_loss(self, output: object, targets: object) -> Loss:
         assert self._loss is not None
@@ -278,14 +280,14 @@ class Pipeline:
         targets: object,
         inputs: Named,
         num_microbatches: int | None,
-    ) -> Batch:
+    ) -> StepInputs:
         """What the call was given, cut alike on all ranks; or the same error on all."""
         refuse_interrupted(self._group)
         if self._loss is None and targets is not None and self._own.last_names_targets:
             inputs = {**inputs, "targets": targets}
-        problem = one_pass.told(args, inputs, self._own)
+        problem = one_pass.input_problem(args, inputs, self._own)
         if name != "predict" and not problem:
-            problem = one_pass.told_of_loss(self._loss_takes, targets, self._own)
+            problem = one_pass.loss_problem(self._loss_takes, targets, self._own)
         if num_microbatches is not None and num_microbatches < 1:
             problem = f"{num_microbatches} microbatches; use 1 or more"
         parts = [(key, x) for key, x in inputs.items() if key not in self._whole]
@@ -296,14 +298,14 @@ class Pipeline:
             if problem:
                 raise CommError(problem)
             sizes = self._sizes(name, common_samples([seen]), num_microbatches)
-            return Batch(args, inputs, sizes, self._whole)
+            return StepInputs(args, inputs, sizes, self._whole)
         agreement = StepAgreement(self._group, what, seen, problem)
         settle = lambda: self._sizes(name, agreement.settle(), num_microbatches)  # noqa: E731
         first = self._first_sizes
         if name == "step" and first is not None and seen in (0, sum(first)) and not problem:
             # as ever, so the others' word is waited for when this rank is ready to send
-            return Batch(args, inputs, first, self._whole, settle)
-        return Batch(args, inputs, settle(), self._whole)
+            return StepInputs(args, inputs, first, self._whole, settle)
+        return StepInputs(args, inputs, settle(), self._whole)
 
     def _sizes(self, name: str, total: int, num_microbatches: int | None) -> list[int]:
         """Of the microbatches of `total` samples."""
@@ -336,7 +338,7 @@ class Pipeline:
             dynamic_shapes=dynamic_shapes,
         )
 
-    def _evaluator(self, batch: Batch) -> Executor:
+    def _evaluator(self, batch: StepInputs) -> Executor:
         """Shapes of an evaluation may change with every call."""
         number = len(batch.sizes)
         if number not in self._evaluators:

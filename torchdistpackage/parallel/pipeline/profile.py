@@ -83,7 +83,7 @@ def measure_call(
     parameters = list(fn.parameters()) if isinstance(fn, nn.Module) else []
     if trained is None:
         trained = [p for p in parameters if p.requires_grad]
-    kept = _Kept([*parameters, *trained])
+    kept = _SavedBytes([*parameters, *trained])
     device = next((x.device for x in (*_tensors(list(given)), *trained)), None)
     with torch.enable_grad():
         arguments, inputs = _cut_off(list(given))
@@ -133,7 +133,7 @@ def agreed(costs: Sequence[PieceCost], group: Group) -> list[PieceCost]:
     return [middle(ranks) for ranks in zip(*everyones, strict=True)]  # type: ignore[arg-type]
 
 
-class _Kept:
+class _SavedBytes:
     """Counts what autograd keeps, storages once, parameters not at all."""
 
     def __init__(self, parameters: Sequence[Tensor]):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from torchdistpackage.comm.moments import Moment, clock_of, seconds
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.record import recorder
 from torchdistpackage.parallel.pipeline.steps import BEGINS, Step
 from torchdistpackage.schedule.actions import Action
 from torchdistpackage.schedule.simulate import Span
@@ -23,7 +23,7 @@ class Recording:
         """All steps, in order."""
         now = self._now
         for do, m, action, what in program:
-            calls.action = action
+            recorder.action = action
             if what != BEGINS:
                 since = now()
                 do(m)

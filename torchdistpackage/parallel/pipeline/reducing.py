@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.ddp.shared import Shared
-from torchdistpackage.ddp.steered import Steered
+from torchdistpackage.ddp.shared import ParamSpec
+from torchdistpackage.ddp.steered import ScheduledReady
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
-from torchdistpackage.ddp.zero.scattered import Scattered
+from torchdistpackage.ddp.zero.scattered import ReduceScatterBucket
 from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.pipeline.stage_call import Stage
 
@@ -23,7 +23,7 @@ class HasReducer(Protocol):
     def reducer(self) -> Reducer: ...
 
 
-class Reducing:
+class StageReducers:
     """The reducer of some stages, and the wrappers whose buffers follow the first replica's."""
 
     def __init__(self, given: Reducer | HasReducer | None, stages: Iterable[Stage]):
@@ -37,7 +37,7 @@ class Reducing:
         elif len(self._wrappers) == 1:
             self.reducer = self._wrappers[0].reducer
         elif self._wrappers:
-            self.reducer = cast(Reducer, _Several([ddp.reducer for ddp in self._wrappers]))
+            self.reducer = cast(Reducer, _CombinedReducer([ddp.reducer for ddp in self._wrappers]))
 
     @property
     def holders(self) -> list[Tensor]:
@@ -63,10 +63,12 @@ class Reducing:
 
 def scatters(reducer: Reducer) -> bool:
     """Whether sums go to a ZeroOptimizer."""
-    return any(isinstance(carrier, Scattered) for carrier in reducer.departures.packed.carriers)
+    return any(
+        isinstance(carrier, ReduceScatterBucket) for carrier in reducer.departures.packed.carriers
+    )
 
 
-class _Several:
+class _CombinedReducer:
     """Reducers of wrappers around each stage as one. Replicas run one program, so the order in
     which buckets of different reducers leave is the same on all of them."""
 
@@ -78,7 +80,7 @@ class _Several:
         return tuple(p for reducer in self._reducers for p in reducer.parameters)
 
     @property
-    def shared(self) -> list[Shared]:
+    def shared(self) -> list[ParamSpec]:
         return [shared for reducer in self._reducers for shared in reducer.shared]
 
     @contextmanager
@@ -89,24 +91,24 @@ class _Several:
             yield
 
     @contextmanager
-    def steered(self) -> Iterator["_SeveralSteered"]:
+    def scheduled(self) -> Iterator["_CombinedReady"]:
         with ExitStack() as stack:
-            yield _SeveralSteered([stack.enter_context(r.steered()) for r in self._reducers])
+            yield _CombinedReady([stack.enter_context(r.scheduled()) for r in self._reducers])
 
     def finish(self) -> None:
         for reducer in self._reducers:
             reducer.finish()
 
 
-class _SeveralSteered:
-    def __init__(self, told: Sequence[Steered]):
+class _CombinedReady:
+    def __init__(self, told: Sequence[ScheduledReady]):
         self._told = told
 
     @contextmanager
-    def final(self, pending: Collection[int] = ()) -> Iterator[None]:
+    def last_backward(self, still_pending: Collection[int] = ()) -> Iterator[None]:
         with ExitStack() as stack:
             for steered in self._told:
-                stack.enter_context(steered.final(pending))
+                stack.enter_context(steered.last_backward(still_pending))
             yield
 
     def complete(self, parameters: Iterable[nn.Parameter]) -> None:

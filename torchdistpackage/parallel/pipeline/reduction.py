@@ -10,24 +10,24 @@ from functools import partial
 
 from torch import nn
 
-from torchdistpackage.ddp.steered import Steered
-from torchdistpackage.parallel.pipeline.local_stage import LocalStage
+from torchdistpackage.ddp.steered import ScheduledReady
+from torchdistpackage.parallel.pipeline.local_stage import StageRunner
 from torchdistpackage.parallel.pipeline.steps import COMPUTES, Step
-from torchdistpackage.schedule.actions import Kind
+from torchdistpackage.schedule.actions import ActionKind
 
 
-class Reduction:
+class LastBackwardNotifier:
     """Of one run. parameters: of each stage here, or None where that is not known: then any of
     `all_parameters` may be any stage's."""
 
     def __init__(
         self,
-        steered: Steered,
-        stages: Mapping[int, LocalStage],
+        steered: ScheduledReady,
+        stages: Mapping[int, StageRunner],
         parameters: Mapping[int, Sequence[nn.Parameter]] | None,
         all_parameters: Sequence[nn.Parameter],
     ):
-        self._steered, self._stages = steered, stages
+        self._scheduled, self._stages = steered, stages
         held = parameters or dict.fromkeys(stages, all_parameters)
         self._parameters = {s: {id(p): p for p in held.get(s, ())} for s in stages}
         self._unfinished = set(stages)  # those with an I or B to come
@@ -40,7 +40,7 @@ class Reduction:
                 last[action.stage] = at
         told = list(program)
         for at, (do, m, action, what) in enumerate(program):
-            if what == COMPUTES and action.kind is not Kind.F and at >= last[action.stage]:
+            if what == COMPUTES and action.kind is not ActionKind.F and at >= last[action.stage]:
                 told[at] = partial(self._run, do, action.stage), m, action, what
         return told
 
@@ -55,10 +55,10 @@ class Reduction:
             for i in self._may_come(other)
             if i in mine
         }
-        with self._steered.final(self._may_come(stage, besides=m) | elsewhere):
+        with self._scheduled.last_backward(self._may_come(stage, besides=m) | elsewhere):
             do(m)
         pending = self._may_come(stage) | elsewhere
-        self._steered.complete(p for i, p in mine.items() if i not in pending)
+        self._scheduled.complete(p for i, p in mine.items() if i not in pending)
 
     def _may_come(self, stage: int, besides: int | None = None) -> set[int]:
         """Ids of parameters to which other backwards of `stage` may add, apart from that of a

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.parallel.pipeline.cut_search import Problem, Span
+from torchdistpackage.parallel.pipeline.cut_search import PartitionProblem, Span
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryLimit:
     """What a rank may hold, and what the pieces would have it hold, in bytes.
 
     cap_bytes: of one rank. held_bytes: of each piece, whatever the microbatches: weights,
@@ -40,7 +40,7 @@ def split_by_cost(
     num_stages: int,
     *,
     placement: Sequence[int] | None = None,
-    memory: Memory | None = None,
+    memory: MemoryLimit | None = None,
     crossing: Sequence[float] | None = None,
 ) -> tuple[range, ...]:
     """Cut pieces 0..n-1 into consecutive ranges, the largest sum of costs as small as can be.
@@ -83,13 +83,13 @@ def split_by_cost(
         share = work(0, 0, num_pieces) / max(used, 1) + max(costs, default=0.0)
         share += 2 * max(crossing or (), default=0.0)
         busiest = max(map(places.count, places), default=0)
-        cut = Problem(num_pieces, places, time, work).best(busiest * share)
+        cut = PartitionProblem(num_pieces, places, time, work).best(busiest * share)
         assert cut is not None
     else:
         held = _held(memory)
-        cut = Problem(num_pieces, places, time, work, held, memory.cap_bytes).best()
+        cut = PartitionProblem(num_pieces, places, time, work, held, memory.cap_bytes).best()
         if cut is None:
-            least = Problem(num_pieces, places, held, held).best()
+            least = PartitionProblem(num_pieces, places, held, held).best()
             assert least is not None
             raise ScheduleError(
                 f"no cut of {num_pieces} pieces into {num_stages} stages holds at most "
@@ -130,7 +130,7 @@ def _with_crossing(work: Span, crossing: Sequence[float], placement: Sequence[in
     return time
 
 
-def _held(memory: Memory) -> Span:
+def _held(memory: MemoryLimit) -> Span:
     held, live = _sums(memory.held_bytes), _sums(memory.live_bytes)
     return lambda stage, first, end: (
         held(stage, first, end) + memory.live[stage] * live(stage, first, end)

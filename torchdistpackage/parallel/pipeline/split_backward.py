@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from torchdistpackage.parallel.pipeline.backward_graph import Graph, Node
-from torchdistpackage.parallel.pipeline.weight_gradients import Later, later_gradient
+from torchdistpackage.parallel.pipeline.weight_gradients import DeferredGrad, deferred_gradient
 
 AT_ONCE_BYTES = 2**20
 """Gradients that are handed over in one backward: to start one costs as much as a small product."""
@@ -42,36 +42,36 @@ class Deferred:
 
     def __init__(self) -> None:
         self.parameters: frozenset[int] | None = frozenset()
-        self._groups: list[_Group] = []
+        self._groups: list[_SharedParamGroup] = []
         self._whole: tuple[Sequence[Tensor | GradientEdge], Sequence[Tensor]] | None = None
 
 
-class _Branch(NamedTuple):
+class _WeightBranch(NamedTuple):
     """Where the way to `leaves`, the nodes of parameters, leaves that to the input."""
 
     to: GradientEdge
-    later: Later
+    later: DeferredGrad
     leaves: frozenset[Node]
 
 
-class _Joint:
+class _DeferPoint:
     """A node on the way to the input, and what branches off and waits for its gradient."""
 
     __slots__ = ("branches", "gradient", "group")
-    group: "_Group"
+    group: "_SharedParamGroup"
 
-    def __init__(self, branches: Sequence[_Branch]):
+    def __init__(self, branches: Sequence[_WeightBranch]):
         self.branches = branches
         self.gradient: Tensor | None = None
 
-    def take(self) -> tuple[Tensor | None, Sequence[_Branch]]:
+    def take(self) -> tuple[Tensor | None, Sequence[_WeightBranch]]:
         """The gradient, if one came, and the branches; holds neither any more."""
         taken = self.gradient, self.branches
         self.gradient, self.branches = None, ()
         return taken
 
 
-class _Group:
+class _SharedParamGroup:
     """Joints that have parameters in common, so that these get their gradients together.
 
     leaves: nodes of these. place: where in the first pass the last of them came.
@@ -79,7 +79,7 @@ class _Group:
 
     __slots__ = ("joints", "leaves", "place")
 
-    def __init__(self, joint: _Joint):
+    def __init__(self, joint: _DeferPoint):
         self.joints, self.place = [joint], 0
         self.leaves = frozenset().union(*(branch.leaves for branch in joint.branches))
 
@@ -95,7 +95,7 @@ def backward_input(
     """
     deferred = Deferred()
     graph = Graph(outputs, inputs)
-    if not graph.way:
+    if not graph.path:
         deferred._whole, deferred.parameters = (outputs, gradients), None
         return deferred
     joints, at_once = _split(graph)
@@ -124,7 +124,7 @@ def backward_weight(deferred: Deferred) -> None:
         _hand_over(deferred._groups)
 
 
-def _hand_over(groups: list[_Group]) -> None:
+def _hand_over(groups: list[_SharedParamGroup]) -> None:
     """Compute what waits, from the last group to the first, and accumulate it."""
     edges: list[GradientEdge] = []
     grads: list[Tensor] = []
@@ -158,16 +158,16 @@ def _accumulate(
     )
 
 
-def _split(graph: Graph) -> tuple[dict[Node, _Joint], set[Node]]:
+def _split(graph: Graph) -> tuple[dict[Node, _DeferPoint], set[Node]]:
     """Joints, and the nodes of parameters that get their gradient at once."""
     at_once: set[Node] = set()
     for root in graph.roots:
-        if root not in graph.way:
+        if root not in graph.path:
             at_once |= graph.leaves(root)
     if graph.has(_CHECKPOINT):
         return {}, at_once
-    found: list[tuple[Node, _Branch]] = []
-    way = graph.way
+    found: list[tuple[Node, _WeightBranch]] = []
+    way = graph.path
     for node, edges in way.items():
         if len(edges) < 2:
             continue  # its one edge is the way on
@@ -176,25 +176,25 @@ def _split(graph: Graph) -> tuple[dict[Node, _Joint], set[Node]]:
                 continue
             leaves = graph.leaves(child)
             waits = leaves and not graph.keeps(child)
-            later = later_gradient(node, argument, way) if waits else None
+            later = deferred_gradient(node, argument, way) if waits else None
             if later is None:
                 at_once |= leaves
             else:
-                found.append((node, _Branch(GradientEdge(child, number), later, leaves)))
+                found.append((node, _WeightBranch(GradientEdge(child, number), later, leaves)))
     # who shares a parameter with one that gets all at once does so too
     while at_once and (taken := [b for _, b in found if not at_once.isdisjoint(b.leaves)]):
         found = [(node, branch) for node, branch in found if at_once.isdisjoint(branch.leaves)]
         at_once.update(*(branch.leaves for branch in taken))
-    by_node: dict[Node, list[_Branch]] = {}
+    by_node: dict[Node, list[_WeightBranch]] = {}
     for node, branch in found:
         by_node.setdefault(node, []).append(branch)
-    return {node: _Joint(branches) for node, branches in by_node.items()}, at_once
+    return {node: _DeferPoint(branches) for node, branches in by_node.items()}, at_once
 
 
-def _grouped(joints: Iterable[_Joint]) -> set[_Group]:
-    group_of: dict[Node, _Group] = {}
+def _grouped(joints: Iterable[_DeferPoint]) -> set[_SharedParamGroup]:
+    group_of: dict[Node, _SharedParamGroup] = {}
     for joint in joints:
-        group = _Group(joint)
+        group = _SharedParamGroup(joint)
         for other in {group_of[leaf] for leaf in group.leaves if leaf in group_of}:
             group.joints += other.joints
             group.leaves |= other.leaves
@@ -206,17 +206,17 @@ def _grouped(joints: Iterable[_Joint]) -> set[_Group]:
     return groups
 
 
-def _came(joint: _Joint, places: Iterator[int], gradients: tuple[Tensor | None, ...]) -> None:
+def _came(joint: _DeferPoint, places: Iterator[int], gradients: tuple[Tensor | None, ...]) -> None:
     """Hook of a joint's node, whose gradient is there; products have one result."""
     joint.gradient = gradients[0]
     joint.group.place = next(places)
 
 
-def _place(group: _Group) -> int:
+def _place(group: _SharedParamGroup) -> int:
     return group.place
 
 
-def _use_on_this_stream(joints: Iterable[_Joint]) -> None:
+def _use_on_this_stream(joints: Iterable[_DeferPoint]) -> None:
     """Products that ran on another stream left memory there, which the second pass uses here."""
     for joint in joints:
         if joint.gradient is not None:

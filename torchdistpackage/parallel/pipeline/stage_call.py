@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from torchdistpackage.comm.messages import Message
-from torchdistpackage.parallel.pipeline.envelope import Members, seal, unseal
+from torchdistpackage.parallel.pipeline.envelope import Members, pack_with_skips, unpack_with_skips
 
 Stage = Callable[..., object]
 _WRAPPED = ("module", "_orig_mod", "fn")
@@ -81,7 +81,7 @@ class Signature:
         return f"needs {', '.join(missing)}" if missing else ""
 
 
-class StageCall:
+class StageAdapter:
     """One stage, ready to be called for a microbatch.
 
     skips: all names that are skips. onward: those that a later stage names.
@@ -89,7 +89,7 @@ class StageCall:
 
     def __init__(self, stage: Stage, signature: Signature, skips: Sequence[str], onward: set[str]):
         self._stage, self._signature = stage, signature
-        self._skips, self._onward = frozenset(skips), onward
+        self._skips, self._forwarded = frozenset(skips), onward
 
     def first(self, args: tuple[object, ...], inputs: Mapping[str, object]) -> object:
         """Of the first stage, with a microbatch of the step's own arguments."""
@@ -108,18 +108,18 @@ class StageCall:
     def unpack(self, received: Message) -> tuple[Message, Members, Members]:
         """(message, skips that this stage takes, skips that go on) of what came with skips."""
         assert isinstance(received, dict)
-        message, skips = unseal(received)
+        message, skips = unpack_with_skips(received)
         if isinstance(message, dict) and len(message) == 1:
             (message,) = message.values()
         mine = {name: x for name, x in skips.items() if name in self._signature.named}
-        return message, mine, {name: x for name, x in skips.items() if name in self._onward}
+        return message, mine, {name: x for name, x in skips.items() if name in self._forwarded}
 
     def pack(self, output: Message, skips: Members) -> Message:
         """`output` with the skips that pass this stage or begin in it."""
         if isinstance(output, dict):
-            skips = skips | {name: x for name, x in output.items() if name in self._onward}
+            skips = skips | {name: x for name, x in output.items() if name in self._forwarded}
             output = {name: x for name, x in output.items() if name not in self._skips}
-        return seal(output, skips)
+        return pack_with_skips(output, skips)
 
 
 def last_takers(skips: Sequence[str], signatures: Mapping[int, Signature]) -> dict[str, int]:

@@ -22,16 +22,16 @@ from itertools import groupby, pairwise
 import torch
 
 from torchdistpackage.comm.backends import is_queued
-from torchdistpackage.comm.companions import make_twins, twin_of
+from torchdistpackage.comm.companions import make_duplex_groups, reverse_group
 from torchdistpackage.comm.connections import connect
-from torchdistpackage.comm.headers import Headers
-from torchdistpackage.comm.p2p import Flight, Post, Wire
+from torchdistpackage.comm.headers import MetaChannel
+from torchdistpackage.comm.p2p import P2PChannel, P2PWork, Post
 from torchdistpackage.comm.primitives import Group, ranks_of
-from torchdistpackage.comm.record import calls
-from torchdistpackage.parallel.pipeline.boundary import Handover, Inlet, Outlet, Output
-from torchdistpackage.parallel.pipeline.clock import Clock
-from torchdistpackage.parallel.pipeline.local_stage import LocalStage
-from torchdistpackage.schedule.actions import Action, Batch, Kind, Schedule
+from torchdistpackage.comm.record import recorder
+from torchdistpackage.parallel.pipeline.boundary import LocalLink, Output, RecvLink, SendLink
+from torchdistpackage.parallel.pipeline.clock import ComputeClock
+from torchdistpackage.parallel.pipeline.local_stage import StageRunner
+from torchdistpackage.schedule.actions import Action, ActionKind, Batch, Schedule
 from torchdistpackage.schedule.passes import add_messages, receives_ahead
 
 BEGINS, WAITS, COMPUTES = range(3)
@@ -39,9 +39,9 @@ BEGINS, WAITS, COMPUTES = range(3)
 Step = tuple[Callable[[int], object], int, Action | Batch, int]
 """(what to call, with which number, a microbatch or a batch; for which action; what it does)"""
 
-AHEAD = 2
+PREPOST = 2
 """Computations by which receives are posted early: one in work, one to follow at once."""
-AHEAD_BYTES = 2**20
+PREPOST_BYTES = 2**20
 """Room for messages up to here is posted early in any case: each notice to the sender that there is
 room wakes a thread there, and many at a time wake it once."""
 SENDS_KEPT = 2
@@ -51,7 +51,7 @@ nobody waits before the end, and the queue, not the flight, keeps what was sent 
 NCCL by `record_stream`, so the allocator has the memory back once the message is out."""
 
 
-class Steps:
+class RankProgram:
     """The stages of this rank, what joins them, and the lists."""
 
     def __init__(
@@ -61,22 +61,22 @@ class Steps:
         device: torch.device,
         timeout_s: float | None,
         dynamic: bool,
-        clock: Clock,
+        clock: ComputeClock,
     ):
         self._schedule, self._group, self.timeout_s = schedule, group, timeout_s
         self._dynamic, self._trains = dynamic, schedule.has_backward
         self._index, self._knows = group.rank(), False
-        self._sends: deque[Flight] = deque()
+        self._sends: deque[P2PWork] = deque()
         self._queued = is_queued(group)
-        self._wire = Wire(group, timeout_s)
+        self._wire = P2PChannel(group, timeout_s)
         place = schedule.placement
         apart = any(a != b for a, b in pairwise(place))
         if apart:  # before a message: see comm/connections.py
             connect(group, neighbours=True)
-        self._headers = Headers(group, device, timeout_s, always=dynamic) if apart else None
-        self._inlets: dict[int, Inlet] = {}
-        self._outlets: dict[int, Outlet] = {}
-        self.stages: dict[int, LocalStage] = {}
+        self._headers = MetaChannel(group, device, timeout_s, always=dynamic) if apart else None
+        self._inlets: dict[int, RecvLink] = {}
+        self._outlets: dict[int, SendLink] = {}
+        self.stages: dict[int, StageRunner] = {}
         self._join(clock)
         self._batches: list[tuple[Action, ...]] = []
         self._lists: dict[str, list[Step]] = {}
@@ -97,7 +97,7 @@ class Steps:
 
     def begin(self) -> list[Step]:
         """The list for this run."""
-        if calls.checks:
+        if recorder.checks:
             return self._list("compared", lambda: add_messages(self._schedule), self._add_batch)
         if not self._knows:
             return self._list("learning", lambda: _in_one_order(self._schedule), self._add_batch)
@@ -116,8 +116,10 @@ class Steps:
             for stage in self.stages.values():
                 stage.learned()
             if self._headers is not None and not self._dynamic:
-                make_twins([self._group])  # all its ranks come to this place
-                self._wire = Wire(self._group, self.timeout_s, down=twin_of(self._group))
+                make_duplex_groups([self._group])  # all its ranks come to this place
+                self._wire = P2PChannel(
+                    self._group, self.timeout_s, down=reverse_group(self._group)
+                )
         self._knows = not self._dynamic
 
     def reset(self) -> None:
@@ -132,11 +134,11 @@ class Steps:
         """As all messages here are known, how early to post receives."""
         sides = (*self._inlets.values(), *self._outlets.values())
         largest = max((t.num_bytes for side in sides for t in side.templates if t), default=0)
-        return max(AHEAD, AHEAD_BYTES // max(1, largest))
+        return max(PREPOST, PREPOST_BYTES // max(1, largest))
 
     # -- stages and boundaries -----------------------------------------------------------
 
-    def _join(self, clock: Clock) -> None:
+    def _join(self, clock: ComputeClock) -> None:
         schedule, ranks, num = (
             self._schedule,
             ranks_of(self._group),
@@ -149,15 +151,15 @@ class Steps:
             if s > 0 and place[s - 1] == self._index:
                 entrance = before
             elif s > 0:
-                entrance = Inlet(num, self._trains, ranks[place[s - 1]], self._headers)
+                entrance = RecvLink(num, self._trains, ranks[place[s - 1]], self._headers)
                 self._inlets[s] = entrance
             if s < schedule.num_stages - 1 and place[s + 1] == self._index:
-                before = exit = Handover(num, self._trains, outputs)
+                before = exit = LocalLink(num, self._trains, outputs)
             elif s < schedule.num_stages - 1:
                 peer = ranks[place[s + 1]]
-                exit = Outlet(s, outputs, self._trains, peer, self._headers)
+                exit = SendLink(s, outputs, self._trains, peer, self._headers)
                 self._outlets[s] = exit
-            self.stages[s] = LocalStage(s, outputs, entrance, exit, clock)
+            self.stages[s] = StageRunner(s, outputs, entrance, exit, clock)
 
     # -- making the lists ----------------------------------------------------------------
 
@@ -177,15 +179,15 @@ class Steps:
     def _add_computation(self, steps: list[Step], action: Action) -> None:
         s, kind, m = action
         stage = self.stages[s]
-        if kind is Kind.F and s in self._inlets:
-            steps.append((self._inlets[s].arrive, m, Action(s, Kind.RECV_F, m), WAITS))
+        if kind is ActionKind.F and s in self._inlets:
+            steps.append((self._inlets[s].arrive, m, Action(s, ActionKind.RECV_F, m), WAITS))
         elif kind.gives_gradient and s in self._outlets:
-            steps.append((self._outlets[s].arrive, m, Action(s, Kind.RECV_B, m), WAITS))
+            steps.append((self._outlets[s].arrive, m, Action(s, ActionKind.RECV_B, m), WAITS))
         do = {
-            Kind.F: stage.forward if self._trains else stage.evaluate,
-            Kind.B: stage.backward,
-            Kind.I: stage.backward_input,
-            Kind.W: stage.backward_weight,
+            ActionKind.F: stage.forward if self._trains else stage.evaluate,
+            ActionKind.B: stage.backward,
+            ActionKind.I: stage.backward_input,
+            ActionKind.W: stage.backward_weight,
         }[kind]
         steps.append((do, m, action, COMPUTES))
 
@@ -205,20 +207,22 @@ class Steps:
         steps.append((self._exchange, len(self._batches), step, BEGINS))
         self._batches.append(messages)
 
-    def _side(self, action: Action) -> Inlet | Outlet:
-        sides = self._inlets if action.kind in (Kind.RECV_F, Kind.SEND_B) else self._outlets
+    def _side(self, action: Action) -> RecvLink | SendLink:
+        sides = (
+            self._inlets if action.kind in (ActionKind.RECV_F, ActionKind.SEND_B) else self._outlets
+        )
         return sides[action.stage]
 
     # -- messages ------------------------------------------------------------------------
 
-    def _send(self, side: Inlet | Outlet, m: int) -> None:
-        if isinstance(side, Outlet):
+    def _send(self, side: RecvLink | SendLink, m: int) -> None:
+        if isinstance(side, SendLink):
             side.announce(m)
         self._await_later(side, side.send(self._wire, m))
 
-    def _await_later(self, side: Inlet | Outlet, flight: Flight) -> None:
+    def _await_later(self, side: RecvLink | SendLink, flight: P2PWork) -> None:
         """What was sent is held by its flight alone, unless the side keeps it."""
-        if isinstance(side, Outlet) and side.keeps_outputs:
+        if isinstance(side, SendLink) and side.keeps_outputs:
             return
         if len(self._sends) == SENDS_KEPT:
             self._sends.popleft().wait()
@@ -228,21 +232,21 @@ class Steps:
         """All messages of a batch as one; headers before, where one is due."""
         messages = self._batches[index]
         for action in messages:
-            side, m, calls.action = self._side(action), action.microbatch, action
-            if action.kind is Kind.SEND_F:
+            side, m, recorder.action = self._side(action), action.microbatch, action
+            if action.kind is ActionKind.SEND_F:
                 side.announce(m)
-            elif action.kind is Kind.RECV_F and not side.knows(m):
+            elif action.kind is ActionKind.RECV_F and not side.knows(m):
                 side.learn(m)
         post = Post(self._group, self.timeout_s)
         for action in messages:
-            calls.action = action
+            recorder.action = action
             self._begin(action, self._side(action), post)
         flight = post.go()
         if self._queued:
             flight.forget()
             self._sends.append(flight)
 
-    def _begin(self, action: Action, side: Inlet | Outlet, post: Post) -> None:
+    def _begin(self, action: Action, side: RecvLink | SendLink, post: Post) -> None:
         m = action.microbatch
         if not action.kind.is_send:
             side.receive(post, m)
@@ -269,7 +273,7 @@ def _in_one_order(schedule: Schedule) -> Schedule:
 
 
 def _may_be_batched(action: Action) -> bool:
-    return action.kind.is_message and action.kind is not Kind.RECV_F
+    return action.kind.is_message and action.kind is not ActionKind.RECV_F
 
 
 def within(context: Callable[[], AbstractContextManager[object]], step: Step) -> Step:

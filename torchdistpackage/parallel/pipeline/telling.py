@@ -10,42 +10,42 @@ from torch import Tensor
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.companions import on_cpu
-from torchdistpackage.comm.p2p import Flight, Wire
+from torchdistpackage.comm.p2p import P2PChannel, P2PWork
 from torchdistpackage.comm.primitives import Group, ranks_of
-from torchdistpackage.comm.record import calls
+from torchdistpackage.comm.record import recorder
 
 TAG = 0x7E0
 """Apart from messages of a pass, their headers, and what the debug mode says."""
 
 
-class Telling:
+class LossBroadcast:
     """A loss that one rank of `group` has and all get, once a step; all make the same calls.
 
     It is a number, or (sum, count), always the one or the other (`counted`, None before the first).
-    teller: its global rank. device: where the loss is. timeout_s: how long it may take (gloo).
+    source: its global rank. device: where the loss is. timeout_s: how long it may take (gloo).
     """
 
-    def __init__(self, group: Group, teller: int, device: torch.device, timeout_s: float | None):
-        self._group, self._teller, self._device = group, teller, device
-        self._wire = Wire(group, timeout_s, tag=TAG)
+    def __init__(self, group: Group, source: int, device: torch.device, timeout_s: float | None):
+        self._group, self._source, self._device = group, source, device
+        self._wire = P2PChannel(group, timeout_s, tag=TAG)
         ranks = ranks_of(group)
-        self._tells = ranks[group.rank()] == teller
-        self._others = [rank for rank in ranks if rank != teller]
+        self._is_source = ranks[group.rank()] == source
+        self._others = [rank for rank in ranks if rank != source]
         self.counted: bool | None = None
         self.dtype: torch.dtype | None = None
         self._mine: tuple[bool, torch.dtype] | None = None
         self._value: Tensor | None = None
-        self._flights: list[Flight] = []
+        self._flights: list[P2PWork] = []
 
     def begin(self) -> None:
         """A step begins. Its loss has the dtype of the first step's, or float32 if wider."""
         self._value = None
         self._flights.clear()
-        if not self._tells and self._goes_alone():
+        if not self._is_source and self._goes_alone():
             self._value = self._room()
-            self._flights.append(self._wire.receive([self._value], self._teller))
+            self._flights.append(self._wire.receive([self._value], self._source))
 
-    def tell(self, value: Tensor, dtype: torch.dtype) -> None:
+    def publish(self, value: Tensor, dtype: torch.dtype) -> None:
         """On the teller: this step's, a number or [sum, count]. dtype: of the number they make."""
         self._value = value
         if self.dtype is None:
@@ -55,7 +55,7 @@ class Telling:
         if self._goes_alone():
             self._flights += [self._wire.send([self._value], rank) for rank in self._others]
 
-    def told(self) -> Tensor:
+    def result(self) -> Tensor:
         """This step's, on every rank."""
         if self._goes_alone():
             for flight in self._flights:
@@ -68,10 +68,10 @@ class Telling:
         return value
 
     def _goes_alone(self) -> bool:
-        return self.dtype is not None and self._wire.is_direct and not calls.checks
+        return self.dtype is not None and self._wire.is_direct and not recorder.checks
 
     def _broadcast(self) -> None:
-        group, teller, value = self._group, self._teller, self._value
+        group, teller, value = self._group, self._source, self._value
         if self.dtype is None:
             agreed = primitives.broadcast_object(self._mine, on_cpu(group), teller)
             assert isinstance(agreed, tuple)

@@ -13,7 +13,7 @@ from torchdistpackage.comm.messages import Message
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.parallel.pipeline.envelope import seal, unseal
+from torchdistpackage.parallel.pipeline.envelope import pack_with_skips, unpack_with_skips
 
 
 def part(message: Message, group: Group) -> Message:
@@ -21,7 +21,7 @@ def part(message: Message, group: Group) -> Message:
 
     Gradients of the parts are joined, without a sum: all ranks go on with the same work.
     """
-    sealed = seal(message, {})
+    sealed = pack_with_skips(message, {})
     shapes: dict[str, Tensor | None] = {}
     for key, x in sealed.items():
         if x is not None and divides(x.numel(), group):
@@ -33,15 +33,15 @@ def part(message: Message, group: Group) -> Message:
 def join(parts: Message, group: Group) -> Message:
     """The message of which `parts` is my part."""
     assert isinstance(parts, dict)
-    message, shapes = unseal(parts)
+    message, shapes = unpack_with_skips(parts)
     if not shapes:
         return message
-    sealed = seal(message, {})
+    sealed = pack_with_skips(message, {})
     for key, shape in shapes.items():
         x = sealed[key]
         assert x is not None and shape is not None
         sealed[key] = collectives.gather(x, 0, group).view(shape.shape[1:])
-    return unseal(sealed)[0]
+    return unpack_with_skips(sealed)[0]
 
 
 def join_gradients(

@@ -87,7 +87,7 @@ def split_traced(
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _CutPoint:
     """A cut before node `at`, `after_s` into the step."""
 
     at: int
@@ -168,20 +168,20 @@ def _places(
     values: dict[fx.Node, object],
     costs: Sequence[PieceCost],
     bytes_per_s: float,
-) -> list[_Place]:
+) -> list[_CutPoint]:
     """Where a cut may be, and no other is as good."""
     users: dict[int, list[int]] = {}
     for i, node in enumerate(nodes):
         for parameter in _own(traced, node):
             users.setdefault(id(parameter), []).append(i)
-    found: list[_Place] = []
+    found: list[_CutPoint] = []
     after_s = 0.0
     first = sum(node.op == "placeholder" for node in nodes) + 1
     for at in range(len(nodes)):
         shared = any(min(held) < at <= max(held) for held in users.values())
         across = [values[n] for n in _crossing(nodes, at)]
         if at >= first and not shared and all(isinstance(x, Tensor) for x in across):
-            found.append(_Place(at, after_s, sum(x.nbytes for x in across)))  # type: ignore[union-attr]
+            found.append(_CutPoint(at, after_s, sum(x.nbytes for x in across)))  # type: ignore[union-attr]
         after_s += costs[at].step_s
     return [
         place

@@ -19,7 +19,7 @@ _TELLS = hasattr(SavedTensor, "unpack_hook")
 """Whether this torch tells of hooks on what a node has kept."""
 
 
-class Later:
+class DeferredGrad:
     """Gradient of a node's result -> that of one of its arguments, up to an expansion.
 
     formula: called with what was `kept`, that gradient, and `options`. factor: of what comes out.
@@ -37,10 +37,10 @@ class Later:
         return gradient if self.factor == 1 else gradient * self.factor
 
 
-def later_gradient(node: Any, argument: int, way: Container[Any]) -> Later | None:
+def deferred_gradient(node: Any, argument: int, path: Container[Any]) -> DeferredGrad | None:
     """How the gradient of argument number `argument` of autograd's `node` can be had later.
 
-    Asked before a backward frees what the node kept; holds of that what it needs. way: nodes of
+    Asked before a backward frees what the node kept; holds of that what it needs. path: nodes of
     what is of this microbatch. None if not: it is no product of such, or what it kept is computed
     anew for each backward (checkpointing), or elsewhere.
     """
@@ -48,7 +48,7 @@ def later_gradient(node: Any, argument: int, way: Container[Any]) -> Later | Non
     if found is None:
         return None
     of_node, factors = found
-    if not any(node.next_functions[i][0] in way for i in factors):
+    if not any(node.next_functions[i][0] in path for i in factors):
         return None
     return of_node(node, argument)
 
@@ -56,10 +56,10 @@ def later_gradient(node: Any, argument: int, way: Container[Any]) -> Later | Non
 # -- one function a node; torch's derivatives name the arguments so -------------------------------
 
 
-def _of_addmm(node: Any, argument: int) -> Later | None:
+def _of_addmm(node: Any, argument: int) -> DeferredGrad | None:
     """self beta + (mat1 mat2) alpha."""
     if argument == 0:
-        return Later(_itself, factor=node._saved_beta)
+        return DeferredGrad(_itself, factor=node._saved_beta)
     if argument == 1:
         strides, sizes = node._saved_mat1_sym_strides, node._saved_mat1_sym_sizes
         later = _of_first(_kept(node, "mat2"), strides, sizes)
@@ -71,7 +71,7 @@ def _of_addmm(node: Any, argument: int) -> Later | None:
     return later
 
 
-def _of_mm(node: Any, argument: int) -> Later | None:
+def _of_mm(node: Any, argument: int) -> DeferredGrad | None:
     """self mat2."""
     if argument == 0:
         strides, sizes = node._saved_self_sym_strides, node._saved_self_sym_sizes
@@ -80,15 +80,15 @@ def _of_mm(node: Any, argument: int) -> Later | None:
     return _of_second(_kept(node, "self"), strides, sizes)
 
 
-def _of_bmm(node: Any, argument: int) -> Later | None:
+def _of_bmm(node: Any, argument: int) -> DeferredGrad | None:
     """self mat2, a product for each index of the first dim."""
     other = _kept(node, "self" if argument else "mat2")
     if other is None:
         return None
-    return Later(torch.bmm if argument else _bmm_by, other.transpose(1, 2))
+    return DeferredGrad(torch.bmm if argument else _bmm_by, other.transpose(1, 2))
 
 
-def _of_convolution(node: Any, argument: int) -> Later | None:
+def _of_convolution(node: Any, argument: int) -> DeferredGrad | None:
     """input weight + bias."""
     x, weight = _kept(node, "input"), _kept(node, "weight")
     if argument == 0 or x is None or weight is None:
@@ -105,10 +105,10 @@ def _of_convolution(node: Any, argument: int) -> Later | None:
         node._saved_output_padding,
         node._saved_groups,
     )
-    return Later(_of_convolved, x, options=options)
+    return DeferredGrad(_of_convolved, x, options=options)
 
 
-_OF_NODES: dict[str, tuple[Callable[[Any, int], Later | None], tuple[int, ...]]] = {
+_OF_NODES: dict[str, tuple[Callable[[Any, int], DeferredGrad | None], tuple[int, ...]]] = {
     # and one of which arguments has to be of the microbatch
     "AddmmBackward0": (_of_addmm, (1, 2)),
     "MmBackward0": (_of_mm, (0, 1)),
@@ -119,16 +119,20 @@ _OF_NODES: dict[str, tuple[Callable[[Any, int], Later | None], tuple[int, ...]]]
 # -- formulas ------------------------------------------------------------------------------------
 
 
-def _of_first(mat2: Tensor | None, strides: Sequence[int], sizes: Sequence[int]) -> Later | None:
+def _of_first(
+    mat2: Tensor | None, strides: Sequence[int], sizes: Sequence[int]
+) -> DeferredGrad | None:
     if mat2 is None:
         return None
-    return Later(_first_by_columns if _is_by_columns(strides, sizes) else _first, mat2)
+    return DeferredGrad(_first_by_columns if _is_by_columns(strides, sizes) else _first, mat2)
 
 
-def _of_second(mat1: Tensor | None, strides: Sequence[int], sizes: Sequence[int]) -> Later | None:
+def _of_second(
+    mat1: Tensor | None, strides: Sequence[int], sizes: Sequence[int]
+) -> DeferredGrad | None:
     if mat1 is None:
         return None
-    return Later(_second_by_columns if _is_by_columns(strides, sizes) else _second, mat1)
+    return DeferredGrad(_second_by_columns if _is_by_columns(strides, sizes) else _second, mat1)
 
 
 def _is_by_columns(strides: Sequence[int], sizes: Sequence[int]) -> bool:
