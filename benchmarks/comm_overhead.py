@@ -15,8 +15,8 @@ from common import arguments, local, write
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.runtime import leave
-from torchdistpackage.harness.cases import COLLECTIVES
 from torchdistpackage.harness.measure.operations import UnitRank, tdp_call, torch_call
+from torchdistpackage.harness.operations import COLLECTIVES
 
 NUM_CALLS = 500
 LIMIT_US = 5.0

@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
-from torchdistpackage.launch.local import run_local
+from torchdistpackage.launch.workers import run_local
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from torchdistpackage import setup_distributed
-from torchdistpackage.launch.here import run_here
+from torchdistpackage.launch.launch import run_here
 
 
 def held(model: nn.Module) -> list[Tensor]:

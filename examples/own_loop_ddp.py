@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchdistpackage import NaiveDDP, setup_distributed
-from torchdistpackage.launch.here import run_here
+from torchdistpackage.launch.launch import run_here
 
 BATCH = 64  # over all ranks
 EPOCHS = 10

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchdistpackage import forward_backward, partition_uniform, setup_distributed, tpc
-from torchdistpackage.launch.here import run_here
+from torchdistpackage.launch.launch import run_here
 
 
 def network(device: torch.device) -> nn.Sequential:

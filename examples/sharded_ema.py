@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchdistpackage import NaiveDDP, ShardedEMA, setup_distributed
-from torchdistpackage.launch.here import run_here
+from torchdistpackage.launch.launch import run_here
 
 STEPS, BATCH, DECAY = 300, 32, 0.98
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchdistpackage import setup_distributed, tpc
-from torchdistpackage.launch.here import run_here
+from torchdistpackage.launch.launch import run_here
 from torchdistpackage.parallel import Block, ParallelBlock
 
 BATCH, LENGTH, DIM, HEADS = 4, 128, 64, 8

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchdistpackage import forward_backward, forward_eval, setup_distributed, tpc
-from torchdistpackage.launch.here import run_here
+from torchdistpackage.launch.launch import run_here
 
 NAMES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 TOWERS = {

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 PACKAGE = str(Path(__file__).parent.parent / "torchdistpackage") + "/"
 
 HOST = (
-    "comm/checking.py",
-    "comm/headers.py",
+    "comm/debug_checks.py",
+    "comm/meta_channel.py",
     "comm/messages.py",
     "comm/objects.py",
     "comm/on_host.py",

@@ -13,7 +13,7 @@ from benchmarks.turns import ratio
 
 BEST, OURS = "torch DDP, best cap", "NaiveDDP"
 BEST_YIELDS = f"{BEST}, our threads"
-"""The same with gloo's reading threads as ours have them (comm/io_threads.py)."""
+"""The same with gloo's reading threads as ours have them (comm/gloo_threads.py)."""
 ROOFLINE = "roofline"
 HOOK, WIRE = "torch DDP, bf16 hook", "ZeRO-1, bf16 wire"
 WIRE_ROWS = f"{WIRE}, rows"

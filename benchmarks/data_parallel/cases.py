@@ -10,7 +10,7 @@ from benchmarks.data_parallel.link import Link
 from benchmarks.data_parallel.rounds import rank_main
 from benchmarks.data_parallel.sides import ALONE, CAPS, SIDES
 from benchmarks.turns import rounds_s, spread_ms
-from torchdistpackage.launch.local import run_local
+from torchdistpackage.launch.workers import run_local
 
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "benchmarks.data_parallel.rounds")
 STEPS = {"mlp": 2, "gpts": 1, "gpt": 1, "gptu": 1, "tiny": 5}

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from benchmarks.common import in_turns, rows, slowest
 from benchmarks.data_parallel.link import RATES, Link, enter
 from torchdistpackage.comm import bare
-from torchdistpackage.comm.pending import Pending
 from torchdistpackage.comm.runtime import leave, setup_distributed
-from torchdistpackage.comm.slices import start_all_gather_v, start_reduce_scatter_v
+from torchdistpackage.comm.transport.sharded_flat import start_all_gather_v, start_reduce_scatter_v
+from torchdistpackage.comm.work import Pending
 from torchdistpackage.comm.world import world
-from torchdistpackage.launch.local import run_local
+from torchdistpackage.launch.workers import run_local
 
 PRELOAD = ("torch", "torch.distributed", "benchmarks.data_parallel.collectives")
 NUM_BYTES = 16 * 2**20

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from benchmarks.common import in_turns, slowest
 from benchmarks.data_parallel.collectives import summary
 from benchmarks.data_parallel.link import RATES, Link, enter
-from torchdistpackage.comm import bare, hierarchy
+from torchdistpackage.comm import bare
 from torchdistpackage.comm.primitives import SUM
 from torchdistpackage.comm.runtime import leave, setup_distributed
+from torchdistpackage.comm.transport import hierarchical
 from torchdistpackage.comm.world import world
-from torchdistpackage.launch.local import run_local
+from torchdistpackage.launch.workers import run_local
 
 PRELOAD = ("torch", "torch.distributed", "benchmarks.data_parallel.hierarchy")
 RANKS_PER_NODE = 2
@@ -39,7 +40,7 @@ def rank_main(hosts: Sequence[str], rounds: int) -> dict[str, list[float]]:
     enter(hosts[node])
     setup_distributed()
     group = world()
-    by_node = hierarchy.hierarchical_all_reduce(
+    by_node = hierarchical.hierarchical_all_reduce(
         group, [rank // RANKS_PER_NODE for rank in range(group.size())]
     )
     assert by_node is not None
@@ -54,7 +55,7 @@ def rank_main(hosts: Sequence[str], rounds: int) -> dict[str, list[float]]:
     return times
 
 
-def check(group: dist.ProcessGroup, by_node: hierarchy.Start) -> None:
+def check(group: dist.ProcessGroup, by_node: hierarchical.Start) -> None:
     """Both give the same sum of whole numbers.
 
     Raises:

@@ -19,7 +19,7 @@ from benchmarks.data_parallel.sides import ALONE, SIDES
 from tests.ddp.allocated import Meter
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.launch.local import run_local
+from torchdistpackage.launch.workers import run_local
 
 MB = 1e6
 CASE = CASES["mlp"]

@@ -16,8 +16,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.data_parallel.models import Case
-from torchdistpackage.ddp.compress import bf16_compress
-from torchdistpackage.ddp.data_parallel import data_parallel
+from torchdistpackage.ddp.auto import data_parallel
+from torchdistpackage.ddp.comm_hooks import bf16_compress
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 

@@ -19,7 +19,7 @@ STUCK = """
 import sys, time
 import torch
 from torchdistpackage import setup_distributed
-from torchdistpackage.harness.watch import watch
+from torchdistpackage.harness.watchdog import watch
 
 def stuck_in_a_hook(gradient):
     if sys.argv[2] == "cuda":

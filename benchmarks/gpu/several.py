@@ -20,7 +20,7 @@ from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
-from torchdistpackage.launch.local import run_local
+from torchdistpackage.launch.workers import run_local
 from torchdistpackage.parallel.pipeline.pipeline import Pipeline
 from torchdistpackage.train.job import PRELOAD
 

@@ -19,7 +19,7 @@ from benchmarks.gpu.rows import Found
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.local import run_local
+from torchdistpackage.launch.workers import run_local
 from torchdistpackage.train.job import PRELOAD
 
 SIZE = 512

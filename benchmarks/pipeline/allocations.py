@@ -10,7 +10,7 @@ from benchmarks.pipeline.held import bytes_per_microbatch
 from benchmarks.pipeline.models import CASES, Case
 from benchmarks.pipeline.sides import SIDES, Task
 from torchdistpackage.comm.runtime import leave, setup_distributed
-from torchdistpackage.launch.local import run_local
+from torchdistpackage.launch.workers import run_local
 
 PAIRS = {
     "1f1b": PEER,

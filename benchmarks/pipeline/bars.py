@@ -8,7 +8,8 @@ from benchmarks.turns import ratio
 
 PEER = "torch Schedule1F1B"
 OURS = ", our threads"
-"""Behind a side of torch's: with gloo's reading threads as ours have them (comm/io_threads.py)."""
+"""Behind a side of torch's: with gloo's reading threads as ours have them
+(comm/gloo_threads.py)."""
 BY_TIME = "auto, cut by time"
 """The order follows the measured times too."""
 CLOSE = (PEER, "1f1b", "1f1b, cut by time", BY_TIME, "zb-h1")

@@ -11,10 +11,10 @@ from benchmarks.pipeline.cases import PRELOAD
 from benchmarks.pipeline.models import CASES
 from benchmarks.pipeline.sides import CPU, SIDES, Task, own
 from torchdistpackage.comm.runtime import leave, setup_distributed
-from torchdistpackage.launch.local import run_local
+from torchdistpackage.launch.workers import run_local
 from torchdistpackage.parallel.pipeline.executor import Executor
-from torchdistpackage.schedule.gap import attribute_bubble
-from torchdistpackage.schedule.generate import build
+from torchdistpackage.schedule.bubble_attribution import attribute_bubble
+from torchdistpackage.schedule.generators.registry import build
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "interleaved-zb", "zb-v")
 NUMBERS = (4, 8, 16)

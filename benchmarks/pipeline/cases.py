@@ -10,7 +10,7 @@ from benchmarks.pipeline.bars import PEER
 from benchmarks.pipeline.rounds import rank_main
 from benchmarks.pipeline.sides import ALONE
 from benchmarks.turns import rounds_s, spread_ms
-from torchdistpackage.launch.local import run_local
+from torchdistpackage.launch.workers import run_local
 
 PRELOAD = (
     "torch",

@@ -16,7 +16,7 @@ from benchmarks.pipeline.cases import PRELOAD
 from benchmarks.pipeline.models import BATCH, CASES, LENGTH, VOCAB, Case
 from benchmarks.pipeline.sides import SIDES, Task
 from torchdistpackage.comm.runtime import leave, setup_distributed
-from torchdistpackage.launch.local import run_local
+from torchdistpackage.launch.workers import run_local
 
 OURS = "1f1b"
 NUMBERS = (4, 32)

@@ -18,12 +18,12 @@ from benchmarks.pipeline.bars import CLOSE
 from benchmarks.pipeline.models import CASES, TWO
 from benchmarks.pipeline.sides import ALONE, SIDES, Running, Task
 from benchmarks.turns import Turn
-from torchdistpackage.comm.io_threads import deprioritize
+from torchdistpackage.comm.gloo_threads import deprioritize
 from torchdistpackage.comm.runtime import leave, setup_distributed
-from torchdistpackage.parallel.pipeline.piece_cost import PieceCost, stage_costs
-from torchdistpackage.parallel.pipeline.profile import measure, measure_link
-from torchdistpackage.schedule.generate import build
-from torchdistpackage.schedule.simulate import simulate
+from torchdistpackage.parallel.pipeline.partition.layer_costs import PieceCost, stage_costs
+from torchdistpackage.parallel.pipeline.partition.layer_profiler import measure, measure_link
+from torchdistpackage.schedule.generators.registry import build
+from torchdistpackage.schedule.timeline import simulate
 
 WARM_UP_STEPS = 2
 TOLERANCE = 1e-5

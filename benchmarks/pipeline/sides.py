@@ -23,9 +23,13 @@ from benchmarks.pipeline.bars import OURS, PEER
 from benchmarks.pipeline.models import LOOP, TWO, VEE, Case, Stage
 from torchdistpackage.comm.messages import Message
 from torchdistpackage.parallel.pipeline.executor import Executor
-from torchdistpackage.parallel.pipeline.piece_cost import PieceCost, split_measured, stage_costs
+from torchdistpackage.parallel.pipeline.partition.layer_costs import (
+    PieceCost,
+    split_measured,
+    stage_costs,
+)
 from torchdistpackage.parallel.pipeline.pipeline import Pipeline
-from torchdistpackage.schedule.generate import build
+from torchdistpackage.schedule.generators.registry import build
 
 CPU = torch.device("cpu")
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from torchdistpackage.checkpoint.suffix import get_mp_ckpt_suffix
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.compat.torchdistpackage.suffix import get_mp_ckpt_suffix
 from torchdistpackage.topology.views import topology
 
 

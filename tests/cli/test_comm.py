@@ -57,7 +57,7 @@ def test_one_rank_has_nothing_to_test(capfd):
 def stopped_rank(pairs: bool, timeout_s: float, path: str) -> object:
     """Rank 1 stops for good, when all have come."""
     from torchdistpackage.comm import primitives
-    from torchdistpackage.harness.verify.run import test_and_note
+    from torchdistpackage.harness.comm_test import test_and_note
 
     primitives.barrier()
     if os.environ["RANK"] == "1":
@@ -79,7 +79,7 @@ def test_a_stopped_rank_is_named_once_and_all_ranks_end(monkeypatch, capfd):
 def damaged_rank(pairs: bool, timeout_s: float, path: str = "verdict") -> object:
     """Rank 1 changes what it gathers."""
     from torchdistpackage.comm import primitives
-    from torchdistpackage.harness.verify.run import test_and_note
+    from torchdistpackage.harness.comm_test import test_and_note
 
     right = primitives.all_gather
     if os.environ["RANK"] == "1":

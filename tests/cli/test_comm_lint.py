@@ -88,7 +88,7 @@ def test_a_disagreement_is_code_1_and_a_wrong_file_code_2(small, capsys, monkeyp
     capsys.readouterr()
     assert main(["comm", "lint", small]) == 1
     out = capsys.readouterr().out
-    assert "stack of rank" in out and "carrier.py" in out and "proved" not in out
+    assert "stack of rank" in out and "bucket_comm.py" in out and "proved" not in out
     assert main(["comm", "lint", small, "--world", "5"]) == 2
 
 

@@ -12,13 +12,13 @@ import pytest
 
 from torchdistpackage.cli.main import main
 from torchdistpackage.schedule.actions import ActionKind
+from torchdistpackage.schedule.autoschedule.synthesize import synthesize
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.costs_file import read_costs
 from torchdistpackage.schedule.csv import from_csv, to_csv
 from torchdistpackage.schedule.draw import table
-from torchdistpackage.schedule.generate import GENERATORS, build
-from torchdistpackage.schedule.simulate import simulate
-from torchdistpackage.schedule.synthesize import synthesize
+from torchdistpackage.schedule.generators.registry import GENERATORS, build
+from torchdistpackage.schedule.timeline import simulate
 
 PAGE = Path(__file__).parents[2] / "docs" / "pipeline_schedules.md"
 UNEVEN = StageCosts((1, 2, 1.5), (2, 4, 3), (1, 2, 1.5), (1, 2, 1.5), (0.5, 0.5, 0.5))

@@ -11,9 +11,9 @@ import pytest
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.load import load
 from torchdistpackage.launch.lock import hold
-from torchdistpackage.launch.slurm.files import RunDir
+from torchdistpackage.launch.slurm.node_blocklist import NodeIncident, record
 from torchdistpackage.launch.slurm.records import read_records
-from torchdistpackage.launch.slurm.suspects import NodeIncident, record
+from torchdistpackage.launch.slurm.run_dir import RunDir
 
 RUN = """
 run: {name: one}

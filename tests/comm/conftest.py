@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def start() -> Generator[Start]:
     from tests.comm.starting import Start
-    from torchdistpackage.launch.children import ForkServer
+    from torchdistpackage.launch.fork_server_client import ForkServer
 
     preload = ["torch", "torch.distributed", "numpy", "pytest", "tests.comm.starting"]
     with ForkServer(preload) as server:

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.runtime import leave, setup_distributed
-from torchdistpackage.launch.children import ForkServer
+from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.launch.failure import Failure
+from torchdistpackage.launch.fork_server_client import ForkServer
+from torchdistpackage.launch.ipc import unpack
 from torchdistpackage.launch.rank import Result, pack_arguments
-from torchdistpackage.launch.reference import EntryPoint
-from torchdistpackage.launch.wire import unpack
 
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "TORCHELASTIC", "TDP_")
 PLAIN = {

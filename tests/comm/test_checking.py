@@ -4,16 +4,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchdistpackage.comm import checking
+from torchdistpackage.comm import debug_checks
 from torchdistpackage.comm import primitives as p
-from torchdistpackage.comm.checking import checked_calls
+from torchdistpackage.comm.debug_checks import checked_calls
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.p2p import Post, receive, send, start_receive, start_send
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
 
 ROWS = torch.ones(3, 2)
-TAGS = checking._SENDS, checking._RECEIVES
+TAGS = debug_checks._SENDS, debug_checks._RECEIVES
 
 DIFFERENT = {
     "shape": lambda g, odd: p.all_reduce(torch.ones(3, 3) if odd else ROWS, g),
@@ -127,7 +127,7 @@ def without_tags(case: str) -> str:
     rank = dist.get_rank()
     group = Groups(rank).of((0, 1), use="tags")
     peer = 1 - rank
-    checking._SENDS = checking._RECEIVES = 0
+    debug_checks._SENDS = debug_checks._RECEIVES = 0
     try:
         with checked_calls():
             post = Post(group)
@@ -140,7 +140,7 @@ def without_tags(case: str) -> str:
     except CommError as error:
         return str(error)
     finally:
-        checking._SENDS, checking._RECEIVES = TAGS
+        debug_checks._SENDS, debug_checks._RECEIVES = TAGS
     return "fits"
 
 

@@ -19,7 +19,7 @@ from tests.comm.collective_cases import (
     world_of,
 )
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.checking import checked_calls
+from torchdistpackage.comm.debug_checks import checked_calls
 
 every_operation = pytest.mark.parametrize("name", OPERATIONS)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)

@@ -12,8 +12,8 @@ from torchdistpackage.comm import creation_limit
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.runtime import join
 from torchdistpackage.errors import CommError, RankError
-from torchdistpackage.launch.local import run_local
 from torchdistpackage.launch.rendezvous import detect
+from torchdistpackage.launch.workers import run_local
 
 LIMIT_S = 0.5
 

@@ -22,7 +22,7 @@ from torchdistpackage.errors import CommError
 from torchdistpackage.harness.bench.request import Request
 from torchdistpackage.harness.measure.run import measure
 from torchdistpackage.parallel.pipeline.executor import Executor
-from torchdistpackage.schedule.generate import build
+from torchdistpackage.schedule.generators.registry import build
 
 LATE_S = 0.3
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchdistpackage.comm import hierarchy
 from torchdistpackage.comm import primitives as p
+from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.groups import Groups
-from torchdistpackage.comm.record import recorder
+from torchdistpackage.comm.transport import hierarchical
 from torchdistpackage.errors import CommError
 
 pytestmark = pytest.mark.own_transport("gloo's sums over nodes first")
@@ -29,9 +29,9 @@ LENGTHS = [0, 1, 17, 32, 33, 63, 64, 65, 127, 1025]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.bool, torch.complex64]
 
 
-def by_node(ranks: Sequence[int], nodes: Sequence[Hashable]) -> tuple[p.Group, hierarchy.Start]:
+def by_node(ranks: Sequence[int], nodes: Sequence[Hashable]) -> tuple[p.Group, hierarchical.Start]:
     group = Groups(dist.get_rank()).of(ranks, use="of the test")
-    start = hierarchy.hierarchical_all_reduce(group, nodes, chunk_bytes=CHUNK_BYTES)
+    start = hierarchical.hierarchical_all_reduce(group, nodes, chunk_bytes=CHUNK_BYTES)
     assert start is not None
     return group, start
 
@@ -112,12 +112,12 @@ def test_what_else_is_reduced_goes_flat(ranks):
 def flat_is_as_good() -> list[bool]:
     world, alone = dist.group.WORLD, Groups(dist.get_rank()).of([dist.get_rank()])
     with pytest.raises(CommError, match="3 names for the 4 ranks"):
-        hierarchy.hierarchical_all_reduce(world, [0, 0, 1])
+        hierarchical.hierarchical_all_reduce(world, [0, 0, 1])
     found = [
-        hierarchy.hierarchical_all_reduce(world, nodes)
+        hierarchical.hierarchical_all_reduce(world, nodes)
         for nodes in ([0, 0, 0, 1], [0, 1, 2, 3], [5] * 4, None)
     ]
-    return [start is None for start in (*found, hierarchy.hierarchical_all_reduce(alone, [0]))]
+    return [start is None for start in (*found, hierarchical.hierarchical_all_reduce(alone, [0]))]
 
 
 def test_there_is_none_where_nodes_are_uneven_or_one_or_of_one_rank(ranks):
@@ -156,9 +156,9 @@ def planted(where: str) -> list[str]:
         raise ValueError("planted")
 
     kind, name = {
-        "add": (hierarchy._Chunk, "add"),
-        "hand_out": (hierarchy._Chunk, "hand_out"),
-        "silence": (hierarchy._HierarchicalAllReduce, "_tell"),
+        "add": (hierarchical._Chunk, "add"),
+        "hand_out": (hierarchical._Chunk, "hand_out"),
+        "silence": (hierarchical._HierarchicalAllReduce, "_tell"),
     }[where]
     texts, before = [], getattr(kind, name)
     setattr(kind, name, (lambda *args: None) if where == "silence" else fail)
@@ -168,7 +168,7 @@ def planted(where: str) -> list[str]:
         with pytest.raises(CommError) as caught:
             pending.wait()
         texts.append(str(caught.value))
-    assert time.monotonic() - began_s < 0.5 + hierarchy.GRACE_S + 1
+    assert time.monotonic() - began_s < 0.5 + hierarchical.GRACE_S + 1
     setattr(kind, name, before)
     return texts
 

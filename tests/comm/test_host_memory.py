@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm import primitives as p
-from torchdistpackage.comm.headers import MetaChannel
 from torchdistpackage.comm.messages import describe
+from torchdistpackage.comm.meta_channel import MetaChannel
 from torchdistpackage.comm.p2p import Post, receive, send
-from torchdistpackage.comm.slices import start_all_gather_v, start_reduce_scatter_v
-from torchdistpackage.comm.templates import MessageSpec
+from torchdistpackage.comm.tensor_meta import MessageSpec
+from torchdistpackage.comm.transport.sharded_flat import start_all_gather_v, start_reduce_scatter_v
 from torchdistpackage.errors import CommError
 
 Group = dist.ProcessGroup

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.groups import Groups
-from torchdistpackage.comm.headers import MetaChannel
 from torchdistpackage.comm.messages import (
     HEADER_BYTES,
     decode,
@@ -13,9 +13,9 @@ from torchdistpackage.comm.messages import (
     encode,
     tensors_of,
 )
+from torchdistpackage.comm.meta_channel import MetaChannel
 from torchdistpackage.comm.p2p import SMALL_BYTES, Post
-from torchdistpackage.comm.record import recorder
-from torchdistpackage.comm.templates import MessageSpec
+from torchdistpackage.comm.tensor_meta import MessageSpec
 from torchdistpackage.errors import CommError
 
 CPU = torch.device("cpu")

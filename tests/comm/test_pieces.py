@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchdistpackage.comm.exchange import PIECE_BYTES, _pieces
+from torchdistpackage.comm.transport.pairwise import PIECE_BYTES, _pieces
 
 ONE = PIECE_BYTES // 4
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.flight_recorder import SIZE, FlightRecorder, recorder
 from torchdistpackage.comm.p2p import receive, start_send
-from torchdistpackage.comm.record import SIZE, FlightRecorder, recorder
 from torchdistpackage.comm.tpc import tpc
 
 

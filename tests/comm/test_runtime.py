@@ -27,8 +27,8 @@ from torchdistpackage.comm.runtime import (
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.compat.tplib import init_dist_env
 from torchdistpackage.errors import CommError, LaunchError
-from torchdistpackage.launch.local import run_local
 from torchdistpackage.launch.rendezvous import detect
+from torchdistpackage.launch.workers import run_local
 
 
 def test_ranks_with_variables_set_by_hand_meet_at_the_users_port(start):

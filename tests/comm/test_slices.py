@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm import primitives as p
-from torchdistpackage.comm.checking import checked_calls
+from torchdistpackage.comm.debug_checks import checked_calls
+from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.groups import Groups
-from torchdistpackage.comm.record import recorder
-from torchdistpackage.comm.slices import (
+from torchdistpackage.comm.transport.sharded_flat import (
     prepost_all_gather_v,
     prepost_reduce_scatter_v,
     start_all_gather_v,

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from tests.comm.test_slices import there_and_back
-from torchdistpackage.comm import companions, slices
+from torchdistpackage.comm import companions
 from torchdistpackage.comm import primitives as p
 from torchdistpackage.comm.companions import make_duplex_groups, reverse_group
 from torchdistpackage.comm.groups import Groups
+from torchdistpackage.comm.transport import sharded_flat
 from torchdistpackage.errors import CommError
 
 pytestmark = pytest.mark.own_transport("gloo's second connection")
@@ -55,7 +56,7 @@ def both_ways() -> None:
     there_and_back(group)
 
     with noted() as messages:
-        slices.start_reduce_scatter_v(
+        sharded_flat.start_reduce_scatter_v(
             torch.ones(4 * size), [4 * i for i in range(size + 1)], group
         ).wait()
     assert messages == each_way(group, twin, {*range(size)} - {rank})

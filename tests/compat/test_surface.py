@@ -18,7 +18,7 @@ import torchdistpackage
 from tests.compat.surface import differences, earlier_parameters, import_from, read, refuses_use
 from torchdistpackage.compat import paths
 from torchdistpackage.errors import NotAvailableError
-from torchdistpackage.launch.wire import unpack
+from torchdistpackage.launch.ipc import unpack
 
 TESTS = Path(__file__).parents[1]
 ENTRIES = read("surface.yaml")

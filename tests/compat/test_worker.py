@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torchdistpackage.compat.tplib import Worker, init_dist_env
 from torchdistpackage.compat.worker import _packed
 from torchdistpackage.errors import LaunchError, RankError
-from torchdistpackage.launch.wire import unpack
+from torchdistpackage.launch.ipc import unpack
 
 
 def tell(rank: int, scale: float, *, name: str) -> tuple:

@@ -9,14 +9,14 @@ import pytest
 
 from torchdistpackage.bounded_yaml import MAX_DEPTH, MAX_NODES
 from torchdistpackage.cli.main import main
-from torchdistpackage.config import pipeline_rules
-from torchdistpackage.config.document import MAX_BYTES
-from torchdistpackage.config.kinds import MAX_NAME_BYTES
+from torchdistpackage.config import rules_pipeline
+from torchdistpackage.config.errors import MAX_PROBLEMS, ConfigErrors, Problem
 from torchdistpackage.config.load import load, loads
-from torchdistpackage.config.names import KEYS
-from torchdistpackage.config.problem import MAX_PROBLEMS, ConfigErrors, Problem
 from torchdistpackage.config.rule import divisors
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.config.suggestions import KEYS
+from torchdistpackage.config.types import MAX_NAME_BYTES
+from torchdistpackage.config.yaml_loader import MAX_BYTES
 from torchdistpackage.schedule import costs_file
 from torchdistpackage.train.plan import local_procs, make_plan
 
@@ -181,7 +181,7 @@ def test_files_that_the_file_names_are_bounded(tmp_path: Path, key, content, why
 
 
 @pytest.mark.parametrize(
-    ("key", "module"), [("costs", costs_file), ("file", pipeline_rules)], ids=["costs", "file"]
+    ("key", "module"), [("costs", costs_file), ("file", rules_pipeline)], ids=["costs", "file"]
 )
 def test_a_file_that_is_wrong_on_every_world_is_parsed_once(tmp_path: Path, key, module):
     named = tmp_path / "named"

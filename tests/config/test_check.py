@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from torchdistpackage.config.check import violations
+from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.load import loads
-from torchdistpackage.config.problem import ConfigErrors
 from torchdistpackage.config.schema import RunConfig
 
 

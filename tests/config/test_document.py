@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchdistpackage.config.document import read, write
+from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.load import loads
-from torchdistpackage.config.problem import ConfigErrors
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.config.yaml_loader import read, write
 
 
 @pytest.mark.parametrize(

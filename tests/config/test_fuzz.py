@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from torchdistpackage.config.names import KEYS
+from torchdistpackage.config.suggestions import KEYS
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S, LIMIT_BYTES = 5, 1 << 30

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.load import load, loads
-from torchdistpackage.config.names import KEYS, SECTIONS
-from torchdistpackage.config.problem import ConfigErrors
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.config.suggestions import KEYS, SECTIONS
 from torchdistpackage.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from torchdistpackage.config.check import failed_rules, violations
-from torchdistpackage.config.names import KEYS
 from torchdistpackage.config.rules import RULES, Rule
 from torchdistpackage.config.schema import RunConfig, Section
+from torchdistpackage.config.suggestions import KEYS
 
 THREE_STAGES = Path(__file__).with_name("costs_of_three_stages.yaml")
 

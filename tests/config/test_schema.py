@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchdistpackage.config.check import violations
-from torchdistpackage.config.document import write
-from torchdistpackage.config.kinds import SCHEDULES, Expected
 from torchdistpackage.config.load import load, loads
-from torchdistpackage.config.names import KEYS, SECTIONS
 from torchdistpackage.config.schema import ModelSection, ParallelSection, RunConfig
+from torchdistpackage.config.suggestions import KEYS, SECTIONS
+from torchdistpackage.config.types import SCHEDULES, Expected
+from torchdistpackage.config.yaml_loader import write
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.schedule.generate import GENERATORS
+from torchdistpackage.schedule.generators.registry import GENERATORS
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
+from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.load import loads
-from torchdistpackage.config.problem import ConfigErrors
-from torchdistpackage.config.slurm_options import (
+from torchdistpackage.config.slurm import (
     EXTRA,
     OPTIONS,
     RESERVED,

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from torchdistpackage.ddp import fit
 from torchdistpackage.ddp.bucket_sizes import MIB
+from torchdistpackage.ddp.bucket_tuning import BucketPlan
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.ddp.order import BucketPlan
 
 DIM, STEPS = 8, 6
 

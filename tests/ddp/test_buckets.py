@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchdistpackage.ddp.buckets import ALIGN_BYTES, SLIGHT, BucketEntry, plan_buckets
+from torchdistpackage.ddp.bucket_plan import ALIGN_BYTES, SLIGHT, BucketEntry, plan_buckets
 
 entries = st.lists(
     st.tuples(st.integers(0, 500), st.sampled_from([("f4", 4), ("f2", 2), ("f8", 8)])), max_size=30

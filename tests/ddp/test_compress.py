@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm import backends, primitives
 from torchdistpackage.comm.backends import Transport
-from torchdistpackage.ddp.compress import BucketMember, bf16_compress, bind, fp16_compress
+from torchdistpackage.ddp.comm_hooks import BucketMember, bf16_compress, bind, fp16_compress
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.power_sgd import PowerSGD
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.host_reads import HostReads
-from torchdistpackage.ddp.moe import ExpertReducer
+from torchdistpackage.ddp.expert_grads import ExpertReducer
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.optim.clip import clip_grad_norm_
 from torchdistpackage.optim.scaler import GradScaler
@@ -62,12 +62,12 @@ def test_a_step_that_uses_all_reads_nothing(ranks, clips):
 def test_what_one_rank_did_not_use_costs_it_one_read(ranks):
     """However many parameters and buckets, of two dtypes; the others have no doubt."""
     first, second = ranks(2).run(steady, [NUM, 1], True, False)
-    assert first == {} and places(second) == ["ddp/carrier.py"]
+    assert first == {} and places(second) == ["ddp/bucket_comm.py"]
 
 
 def test_what_nobody_used_costs_one_read(ranks):
     for found in ranks(2).run(steady, [3, 2], False, False):
-        assert places(found) == ["ddp/carrier.py"]
+        assert places(found) == ["ddp/bucket_comm.py"]
 
 
 def test_a_scaled_step_reads_its_decision_once(ranks):
@@ -94,4 +94,4 @@ def experts_reads() -> list[dict[str, int]]:
 
 def test_experts_without_tokens_cost_one_read(ranks):
     for all_used, some_used in ranks(2).run(experts_reads):
-        assert all_used == {} and places(some_used) == ["ddp/carrier.py"]
+        assert all_used == {} and places(some_used) == ["ddp/bucket_comm.py"]

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchdistpackage.comm.groups import Groups
-from torchdistpackage.ddp import moe
-from torchdistpackage.ddp.carrier import AllReduceBucket
-from torchdistpackage.ddp.moe import create_moe_dp_hooks, moe_dp_iter_step
+from torchdistpackage.ddp import expert_grads
+from torchdistpackage.ddp.bucket_comm import AllReduceBucket
+from torchdistpackage.ddp.expert_grads import create_moe_dp_hooks, moe_dp_iter_step
 from torchdistpackage.errors import CommError
 
 STEPS, MICROBATCHES = 4, 2
@@ -106,7 +106,7 @@ def as_one_process(options: dict, size: int, nested: bool) -> None:
     for each in made:
         each.remove()
     moe_dp_iter_step()
-    assert moe._made == []
+    assert expert_grads._made == []
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -135,7 +135,11 @@ def what_left_when(overlap: bool) -> tuple[list[int], list[str]]:
         start(carrier)
 
     net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    before, moe.BUCKET_BYTES, AllReduceBucket.launch = moe.BUCKET_BYTES, 700, launch
+    before, expert_grads.BUCKET_BYTES, AllReduceBucket.launch = (
+        expert_grads.BUCKET_BYTES,
+        700,
+        launch,
+    )
     try:
         made = create_moe_dp_hooks(
             net.named_parameters(), dist.group.WORLD, 0, overlap, num_grad_acc_iter=2
@@ -148,7 +152,7 @@ def what_left_when(overlap: bool) -> tuple[list[int], list[str]]:
             made.reduce_gradients()
             left.append(len(sent))
     finally:
-        moe.BUCKET_BYTES, AllReduceBucket.launch = before, start
+        expert_grads.BUCKET_BYTES, AllReduceBucket.launch = before, start
     said = []
     if overlap:
         for _ in range(2):
@@ -245,7 +249,7 @@ def test_what_belongs_to_ranks_that_are_gone_is_dropped(ranks):
 
 def num_made() -> int:
     moe_dp_iter_step()
-    return len(moe._made)
+    return len(expert_grads._made)
 
 
 def dropped() -> None:
@@ -257,7 +261,7 @@ def dropped() -> None:
     bias, gone = nets[0].bias, ref(nets[1].weight)
     del net, nets
     gc.collect()
-    assert len(moe._made) == 2
+    assert len(expert_grads._made) == 2
     gc.disable()
     try:
         if dist.get_rank() == 0:
@@ -266,7 +270,7 @@ def dropped() -> None:
             bias.grad = None
             (bias * (1.0 + dist.get_rank())).sum().backward()
             moe_dp_iter_step()
-            assert len(moe._made) == 1, f"after iteration {number}"
+            assert len(expert_grads._made) == 1, f"after iteration {number}"
             assert bias.grad.tolist() == [1.5, 1.5]
     finally:
         gc.enable()
@@ -277,7 +281,7 @@ def dropped() -> None:
     assert torch.equal(torch.load(saved), bias)
     again = create_moe_dp_hooks({"bias": bias}, dist.group.WORLD, None)
     again.remove()
-    moe._made[0].remove()
+    expert_grads._made[0].remove()
     assert vars(bias) == {}
 
 

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from torchdistpackage import comm
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.ddp import moe
-from torchdistpackage.ddp.moe import ExpertReducer
+from torchdistpackage.ddp import expert_grads
+from torchdistpackage.ddp.expert_grads import ExpertReducer
 from torchdistpackage.harness.lint import lint
 
 DIM, STEPS = 2, 2
@@ -48,7 +48,7 @@ def train(rank: int) -> list[Tensor]:
 
 @pytest.fixture(autouse=True)
 def _a_bucket_for_each_expert(monkeypatch):
-    monkeypatch.setattr(moe, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(expert_grads, "BUCKET_BYTES", 1)
 
 
 def test_gradients_that_leave_when_a_rank_is_ready_are_found():

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchdistpackage.ddp.bucket_plan import BucketEntry, plan_buckets
 from torchdistpackage.ddp.bucket_sizes import MIB, bucket_sizes
-from torchdistpackage.ddp.buckets import BucketEntry, plan_buckets
-from torchdistpackage.ddp.order import LinkModel, arrival_order, choose_plan, end_s
+from torchdistpackage.ddp.bucket_tuning import LinkModel, arrival_order, choose_plan, end_s
 
 times = st.dictionaries(st.integers(0, 9), st.floats(0, 1), max_size=10)
 SIZES_BYTES = bucket_sizes(queued=False).candidates_bytes

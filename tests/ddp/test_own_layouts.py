@@ -19,7 +19,7 @@ from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.layout.collect import collect
 from torchdistpackage.layout.derive import blocks
 from torchdistpackage.optim.clip import clip_grad_norm_
-from torchdistpackage.parallel.pipeline.forward_backward import forward_backward
+from torchdistpackage.parallel.pipeline.functional import forward_backward
 from torchdistpackage.parallel.tensor.classic_block import Transformer
 
 DIM, HEADS, DEPTH, BATCH = 8, 2, 2, 8

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchdistpackage.ddp.partition import greedy_partition, partition_params
 from torchdistpackage.errors import LayoutError
+from torchdistpackage.layout.partition import greedy_partition, partition_params
 
 sizes = st.lists(st.integers(0, 1000), max_size=40)
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchdistpackage.ddp.replicas import (
+from torchdistpackage.ddp.param_sync import (
     ReplicatedTensor,
     check_replicas,
     find_differences,

@@ -5,10 +5,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchdistpackage.comm.record import recorder
-from torchdistpackage.ddp.embeddings import Embeddings
+from torchdistpackage.comm.flight_recorder import recorder
+from torchdistpackage.ddp.embedding_rows import Embeddings
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.ddp.shared import ParamSpec
+from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.ddp.zero.rows import TiedEmbeddings
 
 VOCAB, DIM, STEPS = 40, 4, 3

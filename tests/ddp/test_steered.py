@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.ddp.one_process import expect_same
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
+from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.ddp.shared import ParamSpec
 from torchdistpackage.errors import CommError
 
 DIM, PER_RANK = 4, 2

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchdistpackage.ddp import streams
-from torchdistpackage.ddp.gradients import GradBucket
+from torchdistpackage.ddp.grad_bucket import GradBucket
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 
 MAIN, SIDE = (1, 0, 1), (2, 0, 1)

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.ddp.shared import ParamSpec
 
 PATIENCE_S = 1.0
 

@@ -13,7 +13,7 @@ from tests.ddp.one_process import DIM, build
 from torchdistpackage.comm import primitives
 from torchdistpackage.ddp import equal
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.ddp.replicas import check_replicas
+from torchdistpackage.ddp.param_sync import check_replicas
 from torchdistpackage.errors import CommError
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
-from torchdistpackage.harness.verify.run import test_comm
+from torchdistpackage.harness.comm_test import test_comm
 
 
 def fails(config: tuple[tuple[str, int], ...], change, pairs: bool = False, **limit: float) -> str:

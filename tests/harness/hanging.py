@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm import p2p, primitives
-from torchdistpackage.comm.record import recorder
+from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.runtime import setup_distributed
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.harness.hang import process
-from torchdistpackage.harness.watch import watch
+from torchdistpackage.harness.watchdog import watch
 from torchdistpackage.launch.signals import SignalFlag
-from torchdistpackage.launch.supervise import WatchedRank, supervise
+from torchdistpackage.launch.supervisor import WatchedRank, supervise
 
 STEPS, AT = 50, 3
 """Length of the loop, and the step that goes wrong."""

@@ -5,7 +5,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from torchdistpackage.comm.record import recorder
+from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.tpc import tpc
 
 

@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.harness.cases import COLLECTIVES
+from torchdistpackage.harness.operations import COLLECTIVES
 
 # doc/PERFORMANCE.md and the AlgBw/BusBw functions of nccl-tests, n = 2 to 8, as exact fractions.
 TABLE = {

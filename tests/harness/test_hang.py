@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from torchdistpackage.harness.hang import dump as dumps
-from torchdistpackage.harness.hang.culprits import Cause
+from torchdistpackage.harness.hang.diagnosis import Cause
 from torchdistpackage.harness.hang.dump import Dump, State
 from torchdistpackage.harness.hang.process import Process
 from torchdistpackage.harness.hang.report import Diagnosis, diagnose

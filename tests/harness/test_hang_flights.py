@@ -7,7 +7,7 @@ import pytest
 
 from tests.harness.test_hang import call, in_line, one, snapshot, told
 from torchdistpackage.harness.hang import dump as dumps
-from torchdistpackage.harness.hang.culprits import Cause
+from torchdistpackage.harness.hang.diagnosis import Cause
 from torchdistpackage.harness.hang.flights import (
     KEPT,
     InFlightCall,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.test_hang import INSIDE, STACK, WAITING, call, one, snapshot, told
-from torchdistpackage.harness.hang.culprits import Cause
+from torchdistpackage.harness.hang.diagnosis import Cause
 from torchdistpackage.harness.hang.dump import State
 from torchdistpackage.harness.hang.stacks import FOREIGN, innermost, is_waiting
 
@@ -201,7 +201,7 @@ def test_what_a_rank_has_started_ends_with_it(tmp_path):
     text = (
         "import subprocess, threading\nfrom pathlib import Path\n"
         "from torchdistpackage.harness.hang.dump import Dump, Folder, State\n"
-        "from torchdistpackage.harness.hang.ending import Shutdown\n"
+        "from torchdistpackage.harness.hang.shutdown import Shutdown\n"
         "from torchdistpackage.harness.hang.process import Process\n"
         "worker = subprocess.Popen(['/bin/sh', '-c', 'sleep 60 & echo $!; wait'], stdout=-1)\n"
         "print(worker.stdout.readline().decode(), flush=True)\n"

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import lint_steps as steps
-from torchdistpackage.comm.record import recorder
+from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError, LaunchError, TopologyError
 from torchdistpackage.harness.lint import Report, lint

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.harness.lint import lint
-from torchdistpackage.harness.lint.order import OpSignature
+from torchdistpackage.harness.lint.matcher import OpSignature
 from torchdistpackage.harness.lint.programs import (
     CallProgram,
     Make,

@@ -3,7 +3,7 @@
 import pytest
 
 from torchdistpackage.errors import CommError
-from torchdistpackage.harness.lint.order import OpSignature
+from torchdistpackage.harness.lint.matcher import OpSignature
 from torchdistpackage.harness.lint.programs import (
     CallProgram,
     Collective,

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from torchdistpackage.comm.record import recorder
-from torchdistpackage.harness.stragglers.cores import cpu_wait_clock
+from torchdistpackage.comm.flight_recorder import recorder
+from torchdistpackage.harness.stragglers.cpu_wait_clock import cpu_wait_clock
 from torchdistpackage.harness.stragglers.phases import KEPT, Phases
 
 

@@ -16,7 +16,7 @@ from torchdistpackage.harness.lint import lint
 from torchdistpackage.harness.lint.programs import CallProgram, check, made_first
 from torchdistpackage.harness.lint.report import LintReport
 from torchdistpackage.layout import groups as order
-from torchdistpackage.parallel.pipeline.forward_backward import forward_backward
+from torchdistpackage.parallel.pipeline.functional import forward_backward
 from torchdistpackage.train.plan import Plan, make_plan
 
 GRID = {"data": 2, "pipe": 2, "tensor": 2}

@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from torchdistpackage.harness.stragglers.alerts import Alerts
 from torchdistpackage.harness.stragglers.find import (
     PHASES,
     WINDOW,
@@ -19,7 +20,6 @@ from torchdistpackage.harness.stragglers.find import (
     measured,
     same_work,
 )
-from torchdistpackage.harness.stragglers.findings import Alerts
 from torchdistpackage.topology.mesh import Mesh
 
 MESHES = {

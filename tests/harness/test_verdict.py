@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 
 from torchdistpackage.errors import CommError
-from torchdistpackage.harness.verify import verdict
-from torchdistpackage.harness.verify.verdict import (
+from torchdistpackage.harness import comm_test_report
+from torchdistpackage.harness.comm_test_report import (
     CommTestError,
     RankReport,
     StuckAt,
@@ -19,8 +19,8 @@ def host_of(rank: int) -> str:
     return f"node{rank // 2}"
 
 
-judge = partial(verdict.judge, host_of=host_of, world_size=4, limit_s=30)
-judge_roll = partial(verdict.check_attendance, host_of=host_of, world_size=4, limit_s=30)
+judge = partial(comm_test_report.judge, host_of=host_of, world_size=4, limit_s=30)
+judge_roll = partial(comm_test_report.check_attendance, host_of=host_of, world_size=4, limit_s=30)
 OK = RankReport(times_s=(0.5, 0.25))
 
 
@@ -124,7 +124,7 @@ def test_long_lists_are_cut():
         CommTestError, match=r"11 checks(?s:.*)problem 7\n  and 3 more\nlook there$"
     ):
         Verdict(tuple(f"problem {i}" for i in range(11)), advice=("look there",)).raise_problems()
-    assert verdict.named(range(20), host_of).endswith("6, 7 on node3 and 12 more")
+    assert comm_test_report.named(range(20), host_of).endswith("6, 7 on node3 and 12 more")
 
 
 def test_reports_and_verdicts_travel_as_text():

@@ -13,8 +13,8 @@ from torchdistpackage.comm import p2p, primitives
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError, LaunchError
 from torchdistpackage.harness.coded import compare
+from torchdistpackage.harness.comm_test import test_comm
 from torchdistpackage.harness.verify import checks
-from torchdistpackage.harness.verify.run import test_comm
 
 HOST = socket.gethostname()
 

@@ -23,16 +23,16 @@ from tests.harness.hanging import AXES, FAULTS
 from tests.processes import survivors
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.hang import dump
-from torchdistpackage.harness.hang.ending import Shutdown
-from torchdistpackage.harness.hang.marks import Heartbeat, StepClock
+from torchdistpackage.harness.hang.heartbeat import Heartbeat, StepClock
 from torchdistpackage.harness.hang.nearby import Nearby
+from torchdistpackage.harness.hang.shutdown import Shutdown
 from torchdistpackage.harness.hang.stacks import FOREIGN
-from torchdistpackage.harness.watch import HangWatchdog
 from torchdistpackage.harness.watch_start import agree_on_start
-from torchdistpackage.launch.children import ForkedChild, ForkServer
+from torchdistpackage.harness.watchdog import HangWatchdog
 from torchdistpackage.launch.failure import FailureKind, root_cause
-from torchdistpackage.launch.slurm.suspects import incident_of
-from torchdistpackage.launch.supervise import read_failure_reports
+from torchdistpackage.launch.fork_server_client import ForkedChild, ForkServer
+from torchdistpackage.launch.slurm.node_blocklist import incident_of
+from torchdistpackage.launch.supervisor import read_failure_reports
 
 TIMEOUT_S = 2.5
 FULL = ("several", "all", "exits", "raw", "lingering", "left", "shape")
@@ -278,7 +278,7 @@ def test_one_rank_of_a_host_looks_at_the_shared_folder_and_all_hear_of_an_alarm(
     """Eight ranks; then one more, on another host, raises the alarm."""
     opened, ended = Counter[str](), list[float]()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("torchdistpackage.harness.watch.LOOK_S", 0.4)
+    monkeypatch.setattr("torchdistpackage.harness.watchdog.LOOK_S", 0.4)
     monkeypatch.setattr(Shutdown, "report", lambda *_: None)
     monkeypatch.setattr(Shutdown, "end", lambda *_: ended.append(time.monotonic()))
     plain = dump._is_marked
@@ -337,7 +337,7 @@ def test_a_mark_costs_less_than_5_us():
 
 def test_the_clock_leaves_out_what_the_job_was_suspended(monkeypatch):
     now_s = [100.0]
-    monkeypatch.setattr("torchdistpackage.harness.hang.marks._now_s", lambda: now_s[0])
+    monkeypatch.setattr("torchdistpackage.harness.hang.heartbeat._now_s", lambda: now_s[0])
     marks = Heartbeat()
     clock = StepClock(marks)
     for passed_s in (1.0, 1.0, 3600.0, 1.0):

@@ -10,7 +10,7 @@ import pytest
 
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.cuda_driver import why_initialised
-from torchdistpackage.launch.local import run_local
+from torchdistpackage.launch.workers import run_local
 
 DRIVER = """
 static int initialised = 0;

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from torchdistpackage.launch.here import run_here
+from torchdistpackage.launch.launch import run_here
 
 
 def who(*parts: str) -> tuple[str, str, int, str]:

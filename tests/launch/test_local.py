@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from torchdistpackage.errors import LaunchError, RankError
-from torchdistpackage.launch.local import ForkServer, run_local
+from torchdistpackage.launch.workers import ForkServer, run_local
 
 # The ranks import this file, and with it pytest: once in the server is quicker than in each.
 PRELOAD = ("pytest",)
@@ -218,7 +218,7 @@ def test_what_a_rank_started_ends_with_it(tmp_path: Path) -> None:
 SCRIPT = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from torchdistpackage.launch.local import run_local
+from torchdistpackage.launch.workers import run_local
 
 class Box:
     def __init__(self, value):

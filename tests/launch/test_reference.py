@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.reference import EntryPoint, missing_module
+from torchdistpackage.launch.entrypoint import EntryPoint, missing_module
 
 
 class Outer:
@@ -60,8 +60,8 @@ def test_a_function_bound_to_an_object_is_refused() -> None:
 
 UNGUARDED = """
 from torchdistpackage.errors import RankError
-from torchdistpackage.launch.local import run_local
-from torchdistpackage.launch.reference import StopLoading, main_is_loading
+from torchdistpackage.launch.workers import run_local
+from torchdistpackage.launch.entrypoint import StopLoading, main_is_loading
 
 class Box:
     def __init__(self, value):

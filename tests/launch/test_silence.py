@@ -17,7 +17,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from torchdistpackage.launch.signals import SignalFlag
-from torchdistpackage.launch.supervise import WatchedRank, supervise
+from torchdistpackage.launch.supervisor import WatchedRank, supervise
 
 folder, noted = Path(sys.argv[1]), SignalFlag()
 noted.listen(["USR1", "TERM"])

@@ -15,14 +15,14 @@ import pytest
 
 from torchdistpackage.launch.failure import Failure, FailureKind, from_json, to_json
 from torchdistpackage.launch.stopped import noted
-from torchdistpackage.launch.supervise import read_failure_reports
+from torchdistpackage.launch.supervisor import read_failure_reports
 
 HOST = socket.gethostname()
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
 from torchdistpackage.launch.signals import SignalFlag
-from torchdistpackage.launch.supervise import WatchedRank, supervise
+from torchdistpackage.launch.supervisor import WatchedRank, supervise
 
 folder = Path(sys.argv[1])
 noted = SignalFlag()
@@ -91,7 +91,7 @@ def test_an_exception_is_reported_with_its_traceback(tmp_path):
     (failure,) = read_failure_reports(tmp_path / "failures")
     assert (failure.rank, failure.host, failure.kind) == (1, HOST, FailureKind.ERROR)
     assert failure.error == "ValueError: no such sample" and "Traceback" in failure.detail
-    assert "supervise.py" not in failure.detail, "frames before the rank's own tell nothing"
+    assert "supervisor.py" not in failure.detail, "frames before the rank's own tell nothing"
     assert f"rank 1 on {HOST}: exit code 1: ValueError: no such sample" in err
     assert "[rank 1] ValueError: no such sample" in err.splitlines()
     assert log(tmp_path).rstrip().endswith("ValueError: no such sample")
@@ -305,7 +305,7 @@ def test_a_process_with_threads_forks_no_rank(tmp_path):
         from pathlib import Path
         from torchdistpackage.errors import LaunchError
         from torchdistpackage.launch.signals import SignalFlag
-        from torchdistpackage.launch.supervise import WatchedRank, supervise
+        from torchdistpackage.launch.supervisor import WatchedRank, supervise
         threading.Thread(target=time.sleep, args=(1,), name="sleeper").start()
         try:
             supervise(lambda: 0, WatchedRank(0, Path("x.log"), Path("f")), SignalFlag())

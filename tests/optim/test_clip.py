@@ -9,10 +9,10 @@ from torch import nn
 
 from tests.train import parity
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.nodes import setup_node_groups
+from torchdistpackage.comm.node_groups import setup_node_groups
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
-from torchdistpackage.ddp.zero.replicas import same_place
+from torchdistpackage.ddp.zero.replica_group import same_place
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import mark
 from torchdistpackage.models.gpt import GPT

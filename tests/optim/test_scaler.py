@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.compat.torchdistpackage.native_scaler import NativeScalerPP
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
-from torchdistpackage.optim.native_scaler import NativeScalerPP
 from torchdistpackage.optim.scaler import GradScaler
 
 STEPS = 24

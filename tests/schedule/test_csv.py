@@ -11,7 +11,7 @@ import pytest
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import Program, Schedule, flatten
 from torchdistpackage.schedule.csv import MAX_BYTES, csv_text, from_csv, to_csv
-from torchdistpackage.schedule.generate import GENERATORS, build
+from torchdistpackage.schedule.generators.registry import GENERATORS, build
 
 
 def computed(schedule: Schedule) -> list[list[str]]:

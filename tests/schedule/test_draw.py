@@ -15,8 +15,8 @@ from torchdistpackage.schedule import draw
 from torchdistpackage.schedule.actions import Action, ActionKind, flatten
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.draw_png import png, png_pair
-from torchdistpackage.schedule.generate import GENERATORS, build
-from torchdistpackage.schedule.simulate import Span, Timeline, simulate
+from torchdistpackage.schedule.generators.registry import GENERATORS, build
+from torchdistpackage.schedule.timeline import Span, Timeline, simulate
 from torchdistpackage.schedule.trace import trace, trace_pair
 
 SVG = "{http://www.w3.org/2000/svg}"

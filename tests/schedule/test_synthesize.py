@@ -11,18 +11,18 @@ import pytest
 
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import ActionKind, Program, Schedule, flatten
+from torchdistpackage.schedule.autoschedule.list_scheduling import Rules, deepest_first, list_order
+from torchdistpackage.schedule.autoschedule.local_search import local_search
+from torchdistpackage.schedule.autoschedule.merge_backward import merge_backward
+from torchdistpackage.schedule.autoschedule.synthesize import synthesize
 from torchdistpackage.schedule.check import check
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.costs_file import costs_text, read_costs
-from torchdistpackage.schedule.generate import GENERATORS, build
-from torchdistpackage.schedule.greedy import Rules, deepest_first, list_order
-from torchdistpackage.schedule.improve import local_search
-from torchdistpackage.schedule.measured import costs_of
-from torchdistpackage.schedule.rejoin import merge_backward
-from torchdistpackage.schedule.simulate import simulate
-from torchdistpackage.schedule.synthesize import synthesize
-from torchdistpackage.schedule.turns import looped
-from torchdistpackage.schedule.work import TaskGraph
+from torchdistpackage.schedule.engine import TaskGraph
+from torchdistpackage.schedule.generators.registry import GENERATORS, build
+from torchdistpackage.schedule.generators.warmup_steady import looped
+from torchdistpackage.schedule.timeline import simulate
+from torchdistpackage.schedule.trace_costs import costs_of
 
 STOCK = [name for name in GENERATORS if name != "forward"]
 DEAR_INPUT = {"input": 1.4, "weight": 0.6}
@@ -151,7 +151,7 @@ def test_a_run_is_solved_anew_from_its_own_timings(tmp_path):
 
 def test_the_same_on_every_rank():
     code = (
-        "from torchdistpackage.schedule.synthesize import synthesize\n"
+        "from torchdistpackage.schedule.autoschedule.synthesize import synthesize\n"
         "from torchdistpackage.schedule.costs import StageCosts\n"
         "costs = StageCosts.uniform(6, input=1.3, weight=0.8, backward=2, message=0.1)\n"
         "print(synthesize(3, 7, costs, chunks=2))"

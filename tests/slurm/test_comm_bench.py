@@ -11,7 +11,7 @@ import pytest
 
 from tests.slurm.cluster import ROOT, Cluster
 from torchdistpackage.harness.bench.profile import read
-from torchdistpackage.launch.slurm.files import RunDir
+from torchdistpackage.launch.slurm.run_dir import RunDir
 
 pytestmark = pytest.mark.full
 

@@ -15,13 +15,13 @@ import pytest
 
 from tests.launch.slurm.folders import started
 from tests.slurm.cluster import Cluster
-from torchdistpackage.launch.slurm import suspects
+from torchdistpackage.launch.slurm import node_blocklist
 from torchdistpackage.launch.slurm.commands import CompletedCommand
 from torchdistpackage.launch.slurm.commands import run as run_command
-from torchdistpackage.launch.slurm.files import RunDir
 from torchdistpackage.launch.slurm.jobs import resubmit, sbatch
-from torchdistpackage.launch.slurm.look import QueryResult, query_jobs
+from torchdistpackage.launch.slurm.query import QueryResult, query_jobs
 from torchdistpackage.launch.slurm.records import Submission, append_record
+from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.runs import SubmittedRun, read_run
 
 Done = subprocess.CompletedProcess[str]
@@ -193,16 +193,17 @@ def lose_a_node(cluster: Cluster, runs: Path) -> dict[str, Any]:
         found = {"state": query_jobs([job], Commands(own)).jobs[job]}
         # What the accounting knows is not needed here.
         found["down"] = [
-            suspects.record_failed_nodes(run.files, {}, Commands(own, "sacctmgr")) for _ in range(2)
+            node_blocklist.record_failed_nodes(run.files, {}, Commands(own, "sacctmgr"))
+            for _ in range(2)
         ]
         own.node("boot", "n2")
         own.wait_for(lambda: own.node_states()["n2"] == "idle", what="n2 back")
         files = RunDir(back)
         own.wait_for(
-            lambda: suspects.record_failed_nodes(files, {}, Commands(own)),
+            lambda: node_blocklist.record_failed_nodes(files, {}, Commands(own)),
             what="word of the outage",
         )
-        found["was down"] = suspects.read(files.suspects)
+        found["was down"] = node_blocklist.read(files.suspects)
         record = resubmit(run, own.env, Commands(own))
         own.wait_for(lambda: own.job_state(record.job), what="new job")
         found["left out"] = own.job(record.job)["ExcNodeList"]

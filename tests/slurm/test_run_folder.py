@@ -19,8 +19,8 @@ from tests.slurm.lives import CONFIG, ONE_NODE, RUN, Lived, ending, send
 from torchdistpackage.launch.holder import STALE_S, from_json, to_json
 from torchdistpackage.launch.lock import holder_of
 from torchdistpackage.launch.slurm.commands import run
-from torchdistpackage.launch.slurm.files import RunDir
-from torchdistpackage.launch.slurm.verdict import CANNOT_WRITE
+from torchdistpackage.launch.slurm.failure_report import CANNOT_WRITE
+from torchdistpackage.launch.slurm.run_dir import RunDir
 
 LAYOUT = ["parallel.data=2", "parallel.pipe=1", "launch.local.procs=2", "train.steps=2000"]
 LAYOUT += ["data.name=null", "data.target=tests.train.sources:Paced"]

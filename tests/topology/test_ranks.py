@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
+from torchdistpackage.compat.torchdistpackage.ranks import gen_groups, gen_inner_ranks
 from torchdistpackage.errors import TopologyError
 from torchdistpackage.topology.mesh import Mesh
-from torchdistpackage.topology.ranks import gen_groups, gen_inner_ranks
 
 SIZES = [(4,), (2, 3), (3, 2, 4), (1, 4, 1), (2, 1, 2)]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from torchdistpackage.cli.main import main
-from torchdistpackage.launch.children import ForkServer
+from torchdistpackage.launch.fork_server_client import ForkServer
 
 
 def until(condition: Callable[[], object], what: str, limit_s: float = 120) -> None:

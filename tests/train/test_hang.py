@@ -78,7 +78,7 @@ def test_a_hang_ends_with_a_report_that_names_the_culprit(tmp_path, how, rank, p
 
 def test_it_all_stays_under_the_limit_of_single_calls(tmp_path):
     """What gloo says by itself must come later, or it would be the last word."""
-    from torchdistpackage.harness.watch import HangWatchdog
+    from torchdistpackage.harness.watchdog import HangWatchdog
 
     watch = HangWatchdog(tmp_path, rank=0, world_size=1, start="a", timeout_s=7)
     assert watch.call_timeout_s > watch.slow_timeout_s + 15 > watch.timeout_s + 15

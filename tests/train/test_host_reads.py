@@ -10,11 +10,11 @@ from tests.train import parity
 from tests.train.test_nonfinite import BASE
 from torchdistpackage.comm import backends
 from torchdistpackage.comm.backends import GLOO, Transport
-from torchdistpackage.harness.hang.marks import Heartbeat
+from torchdistpackage.harness.hang.heartbeat import Heartbeat
 from torchdistpackage.train.log import read_metrics
 from torchdistpackage.train.loop import Loop
-from torchdistpackage.train.state import TrainState
 from torchdistpackage.train.step import Trainer
+from torchdistpackage.train.train_state import TrainState
 
 STEPS = 7
 STEADY = range(4, 7)

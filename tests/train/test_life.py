@@ -12,13 +12,13 @@ from tests.train import parity
 from torchdistpackage.config.schema import RequeueSection
 from torchdistpackage.launch.requeue import RequeueDecision, RequeueLimits
 from torchdistpackage.launch.signals import SignalFlag
-from torchdistpackage.launch.slurm.files import RunDir
+from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.starts import append, this_start
 from torchdistpackage.train.job import _resume
-from torchdistpackage.train.life import StopController, begin, end
 from torchdistpackage.train.log import read_metrics
 from torchdistpackage.train.loop import Loop
-from torchdistpackage.train.state import resume
+from torchdistpackage.train.stop import StopController, begin, end
+from torchdistpackage.train.train_state import resume
 
 LAYOUT = [
     "parallel.data=2", "parallel.pipe=2", "pipeline.microbatches=2", "train.accumulate=2",

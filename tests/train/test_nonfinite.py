@@ -13,8 +13,8 @@ from torchdistpackage.checkpoint.parts import ShardedState
 from torchdistpackage.errors import NonFiniteError
 from torchdistpackage.train.loop import Loop
 from torchdistpackage.train.nonfinite import explain
-from torchdistpackage.train.state import TrainState
 from torchdistpackage.train.step import Trainer
+from torchdistpackage.train.train_state import TrainState
 
 BASE = [
     "model.layers=2", "model.dim=8", "model.heads=2", "model.vocab=32", "data.seq_len=8",

@@ -14,12 +14,12 @@ from torchdistpackage.harness.lint import lint
 from torchdistpackage.harness.lint.programs import CallProgram, Collective, Messages, check
 from torchdistpackage.harness.lint.report import LintReport
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.parallel.pipeline.forward_backward import forward_backward
+from torchdistpackage.parallel.pipeline.functional import forward_backward
 from torchdistpackage.schedule.actions import Action, ActionKind
 from torchdistpackage.train import build as builder
 from torchdistpackage.train.calls import HEADER, StepPrograms, static_report
+from torchdistpackage.train.dry_run import STEPS, trial
 from torchdistpackage.train.plan import Plan, make_plan
-from torchdistpackage.train.trial import STEPS, trial
 
 CASES = {param.id: param.values[0] for param in cases()}
 THREADS = (

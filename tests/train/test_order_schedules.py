@@ -3,7 +3,7 @@
 import pytest
 
 from tests.train.test_order import expect_calls_of_the_paper, plan_of
-from torchdistpackage.config.kinds import SCHEDULES
+from torchdistpackage.config.types import SCHEDULES
 from torchdistpackage.train.calls import static_report
 
 ORDERS = [name for name in SCHEDULES if name not in ("1f1b", "custom")]

@@ -5,7 +5,7 @@ from torch import nn
 
 from torchdistpackage.config.load import loads
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.parallel.pipeline.split import split_by_cost
+from torchdistpackage.parallel.pipeline.partition.cost_split import split_by_cost
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.costs_file import PieceCosts, costs_text
 from torchdistpackage.train.build import own_cut

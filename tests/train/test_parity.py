@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.train import parity
-from torchdistpackage.config.kinds import SCHEDULES
 from torchdistpackage.config.load import load
+from torchdistpackage.config.types import SCHEDULES
 from torchdistpackage.schedule.actions import Action, ActionKind, Schedule
 from torchdistpackage.schedule.csv import to_csv
 from torchdistpackage.topology.views import DEFAULT_ORDER

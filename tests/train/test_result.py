@@ -96,7 +96,7 @@ def one_rank_times_the_stream(folder: str) -> tuple[list[float], list[float]]:
     from torchdistpackage.train import step as steps
     from torchdistpackage.train.log import read_metrics
     from torchdistpackage.train.loop import Loop
-    from torchdistpackage.train.state import TrainState
+    from torchdistpackage.train.train_state import TrainState
 
     made = Stream()
     with pytest.MonkeyPatch.context() as patch:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.train import parity
 from torchdistpackage.checkpoint.validate import read_manifest
-from torchdistpackage.train.state import TrainState, resume, save_state
+from torchdistpackage.train.train_state import TrainState, resume, save_state
 
 BASE = [
     "model.layers=2", "model.dim=12", "model.heads=2", "model.vocab=33", "data.seq_len=8",

@@ -8,7 +8,7 @@ import torch
 
 from tests.train import parity
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.record import recorder
+from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.config.load import loads
 from torchdistpackage.errors import DataError
 from torchdistpackage.train.build import build_data

@@ -17,10 +17,10 @@ from tests.train.forked import Forked, only_rank, until
 from torchdistpackage.checkpoint.commit import latest
 from torchdistpackage.config.load import load
 from torchdistpackage.harness.pool import RankPool
-from torchdistpackage.launch.children import ForkServer
+from torchdistpackage.launch.fork_server_client import ForkServer
 from torchdistpackage.launch.lock import holder_of, take
 from torchdistpackage.launch.requeue import EXIT_TEMPFAIL
-from torchdistpackage.launch.slurm.files import RunDir
+from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.starts import Start, read_starts
 from torchdistpackage.train.folder import prepare_folder
 from torchdistpackage.train.job import RANK

@@ -3,12 +3,12 @@
 import pytest
 
 from torchdistpackage.config.load import loads
-from torchdistpackage.config.pipeline_rules import piece_names
+from torchdistpackage.config.rules_pipeline import piece_names
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.costs_file import PieceCosts, costs_text
-from torchdistpackage.schedule.generate import GENERATORS, build
-from torchdistpackage.schedule.simulate import simulate
+from torchdistpackage.schedule.generators.registry import GENERATORS, build
+from torchdistpackage.schedule.timeline import simulate
 from torchdistpackage.train.plan import Plan, make_plan, stage_loads
 
 BASE = "model: {layers: 4, dim: 64, vocab: 512}\npipeline: {microbatches: 8}\n"

@@ -13,12 +13,12 @@ import pytest
 import torch.distributed as dist
 
 from tests.train import parity
-from torchdistpackage.comm.record import recorder
+from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.harness.stragglers.find import SPOKEN
 from torchdistpackage.train.loop import Loop
-from torchdistpackage.train.state import TrainState
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.stragglers import comparison
+from torchdistpackage.train.train_state import TrainState
 
 DELAY_S = 0.05
 MICROBATCHES = 2

@@ -10,12 +10,12 @@ from tests.train import parity
 from torchdistpackage.config.load import loads
 from torchdistpackage.schedule.actions import flatten
 from torchdistpackage.schedule.costs_file import read_costs
-from torchdistpackage.schedule.generate import build
+from torchdistpackage.schedule.generators.registry import build
 from torchdistpackage.train.generate import generate
 from torchdistpackage.train.log import read_metrics
 from torchdistpackage.train.loop import Loop
 from torchdistpackage.train.plan import make_plan
-from torchdistpackage.train.state import TrainState
+from torchdistpackage.train.train_state import TrainState
 
 RUN = [
     *("model.layers=2", "model.dim=16", "model.heads=2", "data.seq_len=16", "log.every=2"),

@@ -1,7 +1,8 @@
 """Read a checkpoint into a model and optimizer, on the layout it was written on or another.
 
 One rule: all ranks succeed or fail. Everything is checked before the first element is changed
-(reading.py), and what only one layout can use, the random state of each rank, is read only there.
+(shard_reader.py), and what only one layout can use, the random state of each rank, is read only
+there.
 """
 
 import json
@@ -13,12 +14,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from torchdistpackage.checkpoint.agree import fail_together
 from torchdistpackage.checkpoint.commit import candidates, damage, warn_skipped
+from torchdistpackage.checkpoint.fail_together import fail_together
 from torchdistpackage.checkpoint.manifest import Fact
 from torchdistpackage.checkpoint.parts import Params, ShardedState, TopologyRank, params_of
-from torchdistpackage.checkpoint.reading import ShardReader
 from torchdistpackage.checkpoint.save import EXTRA, degrees_of, file_name
+from torchdistpackage.checkpoint.shard_reader import ShardReader
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group

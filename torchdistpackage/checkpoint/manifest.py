@@ -14,7 +14,7 @@ from typing import Any
 
 from torchdistpackage.bounded import parse_json
 from torchdistpackage.errors import CheckpointError
-from torchdistpackage.layout.flat import Box, overlap, shifted
+from torchdistpackage.layout.flat_slices import Box, overlap, shifted
 
 FORMAT = 1
 NAME = "manifest.json"

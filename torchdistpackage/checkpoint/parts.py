@@ -18,7 +18,7 @@ from torchdistpackage.ddp.plain import unwrap_model
 from torchdistpackage.errors import CheckpointError, LayoutError
 from torchdistpackage.layout.collect import collect
 from torchdistpackage.layout.derive import blocks, local_shape, owner, owns
-from torchdistpackage.layout.flat import Box, parts
+from torchdistpackage.layout.flat_slices import Box, parts
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import mark_of
 from torchdistpackage.topology.views import Topology

@@ -19,13 +19,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from torchdistpackage.checkpoint.agree import fail_together
 from torchdistpackage.checkpoint.commit import commit, folder_name, make_temporary, retain, settle
+from torchdistpackage.checkpoint.fail_together import fail_together
 from torchdistpackage.checkpoint.manifest import Fact, FileFacts, Manifest, TensorChunk, TensorEntry
 from torchdistpackage.checkpoint.parts import Params, TopologyRank, held, params_of
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.flight_recorder import dtype_name
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.comm.record import dtype_name
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.topology.views import Topology

@@ -15,15 +15,15 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.launch.lock import hold
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.launch.signals import SignalFlag
-from torchdistpackage.launch.slurm.files import RunDir, attempt_id
 from torchdistpackage.launch.slurm.job import absolute, interpreter_of, job_shape
+from torchdistpackage.launch.slurm.run_dir import RunDir, attempt_id
 from torchdistpackage.launch.slurm.submit import (
     Prepared,
     ensure_not_running,
     prepare,
     submit_prepared,
 )
-from torchdistpackage.launch.supervise import WatchedRank, supervise
+from torchdistpackage.launch.supervisor import WatchedRank, supervise
 
 SUFFIX = "-bench"
 BENCH = ("-u", "-P", "-m", "torchdistpackage", "comm", "bench")

@@ -15,7 +15,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from torchdistpackage.cli import bench_job
-from torchdistpackage.cli.comm_groups import Axes, CommTarget, Procs, Words, parse_target
+from torchdistpackage.cli._common import Axes, CommTarget, Procs, Words, parse_target
 from torchdistpackage.errors import CommError, ConfigError, RankError
 from torchdistpackage.harness.bench import table
 from torchdistpackage.harness.bench.limits import EVERY, PAIRS, parse_limits, violations
@@ -28,11 +28,11 @@ from torchdistpackage.harness.bench.request import (
     parse_operations,
     parse_sizes,
 )
-from torchdistpackage.harness.cases import COLLECTIVES
-from torchdistpackage.harness.start import INIT_TIMEOUT_S, run_on_topology
-from torchdistpackage.harness.verify.verdict import CommTestError
+from torchdistpackage.harness.comm_test_report import CommTestError
+from torchdistpackage.harness.operations import COLLECTIVES
+from torchdistpackage.harness.run_on_topology import INIT_TIMEOUT_S, run_on_topology
 from torchdistpackage.launch.rendezvous import detect
-from torchdistpackage.launch.slurm.files import RunDir
+from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.topology.mesh import describe
 from torchdistpackage.topology.views import topology
 

@@ -12,13 +12,13 @@ import typer
 from torchdistpackage.cli.arguments import PROCS, Config, Overrides
 from torchdistpackage.config.load import load
 from torchdistpackage.harness.lint.report import LintReport
-from torchdistpackage.launch.reference import EntryPoint
+from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.topology.mesh import describe
 from torchdistpackage.train.calls import static_report
 from torchdistpackage.train.plan import Plan, local_procs, make_plan, num_parameters
 
-TRIAL = "torchdistpackage.train.trial:trial"
+TRIAL = "torchdistpackage.train.dry_run:trial"
 RUN_UP_TO = 20_000_000
 """Parameters of the model times ranks up to which the steps are run without being asked for."""
 MOST_THREADS = 64

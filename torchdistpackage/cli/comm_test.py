@@ -10,14 +10,14 @@ from typing import Annotated, Any
 
 import typer
 
-from torchdistpackage.cli.comm_groups import Axes, CommTarget, Procs, Words, parse_target
+from torchdistpackage.cli._common import Axes, CommTarget, Procs, Words, parse_target
 from torchdistpackage.errors import AbsentError, CommError, ConfigError, LaunchError, RankError
-from torchdistpackage.harness.start import run_on_topology
-from torchdistpackage.harness.verify.verdict import CommTestError
+from torchdistpackage.harness.comm_test_report import CommTestError
+from torchdistpackage.harness.run_on_topology import run_on_topology
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.topology.mesh import describe
 
-_TEST = "torchdistpackage.harness.verify.run:test_and_note"
+_TEST = "torchdistpackage.harness.comm_test:test_and_note"
 MIN_MEET_S, PER_TIMEOUT = 10.0, 2.0
 """How long ranks without CONFIG may take to meet, as they start one after the other."""
 _COLUMNS = ("group", "groups", "ranks in each", "operations", "ms")

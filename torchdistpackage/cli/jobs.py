@@ -16,7 +16,7 @@ import typer
 from torchdistpackage.launch.failure import root_cause, summary
 from torchdistpackage.launch.lock import holder_of
 from torchdistpackage.launch.slurm import jobs as submitted
-from torchdistpackage.launch.slurm import suspects
+from torchdistpackage.launch.slurm import node_blocklist
 from torchdistpackage.launch.slurm.follow import LogTail, follow, rank_logs
 from torchdistpackage.launch.slurm.monitor import RunTarget, ScriptTarget
 from torchdistpackage.launch.slurm.monitor import monitor as watch
@@ -134,7 +134,7 @@ def cancel(name: Name, folder: Dir = RUNS) -> None:
 def resubmit(name: Name, folder: Dir = RUNS) -> None:
     """Submit the kept script of a run again. It goes on from its newest checkpoint."""
     run = single(find(name, folder))
-    if text := suspects.explain(run.files.suspects, time.time()):
+    if text := node_blocklist.explain(run.files.suspects, time.time()):
         typer.echo(text)
     record = submitted.resubmit(run, os.environ)
     typer.echo(f"submitted {run.name} as job {record.job}")
@@ -205,7 +205,7 @@ def _story(run: SubmittedRun, info: JobInfo) -> str:
         rows: list[Sequence[str]] = [("START", "WHEN", "NODES", "STEP", "ENDED")]
         rows += [_start(end) for end in ends]
         lines += ["", _table(rows)]
-    if text := suspects.explain(run.files.suspects, time.time()):
+    if text := node_blocklist.explain(run.files.suspects, time.time()):
         lines += ["", text]
     return "\n".join(lines)
 

@@ -10,13 +10,13 @@ import typer
 from torchdistpackage.errors import ConfigError, ScheduleError
 from torchdistpackage.schedule import draw
 from torchdistpackage.schedule.actions import ActionKind, Schedule
+from torchdistpackage.schedule.autoschedule.synthesize import synthesize
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.costs_file import read_costs
 from torchdistpackage.schedule.csv import csv_text, from_csv, to_csv
 from torchdistpackage.schedule.draw_png import png
-from torchdistpackage.schedule.generate import GENERATORS, build
-from torchdistpackage.schedule.simulate import DEFAULT_COSTS, Timeline, simulate
-from torchdistpackage.schedule.synthesize import synthesize
+from torchdistpackage.schedule.generators.registry import GENERATORS, build
+from torchdistpackage.schedule.timeline import DEFAULT_COSTS, Timeline, simulate
 from torchdistpackage.schedule.trace import trace
 
 WIDEST_CELLS = 200

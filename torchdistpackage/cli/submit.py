@@ -14,21 +14,21 @@ from typing import Annotated
 import typer
 
 from torchdistpackage.cli.arguments import Config, Overrides
-from torchdistpackage.config.kinds import MAX_NAME_BYTES
+from torchdistpackage.config.errors import ConfigErrors, Problem
 from torchdistpackage.config.load import load
-from torchdistpackage.config.problem import ConfigErrors, Problem
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.config.slurm_options import extra_of
+from torchdistpackage.config.slurm import extra_of
+from torchdistpackage.config.types import MAX_NAME_BYTES
+from torchdistpackage.launch.entrypoint import missing_module
 from torchdistpackage.launch.lock import hold
-from torchdistpackage.launch.reference import missing_module
 from torchdistpackage.launch.slurm.by_submitit import check as check_submitit
 from torchdistpackage.launch.slurm.by_submitit import submit as submitit_submit
 from torchdistpackage.launch.slurm.environment import scrub_slurm_env
-from torchdistpackage.launch.slurm.files import RunDir
 from torchdistpackage.launch.slurm.follow import LogTail
 from torchdistpackage.launch.slurm.follow import follow as follow_log
 from torchdistpackage.launch.slurm.job import job_shape
-from torchdistpackage.launch.slurm.look import query_jobs
+from torchdistpackage.launch.slurm.query import query_jobs
+from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.runs import SubmittedRun, read_run
 from torchdistpackage.launch.slurm.states import Outcome
 from torchdistpackage.launch.slurm.submit import (
@@ -41,7 +41,7 @@ from torchdistpackage.launch.slurm.submit import (
 from torchdistpackage.launch.slurm.sweep import SweepRun, points
 from torchdistpackage.train.folder import prepare_folder
 from torchdistpackage.train.plan import make_plan
-from torchdistpackage.train.task import Training
+from torchdistpackage.train.submitit_task import Training
 
 
 def by_submitit(prepared: Prepared, env: Mapping[str, str]) -> Submitted:

@@ -44,8 +44,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
     ),
     "primitives": ("Group", "SUM", "AVG", "MAX", "MIN"),
     "p2p": ("Post",),
-    "pending": ("Pending",),
-    "checking": ("checked_calls",),
+    "work": ("Pending",),
+    "debug_checks": ("checked_calls",),
 }
 
 EXPORTS: dict[str, str] = {

@@ -68,4 +68,4 @@ COLLECTIVES: dict[str, Callable[[Tensor, Group], Tensor]] = {
     "all_to_all": all_to_all,
     "broadcast": broadcast,
 }
-"""By the names of harness/cases.py."""
+"""By the names of harness/operations.py."""

@@ -124,7 +124,7 @@ class SharedStatus:
     def _host(self, store: dist.Store, rank: int) -> str:
         if store.check([key := self._key("host", rank)]):
             return store.get(key).decode()
-        # who has not come yet had signed in when the ranks met (comm/store.py)
+        # who has not come yet had signed in when the ranks met (comm/rendezvous_store.py)
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
             if store.check([f"here/{rank}"]):

@@ -33,7 +33,7 @@ from torchdistpackage.comm.arguments import (
     lengths_to_join,
     lengths_to_swap,
 )
-from torchdistpackage.comm.linear_maps import (
+from torchdistpackage.comm.autograd import (
     AllGather,
     AllToAll,
     Broadcast,

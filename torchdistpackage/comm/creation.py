@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from torchdistpackage.comm.backends import device_of, transport_of
 from torchdistpackage.comm.creation_limit import creation_limit
+from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.per_group import PerGroup
-from torchdistpackage.comm.record import recorder
 from torchdistpackage.comm.world import world
 from torchdistpackage.errors import CommError
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from torchdistpackage.errors import CommError
-from torchdistpackage.launch.durable import atomic_write
 from torchdistpackage.launch.failure import Failure, FailureKind, to_json
+from torchdistpackage.launch.files import atomic_write
 
 HasCome = Callable[[dist.Store, int], bool]
 """(store, rank) -> whether the rank has come. Blocks nobody."""
@@ -130,7 +130,7 @@ class _TimedWait:
 
 
 def _with_host(store: dist.Store, rank: int) -> str:
-    """With the host by which it signed in (comm/store.py), if it did."""
+    """With the host by which it signed in (comm/rendezvous_store.py), if it did."""
     with suppress(RuntimeError, AttributeError):  # a store within no other one
         while True:
             if store.check([f"here/{rank}"]):

@@ -11,7 +11,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from torchdistpackage.comm.store import await_all
+from torchdistpackage.comm.rendezvous_store import await_all
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.device import (
     DeviceChoice,

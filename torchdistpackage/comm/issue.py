@@ -9,9 +9,9 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from torchdistpackage.comm import checking
-from torchdistpackage.comm.pending import Pending, failed, wait_works
-from torchdistpackage.comm.record import LINE, recorder
+from torchdistpackage.comm import debug_checks
+from torchdistpackage.comm.flight_recorder import LINE, recorder
+from torchdistpackage.comm.work import Pending, failed, wait_works
 
 Group = dist.ProcessGroup
 Result = TypeVar("Result", Tensor, Pending)
@@ -26,7 +26,7 @@ def run_sync(operation: str, group: Group, x, facts, finish, function, *args) ->
     facts: what all members must agree on, beside shape and dtype.
     """
     if recorder.checks:
-        checking.agree(operation, group, x, facts)
+        debug_checks.agree(operation, group, x, facts)
     call = recorder.begin(operation, group, x)
     since_s = recorder.wait(call)
     try:
@@ -42,12 +42,14 @@ def run_sync(operation: str, group: Group, x, facts, finish, function, *args) ->
 def run_async(operation: str, group: Group, x, facts, finish, function, *args) -> Pending:
     """Call `function` and leave the waiting to the caller."""
     if recorder.checks:
-        checking.agree(operation, group, x, facts)
+        debug_checks.agree(operation, group, x, facts)
     call = recorder.begin(operation, group, x)
     try:
         works = function(*args, group=group, async_op=True)
     except RuntimeError as error:
         raise failed(call, error) from error
-    if works.__class__ is list:  # messages (comm/exchange.py), each of which may take the limit
+    if (
+        works.__class__ is list
+    ):  # messages (comm/transport/pairwise.py), each of which may take the limit
         return Pending(x, works, call, finish, call[LINE].limit)
     return Pending(x, (works,), call, finish)

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.primitives import Group, set_timeout
-from torchdistpackage.comm.record import recorder
 
 
 @contextmanager

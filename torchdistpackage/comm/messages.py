@@ -2,8 +2,8 @@
 
 A message is one tensor, a tuple, or a flat dict of tensors and None. Its `Description` says
 structure, shapes, dtypes and which members want a gradient. A receiver must know it before
-it can post its receive (headers.py). Gradients go back in the shape of what was sent, so they need
-no description ever.
+it can post its receive (meta_channel.py). Gradients go back in the shape of what was sent, so they
+need no description ever.
 """
 
 import json

@@ -11,12 +11,12 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
-from torchdistpackage.comm import checking
+from torchdistpackage.comm import debug_checks
 from torchdistpackage.comm.backends import require_host_memory
-from torchdistpackage.comm.pending import Pending, failed
+from torchdistpackage.comm.dtypes import in_place_of, to_bytes
+from torchdistpackage.comm.flight_recorder import LINE, STATE, WAITING, Call, GroupLog, recorder
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.comm.record import LINE, STATE, WAITING, Call, GroupLog, recorder
-from torchdistpackage.comm.wire import in_place_of, to_bytes
+from torchdistpackage.comm.work import Pending, failed
 from torchdistpackage.errors import CommError
 
 SMALL_BYTES = 64 * 1024
@@ -31,7 +31,7 @@ def send(x: Tensor, group: Group, target: int) -> None:
     """
     if recorder.checks:
         _peer(group, target, "send to")
-        checking.agree_messages(group, [("send", x, target)])
+        debug_checks.agree_messages(group, [("send", x, target)])
     start_send(x, group, target).wait()
 
 
@@ -43,7 +43,7 @@ def receive(x: Tensor, group: Group, source: int) -> Tensor:
     """
     if recorder.checks:
         _peer(group, source, "receive from")
-        checking.agree_messages(group, [("receive", x, source)])
+        debug_checks.agree_messages(group, [("receive", x, source)])
     return start_receive(x, group, source).wait()
 
 
@@ -164,7 +164,7 @@ class Post:
         if not messages:
             return flight
         if recorder.checks:
-            checking.agree_messages(self._group, [message[:3] for message in messages])
+            debug_checks.agree_messages(self._group, [message[:3] for message in messages])
         begin, line = recorder.begin_message, self._line
         made = [begin(what, line, x, peer, action) for what, x, peer, action in messages]
         try:
@@ -202,7 +202,7 @@ class P2PChannel:
     """Messages that go one by one, as soon as they are said: for gloo, where none holds up another.
 
     The k-th `send` to a rank meets its k-th `receive` from this one. Tensors are contiguous, of
-    plain dtypes, and want no gradient (`wire.to_bytes`). tag: messages of another one are apart.
+    plain dtypes, and want no gradient (`dtypes.to_bytes`). tag: messages of another one are apart.
     down: a group of the same ranks, on all of them, for what goes to a rank before the sender
     (`companions.make_duplex_groups`): whoever posts on a connection waits while gloo reads from it.
     """

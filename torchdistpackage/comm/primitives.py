@@ -12,18 +12,14 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
-from torchdistpackage.comm import checking
+from torchdistpackage.comm import debug_checks
 from torchdistpackage.comm.backends import device_of as device_of
 from torchdistpackage.comm.backends import is_nccl as is_nccl
 from torchdistpackage.comm.backends import is_queued as is_queued
 from torchdistpackage.comm.backends import require_host_memory
 from torchdistpackage.comm.backends import transport_of as transport_of
 from torchdistpackage.comm.companions import on_cpu
-from torchdistpackage.comm.exchange import GATHERED, SUMMED, pairwise
-from torchdistpackage.comm.issue import NO_FACTS, IssueFn, Result, run_async, run_sync
-from torchdistpackage.comm.pending import Pending
-from torchdistpackage.comm.record import recorder
-from torchdistpackage.comm.wire import (
+from torchdistpackage.comm.dtypes import (
     added,
     as_added,
     from_added,
@@ -32,6 +28,10 @@ from torchdistpackage.comm.wire import (
     to_bytes,
     to_reducible,
 )
+from torchdistpackage.comm.flight_recorder import recorder
+from torchdistpackage.comm.issue import NO_FACTS, IssueFn, Result, run_async, run_sync
+from torchdistpackage.comm.transport.pairwise import GATHERED, SUMMED, pairwise
+from torchdistpackage.comm.work import Pending
 from torchdistpackage.comm.world import world
 from torchdistpackage.errors import CommError
 
@@ -249,7 +249,7 @@ def _all_to_all(
         require_host_memory("all_to_all", group, x)
     out = x.new_empty((sum(received), *x.shape[1:]))
     if recorder.checks and send_sizes is not None:
-        checking.agree_pairs("all_to_all", group, sent, received)
+        debug_checks.agree_pairs("all_to_all", group, sent, received)
     facts = NO_FACTS if send_sizes is None else ("rows vary",)
     ask = "all_to_all", group, x, facts, lambda: out
     splits = () if send_sizes is None else (received, sent)

@@ -21,8 +21,8 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.creation import default_timeout_s
 from torchdistpackage.comm.creation_limit import joins_within
 from torchdistpackage.comm.devices import agree_on_device, publish_gpu
-from torchdistpackage.comm.record import recorder
-from torchdistpackage.comm.store import await_all, connect, find, serve
+from torchdistpackage.comm.flight_recorder import recorder
+from torchdistpackage.comm.rendezvous_store import await_all, connect, find, serve
 from torchdistpackage.comm.world import world
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.device_variables import device_variables

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.groups import Groups
-from torchdistpackage.comm.place import RankContext, current, holder, isolated, using
 from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.rank_context import RankContext, current, holder, isolated, using
 from torchdistpackage.comm.rank_queries import RankQueries
-from torchdistpackage.comm.record import recorder
 from torchdistpackage.errors import LaunchError, TopologyError
 from torchdistpackage.layout.groups import creations
 from torchdistpackage.layout.layout import Layout

@@ -33,11 +33,15 @@ Names = dict[str, tuple[str, ...]]
 """Module of this package, or why not yet (a `UnavailableReason`), -> names."""
 
 _SCHEDULER: Names = {
-    "parallel.pipeline.forward_backward": ("forward_backward", "forward_eval"),
+    "parallel.pipeline.functional": ("forward_backward", "forward_eval"),
 }
 _PARTITION: Names = {
-    "parallel.pipeline.flatten": ("flatten_model", "flatten_sequence", "CallableModule"),
-    "parallel.pipeline.partition": (
+    "parallel.pipeline.partition.sequential": (
+        "flatten_model",
+        "flatten_sequence",
+        "CallableModule",
+    ),
+    "parallel.pipeline.partition.policies": (
         "partition_uniform",
         "partition_balanced",
         "flat_and_partition",
@@ -45,10 +49,10 @@ _PARTITION: Names = {
 }
 _CLIP: Names = {
     "optim.clip": ("clip_grad_norm_",),
-    "optim.native_scaler": ("NativeScalerPP",),
+    "compat.torchdistpackage.native_scaler": ("NativeScalerPP",),
 }
 _P2P: Names = {
-    "parallel.pipeline.p2p": (
+    "compat.torchdistpackage.p2p": (
         "send_obj_meta",
         "recv_obj_meta",
         "recv_forward",
@@ -64,7 +68,7 @@ _P2P: Names = {
         "gather_split_1d_tensor",
     ),
 }
-_ZERO_OPTIMIZER: Names = {"ddp.zero.bf16": ("Bf16ZeroOptimizer",)}
+_ZERO_OPTIMIZER: Names = {"compat.torchdistpackage.bf16_zero": ("Bf16ZeroOptimizer",)}
 _PROFILER = (
     "register_profile_hooks",
     "report_prof",
@@ -82,13 +86,15 @@ OLD_PATHS: dict[str, Names] = {
     },
     "dist.process_topo": {
         "comm.tpc": ("ProcessTopology", "torch_parallel_context", "is_using_pp"),
-        "topology.ranks": ("gen_inner_ranks", "gen_groups"),
-        "harness.verify.run": ("test_comm",),
+        "compat.torchdistpackage.ranks": ("gen_inner_ranks", "gen_groups"),
+        "harness.comm_test": ("test_comm",),
     },
-    "dist.node_group": {"comm.nodes": ("setup_node_groups",)},
-    "dist.model_parallel_ckpt": {"checkpoint.suffix": ("get_mp_ckpt_suffix",)},
+    "dist.node_group": {"comm.node_groups": ("setup_node_groups",)},
+    "dist.model_parallel_ckpt": {"compat.torchdistpackage.suffix": ("get_mp_ckpt_suffix",)},
     "dist.sharded_ema": {"ddp.ema": ("ShardedEMA",)},
-    "dist.py_comm_test": {"harness.measure.classic": ("test_collection", "test_all2all_balanced")},
+    "dist.py_comm_test": {
+        "compat.torchdistpackage.py_comm_test": ("test_collection", "test_all2all_balanced")
+    },
     "dist.utils": {
         _TRACES: (
             "cu_prof_start",
@@ -99,8 +105,8 @@ OLD_PATHS: dict[str, Names] = {
         ),
         _NAN: ("_has_inf_or_nan",),
     },
-    "utils": {"comm.random": ("fix_rand",), "ddp.partition": ("partition_params",)},
-    "ddp.naive_ddp": {"ddp.moe": ("MoEDP", "create_moe_dp_hooks", "moe_dp_iter_step")},
+    "utils": {"comm.random": ("fix_rand",), "layout.partition": ("partition_params",)},
+    "ddp.naive_ddp": {"ddp.expert_grads": ("MoEDP", "create_moe_dp_hooks", "moe_dp_iter_step")},
     "ddp.zero_optim": _ZERO_OPTIMIZER,
     "ddp.zer_optim": _ZERO_OPTIMIZER,
     "parallel.pipeline_sched": _SCHEDULER,
@@ -150,7 +156,7 @@ OLD_PATHS: dict[str, Names] = {
     "tools.bnb_fc": {_REPLACE: ("replace_linear_by_bnb",)},
     "tools.bminf_int8": {_REPLACE: ("replace_linear_by_bminf",)},
     "tools.slurm_job_monitor": {
-        "launch.slurm.classic": (
+        "compat.torchdistpackage.job_monitor": (
             "launch_job",
             "get_slurm_jobinfo",
             "determine_job_is_alive",

@@ -18,10 +18,10 @@ import cloudpickle
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.local import run_local
+from torchdistpackage.launch.entrypoint import EntryPoint, StopLoading, main_is_loading
+from torchdistpackage.launch.ipc import pack, unpack
 from torchdistpackage.launch.rank import pack_arguments
-from torchdistpackage.launch.reference import EntryPoint, StopLoading, main_is_loading
-from torchdistpackage.launch.wire import pack, unpack
+from torchdistpackage.launch.workers import run_local
 
 # once, before the ranks are forked
 _PRELOAD = ("torch", "torch.distributed", __name__)

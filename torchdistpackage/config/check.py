@@ -7,10 +7,10 @@ already wrong is left out, because what it would say is noise.
 import contextlib
 from collections.abc import Collection, Iterator
 
-from torchdistpackage.config.problem import Problem
+from torchdistpackage.config.errors import Problem
 from torchdistpackage.config.rules import DEGREES, RULES, Rule
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.config.slurm_options import Found, canonical_name, problems
+from torchdistpackage.config.slurm import Found, canonical_name, problems
 from torchdistpackage.config.slurm_shape import GPUS, LAYOUT, JobGeometry, job_geometry
 from torchdistpackage.errors import ConfigError
 

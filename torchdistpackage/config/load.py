@@ -14,12 +14,12 @@ from pydantic import ValidationError
 
 from torchdistpackage.bounded_yaml import MAX_DEPTH
 from torchdistpackage.config.check import failed_rules
-from torchdistpackage.config.document import MAX_BYTES, MAX_KEY, Document, Keys, dotted, read
-from torchdistpackage.config.kinds import expected_of
-from torchdistpackage.config.names import KEYS, SECTIONS, nearest, unknown_key
-from torchdistpackage.config.problem import MAX_PROBLEMS, ConfigErrors, Problem, SourceLocation
+from torchdistpackage.config.errors import MAX_PROBLEMS, ConfigErrors, Problem, SourceLocation
 from torchdistpackage.config.rules import Rule
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.config.suggestions import KEYS, SECTIONS, nearest, unknown_key
+from torchdistpackage.config.types import expected_of
+from torchdistpackage.config.yaml_loader import MAX_BYTES, MAX_KEY, Document, Keys, dotted, read
 
 _OVERRIDE = "command line: "
 

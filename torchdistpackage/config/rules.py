@@ -3,10 +3,10 @@
 One rule: what it says gives names, values and the nearest values that would do.
 """
 
-from torchdistpackage.config.kinds import MAX_MLP_RATIO, MAX_RANKS
-from torchdistpackage.config.pipeline_rules import PIPELINE_RULES
 from torchdistpackage.config.rule import Rule, divisors, multiples, rule
+from torchdistpackage.config.rules_pipeline import PIPELINE_RULES
 from torchdistpackage.config.schema import DataSection, ModelSection, RunConfig
+from torchdistpackage.config.types import MAX_MLP_RATIO, MAX_RANKS
 from torchdistpackage.errors import ConfigError
 
 DEGREES = ("parallel.data", "parallel.pipe", "parallel.context", "parallel.tensor")

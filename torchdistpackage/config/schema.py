@@ -9,9 +9,9 @@ from typing import Any, Self
 
 from pydantic import Field
 
-from torchdistpackage.config import kinds as k
-from torchdistpackage.config.document import write
+from torchdistpackage.config import types as k
 from torchdistpackage.config.section import NamedSection, Section, default
+from torchdistpackage.config.yaml_loader import write
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.topology.views import DEFAULT_ORDER
 

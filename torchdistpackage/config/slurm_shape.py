@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.config.slurm_options import Found, header, node_counts
+from torchdistpackage.config.slurm import Found, header, node_counts
 
 LAYOUT = ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task")
 """Options that a shape stands for."""

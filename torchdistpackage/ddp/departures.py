@@ -7,9 +7,9 @@ and they pack anew between two reductions only, as they have agreed.
 from collections.abc import Callable
 from enum import Enum
 
-from torchdistpackage.ddp.carrier import wait_all
+from torchdistpackage.ddp.bucket_comm import wait_all
+from torchdistpackage.ddp.bucket_tuning import BucketPlan
 from torchdistpackage.ddp.fit import BucketTuner
-from torchdistpackage.ddp.order import BucketPlan
 from torchdistpackage.ddp.packed import GradBuckets
 
 

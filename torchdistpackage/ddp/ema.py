@@ -1,8 +1,8 @@
 """Averages of a model's parameters over time, each kept by one of the ranks that hold the model.
 
 One rule: an average is whole and has one owner, so the shards of all ranks are together a plain
-state dict. Parameters are shared out by size (partition.py). A cut to the element would balance
-a model with one huge parameter better, but nobody could read a shard without the others.
+state dict. Parameters are shared out by size (layout/partition.py). A cut to the element would
+balance a model with one huge parameter better, but nobody could read a shard without the others.
 
 Averages are float32 at least: bf16 would round a ten-thousandth of a difference away. Buffers
 are not averaged: the group's first rank, whose buffers its replicas follow, keeps copies.
@@ -19,11 +19,11 @@ from torchdistpackage.comm.objects import broadcast_tensors
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.ddp.layouts import refuse_cut
-from torchdistpackage.ddp.membership import ModuleWatch
-from torchdistpackage.ddp.owned import Owned, receive_all, send_all
-from torchdistpackage.ddp.partition import greedy_partition
+from torchdistpackage.ddp.module_watch import ModuleWatch
 from torchdistpackage.ddp.plain import aliases, unwrap_model
+from torchdistpackage.ddp.rank0_gather import Owned, receive_all, send_all
 from torchdistpackage.errors import CheckpointError, LayoutError
+from torchdistpackage.layout.partition import greedy_partition
 
 Places = list[tuple[str, Tensor, dict[str, Tensor | None], str]]
 """(name, what I keep of it, the dict of its submodule, its key there): tensors may be replaced."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group, ranks_of
-from torchdistpackage.ddp.replicas import ReplicatedTensor, by_group
+from torchdistpackage.ddp.param_sync import ReplicatedTensor, by_group
 
 MESSAGE_BYTES = 8 * 2**20
 

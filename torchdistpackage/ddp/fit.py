@@ -5,8 +5,8 @@ first of the widest group. Where that does not have all groups of all its ranks 
 decides, and the order stays that of registration.
 
 The first reduction, in which nothing leaves early, shows the order of gradients and the rate of the
-wire. From when gradients are there, at the soonest of a few, sizes are chosen (order.py): what else
-the machine does only makes them late.
+wire. From when gradients are there, at the soonest of a few, sizes are chosen (bucket_tuning.py):
+what else the machine does only makes them late.
 """
 
 import time
@@ -18,8 +18,8 @@ import torch
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group, ranks_of
-from torchdistpackage.ddp.order import BucketPlan, LinkModel, arrival_order, choose_plan
-from torchdistpackage.ddp.shared import ParamSpec
+from torchdistpackage.ddp.bucket_tuning import BucketPlan, LinkModel, arrival_order, choose_plan
+from torchdistpackage.ddp.param_spec import ParamSpec
 
 ORDERED, SIZED = 1, 3
 """After how many reductions the order, and the sizes, are settled."""

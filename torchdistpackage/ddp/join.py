@@ -19,8 +19,8 @@ from torchdistpackage.comm.companions import on_cpu
 from torchdistpackage.comm.objects import broadcast_tensor_dict, broadcast_tensors
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.ddp.outputs import map_tensors
-from torchdistpackage.ddp.replicas import by_group
+from torchdistpackage.ddp.output_hooks import map_tensors
+from torchdistpackage.ddp.param_sync import by_group
 from torchdistpackage.errors import CommError
 
 

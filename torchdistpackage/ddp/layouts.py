@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.ddp.shared import ParamSpec
+from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.collect import Layouts
 from torchdistpackage.layout.derive import BATCH_AXES, gradient_ranks, num_replicas

@@ -14,25 +14,26 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from torchdistpackage.comm import hierarchy, primitives
+from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.comm.transport import hierarchical
 from torchdistpackage.comm.world import world
+from torchdistpackage.ddp.bucket_comm import AllReduceBucket, BucketComm
+from torchdistpackage.ddp.bucket_plan import Bucket
 from torchdistpackage.ddp.bucket_sizes import MIB, bucket_sizes
-from torchdistpackage.ddp.buckets import Bucket
-from torchdistpackage.ddp.carrier import AllReduceBucket, BucketComm
-from torchdistpackage.ddp.compress import CommHook
-from torchdistpackage.ddp.embeddings import Embeddings
+from torchdistpackage.ddp.comm_hooks import CommHook
+from torchdistpackage.ddp.embedding_rows import Embeddings
 from torchdistpackage.ddp.equal import sync_module_states
 from torchdistpackage.ddp.fit import BucketTuner
+from torchdistpackage.ddp.grad_hooks import refuse_sharded
 from torchdistpackage.ddp.layouts import layouts_of, num_batches, refuse_cut, summed_over
-from torchdistpackage.ddp.membership import ModuleWatch
-from torchdistpackage.ddp.outputs import tensors_in
+from torchdistpackage.ddp.module_watch import ModuleWatch
+from torchdistpackage.ddp.output_hooks import tensors_in
+from torchdistpackage.ddp.param_spec import ParamSpec
+from torchdistpackage.ddp.param_sync import ReplicatedTensor, verify_params_match
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.ddp.replicas import ReplicatedTensor, verify_params_match
-from torchdistpackage.ddp.shared import ParamSpec
-from torchdistpackage.ddp.told import refuse_sharded
-from torchdistpackage.ddp.wrapper import Wrapper
+from torchdistpackage.ddp.wrapper_state import Wrapper
 from torchdistpackage.errors import CommError
 from torchdistpackage.layout.layout import Layout
 
@@ -61,7 +62,7 @@ class NaiveDDP(Wrapper):
         not listed counts as replicated over the group.
     strict: raise on all ranks, by name, when some rank leaves parameters unused.
     broadcast_buffers: before each training forward buffers follow the group's first rank.
-    comm_hook: how buckets travel (compress.py); by default in full.
+    comm_hook: how buckets travel (comm_hooks.py); by default in full.
     fp32_grads: leave gradients of bf16 and fp16 parameters in fp32, in which they are summed, for
         an optimizer that takes them so, as torch's SGD, Muon and Adafactor do and its Adam and
         AdamW do not; else `.grad` is a copy in the parameter's dtype.
@@ -219,7 +220,7 @@ class NaiveDDP(Wrapper):
         if not self._keep_order and self._overlap and any(s.is_early for s in shared):
             fit = BucketTuner(shared, cap_bytes, () if self._cap_bytes else sizes.candidates_bytes)
         self._module_watch = ModuleWatch(self.module)
-        carry = partial(_carry, self._embeddings, self._comm_hook, self._by_node, self._fp32_grads)
+        carry = partial(_make_bucket_comm, self._embeddings, self._comm_hook, self._by_node, self._fp32_grads)
         if self._reducer is not None:
             self._reducer.renew(shared, carry=carry, after=after, fit=fit)
             return
@@ -280,7 +281,7 @@ class NaiveDDP(Wrapper):
         return [ReplicatedTensor(n, b, self.group) for n, b in held if n not in self._ignored]
 
 
-def _carry(
+def _make_bucket_comm(
     embeddings: Embeddings,
     hook: CommHook,
     by_node: Mapping[tuple[int, ...], CommHook],
@@ -304,7 +305,7 @@ def _ways_by_node(shared: Sequence[ParamSpec]) -> dict[tuple[int, ...], CommHook
     """How buckets of those groups travel whose nodes have several ranks each; collective."""
     groups = {ranks_of(s.group): s.group for s in shared if s.group.size() >= SMALLEST_BY_NODE}
     found = {
-        ranks: hierarchy.hierarchical_all_reduce(group)
+        ranks: hierarchical.hierarchical_all_reduce(group)
         for ranks, group in sorted(groups.items(), key=itemgetter(0))
     }
     return {ranks: start for ranks, start in found.items() if start is not None}

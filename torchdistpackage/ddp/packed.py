@@ -9,11 +9,11 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor, nn
 
-from torchdistpackage.ddp.buckets import plan_buckets
-from torchdistpackage.ddp.carrier import BucketComm, MakeBucketComm
-from torchdistpackage.ddp.gradients import move
-from torchdistpackage.ddp.order import BucketPlan
-from torchdistpackage.ddp.shared import ParamSpec
+from torchdistpackage.ddp.bucket_comm import BucketComm, MakeBucketComm
+from torchdistpackage.ddp.bucket_plan import plan_buckets
+from torchdistpackage.ddp.bucket_tuning import BucketPlan
+from torchdistpackage.ddp.grad_bucket import move
+from torchdistpackage.ddp.param_spec import ParamSpec
 
 SMALL_BYTES, STAGED_BYTES = 8 * 2**10, 64 * 2**10
 """Fresh gradients up to the one size are copied to their buckets when they reach the other."""

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.ddp.compress import BucketMember, CommWork, Start
+from torchdistpackage.ddp.comm_hooks import BucketMember, CommWork, Start
 
 
 class PowerSGD:

@@ -1,16 +1,16 @@
 """Sums gradients over groups while the backward still runs, in one fixed order of buckets.
 
 A parameter's hook runs when its gradient is complete for this backward; its home is the memory
-of its bucket (gradients.py). A bucket leaves when its members are complete and all before it have
-left, or, if it is `last` (shared.py), in `finish`: every rank issues the same collectives in the
-same order. The reducer says when; what becomes of a bucket is its carrier's (carrier.py).
+of its bucket (grad_bucket.py). A bucket leaves when its members are complete and all before it have
+left, or, if it is `last` (param_spec.py), in `finish`: every rank issues the same collectives in
+the same order. The reducer says when; what becomes of a bucket is its carrier's (bucket_comm.py).
 
 Which backward counts. `watch` hangs a hook on a module's outputs. The first such hook to run in
 a backward *arms* the reducer for that backward (autograd calls it a graph task) and asks the
 engine to say when all of it is done (turns.py). Gradients that arrive in a backward nested inside,
 as reentrant checkpointing has them, may come again, so their buckets wait for the end; which
 parameters do so is learned in the first reduction, in which therefore nothing leaves early.
-Or whoever runs the backwards says which are the last (steered.py), and no output is watched.
+Or whoever runs the backwards says which are the last (ready.py), and no output is watched.
 
 Whose it is. Nothing that outlives a call keeps the reducer, neither what it owns nor an output that
 it watches: a layer whose partial sums it has taken on sums them again as soon as its owner is
@@ -25,17 +25,17 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from torchdistpackage.ddp.carrier import AllReduceBucket, BucketComm, MakeBucketComm
+from torchdistpackage.ddp.bucket_comm import AllReduceBucket, BucketComm, MakeBucketComm
+from torchdistpackage.ddp.bucket_tuning import BucketPlan
 from torchdistpackage.ddp.departures import Departures, ReductionPhase
 from torchdistpackage.ddp.fit import BucketTuner
-from torchdistpackage.ddp.gradients import came_late, gives_any
+from torchdistpackage.ddp.grad_bucket import came_late, gives_any
+from torchdistpackage.ddp.grad_hooks import GradHooks
 from torchdistpackage.ddp.layouts import take_over
-from torchdistpackage.ddp.order import BucketPlan
-from torchdistpackage.ddp.outputs import on_backward_start
+from torchdistpackage.ddp.output_hooks import on_backward_start
 from torchdistpackage.ddp.packed import STAGED_BYTES, GradBuckets, GradSlot
-from torchdistpackage.ddp.shared import ParamSpec
-from torchdistpackage.ddp.steered import ScheduledReady
-from torchdistpackage.ddp.told import GradHooks
+from torchdistpackage.ddp.param_spec import ParamSpec
+from torchdistpackage.ddp.ready import ScheduledReady
 from torchdistpackage.ddp.turns import ARMING, NO_QUEUE, queue_of, single_queue
 from torchdistpackage.ddp.used import check_unused_parameters
 from torchdistpackage.errors import CommError

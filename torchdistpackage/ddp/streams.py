@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 OnGradReady = Callable[[ReferenceType, int, Tensor], None]
-"""What a hook of parameters calls (told.py)."""
+"""What a hook of parameters calls (grad_hooks.py)."""
 
 Numbers = tuple[int, int, int]
 """A stream, as torch has it: its id, and the index and kind of its device."""

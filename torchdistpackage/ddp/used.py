@@ -6,7 +6,7 @@ import torch
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import ranks_of
-from torchdistpackage.ddp.shared import ParamSpec
+from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.errors import CommError
 
 MAX_NAMES = 20

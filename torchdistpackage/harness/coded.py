@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchdistpackage.comm.record import dtype_name
+from torchdistpackage.comm.flight_recorder import dtype_name
 
 Like = tuple[torch.dtype, torch.device]
 

@@ -23,15 +23,15 @@ from typing import Any, Self, cast
 from torchdistpackage.errors import LaunchError, RankError
 from torchdistpackage.harness.late.orders import is_late
 from torchdistpackage.harness.pool_job import Answer, Job
+from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.launch.failure import Failure, FailureKind, report
-from torchdistpackage.launch.local import NEWS_S, ForkedChild, ForkServer, tail
+from torchdistpackage.launch.ipc import Channel, unpack
 from torchdistpackage.launch.rank import Result, pack_arguments
-from torchdistpackage.launch.reference import EntryPoint
-from torchdistpackage.launch.wire import Channel, unpack
+from torchdistpackage.launch.workers import NEWS_S, ForkedChild, ForkServer, tail
 
 # Called in every rank after every run, where its module is loaded.
 CLEANUPS = ("torchdistpackage.comm.tpc:tpc.destroy",)
-_PRELOAD = ("torch", "torch.distributed", "numpy", "torchdistpackage.harness.pool_rank")
+_PRELOAD = ("torch", "torch.distributed", "numpy", "torchdistpackage.harness.pool_worker")
 _STACKS_S = 2.0
 
 
@@ -162,7 +162,7 @@ class Ranks:
             self._stacks(rank).write_bytes(b"")
             with self._output(rank).open("wb") as output:
                 child = self._pool.server.spawn(
-                    "torchdistpackage.harness.pool_rank:serve",
+                    "torchdistpackage.harness.pool_worker:serve",
                     (rank, self.world_size, str(self._stacks(rank))),
                     env=environment,
                     stdout=output,

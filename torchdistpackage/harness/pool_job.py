@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.launch.failure import Failure
 from torchdistpackage.launch.rank import Result
-from torchdistpackage.launch.reference import EntryPoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The rank's side of `harness/start.py`: join, set up `tpc`, call, leave.
+"""The rank's side of `harness/run_on_topology.py`: join, set up `tpc`, call, leave.
 
 One rule: whoever fails leaves nothing in order behind. Groups whose members are stuck could only
 be ended by waiting for them, so after an exception the end of the process ends them.
@@ -15,8 +15,8 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.creation_limit import end_processes
 from torchdistpackage.comm.runtime import join, leave
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.harness.start import Axes
-from torchdistpackage.launch.reference import EntryPoint
+from torchdistpackage.harness.run_on_topology import Axes
+from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.launch.rendezvous import detect
 
 

@@ -13,9 +13,9 @@ from typing import cast
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.harness.hang.call_words import SHOWN
 from torchdistpackage.harness.hang.dump import Folder
-from torchdistpackage.launch.slurm.files import attempt_id
+from torchdistpackage.harness.hang.format_call import SHOWN
+from torchdistpackage.launch.slurm.run_dir import attempt_id
 
 
 def agree_on_start(folder: str | Path, *, rank: int, world_size: int) -> str:

@@ -60,10 +60,10 @@ _CONSEQUENCES = (
 # Modules whose frames stand before the user's in every traceback and tell nothing.
 _CALLERS = (
     "torchdistpackage.launch.rank",
-    "torchdistpackage.launch.supervise",
+    "torchdistpackage.launch.supervisor",
     "torchdistpackage.train.job",
-    "torchdistpackage.train.rank",
-    "torchdistpackage.harness.pool_rank",
+    "torchdistpackage.train.worker",
+    "torchdistpackage.harness.pool_worker",
     "torchdistpackage.compat.worker",
 )
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.slurm.commands import Runner, limited
-from torchdistpackage.launch.slurm.look import query_jobs
+from torchdistpackage.launch.slurm.query import query_jobs
 from torchdistpackage.launch.slurm.states import Outcome
-from torchdistpackage.launch.step import in_step
+from torchdistpackage.launch.slurm_env import in_step
 
 HEARTBEAT_S = 10.0
 """How often a holder touches its lock file."""

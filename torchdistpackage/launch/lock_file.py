@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from torchdistpackage.launch.durable import beside
+from torchdistpackage.launch.files import beside
 from torchdistpackage.launch.holder import LockHolder, from_json, to_json
 
 _MAX_BYTES = 1 << 14

@@ -1,4 +1,4 @@
-"""What runs inside a rank that `launch/local.py` started: call, then tell the supervisor.
+"""What runs inside a rank that `launch/workers.py` started: call, then tell the supervisor.
 
 One rule: the supervisor hears of a result or an exception before the process ends, over the private
 channel, so that no exit code has to be guessed at and no log parsed.
@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
+from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.launch.failure import Failure, from_exception
-from torchdistpackage.launch.reference import EntryPoint
-from torchdistpackage.launch.wire import Channel, pack, unpack
+from torchdistpackage.launch.ipc import Channel, pack, unpack
 
 
 @dataclass(frozen=True, slots=True)

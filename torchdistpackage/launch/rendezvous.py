@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.hostlist import expand_counts, first_host
-from torchdistpackage.launch.step import hosts_of_ranks, in_step, is_inherited
+from torchdistpackage.launch.slurm_env import hosts_of_ranks, in_step, is_inherited
 
 Env = Mapping[str, str]
 

@@ -7,7 +7,7 @@ else to say so, and by its silence alone it cannot be told from a host that is g
 import contextlib
 from pathlib import Path
 
-from torchdistpackage.launch.durable import atomic_write
+from torchdistpackage.launch.files import atomic_write
 
 _LETTERS = ("T", "t")
 

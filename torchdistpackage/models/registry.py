@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.launch.reference import EntryPoint
+from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models import flops, gpt_layout
 from torchdistpackage.models.gpt_layout import GPTShape

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group, tpc
-from torchdistpackage.ddp.zero.shards import ParamShard
+from torchdistpackage.ddp.zero.param_shard import ParamShard
 from torchdistpackage.ddp.zero.wrapped import owners_of
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.layout import Layout

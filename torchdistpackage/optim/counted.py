@@ -17,7 +17,7 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.layouts import follows, group_of
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.zero.held import ParamPartition
-from torchdistpackage.ddp.zero.shards import ParamShard
+from torchdistpackage.ddp.zero.param_shard import ParamShard
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.derive import replica_ranks
 from torchdistpackage.layout.layout import Axes, Layout

@@ -17,7 +17,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.optim.finite import first_nonfinite, named_gradients, nonfinite_report
+from torchdistpackage.optim.nonfinite import first_nonfinite, named_gradients, nonfinite_report
 
 _LOG = logging.getLogger(__name__)
 _LARGEST = torch.finfo(torch.float32).max

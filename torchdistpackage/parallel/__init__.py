@@ -40,26 +40,26 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "Transformer",
     ),
     "pipeline.pipeline": ("Pipeline",),
-    "pipeline.ties": ("tie",),
-    "pipeline.forward_backward": ("forward_backward", "forward_eval"),
-    "pipeline.flatten": (
+    "pipeline.weight_tying": ("tie",),
+    "pipeline.functional": ("forward_backward", "forward_eval"),
+    "pipeline.partition.sequential": (
         "flatten_model",
         "flatten_sequence",
         "halves",
         "CallableModule",
         "Residual",
     ),
-    "pipeline.partition": (
+    "pipeline.partition.policies": (
         "partition_uniform",
         "partition_balanced",
         "partition_by_time",
         "flat_and_partition",
     ),
-    "pipeline.profile": ("measure",),
-    "pipeline.piece_cost": ("PieceCost", "split_measured", "stage_costs"),
-    "pipeline.traced": ("split_traced",),
-    "pipeline.hugging_face": ("decoder_stages", "DecoderStage"),
-    "pipeline.split": ("split_by_cost", "split_evenly"),
+    "pipeline.partition.layer_profiler": ("measure",),
+    "pipeline.partition.layer_costs": ("PieceCost", "split_measured", "stage_costs"),
+    "pipeline.partition.fx_split": ("split_traced",),
+    "pipeline.partition.hf_decoder": ("decoder_stages", "DecoderStage"),
+    "pipeline.partition.cost_split": ("split_by_cost", "split_evenly"),
     "pipeline.executor": ("Executor",),
 }
 

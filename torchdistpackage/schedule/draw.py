@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from html import escape
 
 from torchdistpackage.schedule.actions import ActionKind
-from torchdistpackage.schedule.simulate import Span, Timeline
+from torchdistpackage.schedule.timeline import Span, Timeline
 
 ROW_PX, BOX_PX, LEFT_PX, UNIT_PX, TOP_PX, AXIS_PX = 30, 24, 64, 26, 34, 34
 COLOURS = {

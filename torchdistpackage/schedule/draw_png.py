@@ -8,7 +8,7 @@ from typing import Any
 
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.schedule.draw import colours, head, legend
-from torchdistpackage.schedule.simulate import Timeline
+from torchdistpackage.schedule.timeline import Timeline
 
 WIDTH_IN, ROW_IN, PANEL_IN, DPI = 14.0, 0.28, 0.75, 100
 _MOST_LABELS = 500

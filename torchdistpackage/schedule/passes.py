@@ -17,7 +17,7 @@ from torchdistpackage.schedule.actions import (
     flatten,
 )
 from torchdistpackage.schedule.costs import Costs
-from torchdistpackage.schedule.simulate import DEFAULT_COSTS, replay
+from torchdistpackage.schedule.timeline import DEFAULT_COSTS, replay
 
 _SENDS = {
     ActionKind.F: (ActionKind.SEND_F, 1),

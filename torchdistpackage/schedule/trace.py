@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from torchdistpackage.schedule.actions import Action, ActionKind
-from torchdistpackage.schedule.simulate import Span, Timeline
+from torchdistpackage.schedule.timeline import Span, Timeline
 
 _US = 1e6
 _FED = {

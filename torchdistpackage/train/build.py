@@ -11,25 +11,25 @@ import torch
 from torch import nn
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.random import seed_rank
-from torchdistpackage.comm.record import recorder
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.comm.world import world
 from torchdistpackage.config.schema import OptimSection, RunConfig
 from torchdistpackage.ddp.bucket_sizes import bucket_sizes
+from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.ddp.shared import ParamSpec
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import DataError, LayoutError, ScheduleError
-from torchdistpackage.launch.reference import EntryPoint
+from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.layout.derive import BATCH_AXES, gradient_ranks
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.pipeline.executor import Executor
-from torchdistpackage.parallel.pipeline.split import split_by_cost
+from torchdistpackage.parallel.pipeline.partition.cost_split import split_by_cost
 from torchdistpackage.parallel.pipeline.stage import chunks_of
 from torchdistpackage.parallel.tensor.init import initialize
 from torchdistpackage.schedule.actions import Schedule
-from torchdistpackage.schedule.generate import evaluation
+from torchdistpackage.schedule.generators.registry import evaluation
 from torchdistpackage.train import corpus
 from torchdistpackage.train.chunks import TrainStages, tie
 from torchdistpackage.train.data import DataSource, TokenDataset

@@ -8,7 +8,7 @@ beside its steps (initial weights, checkpoints); its groups are made ahead.
 from collections.abc import Iterator, Sequence
 from functools import cache
 
-from torchdistpackage.harness.lint.order import OpSignature
+from torchdistpackage.harness.lint.matcher import OpSignature
 from torchdistpackage.harness.lint.programs import (
     CallProgram,
     Collective,
@@ -39,7 +39,7 @@ def static_report(plan: Plan, *, first: bool = True) -> LintReport:
     any.
 
     first: each message is announced by a header, as in the first step; later ones go without. The
-    real first step also places messages along one order of all ranks (parallel/pipeline/steps.py)
+    real first step also places messages along one order of all ranks (parallel/pipeline/program.py)
     and lets no gradient leave early; what it calls towards each peer is the same.
     """
     programs = StepPrograms(plan, first)
@@ -116,7 +116,7 @@ class StepPrograms:
             due = index == rounds - 1 or self._plan.config.parallel.zero >= 2
             ops += self._round(place, early if due else [], index == 0)
             if due:
-                # see ddp/shared.py
+                # see ddp/param_spec.py
                 ops += self._gradients.reductions(late)
                 ops.append(WaitAll())
         if self._mesh.size > 1:

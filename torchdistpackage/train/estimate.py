@@ -14,11 +14,11 @@ from itertools import pairwise
 from torchdistpackage.harness.bench.profile import Profile
 from torchdistpackage.harness.bench.report import CostModel
 from torchdistpackage.harness.bench.rounds import NETWORK, NODE
-from torchdistpackage.harness.cases import COLLECTIVES
+from torchdistpackage.harness.operations import COLLECTIVES
 from torchdistpackage.models.gpt_layout import EMBED, HEAD, GPTShape
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs import StageCosts
-from torchdistpackage.schedule.simulate import Timeline, simulate
+from torchdistpackage.schedule.timeline import Timeline, simulate
 from torchdistpackage.topology.placement import crossings
 from torchdistpackage.train.memory import gradient_format, weight_format
 from torchdistpackage.train.plan import BUCKET_BYTES, Plan, stage_loads

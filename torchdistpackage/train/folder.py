@@ -13,7 +13,7 @@ from pathlib import Path
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.lock import Lock, take
-from torchdistpackage.launch.slurm.files import RunDir
+from torchdistpackage.launch.slurm.run_dir import RunDir
 
 RESOLVED = "resolved.yaml"
 

@@ -9,7 +9,7 @@ from torchdistpackage.comm.messages import Message
 from torchdistpackage.comm.random import seed_from
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.parallel.pipeline.executor import Executor
-from torchdistpackage.schedule.generate import evaluation
+from torchdistpackage.schedule.generators.registry import evaluation
 from torchdistpackage.train.step import Trainer
 
 

@@ -8,10 +8,10 @@ its part of the sum and, after the update, gives its part of the parameters to a
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-from torchdistpackage.ddp.buckets import Bucket, BucketEntry
-from torchdistpackage.ddp.buckets import plan_buckets as plan_buckets
+from torchdistpackage.ddp.bucket_plan import Bucket, BucketEntry
+from torchdistpackage.ddp.bucket_plan import plan_buckets as plan_buckets
 from torchdistpackage.ddp.zero.cut import even_bounds
-from torchdistpackage.harness.lint.order import OpSignature
+from torchdistpackage.harness.lint.matcher import OpSignature
 from torchdistpackage.harness.lint.programs import Collective
 from torchdistpackage.layout.derive import gradient_axes, gradient_ranks, num_elements
 from torchdistpackage.layout.layout import Layout

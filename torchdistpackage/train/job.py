@@ -13,20 +13,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchdistpackage.checkpoint.commit import latest
-from torchdistpackage.config.kinds import MAX_PROCS
+from torchdistpackage.config.errors import ConfigErrors, Problem
 from torchdistpackage.config.load import load
-from torchdistpackage.config.problem import ConfigErrors, Problem
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.config.types import MAX_PROCS
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.durable import atomic_write
-from torchdistpackage.launch.local import run_local
+from torchdistpackage.launch.files import atomic_write
 from torchdistpackage.launch.lock import Lock
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
 from torchdistpackage.launch.requeue import EXIT_TEMPFAIL, Decision, RequeueDecision
 from torchdistpackage.launch.signals import SignalFlag
-from torchdistpackage.launch.slurm.again import read_decision, requeue_self, why_not
 from torchdistpackage.launch.slurm.commands import limited
-from torchdistpackage.launch.slurm.files import RunDir, attempt_id
+from torchdistpackage.launch.slurm.node_blocklist import record_failed_nodes
+from torchdistpackage.launch.slurm.requeue import read_decision, requeue_self, why_not
+from torchdistpackage.launch.slurm.run_dir import RunDir, attempt_id
 from torchdistpackage.launch.slurm.starts import (
     Start,
     append,
@@ -35,13 +35,13 @@ from torchdistpackage.launch.slurm.starts import (
     series_of,
     this_start,
 )
-from torchdistpackage.launch.slurm.suspects import record_failed_nodes
-from torchdistpackage.launch.supervise import WatchedRank, supervise
+from torchdistpackage.launch.supervisor import WatchedRank, supervise
+from torchdistpackage.launch.workers import run_local
 from torchdistpackage.train.folder import cannot_write, only_writer, prepare_folder, run_folder
-from torchdistpackage.train.life import limits_of
 from torchdistpackage.train.plan import local_procs, make_plan
+from torchdistpackage.train.stop import limits_of
 
-RANK = "torchdistpackage.train.rank"
+RANK = "torchdistpackage.train.worker"
 CHECKPOINTS = "checkpoints"
 SLURM_S = 5.0
 """For all that Slurm is asked before rank 0 is started, for whom the other ranks wait."""

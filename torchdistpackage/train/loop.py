@@ -12,20 +12,20 @@ from pathlib import Path
 from types import MappingProxyType
 
 from torchdistpackage.errors import NonFiniteError
-from torchdistpackage.harness.hang.marks import Heartbeat
-from torchdistpackage.harness.watch import HangWatchdog
-from torchdistpackage.schedule.gap import BubbleAttribution
+from torchdistpackage.harness.hang.heartbeat import Heartbeat
+from torchdistpackage.harness.watchdog import HangWatchdog
+from torchdistpackage.schedule.bubble_attribution import BubbleAttribution
 from torchdistpackage.train.corpus import MAX_TABLE_VOCAB, entropies
 from torchdistpackage.train.data import TokenDataset
-from torchdistpackage.train.life import StopController
 from torchdistpackage.train.log import MetricsLog, ProgressDisplay
 from torchdistpackage.train.nonfinite import explain
+from torchdistpackage.train.profiler import StepProfiler
 from torchdistpackage.train.replicas import ReplicaCheck
 from torchdistpackage.train.result import PendingStep, StepResult
-from torchdistpackage.train.state import TrainState, save_state
 from torchdistpackage.train.step import Trainer
+from torchdistpackage.train.stop import StopController
 from torchdistpackage.train.stragglers import comparison
-from torchdistpackage.train.timeline import StepProfiler
+from torchdistpackage.train.train_state import TrainState, save_state
 
 
 class Loop:

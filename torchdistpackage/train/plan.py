@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torchdistpackage.config.check import violations
-from torchdistpackage.config.problem import ConfigErrors
+from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.ddp.bucket_sizes import bucket_sizes
 from torchdistpackage.layout.derive import num_elements
@@ -19,12 +19,12 @@ from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.gpt_layout import GPTShape
 from torchdistpackage.models.registry import Model, model
 from torchdistpackage.schedule.actions import Schedule
-from torchdistpackage.schedule.simulate import Timeline
+from torchdistpackage.schedule.timeline import Timeline
 from torchdistpackage.topology.placement import advice
 from torchdistpackage.topology.views import Topology, topology
 from torchdistpackage.train.memory import MemoryEstimate, memory
-from torchdistpackage.train.stages import ModelUnits, Stages
-from torchdistpackage.train.stages import stages as find_stages
+from torchdistpackage.train.stage_partition import ModelUnits, Stages
+from torchdistpackage.train.stage_partition import stages as find_stages
 
 BUCKET_BYTES = bucket_sizes(queued=False).default_bytes
 """Of gradients that travel together, on paper: as over gloo. Over NCCL the run has fewer and larger

@@ -9,7 +9,7 @@ is cut.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torchdistpackage.harness.lint.order import OpSignature
+from torchdistpackage.harness.lint.matcher import OpSignature
 from torchdistpackage.layout.layout import Layout
 
 Calls = tuple[OpSignature, ...]

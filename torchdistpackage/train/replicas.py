@@ -6,7 +6,7 @@ less than all its holders: along data, along axes that do not cut it, and over t
 
 from torchdistpackage.checkpoint.parts import ShardedState
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.ddp.replicas import ReplicatedTensor, check_replicas
+from torchdistpackage.ddp.param_sync import ReplicatedTensor, check_replicas
 from torchdistpackage.layout.derive import replica_ranks
 from torchdistpackage.train.step import Trainer
 

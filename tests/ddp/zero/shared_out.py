@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.comm.slices import start_all_gather_v
-from torchdistpackage.ddp.shared import ParamSpec
+from torchdistpackage.comm.transport.sharded_flat import start_all_gather_v
+from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.ddp.zero.held import ParamPartition
-from torchdistpackage.ddp.zero.whole import greedy_partition
+from torchdistpackage.ddp.zero.requires_whole import greedy_partition
 from torchdistpackage.ddp.zero.wrapped import ShardedOptimizerBase
 
 

@@ -7,10 +7,10 @@ from torch.utils.checkpoint import checkpoint
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.groups import Groups
-from torchdistpackage.comm.nodes import setup_node_groups
+from torchdistpackage.comm.node_groups import setup_node_groups
 from torchdistpackage.comm.world import world
-from torchdistpackage.ddp.zero.bf16 import Bf16ZeroOptimizer
-from torchdistpackage.ddp.zero.replicas import same_place
+from torchdistpackage.compat.torchdistpackage.bf16_zero import Bf16ZeroOptimizer
+from torchdistpackage.ddp.zero.replica_group import same_place
 from torchdistpackage.errors import TopologyError
 
 STEPS, WIDTH = 5, 6

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchdistpackage.ddp.zero.choose import (
+from torchdistpackage.ddp.zero.cost_model import (
     WORTH_IT,
     StepCost,
     all_reduced_s,

@@ -19,7 +19,7 @@ from tests.ddp.zero.shared_out import assert_same
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.world import world
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
-from torchdistpackage.ddp.zero.whole import ELEMENTWISE, MATRIXWISE
+from torchdistpackage.ddp.zero.requires_whole import ELEMENTWISE, MATRIXWISE
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full)])

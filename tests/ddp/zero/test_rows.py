@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.ddp.zero.beside_one_process import TINY, adamw, batches, compare, expect_equal
-from torchdistpackage.comm.record import recorder
+from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 
 VOCAB, DIM = 42, 3

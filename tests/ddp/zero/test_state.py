@@ -17,7 +17,7 @@ from tests.ddp.zero.shared_out import ByHand, Model, assert_same, gradients
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.world import world
-from torchdistpackage.ddp.zero import gathered
+from torchdistpackage.ddp.zero import state_gather
 from torchdistpackage.errors import CheckpointError, CommError
 
 CUT = {
@@ -34,7 +34,7 @@ CUT = {
     "SGD": {"lr": 1e-2, "momentum": 0.9},
 }
 FROZEN = 2  # its number in the param groups of Model
-small_batches = mock.patch.object(gathered, "BATCH_BYTES", 128)
+small_batches = mock.patch.object(state_gather, "BATCH_BYTES", 128)
 """So small that items travel together, alone, and after a change of batch."""
 
 

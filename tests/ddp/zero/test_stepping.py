@@ -9,10 +9,10 @@ from torch import nn, optim
 
 from tests.ddp.zero.beside_one_process import DIM, adamw, compare
 from torchdistpackage.comm.world import world
-from torchdistpackage.ddp.zero import stepping
+from torchdistpackage.ddp.zero import partial_step
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
-from torchdistpackage.ddp.zero.stepping import PartialStep
-from torchdistpackage.ddp.zero.whole import ELEMENTWISE, MATRIXWISE
+from torchdistpackage.ddp.zero.partial_step import PartialStep
+from torchdistpackage.ddp.zero.requires_whole import ELEMENTWISE, MATRIXWISE
 from torchdistpackage.optim.clip import clip_grad_norm_
 
 
@@ -107,7 +107,7 @@ def test_calls_halve_what_is_left_and_double_what_is_done(num: int):
 
 
 def test_a_call_is_made_once_enough_bytes_wait(monkeypatch):
-    monkeypatch.setattr(stepping, "AT_ONCE_BYTES", 5 * 2 * 8 * 4 * 4)
+    monkeypatch.setattr(partial_step, "AT_ONCE_BYTES", 5 * 2 * 8 * 4 * 4)
     assert max(map(len, calls_of(100, "landed"))) == 5
     assert max(map(len, calls_of(100, "in turn"))) == 5
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tests.ddp.zero.beside_one_process import DIM, adamw
 from tests.ddp.zero.test_safety import backward, expect_same, net, plainly, some, train, wrap
 from tests.ddp.zero.test_stages import stages
-from torchdistpackage.ddp.zero import parameters as sent_by
+from torchdistpackage.ddp.zero import param_buffer as sent_by
 from torchdistpackage.errors import LayoutError
 
 

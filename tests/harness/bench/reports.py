@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from torchdistpackage.harness.bench.report import CONCURRENT, BenchReport, Pairs, Row
-from torchdistpackage.harness.cases import COLLECTIVES
+from torchdistpackage.harness.operations import COLLECTIVES
 
 LATENCY_S, PER_BYTE_S = 1e-4, 1e-9
 

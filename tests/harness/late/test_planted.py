@@ -10,11 +10,11 @@ import torch
 from tests.harness.late.programs import PROGRAMS
 from tests.harness.planting import planted
 from torchdistpackage.comm import issue
-from torchdistpackage.comm.pending import Pending
-from torchdistpackage.ddp.carrier import AllReduceBucket
-from torchdistpackage.ddp.compress import _Narrowed
-from torchdistpackage.ddp.zero.parameters import ParamBuffer
-from torchdistpackage.ddp.zero.scattered import ReduceScatterBucket
+from torchdistpackage.comm.work import Pending
+from torchdistpackage.ddp.bucket_comm import AllReduceBucket
+from torchdistpackage.ddp.comm_hooks import _Narrowed
+from torchdistpackage.ddp.zero.grad_buffer import ReduceScatterBucket
+from torchdistpackage.ddp.zero.param_buffer import ParamBuffer
 from torchdistpackage.errors import RaceError, RankError
 from torchdistpackage.testing import mirror
 

@@ -10,15 +10,15 @@ from tests.harness.late.programs import PROGRAMS
 from tests.harness.planting import planted
 from tests.host_reads import HostReads
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.headers import MetaChannel
+from torchdistpackage.comm.meta_channel import MetaChannel
 from torchdistpackage.comm.world import world as everybody
-from torchdistpackage.ddp.carrier import AllReduceBucket
+from torchdistpackage.ddp.bucket_comm import AllReduceBucket
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.reference import ReferenceDDP
 from torchdistpackage.errors import RaceError, RankError
 from torchdistpackage.optim import clip
-from torchdistpackage.parallel.pipeline import forward_backward as interface
 from torchdistpackage.parallel.pipeline import function_call
+from torchdistpackage.parallel.pipeline import functional as interface
 from torchdistpackage.testing import mirror
 
 STRICT = "late,strict"
@@ -144,11 +144,11 @@ def test_a_host_read_is_counted_where_it_is():
         assert not steps().found
     wrong = planted(
         AllReduceBucket,
-        "settle",
+        "wait",
         "self._pending = None",
         "self._pending = float(self._marks[0]) * 0",
     )
     with wrong, mirror(2):
         found = steps().found
     ((where, number),) = found.items()
-    assert re.fullmatch(r"ddp/carrier.py:\d+ scalar_dense", where) and number == 2
+    assert re.fullmatch(r"ddp/bucket_comm.py:\d+ scalar_dense", where) and number == 2

@@ -14,7 +14,7 @@ from torchdistpackage.ddp import streams
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.zero.offload import Offload
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
-from torchdistpackage.ddp.zero.parameters import ParamBuffer
+from torchdistpackage.ddp.zero.param_buffer import ParamBuffer
 from torchdistpackage.errors import ConfigError, RaceError, RankError
 from torchdistpackage.testing import mirror, ordered_streams
 

@@ -10,15 +10,18 @@ import torch
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.compat.torchdistpackage import py_comm_test as classic_tests
+from torchdistpackage.compat.torchdistpackage.py_comm_test import (
+    test_all2all_balanced,
+    test_collection,
+)
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.bench.report import BenchReport
 from torchdistpackage.harness.bench.request import ELEMENT_BYTES, Request
-from torchdistpackage.harness.cases import COLLECTIVES
-from torchdistpackage.harness.measure import classic as classic_tests
 from torchdistpackage.harness.measure import run as measuring
 from torchdistpackage.harness.measure import timing
-from torchdistpackage.harness.measure.classic import test_all2all_balanced, test_collection
 from torchdistpackage.harness.measure.run import measure
+from torchdistpackage.harness.operations import COLLECTIVES
 
 QUICK = {"iterations": 1, "warmup": 0}
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import torchdistpackage
 from torchdistpackage.comm.runtime import leave
-from torchdistpackage.harness.cases import COLLECTIVES
 from torchdistpackage.harness.measure.operations import UnitRank, tdp_call, torch_call
+from torchdistpackage.harness.operations import COLLECTIVES
 
 OURS = str(Path(torchdistpackage.__file__).parent)
 TORCH = str(Path(torch.__file__).parent)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from torchdistpackage.harness.bench.request import ELEMENT_BYTES
-from torchdistpackage.harness.cases import COLLECTIVES
 from torchdistpackage.harness.measure import payload
 from torchdistpackage.harness.measure.operations import MESSAGES
+from torchdistpackage.harness.operations import COLLECTIVES
 
 CPU = torch.device("cpu")
 DTYPES = [getattr(torch, {"bf16": "bfloat16"}.get(name, name)) for name in ELEMENT_BYTES]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torchdistpackage.config.load import loads
 from torchdistpackage.launch.slurm.batch_job import BatchJob, CodePaths
-from torchdistpackage.launch.slurm.files import RunDir
 from torchdistpackage.launch.slurm.job import batch_job
+from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.script import render
 
 ODD = '/shared/my run\'s "x" $HOME 100%/runs'

@@ -5,8 +5,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from torchdistpackage.launch.failure import Failure, to_json
-from torchdistpackage.launch.slurm.files import RunDir
 from torchdistpackage.launch.slurm.records import Submission, append_record
+from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.runs import SubmittedRun, read_run
 from torchdistpackage.launch.slurm.starts import Start
 

@@ -10,9 +10,9 @@ from torchdistpackage.launch.requeue import (
     Decision,
     RequeueDecision,
 )
-from torchdistpackage.launch.slurm.again import requeue_id, requeue_self, why_not
 from torchdistpackage.launch.slurm.commands import CompletedCommand
-from torchdistpackage.launch.slurm.files import RunDir
+from torchdistpackage.launch.slurm.requeue import requeue_id, requeue_self, why_not
+from torchdistpackage.launch.slurm.run_dir import RunDir
 
 JOB = {"SLURM_JOB_ID": "12"}
 TASK = {"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}

@@ -16,8 +16,8 @@ from torchdistpackage.launch.slurm.jobs import (
     resubmit,
     sbatch,
 )
+from torchdistpackage.launch.slurm.node_blocklist import NodeIncident, record
 from torchdistpackage.launch.slurm.runs import read_run
-from torchdistpackage.launch.slurm.suspects import NodeIncident, record
 
 ENV = {
     "PATH": "/bin",

@@ -7,7 +7,7 @@ import pytest
 from tests.launch.slurm.scripted import NO_ACCOUNTING, UNHEARD_OF, Scripted, row
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.slurm.commands import CompletedCommand
-from torchdistpackage.launch.slurm.look import QueryResult, query_jobs
+from torchdistpackage.launch.slurm.query import QueryResult, query_jobs
 from torchdistpackage.launch.slurm.states import JobInfo, Outcome
 
 

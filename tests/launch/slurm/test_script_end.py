@@ -8,8 +8,8 @@ import pytest
 from tests.launch.slurm.batch import job_of, lines
 from torchdistpackage.config.load import loads
 from torchdistpackage.launch.requeue import EXIT_REQUEUE_DENIED, EXIT_TEMPFAIL
-from torchdistpackage.launch.slurm.files import RunDir
 from torchdistpackage.launch.slurm.job import batch_job
+from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.script import directive
 from torchdistpackage.launch.slurm.sweep import Sweep
 
@@ -35,7 +35,7 @@ def test_the_exit_code_is_that_of_the_ranks_word(bash, env, code, said):
 def test_ranks_without_a_word_are_asked_for_a_verdict(bash):
     env = {"WORD": "", "SRUN_CODE": "143", "SLURM_RESTART_COUNT": "2"}
     bash(job_of("{nodes: 2}", bash.folder), **env)
-    module = "torchdistpackage.launch.slurm.verdict"
+    module = "torchdistpackage.launch.slurm.failure_report"
     assert bash.words("python") == [["-m", module, str(bash.folder), "7.2", "143", "4"]]
 
 

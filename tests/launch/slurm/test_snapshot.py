@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.slurm import snapshot, tree
+from torchdistpackage.launch.slurm import snapshot, source_files
 from torchdistpackage.launch.slurm.snapshot import (
     CodeSnapshot,
     code_paths,
@@ -18,7 +18,7 @@ from torchdistpackage.launch.slurm.snapshot import (
     import_folders,
     materialize,
 )
-from torchdistpackage.launch.slurm.tree import tree_of
+from torchdistpackage.launch.slurm.source_files import tree_of
 
 
 def git(folder: Path, *words: str) -> str:
@@ -184,7 +184,7 @@ def test_without_git_files_of_code_are_taken_and_that_is_said(
     ):
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).write_text("")
-    (here / "big.json").write_bytes(b" " * (tree.MAX_FILE_BYTES + 1))
+    (here / "big.json").write_bytes(b" " * (source_files.MAX_FILE_BYTES + 1))
     taken = collect(tree_of(here, ["data.bin"], [here / "runs"]))
     assert names(taken) == {"a.py", "conf/b.yaml", "data.bin"}
     first, second = taken.notes
@@ -195,7 +195,7 @@ def test_without_git_files_of_code_are_taken_and_that_is_said(
 
 @pytest.mark.parametrize(("limit", "value"), [("MAX_FILES", 3), ("MAX_BYTES", 3), ("MAX_SEEN", 3)])
 def test_without_git_there_is_a_limit(limit, value, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(tree, limit, value)
+    monkeypatch.setattr(source_files, limit, value)
     for index in range(5):
         (tmp_path / f"{index}.py").write_text("x")
     with pytest.raises(LaunchError, match="submit from the folder of your project"):

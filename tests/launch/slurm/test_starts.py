@@ -1,7 +1,7 @@
 """Starts of a run: counted alike by all ranks, refused when they lead nowhere."""
 
 from torchdistpackage.launch.requeue import RequeueLimits
-from torchdistpackage.launch.slurm.files import RunDir, attempt_id
+from torchdistpackage.launch.slurm.run_dir import RunDir, attempt_id
 from torchdistpackage.launch.slurm.starts import (
     amend,
     append,

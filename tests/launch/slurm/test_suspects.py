@@ -15,8 +15,7 @@ from tests.launch.slurm.scripted import NO_ACCOUNTING, Answer, Scripted
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.failure import Failure, FailureKind
 from torchdistpackage.launch.slurm.commands import limited
-from torchdistpackage.launch.slurm.runs import SubmittedRun
-from torchdistpackage.launch.slurm.suspects import (
+from torchdistpackage.launch.slurm.node_blocklist import (
     EXPIRY_S,
     NODE_FAIL_EXPIRY_S,
     NodeIncident,
@@ -28,6 +27,7 @@ from torchdistpackage.launch.slurm.suspects import (
     record,
     record_failed_nodes,
 )
+from torchdistpackage.launch.slurm.runs import SubmittedRun
 
 NOW_S = 1_000_000.0
 HALF = NodeIncident("n3", "killed by SIGBUS", 0.5, NOW_S, NOW_S + 100.0, "7.0")

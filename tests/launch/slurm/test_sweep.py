@@ -3,7 +3,7 @@
 import pytest
 from pydantic import TypeAdapter
 
-from torchdistpackage.config.kinds import FolderName
+from torchdistpackage.config.types import FolderName
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.launch.slurm.sweep import MAX_RUNS, SweepRun, points
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from torchdistpackage.launch.failure import Failure, FailureKind, to_json
-from torchdistpackage.launch.slurm.files import RunDir
+from torchdistpackage.launch.slurm.failure_report import CANNOT_WRITE, keep, verdict
+from torchdistpackage.launch.slurm.node_blocklist import read
+from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.starts import append, this_start
-from torchdistpackage.launch.slurm.suspects import read
-from torchdistpackage.launch.slurm.verdict import CANNOT_WRITE, keep, verdict
 
 START = "7.1"
 NOW = time.time()
@@ -135,7 +135,7 @@ def test_the_batch_script_calls_it_as_a_program(tmp_path):
     files = RunDir(tmp_path)
     files.failures(START).mkdir(parents=True)
     (files.failures(START) / "rank2.json").write_text(to_json(RAISED))
-    program = [sys.executable, "-m", "torchdistpackage.launch.slurm.verdict"]
+    program = [sys.executable, "-m", "torchdistpackage.launch.slurm.failure_report"]
     done = subprocess.run(
         [*program, str(tmp_path), START, "143", "4"], capture_output=True, text=True, check=False
     )

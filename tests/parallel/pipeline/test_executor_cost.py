@@ -7,7 +7,7 @@ from torch import nn
 
 from benchmarks.pipeline.held import bytes_per_microbatch
 from torchdistpackage.parallel.pipeline.executor import Executor
-from torchdistpackage.schedule.generate import build
+from torchdistpackage.schedule.generators.registry import build
 
 M, DIM = 24, 8
 

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from tests.parallel.pipeline.whole_model import batch, chain
-from torchdistpackage.comm.record import recorder
+from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.pipeline.executor import Executor
-from torchdistpackage.schedule.generate import build
+from torchdistpackage.schedule.generators.registry import build
 
 CPU = torch.device("cpu")
 ORDERS = ["1f1b", "interleaved", "zb-v"]

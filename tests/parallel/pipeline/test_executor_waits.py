@@ -5,10 +5,10 @@ import torch
 import torch.distributed as dist
 
 from tests.parallel.pipeline.whole_model import batch, chain
-from torchdistpackage.comm.record import recorder
+from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.parallel.pipeline.executor import Executor, autograd
 from torchdistpackage.schedule.actions import Batch, flatten
-from torchdistpackage.schedule.generate import build
+from torchdistpackage.schedule.generators.registry import build
 
 
 class Handle:

@@ -6,12 +6,12 @@ from torch import nn
 
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.parallel.pipeline.flatten import flatten_model, flatten_sequence
-from torchdistpackage.parallel.pipeline.partition import (
+from torchdistpackage.parallel.pipeline.partition.policies import (
     flat_and_partition,
     partition_balanced,
     partition_uniform,
 )
+from torchdistpackage.parallel.pipeline.partition.sequential import flatten_model, flatten_sequence
 from torchdistpackage.topology.views import topology
 
 

@@ -11,7 +11,7 @@ from torchdistpackage.comm.backends import GLOO, register_transport
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.errors import CommError
-from torchdistpackage.parallel.pipeline.forward_backward import forward_backward, forward_eval
+from torchdistpackage.parallel.pipeline.functional import forward_backward, forward_eval
 
 DIM = 4
 

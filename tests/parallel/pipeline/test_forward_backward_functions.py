@@ -6,10 +6,10 @@ import torch.distributed as dist
 
 from tests.parallel.pipeline.whole_model import batch, chain, same, same_gradients, squares
 from torchdistpackage import forward_backward, forward_eval
-from torchdistpackage.comm.record import recorder
+from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
-from torchdistpackage.schedule.generate import build
+from torchdistpackage.schedule.generators.registry import build
 
 
 def functions_of(schedule, model, x, y):

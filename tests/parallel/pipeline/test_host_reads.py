@@ -9,12 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.host_reads import HostReads
 from tests.parallel.pipeline.whole_model import batch, chain, same, same_gradients, squares
 from torchdistpackage import NaiveDDP, Pipeline
+from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.p2p import P2PWork
-from torchdistpackage.comm.record import recorder
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.optim.clip import clip_grad_norm_
-from torchdistpackage.parallel.pipeline.forward_backward import forward_backward
-from torchdistpackage.parallel.pipeline.steps import RankProgram
+from torchdistpackage.parallel.pipeline.functional import forward_backward
+from torchdistpackage.parallel.pipeline.program import RankProgram
 
 STEADY = range(3, 6)
 

@@ -7,7 +7,7 @@ from torch import nn
 from tests.parallel.pipeline.whole_model import batch, chain, same, same_gradients, squares
 from torchdistpackage import Pipeline
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.parallel.pipeline.forward_backward import forward_backward
+from torchdistpackage.parallel.pipeline.functional import forward_backward
 from torchdistpackage.parallel.pipeline.microbatches import Mean, mean
 
 OUT_OF_ORDER = """\

@@ -20,7 +20,7 @@ from torchdistpackage.parallel.pipeline_parallel.comm import (
 )
 
 from tests.parallel.pipeline.whole_model import batch, chain, same_gradients, squares
-from torchdistpackage.comm.record import recorder
+from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError, LayoutError
 

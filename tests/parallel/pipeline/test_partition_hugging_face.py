@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.parallel.pipeline.hugging_face import decoder_stages
-from torchdistpackage.parallel.pipeline.own_stages import in_eval
+from torchdistpackage.parallel.pipeline.partition.hf_decoder import decoder_stages
 from torchdistpackage.parallel.pipeline.pipeline import Pipeline
+from torchdistpackage.parallel.pipeline.stages import in_eval
 
 VOCAB = 97
 SMALL = {

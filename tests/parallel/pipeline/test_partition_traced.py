@@ -10,10 +10,13 @@ from torch.nn import functional as F
 
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.parallel.pipeline.flatten import flatten_model
-from torchdistpackage.parallel.pipeline.forward_backward import forward_backward
-from torchdistpackage.parallel.pipeline.partition import partition_by_time, partition_uniform
-from torchdistpackage.parallel.pipeline.traced import split_traced
+from torchdistpackage.parallel.pipeline.functional import forward_backward
+from torchdistpackage.parallel.pipeline.partition.fx_split import split_traced
+from torchdistpackage.parallel.pipeline.partition.policies import (
+    partition_by_time,
+    partition_uniform,
+)
+from torchdistpackage.parallel.pipeline.partition.sequential import flatten_model
 
 
 class BasicBlock(nn.Module):

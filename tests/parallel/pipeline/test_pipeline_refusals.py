@@ -14,7 +14,7 @@ from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError, ScheduleError
 from torchdistpackage.parallel.pipeline.agreement import StepAgreement
-from torchdistpackage.schedule.generate import build
+from torchdistpackage.schedule.generators.registry import build
 
 
 def made(rank: int, **options) -> Pipeline:

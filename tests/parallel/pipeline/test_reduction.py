@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchdistpackage.comm.record import recorder
+from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.schedule.actions import Schedule, flatten
-from torchdistpackage.schedule.generate import GENERATORS, build
+from torchdistpackage.schedule.generators.registry import GENERATORS, build
 
 DIM, PER_RANK, MICROBATCHES, STEPS = 6, 2, 4, 3
 CPU = torch.device("cpu")

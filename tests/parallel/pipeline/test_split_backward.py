@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.parallel.pipeline.split_cases import CASES, Block, build, forward, microbatch
-from torchdistpackage.parallel.pipeline import split_backward, weight_gradients
+from torchdistpackage.parallel.pipeline import deferred_wgrad, split_backward
 from torchdistpackage.parallel.pipeline.split_backward import (
     Deferred,
     backward_input,
@@ -104,7 +104,7 @@ def test_gradients_of_narrow_parameters_accumulate_in_the_dtype_of_grad():
 
 @pytest.mark.parametrize("case", ["block", "convolutions", "checkpoint", "saved on the host"])
 def test_a_torch_that_does_not_tell_of_hooks_gives_the_same(monkeypatch, case):
-    monkeypatch.setattr(weight_gradients, "_TELLS", False)
+    monkeypatch.setattr(deferred_wgrad, "_TELLS", False)
     test_two_passes_give_what_one_gives_to_the_bit(case)
 
 

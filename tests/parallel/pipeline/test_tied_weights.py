@@ -10,7 +10,7 @@ from tests.parallel.pipeline.whole_model import same
 from torchdistpackage import NaiveDDP, Pipeline, ZeroOptimizer, clip_grad_norm_
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.parallel.pipeline.ties import tie
+from torchdistpackage.parallel.pipeline.weight_tying import tie
 
 VOCAB, DIM = 11, 6
 

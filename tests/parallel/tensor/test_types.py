@@ -19,7 +19,7 @@ from tests.parallel.tensor.typed import (
     typed_world,
     types_of,
 )
-from torchdistpackage.comm import collectives, linear_maps
+from torchdistpackage.comm import autograd, collectives
 from torchdistpackage.compat import tplib
 from torchdistpackage.compat.torchshard import distributed as torchshard
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
@@ -223,7 +223,7 @@ def test_a_gather_whose_backward_does_not_sum_is_an_error(world, monkeypatch):
         patch.setattr(linear.collectives, "all_gather", collectives.gather)
         train(column, activations(True), wrap={"layouts": collect(column)})
     with monkeypatch.context() as patch, pytest.raises(SpmdTypeError, match="its backward"):
-        patch.setattr(linear_maps.AllGather, "transposed", linear_maps.Gather.transposed)
+        patch.setattr(autograd.AllGather, "transposed", autograd.Gather.transposed)
         train(column, activations(True), wrap={"layouts": collect(column)})
 
 

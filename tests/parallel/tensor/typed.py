@@ -9,7 +9,7 @@
 
 A gradient has the dual of its tensor's type. So R is for a parameter whose gradient somebody sums,
 I for one that a plain optimizer steps; an I that meets a V without `copy` is an error. These are
-the two kinds of tensors of comm/linear_maps.py: replicated is I, own is R, V or P.
+the two kinds of tensors of comm/autograd.py: replicated is I, own is R, V or P.
 
 A number that a rank makes of its own index (an offset, a length) is not seen to differ.
 """
@@ -26,11 +26,11 @@ from spmd_types.checker import typecheck
 from torch import Tensor, nn
 from torch.testing._internal.distributed import fake_pg
 
-from torchdistpackage.comm import creation, linear_maps, primitives
+from torchdistpackage.comm import autograd, creation, primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.runtime import leave
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.ddp.compress import BucketMember, Start
+from torchdistpackage.ddp.comm_hooks import BucketMember, Start
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.tensor import cross_entropy
@@ -42,15 +42,15 @@ Types = dict[str, spmd.PerMeshAxisLocalSpmdType]
 DUAL = {I: I, R: P, P: R, V: V}
 AXES = ("data", "tensor")
 MAPS = {
-    linear_maps.IdentityForward: (I, R),
-    linear_maps.Reduce: (P, I),
-    linear_maps.Scatter: (I, V),
-    linear_maps.Gather: (V, I),
-    linear_maps.AllGather: (V, R),
-    linear_maps.ReduceScatter: (P, V),
-    linear_maps.AllToAll: (V, V),
-    linear_maps.Broadcast: (V, R),
-    linear_maps.ReduceTo: (P, V),
+    autograd.IdentityForward: (I, R),
+    autograd.Reduce: (P, I),
+    autograd.Scatter: (I, V),
+    autograd.Gather: (V, I),
+    autograd.AllGather: (V, R),
+    autograd.ReduceScatter: (P, V),
+    autograd.AllToAll: (V, V),
+    autograd.Broadcast: (V, R),
+    autograd.ReduceTo: (P, V),
 }
 """What each map takes, and what it gives; an own tensor passes for a partial sum."""
 
@@ -63,7 +63,7 @@ def typed_world(data: int = 2, tensor: int = 2) -> Iterator[None]:
     """
     dist.init_process_group("fake", rank=0, world_size=data * tensor, store=dist.HashStore())
     hooks = (
-        (linear_maps._LinearMapFunction, _through),
+        (autograd._LinearMapFunction, _through),
         (cross_entropy._CrossEntropy, _cross_entropy),
     )
     with pytest.MonkeyPatch.context() as patch:
@@ -163,7 +163,7 @@ class Sums:
                     )
 
 
-def _through(outputs: Tensor, *, x: Tensor, linear: linear_maps.LinearMap) -> None:
+def _through(outputs: Tensor, *, x: Tensor, linear: autograd.LinearMap) -> None:
     """What a linear map takes and gives, and that its backward is of the dual types."""
     src, dst = _types(linear)
     back = _types(linear.transposed())
@@ -176,7 +176,7 @@ def _through(outputs: Tensor, *, x: Tensor, linear: linear_maps.LinearMap) -> No
     spmd.assert_type_like(outputs, x, {linear.group: dst})
 
 
-def _types(linear: linear_maps.LinearMap) -> tuple[object, object]:
+def _types(linear: autograd.LinearMap) -> tuple[object, object]:
     return MAPS[type(linear)]
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import helper
 
 import torchdistpackage
-from torchdistpackage.launch.slurm.files import RunDir, attempt_id
+from torchdistpackage.launch.slurm.run_dir import RunDir, attempt_id
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from torchdistpackage.ddp.hooks import WeakHook
+from torchdistpackage.ddp.weak_hook import WeakHook
 from torchdistpackage.ddp.zero.absent import UngatheredParameter
 from torchdistpackage.errors import LayoutError
 

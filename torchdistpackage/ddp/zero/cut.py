@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from torchdistpackage.ddp.buckets import SLIGHT
+from torchdistpackage.ddp.bucket_plan import SLIGHT
 from torchdistpackage.errors import LayoutError
 
 SLICE_BYTES = 128

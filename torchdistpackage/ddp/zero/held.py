@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from torchdistpackage.ddp.shared import ParamSpec
+from torchdistpackage.ddp.param_spec import ParamSpec
 
 
 @dataclass(frozen=True)

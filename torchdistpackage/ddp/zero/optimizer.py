@@ -2,7 +2,7 @@
 
 Source: arXiv:1910.02054. One rule: a sum and a gather cost what an all-reduce does, so the link
 that data parallelism leaves idle during the forward carries half of it. A bucket's gradients are
-summed to their owners while the backward runs (scattered.py); `step` steps each bucket as its sum
+summed to their owners while the backward runs (grad_buffer.py); `step` steps each bucket as its sum
 lands and sends the parameters back, which arrive under the next forward, each waited for by
 whoever reads it (absent.py).
 """
@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 from torchdistpackage.comm.companions import make_duplex_groups
 from torchdistpackage.comm.primitives import Group, is_queued
 from torchdistpackage.comm.world import world
+from torchdistpackage.ddp.bucket_plan import Bucket
 from torchdistpackage.ddp.bucket_sizes import MIB, bucket_sizes
-from torchdistpackage.ddp.buckets import Bucket
-from torchdistpackage.ddp.hooks import WeakHook, hooked
+from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.ddp.shared import ParamSpec
+from torchdistpackage.ddp.weak_hook import WeakHook, hooked
 from torchdistpackage.ddp.zero.bucket import (
     BucketSharder,
     ShardedBucket,
@@ -30,16 +30,16 @@ from torchdistpackage.ddp.zero.bucket import (
     whole_owners,
 )
 from torchdistpackage.ddp.zero.compiled import gather_ahead, may_overlap
+from torchdistpackage.ddp.zero.grad_buffer import ReduceScatterBucket, line_up
+from torchdistpackage.ddp.zero.guards import ParamGuards, refuse_owned
 from torchdistpackage.ddp.zero.offload import Offload, check_offload
-from torchdistpackage.ddp.zero.parameters import ParamBuffer
-from torchdistpackage.ddp.zero.passage import ParamCoordinator
+from torchdistpackage.ddp.zero.param_buffer import ParamBuffer
+from torchdistpackage.ddp.zero.param_shard import ParamShard
+from torchdistpackage.ddp.zero.partial_step import PartialStep
+from torchdistpackage.ddp.zero.replication import ReplicaGroups, assign_buckets, named_in, names_of
+from torchdistpackage.ddp.zero.requires_whole import requires_whole_params
 from torchdistpackage.ddp.zero.rows import TiedEmbeddings, searched
-from torchdistpackage.ddp.zero.scattered import ReduceScatterBucket, line_up
-from torchdistpackage.ddp.zero.shards import ParamShard
-from torchdistpackage.ddp.zero.sharing import ReplicaGroups, assign_buckets, named_in, names_of
-from torchdistpackage.ddp.zero.stepping import PartialStep
-from torchdistpackage.ddp.zero.ties import ParamGuards, refuse_owned
-from torchdistpackage.ddp.zero.whole import requires_whole_params
+from torchdistpackage.ddp.zero.stage3 import ParamCoordinator
 from torchdistpackage.ddp.zero.wrapped import ShardedOptimizerBase
 from torchdistpackage.layout.layout import Layout
 

@@ -11,12 +11,12 @@ from weakref import ref
 from torch import nn
 
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.ddp.embeddings import held_elsewhere, looked_up
-from torchdistpackage.ddp.lookups import EmbeddingGrad, hook_lookups
+from torchdistpackage.ddp.embedding_rows import held_elsewhere, looked_up
+from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.ddp.rows import RowCounts, UnbucketedGrad
-from torchdistpackage.ddp.shared import ParamSpec
-from torchdistpackage.ddp.zero.scattered import ReduceScatterBucket
+from torchdistpackage.ddp.sparse_embedding import EmbeddingGrad, hook_lookups
+from torchdistpackage.ddp.sparse_grads import RowCounts, UnbucketedGrad
+from torchdistpackage.ddp.zero.grad_buffer import ReduceScatterBucket
 
 
 class TiedEmbeddingRows(RowCounts):

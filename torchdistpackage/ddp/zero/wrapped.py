@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchdistpackage.ddp.zero import state
+from torchdistpackage.ddp.zero import state_dict as state
 from torchdistpackage.ddp.zero.held import ParamPartition
 from torchdistpackage.errors import CheckpointError, LayoutError
 

@@ -17,7 +17,7 @@ from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.bench import plots, profile
 from torchdistpackage.harness.bench.report import BenchReport
 from torchdistpackage.harness.bench.request import Request
-from torchdistpackage.launch.durable import atomic_write
+from torchdistpackage.launch.files import atomic_write
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.bench.report import ISOLATED, BenchReport
 from torchdistpackage.harness.bench.table import size
-from torchdistpackage.harness.cases import COLLECTIVES
+from torchdistpackage.harness.operations import COLLECTIVES
 
 _MARKERS = "osD^vP*X"
 _TICKS = 16

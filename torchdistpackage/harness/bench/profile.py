@@ -16,7 +16,7 @@ from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.bench.fit import LinkFit
 from torchdistpackage.harness.bench.report import CONCURRENT, BenchReport, CostModel
 from torchdistpackage.harness.bench.rounds import NETWORK, NODE
-from torchdistpackage.harness.cases import COLLECTIVES
+from torchdistpackage.harness.operations import COLLECTIVES
 
 _MAX_BYTES = 1 << 24
 FORMAT, VERSION = "torchdistpackage cluster profile", 1

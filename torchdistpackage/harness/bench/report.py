@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 from torchdistpackage.harness.bench.fit import LinkFit, fit
 from torchdistpackage.harness.bench.rounds import Participants
-from torchdistpackage.harness.cases import COLLECTIVES
+from torchdistpackage.harness.operations import COLLECTIVES
 
 FORMAT, VERSION = "torchdistpackage bench", 1
 ISOLATED, CONCURRENT = "alone", "together"

@@ -1,16 +1,16 @@
 """What a bench is asked to measure: operations, sizes, element types, axes. No torch.
 
 One rule: a text that cannot be measured is refused here, with what would do, before any process
-is started. Sizes are those that are counted (harness/cases.py), in bytes.
+is started. Sizes are those that are counted (harness/operations.py), in bytes.
 """
 
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from torchdistpackage.config.names import nearest
+from torchdistpackage.config.suggestions import nearest
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.harness.cases import COLLECTIVES
+from torchdistpackage.harness.operations import COLLECTIVES
 
 ELEMENT_BYTES = {
     "float32": 4,
@@ -83,7 +83,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def parse_operations(text: str) -> tuple[str, ...]:
-    """Names of harness/cases.py, each once.
+    """Names of harness/operations.py, each once.
 
     Raises:
         ConfigError: there is no such operation; lists those there are.

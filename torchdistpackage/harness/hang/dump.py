@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torchdistpackage.harness.hang.process import Process
-from torchdistpackage.launch.durable import atomic_write
+from torchdistpackage.launch.files import atomic_write
 
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_APPEND
 
@@ -36,10 +36,11 @@ class Dump:
     """What a rank says of itself; JSON.
 
     step: the steps it has begun; over_s: how long the last one has taken, of limit_s. snapshot: of
-    comm.record. stacks: a text for each thread, the main one first. error: a launch.failure.Failure
-    as JSON. neighbours: letters of the other processes of its host, by rank. failure: where its
-    supervisor looks for its failure. reports: it waits for the report before it ends. flights: of
-    hang.flights, what its device has not ended; None: not asked, or no word. more: will be asked.
+    comm.flight_recorder. stacks: a text for each thread, the main one first. error: a
+    launch.failure.Failure as JSON. neighbours: letters of the other processes of its host, by rank.
+    failure: where its supervisor looks for its failure. reports: it waits for the report before it
+    ends. flights: of hang.flights, what its device has not ended; None: not asked, or no word.
+    more: will be asked.
     """
 
     rank: int

@@ -1,22 +1,22 @@
 """The report of a hang, from what the ranks left: who is to blame, who waits for whom. No torch.
 
 One rule: the first lines name the culprits, and each line below says in the user's words what one
-rank, or many alike, wait for. See culprits.py for how they are found.
+rank, or many alike, wait for. See diagnosis.py for how they are found.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torchdistpackage.harness.hang.call_words import (
+from torchdistpackage.harness.hang.diagnosis import Cause, Hang, Suspect
+from torchdistpackage.harness.hang.dump import Dump
+from torchdistpackage.harness.hang.flights import lines
+from torchdistpackage.harness.hang.format_call import (
     SHOWN,
     called,
     exactly,
     format_call,
     ranks_listed,
 )
-from torchdistpackage.harness.hang.culprits import Cause, Hang, Suspect
-from torchdistpackage.harness.hang.dump import Dump
-from torchdistpackage.harness.hang.flights import lines
 from torchdistpackage.harness.hang.waits import RankWait
 from torchdistpackage.launch.failure import Failure, FailureKind
 from torchdistpackage.topology.mesh import Mesh

@@ -22,7 +22,8 @@ GroupKey = tuple[tuple[int, ...], int]
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """One call of the record; `sequence` counts as comm.record says, `done` None on a device."""
+    """One call of the record; `sequence` counts as comm.flight_recorder says, `done` None on a
+    device."""
 
     group: GroupKey
     axis: str
@@ -69,7 +70,7 @@ class RankWait:
 
 
 class RankRecord:
-    """The snapshot of one rank (comm.record.Snapshot), by groups and peers."""
+    """The snapshot of one rank (comm.flight_recorder.Snapshot), by groups and peers."""
 
     def __init__(self, snapshot: Mapping[str, Any]) -> None:
         groups: Sequence[Mapping[str, Any]] = snapshot["groups"]

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchdistpackage.comm.backends import Transport, register_transport
-from torchdistpackage.comm.io_threads import deprioritize
+from torchdistpackage.comm.gloo_threads import deprioritize
 from torchdistpackage.errors import RaceError
 from torchdistpackage.harness.late.call import LateCall, LateWork, issued_at, own_operations
 from torchdistpackage.harness.late.guard import Guard
 from torchdistpackage.harness.late.orders import LATE
 from torchdistpackage.harness.late.transfer import Mirror, Peers, Posted, Transfer
 from torchdistpackage.harness.late.world import world
-from torchdistpackage.harness.lint.delivery import combined, copy, even_parts, op_name
+from torchdistpackage.harness.lint.data_movement import combined, copy, even_parts, op_name
 from torchdistpackage.harness.lint.own_backend import OwnGroup
 
 Tensors = Sequence[Tensor]

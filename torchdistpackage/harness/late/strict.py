@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from torchdistpackage.comm import backends
-from torchdistpackage.comm.record import dtype_name
+from torchdistpackage.comm.flight_recorder import dtype_name
 from torchdistpackage.errors import RaceError
 from torchdistpackage.harness.late.call import issued_at
 from torchdistpackage.harness.late.marks import DEVICE, DeviceMemory, caller, is_users

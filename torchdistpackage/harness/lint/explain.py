@@ -8,7 +8,7 @@ import linecache
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from torchdistpackage.harness.lint.order import (
+from torchdistpackage.harness.lint.matcher import (
     CREATION,
     SPLIT,
     Disagreement,

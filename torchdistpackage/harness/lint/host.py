@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
+from torchdistpackage.harness.lint.device_order import Trace, drive, groups_again, replay
 from torchdistpackage.harness.lint.explain import Finding, Name
-from torchdistpackage.harness.lint.launch import Trace, drive, groups_again, replay
-from torchdistpackage.harness.lint.order import (
+from torchdistpackage.harness.lint.matcher import (
     CREATION,
     SPLIT,
     Disagreement,

@@ -1,8 +1,9 @@
 """`lint`: a step of every rank, run as threads of this process, proved to be in one order.
 
 One rule: the step is the real one. It talks over an in-memory transport that delivers, under
-the strictest meaning that a transport may give its calls: within a group (order.py), and, once it
-has come to its end, over all groups of a device (launch.py). The process is afterwards as it was.
+the strictest meaning that a transport may give its calls: within a group (matcher.py), and, once it
+has come to its end, over all groups of a device (device_order.py). The process is afterwards as it
+was.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,16 +12,16 @@ from functools import partial
 import torch.distributed as dist
 
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.harness.lint import delivery
+from torchdistpackage.harness.lint import data_movement
+from torchdistpackage.harness.lint.device_order import launch_order
+from torchdistpackage.harness.lint.handles import LintContext
 from torchdistpackage.harness.lint.host import host_blocking
-from torchdistpackage.harness.lint.launch import launch_order
 from torchdistpackage.harness.lint.making import BACKEND, attach
-from torchdistpackage.harness.lint.order import LintGroup, Matcher
+from torchdistpackage.harness.lint.matcher import LintGroup, Matcher
 from torchdistpackage.harness.lint.report import LintReport, group_kinds, group_name, rank_name
+from torchdistpackage.harness.lint.thread_worlds import settings_kept, worlds
 from torchdistpackage.harness.lint.threads import Threads
 from torchdistpackage.harness.lint.transport import carry
-from torchdistpackage.harness.lint.work import LintContext
-from torchdistpackage.harness.lint.worlds import settings_kept, worlds
 from torchdistpackage.topology.views import Size, Topology, topology
 
 Axes = Topology | Mapping[str, int] | Sequence[tuple[str, Size]] | int
@@ -53,7 +54,9 @@ def lint(
     size = layout.world_size
     name = partial(rank_name, layout)
     with worlds() as torch_worlds, settings_kept():
-        board = Matcher(met=delivery.deliver, matched=carry, done=lambda entry: threads.done(entry))
+        board = Matcher(
+            met=data_movement.deliver, matched=carry, done=lambda entry: threads.done(entry)
+        )
         threads = Threads(size, board, name, limit_s)
         wire = LintContext(
             threads,

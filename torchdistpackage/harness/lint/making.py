@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from torchdistpackage.comm.backends import Transport, register_transport
 from torchdistpackage.errors import CommError
-from torchdistpackage.harness.lint.order import CREATION, LintGroup, PendingOp
+from torchdistpackage.harness.lint.handles import LintContext
+from torchdistpackage.harness.lint.matcher import CREATION, LintGroup, PendingOp
 from torchdistpackage.harness.lint.stacks import stack_here
 from torchdistpackage.harness.lint.transport import ThreadGroup
-from torchdistpackage.harness.lint.work import LintContext
 
 BACKEND = "threads"
 """What ranks of a lint talk over; it stands for NCCL where calls are queued."""

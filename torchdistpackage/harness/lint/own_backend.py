@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchdistpackage.harness.lint.delivery import rows
+from torchdistpackage.harness.lint.data_movement import rows
 
 HERE = __file__
 """Between a program and what a back end does: no line that led to a call."""

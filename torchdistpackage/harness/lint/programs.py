@@ -1,7 +1,7 @@
 """Calls on paper: every rank's program of calls, run on the board without data.
 
 One rule: a program says what a rank issues in order and where it waits; whether all programs
-together come to their end is found out by running them, by the rules of `order.py`. No torch.
+together come to their end is found out by running them, by the rules of `matcher.py`. No torch.
 
 Ranks share operations: what two of them do alike is one tuple, and a run of collectives that
 block one by one on one group is one meeting, so that thousands of ranks take seconds.
@@ -11,10 +11,10 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from torchdistpackage.harness.lint.device_order import as_launch_order, drive, one_queue
 from torchdistpackage.harness.lint.explain import Finding
 from torchdistpackage.harness.lint.host import Before, Connections, Making, as_first_use
-from torchdistpackage.harness.lint.launch import as_launch_order, drive, one_queue
-from torchdistpackage.harness.lint.order import LintGroup, Matcher, OpSignature, P2POp, PendingOp
+from torchdistpackage.harness.lint.matcher import LintGroup, Matcher, OpSignature, P2POp, PendingOp
 from torchdistpackage.harness.lint.report import LintReport, group_kinds, group_name, rank_name
 from torchdistpackage.layout.groups import Creation
 from torchdistpackage.topology.views import Topology
@@ -47,7 +47,7 @@ class Messages:
     """Messages that go together, waited for before what comes next: stricter than any executor
     is, and so a proof for all.
 
-    channel: of one message that has a road of its own (see order.py), and is not waited for.
+    channel: of one message that has a road of its own (see matcher.py), and is not waited for.
     """
 
     group: str

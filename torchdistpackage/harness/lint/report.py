@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.lint.explain import Finding
-from torchdistpackage.harness.lint.order import LintGroup
+from torchdistpackage.harness.lint.matcher import LintGroup
 from torchdistpackage.topology.mesh import describe
 from torchdistpackage.topology.views import Topology
 

@@ -8,7 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
-from torchdistpackage.harness.lint.order import Where
+from torchdistpackage.harness.lint.matcher import Where
 
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path("site-packages", "torch", "distributed"))

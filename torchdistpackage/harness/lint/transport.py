@@ -1,7 +1,7 @@
 """A process group whose members are threads: torch.distributed's calls, taken to the board.
 
 One rule: this file translates and moves nothing along. When a call is done the board decides
-(order.py), what it puts where stands in delivery.py, and who runs when in threads.py.
+(matcher.py), what it puts where stands in data_movement.py, and who runs when in threads.py.
 """
 
 from collections.abc import Hashable, Sequence
@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchdistpackage.comm.headers import TAG
-from torchdistpackage.comm.record import dtype_name
-from torchdistpackage.harness.lint import delivery
-from torchdistpackage.harness.lint.delivery import Payload, even_parts, op_name
-from torchdistpackage.harness.lint.order import (
+from torchdistpackage.comm.flight_recorder import dtype_name
+from torchdistpackage.comm.meta_channel import TAG
+from torchdistpackage.harness.lint import data_movement
+from torchdistpackage.harness.lint.data_movement import Payload, even_parts, op_name
+from torchdistpackage.harness.lint.handles import LintContext, ThreadWork
+from torchdistpackage.harness.lint.matcher import (
     SPLIT,
     Facts,
     LintGroup,
@@ -25,7 +26,6 @@ from torchdistpackage.harness.lint.order import (
     Where,
 )
 from torchdistpackage.harness.lint.own_backend import OwnGroup
-from torchdistpackage.harness.lint.work import LintContext, ThreadWork
 
 
 class ThreadGroup(OwnGroup):
@@ -203,7 +203,7 @@ class ThreadGroup(OwnGroup):
 
 def carry(send: P2POp, receive: P2POp) -> None:
     """Move the data of a message, whose receiver then knows from whom it is."""
-    delivery.copy(send.payload, receive.payload)  # type: ignore[arg-type]
+    data_movement.copy(send.payload, receive.payload)  # type: ignore[arg-type]
     receive.source = send.source
     send.payload = receive.payload = None
 

@@ -11,7 +11,7 @@ from torchdistpackage.errors import CommError
 from torchdistpackage.harness.bench.report import BenchReport, Measurement
 from torchdistpackage.harness.bench.request import Request
 from torchdistpackage.harness.measure.watched import watched
-from torchdistpackage.launch.durable import atomic_write
+from torchdistpackage.launch.files import atomic_write
 
 
 def bench(request: Request, note: str) -> BenchReport | None:

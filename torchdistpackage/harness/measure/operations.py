@@ -1,4 +1,5 @@
-"""Each operation of harness/cases.py as a call: ours, and the bare one that it is compared with.
+"""Each operation of harness/operations.py as a call: ours, and the bare one that it is compared
+with.
 
 One rule: both do the same on tensors that are made beforehand, so what differs between their times
 is our own work. A unit is the ranks that take part; of two neighbours the first one sends. Rooms

@@ -7,8 +7,8 @@ expected data follows from the unit's size alone and is exact in every element t
 import torch
 from torch import Tensor
 
-from torchdistpackage.harness.cases import COLLECTIVES
 from torchdistpackage.harness.coded import Like, expected_sum, rank_pattern, reduce_input
+from torchdistpackage.harness.operations import COLLECTIVES
 
 SUMMED = ("all_reduce", "reduce_scatter")
 

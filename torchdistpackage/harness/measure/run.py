@@ -30,7 +30,6 @@ from torchdistpackage.harness.bench.report import (
 )
 from torchdistpackage.harness.bench.request import ELEMENT_BYTES, Request, whole_elements
 from torchdistpackage.harness.bench.rounds import Participants, Round
-from torchdistpackage.harness.cases import COLLECTIVES
 from torchdistpackage.harness.coded import compare
 from torchdistpackage.harness.measure import payload
 from torchdistpackage.harness.measure.operations import (
@@ -43,6 +42,7 @@ from torchdistpackage.harness.measure.operations import (
     torch_call,
 )
 from torchdistpackage.harness.measure.timing import in_turns, join_sync
+from torchdistpackage.harness.operations import COLLECTIVES
 
 PAIRS = "pairs"
 NUM_SIDES = 2

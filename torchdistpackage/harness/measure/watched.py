@@ -18,9 +18,9 @@ from torchdistpackage.errors import CommError
 from torchdistpackage.harness.bench.report import BenchReport, Measurement
 from torchdistpackage.harness.bench.request import Request
 from torchdistpackage.harness.bench.rounds import Round
+from torchdistpackage.harness.comm_test_report import CommTestError, StuckAt, Verdict, judge
+from torchdistpackage.harness.comm_test_report import RankReport as Witness
 from torchdistpackage.harness.measure.run import DataCorruptionError, measure
-from torchdistpackage.harness.verify.verdict import CommTestError, StuckAt, Verdict, judge
-from torchdistpackage.harness.verify.verdict import RankReport as Witness
 
 MARGIN_S = 60.0
 """The backend waits longer than the watcher by this, for NCCL's limit ends the process unheard."""

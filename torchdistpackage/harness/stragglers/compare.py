@@ -16,10 +16,11 @@ import torch
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.on_host import OnHost
-from torchdistpackage.comm.pending import Pending
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group, tpc
+from torchdistpackage.comm.work import Pending
 from torchdistpackage.errors import TopologyError
+from torchdistpackage.harness.stragglers.alerts import Alerts
 from torchdistpackage.harness.stragglers.find import (
     PHASES,
     WINDOW,
@@ -29,7 +30,6 @@ from torchdistpackage.harness.stragglers.find import (
     measured,
     same_work,
 )
-from torchdistpackage.harness.stragglers.findings import Alerts
 from torchdistpackage.harness.stragglers.phases import Phases
 from torchdistpackage.topology.mesh import Mesh, describe
 

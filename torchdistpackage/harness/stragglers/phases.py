@@ -19,9 +19,9 @@ from itertools import pairwise
 
 import torch
 
+from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.moments import TimingEvent, cuda_event
-from torchdistpackage.comm.record import recorder
-from torchdistpackage.harness.stragglers.cores import cpu_wait_clock
+from torchdistpackage.harness.stragglers.cpu_wait_clock import cpu_wait_clock
 
 KEPT = 16
 """Steps whose times are kept."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm import p2p, primitives
+from torchdistpackage.comm.flight_recorder import dtype_name
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.comm.record import dtype_name
 from torchdistpackage.harness.coded import (
     Like,
     expected_max,

@@ -17,8 +17,8 @@ import torch
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.harness.coded import compare
+from torchdistpackage.harness.comm_test_report import RankReport, StuckAt
 from torchdistpackage.harness.verify.checks import Check, GroupMember
-from torchdistpackage.harness.verify.verdict import RankReport, StuckAt
 
 _LOOK_S = 0.05
 

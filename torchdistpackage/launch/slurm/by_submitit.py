@@ -13,7 +13,7 @@ from pathlib import Path
 from torchdistpackage.config.schema import RequeueSection
 from torchdistpackage.errors import ConfigError, LaunchError
 from torchdistpackage.launch.slurm.batch_job import BatchJob
-from torchdistpackage.launch.slurm.files import RunDir
+from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.script import setup_lines, verdict_lines
 from torchdistpackage.launch.slurm.script_ranks import IGNORE_SIGNALS_UNTIL_READY
 

@@ -14,7 +14,7 @@ from torchdistpackage.bounded import check_regular
 from torchdistpackage.errors import ConfigError, LaunchError
 from torchdistpackage.launch.slurm.commands import Runner
 from torchdistpackage.launch.slurm.commands import run as run_command
-from torchdistpackage.launch.slurm.look import query_jobs
+from torchdistpackage.launch.slurm.query import query_jobs
 from torchdistpackage.launch.slurm.runs import Status, SubmittedRun, read_run, status
 from torchdistpackage.launch.slurm.states import Outcome
 

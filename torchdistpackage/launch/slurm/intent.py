@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.durable import atomic_write
+from torchdistpackage.launch.files import atomic_write
 from torchdistpackage.launch.slurm.commands import CommandTimeout, Runner
-from torchdistpackage.launch.slurm.files import RunDir
-from torchdistpackage.launch.slurm.look import GRACE_S
+from torchdistpackage.launch.slurm.query import GRACE_S
 from torchdistpackage.launch.slurm.records import Submission, append_record, read_records, to_json
+from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.states import array_job_id
 
 _CLOCKS_DIFFER_S = 60.0

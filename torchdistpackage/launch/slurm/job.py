@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchdistpackage.config.check import violations
-from torchdistpackage.config.problem import ConfigErrors
+from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.config.slurm_options import extra_of, header
+from torchdistpackage.config.slurm import extra_of, header
 from torchdistpackage.config.slurm_shape import LAYOUT, JobGeometry, job_geometry
 from torchdistpackage.launch.slurm.batch_job import BatchJob, CodePaths
-from torchdistpackage.launch.slurm.files import RunDir
+from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.script import render
 from torchdistpackage.launch.slurm.sweep import Sweep
 

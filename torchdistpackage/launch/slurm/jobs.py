@@ -13,14 +13,14 @@ from pathlib import Path
 
 from torchdistpackage.errors import HeldError, LaunchError
 from torchdistpackage.launch.lock import hold, holder_of
-from torchdistpackage.launch.slurm import suspects
+from torchdistpackage.launch.slurm import node_blocklist
 from torchdistpackage.launch.slurm.commands import CommandTimeout, Runner
 from torchdistpackage.launch.slurm.commands import run as run_command
 from torchdistpackage.launch.slurm.environment import scrub_slurm_env
-from torchdistpackage.launch.slurm.files import RunDir
 from torchdistpackage.launch.slurm.intent import resolve, submit
-from torchdistpackage.launch.slurm.look import GRACE_S, QueryResult, query_jobs
+from torchdistpackage.launch.slurm.query import GRACE_S, QueryResult, query_jobs
 from torchdistpackage.launch.slurm.records import Submission
+from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.runs import SubmittedRun
 from torchdistpackage.launch.slurm.states import JobInfo, array_job_id
 
@@ -115,7 +115,7 @@ def _resubmit(run: SubmittedRun, env: Mapping[str, str], runner: Runner, now: fl
     script = Path(run.latest.script)
     task = run.latest.job[len(array_job_id(run.latest.job)) + 1 :]
     options = [f"--array={task}"] if task else []
-    nodes = suspects.excluded(run.files.suspects, now)
+    nodes = node_blocklist.excluded(run.files.suspects, now)
     options += exclusion(script, nodes)
     record = replace(
         run.latest,

@@ -15,12 +15,12 @@ from torchdistpackage.bounded import check_regular, parse_json, read_regular
 from torchdistpackage.errors import ConfigError, LaunchError
 from torchdistpackage.launch.failure import Failure
 from torchdistpackage.launch.requeue import Decision, RequeueDecision
-from torchdistpackage.launch.slurm.files import RunDir
-from torchdistpackage.launch.slurm.look import GRACE_S
+from torchdistpackage.launch.slurm.query import GRACE_S
 from torchdistpackage.launch.slurm.records import Submission, read_records
+from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.starts import Start, read_starts
 from torchdistpackage.launch.slurm.states import JobInfo, Outcome, array_job_id
-from torchdistpackage.launch.supervise import read_failure_reports
+from torchdistpackage.launch.supervisor import read_failure_reports
 
 _TAIL_BYTES = 1 << 16
 _STEPS = re.compile(r"^train:\n(?:[ #].*\n|\n)*? +steps: *(\d+)", re.MULTILINE)

@@ -14,7 +14,7 @@ from textwrap import indent
 from torchdistpackage.launch.requeue import EXIT_REQUEUE_DENIED, EXIT_TEMPFAIL, RequeueDecision
 from torchdistpackage.launch.slurm.batch_job import BatchJob
 from torchdistpackage.launch.slurm.environment import DEVICES, KEPT, RANKS, SLURM
-from torchdistpackage.launch.slurm.files import RunDir
+from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.script_ranks import environment, patterns, ranks, verdict
 
 _BARE = re.compile(r"[\w@%+=:,./\[\]-]+", re.ASCII)

@@ -123,7 +123,7 @@ def verdict(job: BatchJob, start: str = "_tdp_start", more: str = "") -> tuple[s
     ask = f"""
 # No word: the ranks are asked who failed first, which says more than srun's code.
 [ "$_tdp_status" -ne 0 ] || exit 0
-{words((*job.container, *job.python))} -m torchdistpackage.launch.slurm.verdict \\
+{words((*job.container, *job.python))} -m torchdistpackage.launch.slurm.failure_report \\
     "$_tdp_run" "${start}" "$_tdp_status" "$_tdp_ntasks"{more}
 _tdp_said=$?
 """

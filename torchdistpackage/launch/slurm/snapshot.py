@@ -18,9 +18,9 @@ from pathlib import Path
 from types import ModuleType
 
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.durable import beside
+from torchdistpackage.launch.files import beside
 from torchdistpackage.launch.slurm.batch_job import CodePaths
-from torchdistpackage.launch.slurm.tree import LARGE_BYTES, Tree, some
+from torchdistpackage.launch.slurm.source_files import LARGE_BYTES, Tree, some
 
 PACKAGE = Path(__file__).resolve().parents[2]
 """This package, which is part of every snapshot, wherever it was imported from."""

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from torchdistpackage.bounded import parse_json
 from torchdistpackage.launch.requeue import RequeueLimits, restart_denied_reason
-from torchdistpackage.launch.slurm.files import RunDir, attempt_id
 from torchdistpackage.launch.slurm.lines import read_lines
+from torchdistpackage.launch.slurm.run_dir import RunDir, attempt_id
 
 
 @dataclass(frozen=True, slots=True)

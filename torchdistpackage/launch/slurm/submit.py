@@ -17,20 +17,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.config.slurm_options import extra_of
+from torchdistpackage.config.slurm import extra_of
 from torchdistpackage.errors import ConfigError, LaunchError
-from torchdistpackage.launch.durable import atomic_write_all
+from torchdistpackage.launch.files import atomic_write_all
 from torchdistpackage.launch.lock_file import make_folder, remove_empty
-from torchdistpackage.launch.slurm import suspects
+from torchdistpackage.launch.slurm import node_blocklist
 from torchdistpackage.launch.slurm.batch_job import BatchJob
 from torchdistpackage.launch.slurm.commands import Runner
 from torchdistpackage.launch.slurm.commands import run as run_command
 from torchdistpackage.launch.slurm.environment import options_dropped
-from torchdistpackage.launch.slurm.files import RunDir
 from torchdistpackage.launch.slurm.intent import resolve, submit
 from torchdistpackage.launch.slurm.job import absolute, batch_job, job_shape
 from torchdistpackage.launch.slurm.jobs import active_jobs, exclusion, refuse_held, sbatch
 from torchdistpackage.launch.slurm.records import Submission, append_record, read_records
+from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.runs import SubmittedRun
 from torchdistpackage.launch.slurm.script import render
 from torchdistpackage.launch.slurm.snapshot import (
@@ -41,8 +41,8 @@ from torchdistpackage.launch.slurm.snapshot import (
     materialize,
     prune,
 )
+from torchdistpackage.launch.slurm.source_files import tree_of
 from torchdistpackage.launch.slurm.sweep import Sweep
-from torchdistpackage.launch.slurm.tree import tree_of
 
 _ADVICE = (
     ("partition", "`sinfo -s` lists the partitions; set launch.slurm.partition"),
@@ -177,9 +177,9 @@ def submit_prepared(
     now_s, job = time.time(), prepared.job
     files = RunDir(prepared.runs[0][0])
     if read_records(files.records):
-        suspects.record_failed_nodes(files, env, runner, now_s=now_s)
-    nodes = suspects.excluded(files.suspects, now_s)
-    notes = (suspects.explain(files.suspects, now_s),) if nodes else ()
+        node_blocklist.record_failed_nodes(files, env, runner, now_s=now_s)
+    nodes = node_blocklist.excluded(files.suspects, now_s)
+    notes = (node_blocklist.explain(files.suspects, now_s),) if nodes else ()
     if shutil.which("sbatch", path=env.get("PATH")) is None:
         raise LaunchError("there is no sbatch here; submit from where it is, on a login node")
     write_run_dir(prepared, now_s)

@@ -17,17 +17,23 @@ from functools import partial
 import torch
 from torch import nn
 
+from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.primitives import Group, ranks_of
-from torchdistpackage.comm.record import recorder
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import CommError, ScheduleError
 from torchdistpackage.parallel.pipeline.clock import ComputeClock
-from torchdistpackage.parallel.pipeline.local_stage import Backward, Forward, Keep, Weight, autograd
-from torchdistpackage.parallel.pipeline.recording import Recording
-from torchdistpackage.parallel.pipeline.reduction import LastBackwardNotifier
-from torchdistpackage.parallel.pipeline.steps import COMPUTES, RankProgram, Step, within
+from torchdistpackage.parallel.pipeline.grad_sync import LastBackwardNotifier
+from torchdistpackage.parallel.pipeline.program import COMPUTES, RankProgram, Step, within
+from torchdistpackage.parallel.pipeline.stage_runner import (
+    Backward,
+    Forward,
+    Keep,
+    Weight,
+    autograd,
+)
+from torchdistpackage.parallel.pipeline.timeline_recorder import Recording
 from torchdistpackage.schedule.actions import ActionKind, Schedule
-from torchdistpackage.schedule.simulate import Span
+from torchdistpackage.schedule.timeline import Span
 
 __all__ = ["Backward", "Executor", "Forward", "autograd"]
 

@@ -1,4 +1,5 @@
-"""A transformers model with fewer of its blocks: what a stage of a pipeline runs (hugging_face.py).
+"""A transformers model with fewer of its blocks: what a stage of a pipeline runs
+(partition/hf_decoder.py).
 
 One rule: the family's own forward runs, and nothing of it is written anew. Activations enter where
 the first block is called and leave where the last one returns, whatever was made of them before.

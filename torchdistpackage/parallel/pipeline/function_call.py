@@ -25,7 +25,7 @@ from torchdistpackage.parallel.pipeline.kept import (
     schedule_for,
 )
 from torchdistpackage.parallel.pipeline.microbatches import samples_in, sizes_of
-from torchdistpackage.parallel.pipeline.order import Order
+from torchdistpackage.parallel.pipeline.resolve_schedule import Order
 from torchdistpackage.parallel.pipeline.stage_call import Signature
 from torchdistpackage.schedule.actions import Schedule
 

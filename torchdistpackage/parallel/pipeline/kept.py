@@ -19,9 +19,13 @@ from torch import Tensor
 from torchdistpackage.comm.creation import is_alive
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.parallel.pipeline.executor import Executor
-from torchdistpackage.parallel.pipeline.order import Order, has_backward, resolve_schedule
+from torchdistpackage.parallel.pipeline.resolve_schedule import (
+    Order,
+    has_backward,
+    resolve_schedule,
+)
 from torchdistpackage.schedule.actions import Schedule
-from torchdistpackage.schedule.generate import evaluation
+from torchdistpackage.schedule.generators.registry import evaluation
 
 MOST_KEPT = 8
 """Executors of one function: forms of its batches, numbers of microbatches, groups."""

@@ -18,8 +18,8 @@ from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import CommError
 from torchdistpackage.layout.derive import BATCH_AXES
 from torchdistpackage.optim.clip import scale_gradients
-from torchdistpackage.parallel.pipeline.local_stage import Weight
 from torchdistpackage.parallel.pipeline.microbatches import Mean, is_scalar, tensors_in
+from torchdistpackage.parallel.pipeline.stage_runner import Weight
 
 IGNORED = -100
 """What torch's losses leave out of a mean by default."""

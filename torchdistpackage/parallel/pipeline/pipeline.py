@@ -27,6 +27,7 @@ from torchdistpackage.parallel.pipeline import one_pass
 from torchdistpackage.parallel.pipeline.agreement import StepAgreement, common_samples
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.interrupted import refuse_interrupted, step_over
+from torchdistpackage.parallel.pipeline.loss_broadcast import LossBroadcast
 from torchdistpackage.parallel.pipeline.losses import (
     Addition,
     Losses,
@@ -36,13 +37,12 @@ from torchdistpackage.parallel.pipeline.losses import (
 )
 from torchdistpackage.parallel.pipeline.microbatches import cut, samples_in, sizes_of
 from torchdistpackage.parallel.pipeline.one_pass import Named, StepInputs
-from torchdistpackage.parallel.pipeline.order import CostsOrder, Order, has_backward
-from torchdistpackage.parallel.pipeline.own_stages import Stages, agree_on_stages, listed
 from torchdistpackage.parallel.pipeline.reducing import HasReducer, StageReducers
+from torchdistpackage.parallel.pipeline.resolve_schedule import CostsOrder, Order, has_backward
 from torchdistpackage.parallel.pipeline.stage_call import Signature
-from torchdistpackage.parallel.pipeline.telling import LossBroadcast
+from torchdistpackage.parallel.pipeline.stages import Stages, agree_on_stages, listed
 from torchdistpackage.schedule.actions import Schedule
-from torchdistpackage.schedule.generate import evaluation
+from torchdistpackage.schedule.generators.registry import evaluation
 
 Loss = Tensor | tuple[Tensor, Tensor | float]
 

@@ -7,11 +7,11 @@ from typing import Protocol, cast
 from torch import Tensor, nn
 
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
+from torchdistpackage.ddp.param_spec import ParamSpec
+from torchdistpackage.ddp.ready import ScheduledReady
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.ddp.shared import ParamSpec
-from torchdistpackage.ddp.steered import ScheduledReady
+from torchdistpackage.ddp.zero.grad_buffer import ReduceScatterBucket
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
-from torchdistpackage.ddp.zero.scattered import ReduceScatterBucket
 from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.pipeline.stage_call import Stage
 

@@ -5,7 +5,7 @@ product whose matrix can wait it leaves the gradient that came there and the oth
 else. The second hands each parameter what it waits for in one backward of its own, so that it is
 accumulated as ever: hooks run, in the dtype of `.grad`, and who sums it over ranks is told.
 
-A parameter waits if all its gradients can be had later (weight_gradients.py). The others get
+A parameter waits if all its gradients can be had later (deferred_wgrad.py). The others get
 theirs in the first pass: those of norms and added biases, which cost little; those behind
 autograd functions, so all of a compiled stage; those under a checkpoint, which would be run
 again; those from which a matrix is computed (weight norm), as that needs memory of theirs that
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from torchdistpackage.parallel.pipeline.backward_graph import Graph, Node
-from torchdistpackage.parallel.pipeline.weight_gradients import DeferredGrad, deferred_gradient
+from torchdistpackage.parallel.pipeline.autograd_graph import Graph, Node
+from torchdistpackage.parallel.pipeline.deferred_wgrad import DeferredGrad, deferred_gradient
 
 AT_ONCE_BYTES = 2**20
 """Gradients that are handed over in one backward: to start one costs as much as a small product."""

@@ -11,7 +11,7 @@ from torch import nn
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.layout.collect import collect
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.parallel.pipeline.split import split_by_cost
+from torchdistpackage.parallel.pipeline.partition.cost_split import split_by_cost
 
 
 class Chain(nn.Module):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from torchdistpackage.comm.messages import Message
-from torchdistpackage.parallel.pipeline.envelope import Members, pack_with_skips, unpack_with_skips
+from torchdistpackage.parallel.pipeline.skips import Members, pack_with_skips, unpack_with_skips
 
 Stage = Callable[..., object]
 _WRAPPED = ("module", "_orig_mod", "fn")

@@ -1,0 +1,176 @@
+"""Debug mode: before a call, its members compare what they are about to do.
+
+One rule: who differs is told on every member alike, with both sides, before any data moves; a
+backend would give wrong numbers, or wait for ever. It costs one small collective a call, and the
+texts are exchanged only when their digests differ.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchdistpackage.comm.backends import device_of
+from torchdistpackage.comm.flight_recorder import dtype_name, recorder
+from torchdistpackage.errors import CommError
+
+TEXT_BYTES = 192
+"""What a side says of a call; longer texts are cut."""
+_SENDS, _RECEIVES = 0x7DD, 0x7DE
+"""Tags of what a sender says and what a receiver says, apart from all data."""
+
+
+@contextmanager
+def checked_calls(on: bool = True) -> Iterator[None]:
+    """Inside, every collective and message of this package is compared first. On all ranks alike.
+
+    Inside, a call that differs between the members of its group raises CommError on all of them.
+    """
+    before, recorder.checks = recorder.checks, on
+    try:
+        yield
+    finally:
+        recorder.checks = before
+
+
+def agree(
+    operation: str, group: dist.ProcessGroup, x: Tensor | None, facts: Sequence[object]
+) -> None:
+    """Compare a collective that is about to be issued, over its group.
+
+    facts: what must be equal beside the shape; where they say that rows vary, or give the rows of
+    each rank, the first dim may differ.
+
+    Raises:
+        CommError: on all members, if any differs.
+    """
+    told = _told(operation, x, facts)
+    digest = int.from_bytes(hashlib.sha1(told.encode(), usedforsecurity=False).digest()[:7], "big")
+    seen = _gathered(torch.tensor([digest], dtype=torch.int64), group, told)
+    if len({int(x) for x in seen}) > 1:
+        raise _difference(group, [_read(x) for x in _gathered(_written(told), group, told)])
+
+
+def agree_pairs(
+    operation: str, group: dist.ProcessGroup, sent: Sequence[int], received: Sequence[int]
+) -> None:
+    """Compare the rows that each rank sends to each with those that it expects.
+
+    Raises:
+        CommError: on all members, if a pair differs.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    mine = torch.tensor([*sent, *received], dtype=torch.int64)
+    table = [x.tolist() for x in _gathered(mine, group, operation)]
+    wrong = [
+        f"rank {ranks[i]} sends {table[i][j]} rows to rank {ranks[j]}, "
+        f"which expects {table[j][len(ranks) + i]}"
+        for i in range(len(ranks))
+        for j in range(len(ranks))
+        if table[i][j] != table[j][len(ranks) + i]
+    ]
+    if wrong:
+        raise CommError(
+            f"{operation} over ranks {tuple(ranks)} does not fit: {'; '.join(wrong[:8])}; "
+            f"receive_sizes of one rank are the send_sizes of the others for it"
+        )
+
+
+def agree_messages(group: dist.ProcessGroup, messages: Sequence[tuple[str, Tensor, int]]) -> None:
+    """Compare messages (`send` or `receive`, tensor, global peer) with those of each peer.
+
+    The k-th send to a rank is compared with its k-th receive from this one. So this waits until
+    every peer has come to its own; what is only begun (`start_send`) is not compared for that.
+
+    Raises:
+        CommError: on both sides of a pair, if they differ; or a peer did not come in time.
+    """
+    device, me = device_of(group), dist.get_rank()
+    # both sides of a pair in one order, what goes up first: NCCL knows no tags
+    messages = sorted(messages, key=lambda m: (m[0] == "send") != (me < m[2]))
+    tags = (_SENDS, _RECEIVES) if recorder.line(group).direct else (0, 0)
+    told = [f"{what} {dtype_name(x.dtype)}{list(x.shape)}" for what, x, _ in messages]
+    rooms = [torch.empty(TEXT_BYTES, dtype=torch.uint8, device=device) for _ in messages]
+    operations: list[dist.P2POp] = []
+    for (what, _, peer), room, text in zip(messages, rooms, told, strict=True):
+        here, there = tags if what == "send" else reversed(tags)
+        operations.append(dist.P2POp(dist.irecv, room, peer, group, there))
+        operations.append(dist.P2POp(dist.isend, _written(text).to(device), peer, group, here))
+    limit = recorder.line(group).limit
+    try:
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait() if limit is None else work.wait(limit)
+    except RuntimeError as error:
+        peers = sorted({peer for _, _, peer in messages})
+        raise CommError(
+            f"rank {me} and ranks {peers} could not compare their messages "
+            f"({', '.join(told)}); whoever did not come says why: {error}"
+        ) from error
+    wrong = [
+        f"rank {me} is about to {mine}, rank {peer} to {theirs}"
+        for (_, _, peer), mine, theirs in zip(messages, told, map(_read, rooms), strict=True)
+        if theirs != _mirrored(mine)
+    ]
+    if wrong:
+        raise CommError(
+            f"messages do not fit: {'; '.join(wrong)}; give both sides the same shape and dtype"
+        )
+
+
+def _gathered(mine: Tensor, group: dist.ProcessGroup, told: str) -> list[Tensor]:
+    """`mine` of all members."""
+    mine = mine.to(device_of(group))
+    seen = [torch.empty_like(mine) for _ in range(group.size())]
+    try:
+        dist.all_gather(seen, mine, group=group)
+    except RuntimeError as error:
+        line = recorder.line(group)
+        raise CommError(
+            f"call number {line.issued + 1} of ranks {line.ranks}, here {told}, could not be "
+            f"compared: a member did not come to it, or refused it, and says why itself: {error}"
+        ) from error
+    return seen
+
+
+def _told(operation: str, x: Tensor | None, facts: Sequence[object]) -> str:
+    told = operation
+    if x is not None:
+        varies = bool(facts) and str(facts[0]).startswith("rows")
+        shape = ["rows", *x.shape[1:]] if varies else list(x.shape)
+        told += f" of {dtype_name(x.dtype)}[{', '.join(map(str, shape))}]"
+    return told + "".join(f", {fact}" for fact in facts)
+
+
+def _difference(group: dist.ProcessGroup, texts: list[str]) -> CommError:
+    ranks, line = dist.get_process_group_ranks(group), recorder.line(group)
+    sides: dict[str, list[int]] = {}
+    for rank, text in zip(ranks, texts, strict=True):
+        sides.setdefault(text, []).append(rank)
+    shown = "; ".join(f"{_ranks(who)} {text}" for text, who in sides.items())
+    where = f"the {line.axis} group of ranks" if line.axis else "the group of ranks"
+    return CommError(
+        f"call number {line.issued + 1} over {where} {tuple(ranks)} differs: {shown}; "
+        f"all members must make the same calls in the same order"
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}:" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}:"
+
+
+def _mirrored(told: str) -> str:
+    """What the peer says of the message of which this rank says `told`."""
+    what, _, of = told.partition(" ")
+    return f"{'receive' if what == 'send' else 'send'} {of}"
+
+
+def _written(text: str) -> Tensor:
+    raw = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+
+def _read(x: Tensor) -> str:
+    return bytes(x.tolist()).rstrip(b"\0").decode(errors="replace")

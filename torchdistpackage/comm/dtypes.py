@@ -1,0 +1,166 @@
+"""How a tensor of any dtype travels: as numbers that the back ends add, or as bytes.
+
+One rule: moving needs no arithmetic, so what a back end does not know goes as bytes; adding
+does, so it goes as the nearest type that has the same sums, or is refused.
+"""
+
+from collections.abc import Callable, Sequence
+from operator import index
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchdistpackage.comm.flight_recorder import dtype_name
+from torchdistpackage.errors import CommError
+
+PLAIN = frozenset(
+    {
+        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+        *(torch.int8, torch.uint8, torch.int32, torch.int64),
+    }
+)
+"""What gloo and NCCL both take in every collective."""
+
+_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+
+
+def to_bytes(x: Tensor) -> Tensor:
+    """The same rows, contiguous, in a dtype that all back ends move; of a contiguous x, a view."""
+    if x.requires_grad:
+        x = x.detach()
+    if x.is_neg() or x.is_conj():
+        x = x.resolve_conj().resolve_neg()
+    if x.dtype in PLAIN:
+        return x.contiguous()
+    return x.contiguous().unsqueeze(-1).view(torch.uint8)
+
+
+def in_place_of(x: Tensor, wire: Tensor) -> Callable[[], Tensor] | None:
+    """How `x` gets what arrived in `wire`, made by `to_bytes`; None: it is the same memory."""
+    if wire.data_ptr() == x.data_ptr():
+        return None
+
+    def back() -> Tensor:
+        with torch.no_grad():
+            return x.copy_(wire if wire.dtype == x.dtype else wire.view(x.dtype).squeeze(-1))
+
+    return back
+
+
+def to_reducible(
+    x: Tensor, op: dist.ReduceOp.RedOpType
+) -> tuple[Tensor, Callable[[], Tensor] | None]:
+    """(what is reduced in place, how `x` gets the result; None: it is the same memory).
+
+    Raises:
+        CommError: there is no such reduction of this dtype.
+    """
+    wire, dtype = x.detach() if x.requires_grad else x, x.dtype
+    if wire.is_neg():
+        wire = wire.resolve_neg()
+    if dtype not in PLAIN:
+        wire = _nearest(wire, op)
+    elif op == dist.ReduceOp.AVG and not dtype.is_floating_point:
+        raise _refusal(dtype, "averaged", "sum them, and divide")
+    if not wire.is_contiguous():
+        if any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True)):
+            raise CommError(
+                f"a tensor of shape {tuple(x.shape)} whose elements share memory (expanded) cannot "
+                f"hold the result of a reduction in place; use x.clone()"
+            )
+        wire = wire.contiguous()
+    if wire.dtype in PLAIN and wire.data_ptr() == x.data_ptr():
+        return wire, None
+
+    def back() -> Tensor:
+        with torch.no_grad():
+            return x.copy_(torch.view_as_complex(wire) if dtype.is_complex else wire)
+
+    return wire, back
+
+
+def as_added(x: Tensor) -> Tensor:
+    """Contiguous rows that every back end adds, for `from_added`.
+
+    Raises:
+        CommError: there is no sum of this dtype.
+    """
+    if x.requires_grad:
+        x = x.detach()
+    if x.is_neg():
+        x = x.resolve_neg()
+    return (x if x.dtype in PLAIN else _nearest(x, dist.ReduceOp.SUM)).contiguous()
+
+
+def from_added(wire: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sums made of `as_added` of tensors of `dtype`, in that dtype."""
+    return torch.view_as_complex(wire) if dtype.is_complex else wire.to(dtype)
+
+
+def added(parts: Sequence[Tensor]) -> Tensor:
+    """Sum of the parts in their order, in the memory of the first; narrow floats in float32."""
+    total = parts[0]
+    if total.is_floating_point() and total.dtype.itemsize < 4:
+        return sum((part.float() for part in parts[1:]), total.float()).to(total.dtype)
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def rows(x: Tensor, group: dist.ProcessGroup, sizes: Sequence[int] | None, held: str) -> list[int]:
+    """Rows of each rank. `held`: whether x is "mine", or "all" parts one after the other.
+
+    Raises:
+        CommError: x is not what the sizes say, or does not divide.
+    """
+    size = group.size()
+    if x.dim() == 0:
+        raise CommError("a tensor of no dims has no rows to gather or scatter; use x.reshape(1)")
+    num = x.shape[0]
+    if sizes is None:
+        if held == "mine":
+            return [num] * size
+        if num % size:
+            raise CommError(
+                f"{num} rows cannot be shared evenly by {size} ranks; use a multiple of {size}, "
+                f"or say the rows of each rank in sizes="
+            )
+        return [num // size] * size
+    sizes = [index(size) for size in sizes]
+    if len(sizes) != size or min(sizes) < 0:
+        raise CommError(
+            f"sizes {sizes} must be {size} counts of rows, one for each rank of the group"
+        )
+    expected, where = (
+        (sizes[group.rank()], f"rank {group.rank()} of the group")
+        if held == "mine"
+        else (sum(sizes), "all ranks together")
+    )
+    if num != expected:
+        raise CommError(
+            f"sizes {sizes} say that {where} has {expected} rows, but this tensor has shape "
+            f"{tuple(x.shape)}; give each rank's rows in the order of the group"
+        )
+    return sizes
+
+
+def _nearest(x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+    dtype = x.dtype
+    if dtype.is_complex:
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise _refusal(dtype, "ordered", "reduce its abs()")
+        return torch.view_as_real(x.resolve_conj())
+    if op == dist.ReduceOp.AVG:
+        raise _refusal(dtype, "averaged", "convert it to a float")
+    if dtype in _WIDER:
+        return x.to(_WIDER[dtype])
+    if dtype is torch.bool:
+        # as torch adds them; gloo has a sum of bytes, which would wrap at 256 ranks
+        return x.to(torch.int32)
+    wider = "bfloat16" if dtype.is_floating_point else "int64"
+    raise _refusal(dtype, "reduced", f"convert it to {wider}, or gather it and reduce it yourself")
+
+
+def _refusal(dtype: torch.dtype, what: str, instead: str) -> CommError:
+    return CommError(f"tensors of dtype {dtype_name(dtype)} cannot be {what}; {instead}")

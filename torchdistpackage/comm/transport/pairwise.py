@@ -1,0 +1,102 @@
+"""Collectives made of direct messages between all pairs, for gloo.
+
+There a message goes at the full rate of the link in both directions at once, if its receive was
+posted before this rank began to send; gloo's own reduce_scatter costs a whole all_reduce, and its
+all_gather knows no uneven parts. So: post every receive, then every send, then wait.
+
+Messages of a call meet those of the same kind and number of call alone, so ranks that differ wait
+for each other, as in any collective, and do not take one for the other.
+"""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from torchdistpackage.comm.flight_recorder import recorder
+
+Group = dist.ProcessGroup
+GATHERED, SUMMED, EXPECTED_GATHERED, EXPECTED_SUMMED = range(4)
+"""Kinds of calls that are made of messages."""
+PIECE_BYTES = 2**20
+"""Longer messages travel in even pieces of about this, so that a notice of readiness to receive,
+which queues behind what is being sent, waits for no more than half as much again."""
+_FIRST_TAG, _NUM_TAGS = 2**12, 2**28
+"""Above what messages by themselves use over the same group; gloo's tags have 31 bits."""
+
+
+def pairwise(
+    kind: int,
+    send: Sequence[Tensor],
+    receive: Sequence[Tensor],
+    group: Group,
+    async_op: bool = False,
+) -> list[dist.Work]:
+    """send[i] to rank i of the group, receive[i] from it; mine are copied. The caller waits.
+
+    All are contiguous. Empty ones do not travel, so both sides must know which are.
+    """
+    mine, line = group.rank(), recorder.line(group)
+    line.settle()
+    tag = call_tag(kind, line.issued)
+    receive[mine].copy_(send[mine])
+    return post_receives(receive, group, tag) + post_sends(send, group, tag)
+
+
+def expected_tag(kind: int, group: Group) -> int:
+    """For a call of which receives are posted ahead: members count these alike, apart from calls
+    in general, of which others may come first."""
+    line = recorder.line(group)
+    line.settle()
+    line.expected += 1
+    return call_tag(kind, line.expected)
+
+
+def call_tag(kind: int, number: int) -> int:
+    return _FIRST_TAG + 4 * (number % _NUM_TAGS) + kind
+
+
+def post_receives(
+    parts: Sequence[Tensor], group: Group, tag: int, reverse: Group | None = None
+) -> list[dist.Work]:
+    """parts[i] from rank i of the group, except mine.
+
+    reverse: a group of the same ranks (companions.py, `make_duplex_groups`) for what goes from a
+    rank to one before it, None: the same. Whoever posts on a connection waits while gloo reads from
+    it, which may be for long where all cores compute; so traffic that is to hide behind computation
+    has a connection for each way.
+    """
+    mine, reverse = group.rank(), reverse or group
+    # the first to be sent to me is the first of which I tell that I am ready
+    others = reversed(_others(group))
+    return [
+        (reverse if i > mine else group).recv([x], i, tag)
+        for i in others
+        for x in _pieces(parts[i])
+    ]
+
+
+def post_sends(
+    parts: Sequence[Tensor], group: Group, tag: int, reverse: Group | None = None
+) -> list[dist.Work]:
+    """parts[i] to rank i of the group, except mine; reverse: as above."""
+    mine, reverse = group.rank(), reverse or group
+    return [
+        (reverse if i < mine else group).send([x], i, tag)
+        for i in _others(group)
+        for x in _pieces(parts[i])
+    ]
+
+
+def _others(group: Group) -> list[int]:
+    """Each begins with another peer, so that no rank is everybody's first."""
+    mine, size = group.rank(), group.size()
+    return [(mine + step) % size for step in range(1, size)]
+
+
+def _pieces(x: Tensor) -> Sequence[Tensor]:
+    num_elements = x.numel()
+    num_pieces = round(num_elements * x.itemsize / PIECE_BYTES)
+    if num_pieces <= 1:
+        return (x,) if num_elements else ()
+    return x.view(-1).split(-(-num_elements // num_pieces))

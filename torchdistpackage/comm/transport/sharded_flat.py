@@ -1,0 +1,276 @@
+"""Reduce-scatter and all-gather in place on one flat tensor, of which each rank owns a slice.
+
+One rule: an element is summed in group order, whoever owns it, so how a tensor is cut changes no
+number. On gloo both are made of messages (pairwise.py), and what arrived is added up in `wait()`.
+
+A slice that finds its receiver ready leaves at once, also while this process computes; else it
+waits for a notice that queues behind what the receiver itself is sending. So who knows what comes
+next tells it with an `expect_` function, before the sends of the calls ahead. Where nothing is
+posted ahead (`posts_ahead`) that says nothing, and makes no memory.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchdistpackage.comm.backends import require_host_memory
+from torchdistpackage.comm.companions import reverse_group
+from torchdistpackage.comm.dtypes import as_added, to_bytes
+from torchdistpackage.comm.flight_recorder import dtype_name, recorder
+from torchdistpackage.comm.issue import run_async
+from torchdistpackage.comm.primitives import gather_into, scatter_into
+from torchdistpackage.comm.transport.pairwise import (
+    EXPECTED_GATHERED,
+    EXPECTED_SUMMED,
+    expected_tag,
+    post_receives,
+    post_sends,
+)
+from torchdistpackage.comm.work import Pending
+from torchdistpackage.errors import CommError
+
+Group = dist.ProcessGroup
+
+
+def start_reduce_scatter_v(
+    flat: Tensor, bounds: Sequence[int], group: Group, *, wire: torch.dtype | None = None
+) -> Pending:
+    """Begin to sum `flat` (n,) over the group: rank i gets elements bounds[i] to bounds[i + 1].
+
+    After `wait()` my slice holds its sum, and what others own is undefined; until then `flat` must
+    be left alone, and its memory stay.
+    bounds: one more than the group has ranks, ascending; slices may be uneven or empty.
+    wire: the float dtype in which parts travel; sums are made in flat's own, narrow ones in
+        float32 (NCCL adds what travels in flat's own dtype in that).
+
+    Raises:
+        CommError: flat, bounds or wire do not fit, or the backend failed.
+    """
+    return prepost_reduce_scatter_v(flat, bounds, group, wire=wire)()
+
+
+def start_all_gather_v(
+    flat: Tensor, bounds: Sequence[int], group: Group, *, wire: torch.dtype | None = None
+) -> Pending:
+    """Begin to fill `flat` (n,), of which rank i has elements bounds[i] to bounds[i + 1].
+
+    Until `wait()` it must be left alone, and its memory stay.
+    wire: the float dtype in which slices travel; mine is rounded to it in `wait()`, so that all
+        ranks end with equal numbers.
+
+    Raises:
+        CommError: flat, bounds or wire do not fit, or the backend failed.
+    """
+    return prepost_all_gather_v(flat, bounds, group, wire=wire)()
+
+
+def prepost_reduce_scatter_v(
+    flat: Tensor, bounds: Sequence[int], group: Group, *, wire: torch.dtype | None = None
+) -> Callable[[], Pending]:
+    """`start_reduce_scatter_v`, ready to receive; what comes back starts it, once.
+
+    `flat` is read, and written, from the start on. All ranks expect in the same order, and start
+    what they expect in one order too; one that is not started must be dropped by all.
+    """
+    if group.size() == 1:
+        return partial(Pending, flat)
+    cut = _FlatShards("sum", flat, as_added(flat), bounds, group, wire)
+    if posts_ahead(group):
+        mine = cut.mine
+        rooms = [
+            part[:0] if part is mine else torch.empty_like(mine, dtype=cut.wire)
+            for part in cut.parts
+        ]
+        tag = expected_tag(EXPECTED_SUMMED, group)
+        works = post_receives(rooms, group, tag, cut.down)
+        return partial(cut.start, "reduce_scatter", partial(cut.add, rooms), _send, works, cut, tag)
+    if cut.wire is cut.mine.dtype:
+        into = scatter_into, cut.mine, cut.whole
+        if not cut.even:
+            into = dist.reduce_scatter, cut.mine, cut.parts
+        return partial(cut.start, "reduce_scatter", None, *into)
+    return partial(_start_by_all_to_all, cut)
+
+
+def prepost_all_gather_v(
+    flat: Tensor,
+    bounds: Sequence[int],
+    group: Group,
+    *,
+    wire: torch.dtype | None = None,
+    mine: Tensor | None = None,
+) -> Callable[[], Pending]:
+    """`start_all_gather_v`, ready to receive; what comes back starts it, once.
+
+    From here on what others own of `flat` may be overwritten, so its memory must stay. All ranks
+    expect in the same order, and start what they expect in one order too; one that is not started
+    must be dropped by all.
+    mine: where the start finds my elements if not in `flat`, of another float dtype perhaps; they
+        are in `flat` too after `wait()`.
+    """
+    if group.size() == 1:
+        return partial(Pending, flat) if mine is None else partial(_set, flat, bounds, mine)
+    cut = _FlatShards("gather", flat, to_bytes(flat), bounds, group, wire)
+    if not posts_ahead(group):
+        return partial(_start_gather, cut, mine)
+    parts, finish = cut.rooms()[1:]
+    tag = expected_tag(EXPECTED_GATHERED, group)
+    works = post_receives(parts, group, tag, cut.down)
+    return partial(cut.start, "all_gather", finish, _spread, works, cut, parts, mine, tag)
+
+
+def posts_ahead(group: Group) -> bool:
+    """Whether the `expect_` functions post receives, for which the memory must be there."""
+    return group.size() > 1 and recorder.line(group).direct
+
+
+class _FlatShards:
+    """A tensor and whose its parts are; dtype on the wire.
+
+    Raises:
+        CommError: they do not fit.
+    """
+
+    def __init__(
+        self,
+        what: Literal["sum", "gather"],
+        flat: Tensor,
+        body: Tensor,
+        bounds: Sequence[int],
+        group: Group,
+        wire: torch.dtype | None,
+    ):
+        lengths = [stop - start for start, stop in pairwise(bounds)]
+        if len(lengths) != group.size() or min(lengths) < 0 or bounds[0] < 0:
+            raise CommError(
+                f"bounds {list(bounds)} must be {group.size() + 1} ascending indices: where the "
+                f"slice of each of the {group.size()} ranks begins, and the end of the last"
+            )
+        if flat.dim() != 1 or bounds[-1] > len(flat) or body.data_ptr() != flat.data_ptr():
+            raise CommError(
+                f"cannot {what} slices up to element {bounds[-1]} in place in a tensor of shape "
+                f"{tuple(flat.shape)}, stride {flat.stride()} and dtype {dtype_name(flat.dtype)}; "
+                f"use a contiguous one of one dim that is long enough, of floats or int64"
+            )
+        if recorder.line(group).direct:
+            require_host_memory(what, group, flat)
+        if wire is not None and not (wire.is_floating_point and flat.is_floating_point()):
+            raise CommError(
+                f"{dtype_name(flat.dtype)} cannot be rounded to {dtype_name(wire)} for the wire; "
+                f"only floats can, to floats, so leave wire out"
+            )
+        self.flat, self.group, self.lengths = flat, group, lengths
+        self.even = len({*lengths}) == 1
+        self.whole = body[bounds[0] : bounds[-1]]
+        self.parts = list(self.whole.split(lengths))
+        self.place = group.rank()
+        self.down = reverse_group(
+            group
+        )  # once for what is sent and received: one may be made meanwhile
+        self.mine = self.parts[self.place]
+        self.wire = wire or body.dtype
+
+    def start(
+        self, operation: str, finish: Callable[[], Tensor] | None, function, *args
+    ) -> Pending:
+        facts = ("rows of each rank", *self.lengths)
+        return run_async(operation, self.group, self.flat, facts, finish, function, *args)
+
+    def rooms(self) -> tuple[Tensor, list[Tensor], Callable[[], Tensor] | None]:
+        """Where a gather arrives, as one and in parts, and what brings it from there to `flat`."""
+        if self.wire is self.mine.dtype:
+            return self.whole, self.parts, None
+        whole = torch.empty_like(self.whole, dtype=self.wire)
+        return whole, list(whole.split(self.lengths)), partial(self.write, whole)
+
+    @torch.no_grad()
+    def add(self, rooms: Sequence[Tensor]) -> Tensor:
+        """My slice becomes the sum in group order of it and what came into the rooms."""
+        mine, place = self.mine, self.place
+        narrow = mine.is_floating_point() and mine.itemsize < 4
+        total = mine.float() if narrow else mine
+        if place:  # those before me add up first
+            before = rooms[0]
+            for room in rooms[1:place]:
+                before = before.to(total.dtype).add_(room)
+            total += before
+        for room in rooms[place + 1 :]:
+            total += room
+        if narrow:
+            mine.copy_(total)
+        return self.flat
+
+    @torch.no_grad()
+    def write(self, arrived: Tensor) -> Tensor:
+        self.whole.copy_(arrived)
+        return self.flat
+
+
+def _send(
+    works: list[dist.Work], cut: _FlatShards, tag: int, *, group: Group, async_op: bool
+) -> list[dist.Work]:
+    """Its part to each rank that was told to expect one."""
+    parts = [cut.mine if part is cut.mine else part.to(cut.wire) for part in cut.parts]
+    return works + post_sends(parts, group, tag, cut.down)
+
+
+def _spread(
+    works: list[dist.Work],
+    cut: _FlatShards,
+    parts: list[Tensor],
+    mine: Tensor | None,
+    tag: int,
+    *,
+    group: Group,
+    async_op: bool,
+) -> list[dist.Work]:
+    """My part to all ranks that expect it."""
+    sent = [_rounded(cut, parts, mine)] * len(parts)
+    return works + post_sends(sent, group, tag, cut.down)
+
+
+def _start_gather(cut: _FlatShards, mine: Tensor | None) -> Pending:
+    """Of a back end that is told nothing ahead, so that memory for the wire is made here."""
+    whole, parts, finish = cut.rooms()
+    into = (gather_into, whole) if cut.even else (dist.all_gather, parts)
+    return cut.start("all_gather", finish, _gather, cut, parts, mine, *into)
+
+
+def _gather(
+    cut: _FlatShards,
+    parts: list[Tensor],
+    mine: Tensor | None,
+    function,
+    into,
+    *,
+    group: Group,
+    async_op,
+):
+    return function(into, _rounded(cut, parts, mine), group=group, async_op=async_op)
+
+
+def _rounded(cut: _FlatShards, parts: list[Tensor], mine: Tensor | None) -> Tensor:
+    """My part as it travels, which is where the others' will be."""
+    source, part = cut.mine if mine is None else mine, parts[cut.place]
+    return part if part is source else part.copy_(source)
+
+
+@torch.no_grad()
+def _set(flat: Tensor, bounds: Sequence[int], mine: Tensor) -> Pending:
+    flat[bounds[0] : bounds[1]] = mine
+    return Pending(flat)
+
+
+def _start_by_all_to_all(cut: _FlatShards) -> Pending:
+    """A sum over NCCL whose parts are narrower than it: NCCL would add in their dtype."""
+    num, length = len(cut.parts), len(cut.mine)
+    room = cut.mine.new_empty((num * length,), dtype=cut.wire)
+    finish = partial(cut.add, room.view(num, length).unbind())
+    splits = [length] * num, cut.lengths
+    sent = cut.whole.to(cut.wire)
+    return cut.start("reduce_scatter", finish, dist.all_to_all_single, room, sent, *splits)

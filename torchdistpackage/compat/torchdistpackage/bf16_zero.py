@@ -1,0 +1,87 @@
+"""ZeRO for a built optimizer alone, with the signature that the earlier package had.
+
+One rule: without the module no forward tells which backward counts, so either every backward that
+brings a gradient sums what it has and the sums add up, or all of it waits for `step`.
+"""
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchdistpackage.comm.primitives import Group, is_queued
+from torchdistpackage.comm.world import world
+from torchdistpackage.ddp.bucket_sizes import MIB, bucket_sizes
+from torchdistpackage.ddp.weak_hook import WeakHook
+from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
+
+
+class Bf16ZeroOptimizer(ZeroOptimizer):
+    """Shard `optim` over `dp_group`; bf16 and fp16 parameters get fp32 masters.
+
+    optim: built over the parameters. dp_group: ranks that see different batches, by default
+        tpc's data (and context) ranks, or everybody.
+    bf16_master_weights: the optimizer works on the parameters as they are, without masters.
+    overlap_comm: sums travel under the backward and parameters under what follows `step`; whoever
+        reads a parameter first waits for it.
+    stage: 1 shards the optimizer's state, 2 gradients too: then each backward sums, and keeps
+        its part of the sums alone. Every rank must make as many backwards that reach parameters.
+    bucket_size: elements that may travel together. bucketize: False sends each parameter alone.
+    replicas: ranks that hold the same shard, if `dp_group` is a part of those that see different
+        batches: `same_place(dp_group)`.
+
+    Where a ZeroOptimizer can have the module, it sends earlier and knows which backward counts.
+
+    Raises:
+        LayoutError: the optimizer cannot work on a part of the parameters.
+        ValueError: `stage` is neither 1 nor 2.
+    """
+
+    def __init__(
+        self,
+        optim: Optimizer,
+        dp_group: Group | None = None,
+        bf16_master_weights: bool = False,
+        overlap_comm: bool = False,
+        stage: int = 2,
+        bucket_size: float = 5e8,
+        bucketize: bool = True,
+        *,
+        replicas: Group | None = None,
+    ):
+        if stage not in (1, 2):
+            raise ValueError(
+                f"stage is {stage}; use 1 or 2, or ZeroOptimizer with the module for stage 3"
+            )
+        sizes = [p.element_size() for group in optim.param_groups for p in group["params"]]
+        default_bytes = bucket_sizes(queued=is_queued(world())).default_bytes
+        cap_mib = min(default_bytes, bucket_size * min(sizes, default=1)) / MIB
+        super().__init__(
+            optim,
+            stage=stage,
+            group=dp_group,
+            overlap=overlap_comm,
+            bucket_cap_mb=cap_mib if bucketize else 1 / MIB,
+            replicas=replicas,
+            master_dtype=torch.bfloat16 if bf16_master_weights else None,
+        )
+        self._in_backward = overlap_comm or stage == 2
+        if self._in_backward:
+            for parameter in self.reducer.parameters:
+                self._guards.handles.append(parameter.register_hook(WeakHook(self._arm)))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of parameters and pieces, or set them to zero."""
+        with torch.no_grad():
+            self.reducer.watch(())  # no backward is running: forget one that failed
+        super().zero_grad(set_to_none)
+
+    def _step(self) -> None:
+        if not self._in_backward:
+            # on every rank alike, whoever had a gradient
+            with torch.enable_grad():
+                self.reducer.watch(())
+        super()._step()
+
+    def _arm(self, grad: Tensor) -> None:
+        """Hook of a gradient on its way: this backward sums."""
+        self.reducer.watch((), wait=not self._overlap)

@@ -1,0 +1,73 @@
+"""The earlier package's two bandwidth tests, called by hand on every rank of a group.
+
+They are the bench's own measurement with one size, and return the same figures by the factors
+that the earlier ones used, which are those of harness/operations.py.
+"""
+
+import statistics
+
+import torch
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.tpc import resolve_group
+from torchdistpackage.errors import CommError
+from torchdistpackage.harness.measure import payload
+from torchdistpackage.harness.measure.operations import UnitRank, sync, tdp_call
+from torchdistpackage.harness.measure.timing import in_turns
+from torchdistpackage.harness.operations import COLLECTIVES
+
+MODES = ("all_reduce", "all_gather", "reduce_scatter")
+NUM_ITERATIONS, NUM_WARMUP = 20, 3
+
+
+def test_collection(
+    ele_num_total: int, mode: str = "all_reduce", group: Group | None = None
+) -> tuple[float, float]:
+    """(bus bandwidth in GB/s, seconds a call) of one collective over `group`, default: everybody.
+
+    ele_num_total: float32 elements of the larger buffer of a rank, a multiple of the group's size
+        but for all_reduce. mode: one of MODES. Equal on all ranks: the slowest counts.
+
+    Raises:
+        CommError: there is no such mode, the elements do not divide, or the backend failed.
+    """
+    if mode not in MODES:
+        raise CommError(f"there is no mode {mode!r} of test_collection; use {', '.join(MODES)}")
+    return _bandwidth(mode, ele_num_total, group)
+
+
+def test_all2all_balanced(ele_num: int, group: Group | None = None) -> tuple[float, float]:
+    """The same of an all-to-all in which each rank sends each other one as much.
+
+    ele_num: float32 elements of a rank's send buffer, a multiple of the group's size.
+    """
+    return _bandwidth("all_to_all", ele_num, group)
+
+
+# the names are the earlier package's, and pytest would take them for tests
+test_collection.__test__ = False  # type: ignore[attr-defined]
+test_all2all_balanced.__test__ = False  # type: ignore[attr-defined]
+
+
+def _bandwidth(operation: str, num_elements: int, group: Group | None) -> tuple[float, float]:
+    group = resolve_group(group, "global")
+    ranks, size, device = primitives.ranks_of(group), group.size(), primitives.device_of(group)
+    if num_elements < 1 or (COLLECTIVES[operation].in_parts and num_elements % size):
+        raise CommError(
+            f"{operation} of {num_elements} elements over {size} ranks: use 1 or more"
+            + (f", in {size} equal parts" if COLLECTIVES[operation].in_parts else "")
+        )
+    place = UnitRank(ranks, group.rank(), group)
+    x = payload.make_input(operation, place.index, size, num_elements, (torch.float32, device))
+    (mine,) = in_turns(
+        [tdp_call(operation, x, place)],
+        sync(operation, place),
+        device,
+        iterations=NUM_ITERATIONS,
+        warmup=NUM_WARMUP,
+    )
+    slowest = torch.tensor(mine.seconds, dtype=torch.float64, device=device)
+    time_s = statistics.median(primitives.all_reduce(slowest, group, primitives.MAX).tolist())
+    num_bytes = num_elements * x.element_size()
+    return COLLECTIVES[operation].bus_bytes_per_s(num_bytes, size, time_s) / 1e9, time_s

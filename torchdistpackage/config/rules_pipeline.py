@@ -1,0 +1,217 @@
+"""The rules of the pipeline section: pieces for its stages, chunks, and the files that it names.
+
+One rule: whatever a schedule or a file would refuse once processes run is refused here, where
+none does.
+"""
+
+from functools import lru_cache
+from pathlib import Path
+
+from torchdistpackage.config.rule import Rule, rule
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.config.types import AUTO, CUSTOM, SCHEDULES
+from torchdistpackage.errors import ScheduleError
+from torchdistpackage.schedule.actions import Schedule
+from torchdistpackage.schedule.costs_file import CostsFile, read_costs
+from torchdistpackage.schedule.csv import csv_text, from_csv
+from torchdistpackage.schedule.generators.registry import TWO_CHUNKS
+
+MAX_CELLS = (1 << 15, 1 << 12)
+"""Microbatches times stages of a schedule that is made, by name or by a search (`auto`): larger
+ones take minutes."""
+
+
+def piece_names(layers: int) -> tuple[str, ...]:
+    """What a named model may be cut between: also between the attention and the MLP of a layer."""
+    halves = (f"blocks.{i}.{half}" for i in range(layers) for half in ("attention", "mlp"))
+    return ("embed", *halves, "head")
+
+
+def num_stages(config: RunConfig) -> int:
+    """Of the whole pipeline; under auto the fewest that it may choose.
+
+    Raises:
+        ScheduleError: they stand in a file that does not read.
+    """
+    name, chunks = config.pipeline.schedule, config.pipeline.chunks
+    if name == CUSTOM:
+        return custom_schedule(config).num_stages
+    return config.parallel.pipe * (chunks or (2 if name in TWO_CHUNKS else 1))
+
+
+def custom_schedule(config: RunConfig) -> Schedule:
+    """The schedule in `pipeline.file`, with messages, checked.
+
+    Raises:
+        ScheduleError: it cannot be read or run; names file and line.
+    """
+    assert config.pipeline.file is not None
+    path = Path(config.pipeline.file)
+    found = _parse(csv_text(path), path.stem)
+    if isinstance(found, ScheduleError):
+        raise ScheduleError(f"{path}: {found}") from found
+    return found
+
+
+@lru_cache(maxsize=2)
+def _parse(text: str, name: str) -> Schedule | ScheduleError:
+    """Several rules ask for the same file on each of many worlds: a bad one is read once too."""
+    try:
+        return from_csv(text, name=name)
+    except ScheduleError as error:
+        return error
+
+
+def measured_costs(config: RunConfig) -> CostsFile | None:
+    """What `pipeline.costs` holds, if it names a file.
+
+    Raises:
+        ScheduleError: it does not read; names file and key.
+    """
+    path = config.pipeline.costs
+    return None if path is None else read_costs(path)
+
+
+@rule("pipeline.file", "pipeline.schedule", "pipeline.microbatches", "parallel.pipe")
+def _file_is_a_schedule(c: RunConfig, world_size: int | None) -> str | None:
+    name, file = c.pipeline.schedule, c.pipeline.file
+    if name != CUSTOM:
+        unread = f"pipeline.file={file} would not be read with pipeline.schedule={name}"
+        return None if file is None else f"{unread}; remove it, or set schedule to {CUSTOM}"
+    if file is None:
+        return f"pipeline.schedule={CUSTOM} needs pipeline.file, a CSV with a row a pipe rank"
+    try:
+        schedule = custom_schedule(c)
+    except ScheduleError as error:
+        return str(error)
+    ranks, number = len(schedule.programs), schedule.num_microbatches
+    if ranks != c.parallel.pipe:
+        return (
+            f"{file} is a schedule of {ranks} ranks, but parallel.pipe={c.parallel.pipe}; set pipe "
+            f"to {ranks}, or name another file"
+        )
+    if number != c.pipeline.microbatches:
+        return (
+            f"{file} is a schedule of {number} microbatches, but pipeline.microbatches="
+            f"{c.pipeline.microbatches}; set microbatches to {number}, or name another file"
+        )
+    idle = [i for i in range(ranks) if not schedule.stages_of(i)]
+    if idle:
+        return f"{file} gives rank {idle[0]} no stage; write a stage into each row, or fewer rows"
+    return None if schedule.has_backward else f"{file} has no backward; it would train nothing"
+
+
+@rule("parallel.pipe", "pipeline.chunks", "pipeline.schedule", "pipeline.microbatches")
+def _schedule_is_no_slip(c: RunConfig, world_size: int | None) -> str | None:
+    name, number = c.pipeline.schedule, c.pipeline.microbatches
+    if name == CUSTOM:
+        return None
+    most, stages = MAX_CELLS[name == AUTO], num_stages(c)
+    if stages * number <= most:
+        return None
+    return (
+        f"pipeline.microbatches={number} on {stages} stages makes {stages * number:,} passes, more "
+        f"than the {most:,} that pipeline.schedule={name} is made for; set microbatches to "
+        f"{max(most // stages, 1)} or less, or use fewer stages"
+    )
+
+
+@rule("pipeline.chunks", "pipeline.schedule")
+def _chunks_fit_schedule(c: RunConfig, world_size: int | None) -> str | None:
+    name, chunks = c.pipeline.schedule, c.pipeline.chunks
+    if chunks is None or name == AUTO:
+        return None
+    given = f"pipeline.chunks={chunks} with pipeline.schedule={name}"
+    if name == CUSTOM:
+        return f"{given}, whose file says which stages a rank has; remove it"
+    if chunks == 1 or name in TWO_CHUNKS:
+        return None
+    others = [n for n in SCHEDULES if n in TWO_CHUNKS]
+    return (
+        f"{given}, which has one stage on a rank; leave chunks out, or set schedule to "
+        f"{', '.join(others)} or {AUTO}"
+    )
+
+
+@rule(
+    *("parallel.pipe", "model.layers", "model.name", "pipeline.chunks", "pipeline.schedule"),
+    *("pipeline.file", "pipeline.microbatches"),
+)
+def _stages_have_pieces(c: RunConfig, world_size: int | None) -> str | None:
+    pipe, layers, name = c.parallel.pipe, c.model.layers, c.pipeline.schedule
+    if c.model.name is None or (name == CUSTOM and _file_is_a_schedule.message(c, world_size)):
+        return None
+    stages, pieces = num_stages(c), len(piece_names(layers))
+    if stages <= pieces:
+        return None
+    chunks = stages // pipe
+    each = f" x {chunks} chunks, as pipeline.schedule={name} has them," if chunks > 1 else ""
+    fits = pieces // chunks
+    offer = f"set pipe to {fits} or less, or " if fits else ""
+    return (
+        f"parallel.pipe={pipe}{each} makes {stages} stages, but model.layers={layers} gives "
+        f"{pieces} pieces: the embedding, attention and MLP of each layer, the head; {offer}set "
+        f"layers to {-(-(stages - len(piece_names(0))) // 2)} or more"
+    )
+
+
+@rule("pipeline.costs", "pipeline.partition")
+def _costs_are_there(c: RunConfig, world_size: int | None) -> str | None:
+    by_time = c.pipeline.partition == "time"
+    try:
+        found = measured_costs(c)
+    except ScheduleError as error:
+        return str(error)
+    if by_time and found is None:
+        return (
+            "pipeline.partition=time needs pipeline.costs, a file with the seconds of each piece, "
+            "such as the costs.yaml that a run leaves in its folder"
+        )
+    if by_time and found is not None and not found.pieces:
+        return (
+            f"pipeline.partition=time needs the seconds of each piece, but {c.pipeline.costs} has "
+            f"no `pieces`; take the costs.yaml of a run, or set partition to cost"
+        )
+    return None
+
+
+@rule(
+    *("pipeline.costs", "pipeline.schedule", "pipeline.chunks", "pipeline.partition"),
+    *("parallel.pipe", "model.layers", "model.name", "pipeline.file", "pipeline.microbatches"),
+)
+def _costs_are_of_this_run(c: RunConfig, world_size: int | None) -> str | None:
+    if _costs_are_there.message(c, world_size) or _file_is_a_schedule.message(c, world_size):
+        return None
+    found, pipe, auto = measured_costs(c), c.parallel.pipe, c.pipeline.schedule == AUTO
+    if found is None:
+        return None
+    try:
+        if found.pieces and c.model.name is not None:
+            found.check_pieces(piece_names(c.model.layers))
+        elif found.pieces and c.pipeline.partition == "time":
+            return None  # of a user's own model, which only its build can compare
+        elif not auto or c.pipeline.chunks is not None:
+            found.of(num_stages(c))
+        elif found.num_stages is None:
+            return (
+                f"{found.source} has one number for every stage, so a stage would cost as much "
+                f"however many there are; set pipeline.chunks, or give it `pieces`"
+            )
+        elif found.num_stages % pipe:
+            return (
+                f"{found.source} has costs of {found.num_stages} stages, which parallel.pipe="
+                f"{pipe} ranks cannot share evenly; measure this run"
+            )
+    except ScheduleError as error:
+        return str(error)
+    return None
+
+
+PIPELINE_RULES: tuple[Rule, ...] = (
+    _file_is_a_schedule,
+    _schedule_is_no_slip,
+    _chunks_fit_schedule,
+    _stages_have_pieces,
+    _costs_are_there,
+    _costs_are_of_this_run,
+)

@@ -1,0 +1,282 @@
+"""The options of a Slurm job under Slurm's own names, and ours beside them: `launch.slurm`.
+
+One rule: a job that cannot be is refused here, not in a queue. What is in OPTIONS goes into the
+header of the batch script as it is written, EXTRA says what the script does around it, and RESERVED
+is refused with what to use instead. Dashes and underscores are the same.
+"""
+
+import difflib
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from torchdistpackage.config.errors import MAX_PROBLEMS
+
+
+@dataclass(frozen=True, slots=True)
+class OptionType:
+    """What an option takes, in words, and whether a text is that.
+
+    flag: true stands for the bare option. many: a list is joined with commas.
+    """
+
+    expected: str
+    fits: Callable[[str], bool]
+    flag: bool = False
+    many: bool = False
+
+
+def _matching(pattern: str) -> Callable[[str], bool]:
+    compiled = re.compile(pattern, re.ASCII)  # Slurm knows no other digits
+    return lambda text: bool(compiled.fullmatch(text))
+
+
+def _is_time(text: str) -> bool:
+    days, _, clock = text.rpartition("-")
+    small = [int(part) for part in re.findall(r"\d+", clock)]
+    is_time = re.fullmatch(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", text, re.ASCII)
+    return bool(is_time) and max(small[1:], default=0) < 60 and not (days and small[0] > 23)
+
+
+_SPAN = r"[1-9]\d{0,5}(-[1-9]\d{0,5}(:[1-9]\d{0,5})?)?"
+
+
+MAX_CHOICES = 1024
+"""Different numbers of nodes; each is a world on which the rules are tried."""
+_MAX_TEXT = 4096
+"""Characters of an option: a line of the script."""
+
+
+def node_counts(text: str) -> tuple[int, ...]:
+    """Every number of nodes that `4`, `4-8`, `1-9:4` or `2,4` allows, ascending; () if wrong."""
+    counts: set[int] = set()
+    if len(text) <= _MAX_TEXT and re.fullmatch(f"{_SPAN}(,{_SPAN})*", text, re.ASCII):
+        for span in text.split(","):
+            bounds, _, step = span.partition(":")
+            first, _, last = bounds.partition("-")
+            found = range(int(first), int(last or first) + 1, int(step or 1))
+            if not 0 < len(found) <= MAX_CHOICES:
+                return ()
+            counts.update(found)
+            if len(counts) > MAX_CHOICES:
+                return ()
+    return tuple(sorted(counts))
+
+
+_TEXT = OptionType("a text", lambda text: bool(text.strip()))
+_LIST = OptionType("a text or a list of texts", _TEXT.fits, many=True)
+_COUNT = OptionType("a whole number, 1 or more", _matching(r"[1-9]\d{0,8}"))
+_NUMBER = OptionType("a whole number", _matching(r"-?\d{1,10}"))
+_FLAG = OptionType("true or false", lambda text: False, flag=True)
+_MAYBE = OptionType("true or a text", _TEXT.fits, flag=True)
+_TIME = OptionType("a time: MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS or UNLIMITED", _is_time)
+_MEMORY = OptionType("a number of MB, or a number with K, M, G or T", _matching(r"\d+[KMGTkmgt]?"))
+_GPUS = OptionType("a number of GPUs, or type:number", _matching(r"([\w.-]+:)?[1-9]\d{0,5}"))
+_NODES = OptionType(
+    "a number, a range such as 4-8, or a list such as 2,4: up to 1,024 different ones",
+    lambda t: bool(node_counts(t)),
+)
+_SIGNAL = OptionType(
+    "a signal and how many seconds before the end it comes, such as USR1@120; it goes to the ranks",
+    _matching(r"(R:)?(SIG)?([A-Z]+[12]?|\d{1,2})(@\d{1,5})?"),
+)
+_BLOCK = OptionType(
+    "block, or block: and more, because ranks that follow each other share a node",
+    _matching(r"block(:.+)?"),
+)
+
+
+def _all(kind: OptionType, names: str) -> dict[str, OptionType]:
+    return dict.fromkeys(names.split(), kind)
+
+
+OPTIONS: dict[str, OptionType] = {
+    **_all(_TEXT, "account qos reservation constraint prefer cluster-constraint comment extra"),
+    **_all(_TEXT, "admin-comment mail-user mcs-label wckey begin network cpu-freq gpu-freq"),
+    **_all(_TEXT, "acctg-freq gres-flags bb bbf hint mem-bind profile power switches priority"),
+    **_all(_TEXT, "extra-node-info nodefile propagate kill-on-invalid-dep deadline oom-kill-step"),
+    **_all(_LIST, "partition gres licenses dependency mail-type exclude nodelist"),
+    **_all(_COUNT, "ntasks ntasks-per-node ntasks-per-core ntasks-per-socket cpus-per-task"),
+    **_all(_COUNT, "mincpus threads-per-core cores-per-socket sockets-per-node segment"),
+    **_all(_NUMBER, "core-spec thread-spec delay-boot wait-all-nodes"),
+    **_all(_FLAG, "contiguous hold reboot spread-job use-min-nodes overcommit stepmgr"),
+    **_all(_FLAG, "oversubscribe consolidate-segments spread-segments"),
+    **_all(_MAYBE, "exclusive nice"),
+    **_all(_TIME, "time time-min"),
+    **_all(_MEMORY, "mem mem-per-cpu mem-per-gpu tmp"),
+    **_all(_GPUS, "gpus gpus-per-node gpus-per-task"),
+    "nodes": _NODES,
+    "signal": _SIGNAL,
+    "distribution": _BLOCK,
+}
+"""Those of sbatch's long options that a run may choose; a Slurm may know fewer or forbid some."""
+
+EXTRA: dict[str, str] = {
+    "container": "words put before the command of every task, e.g. apptainer exec --nv train.sif",
+    "srun": "a list of more options for srun, e.g. [--container-image=train.sqsh]",
+    "modules": "a list of modules to load",
+    "conda": "name or folder of a conda environment",
+    "prologue": "a list of lines of shell that run on the first node before the ranks start",
+    "files": "a list of files or globs that go into the snapshot of the code",
+}
+"""What is no option of sbatch."""
+
+_LAYOUT = "every task sees all GPUs of its node"
+_QUIET = "its answer is read by this package"
+RESERVED: dict[str, str] = {
+    "output": "the output goes to logs/main.log in the run folder; set run.dir",
+    "error": "errors go to logs/main.log in the run folder; set run.dir",
+    "input": "no rank reads an input; use data.path",
+    "open-mode": "the main log is always appended to, or a requeue would erase it",
+    "job-name": "the job has the name of the run; set run.name",
+    "array": "use tdp submit --sweep key=value,value",
+    "requeue": "set launch.requeue.mode to requeue",
+    "no-requeue": "set launch.requeue.mode to never or chain",
+    "no-kill": "a job that lost a node cannot go on; set launch.requeue.mode to requeue",
+    "wrap": "the script is written for you; lines of your own go to launch.slurm.prologue",
+    "export": "the job gets a clean environment; set variables in launch.slurm.prologue",
+    "export-file": "the job gets a clean environment; set variables in launch.slurm.prologue",
+    "get-user-env": "the job gets a clean environment; set variables in launch.slurm.prologue",
+    "chdir": "the job works in the folder that you submit from; change to it first",
+    "test-only": "use tdp submit --dry-run",
+    "wait": "use tdp submit --follow",
+    **dict.fromkeys(("parsable", "quiet", "verbose"), _QUIET),
+    "clusters": "a job is looked for where it was submitted; submit on that cluster's login node",
+    "cpus-per-gpu": "use launch.slurm.cpus-per-task",
+    "ntasks-per-gpu": "use launch.slurm.ntasks-per-node",
+    "gpus-per-socket": f"{_LAYOUT}; use launch.slurm.gpus-per-node",
+    "gpu-bind": f"{_LAYOUT}, which is how they reach each other fastest; leave it out",
+    "tres-bind": f"{_LAYOUT}, which is how they reach each other fastest; leave it out",
+    "tres-per-task": "use launch.slurm.cpus-per-task and launch.slurm.gpus-per-node",
+    **dict.fromkeys(("uid", "gid"), "the job is yours"),
+}
+"""Options of sbatch that this package sets, or that do not go with what it sets."""
+
+_SRUN_STATED = {
+    **dict.fromkeys(("nodes", "N", "ntasks", "n", "ntasks-per-node"), "layout of the tasks"),
+    **dict.fromkeys(("cpus-per-task", "c"), "CPUs of a task"),
+    **dict.fromkeys(("kill-on-bad-exit", "K"), "end of all ranks when one fails"),
+    **dict.fromkeys(("output", "o", "error", "e", "open-mode", "input", "i"), "output"),
+    **dict.fromkeys(("export", "chdir", "D", "multi-prog"), "environment of the ranks"),
+    "mpi": "way the ranks meet, which needs no MPI",
+}
+
+Found = tuple[str, str]
+"""Key as written, and what is wrong with it."""
+
+
+def canonical_name(key: str) -> str:
+    """Slurm's spelling: ntasks_per_node is ntasks-per-node."""
+    return key.replace("_", "-")
+
+
+def problems(section: Mapping[str, object]) -> tuple[Found, ...]:
+    """What is wrong with each key of `launch.slurm` by itself, in the order of the keys."""
+    found: list[Found] = []
+    seen: dict[str, str] = {}
+    for key, value in section.items():
+        name = canonical_name(key)
+        if name in seen:
+            found.append((key, f"says the same as {seen[name]}; keep one of them"))
+        elif text := _problem(name, value):
+            found.append((key, text))
+        seen.setdefault(name, key)
+        if len(found) >= MAX_PROBLEMS:  # the advice for a name takes long
+            break
+    return tuple(found)
+
+
+def _problem(name: str, value: object) -> str | None:
+    if name in RESERVED:
+        return f"is not for a run to set: {RESERVED[name]}"
+    if name in EXTRA:
+        return None if value is None else _problem_of_extra(name, value)
+    if name not in OPTIONS:
+        valid = (*OPTIONS, *EXTRA)
+        close = difflib.get_close_matches(name, [*valid, *RESERVED], n=1)
+        if close and close[0] in RESERVED:
+            return f"unknown option; {close[0]} {_problem(close[0], None)}"
+        meant = f"did you mean {close[0]}? " if close else ""
+        return f"unknown option; {meant}valid: {', '.join(sorted(valid))}"
+    kind = OPTIONS[name]
+    if value is None or (kind.flag and isinstance(value, bool)):
+        return None
+    text = _plain(value, kind.many)
+    if text is None or len(text) > _MAX_TEXT or not kind.fits(text):
+        return f"wants {kind.expected}, got {_shown(value)}"
+    if not text.isprintable():
+        return (
+            f"cannot be a line of the script: {_shown(value)} has a character that is not printable"
+        )
+    return None
+
+
+def _shown(value: object) -> str:
+    """In a message, whatever its length."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _plain(value: object, many: bool) -> str | None:
+    if isinstance(value, list) and many:
+        items = [_plain(item, False) for item in cast(list[object], value)]
+        return ",".join(x for x in items if x) if items and all(items) else None
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        return None
+    return str(value)
+
+
+def _problem_of_extra(name: str, value: object) -> str | None:
+    items = cast(list[object], value) if isinstance(value, list) else [value]
+    wants_one = name == "conda"
+    if (wants_one and isinstance(value, list)) or not all(isinstance(x, str) and x for x in items):
+        kind = "a text" if wants_one else "texts in a list"
+        return f"wants {kind}: {EXTRA[name]}; got {_shown(cast(object, value))}"
+    try:
+        words = words_of(name, cast(object, value))
+    except ValueError as error:
+        return f"is not a command: {error}; got {_shown(cast(object, value))}"
+    if bad := [word for word in words if not word.replace("\t", " ").isprintable()]:
+        return f"cannot be a line of the script: {bad[0]!r} has a character that is not printable"
+    for word in words if name == "srun" else ():
+        option = word.partition("=")[0]
+        stated = option[2:] if option.startswith("--") else option[1:2]
+        if not word.startswith("-"):
+            return f"wants options, each a text that begins with a dash, got {word!r}"
+        if stated in _SRUN_STATED:
+            return f"may not change the {_SRUN_STATED[stated]}, as {word} does; leave it out"
+    return None
+
+
+def words_of(name: str, value: object) -> tuple[str, ...]:
+    """The value of one of EXTRA as words, or as lines for the prologue.
+
+    Raises:
+        ValueError: a command in one text has a quote that is not closed.
+    """
+    if value is None:
+        return ()
+    texts = cast(list[str], value) if isinstance(value, list) else [str(value)]
+    if name == "prologue":  # may be one text of several lines
+        return tuple(line for text in texts for line in text.splitlines())
+    if name in ("container", "srun") and not isinstance(value, list):
+        return tuple(shlex.split(texts[0]))
+    return tuple(texts)
+
+
+def header(section: Mapping[str, object]) -> dict[str, str | None]:
+    """Options of sbatch with their texts in Slurm's spelling; None: the bare option."""
+    lines: dict[str, str | None] = {}
+    for key, value in section.items():
+        kind = OPTIONS.get(canonical_name(key))
+        if kind is None or value is None or value is False:
+            continue
+        lines[canonical_name(key)] = None if value is True else _plain(value, kind.many)
+    return lines
+
+
+def extra_of(section: Mapping[str, object], name: str) -> tuple[str, ...]:
+    """Words or lines of one of EXTRA; () where it is left out."""
+    return words_of(name, next((v for k, v in section.items() if canonical_name(k) == name), None))

@@ -1,0 +1,224 @@
+"""A bucket whose sum is shared out: each rank ends with its own slice of it.
+
+One rule: the slice counts until the optimizer has stepped. Sums of several backwards before that
+add up; the first after it begins anew. `ParamShard.tensor.grad` is a view of it for every shard
+that some rank used, None for the others, just as one process has it.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.comm.primitives import Group, Pending, start_all_reduce
+from torchdistpackage.comm.transport.sharded_flat import posts_ahead, prepost_reduce_scatter_v
+from torchdistpackage.ddp.zero.flat_layout import FlatLayout
+from torchdistpackage.ddp.zero.incoming import GradBuffer
+from torchdistpackage.ddp.zero.master_store import MasterStore, OnDevice
+from torchdistpackage.ddp.zero.param_shard import ParamShard
+from torchdistpackage.ddp.zero.used_flags import UsedFlags
+
+UNDER_WAY = 2
+"""Of those that save memory, how many are expected, if any are (`posts_ahead`), or still under way,
+when another leaves."""
+EXPECTED = 16
+"""Of others. Saying so waits while gloo reads from that connection, so it is said early."""
+
+
+class ReduceScatterBucket:
+    """Carrier of the gradients on `line`.
+
+    shards: mine, whose gradients these become. dtype: of the shards. freed: keep the slice alone
+    once it is made (stages 2 and 3). copies: of slices, if not beside them. wire: dtype in which
+    gradients travel. left, settled: called when they leave, and when the shards have their sum.
+
+    awaits_rows: somebody adds rows to the sum, and calls `settled` afterwards.
+    """
+
+    def __init__(
+        self,
+        line: FlatLayout,
+        shards: Sequence[ParamShard],
+        marks: UsedFlags,
+        *,
+        dtype: torch.dtype,
+        freed: bool = False,
+        copies: MasterStore | None = None,
+        wire: torch.dtype | None = None,
+        replicas: Group | None = None,
+        left: Callable[[], object] = lambda: None,
+        settled: Callable[[], object] = lambda: None,
+    ):
+        self.line, self.shards = line, shards
+        self.next: Sequence[
+            ReduceScatterBucket
+        ] = ()  # those that leave after it, as many as are expected
+        self.before: ReduceScatterBucket | None = (
+            None  # whose memory must be free by the time this leaves
+        )
+        self.gradients = GradBuffer(line, freed, self._begin)
+        self._slice = line.mine(self.gradients.flat)
+        self.gradients.free()
+        self._apart = freed or copies is not None or dtype != self._slice.dtype
+        self._copies: MasterStore = copies or OnDevice()
+        self.total = self._copies.allocate(self._slice, dtype) if self._apart else self._slice
+        self._views = [shard.view(self.total) for shard in shards]
+        self._marks, self._first_mark = marks, marks.add(len(line.members))
+        self._wire, self._replicas = wire, replicas
+        self._posts_ahead = posts_ahead(line.group)
+        self._left, self.settled, self.awaits_rows = left, settled, False
+        self._without: list[int] = []
+        self._go: Callable[[], Pending] | None = None  # begins the sum that is expected
+        self._pending: Pending | None = None
+        self._landed = False
+        self._is_lost = False  # the backward that failed had sent others
+        self._counts = False  # total is a sum that has not been stepped
+        self._stepped = False  # gradients of the shards are of a step that is over
+        self._before: Tensor | None = None  # the total, while its memory is used otherwise
+
+    @property
+    def launched(self) -> bool:
+        return self._pending is not None
+
+    def launch(self) -> None:
+        self._without = self.gradients.complete()
+        if self.before is not None:
+            self.before.land()
+        self.expect()
+        if self._posts_ahead:
+            for carrier in self.next:
+                carrier.expect()
+        assert self._go is not None
+        self._pending, self._go = self._go(), None
+        self.gradients.release()
+        self._marks.leave(self._first_mark, self._without)
+        self._left()
+
+    def expect(self) -> None:
+        """Be ready for what others send of this bucket."""
+        if self._go is None:
+            line = self.line
+            self.gradients.have_memory()
+            self._go = prepost_reduce_scatter_v(
+                self.gradients.flat, line.bounds, line.group, wire=self._wire
+            )
+
+    def land(self) -> None:
+        """Wait for the sum over the group; if there are replicas, begin that over them."""
+        if self._pending is None or self._landed:
+            return
+        self._pending.wait()
+        self._landed = True
+        if self._replicas is not None:
+            self._pending = start_all_reduce(self._slice, self._replicas)
+        else:
+            self._add_up()
+
+    def wait(self) -> None:
+        self.land()
+        if self._replicas is not None:
+            assert self._pending is not None
+            self._pending.wait()
+            self._add_up()
+            self._marks.land()
+        self._pending, self._landed = None, False
+        for carrier in self.next[: self._copies.ahead]:
+            carrier.land()
+        for shard, view in zip(self.shards, self._views, strict=True):
+            if shard.place not in self._without or self._marks.used(self._first_mark + shard.place):
+                shard.tensor.grad = view
+            elif self._stepped:
+                shard.tensor.grad = None
+        self._stepped = False
+        if not self.awaits_rows:
+            self.settled()
+
+    def add_rows(self, place: int, ids: Tensor, rows: Tensor) -> None:
+        """Add to the sum, which is here, rows `ids` (n) of member `place`: (n, ...)."""
+        self.wait_offloaded()
+        for shard, view in zip(self.shards, self._views, strict=True):
+            if shard.place == place:
+                shard.add_rows(view, ids.to(view.device), rows.to(view))
+                shard.tensor.grad = view
+
+    def abandon(self) -> None:
+        self.gradients.undivide()
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending, self._landed, self._is_lost = None, False, True
+        self.wait_offloaded()
+        if self._is_lost:  # and with it what has not left: ranks keep all sums or none
+            self.drop()
+            self._is_lost = False
+            for carrier in self.next:
+                carrier._is_lost = True
+        self._marks.forget()
+
+    def wait_offloaded(self) -> None:
+        """Until the host may read the sum, and write it."""
+        self._copies.wait(self.total)
+
+    def stepped(self) -> None:
+        """The optimizer has used the gradients."""
+        self._counts, self._stepped = False, True
+
+    def drop(self) -> None:
+        """Forget all gradients, of the shards and of the parameters."""
+        for shard in self.shards:
+            shard.tensor.grad = None
+        if not self.gradients.empty:
+            self.gradients.release()
+            if self._go is None:
+                self.gradients.free()
+        self._counts, self._before = False, None
+
+    def zero(self) -> None:
+        """Set all gradients to zero that there are."""
+        self.wait_offloaded()
+        for shard in self.shards:
+            if shard.tensor.grad is not None:
+                shard.tensor.grad.zero_()
+        if not self.gradients.empty:
+            self.gradients.zero()
+        self._stepped, self._before = False, None
+
+    def _begin(self) -> None:
+        """A gradient is about to come in."""
+        if self._apart:
+            self._copies.free(self.total)
+        elif self._counts:
+            self._begin_anew(self._views)
+            self._before = self.total.clone()
+
+    def _begin_anew(self, views: Sequence[Tensor]) -> None:
+        """Where the user threw away what there was, by `.grad = None` of a shard."""
+        for shard, view in zip(self.shards, views, strict=True):
+            if shard.tensor.grad is None:
+                view.zero_()
+
+    def _views_of(self, total: Tensor) -> list[Tensor]:
+        """The same as of `self.total`; parameters, which may be absent, are not asked."""
+        by = total.storage_offset() - self.total.storage_offset()
+        return [total.as_strided(v.shape, v.stride(), v.storage_offset() + by) for v in self._views]
+
+    def _add_up(self) -> None:
+        if self._before is not None:
+            self._slice.add_(self._before)
+            self._before = None
+        elif self._apart and self._counts:
+            total = self._copies.here(self.total)
+            self._begin_anew(self._views if total is self.total else self._views_of(total))
+            total.add_(self._slice.to(total.dtype))
+            self._copies.offload(self.total, total)
+        elif self._apart:
+            self._copies.offload(self.total, self._slice)
+        self.gradients.free()
+        self._counts = True
+
+
+def line_up(carriers: Sequence[ReduceScatterBucket], *, saves_memory: bool) -> None:
+    """They leave in this order: each is told who leaves after it, and on whom it waits."""
+    for i, carrier in enumerate(carriers):
+        carrier.next = carriers[i + 1 :][: UNDER_WAY if saves_memory else EXPECTED]
+        if saves_memory and i >= UNDER_WAY:
+            carrier.before = carriers[i - UNDER_WAY]

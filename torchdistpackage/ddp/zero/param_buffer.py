@@ -1,0 +1,162 @@
+"""The memory of one bucket's parameters: mine are stepped, everybody's are gathered.
+
+One rule: parameters are views of one flat tensor, of which I own a slice. Where the optimizer may
+work on that slice itself it does; else it works on `master`, a copy of the slice that is wider, or
+elsewhere, or there while the rest is freed, and each gather begins with writing it down.
+"""
+
+from collections.abc import Callable
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor, nn
+
+from torchdistpackage.comm.primitives import Group, Pending, broadcast
+from torchdistpackage.comm.transport.sharded_flat import prepost_all_gather_v
+from torchdistpackage.ddp.zero.absent import mark_gathered, mark_ungathered
+from torchdistpackage.ddp.zero.flat_layout import FlatLayout
+from torchdistpackage.ddp.zero.master_store import MasterStore, OnDevice
+from torchdistpackage.ddp.zero.streams import Stream, streams_of
+
+Need = WeakMethod[Callable[["ParamBuffer"], None]]
+"""What is told when somebody reads a parameter that is freed, to `fetch` it or say why not."""
+
+
+class ParamBuffer:
+    """Takes over the parameters of `line`; afterwards they are views of `flat`.
+
+    master: dtype of the copy that the optimizer works on, None if it works on the slice itself.
+    copies: where that is. wire: dtype in which slices travel. on_read: None if nothing is freed;
+    its owner, who has the rest, lives on while something is.
+    """
+
+    def __init__(
+        self,
+        line: FlatLayout,
+        *,
+        replicas: Group | None = None,
+        master: torch.dtype | None = None,
+        copies: MasterStore | None = None,
+        wire: torch.dtype | None = None,
+        on_read: Need | None = None,
+    ):
+        self.line, self._wire, self._on_read = line, wire, on_read
+        self._needed: Callable[[ParamBuffer], None] | None = None  # while freed
+        self._copies = copies or OnDevice()
+        self._held = [shared.parameter for shared in line.members]
+        self._kinds = [type(parameter) for parameter in self._held]
+        self.flat = self._held[0].detach().new_zeros(line.num_elements)
+        with torch.no_grad():
+            for parameter, view in zip(self._held, line.views(self.flat), strict=True):
+                view.copy_(parameter)
+                parameter.data = view
+            broadcast(self.flat, line.group)
+            if replicas is not None:
+                broadcast(self.flat, replicas)
+        self.slice = line.mine(self.flat)
+        self.master = None if master is None else self._copies.allocate(self.slice, master)
+        # rounded for the wire straight from there: mine is overwritten by what all others have
+        self._sends_master = copies is None and wire is not None
+        self.refresh()
+        self._num_bytes = self.flat.untyped_storage().nbytes()
+        self._go: Callable[[], Pending] | None = None  # begins the gather that is expected
+        self._pending: Pending | None = None
+        self._streams = streams_of(self.flat.device)
+        self._began_on: Stream | None = None
+        self.is_free = False
+
+    @property
+    def values(self) -> Tensor:
+        """What the optimizer works on: the elements that I own."""
+        return self.slice if self.master is None else self.master
+
+    def refresh(self) -> None:
+        """Masters become what the parameters are."""
+        if self.master is not None:
+            self._copies.offload(self.master, self.slice)
+            self.wait()
+
+    def wait(self) -> None:
+        """Until the host may write to what the optimizer works on."""
+        if self.master is not None:
+            self._copies.wait(self.master)
+
+    def expect(self) -> None:
+        """Be ready for what others send; from here until `arrive` nobody reads the parameters."""
+        self.arrive()
+        line = self.line
+        mine = self.master if self._sends_master else None
+        self._go = prepost_all_gather_v(
+            self.flat, line.bounds, line.group, wire=self._wire, mine=mine
+        )
+
+    def send(self) -> None:
+        """The optimizer has stepped: begin the gather. Parameters are absent until `arrive`."""
+        self.changed()
+        self._start()
+        if self.line.group.size() > 1:
+            self._leave()
+
+    def arrive(self) -> None:
+        """Wait for the gather, if there is one."""
+        if self._pending is not None:
+            self._wait_on_streams() if self._streams is not None else self._pending.wait()
+            self._pending = None
+            for parameter, kind in zip(self._held, self._kinds, strict=True):
+                mark_gathered(parameter, kind)
+
+    def free(self) -> None:
+        """Give back the memory of all but my master. Parameters are absent until `fetch`."""
+        if not self.is_free:
+            self.arrive()
+            self._leave()
+            self.is_free = True
+            if self._on_read is not None:
+                self._needed = self._on_read()
+            if self._streams is not None:
+                # a forward may read them on another stream than that on which they were made
+                self._streams.keep(self.flat)
+            # views that autograd keeps are of this storage, so it is the same that comes back
+            self.flat.untyped_storage().resize_(0)
+
+    def fetch(self) -> None:
+        """Begin to gather what was freed; all ranks of the group call it."""
+        if self.is_free:
+            self.flat.untyped_storage().resize_(self._num_bytes)
+            self.is_free, self._needed = False, None
+            self._start()
+
+    def wait_gathered(self, parameter: nn.Parameter) -> None:
+        need = self._on_read() if self._on_read is not None else None
+        if need is not None:
+            need(self)
+        self.arrive()
+
+    def changed(self) -> None:
+        """A graph of before this step that is still alive must see that its weights changed."""
+        torch.autograd.graph.increment_version(self._held)
+
+    def _wait_on_streams(self) -> None:
+        """The stream that began the gather waits too, whoever reads first: others are ordered
+        behind that one, and nobody tells it to wait any more."""
+        assert self._pending is not None and self._streams is not None
+        reader, began_on = self._streams.current(), self._began_on
+        assert began_on is not None
+        with self._streams.on(began_on):
+            self._pending.wait()
+        if reader != began_on:
+            reader.wait_event(began_on.record_event())
+
+    def _leave(self) -> None:
+        for parameter in self._held:
+            mark_ungathered(parameter, self)
+
+    def _start(self) -> None:
+        if self._go is None:
+            self.expect()
+        if self.master is not None and not self._sends_master:
+            self._copies.to_device(self.master, self.slice)
+        assert self._go is not None
+        if self._streams is not None:
+            self._began_on = self._streams.current()
+        self._pending, self._go = self._go(), None

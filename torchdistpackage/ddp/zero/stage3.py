@@ -1,0 +1,207 @@
+"""Stage 3: parameters that are whole only where they are used, and come back just ahead of that.
+
+One rule: freed buckets come back in one order, that of the forward, and in a backward its reverse,
+so that ranks agree whatever parts of the module each of them runs; what a rank had no use for it
+fetches all the same, when others have. Whoever reads an absent parameter moves this rank along that
+order, and a few more than asked for are then on their way.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from torchdistpackage.comm.primitives import ranks_of
+from torchdistpackage.ddp.output_hooks import map_tensors, on_backward_start
+from torchdistpackage.ddp.weak_hook import WeakHook
+from torchdistpackage.ddp.zero.compiled import Handle, around, eager_parts, is_compiled
+from torchdistpackage.ddp.zero.param_buffer import ParamBuffer
+from torchdistpackage.errors import CommError
+
+PREFETCH = 2
+"""Buckets under way beyond the one that is read: one that travels and one that is next."""
+
+
+class ParamCoordinator:
+    """Frees and fetches the buckets of `module`; `order` is that of its forward.
+
+    keeps: parameters stay from the forward until the backward has used them; else each is freed
+    after the forward of the modules that own it, and fetched again.
+    """
+
+    def __init__(self, module: nn.Module, order: Sequence[ParamBuffer], keeps: bool):
+        self._order, self._keep_until_backward = list(order), keeps
+        self._place = {id(parameters): place for place, parameters in enumerate(order)}
+        self._is_back = False
+        self._next = 0  # in the order of the direction
+        self._in_forward = False
+        self._task = -1  # the graph task of the backward that runs
+        self._owned = _owned_places(module, order)
+        self._owners = [{m for m, held in self._owned.items() if i in held} for i in self._places]
+        self._waiting = [set(owners) for owners in self._owners]  # have not run in this forward
+        self._running: list[nn.Module] = []
+        self._pinned: set[int] = set()  # read while none of their owners ran
+        called = _called(module)
+        self.handles: list[Handle] = [
+            each.register_forward_pre_hook(WeakHook(self._enter), prepend=True) for each in called
+        ]
+        for owner in () if keeps else self._owned:
+            self.handles += around(owner, self._owner_enters, self._owner_exits)
+        for each in called:
+            self.handles.append(each.register_forward_hook(WeakHook(self._exit), always_call=True))
+        for parameters in order:
+            parameters.free()
+
+    def on_read(self, parameters: ParamBuffer) -> None:
+        """Somebody reads an absent parameter.
+
+        Raises:
+            CommError: it is freed, and where it is read not all ranks do so.
+        """
+        if not self._in_forward and torch._C._current_graph_task_id() == -1:
+            if parameters.is_free:
+                line = parameters.line
+                raise CommError(
+                    f"{', '.join(m.name for m in line.members[:3])}, ... are in pieces on ranks "
+                    f"{ranks_of(line.group)} outside of forward and backward (stage 3); call the "
+                    f"optimizer's finish() on all of them before you read one"
+                )
+            return
+        place = self._place[id(parameters)]
+        if self._owners[place].isdisjoint(self._running):
+            self._pinned.add(place)
+        self._fetch_until(place)
+        parameters.fetch()  # freed since the order came by
+
+    def fetch_all(self) -> None:
+        """All ranks call it: everything is whole until it is used or stepped."""
+        for parameters in self._order:
+            parameters.fetch()
+        for parameters in self._order:
+            parameters.arrive()
+
+    def stepped(self) -> None:
+        """The numbers are new: free the old ones, and send for the first of the next forward."""
+        for parameters in self._order:
+            parameters.changed()
+            parameters.free()
+        self._turn(is_back=False)
+        for parameters in self._order[:PREFETCH]:
+            parameters.fetch()
+
+    def release(self, parameters: ParamBuffer) -> None:
+        """A backward, or what comes after it, has all gradients of these."""
+        if self._is_back and not self._keep_until_backward:
+            self._fetch_until(self._place[id(parameters)], ahead=0)
+        parameters.free()
+
+    # -- the order ---------------------------------------------------------------------
+
+    @property
+    def _places(self) -> range:
+        return range(len(self._order))
+
+    def _turn(self, is_back: bool) -> None:
+        self._is_back, self._next = is_back, 0
+
+    def _fetch_until(self, place: int, ahead: int = PREFETCH) -> None:
+        """Fetch all up to `place` in this direction, and some beyond."""
+        places = self._places[::-1] if self._is_back else self._places
+        end = places.index(place) + 1 + ahead
+        for i in places[self._next : end]:
+            self._order[i].fetch()
+        self._next = max(self._next, min(end, len(places)))
+
+    # -- forward -----------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, args: object) -> None:
+        self._in_forward = True
+        self._turn(is_back=False)
+        self._running.clear()
+        self._waiting = [set(owners) for owners in self._owners]
+
+    def _exit(self, module: nn.Module, args: object, outputs: object) -> object:
+        self._in_forward = False
+        self._fetch_until(len(self._order) - 1, ahead=0)
+        if not torch.is_grad_enabled():
+            for parameters in self._order:
+                parameters.free()
+            return outputs
+        if not self._keep_until_backward and torch._C._current_graph_task_id() == -1:
+            # the backward begins with the last
+            for place in self._places[:-1]:
+                if place not in self._pinned:
+                    self._order[place].free()
+        return on_backward_start(outputs, self._backward_begins)
+
+    def _owner_enters(self, module: nn.Module, args: object) -> None:
+        self._running.append(module)
+
+    def _owner_exits(self, module: nn.Module, args: object, outputs: object) -> object:
+        self._running.remove(module)
+        places = self._owned[module]
+        if torch._C._current_graph_task_id() == -1:
+            for place in places:
+                self._waiting[place].discard(module)
+                if not self._waiting[place] and place not in self._pinned:
+                    self._order[place].free()
+        return map_tensors(outputs, partial(self._hooked, places))
+
+    # -- backward ----------------------------------------------------------------------
+
+    def _hooked(self, places: Sequence[int], output: Tensor) -> Tensor:
+        # a leaf, as a parameter that is returned, has no backward here, and lives on
+        if output.requires_grad and not output.is_leaf:
+            output.register_hook(partial(self._backward_needs, places))
+        return output
+
+    def _backward_begins(self, grad: Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        self._task = task
+        self._turn(is_back=True)
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+        self._have(self._places if self._keep_until_backward else sorted(self._pinned))
+
+    def _backward_needs(self, places: Sequence[int], grad: Tensor) -> None:
+        self._have(places)
+
+    def _have(self, places: Sequence[int]) -> None:
+        """Parameters that autograd is about to read, which no class tells of."""
+        for place in reversed(places):
+            if self._order[place].is_free:
+                self._fetch_until(place)
+                self._order[place].fetch()
+            self._order[place].arrive()
+
+    def _backward_ends(self) -> None:
+        self._task = -1
+        if not self._keep_until_backward:
+            for parameters in reversed(self._order):
+                self.release(parameters)
+
+
+def _called(module: nn.Module) -> list[nn.Module]:
+    """What a user calls: `module`, or what is in it where it is a list of modules."""
+    if type(module).forward is not nn.Module.forward:
+        return [module]
+    return [found for child in module.children() for found in _called(child)]
+
+
+def _owned_places(module: nn.Module, order: Sequence[ParamBuffer]) -> dict[nn.Module, list[int]]:
+    """For each submodule with parameters of its own, which buckets these are in; of a compiled one
+    all are its own."""
+    place_of = {
+        id(shared.parameter): place
+        for place, parameters in enumerate(order)
+        for shared in parameters.line.members
+    }
+    owned: dict[nn.Module, list[int]] = {}
+    for m in eager_parts(module):
+        own = m.parameters(recurse=is_compiled(m))
+        held = {place_of[id(p)] for p in own if id(p) in place_of}
+        if held:
+            owned[m] = sorted(held)
+    return owned

@@ -1,0 +1,134 @@
+"""What ranks do after the alarm: one puts the report together, then all end. No torch.
+
+One rule: nobody waits for long. The lowest rank that is there writes the report, with what has come
+by then; if it does not, the next one does; and a rank ends even if no report came at all.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchdistpackage.harness.hang.dump import Dump, Folder, State, states
+from torchdistpackage.harness.hang.report import Diagnosis, diagnose
+from torchdistpackage.launch.failure import Failure, FailureKind, to_json
+from torchdistpackage.launch.files import atomic_write
+from torchdistpackage.launch.stopped import noted
+from torchdistpackage.topology.mesh import Mesh
+
+GATHER_S = 4.0
+"""For the words of ranks that are alive; then those that have come are put together."""
+TAKE_OVER_S = 1.5
+"""After which the next rank writes the report, if the one whose turn it is does not."""
+END_S = 9.0
+"""After the alarm a rank ends, report or not."""
+_LINGER_S = 3.0
+"""For a rank that left its loop to end by itself."""
+_SPEAK_S = 1.0
+_LOOK_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """The end of one rank's run. failure: see `Watch`."""
+
+    folder: Folder
+    rank: int
+    world_size: int
+    mesh: Mesh | None
+    failure: Path | None
+
+    def report(self, alarm_s: float) -> Diagnosis | None:
+        """Wait until the report is written, or write it and return what it says.
+
+        alarm_s: time.time() of the alarm.
+
+        Raises:
+            OSError: the folder cannot be used any more.
+        """
+        began_s = time.monotonic()
+        while not self.folder.has_report and (since_s := time.monotonic() - began_s) < END_S:
+            before = self.folder.num_reporting(below=self.rank)
+            if not before or since_s > GATHER_S + before * TAKE_OVER_S:
+                dumps = self.folder.read()
+                if since_s > GATHER_S or _complete(dumps, self.world_size):
+                    return self._write(dumps, alarm_s)
+            # thousands that look at once would keep the file system from answering
+            time.sleep(min(max(_LOOK_S, self.world_size / 1000), 1.0))
+        return None
+
+    def _write(self, dumps: dict[int, Dump], alarm_s: float) -> Diagnosis:
+        silent = [rank for rank, dump in dumps.items() if not dump.answers]
+        stacks = self.folder.stacks(silent)
+        reports = {rank: dumps[rank].failure for rank in silent}
+        letters = {rank: noted(Path(report)) for rank, report in reports.items() if report}
+        stopped = {rank: letter for rank, letter in letters.items() if letter}
+        found = diagnose(self.world_size, dumps, stacks, mesh=self.mesh, noted=stopped)
+        if self.failure is not None:
+            atomic_write(self.failure, to_json(found.failure(alarm_s)))
+        self.folder.write_report(found.text)
+        return found
+
+    def end(self, dump: Dump, diagnosis: Diagnosis | None, told: threading.Event) -> None:
+        """End this process, and those of this host that cannot; first say why. Does not return.
+
+        told: set when nobody needs to wait for the report any more.
+        """
+        with contextlib.suppress(OSError):
+            self._end_the_silent(dump)
+        says = ""
+        if self.failure is not None:
+            with contextlib.suppress(OSError):
+                _leave_end(dump, self.failure, "" if self.folder.has_report else self._no_report)
+        elif diagnosis is not None:
+            says = f"{diagnosis.text}\nthe same is in {self.folder.report}\n"
+        # a stream that nobody reads, or that the loop's thread holds, must not keep us
+        speaker = threading.Thread(target=_say, args=(says,), daemon=True)
+        speaker.start()
+        speaker.join(_SPEAK_S)
+        told.set()
+        if dump.state is not State.DUMPED:
+            time.sleep(_LINGER_S)
+        for child in dump.process.descendants():  # workers of a loader may hang as well
+            child.kill()
+        os._exit(1)
+
+    @property
+    def _no_report(self) -> str:
+        return f"hangs, as far as can be told without a report, which {self.folder.path} has not"
+
+    def _end_the_silent(self, mine: Dump) -> None:
+        """Stopped processes, and those whose interpreter is held, do not end by themselves."""
+        for rank, dump in self.folder.read_host(mine.process.host).items():
+            if rank != self.rank and not dump.answers and dump.process.state():
+                if dump.failure:
+                    _leave_end(dump, Path(dump.failure))
+                for process in (dump.process, *dump.process.descendants()):
+                    process.kill()
+
+
+def _complete(dumps: dict[int, Dump], world_size: int) -> bool:
+    """Whether there is nobody left to wait for: all have answered, are gone or are stopped."""
+    letters = states(dumps)
+    return len(dumps) == world_size and all(
+        (dump.answers and not dump.more) or letters.get(rank) in ("", "T", "t")
+        for rank, dump in dumps.items()
+    )
+
+
+def _leave_end(dump: Dump, path: Path, hangs: str = "") -> None:
+    """For a supervisor: this rank ends because of others, unless more has been said."""
+    if not path.exists():
+        kind, process = FailureKind.HUNG if hangs else FailureKind.ENDED, dump.process
+        failure = Failure(dump.rank, process.host, process.pid, time.time(), kind, 1, hangs)
+        atomic_write(path, to_json(failure))
+
+
+def _say(text: str) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os.write(2, text.encode())

@@ -1,0 +1,308 @@
+"""The board on which every rank's calls meet: one order in each group, and no circle of waits.
+
+One rule: nothing is ever helped along. A collective is done when all members have entered it, a
+message when its receive has been posted, and what a rank has issued on a group is done in the order
+in which it was issued, as on the one stream that NCCL gives a group. A buffer only ever does more.
+No torch.
+
+Groups may share their queues (`device_order.py`): then all that a rank has issued is done in one
+order. Messages may have a *road* of their own, as descriptions have that go through host memory:
+between two ranks one way they are done in order, and hold up nothing else.
+Calls may come from threads that run (`threads.py`) or from programs on paper (`programs.py`).
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+Facts = tuple[tuple[str, object], ...]
+Where = tuple[tuple[str, int, str], ...] | str
+"""Where a call was made: (file, line, function) from the inside out, or a word such as `2F5`."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpSignature:
+    """One operation and everything about it on which the ranks that meet in it must agree."""
+
+    operation: str
+    facts: Facts = ()
+
+    def __str__(self) -> str:
+        shown = " ".join(f"{name} {_shown(value)}" for name, value in self.facts)
+        return f"{self.operation} ({shown})" if shown else self.operation
+
+
+CREATION = OpSignature("new_group")
+"""A group is made by its members."""
+SPLIT, START = OpSignature("split of the world"), OpSignature("start of the step")
+"""All ranks make one group each, or none, from the world; all have their groups."""
+
+
+class LintGroup:
+    """The ranks of one group, and what each of them has issued on it and is not yet done.
+
+    name: what people call it, such as `data`. num_calls: collectives that met; num_messages alike.
+    queues: of each rank, where they are not this group's alone. in_host: its calls
+    take no part on a device. lazy: it connects at first use (`host.py`), but for ranks that are
+    `eager`, which had the communicator at once.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        name: str = "",
+        queues: "Queues | None" = None,
+        lazy: bool = False,
+        in_host: bool = False,
+    ):
+        self.ranks, self.name, self.lazy, self.in_host = tuple(ranks), name, lazy, in_host
+        self.eager: set[int] = set()
+        self.queues: Queues = {rank: deque() for rank in ranks} if queues is None else queues
+        self.channels: dict[tuple[int, Hashable], deque[PendingOp]] = {}
+        self.issued = dict.fromkeys(ranks, 0)
+        self.meetings: dict[int, dict[int, PendingOp]] = {}
+        self.posted: defaultdict[Hashable, deque[P2POp]] = defaultdict(deque)
+        self.from_anybody = False
+        self.num_calls = self.num_messages = 0
+
+    def count_anew(self) -> None:
+        """Call the next call of each rank its first; nothing is under way."""
+        self.issued = dict.fromkeys(self.ranks, 0)
+        self.num_calls = self.num_messages = 0
+
+    def queue_of(self, entry: "PendingOp") -> "deque[PendingOp]":
+        """What stands before and behind an entry on its rank."""
+        if entry.channel is None:
+            return self.queues[entry.rank]
+        return self.channels.setdefault((entry.rank, entry.channel), deque())
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
+        return f"group {self.name} (ranks {shown})" if self.name else f"group of ranks {shown}"
+
+
+class P2POp:
+    """One end of a message: rank `source` to rank `target` (None: from anybody), both global."""
+
+    __slots__ = (
+        "active", "call", "done", "entry", "is_send", "key", "match_key", "payload", "source",
+        "tag", "target", "where",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        call: OpSignature,
+        source: int | None,
+        target: int,
+        tag: int = 0,
+        where: Where = "",
+        payload: object = None,
+    ):
+        self.call, self.source, self.target, self.tag = call, source, target, tag
+        self.where, self.payload = where, payload
+        self.is_send = call.operation == "send"
+        self.key = self.is_send, source, target, tag
+        self.match_key = not self.is_send, source, target, tag
+        self.active = self.done = False
+        self.entry: PendingOp | None = None
+
+    @property
+    def peer(self) -> int | None:
+        return self.target if self.is_send else self.source
+
+
+class PendingOp:
+    """What one rank has issued on one group: a collective, or messages that go together.
+
+    calls: usually one; a run of calls that block one by one may stand for itself as a whole.
+    number: of the first of them among the group's collectives, from 1. channel: see the module.
+    is_batch: its messages were given as one call, and not one by one.
+    """
+
+    __slots__ = (
+        "calls",
+        "channel",
+        "done",
+        "group",
+        "is_batch",
+        "messages",
+        "number",
+        "open",
+        "payload",
+        "rank",
+        "where",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        rank: int,
+        group: LintGroup,
+        calls: tuple[OpSignature, ...] = (),
+        num_messages: int = 0,
+        where: Where = "",
+        payload: object = None,
+        channel: Hashable = None,
+        is_batch: bool = False,
+    ):
+        self.rank, self.group, self.calls, self.where = rank, group, calls, where
+        self.channel, self.is_batch = channel, is_batch
+        self.messages: list[P2POp] = []
+        self.payload, self.open = payload, num_messages
+        self.number = 0
+        self.done = False
+
+
+Queues = Mapping[int, deque[PendingOp]]
+"""What each rank has issued and is not done, oldest first."""
+
+
+class Disagreement(Exception):
+    """Two ranks meet in calls that are not one. `what` says it where the calls' facts do not."""
+
+    def __init__(self, first: PendingOp | P2POp, second: PendingOp | P2POp, what: str = ""):
+        super().__init__(first, second, what)
+        self.first, self.second, self.what = first, second, what
+
+
+class Matcher:
+    """Takes in entries, lets them meet, and says when they are done.
+
+    met: called with the entries of a collective in group order before any of them is done.
+    matched: called with a send and its receive. done: called with each entry that is done.
+    """
+
+    def __init__(
+        self,
+        met: Callable[[list[PendingOp]], object] | None = None,
+        matched: Callable[[P2POp, P2POp], object] | None = None,
+        done: Callable[[PendingOp], object] | None = None,
+    ):
+        self._met, self._matched, self._done = met, matched, done
+        self.waiting: dict[int, PendingOp] = {}
+        """What each rank that waits waits for."""
+        self.ended: set[int] = set()
+
+    def issue(self, entry: PendingOp) -> None:
+        """Put an entry behind what its rank has issued on the group.
+
+        Raises:
+            Disagreement: it is not what another member has issued in its place.
+        """
+        group, rank = entry.group, entry.rank
+        queue = group.queue_of(entry)
+        queue.append(entry)
+        if entry.calls:
+            number = entry.number = group.issued[rank] + 1
+            group.issued[rank] += len(entry.calls)
+            meeting = group.meetings.setdefault(number, {})
+            first = next(iter(meeting.values()), entry)
+            if first.calls is not entry.calls and first.calls != entry.calls:
+                raise Disagreement(first, entry)
+            meeting[rank] = entry
+            if queue[0] is entry:
+                self._activate([entry])
+
+    def post(self, entry: PendingOp, message: P2POp) -> None:
+        """Add one of the messages that an entry announced when it was issued.
+
+        Raises:
+            Disagreement: its other end is not the same.
+        """
+        group = entry.group
+        message.entry = entry
+        entry.messages.append(message)
+        group.posted[message.key].append(message)
+        group.from_anybody |= message.source is None
+        if group.queue_of(entry)[0] is entry:
+            heads: list[PendingOp] = []
+            message.active = True
+            self._match(message, heads)
+            self._activate(heads)
+
+    def leftovers(self, groups: Sequence[LintGroup]) -> list[PendingOp]:
+        """Entries that never met, of the lowest rank first."""
+        queues = [q for group in groups for q in (*group.queues.values(), *group.channels.values())]
+        left = [queue[0] for queue in queues if queue]
+        return sorted(left, key=lambda entry: entry.rank)
+
+    def _activate(self, heads: list[PendingOp]) -> None:
+        """Let entries that have come to the head of their queue meet, and those behind them."""
+        while heads:
+            entry = heads.pop()
+            if entry.done:
+                continue
+            if entry.calls:
+                self._meet(entry, heads)
+            for message in entry.messages:
+                message.active = True
+            for message in entry.messages:
+                if not message.done:
+                    self._match(message, heads)
+
+    def _meet(self, entry: PendingOp, heads: list[PendingOp]) -> None:
+        group = entry.group
+        meeting = group.meetings[entry.number]
+        if len(meeting) < len(group.ranks):
+            return
+        if any(group.queues[rank][0] is not other for rank, other in meeting.items()):
+            return
+        del group.meetings[entry.number]
+        group.num_calls += len(entry.calls)
+        if self._met is not None:
+            self._met([meeting[rank] for rank in group.ranks])
+        for other in meeting.values():
+            self._finish(other, heads)
+
+    def _match(self, message: P2POp, heads: list[PendingOp]) -> None:
+        entry = message.entry
+        assert entry is not None
+        posted = entry.group.posted
+        other = self._other_end(message, entry.group)
+        if other is None or not other.active or posted[message.key][0] is not message:
+            return
+        posted[message.key].popleft()
+        posted[other.key].popleft()
+        if message.call.facts != other.call.facts:
+            raise Disagreement(other, message)
+        send, receive = (message, other) if message.is_send else (other, message)
+        entry.group.num_messages += 1
+        if self._matched is not None:
+            self._matched(send, receive)
+        for end in (other, message):
+            end.done = True
+            assert end.entry is not None
+            end.entry.open -= 1
+            if not end.entry.open:
+                self._finish(end.entry, heads)
+
+    def _other_end(self, message: P2POp, group: LintGroup) -> P2POp | None:
+        """The first that was posted on the other side; a receive from anybody takes any."""
+        first = group.posted.get(message.match_key)
+        if first and first[0].active:
+            return first[0]
+        if not group.from_anybody:
+            return None
+        keys = [(False, None, message.target, message.tag)]
+        if not message.is_send:
+            keys = [(True, rank, message.target, message.tag) for rank in group.ranks]
+        for key in keys if message.is_send or message.source is None else ():
+            if (queue := group.posted.get(key)) and queue[0].active:
+                return queue[0]
+        return None
+
+    def _finish(self, entry: PendingOp, heads: list[PendingOp]) -> None:
+        queue = entry.group.queue_of(entry)
+        queue.popleft()
+        entry.done = True
+        if self._done is not None:
+            self._done(entry)
+        if queue:
+            heads.append(queue[0])
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        members = cast(tuple[object, ...], value)
+        return f"[{', '.join(map(_shown, members))}]"
+    return str(value)

@@ -1,0 +1,201 @@
+"""The rank's side of `harness/pool.py`: wait for a job, run it, clean up, answer.
+
+One rule: the next job must find what the first one found. Torch is imported here, once, in the
+fork server, before the ranks exist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import os
+import random
+import signal
+import socket
+import sys
+import warnings
+from collections.abc import Generator
+from datetime import timedelta
+from pathlib import Path
+from typing import TextIO, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from torchdistpackage.comm.flight_recorder import recorder
+from torchdistpackage.comm.per_group import forget
+from torchdistpackage.comm.runtime import leave
+from torchdistpackage.harness.late.group import register
+from torchdistpackage.harness.late.orders import LATE, is_late
+from torchdistpackage.harness.late.strict import strictness
+from torchdistpackage.harness.late.world import world
+from torchdistpackage.harness.pool_job import Answer, Job
+from torchdistpackage.launch.entrypoint import EntryPoint
+from torchdistpackage.launch.failure import Failure
+from torchdistpackage.launch.ipc import Channel
+from torchdistpackage.launch.rank import load_and_call, run_catching
+
+# Longer than any test may take: a hang is the pool's to report, with stacks, and not gloo's.
+_GROUP_TIMEOUT = timedelta(hours=1)
+
+
+def serve(channel: Channel, rank: int, world_size: int, stacks: str) -> None:
+    """Do jobs until the pool is gone."""
+    torch.set_num_threads(1)
+    with Path(stacks).open("w", encoding="utf-8") as stacks_file:
+        worker = _PoolWorker(rank, world_size, stacks_file)
+        while True:
+            try:
+                job = cast(Job, channel.recv())
+            except EOFError:
+                return
+            channel.send(worker.do(job))
+
+
+class _PoolWorker:
+    def __init__(self, rank: int, world_size: int, stacks_file: TextIO) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._stacks_file = stacks_file
+        self._default: dist.ProcessGroup | None = None
+        self._store: dist.Store | None = None
+        self._num_jobs = 0  # in this world
+
+    def do(self, job: Job) -> Answer:
+        with self._fresh_process_state():
+            if job.store is not None:
+                met = run_catching(self._rank, self._meet, job.store, is_late(job.transport))
+                if isinstance(met, Failure):
+                    return Answer(met, keeps_group=False)
+            outcome = run_catching(self._rank, self._call, job)
+            if isinstance(outcome, Failure):
+                return Answer(outcome, keeps_group=False)
+            cleaned = run_catching(self._rank, self._clean, job)
+            if isinstance(cleaned, Failure):
+                return Answer(cleaned, keeps_group=False)
+        return Answer(outcome, keeps_group=self._default is not None)
+
+    @contextlib.contextmanager
+    def _fresh_process_state(self) -> Generator[None]:
+        # Anew each time: a job may have put its own handler in the place of this one.
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.register(signal.SIGUSR1, file=self._stacks_file, all_threads=True)
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        environment, folder = dict(os.environ), Path.cwd()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                yield
+        finally:
+            os.environ.clear()
+            os.environ.update(environment)
+            os.chdir(folder)
+            torch.set_num_threads(1)
+            torch.set_default_dtype(torch.float32)
+            torch.set_grad_enabled(True)
+
+    def _meet(self, store_path: str, late: bool) -> None:
+        self._leave()  # a rank may have kept what another one lost
+        self._store = store = _loopback_store(store_path, self._rank, self._world_size)
+        self._num_jobs = 0
+        register()
+        dist.init_process_group(
+            LATE if late else "gloo",
+            store=dist.PrefixStore("world", store),
+            rank=self._rank,
+            world_size=self._world_size,
+            timeout=_GROUP_TIMEOUT,
+        )
+        dist.barrier()  # now every rank has written what it had to
+        self._default = dist.group.WORLD
+        self._own_keys()
+
+    def _own_keys(self) -> None:
+        """Give the next job keys of its own.
+
+        Names of groups come again, and what their first owners wrote to the store would lead the
+        next ones to addresses where nobody listens any more.
+        """
+        assert self._default is not None and self._store is not None
+        self._num_jobs += 1
+        c10d = dist.distributed_c10d
+        backend, _ = c10d._world.pg_map[self._default]
+        store = dist.PrefixStore(f"job{self._num_jobs}", self._store)
+        c10d._world.pg_map[self._default] = (backend, store)
+        c10d._world.group_count = 1  # as after the world alone was made
+
+    def _call(self, job: Job) -> object:
+        if not is_late(job.transport):
+            return load_and_call(job.reference, job.args)
+        # the job ends while what is returned is still held
+        with world.job(job.transport, self._rank), strictness(job.transport):
+            return load_and_call(job.reference, job.args)
+
+    def _clean(self, job: Job) -> None:
+        for name in job.cleanups:
+            reference = EntryPoint.of(name)
+            if reference.module in sys.modules:
+                reference.resolve()()
+        if not self._all_keep_the_world():
+            self._leave()
+            return
+        assert self._default is not None
+        # A collective that not all ranks took part in shows here, not in a later job.
+        dist.barrier()
+        made = [g for g in dist.distributed_c10d._world.pg_map if g is not self._default]
+        for group in made:
+            dist.destroy_process_group(group)
+        forget(self._default)
+        recorder.forget_all()
+        if made:
+            del made[:], group
+            _collect()
+        self._own_keys()
+
+    def _all_keep_the_world(self) -> bool:
+        """No rank's job has left its world, or lost messages in it."""
+        if self._store is None or self._default is None:
+            return False
+        pipeline = sys.modules.get("torchdistpackage.parallel.pipeline.interrupted")
+        lost = pipeline is not None and pipeline.is_interrupted(self._default)
+        key = f"job{self._num_jobs} keeps the world, rank "
+        self._store.set(f"{key}{self._rank}", str(dist.group.WORLD is self._default and not lost))
+        said = self._store.multi_get([f"{key}{rank}" for rank in range(self._world_size)])
+        return all(word == b"True" for word in said)
+
+    def _leave(self) -> None:
+        self._default = None
+        leave()
+        _collect()
+
+
+def _collect() -> None:
+    # What the job left in cycles still holds its groups, each with a thread of gloo's that looks at
+    # its sockets a hundred times a second. What stays is not looked at again, which keeps this
+    # short.
+    gc.collect()
+    gc.freeze()
+
+
+def _loopback_store(path: str, rank: int, world_size: int) -> dist.Store:
+    """The ranks' store: rank 0 serves it on the loopback alone, its port is in the file `path`.
+
+    A `FileStore` looks for a key a hundred times a second: each group made would cost 10 to 20 ms.
+    """
+    meeting = dist.FileStore(path, world_size)
+    listener = socket.create_server(("127.0.0.1", 0)) if rank == 0 else None
+    if listener is not None:
+        meeting.set("port", str(listener.getsockname()[1]))
+    return dist.TCPStore(
+        "127.0.0.1",
+        int(meeting.get("port")),
+        world_size,
+        is_master=rank == 0,
+        timeout=_GROUP_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )

@@ -1,0 +1,276 @@
+"""A thread in each rank that notices a hang, says who is to blame, and ends the run.
+
+One rule: out of band. Ranks talk through files in a folder that all of them see, never through
+what may be stuck: no collective, no store. A rank that cannot run Python any more is spoken for by
+the C side of faulthandler, and by the other ranks of its host.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count, dropwhile
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torchdistpackage.comm import nccl_flight_recorder
+from torchdistpackage.comm.flight_recorder import recorder
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.harness.hang import flights
+from torchdistpackage.harness.hang.c_stacks import CStacks
+from torchdistpackage.harness.hang.dump import Dump, Folder, State
+from torchdistpackage.harness.hang.heartbeat import Heartbeat, StepClock
+from torchdistpackage.harness.hang.nearby import Nearby
+from torchdistpackage.harness.hang.process import Process
+from torchdistpackage.harness.hang.shutdown import END_S, Shutdown
+from torchdistpackage.harness.hang.stacks import FOREIGN
+from torchdistpackage.harness.watch_start import agree_on_start
+from torchdistpackage.launch.failure import from_exception, is_secondary, to_json
+from torchdistpackage.launch.rendezvous import detect
+from torchdistpackage.topology.views import Topology
+
+LOOK_S = 1.0
+"""Until every rank knows of an alarm in the folder."""
+PEEKS = 4
+"""In that time: looks at what this host knows, which cost the shared file system nothing."""
+FLIGHTS_S = 2.0
+"""For the flight recorder's word."""
+_FRAMES = 64
+_CALLERS = ("<frozen runpy>", "/torchdistpackage/launch/")
+"""Frames that stand before the user's in every stack and tell nothing."""
+
+
+def _is_caller(frame: str) -> bool:
+    return any(caller in frame.partition("\n")[0] for caller in _CALLERS)
+
+
+def watch(
+    folder: str | Path,
+    *,
+    timeout_s: float = 120.0,
+    slow_timeout_s: float | None = None,
+    first_timeout_s: float | None = None,
+) -> "HangWatchdog":
+    """Watch over a loop of your own; all ranks call it, after `setup_distributed()`.
+
+        with watch("runs/a", timeout_s=120) as w:
+            for batch in data:
+                w.step()
+                ...
+
+    folder: seen by all ranks. A step that takes longer than `timeout_s`, the first one longer
+    than `first_timeout_s`, is a hang: within 15 s more `hang.<start>.txt` is there and on stderr,
+    and all processes are gone. All ranks enter `slow()` together.
+
+    Raises:
+        ConfigError: a limit is not above 0, or the ranks do not see one folder.
+        LaunchError: the environment does not say which rank this is.
+        CommError: there are several ranks, and no default process group.
+        OSError: the folder cannot be written.
+    """
+    place = detect(os.environ)
+    rank, topology = (tpc.rank, tpc.topology) if tpc.is_set else (place.rank, None)
+    world_size = place.world_size if topology is None else topology.world_size
+    return HangWatchdog(
+        folder,
+        rank=rank,
+        world_size=world_size,
+        topology=topology,
+        timeout_s=timeout_s,
+        slow_timeout_s=slow_timeout_s,
+        first_timeout_s=first_timeout_s,
+        start=agree_on_start(folder, rank=rank, world_size=world_size),
+    )
+
+
+class HangWatchdog(Heartbeat):
+    """`with` it around the loop; see `watch`.
+
+    topology: gives ranks their coordinates. slow_timeout_s: for what `slow()` holds;
+    first_timeout_s: for the first step; both 10 times timeout_s, and 10 minutes at least. start:
+    names the files; see `agree_on_start`. failure: a file where a supervisor looks for the failure
+    of this rank (default: TDP_FAILURE of the environment); without one the report goes to stderr.
+    c_stacks: use faulthandler, also its one timer; False for code that calls dump_traceback_later
+    itself.
+
+    Raises:
+        ConfigError: a limit is not above 0.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        rank: int,
+        world_size: int,
+        start: str,
+        topology: Topology | None = None,
+        timeout_s: float = 120.0,
+        slow_timeout_s: float | None = None,
+        first_timeout_s: float | None = None,
+        failure: str | Path | None = None,
+        c_stacks: bool = True,
+    ) -> None:
+        super().__init__()
+        long_s = max(10 * timeout_s, 600.0)
+        self.world_size, self.timeout_s = world_size, timeout_s
+        self.slow_timeout_s = long_s if slow_timeout_s is None else slow_timeout_s
+        self.first_timeout_s = long_s if first_timeout_s is None else first_timeout_s
+        for name in ("timeout_s", "slow_timeout_s", "first_timeout_s"):
+            if (limit_s := getattr(self, name)) <= 0:
+                raise ConfigError(f"watch: {name} is {limit_s:g}; give it more than 0 seconds")
+        self._folder = Folder(Path(folder).absolute(), start)
+        failure = failure or os.environ.get("TDP_FAILURE")
+        mesh = None if topology is None else topology.dense
+        self._ending = Shutdown(
+            self._folder, rank, world_size, mesh, Path(failure) if failure else None
+        )
+        self._dump = Dump(
+            rank, State.HERE, Process.mine(), time.time(), failure=str(failure) if failure else None
+        )
+        self._clock = StepClock(self)
+        self._peek_s = min(LOOK_S, timeout_s / 4, self.first_timeout_s / 4) / PEEKS
+        self._nearby = Nearby(self._folder.path, (PEEKS - 1) * self._peek_s)
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._loop_thread: int | None = None
+        self._c_stacks = CStacks(enabled=c_stacks)
+        self._writing = threading.Lock()
+        self._alarm, self._reported = threading.Event(), threading.Event()
+
+    @property
+    def call_timeout_s(self) -> float:
+        """Limit for single collectives and messages that leaves the first word to the report."""
+        return max(self.slow_timeout_s, self.first_timeout_s) + 60.0
+
+    @property
+    def report(self) -> Path:
+        """Where the report will be."""
+        return self._folder.report
+
+    # -- around the loop ---------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        self._c_stacks.open(self._folder.open(self._dump))
+        self._loop_thread = threading.get_ident()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if os.getpid() != self._dump.process.pid:
+            return  # a fork of the rank, which ends by itself
+        self._c_stacks.close()
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            with contextlib.suppress(OSError):
+                self._write(state=State.LEFT)
+                self._nearby.leave()
+                self._folder.remove_if_all_left(self.world_size)
+            return
+        process = self._dump.process
+        failure = from_exception(self._dump.rank, process.host, process.pid, time.time(), error)
+        with contextlib.suppress(OSError):
+            self._write(state=State.RAISED, error=to_json(failure))
+        if is_secondary(failure) and self._dump.failure is None:
+            # a peer is gone; a supervisor would say which and how
+            self._alarm.set()
+        if self._alarm.is_set():
+            self._reported.wait(END_S + LOOK_S)
+
+    # -- the thread --------------------------------------------------------------------
+
+    def _run(self) -> None:
+        peeks = count()
+        while not self._alarm.wait(self._peek_s):
+            if looks := next(peeks) % PEEKS == 0:
+                self._c_stacks.arm()
+            # a slow or failing file system is not the end of the run
+            with contextlib.suppress(OSError):
+                if self._is_hung():
+                    self._alarm.set()
+                elif (
+                    looks and self._dump.state is not State.HERE and not self._folder.path.exists()
+                ):
+                    return  # all have ended well
+        alarm_s, diagnosis = time.time(), None
+        try:
+            self._nearby.raise_alarm()
+            with contextlib.suppress(OSError):
+                self._folder.raise_alarm()
+            with contextlib.suppress(OSError):
+                more = nccl_flight_recorder.is_there()
+                self._write(answering=True, more=more)
+                if more:
+                    self._write(more=False, flights=_flights())
+                diagnosis = self._ending.report(alarm_s)
+        finally:  # whatever else is wrong, the run must not go on hanging
+            self._ending.end(self._dump, diagnosis, self._reported)
+
+    def _is_hung(self) -> bool:
+        over_s, begun = self._clock.over_s(), self.num_steps or self.num_slow
+        if self._dump.state is State.HERE and begun and over_s > self._limit_s:
+            return True
+        return self._nearby.has_alarm or (self._nearby.is_due() and self._folder.has_alarm)
+
+    @property
+    def _limit_s(self) -> float:
+        """Of what the loop does now."""
+        if self.num_slow:
+            return self.slow_timeout_s
+        return self.timeout_s if self.num_steps > 1 else self.first_timeout_s
+
+    # -- what this rank says -----------------------------------------------------------
+
+    def _write(self, *, answering: bool = False, **changes: Any) -> None:
+        """This rank's file anew, with what it does now."""
+        with self._writing:
+            dump = replace(self._dump, **changes)
+            if answering:
+                dump = replace(dump, reports=True)
+                if dump.state is State.HERE:
+                    dump = replace(dump, state=State.DUMPED)
+            neighbours = self._folder.read_host(dump.process.host)
+            letters = {rank: other.process.state() for rank, other in neighbours.items()}
+            self._dump = replace(
+                dump,
+                time_s=time.time(),
+                step=self.num_steps,
+                over_s=self._clock.over_s(),
+                limit_s=self._limit_s,
+                snapshot=dict(recorder.snapshot()),
+                stacks=tuple(self._stacks()),
+                neighbours={r: x for r, x in letters.items() if x is not None and r != dump.rank},
+            )
+            self._folder.write(self._dump)
+
+    def _stacks(self) -> Iterator[str]:
+        """Of all threads but the watch; that of the loop first."""
+        names = {t.ident: _named(t) for t in threading.enumerate()}
+        frames = sys._current_frames()
+        frames.pop(self._thread.ident or 0, None)
+        for ident in sorted(frames, key=lambda i: i != self._loop_thread):
+            stack = traceback.extract_stack(frames[ident], limit=-_FRAMES)
+            text = "".join(dropwhile(_is_caller, stack.format()))
+            yield text if ident == self._loop_thread else f"{names.get(ident, FOREIGN)}:\n{text}"
+
+
+def _named(thread: threading.Thread) -> str:
+    """One that Python did not start is known to it once it has asked who it is."""
+    return FOREIGN if isinstance(thread, threading._DummyThread) else f"thread {thread.name}"
+
+
+def _flights() -> list[dict[str, Any]] | None:
+    trace = nccl_flight_recorder.take(FLIGHTS_S)
+    # what cannot be read must not keep the report from being written
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        return None if trace is None else flights.to_json(flights.of_trace(trace))
+    return None

@@ -1,0 +1,281 @@
+"""The process that ranks are forked from: it imports once, then only forks (Linux).
+
+Run as `python -m torchdistpackage.launch.fork_server FD FOLDER MODULE ...` by
+`launch/fork_server_client.py`, with FD one end of a socket pair. A fork copies only the calling
+thread and cannot copy a CUDA context, so the one rule here is: no threads and no CUDA in this
+process, checked before every fork.
+
+Nobody outlives anybody: the server ends with its client (end of file on FD), each child with the
+server (PR_SET_PDEATHSIG), and what a child leaves behind in its process group with the child.
+FOLDER, which they share, is removed last.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, TextIO, cast
+
+from torchdistpackage.launch.cuda_driver import why_initialised
+from torchdistpackage.launch.ipc import (
+    Channel,
+    Exited,
+    Forked,
+    ForkRefused,
+    ForkRequest,
+    SignalRequest,
+    unpack,
+)
+
+_PR_SET_PDEATHSIG = 1
+# What a terminal or a batch system sends to every process it can see. The server must outlast the
+# ranks, which get these from their supervisor and have a grace period.
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_IGNORED_TOO = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True, slots=True)
+class _ChildRequest:
+    """What a new child knows about itself when it comes back from the fork."""
+
+    request: ForkRequest
+    fds: list[int]
+    server_pid: int
+
+
+class _Server:
+    def __init__(self, channel: Channel, preload: list[str]) -> None:
+        self._channel = channel
+        self._children: set[int] = set()
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._problem = _import_all(preload)
+        for stream in (sys.stdout, sys.stderr):  # or every child would write it again
+            stream.flush()
+        gc.collect()
+        gc.freeze()  # or the first collection in each child would copy every page it looks at
+
+    def serve(self) -> _ChildRequest | None:
+        """Answer requests until the client is gone (None); in a child, return what it is to be."""
+        for sock in (self._wake_read, self._wake_write):
+            sock.setblocking(False)
+        signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+        for signum in (*_IGNORED, *_IGNORED_TOO):
+            signal.signal(signum, signal.SIG_IGN)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._channel, selectors.EVENT_READ)
+            selector.register(self._wake_read, selectors.EVENT_READ)
+            try:
+                while True:
+                    ready = {key.fileobj for key, _ in selector.select()}
+                    if self._wake_read in ready:
+                        self._wake_read.recv(4096)
+                    self._reap()
+                    if self._channel in ready and (child := self._answer()) is not None:
+                        return child
+            except (EOFError, OSError):
+                self._end_all()
+                return None
+
+    def become(self, child: _ChildRequest) -> None:
+        """Turn this fresh copy of the server into the child that was asked for."""
+        self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != child.server_pid:  # it died before the line above
+            os._exit(1)
+        signal.set_wakeup_fd(-1)
+        for signum in (signal.SIGCHLD, *_IGNORED, *_IGNORED_TOO):
+            signal.signal(signum, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for end in (self._channel, self._wake_read, self._wake_write):
+            end.close()
+        devnull = os.open(os.devnull, os.O_RDONLY)
+        for source, fd in ((devnull, 0), (child.fds[0], 1), (child.fds[1], 2)):
+            os.dup2(source, fd)
+            os.close(source)
+        sys.stdout, sys.stderr = _line_stream(1), _line_stream(2)
+        request = child.request
+        os.environ.clear()
+        os.environ.update(request.env)
+        os.umask(request.umask)
+        os.chdir(request.cwd)
+        sys.path[:] = request.sys_path
+        sys.argv[:] = request.argv
+
+    def _answer(self) -> _ChildRequest | None:
+        request, fds = self._channel.recv_with_fds()
+        if isinstance(request, SignalRequest):
+            self._signal(request)
+            return None
+        assert isinstance(request, ForkRequest)
+        try:
+            if reason := self._problem or _why_not_fork():
+                self._channel.send(ForkRefused(reason))
+                return None
+            server_pid = os.getpid()
+            try:
+                pid = os.fork()
+            except OSError as error:
+                self._channel.send(ForkRefused(f"the kernel made no new process: {error}"))
+                return None
+            if pid == 0:
+                os.setpgid(0, 0)
+                kept, fds = fds, []
+                return _ChildRequest(request, kept, server_pid)
+            with contextlib.suppress(OSError):
+                os.setpgid(pid, pid)  # in both processes: whoever comes first
+            self._children.add(pid)
+            self._channel.send(Forked(pid))
+            return None
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _signal(self, request: SignalRequest) -> None:
+        if request.pid not in self._children:
+            return
+        if request.signum == signal.SIGKILL:
+            _kill_group(request.pid)
+        else:
+            os.kill(request.pid, request.signum)
+
+    def _reap(self) -> None:
+        # A dead child keeps its pid until waitpid, so the group that is killed is surely its own.
+        while self._children and (
+            gone := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ):
+            _kill_group(gone.si_pid)
+            _, status = os.waitpid(gone.si_pid, 0)
+            self._children.discard(gone.si_pid)
+            self._channel.send(Exited(gone.si_pid, os.waitstatus_to_exitcode(status), time.time()))
+
+    def _end_all(self) -> None:
+        for pid in self._children:
+            _kill_group(pid)
+        for pid in self._children:
+            os.waitpid(pid, 0)
+
+
+def _line_stream(fd: int) -> TextIO:
+    """A text stream on `fd` that keeps no whole line back: a killed rank's last words count."""
+    return os.fdopen(
+        fd,
+        "w",
+        buffering=1,
+        encoding=sys.stderr.encoding,
+        errors="backslashreplace",
+        closefd=False,
+    )
+
+
+def _kill_group(pid: int) -> None:
+    """Kill the child `pid` and what it started, also when it moved to another group."""
+    os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _num_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def _import_all(modules: list[str]) -> str | None:
+    """Import `modules`; the reason why this process must not fork afterwards, if there is one."""
+    for module in modules:
+        num_before = _num_threads()
+        try:
+            importlib.import_module(module)
+        except Exception:
+            return f"preloading {module!r} failed:\n{traceback.format_exc()}"
+        if (num_after := _num_threads()) > num_before:
+            return (
+                f"importing {module!r} started {num_after - num_before} thread(s) "
+                f"({_thread_names()}), and a process with threads must not fork; "
+                f"leave {module!r} out of the preload list or keep it from starting threads"
+            )
+        if sign := why_initialised():
+            return (
+                f"importing {module!r} touched a GPU: {sign}, and a forked rank cannot use the "
+                f"driver then; leave {module!r} out of the preload list, or let it ask for devices "
+                f"only when it is called"
+            )
+    return None
+
+
+def _thread_names() -> str:
+    native = [
+        (task / "comm").read_text().strip()
+        for task in Path("/proc/self/task").iterdir()
+        if task.name != str(os.getpid())
+    ]
+    python = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+    return f"native names {native}, Python names {python}"
+
+
+def _why_not_fork() -> str | None:
+    if (num := _num_threads()) > 1:
+        return (
+            f"the fork server has {num} threads ({_thread_names()}), and a process with threads "
+            "must not fork; a preloaded module started them after its import"
+        )
+    torch, sign = sys.modules.get("torch"), why_initialised()
+    if sign or (torch is not None and torch.cuda.is_initialized()):
+        return (
+            f"CUDA is initialised in the fork server ({sign or 'as torch says'}), and a CUDA "
+            "context does not survive a fork; leave the module that touches the GPU when imported "
+            "out of the preload list"
+        )
+    return None
+
+
+def _run(child: _ChildRequest) -> NoReturn:
+    """Call the target with its arguments (the channel first, if one came), and exit."""
+    code = 1
+    try:
+        function = child.request.target.resolve()
+        args = cast(tuple[object, ...], unpack(child.request.args))
+        function(*(Channel.from_fd(fd) for fd in child.fds[2:]), *args)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            sys.stderr.write(end.code + "\n")
+    except BaseException:
+        traceback.print_exc()
+    if code == 0:
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread() and not thread.daemon:
+                thread.join()
+        atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    # Not sys.exit: tearing the interpreter down would copy the shared pages one by one, and after
+    # a failure it would wait for native threads that wait for peers.
+    os._exit(code & 0xFF)
+
+
+def main(argv: list[str]) -> None:
+    server = _Server(Channel.from_fd(int(argv[1])), argv[3:])
+    child = server.serve()
+    if child is not None:
+        server.become(child)
+        _run(child)
+    shutil.rmtree(argv[2], ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv)

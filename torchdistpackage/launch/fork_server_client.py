@@ -1,0 +1,249 @@
+"""Child processes by fork from a server that has imported everything once.
+
+A rank costs a fork (30 ms) instead of an interpreter with its imports (1.1 s with torch). The rule
+it rests on: this process never forks itself, so it may have threads and CUDA as it likes; the
+server (`launch/fork_server.py`) is a fresh interpreter that forks before it has either.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from torchdistpackage.errors import LaunchError
+from torchdistpackage.launch.entrypoint import EntryPoint, main_is_loading
+from torchdistpackage.launch.ipc import (
+    Channel,
+    Exited,
+    Forked,
+    ForkRefused,
+    ForkRequest,
+    SignalRequest,
+    pack,
+)
+from torchdistpackage.launch.stopped import stopped
+
+# Importing a numerical library must not start its threads: that would end forking for good.
+_THREAD_COUNTS = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
+
+
+class ForkedChild:
+    """A process made by a `ForkServer`; `exit` is filled in by `ForkServer.reap`."""
+
+    def __init__(self, server: ForkServer, pid: int, channel: Channel | None) -> None:
+        self._server = server
+        self.pid = pid
+        self.channel = channel
+        self.exit: Exited | None = None
+
+    def signal(self, signum: int) -> None:
+        """Send `signum`, if the process is still there; SIGKILL also reaches what it started."""
+        self._server.signal(self, signum)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is in stopped state (SIGSTOP, Ctrl-Z), which no exit code ever tells."""
+        return self.exit is None and stopped(self.pid) == "T"
+
+
+class ForkServer:
+    """A process that has imported `preload` and forks children on request; starts on first use.
+
+    Children die with the server, and the server with this object's process, however that ends.
+    Libraries in the server were loaded with one thread; a child's own OMP_NUM_THREADS comes too
+    late for them, so code that wants more threads asks its library (torch.set_num_threads).
+    Not for use from several threads at once.
+    """
+
+    def __init__(self, preload: Sequence[str] = ()) -> None:
+        self._preload = tuple(preload)
+        self._owner_pid = os.getpid()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None
+        self._folder = Path()
+        self._running: dict[int, ForkedChild] = {}
+        self._channels: list[Channel] = []
+
+    @property
+    def folder(self) -> Path:
+        """A folder of mode 0700 that is removed when the server ends, however that comes."""
+        self._start()
+        return self._folder
+
+    def spawn(
+        self,
+        target: str | Callable[..., object] | EntryPoint,
+        args: tuple[object, ...] = (),
+        *,
+        env: Mapping[str, str] | None = None,
+        stdout: int | IO[bytes] = 1,
+        stderr: int | IO[bytes] = 2,
+        with_channel: bool = False,
+    ) -> ForkedChild:
+        """Fork a child that calls `target(*args)`, or `target(channel, *args)` `with_channel`.
+
+        `env` is its whole environment (default: this process's). `stdout` and `stderr` are open
+        descriptors or files; stdin is empty. Working folder, sys.path, sys.argv and umask are this
+        process's. The child leads its own process group and its exit code is 0, the argument of
+        sys.exit, or 1 after another exception, whose traceback goes to its stderr.
+
+        Raises:
+            LaunchError: the target has no name, or the server cannot fork; the text says why.
+        """
+        if main_is_loading():
+            raise LaunchError(
+                "processes are started while the main script is still being loaded by a rank; "
+                'put the part that starts them under `if __name__ == "__main__":`'
+            )
+        reference = target if isinstance(target, EntryPoint) else EntryPoint.of(target)
+        umask = os.umask(0o077)
+        os.umask(umask)
+        request = ForkRequest(
+            target=reference,
+            args=pack(args),
+            env=dict(os.environ if env is None else env),
+            cwd=str(Path.cwd()),
+            sys_path=tuple(_absolute_path()),
+            argv=tuple(sys.argv),
+            umask=umask,
+        )
+        fds = [f if isinstance(f, int) else f.fileno() for f in (stdout, stderr)]
+        mine, theirs = Channel.pair() if with_channel else (None, None)
+        if theirs is not None:
+            fds.append(theirs.fileno())
+        try:
+            pid = self._fork(request, fds)
+        except BaseException:
+            if mine is not None:
+                mine.close()
+            raise
+        finally:
+            if theirs is not None:
+                theirs.close()
+        if mine is not None:
+            self._channels.append(mine)
+        child = self._running[pid] = ForkedChild(self, pid, mine)
+        return child
+
+    def fileno(self) -> int:
+        """Descriptor that becomes readable when `reap` has something to tell."""
+        return self._start().fileno()
+
+    def reap(self) -> None:
+        """Fill in `exit` of the children that have ended. Never waits.
+
+        Raises:
+            LaunchError: the server is gone, and all its children with it.
+        """
+        messages, open_ = self._start().recv_ready()
+        for message in messages:
+            if isinstance(message, Exited):
+                self._record(message)
+        if not open_:
+            raise LaunchError(self._death())
+
+    def signal(self, child: ForkedChild, signum: int) -> None:
+        """As `ForkedChild.signal`. The server sends it: only it knows whose the pid still is."""
+        if self._channel is not None and child.exit is None:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self._channel.send(SignalRequest(child.pid, signum))
+
+    def close(self) -> None:
+        """Kill all children and the server, and wait until they are gone. Harmless twice."""
+        if self._owner_pid != os.getpid() or self._process is None or self._channel is None:
+            return
+        atexit.unregister(self.close)
+        self._channel.close()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:  # somebody stopped it; its children die with it
+            self._process.kill()
+            self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)  # if the server was killed
+        for channel in self._channels:
+            channel.close()
+        self._process = self._channel = None
+        self._channels.clear()
+        self._running.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _start(self) -> Channel:
+        if self._channel is not None:
+            return self._channel
+        self._folder = Path(tempfile.mkdtemp(prefix="tdp-"))
+        mine, theirs = Channel.pair()
+        env = {
+            # or torch.cuda.is_available() in a preloaded module would initialise the driver
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            **os.environ,
+            **dict.fromkeys(_THREAD_COUNTS, "1"),
+            "PYTHONPATH": os.pathsep.join(_absolute_path()),
+        }
+        # -P: `-m` would put the working folder before the caller's own search path.
+        module = "torchdistpackage.launch.fork_server"
+        command = [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(self._folder)]
+        # In a session of its own, Ctrl-C in a terminal reaches the supervisor alone.
+        self._process = subprocess.Popen(
+            [*command, *self._preload],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+        self._channel = mine
+        atexit.register(self.close)
+        return mine
+
+    def _fork(self, request: ForkRequest, fds: list[int]) -> int:
+        channel = self._start()
+        try:
+            channel.send(request, fds)
+            while isinstance(answer := channel.recv(), Exited):
+                self._record(answer)
+        except (EOFError, ConnectionError) as error:
+            raise LaunchError(self._death()) from error
+        if isinstance(answer, ForkRefused):
+            raise LaunchError(f"cannot start {request.target} by fork: {answer.reason}")
+        assert isinstance(answer, Forked)
+        return answer.pid
+
+    def _record(self, exited: Exited) -> None:
+        self._running.pop(exited.pid).exit = exited
+
+    def _death(self) -> str:
+        code = self._process.wait() if self._process is not None else None
+        return (
+            f"the fork server ended with exit code {code} (minus a signal), and its children "
+            "with it; what it wrote to stderr, or the kernel's log for SIGKILL, says why"
+        )
+
+
+def _absolute_path() -> list[str]:
+    return [str(Path(entry).absolute()) for entry in sys.path]

@@ -1,0 +1,158 @@
+"""The last block of a job's main log, and its exit code: who failed first, and how.
+
+Run by the batch script when the ranks are gone and left no decision:
+
+    python -m torchdistpackage.launch.slurm.failure_report RUN_FOLDER START CODE NUM_RANKS [LEFT
+    MARGIN_S]
+
+With LEFT, how often this job may start its ranks anew, it leaves word if that is to be done now.
+
+One rule: the ranks' own reports count. What srun returned (CODE) is the code of whichever task it
+heard of first, or of its own killing of the others.
+"""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchdistpackage.launch.failure import Failure, is_secondary, report, root_cause, summary
+from torchdistpackage.launch.files import atomic_write, beside
+from torchdistpackage.launch.hostlist import expand
+from torchdistpackage.launch.requeue import Decision, RequeueDecision, decide_in_job, time_is_up
+from torchdistpackage.launch.slurm.node_blocklist import incident_of, record
+from torchdistpackage.launch.slurm.run_dir import RunDir
+from torchdistpackage.launch.slurm.runs import SubmittedRun, decision, progress
+from torchdistpackage.launch.slurm.starts import read_starts
+from torchdistpackage.launch.supervisor import read_failure_reports
+
+CANNOT_WRITE = 73
+"""Exit code of a job whose run folder takes nothing (EX_CANTCREAT)."""
+_PROBE_BYTES = 1 << 16
+
+
+def exit_code(failure: Failure) -> int:
+    """What a shell would say: 1 to 255, 128 and the number of a signal."""
+    code = failure.exit_code
+    if code is None:
+        return 1
+    return (128 - code if code < 0 else code) & 0xFF or 1
+
+
+def verdict(run: Path, start: str, code: int, num_ranks: int) -> tuple[str, int]:
+    """The block to end the log with and the job's exit code.
+
+    A node that is to blame is noted in the suspects file.
+    """
+    files = RunDir(run)
+    # A step with more ranks may have left reports in this start before.
+    failures = [f for f in read_failure_reports(files.failures(start)) if f.rank < num_ranks]
+    silent = sorted(set(range(num_ranks)) - {failure.rank for failure in failures})
+    if not failures and (why := _refuses(files)):
+        return (
+            f"--- the run folder {run} cannot be written: {why}; so no rank could train or leave "
+            f"word there, and what srun says above is all there is. Make room and rights for it, "
+            f"or set run.dir ---"
+        ), CANNOT_WRITE
+    if not failures or (silent and is_secondary(root_cause(failures))):
+        return _without_culprit(files, start, code, failures, silent)
+    first = root_cause(failures)
+    if evidence := incident_of(first, start, time.time(), failures):
+        record(files.suspects, evidence)
+    return report(failures, num_ranks), exit_code(first)
+
+
+def _refuses(files: RunDir) -> str:
+    """Why nothing can be written to the run folder; "" if something can."""
+    probe = beside(files.job / "probe")
+    try:
+        atomic_write(probe, " " * _PROBE_BYTES)
+        probe.unlink()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _without_culprit(
+    files: RunDir, start: str, code: int, failures: Sequence[Failure], silent: Sequence[int]
+) -> tuple[str, int]:
+    """All reports there are speak of lost connections: who left none was lost first."""
+    nodes = next((s.nodes for s in read_starts(files.starts) if s.start == start), "")
+    num_ranks = len(silent) + len(failures)
+    hosts = expand(nodes) if nodes else ()
+    # every node of a job of ours has as many ranks as the others
+    per_node = num_ranks // len(hosts) if hosts and num_ranks % len(hosts) == 0 else 0
+    named = [f"{r} on {hosts[r // per_node]}" if per_node else str(r) for r in silent[:20]]
+    shown = ", ".join(named) + (", ..." if len(silent) > 20 else "")
+    lines = [f"rank {f.rank} on {f.host} then failed: {f.error or summary(f)}" for f in failures]
+    lines.append(
+        f"--- no report from {len(silent)} of {num_ranks} ranks ({shown}"
+        f"{f'; job on {nodes}' if nodes else ''}): ended by Slurm with their job (requeued, "
+        f"cancelled, out of time), lost with their node, or never started; srun ended with code "
+        f"{code} and says above what it knows; the ranks' logs are in {files.logs} ---"
+    )
+    return "\n".join(lines), code or 1
+
+
+def start_again(
+    folder: Path, start: str, num_ranks: int, left: int, margin_s: float, end_s: float | None
+) -> Decision:
+    """Whether the ranks are started anew in this job, where all nodes answer; AGAIN is written.
+
+    left: how often that may be done still. end_s: when the job ends, in seconds since 1970.
+    """
+    files, now_s = RunDir(folder), time.time()
+    failures = [f for f in read_failure_reports(files.failures(start)) if f.rank < num_ranks]
+    first = root_cause(failures) if failures else None
+    died = "a rank died with what watched over it"
+    if first is not None and not is_secondary(first):
+        died = f"rank {first.rank}: {summary(first)}"
+    evidence = incident_of(first, start, now_s, failures) if first is not None else None
+    earlier = [s for s in read_starts(files.starts) if s.start != start]
+    decided = decide_in_job(
+        f"after step {progress(SubmittedRun(folder, ())).step or 0}: {died}",
+        decision(SubmittedRun(folder, ()), earlier[-1]) if earlier else None,
+        left=left,
+        time_up=time_is_up(now_s, end_s, (), (), margin_s),
+        bad_node=evidence.reason if evidence else "",
+    )
+    if decided.word is RequeueDecision.AGAIN:
+        atomic_write(files.decision(start), f"{decided}\n")
+    return decided
+
+
+def main(argv: list[str]) -> int:
+    numbers = argv[3:]
+    if len(numbers) not in (2, 4) or not all(map(_is_number, numbers)):
+        usage = "RUN_FOLDER START CODE NUM_RANKS [LEFT MARGIN_S]"
+        sys.stderr.write(f"usage: python -m {__spec__.name} {usage}\n")
+        return 2
+    folder, start, num_ranks = Path(argv[1]), argv[2], int(numbers[1])
+    text, code = verdict(folder, start, int(numbers[0]), num_ranks)
+    if len(numbers) == 4 and code != CANNOT_WRITE:
+        end = os.environ.get("TDP_JOB_END_S", "")
+        end_s = float(end) if end.isdecimal() else None
+        left, margin_s = int(numbers[2]), float(numbers[3])
+        decided = start_again(folder, start, num_ranks, left, margin_s, end_s)
+        if decided.word is not RequeueDecision.AGAIN:
+            sys.stdout.write(f"{decided.reason}\n")
+    sys.stdout.write(text + "\n")
+    keep(RunDir(folder).main_log, text)
+    return code
+
+
+def _is_number(text: str) -> bool:
+    return text.lstrip("-").replace(".", "", 1).isdigit()
+
+
+def keep(log: Path, text: str) -> None:
+    """Leave the reason where the log was, if it was removed: Slurm then writes to no file."""
+    if not log.exists():
+        with contextlib.suppress(OSError):
+            atomic_write(log, text + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

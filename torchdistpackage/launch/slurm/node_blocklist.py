@@ -1,0 +1,270 @@
+"""Nodes that did harm: `suspects.jsonl` beside the runs, one piece of evidence a line.
+
+One rule: evidence has a weight and an end, and a node is left out while the evidence that is still
+valid weighs 1 together. What the user's own code does (an exception, too much memory) is none.
+A start of a job counts once against a node, whoever tells of it and however often.
+"""
+
+import json
+import logging
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torchdistpackage.bounded import check_regular, parse_json
+from torchdistpackage.errors import LaunchError
+from torchdistpackage.launch.failure import Failure, FailureKind
+from torchdistpackage.launch.hostlist import expand
+from torchdistpackage.launch.slurm.commands import Runner, run
+from torchdistpackage.launch.slurm.lines import read_lines
+from torchdistpackage.launch.slurm.run_dir import RunDir, attempt_id
+from torchdistpackage.launch.slurm.starts import Start, read_starts
+
+log = logging.getLogger(__name__)
+
+THRESHOLD = 1.0
+EXPIRY_S = 24 * 3600.0
+NODE_FAIL_EXPIRY_S = 48 * 3600.0
+_HALF = 0.5
+
+_HARDWARE = (
+    ("uncorrectable memory error of the GPU", r"uncorrectable ecc|double.bit ecc"),
+    ("uncorrectable NVLink error", r"uncorrectable nvlink"),
+    ("Xid of the GPU driver", r"\bxid\b[ :(]*(pci|[0-9])"),
+    ("GPU lost", r"fallen off the bus|gpu is lost"),
+    ("GPU unavailable", r"cuda-capable device\(s\) is/are busy or unavailable"),
+    ("hardware error of the GPU", r"(cuda|hip) error: [^\n]*hardware"),
+    (
+        "network error of NCCL",
+        r"ncclremoteerror|remote process exited or there was a network error",
+    ),
+)
+"""What it is, and the texts by which CUDA, its driver and NCCL say so."""
+
+_DOWN = re.compile(r"(down|fail|failing)\*?", re.IGNORECASE)
+"""States of a node that broke; one that is drained or powered off did not."""
+_NOTICED_S = 900.0
+"""A job may end with its connections, long before Slurm gives up the node that broke them."""
+_CLOCKS_DIFFER_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeIncident:
+    """Something that speaks against a node. job: its start (`123.0`), or its id."""
+
+    node: str
+    reason: str
+    weight: float
+    time_s: float
+    expires_s: float
+    job: str
+
+    def __str__(self) -> str:
+        when = time.strftime("%d %b %H:%M", time.localtime(self.time_s))
+        until = time.strftime("%d %b %H:%M", time.localtime(self.expires_s))
+        return f"{self.node}: {self.reason} ({when}, job {self.job}; until {until})"
+
+
+def incident_of(
+    failure: Failure, job: str, now_s: float, others: Sequence[Failure] = ()
+) -> NodeIncident | None:
+    """What the failure that brought a start down says against its node, if anything.
+
+    others: of this start. A node that told of a rank's end after the alarm of a hang is not gone.
+    """
+    reason = _reason(failure)
+    if failure.kind is FailureKind.HUNG and any(_is_word_after(failure, other) for other in others):
+        return None
+    node = failure.host.partition(".")[0]
+    if not reason or not node:
+        return None
+    text = f"rank {failure.rank}: {reason}"
+    return NodeIncident(node, text, _HALF, failure.time_s, now_s + EXPIRY_S, job)
+
+
+def record(path: Path, evidence: NodeIncident) -> None:
+    """Append a piece of evidence, in one write, so that several writers do not mix.
+
+    Where that cannot be, a warning is logged: a job that ends has more important things to say.
+    """
+    line = json.dumps(asdict(evidence)) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            check_regular(path.resolve())
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o664)
+    except OSError as error:
+        log.warning("%s is not noted in %s: %s", evidence, path, error.strerror)
+        return
+    try:
+        size = os.lseek(descriptor, 0, os.SEEK_END)
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = "\n" + line  # a writer was killed in the middle; its line is not ours to spoil
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)
+
+
+def read(path: Path) -> list[NodeIncident]:
+    """All evidence, also what has expired.
+
+    Lines that are none are passed over with a warning, and so is what is no file.
+    """
+    try:
+        lines = read_lines(path)
+    except LaunchError as error:
+        log.warning("%s", error)
+        return []
+    found: list[NodeIncident] = []
+    bad: list[int] = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            evidence = _parse(line)
+            found += [evidence] if evidence else []
+            bad += [] if evidence else [number]
+    if bad:
+        log.warning("%s: not read: line %s", path, ", ".join(map(str, bad)))
+    return found
+
+
+def reasons(
+    path: Path, now_s: float, threshold: float = THRESHOLD
+) -> dict[str, list[NodeIncident]]:
+    """Every node to leave out, in order of names, with the evidence that says so."""
+    heaviest: dict[tuple[str, str], NodeIncident] = {}
+    for evidence in read(path):
+        key = (evidence.node, evidence.job)
+        before = heaviest.get(key)
+        if evidence.expires_s > now_s and (before is None or evidence.weight > before.weight):
+            heaviest[key] = evidence
+    by_node: dict[str, list[NodeIncident]] = {}
+    for evidence in sorted(heaviest.values(), key=lambda e: (e.node, e.time_s)):
+        by_node.setdefault(evidence.node, []).append(evidence)
+    return {n: held for n, held in by_node.items() if sum(e.weight for e in held) >= threshold}
+
+
+def excluded(path: Path, now_s: float, threshold: float = THRESHOLD) -> tuple[str, ...]:
+    """Names of the nodes to leave out, for `sbatch --exclude`."""
+    return tuple(reasons(path, now_s, threshold))
+
+
+def explain(path: Path, now_s: float, threshold: float = THRESHOLD) -> str:
+    """Which nodes are left out and why, as a line for each; "" if none is."""
+    held = reasons(path, now_s, threshold)
+    lines = [f"leaving out {'; '.join(map(str, evidence))}" for evidence in held.values()]
+    return "\n".join([*lines, f"({path} says so; remove a line to forgive)"]) if held else ""
+
+
+def record_failed_nodes(
+    files: RunDir, env: Mapping[str, str], runner: Runner = run, *, now_s: float | None = None
+) -> list[NodeIncident]:
+    """Record the nodes that broke under the start before this one; returns what is new.
+
+    env: this start's, or a submission's, outside of any job. Slurm is asked which of that start's
+    nodes are down now, and its accounting, if there is one, which were down in between. A start
+    whose ranks left a decision lost no node.
+    """
+    now = time.time() if now_s is None else now_s
+    earlier = [s for s in read_starts(files.starts) if s.start != attempt_id(env)]
+    if not earlier or not earlier[-1].nodes or files.decision(earlier[-1].start).exists():
+        return []
+    start = earlier[-1]
+    known = {(e.node, e.job) for e in read(files.suspects) if e.weight >= THRESHOLD}
+    new: list[NodeIncident] = []
+    for node, state in _broken(start, runner, now).items():
+        if (node, start.start) not in known:
+            text = f"{state} under job {start.job}"
+            new.append(
+                NodeIncident(node, text, THRESHOLD, now, now + NODE_FAIL_EXPIRY_S, start.start)
+            )
+    for evidence in new:
+        record(files.suspects, evidence)
+    return new
+
+
+def _broken(start: Start, runner: Runner, now_s: float) -> dict[str, str]:
+    """Nodes that went down under a start -> what Slurm says of them."""
+    try:
+        nodes = set(expand(start.nodes))
+    except LaunchError as error:
+        log.warning("start %s: %s", start.start, error)
+        return {}
+    outages = (
+        _rows(runner, "sinfo", "-N", "-h", "-n", start.nodes, "-o", "%N|%T|%H|%E"),
+        _rows(
+            *(runner, "sacctmgr", "-n", "-P", "list", "event", f"nodes={start.nodes}"),
+            *(f"start={_slurm_time(start.time_s)}", "format=NodeName,State,TimeStart,Reason"),
+        ),
+    )
+    # the accounting last: it may be slow, and time short
+    end_s = _end_s(start, runner)
+    until_s = now_s if end_s is None else end_s + _NOTICED_S
+    broken: dict[str, str] = {}
+    for node, state, since, reason in (row for rows in outages for row in rows if len(row) == 4):
+        since_s = float(since) if since.isdigit() else now_s
+        under = start.time_s - _CLOCKS_DIFFER_S <= since_s <= until_s
+        if node in nodes and under and _DOWN.fullmatch(state):
+            word = state.rstrip("*").lower()
+            broken.setdefault(node, f"{word} ({reason})" if reason else word)
+    return broken
+
+
+def _end_s(start: Start, runner: Runner) -> float | None:
+    """When the job of a start ended, that time, as the accounting has it."""
+    since = _slurm_time(start.time_s - _CLOCKS_DIFFER_S)
+    ends: list[float] = []
+    asked = ("sacct", "-D", "-X", "-n", "-P", "-j", start.job, "-S", since, "-o", "Start,End")
+    for began, ended in (row for row in _rows(runner, *asked) if len(row) == 2):
+        if began.isdigit() and ended.isdigit() and float(ended) >= start.time_s:
+            ends.append(float(ended))
+    return min(ends, default=None)
+
+
+def _slurm_time(time_s: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time_s))
+
+
+def _rows(runner: Runner, *command: str) -> list[list[str]]:
+    """What a command lists, in fields; nothing where it cannot."""
+    try:
+        ran = runner(command)
+    except LaunchError as error:
+        log.info("%s", error)
+        return []
+    lines = ran.out.splitlines() if ran.code == 0 else []
+    return [[field.strip() for field in line.split("|", 3)] for line in lines]
+
+
+def _reason(failure: Failure) -> str:
+    if failure.kind is FailureKind.SIGNAL and failure.exit_code == -signal.SIGBUS:
+        return "killed by SIGBUS"
+    if failure.kind is FailureKind.HUNG:  # the detail is about all ranks
+        return "did not answer in a hang" if "does not answer" in failure.error else ""
+    text = f"{failure.error}\n{failure.detail}".lower()
+    return next((what for what, pattern in _HARDWARE if re.search(pattern, text)), "")
+
+
+def _is_word_after(alarm: Failure, other: Failure) -> bool:
+    # a watcher ends its rank only after others have failed, whatever the clocks of two hosts say
+    later = other.kind is FailureKind.ENDED or other.time_s > alarm.time_s
+    return other.host == alarm.host and later
+
+
+def _parse(line: str) -> NodeIncident | None:
+    try:
+        fields: dict[str, Any] = parse_json(line)
+        return NodeIncident(
+            str(fields["node"]),
+            str(fields["reason"]),
+            float(fields["weight"]),
+            float(fields["time_s"]),
+            float(fields["expires_s"]),
+            str(fields["job"]),
+        )
+    except (ValueError, TypeError, KeyError, OverflowError):
+        return None

@@ -1,0 +1,309 @@
+"""A rank that a launcher started, watched by a process of its own: this one forks it and waits.
+
+A rank cannot say that it was killed, and a launcher only says that something ended. One rule: the
+parent imports nothing that can break (no torch), so it is there when the rank is not, and leaves
+one report per rank that failed, which says how.
+
+The parent's output is the launcher's: all that rank 0 writes, and of the others what they failed
+of. Every rank's own output goes to a log of its own.
+"""
+
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from torchdistpackage.bounded import read_regular
+from torchdistpackage.errors import LaunchError
+from torchdistpackage.launch.failure import (
+    Failure,
+    FailureKind,
+    from_exception,
+    from_json,
+    is_secondary,
+    summary,
+    to_json,
+)
+from torchdistpackage.launch.files import atomic_write
+from torchdistpackage.launch.signals import SignalFlag
+from torchdistpackage.launch.silence import wait_for_word
+from torchdistpackage.launch.stopped import note, stopped
+from torchdistpackage.launch.workers import tail
+
+_MOST_BYTES = 1 << 20
+"""Of a rank's report."""
+GRACE_S = 2.0
+"""For a rank to end by itself when another one has failed and this process is told to end."""
+_POLL_S = 0.25
+_LOOK_S = 1.0
+_SKEW_NS = 5 * 10**9
+"""How much later than others this task may have been started; older reports are another step's."""
+_PR_SET_PDEATHSIG = 1
+_READ_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedRank:
+    """What is watched: rank, its log, and the folder for reports of this start.
+
+    decision: file that says that the run has ended; whoever is told to end then, ends. num_ranks:
+    of this start, if a rank that lost a peer shall wait for word of it.
+    """
+
+    rank: int
+    log: Path
+    failures: Path
+    decision: Path | None = None
+    num_ranks: int = 0
+
+    @property
+    def report(self) -> Path:
+        return self.failures / f"rank{self.rank}.json"
+
+    def has_ended(self) -> bool:
+        return self.decision is not None and self.decision.exists()
+
+
+def supervise(body: Callable[[], int], rank: WatchedRank, signals: SignalFlag) -> int:
+    """Run `body` in a fork of this process; its exit code, 128 and the signal's number if killed.
+
+    `noted` listens already, and its handlers are the rank's too. What arrives here is passed on.
+
+    Raises:
+        LaunchError: this process has threads, so it must not fork.
+    """
+    if (num := len(list(Path("/proc/self/task").iterdir()))) > 1:
+        raise LaunchError(
+            f"this process has {num} threads ({[t.name for t in threading.enumerate()]}), and such "
+            f"a process must not fork a rank; start `tdp train` as a program of its own"
+        )
+    rank.log.parent.mkdir(parents=True, exist_ok=True)
+    for stream in (sys.stdout, sys.stderr):  # or both processes would write it
+        stream.flush()
+    rank.log.touch()
+    before = rank.log.stat()
+    # By the clock of the file system, which all ranks share. A peer may fail before we have begun.
+    old_ns = before.st_mtime_ns - _SKEW_NS
+    earlier = {path: at_ns for path, at_ns in _reports(rank).items() if at_ns < old_ns}
+    # counted before the fork: what comes later is for the rank as well
+    watch = _RankSupervisor(rank, len(signals.all_received), earlier, before.st_size)
+    parent = os.getpid()
+    read, write = os.pipe()
+    returned, returning = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        os.close(returned)
+        _be_the_rank(body, rank, write, returning, parent)
+    os.close(write)
+    os.close(returning)
+    with rank.log.open("ab", buffering=0) as log, os.fdopen(read, "rb", 0) as output:
+        os.set_blocking(output.fileno(), False)
+        status = watch.until_gone(pid, signals, output.fileno(), log.fileno())
+    with os.fdopen(returned, "rb", 0) as mark:
+        os.set_blocking(mark.fileno(), False)
+        has_returned = bool(mark.read(1))
+    code, failure = watch.last_words(status, has_returned)
+    if rank.num_ranks and failure is not None and is_secondary(failure):
+        wait_for_word(rank.failures, rank.rank, rank.num_ranks, signals, rank.has_ended)
+    return code
+
+
+def read_failure_reports(folder: Path) -> list[Failure]:
+    """The reports of one start by rank; those cut short are left out."""
+    found: list[Failure] = []
+    for path in sorted(folder.glob("rank*.json")):
+        with contextlib.suppress(ValueError, TypeError, KeyError, OSError):
+            found.append(from_json(read_regular(path, _MOST_BYTES).decode()))
+    return sorted(found, key=lambda failure: failure.rank)
+
+
+def _reports(place: WatchedRank) -> dict[Path, int]:
+    """The other ranks' reports that are there and the decision, and when each was written."""
+    found: dict[Path, int] = {}
+    decision = () if place.decision is None else (place.decision,)
+    for path in (*place.failures.glob("rank*.json"), *decision):
+        with contextlib.suppress(OSError):
+            found[path] = path.stat().st_mtime_ns
+    found.pop(place.report, None)
+    return found
+
+
+def _be_the_rank(
+    body: Callable[[], int], place: WatchedRank, out: int, returning: int, parent: int
+) -> NoReturn:
+    """The forked process, up to its end."""
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(code)
+        os.environ["TDP_FAILURE"] = str(place.report)
+        for fd in (1, 2):
+            os.dup2(out, fd)
+        os.close(out)
+        sys.stdout, sys.stderr = (os.fdopen(fd, "w", 1, closefd=False) for fd in (1, 2))
+        code = _ending(body, place, returning)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    finally:
+        # Not sys.exit: after a failure it would wait for native threads that wait for peers.
+        os._exit(code & 0xFF)
+
+
+def _ending(body: Callable[[], int], place: WatchedRank, returning: int) -> int:
+    """The exit code of `body`, whose failure is reported first; a mark says that it returned."""
+    try:
+        code = body()
+        os.write(returning, b"1")
+        return code
+    except SystemExit as end:
+        return _report(place, end) if end.code not in (None, 0) else 0
+    except BaseException as error:
+        traceback.print_exc()
+        return _report(place, error)
+
+
+def _report(place: WatchedRank, error: BaseException) -> int:
+    failure = from_exception(place.rank, socket.gethostname(), os.getpid(), time.time(), error)
+    _leave(place, failure)
+    return failure.exit_code or 1
+
+
+def _leave(place: WatchedRank, failure: Failure) -> None:
+    """Without a place for the report the rank still ends as it should, and its log says how."""
+    try:
+        atomic_write(place.report, to_json(failure))
+    except OSError as error:
+        sys.stderr.write(f"the report {place.report} cannot be written: {error}\n")
+
+
+class _RankSupervisor:
+    """The parent: copies output, passes signals on, ends a rank whose peers are gone.
+
+    While its rank is stopped a note says so.
+    """
+
+    def __init__(
+        self, place: WatchedRank, num_passed: int, earlier: dict[Path, int], start_bytes: int
+    ) -> None:
+        self._rank, self._num_passed, self._earlier = place, num_passed, earlier
+        self._start_bytes = start_bytes
+        self._pid = 0
+        self._look_s = self._state_s = 0.0
+        self._signals = ""
+        self._kill_s = float("inf")
+        self._ended_by_us = False
+
+    def until_gone(self, pid: int, noted: SignalFlag, output: int, log: int) -> int:
+        """Wait for the rank; its exit code, minus the signal that killed it."""
+        self._pid = pid
+        status = None
+        with contextlib.suppress(OSError):
+            note(self._rank.report, "")  # another step's
+        with selectors.DefaultSelector() as selector:
+            selector.register(output, selectors.EVENT_READ)
+            while status is None:
+                selector.select(_POLL_S)
+                if not self._copy(output, log) and selector.get_map():
+                    selector.unregister(output)
+                    time.sleep(_POLL_S / 10)
+                self._look_around(noted)
+                self._note_state()
+                pid, raw = os.waitpid(self._pid, os.WNOHANG)
+                status = os.waitstatus_to_exitcode(raw) if pid else None
+            self._copy(output, log)
+            self._say("")
+        return status
+
+    def _copy(self, output: int, log: int) -> bool:
+        """Copy what is there; False when there will be no more."""
+        while True:
+            try:
+                data = os.read(output, _READ_BYTES)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            _write_all(log, data)
+            if self._rank.rank == 0:
+                _write_all(1, data)
+
+    def _look_around(self, noted: SignalFlag) -> None:
+        received, now_s = noted.all_received, time.monotonic()
+        while self._num_passed < len(received):
+            self._kill(received[self._num_passed])
+            self._num_passed += 1
+        # Told to end because a peer failed or has ended: what the rank waits for will not come.
+        if received and now_s >= self._look_s and self._kill_s == float("inf"):
+            self._look_s = now_s + _LOOK_S
+            if _reports(self._rank).items() - self._earlier.items():
+                self._kill_s = now_s + GRACE_S
+        if now_s >= self._kill_s:
+            self._ended_by_us = True
+            self._kill(signal.SIGKILL)
+
+    def _note_state(self) -> None:
+        if (now_s := time.monotonic()) >= self._state_s:
+            self._state_s = now_s + _LOOK_S
+            self._say(stopped(self._pid))
+
+    def _say(self, letter: str) -> None:
+        if letter != self._signals:
+            with contextlib.suppress(OSError):
+                note(self._rank.report, letter)
+                self._signals = letter
+
+    def _kill(self, signum: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signum)
+
+    def last_words(self, status: int, has_returned: bool) -> tuple[int, Failure | None]:
+        """Report how the rank ended, if it has not; the exit code to end with, and the report."""
+        if status == 0 and has_returned:
+            return 0, None
+        rank, host = self._rank.rank, socket.gethostname()
+        if self._rank.report.exists():
+            failure = from_json(self._rank.report.read_text(encoding="utf-8"))
+        else:
+            kind = FailureKind.SIGNAL if status < 0 else FailureKind.EXIT
+            text = tail(self._rank.log, self._start_bytes)
+            detail = f"its last output ({self._rank.log}):\n{text}" if text else ""
+            if self._ended_by_us:
+                kind, detail = FailureKind.ENDED, ""
+            error = "" if status else "the process ended before its function returned"
+            failure = Failure(rank, host, self._pid, time.time(), kind, status, error, detail)
+            _leave(self._rank, failure)
+        sys.stderr.write(_spoken(failure) + "\n")
+        if not self._rank.log.exists():  # removed in mid-run, and with it what was said there
+            with contextlib.suppress(OSError):
+                atomic_write(self._rank.log, f"{summary(failure)}\n{failure.detail}\n")
+        return (128 - status if status < 0 else status or 1), failure
+
+
+def _spoken(failure: Failure) -> str:
+    """For the main log, where all ranks speak: consequences in a line, the rest in full."""
+    head = f"rank {failure.rank} on {failure.host}: {summary(failure)}"
+    # what rank 0 wrote is in the main log already, but nobody writes a report of a hang
+    told = not failure.rank and failure.kind is not FailureKind.HUNG
+    if is_secondary(failure) or not failure.detail or told:
+        return head
+    lines = failure.detail.splitlines()
+    return "\n".join([head, *(f"[rank {failure.rank}] {line}" for line in lines)])
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    """To a launcher that may have gone, or a disk that may be full: neither may end the run."""
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(fd, data) :]

@@ -1,0 +1,207 @@
+"""What crosses from one stage to the next, and back: over the wire, or in memory on one rank.
+
+One rule: what a stage is given has no graph behind it. Members that want a gradient become leaves,
+whose gradients go back to the stage they came from, zeros where a microbatch did not use one. Of
+what a stage has sent, its place in the graph stays until the gradient comes, the memory does not.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from torchdistpackage.comm.messages import Message, describe, tensors_of
+from torchdistpackage.comm.meta_channel import MetaChannel
+from torchdistpackage.comm.p2p import P2PChannel, P2PWork, Post
+from torchdistpackage.comm.tensor_meta import MessageSpec
+from torchdistpackage.errors import CommError
+
+Root = Tensor | GradientEdge
+"""Where a backward begins."""
+Output = Message | tuple[Root | None, ...]
+"""What a stage gave; once sent, of each member that wants a gradient its place in the graph."""
+
+_LANDED = P2PWork()
+
+
+class StageInput:
+    """What a stage is given; the gradients that it owes for it.
+
+    takes_gradients: whether the schedule has backwards.
+    """
+
+    def __init__(self, num_microbatches: int, takes_gradients: bool):
+        self.takes_gradients = takes_gradients
+        self.leaves: list[list[Tensor]] = [[] for _ in range(num_microbatches)]
+
+    def take(self, m: int) -> Message:
+        """The input of microbatch `m`, for its forward."""
+        raise NotImplementedError
+
+    def owed(self, m: int) -> list[Tensor]:
+        """Gradients of the leaves of `m`, which are let go."""
+        leaves, self.leaves[m] = self.leaves[m], []
+        return [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+
+    def reset(self) -> None:
+        """Let go of what an interrupted run has left."""
+        self.leaves[:] = [[] for _ in self.leaves]
+
+
+class LocalLink(StageInput):
+    """Between two stages of one rank: the same memory, and no message."""
+
+    def __init__(self, num_microbatches: int, takes_gradients: bool, outputs: list[Message]):
+        super().__init__(num_microbatches, takes_gradients)
+        self._outputs = outputs
+        self._shapes: list[tuple[int, list[int]]] = [(0, [])] * num_microbatches
+
+    def take(self, m: int) -> Message:
+        output = self._outputs[m]
+        if not self.takes_gradients:
+            self._outputs[m] = None
+            return output
+        tensors = tensors_of(output)
+        wanting = [i for i, x in enumerate(tensors) if x is not None and x.requires_grad]
+        members = [None if x is None else x.detach() for x in tensors]
+        self._shapes[m] = (len(members), wanting)
+        self.leaves[m] = [members[i].requires_grad_() for i in wanting]  # type: ignore[union-attr]
+        if isinstance(output, Tensor):
+            return members[0]
+        if isinstance(output, dict):
+            return dict(zip(output, members, strict=True))
+        return tuple(members)
+
+    def gradients(self, m: int) -> tuple[Tensor | None, ...]:
+        """For the members of what the stage before gave."""
+        num, wanting = self._shapes[m]
+        back: list[Tensor | None] = [None] * num
+        for i, gradient in zip(wanting, self.owed(m), strict=True):
+            back[i] = gradient
+        return tuple(back)
+
+
+class RecvLink(StageInput):
+    """From a stage on another rank. Templates of the messages are agreed on in the first run."""
+
+    def __init__(
+        self, num_microbatches: int, takes_gradients: bool, peer: int, headers: MetaChannel
+    ):
+        super().__init__(num_microbatches, takes_gradients)
+        self.peer, self._headers = peer, headers
+        self.templates: list[MessageSpec | None] = [None] * num_microbatches
+        self._rooms: list[list[Tensor | None]] = [[]] * num_microbatches
+        self._arrivals: list[P2PWork] = [_LANDED] * num_microbatches
+
+    def knows(self, m: int) -> bool:
+        return self.templates[m] is not None and not self._headers.always
+
+    def learn(self, m: int) -> None:
+        """Wait for the header of `m`."""
+        self.templates[m] = self._headers.receive(self.peer)
+
+    def receive(self, wire: P2PChannel | Post, m: int) -> None:
+        template = self.templates[m]
+        self._rooms[m] = room = template.allocate()
+        self._arrivals[m] = wire.receive(template.travelling(room), self.peer)
+
+    def arrive(self, m: int) -> None:
+        """Wait for the message."""
+        self._arrivals[m].wait()
+        self._arrivals[m] = _LANDED
+
+    def take(self, m: int) -> Message:
+        template, room = self.templates[m], self._rooms[m]
+        self._rooms[m] = []
+        if self.takes_gradients:
+            wanting = template.wanting
+            self.leaves[m] = [room[i].requires_grad_() for i in wanting]  # type: ignore[union-attr]
+        return template.description.build(room)
+
+    def reset(self) -> None:
+        super().reset()
+        num = len(self._rooms)
+        self._rooms[:], self._arrivals[:] = [[]] * num, [_LANDED] * num
+
+    def send(self, wire: P2PChannel | Post, m: int) -> P2PWork:
+        """The gradients of `m` on their way back."""
+        return wire.send(self.templates[m].travelling_back(self.owed(m)), self.peer)
+
+
+class SendLink:
+    """To a stage on another rank; a message of another form than agreed is refused.
+
+    trains: whether the schedule has backwards. keeps_outputs: until their backward, for a caller's
+    own one. Whatever is not kept is for the wire alone, so wait for its flight.
+    """
+
+    def __init__(
+        self, stage: int, outputs: list[Output], trains: bool, peer: int, headers: MetaChannel
+    ):
+        self.stage, self.peer, self._headers = stage, peer, headers
+        self._outputs, self._trains, self.keeps_outputs = outputs, trains, False
+        num = len(outputs)
+        self.templates: list[MessageSpec | None] = [None] * num
+        self._departures: list[P2PWork] = [_LANDED] * num
+        self._rooms: list[Sequence[Tensor]] = [()] * num
+        self._arrivals: list[P2PWork] = [_LANDED] * num
+
+    def announce(self, m: int) -> None:
+        """Send the header of `m`, if the peer waits for one.
+
+        Raises:
+            CommError: the output is not of the form agreed on, or not where messages are.
+        """
+        template, output, device = self.templates[m], self._outputs[m], self._headers.device
+        if template is None or self._headers.always:
+            self.templates[m] = self._headers.send(describe(output, device), self.peer)
+        elif not template.matches(output):
+            agreed, found = template.description, describe(output, device)
+            raise CommError(
+                f"stage {self.stage} sends {found} for microbatch {m}, but agreed on {agreed} in "
+                f"the first step; keep shapes and dtypes, and let what will ever have "
+                f"requires_grad=True have it in the first step (to freeze it later is fine), or "
+                f"set dynamic_shapes"
+            )
+
+    def send(self, wire: P2PChannel | Post, m: int) -> P2PWork:
+        tensors = tensors_of(self._outputs[m])
+        flight = wire.send(self.templates[m].travelling(tensors), self.peer)
+        if self.keeps_outputs:
+            self._departures[m] = flight
+        else:
+            self._outputs[m] = tuple(map(_place_of, tensors)) if self._trains else None
+        return flight
+
+    def reset(self) -> None:
+        """Let go of what an interrupted run has left."""
+        num = len(self._rooms)
+        self._rooms[:], self._arrivals[:] = [()] * num, [_LANDED] * num
+        self._departures[:] = [_LANDED] * num
+
+    def receive(self, wire: P2PChannel | Post, m: int) -> None:
+        """Room for the gradients that come back for `m`."""
+        template = self.templates[m]
+        self._rooms[m] = room = template.allocate_gradients()
+        self._arrivals[m] = wire.receive(template.travelling_back(room), self.peer)
+
+    def arrive(self, m: int) -> None:
+        """Wait for the gradients; who sent them has got the output."""
+        self._arrivals[m].wait()
+        self._departures[m].wait()
+        self._arrivals[m] = self._departures[m] = _LANDED
+
+    def gradients(self, m: int) -> tuple[Tensor | None, ...]:
+        room, self._rooms[m] = self._rooms[m], ()
+        return self.templates[m].scatter_grads(room)
+
+
+def _place_of(x: Tensor | None) -> Root | None:
+    """Where `x` is in its graph, which that keeps alive."""
+    if x is None or not x.requires_grad:
+        return None
+    edge = get_gradient_edge(x)
+    # a Python function's node does not own what is behind it; newer torches add one that does
+    owns = not isinstance(edge.node, torch._C._FunctionBase) or any(edge[2:])
+    return edge if owns else x

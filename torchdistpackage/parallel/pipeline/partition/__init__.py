@@ -1,0 +1,1 @@
+"""Where a model is cut into stages, and the stages that come of it."""

@@ -1,0 +1,232 @@
+"""Any model that torch.fx can trace, split into stages by measured time.
+
+One rule: a cut may run through anything, a residual too: every value that is made on one side of
+it and used on the other goes across, alone as a tensor, several as a dict by name. A value that is
+used two stages on passes through the one between.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from operator import getitem
+
+from torch import Tensor, fx, nn
+
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.errors import ScheduleError
+from torchdistpackage.parallel.pipeline.partition.layer_costs import PieceCost, split_measured
+from torchdistpackage.parallel.pipeline.partition.layer_profiler import (
+    agreed,
+    measure_call,
+    measure_link,
+    middle,
+    undisturbed,
+)
+from torchdistpackage.schedule.actions import Schedule
+
+BYTES_PER_S = 1e9
+"""Of a link, when there is none to measure: what makes a cut move to where less goes across."""
+
+
+def split_traced(
+    model: nn.Module,
+    example: Sequence[object],
+    placement: Sequence[int],
+    *,
+    leaves: Sequence[type[nn.Module]] = (),
+    cap_bytes: float | None = None,
+    live: Sequence[int] | None = None,
+    schedule: Schedule | None = None,
+    rounds: int = 3,
+    group: Group | None = None,
+    bytes_per_s: float | None = None,
+) -> list[fx.GraphModule]:
+    """The stages of `model` in order; parameters keep their names.
+
+    The first stage takes what the model takes, each later one what the one before returned, the
+    last returns what the model returns. Operations are timed one by one on `example`, the model's
+    arguments for one microbatch.
+    placement: for each stage the pipe index that runs it. leaves: kinds of modules that are not
+    looked into. cap_bytes, live, schedule: see `layer_costs.split_measured`. group: see
+    `layer_profiler.measure`.
+    bytes_per_s: of links; None: measured in `group`. A cut moves to a narrower place where that
+    costs less time than it saves.
+    What depends on `training` outside of torch's own modules is traced as it is now.
+
+    Raises:
+        ScheduleError: the model cannot be traced, has too few places for a cut, or does not fit
+            into cap_bytes.
+    """
+    traced = _trace(model, tuple(leaves))
+    nodes = [node for node in traced.graph.nodes if node.op != "output"]
+    costs, values = _timed_run(traced, nodes, example, rounds)
+    if group is not None:
+        costs = agreed(costs, group)
+    if bytes_per_s is None:
+        bytes_per_s = BYTES_PER_S if group is None else measure_link(group)
+    places = _places(traced, nodes, values, costs, bytes_per_s)
+    if len(places) + 1 < len(placement):
+        raise ScheduleError(
+            f"{type(model).__name__} can be cut in {len(places)} places, which makes no "
+            f"{len(placement)} stages; what shares a parameter stays together, and only tensors go "
+            f"across"
+        )
+    edges = [0, *(place.at for place in places), len(nodes)]
+    across = [*(place.num_bytes for place in places), 0]
+    pieces = [_sum(costs[a:b], out) for (a, b), out in zip(pairwise(edges), across, strict=True)]
+    ranges = split_measured(
+        pieces,
+        placement,
+        cap_bytes=cap_bytes,
+        live=live,
+        bytes_per_s=bytes_per_s,
+        schedule=schedule,
+    )
+    ends = [edges[r.start] for r in ranges] + [len(nodes)]
+    return [_stage(traced, nodes, a, b) for a, b in pairwise(ends)]
+
+
+@dataclass(frozen=True, slots=True)
+class _CutPoint:
+    """A cut before node `at`, `after_s` into the step."""
+
+    at: int
+    after_s: float
+    num_bytes: int
+
+
+class _Tracer(fx.Tracer):
+    def __init__(self, leaves: tuple[type[nn.Module], ...]):
+        super().__init__()
+        self._leaves = leaves
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, self._leaves) or super().is_leaf_module(m, module_qualified_name)
+
+
+def _trace(model: nn.Module, leaves: tuple[type[nn.Module], ...]) -> fx.GraphModule:
+    try:
+        return fx.GraphModule(model, _Tracer(leaves).trace(model))
+    except (fx.proxy.TraceError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise ScheduleError(
+            f"{type(model).__name__} cannot be traced ({type(error).__name__}: {error}); name the "
+            f"modules whose code depends on values in `leaves`, or give a chain of pieces "
+            f"(flatten_model)"
+        ) from error
+
+
+def _timed_run(
+    traced: fx.GraphModule, nodes: Sequence[fx.Node], example: Sequence[object], rounds: int
+) -> tuple[list[PieceCost], dict[fx.Node, object]]:
+    """Cost of each node, and the values of the last round."""
+    taken: list[list[PieceCost]] = [[] for _ in nodes]
+    values: dict[fx.Node, object] = {}
+    with undisturbed([traced]):
+        for turn in range(rounds + 1):
+            given = iter(example)
+            for costs, node in zip(taken, nodes, strict=True):
+                if node.op == "placeholder":
+                    default = node.args[0] if node.args else None
+                    values[node], cost = next(given, default), PieceCost(0.0, 0.0)
+                else:
+                    known = [values[n] for n in node.all_input_nodes]
+                    values[node], cost = measure_call(
+                        _call(traced, node), known, _own(traced, node)
+                    )
+                if turn:
+                    costs.append(cost)
+    return [middle(costs) for costs in taken], values
+
+
+def _call(traced: fx.GraphModule, node: fx.Node) -> Callable[..., object]:
+    """The node as a function of the values of its `all_input_nodes`."""
+
+    def call(*given: object) -> object:
+        known = dict(zip(node.all_input_nodes, given, strict=True))
+        args = fx.node.map_arg(node.args, known.__getitem__)
+        kwargs = fx.node.map_arg(node.kwargs, known.__getitem__)
+        return getattr(fx.Interpreter(traced), node.op)(node.target, args, kwargs)
+
+    return call
+
+
+def _own(traced: fx.GraphModule, node: fx.Node) -> list[Tensor]:
+    """The trained parameters that the node itself brings."""
+    if node.op == "call_module":
+        found = list(traced.get_submodule(str(node.target)).parameters())
+    elif node.op == "get_attr":
+        value = fx.Interpreter(traced).fetch_attr(str(node.target))
+        found = [value] if isinstance(value, nn.Parameter) else []
+    else:
+        found = []
+    return [p for p in found if p.requires_grad]
+
+
+def _places(
+    traced: fx.GraphModule,
+    nodes: Sequence[fx.Node],
+    values: dict[fx.Node, object],
+    costs: Sequence[PieceCost],
+    bytes_per_s: float,
+) -> list[_CutPoint]:
+    """Where a cut may be, and no other is as good."""
+    users: dict[int, list[int]] = {}
+    for i, node in enumerate(nodes):
+        for parameter in _own(traced, node):
+            users.setdefault(id(parameter), []).append(i)
+    found: list[_CutPoint] = []
+    after_s = 0.0
+    first = sum(node.op == "placeholder" for node in nodes) + 1
+    for at in range(len(nodes)):
+        shared = any(min(held) < at <= max(held) for held in users.values())
+        across = [values[n] for n in _crossing(nodes, at)]
+        if at >= first and not shared and all(isinstance(x, Tensor) for x in across):
+            found.append(_CutPoint(at, after_s, sum(x.nbytes for x in across)))  # type: ignore[union-attr]
+        after_s += costs[at].step_s
+    return [
+        place
+        for place in found
+        if not any(
+            abs(place.after_s - other.after_s) < (place.num_bytes - other.num_bytes) / bytes_per_s
+            for other in found
+        )
+    ]
+
+
+def _crossing(nodes: Sequence[fx.Node], at: int) -> list[fx.Node]:
+    """Nodes before `at` that are used by those from there on, the graph's output included."""
+    before = set(nodes[:at])
+    return [n for n in nodes[:at] if any(user not in before for user in n.users)]
+
+
+def _stage(traced: fx.GraphModule, nodes: Sequence[fx.Node], a: int, b: int) -> fx.GraphModule:
+    """Nodes a to b as a module of its own, with the parameters that they use."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    taken = _crossing(nodes, a)
+    if len(taken) == 1:
+        copies[taken[0]] = graph.placeholder(taken[0].name)
+    elif taken:
+        received = graph.placeholder("received")
+        for node in taken:
+            copies[node] = graph.call_function(getitem, (received, node.name))
+    for node in nodes[a:b]:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    if b == len(nodes):
+        (output,) = traced.graph.find_nodes(op="output")
+        graph.output(fx.node.map_arg(output.args[0], copies.__getitem__))
+    else:
+        given = _crossing(nodes, b)
+        alone = len(given) == 1
+        graph.output(copies[given[0]] if alone else {n.name: copies[n] for n in given})
+    return fx.GraphModule(traced, graph)
+
+
+def _sum(costs: Sequence[PieceCost], output_bytes: int) -> PieceCost:
+    return PieceCost(
+        sum(c.forward_s for c in costs),
+        sum(c.backward_s for c in costs),
+        parameter_bytes=sum(c.parameter_bytes for c in costs),
+        activation_bytes=sum(c.activation_bytes for c in costs),
+        output_bytes=output_bytes,
+    )

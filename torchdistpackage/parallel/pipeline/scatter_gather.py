@@ -1,0 +1,91 @@
+"""Messages between stages in parts: each tensor rank sends 1/n of what all n of them hold.
+
+The receiving rank joins the parts over its own tensor group, and the gradient goes back in the
+same way. Only a tensor whose number of elements divides is parted. The shape of the whole rides
+along as that of an empty tensor, which has a description and no bytes.
+"""
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.comm import collectives, primitives
+from torchdistpackage.comm.messages import Message
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.tpc import resolve_group
+from torchdistpackage.errors import LayoutError
+from torchdistpackage.parallel.pipeline.skips import pack_with_skips, unpack_with_skips
+
+
+def part(message: Message, group: Group) -> Message:
+    """My parts of the members of `message`, which is equal on all ranks of `group`.
+
+    Gradients of the parts are joined, without a sum: all ranks go on with the same work.
+    """
+    sealed = pack_with_skips(message, {})
+    shapes: dict[str, Tensor | None] = {}
+    for key, x in sealed.items():
+        if x is not None and divides(x.numel(), group):
+            sealed[key] = collectives.scatter(x.reshape(-1), 0, group)
+            shapes[key] = x.new_empty((0, *x.shape))
+    return sealed | {f"+{key}": x for key, x in shapes.items()}
+
+
+def join(parts: Message, group: Group) -> Message:
+    """The message of which `parts` is my part."""
+    assert isinstance(parts, dict)
+    message, shapes = unpack_with_skips(parts)
+    if not shapes:
+        return message
+    sealed = pack_with_skips(message, {})
+    for key, shape in shapes.items():
+        x = sealed[key]
+        assert x is not None and shape is not None
+        sealed[key] = collectives.gather(x, 0, group).view(shape.shape[1:])
+    return unpack_with_skips(sealed)[0]
+
+
+def join_gradients(
+    parts: Message, gradients: tuple[Tensor | None, ...], group: Group
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the members of a message, from those of `parts`, what `part` made of it."""
+    assert isinstance(parts, dict)
+    keys = [key for key in parts if key[0] != "+"]
+    with torch.no_grad():
+        return tuple(
+            collectives.gather(x, 0, group).view(shape.shape[1:])
+            if x is not None and (shape := parts.get(f"+{key}")) is not None
+            else x
+            for key, x in zip(keys, gradients, strict=False)
+        )
+
+
+def split_tensor_into_1d_equal_chunks(
+    tensor: Tensor, new_buffer: bool = False, *, group: Group | None = None
+) -> Tensor:
+    """My 1/n of the elements of `tensor`, of any shape and stride: (numel / n,).
+
+    new_buffer: in memory of its own. group: default tpc's tensor group.
+
+    Raises:
+        LayoutError: the elements do not divide.
+    """
+    group = resolve_group(group, "tensor")
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() % group.size():
+        raise LayoutError(
+            f"a tensor of shape {list(tensor.shape)} has {flat.numel()} elements, which "
+            f"{group.size()} tensor ranks cannot share evenly; send it whole"
+        )
+    mine = flat.chunk(group.size())[group.rank()] if flat.numel() else flat
+    return mine.clone() if new_buffer else mine
+
+
+def gather_split_1d_tensor(tensor: Tensor, *, group: Group | None = None) -> Tensor:
+    """The parts of all tensor ranks joined: (n,) -> (n * ranks,)."""
+    with torch.no_grad():
+        return primitives.all_gather(tensor.reshape(-1), resolve_group(group, "tensor"))
+
+
+def divides(num: int, group: Group | None) -> bool:
+    """Whether `num` elements go in parts over `group`."""
+    return group is not None and group.size() > 1 and num > 0 and num % group.size() == 0

@@ -1,0 +1,220 @@
+"""One stage of this rank while a schedule runs: its forwards and backwards.
+
+One rule: what a microbatch holds between its forward and its backward is in lists by microbatch,
+and is let go of in the action that uses it last.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.comm.messages import Message, tensors_of
+from torchdistpackage.parallel.pipeline.clock import ComputeClock
+from torchdistpackage.parallel.pipeline.links import (
+    LocalLink,
+    Output,
+    Root,
+    SendLink,
+    StageInput,
+)
+from torchdistpackage.parallel.pipeline.split_backward import (
+    Deferred,
+    backward_input,
+    backward_weight,
+)
+
+Forward = Callable[[int, int, Message], Message]
+"""(stage, microbatch, what the stage before gave, None on the first) -> what goes on."""
+Backward = Callable[[int, int, Message, tuple[Tensor | None, ...] | None], None]
+"""(stage, microbatch, what Forward returned, gradients for its members, None on the last stage)."""
+Keep = Callable[[int, int, Message], None]
+Weight = float | Tensor
+"""What the gradient of a microbatch's loss begins with: its share of the loss of the step."""
+
+
+_run_backward = torch.autograd.Variable._execution_engine.run_backward
+
+
+class StageRunner:
+    """Computes stage `stage`.
+
+    entrance: where its input comes from, None on the first. exit: where its output goes, None on
+    the last. outputs: what it has given, by microbatch. deferred: the W that wait, by microbatch.
+    A run starts with `begin`, and ends with `reset`.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        outputs: list[Output],
+        entrance: StageInput | None,
+        exit: SendLink | LocalLink | None,
+        clock: ComputeClock,
+    ):
+        self.stage, self._outputs = stage, outputs
+        self.entrance, self._exit, self._clock = entrance, exit, clock
+        self.deferred: list[Deferred | None] = [None] * len(outputs)
+        self._works_in_place: bool | None = None  # on its input; None: the first run tells
+        self.forward_fn: Forward = _unset
+        self.backward_fn: Backward | None = None
+        self.keep: Keep | None = None
+        self.weights: Sequence[Weight] | None = None
+
+    def begin(
+        self,
+        forward: Forward,
+        backward: Backward | None,
+        keep: Keep | None,
+        weights: Sequence[Weight] | None,
+    ) -> None:
+        """See `Executor.run`."""
+        self.forward_fn, self.backward_fn = forward, backward
+        self.keep, self.weights = keep, weights
+        if isinstance(self._exit, SendLink):
+            self._exit.keeps_outputs = backward is not None
+
+    def learned(self) -> None:
+        """The first run is over."""
+        self._works_in_place = bool(self._works_in_place)
+
+    def reset(self) -> None:
+        """Let go of the run's functions, and of what an interrupted run has left."""
+        if self.entrance is not None:
+            self.entrance.reset()
+        self.forward_fn, self.backward_fn, self.keep = _unset, None, None
+        self.weights = None
+        self._outputs[:] = [None] * len(self._outputs)
+        self.deferred[:] = [None] * len(self.deferred)
+
+    def forward(self, m: int) -> None:
+        entrance = self.entrance
+        received = None if entrance is None else entrance.take(m)
+        with self._clock:
+            if entrance is None or self._works_in_place is False:
+                output = self._on_leaves(m, received)
+            else:
+                output = self._on_aliases(m, received, entrance.leaves[m])
+        if self.keep is not None:
+            self.keep(self.stage, m, output)
+        self._outputs[m] = output
+
+    def _on_leaves(self, m: int, received: Message) -> Message:
+        try:
+            return self.forward_fn(self.stage, m, received)
+        except RuntimeError as error:
+            if "leaf Variable" in str(error):
+                error.add_note(
+                    f"stage {self.stage} did not change its input in place in the first run, and "
+                    f"does for microbatch {m}; let it do so in every run, or never"
+                )
+            raise
+
+    def _on_aliases(self, m: int, received: Message, leaves: Sequence[Tensor]) -> Message:
+        """A leaf may not be changed in place, an alias may: whether that is needed shows here."""
+        versions = [x._version for x in leaves]
+        output = self.forward_fn(self.stage, m, _aliased(received))
+        if [x._version for x in leaves] != versions:
+            self._works_in_place = True
+        return output
+
+    def evaluate(self, m: int) -> None:
+        """`forward` where no backward follows: only what goes on is held."""
+        self.forward(m)
+        if self._exit is None:
+            self._outputs[m] = None
+
+    def backward(self, m: int) -> None:
+        output, gradients = self._end(m)
+        with self._clock:
+            if self.backward_fn is None:
+                autograd(self.stage, m, output, gradients, self._weight(m))
+            else:
+                self.backward_fn(self.stage, m, output, gradients)
+
+    def backward_input(self, m: int) -> None:
+        """A caller's own backward is not split: all of it is here."""
+        if self.backward_fn is not None:
+            self.backward(m)
+            return
+        output, gradients = self._end(m)
+        leaves = [] if self.entrance is None else self.entrance.leaves[m]
+        with self._clock:
+            roots, seeds = _roots(output, gradients, self._weight(m))
+            if roots:
+                self.deferred[m] = backward_input(roots, seeds, leaves)
+
+    def backward_weight(self, m: int) -> None:
+        deferred, self.deferred[m] = self.deferred[m], None
+        if deferred is not None:
+            with self._clock:
+                backward_weight(deferred)
+
+    def _weight(self, m: int) -> Weight:
+        return 1.0 if self.weights is None else self.weights[m]
+
+    def _end(self, m: int) -> tuple[Output, tuple[Tensor | None, ...] | None]:
+        """The output of `m`, let go of, and the gradients that came for it."""
+        output, self._outputs[m] = self._outputs[m], None
+        return output, None if self._exit is None else self._exit.gradients(m)
+
+
+def autograd(
+    stage: int,
+    m: int,
+    output: Output,
+    gradients: tuple[Tensor | None, ...] | None,
+    weight: Weight = 1.0,
+) -> None:
+    """Backward of what was sent on from its gradients, or of a scalar loss on the last stage."""
+    roots, seeds = _roots(output, gradients, weight)
+    if gradients is None and any(seed.numel() != 1 for seed in seeds):
+        torch.autograd.backward(roots)  # type: ignore[arg-type]  # which says what is wrong
+    elif roots:
+        # what that does when all gradients are given, in a third of its time
+        _run_backward(tuple(roots), tuple(seeds), False, False, (), True, True)
+
+
+def _aliased(message: Message) -> Message:
+    """The same, with a tensor of its own on the memory of each leaf, which may change in place."""
+    if isinstance(message, dict):
+        return {key: None if x is None else _alias(x) for key, x in message.items()}
+    if isinstance(message, tuple | list):
+        return tuple(None if x is None else _alias(x) for x in message)
+    return None if message is None else _alias(message)
+
+
+def _alias(x: Tensor) -> Tensor:
+    return _Alias.apply(x) if x.requires_grad else x  # type: ignore[return-value]
+
+
+class _Alias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _roots(
+    output: Output, gradients: tuple[Tensor | None, ...] | None, weight: Weight
+) -> tuple[list[Root], list[Tensor]]:
+    """The members to differentiate, and their gradients; of a loss its weight."""
+    if gradients is None:
+        losses = [x for x in tensors_of(output) if x is not None and x.requires_grad]  # type: ignore[arg-type]
+        if isinstance(weight, Tensor):
+            # of a number in host memory too: a copy to the device would wait for it each time
+            return [*losses], [torch.ones_like(x).mul_(weight.reshape(())) for x in losses]
+        return [*losses], [torch.full_like(x, weight) for x in losses]
+    pairs = [
+        (x, g)
+        for x, g in zip(tensors_of(output), gradients, strict=True)  # type: ignore[arg-type]
+        if g is not None and x is not None and (not isinstance(x, Tensor) or x.requires_grad)
+    ]
+    return [x for x, _ in pairs], [g for _, g in pairs]
+
+
+def _unset(stage: int, m: int, received: Message) -> Message:
+    raise RuntimeError(f"stage {stage} has no forward outside a run")

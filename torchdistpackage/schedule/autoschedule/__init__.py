@@ -1,0 +1,1 @@
+"""Schedules made by search for given costs: list scheduling, rules, local search."""

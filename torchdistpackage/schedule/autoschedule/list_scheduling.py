@@ -1,0 +1,186 @@
+"""List scheduling: each rank, whenever free, does the first thing on its list that is possible.
+
+One rule: a rank never starts what would hold more than its capacity, and leaves room for the
+later chunks of what it starts, so no list gets stuck. Who comes first is data (`Rules`);
+gradients of weights fill the gaps, as in the automatic schedules of Zero Bubble Pipeline
+Parallelism (arXiv:2401.10241, section 3).
+"""
+
+import heapq
+import math
+from dataclasses import dataclass
+
+from torchdistpackage.errors import ScheduleError
+from torchdistpackage.schedule.engine import BACKWARD, FORWARD, INPUT, WEIGHT, Order, TaskGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a rank prefers, and its limits.
+
+    priority: (forward, backward) of each stage: with several possible, the lowest number starts.
+    capacity: what each rank may hold, in the unit of `weights`; see Work.held.
+    ahead: how many forwards each stage may be ahead of its backwards; the warm-up's depth.
+    split: how many of the first and of the last microbatches of each stage have their backward
+        split; the Ws of those fill gaps.
+    max_deferred_w: how many Ws each rank may owe; with more it runs one before all else.
+    min_gap_fill: the share of a W that must fit into a gap for the W to start in it.
+    weights: what a microbatch of each stage counts; 1 if left out.
+    backward: False leaves only forwards.
+    """
+
+    priority: tuple[tuple[float, float], ...]
+    capacity: tuple[float, ...]
+    ahead: tuple[int, ...]
+    split: tuple[tuple[int, int], ...]
+    max_deferred_w: tuple[int, ...]
+    min_gap_fill: float = 0.5
+    weights: tuple[float, ...] | None = None
+    backward: bool = True
+
+
+def deepest_first(num_stages: int) -> tuple[tuple[float, float], ...]:
+    """The latest stage first, its backward before its forward: what is begun gets finished."""
+    return tuple((-s, -s - 0.5) for s in range(num_stages))
+
+
+def backward_first(num_stages: int) -> tuple[tuple[float, float], ...]:
+    """Any backward before any forward; of those what is nearest to its end."""
+    return tuple((num_stages - s, s - num_stages) for s in range(num_stages))
+
+
+def room(work: TaskGraph, weights: tuple[float, ...] | None = None) -> tuple[float, ...]:
+    """For each rank the least capacity with which it can run: one microbatch of all its stages."""
+    return tuple(sum(weights[s] if weights else 1 for s in mine) for mine in work.stages)
+
+
+class _RankState:
+    """One rank on its way: its clock, what it holds, and its stages' candidates in turn."""
+
+    def __init__(self, stages: list[int], rules: Rules, late: int) -> None:
+        self.program: list[int] = []
+        self.clock = 0.0
+        self.holds = 0.0
+        self.asleep = False
+        self.late = late
+        kinds = (FORWARD, INPUT) if rules.backward else (FORWARD,)
+        self.candidates = sorted(
+            ((kind, s) for s in stages for kind in kinds), key=lambda c: rules.priority[c[1]][c[0]]
+        )
+        self.pending: list[tuple[int, int]] = []
+        """(stage, microbatch) of each W that may run, the newest last."""
+
+
+def list_order(work: TaskGraph, rules: Rules) -> Order:
+    """The order that `rules` give, when every computation takes what `work` says.
+
+    Raises:
+        ScheduleError: a rank's capacity does not even hold one microbatch of each of its stages.
+    """
+    m, size, cost, delay = work.num_microbatches, work.size, work.cost, work.delay
+    last = work.num_stages - 1
+    placement, ahead, split = work.placement, rules.ahead, rules.split
+    weights = rules.weights or (1.0,) * work.num_stages
+    limits = _limits(work, rules, weights)
+    ranks = [
+        _RankState(mine, rules, late)
+        for mine, late in zip(work.stages, rules.max_deferred_w, strict=True)
+    ]
+    # Next microbatch of each stage and, by kind, when what it waits for is there.
+    nexts = [[0] * work.num_stages, [0] * work.num_stages]
+    ready = [[math.inf] * size, [math.inf] * size]
+    ready[FORWARD][:m] = [0.0] * m
+    events = [(0.0, r) for r in range(len(ranks))]
+
+    def pick(rank: _RankState, now: float) -> tuple[int, int, float]:
+        """(kind, stage, when it may start) of the first possible; kind -1 if there is none."""
+        if len(rank.pending) > rank.late:
+            return WEIGHT, rank.pending[-1][0], now
+        soonest, full = math.inf, False
+        for kind, s in rank.candidates:
+            k = nexts[kind][s]
+            if k == m:
+                continue
+            when = ready[kind][s * m + k]
+            if kind == FORWARD:
+                if k - nexts[INPUT][s] >= ahead[s]:
+                    continue
+                if rank.holds > limits[s]:
+                    full = full or when <= now
+                    continue
+            if when <= now:
+                return kind, s, when
+            soonest = min(soonest, when)
+        if rank.pending:
+            s = rank.pending[-1][0]
+            if full or soonest - now >= rules.min_gap_fill * work.costs.weight[s]:
+                return WEIGHT, s, now
+        return -1, -1, soonest
+
+    while events:
+        now, r = heapq.heappop(events)
+        rank = ranks[r]
+        if now < rank.clock:
+            continue
+        kind, s, when = pick(rank, now)
+        if kind < 0:
+            rank.asleep = True
+            if when < math.inf:
+                heapq.heappush(events, (when, r))
+            continue
+        rank.asleep = False
+        wakes = -1
+        if kind == WEIGHT:
+            _, k = rank.pending.pop()
+            rank.holds -= weights[s]
+        else:
+            k = nexts[kind][s]
+            nexts[kind][s] += 1
+            if kind == FORWARD:
+                rank.holds += weights[s]
+            elif k < split[s][0] or k >= m - split[s][1]:
+                rank.pending.append((s, k))
+            else:
+                kind = BACKWARD
+                rank.holds -= weights[s]
+        number = kind * size + s * m + k
+        rank.program.append(number)
+        rank.clock = end = now + cost[number]
+        heapq.heappush(events, (end, r))
+        if kind == FORWARD:
+            if s == last:
+                ready[INPUT][s * m + k] = end
+            else:
+                wakes, when = s + 1, end + delay[s * m + k]
+                ready[FORWARD][wakes * m + k] = when
+        elif kind != WEIGHT and s:
+            wakes, when = s - 1, end + delay[size + s * m + k]
+            ready[INPUT][wakes * m + k] = when
+        if wakes >= 0 and ranks[placement[wakes]].asleep:
+            heapq.heappush(events, (when, placement[wakes]))
+    return [rank.program for rank in ranks]
+
+
+def _limits(work: TaskGraph, rules: Rules, weights: tuple[float, ...]) -> list[float]:
+    """For each stage what its rank may hold at most when it starts a forward of it.
+
+    Below the capacity by the forward itself and by one of each later stage of the rank: with
+    less, a rank full of early stages could wait for ever for room for the late ones.
+    """
+    limits = [0.0] * work.num_stages
+    for r, mine in enumerate(work.stages):
+        capacity = rules.capacity[r]
+        # What is held is summed up one by one, so a sum may be a little over what it should be.
+        left = capacity + _ROUNDING * capacity
+        for s in reversed(mine):
+            left -= weights[s]
+            limits[s] = left
+        if left < 0:
+            raise ScheduleError(
+                f"rank {r} may hold {capacity:g}, but one microbatch of each of its stages "
+                f"{mine} takes {capacity - left:g}; allow at least that much"
+            )
+    return limits
+
+
+_ROUNDING = 1e-9

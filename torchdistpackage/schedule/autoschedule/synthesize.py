@@ -1,0 +1,193 @@
+"""An order made for measured costs and a memory cap: never longer than the best stock one.
+
+One rule: every candidate is timed with the same costs, and the shortest that fits is taken, of
+several as short the one that holds least. The
+candidates are the stock orders, each as it is, with all backwards split and with none; the
+best list-scheduled one (`rule_search.py`); and what local improvement makes of the best. So it
+is decided by the costs, too, whether splitting the backward pays.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from torchdistpackage.errors import ScheduleError
+from torchdistpackage.schedule.actions import Schedule
+from torchdistpackage.schedule.autoschedule.list_scheduling import room
+from torchdistpackage.schedule.autoschedule.local_search import local_search
+from torchdistpackage.schedule.autoschedule.merge_backward import merge_backward
+from torchdistpackage.schedule.autoschedule.rule_search import rule_search
+from torchdistpackage.schedule.check import check
+from torchdistpackage.schedule.costs import StageCosts
+from torchdistpackage.schedule.engine import BACKWARD, INPUT, WEIGHT, Order, TaskGraph
+from torchdistpackage.schedule.generators.registry import GENERATORS
+from torchdistpackage.schedule.generators.v_shape import zigzag
+from torchdistpackage.schedule.generators.warmup_steady import looped
+from torchdistpackage.schedule.passes import add_messages, fuse_messages
+
+NAME = "auto"
+
+_TRIALS = 300_000
+"""Computations to time in local improvement, about half a second."""
+
+
+def synthesize(
+    num_ranks: int,
+    num_microbatches: int,
+    costs: StageCosts,
+    *,
+    chunks: int = 1,
+    placement: Sequence[int] | None = None,
+    memory_cap: float | Sequence[float] | None = None,
+    stage_bytes: Sequence[float] | None = None,
+) -> Schedule:
+    """The shortest order found for `costs`, with its messages, fused and checked.
+
+    The same arguments give the same order, on every rank and machine. It is named `auto`, or
+    `auto:NAME` where the stock order of that name could not be beaten.
+
+    placement: for each stage its rank. None means the better of round and round (`interleaved`)
+        and down and up (`zb-v`).
+    memory_cap: what a rank may hold, one number for all or one a rank. Each microbatch of each
+        stage counts from its F to its B, or W if split: as 1, or as its number in stage_bytes.
+        None means twice what 1F1B's first rank holds, and more only where a stock order that
+        holds more is shorter than all found.
+
+    Raises:
+        ScheduleError: a count below 1; costs, placement or bytes of another number of stages; a
+            cap that does not even hold one microbatch of each stage of a rank.
+    """
+    num_stages = num_ranks * chunks
+    if min(num_ranks, num_microbatches, chunks) < 1:
+        raise ScheduleError(
+            f"{NAME}: {num_ranks} ranks, {num_microbatches} microbatches, {chunks} chunks; use 1 "
+            f"or more of each"
+        )
+    if placement is not None:
+        placements = [tuple(placement)]
+        _check_placement(placements[0], num_ranks, num_stages)
+    else:
+        placements = sorted({looped(num_ranks, chunks), zigzag(num_ranks, chunks)})
+    weights = None if stage_bytes is None else tuple(stage_bytes)
+    if weights is not None and len(weights) != num_stages:
+        raise ScheduleError(f"{NAME}: bytes of {len(weights)} stages for {num_stages} stages")
+    works = [TaskGraph(p, num_microbatches, costs) for p in placements]
+    found = [_best(work, chunks, memory_cap, weights) for work in works]
+    _, name, order, work = _shortest(found, weights)
+    schedule = fuse_messages(add_messages(work.schedule(name, order), costs))
+    check(schedule)
+    return schedule
+
+
+Found = tuple[float, str, Order, TaskGraph]
+"""Makespan, name and order of a candidate, and the work that it orders."""
+
+
+def _shortest(found: Sequence[Found], weights: tuple[float, ...] | None) -> Found:
+    """Of those as long as the shortest the one whose fullest rank holds least; then the first."""
+    longest = min(length for length, *_ in found) * (1 + _ROUNDING)
+    tied = [candidate for candidate in found if candidate[0] <= longest]
+    return min(tied, key=lambda f: max(f[3].held(f[2], weights)))
+
+
+def _best(
+    work: TaskGraph,
+    chunks: int,
+    cap: float | Sequence[float] | None,
+    weights: tuple[float, ...] | None,
+) -> Found:
+    """The best on one placement."""
+    capacity = _capacity(work, cap, weights)
+    listed = rule_search(work, capacity, weights)
+    candidates: list[Found] = [
+        (work.makespan(order), name, order, work)
+        for name, order in _stock(work, chunks)
+        if cap is None or _fits(work.held(order, weights), capacity)
+    ]
+    # Of two alike the first: a stock one before what was found, because people know it.
+    candidates.append((work.makespan(listed), NAME, listed, work))
+    candidates.sort(key=lambda c: c[0])
+    trials = _TRIALS // (3 * work.size)
+    for length, _, order, _ in candidates[:2]:
+        limits = [max(*pair) for pair in zip(work.held(order, weights), capacity, strict=True)]
+        better = local_search(
+            work, order, lambda o, limits=limits: _fits(work.held(o, weights), limits), trials // 2
+        )
+        if work.makespan(better) < length:
+            candidates.append((work.makespan(better), NAME, better, work))
+    return _shortest(candidates, weights)
+
+
+def _fits(held: Sequence[float], limits: Sequence[float]) -> bool:
+    return all(now <= limit * (1 + _ROUNDING) for now, limit in zip(held, limits, strict=True))
+
+
+_ROUNDING = 1e-9
+
+
+def _stock(work: TaskGraph, chunks: int) -> Iterator[tuple[str, Order]]:
+    """Every stock order on this placement: as it is, with no backward split, with all split."""
+    schedules = [g(work.num_ranks, work.num_microbatches, chunks) for g in GENERATORS.values()]
+    known: list[Order] = []
+    # Degraded ones last: most are another one's order under a longer name.
+    for schedule in sorted(schedules, key=lambda s: "~" in s.name):
+        if schedule.placement != work.placement or not schedule.has_backward:
+            continue
+        order = work.order(schedule)
+        split = _all_split(work, order)
+        for name, variant in (
+            (f"{NAME}:{schedule.name}", order),
+            (NAME, _none_split(work, order)),
+            (NAME, split),
+            (NAME, merge_backward(work, split)),
+        ):
+            if variant not in known:
+                known.append(variant)
+                yield name, variant
+
+
+def _none_split(work: TaskGraph, order: Order) -> Order:
+    """The order with a B where it has an I, and no W."""
+    size = work.size
+    return [
+        [
+            number + size * (BACKWARD - INPUT) if number // size == INPUT else number
+            for number in program
+            if number // size != WEIGHT
+        ]
+        for program in order
+    ]
+
+
+def _all_split(work: TaskGraph, order: Order) -> Order:
+    """The order with an I and at once its W where it has a B."""
+    size = work.size
+    split: Order = []
+    for program in order:
+        split.append([])
+        for number in program:
+            if number // size == BACKWARD:
+                split[-1].append(number - size * (BACKWARD - INPUT))
+                number -= size * (BACKWARD - WEIGHT)
+            split[-1].append(number)
+    return split
+
+
+def _capacity(
+    work: TaskGraph, cap: float | Sequence[float] | None, weights: tuple[float, ...] | None
+) -> tuple[float, ...]:
+    """What each rank may hold, at most all that there is."""
+    once = room(work, weights)
+    everything = [x * work.num_microbatches for x in once]
+    if cap is None:
+        return tuple(min(x, 2 * work.num_ranks * y) for x, y in zip(everything, once, strict=True))
+    given = list(cap) if isinstance(cap, Sequence) else [cap] * work.num_ranks
+    if len(given) != work.num_ranks:
+        raise ScheduleError(f"{NAME}: memory caps of {len(given)} ranks for {work.num_ranks} ranks")
+    return tuple(map(min, given, everything))
+
+
+def _check_placement(placement: tuple[int, ...], num_ranks: int, num_stages: int) -> None:
+    if len(placement) != num_stages or set(placement) != set(range(num_ranks)):
+        raise ScheduleError(
+            f"{NAME}: placement {placement} must name a rank of 0 to {num_ranks - 1} for each of "
+            f"{num_stages} stages, and every rank"
+        )

@@ -1,0 +1,1 @@
+"""The stock schedules: a compute order each, by name in the registry."""

@@ -1,0 +1,109 @@
+"""The schedules by name: each a compute order, made ready to run by `build`.
+
+A generator says only who computes what in which order, for any number of ranks, microbatches and
+chunks; messages are added by the passes. Where the published schedule does not reach, the
+order is the nearest legal one, and its name says so after a `~`, such as `interleaved~uneven`.
+"""
+
+import re
+from collections.abc import Callable
+
+from torchdistpackage.errors import ScheduleError
+from torchdistpackage.schedule.actions import Schedule
+from torchdistpackage.schedule.autoschedule.list_scheduling import (
+    Rules,
+    deepest_first,
+    list_order,
+    room,
+)
+from torchdistpackage.schedule.check import check
+from torchdistpackage.schedule.engine import TaskGraph
+from torchdistpackage.schedule.generators.interleaved import interleaved, looped_bfs
+from torchdistpackage.schedule.generators.one_f_one_b import forward_only, gpipe, one_f_one_b
+from torchdistpackage.schedule.generators.v_shape import dualpipe_v, zb_v
+from torchdistpackage.schedule.generators.zero_bubble import interleaved_zb, zb_h1, zb_h2
+from torchdistpackage.schedule.passes import add_messages, fuse_messages
+
+Generator = Callable[[int, int, int], Schedule]
+"""(ranks, microbatches, chunks), each 1 or more, to a Schedule of computations only."""
+
+GENERATORS: dict[str, Generator] = {
+    "forward": forward_only,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "looped-bfs": looped_bfs,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "interleaved-zb": interleaved_zb,
+    "zb-v": zb_v,
+    "dualpipe-v": dualpipe_v,
+}
+
+TWO_CHUNKS = frozenset({"interleaved", "looped-bfs", "interleaved-zb", "zb-v", "dualpipe-v"})
+"""Schedules that have two stages a rank unless they are asked for another number."""
+
+_OTHER_NAMES = {
+    "interleaved1f1b": "interleaved",
+    "interleavedzerobubble": "interleaved-zb",
+    "zbvzerobubble": "zb-v",
+}
+
+
+def canonical(name: str) -> str:
+    """The name in GENERATORS of any spelling: case, `-` and `_` do not count, torch's names do.
+
+    Raises:
+        ScheduleError: no schedule by that name.
+    """
+    plain = re.sub(r"[-_ ]", "", name.lower()).removeprefix("schedule")
+    spellings = {ours.replace("-", ""): ours for ours in GENERATORS} | _OTHER_NAMES
+    if plain not in spellings:
+        raise ScheduleError(f"no schedule {name!r}; the names are {', '.join(GENERATORS)}")
+    return spellings[plain]
+
+
+def build(name: str, num_ranks: int, num_microbatches: int, chunks: int | None = None) -> Schedule:
+    """The named schedule with its messages, fused and checked: ready to run or draw.
+
+    chunks: stages a rank; None means the schedule's own number, 1 or 2.
+
+    Raises:
+        ScheduleError: no generator by that name, or a count below 1.
+    """
+    ours = canonical(name)
+    if chunks is None:
+        chunks = 2 if ours in TWO_CHUNKS else 1
+    if min(num_ranks, num_microbatches, chunks) < 1:
+        raise ScheduleError(
+            f"{ours}: {num_ranks} ranks, {num_microbatches} microbatches, {chunks} chunks; "
+            f"use 1 or more of each"
+        )
+    return _ready(GENERATORS[ours](num_ranks, num_microbatches, chunks))
+
+
+def evaluation(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """Forwards alone on the placement of `schedule`, with messages: what eval_step runs.
+
+    Raises:
+        ScheduleError: there are no microbatches.
+    """
+    if num_microbatches < 1:
+        raise ScheduleError(f"{num_microbatches} microbatches to evaluate; use 1 or more")
+    work = TaskGraph(schedule.placement, num_microbatches)
+    everything = sum(room(work)) * num_microbatches
+    rules = Rules(
+        deepest_first(work.num_stages),
+        (everything,) * work.num_ranks,
+        (num_microbatches,) * work.num_stages,
+        ((0, 0),) * work.num_stages,
+        (0,) * work.num_ranks,
+        backward=False,
+    )
+    return _ready(work.schedule("forward", list_order(work, rules)))
+
+
+def _ready(compute: Schedule) -> Schedule:
+    schedule = fuse_messages(add_messages(compute))
+    check(schedule)
+    return schedule

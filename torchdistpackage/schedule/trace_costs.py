@@ -1,0 +1,158 @@
+"""What the spans of a run say: clocks put right, and what each action cost.
+
+Each rank times its own actions on its own clock. A message that was waited for was used when it
+arrived, and the quickest such one each way took the same time: that gives both the difference of
+two clocks and the time of a message.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from torchdistpackage.errors import ScheduleError
+from torchdistpackage.schedule.actions import Action, ActionKind
+from torchdistpackage.schedule.costs import StageCosts
+from torchdistpackage.schedule.timeline import Span
+
+Spans = Sequence[Sequence[Span]]
+"""For each pipe index the spans of one step, in seconds of that rank's clock."""
+
+_SHORT = 0.02
+"""A wait below this share of a computation is no wait: the message was there."""
+
+
+def costs_of(
+    spans: Spans, num_stages: int, average: Callable[[list[float]], float] = median
+) -> StageCosts:
+    """What the actions of each stage took, in seconds; what never ran is told from its parts.
+
+    message: of the quickest between the two ranks, from the end of what sends it to the start of
+    what uses it. Of a stage that ran only B, I and W are parts of it as on the other stages.
+
+    Raises:
+        ScheduleError: a stage has no forward in the spans.
+    """
+    taken: defaultdict[tuple[ActionKind, int], list[float]] = defaultdict(list)
+    for row in spans:
+        for action, start, end in row:
+            taken[action.kind, action.stage].append(end - start)
+    if absent := [s for s in range(num_stages) if not taken[ActionKind.F, s]]:
+        raise ScheduleError(
+            f"no forward of stage {', '.join(map(str, absent))} among the spans of {len(spans)} "
+            f"pipe ranks; pass those of every rank, of a step with all {num_stages} stages"
+        )
+
+    def of(kind: ActionKind, stage: int, default: float) -> float:
+        return average(taken[kind, stage]) if taken[kind, stage] else default
+
+    def total(kind: ActionKind) -> float:
+        return sum(of(kind, s, 0.0) for s in range(num_stages))
+
+    parts = total(ActionKind.I) + total(ActionKind.W)
+    share = total(ActionKind.I) / parts if parts else 0.5
+    forward = tuple(of(ActionKind.F, s, 0.0) for s in range(num_stages))
+    first = tuple(of(ActionKind.I, s, of(ActionKind.B, s, 0.0) * share) for s in range(num_stages))
+    second = tuple(
+        of(ActionKind.W, s, of(ActionKind.B, s, 0.0) * (1 - share)) for s in range(num_stages)
+    )
+    whole = tuple(of(ActionKind.B, s, first[s] + second[s]) for s in range(num_stages))
+    place, quickest = _place(spans), _quickest(spans)
+    message = [
+        0.0 if place[s] == place[s + 1] else _link(quickest, place[s], place[s + 1])[0]
+        for s in range(num_stages - 1)
+    ]
+    return StageCosts(forward, whole, first, second, (*message, 0.0))
+
+
+def aligned(spans: Spans) -> list[list[Span]]:
+    """The spans on one clock, which starts with the first computation.
+
+    Waits before that are cut off. Where the messages of one direction were all there early, it is
+    off by what a message of the other takes.
+    """
+    quickest = _quickest(spans)
+    shift = {0: 0.0}
+    reached = [0]
+    for a in reached:
+        for b in range(len(spans)):
+            if b not in shift and ((a, b) in quickest or (b, a) in quickest):
+                shift[b] = shift[a] + _link(quickest, a, b)[1]
+                reached.append(b)
+    moved = [
+        [Span(a, start - shift.get(r, 0.0), end - shift.get(r, 0.0)) for a, start, end in row]
+        for r, row in enumerate(spans)
+    ]
+    zero = min((s.start for row in moved for s in row if not s.action.kind.is_message), default=0.0)
+    return [
+        [Span(a, max(0.0, start - zero), end - zero) for a, start, end in row if end > zero]
+        for row in moved
+    ]
+
+
+def _place(spans: Spans) -> dict[int, int]:
+    return {span.action.stage: rank for rank, row in enumerate(spans) for span in row}
+
+
+class _Quickest(NamedTuple):
+    """Of the messages from one rank to another."""
+
+    early: bool
+    """Whether all were there before they were needed: then even the quickest took less."""
+    time_s: float
+    """Least from the end of what sent one, on that clock, to the start of its use, on the other."""
+
+
+def _quickest(spans: Spans) -> dict[tuple[int, int], _Quickest]:
+    """By (from, to)."""
+    users: dict[Action, tuple[int, float]] = {}
+    waits: dict[Action, float] = {}
+    for rank, row in enumerate(spans):
+        for action, start, end in row:
+            if action.kind.is_message:
+                waits[action] = end - start
+            else:
+                users[_either(action)] = (rank, start)
+    computing = [end - start for row in spans for a, start, end in row if not a.kind.is_message]
+    short = _SHORT * median(computing) if computing else 0.0
+    found: dict[tuple[int, int], _Quickest] = {}
+    for rank, row in enumerate(spans):
+        for (stage, kind, m), _, end in row:
+            if kind is ActionKind.F:
+                used, wait = (
+                    Action(stage + 1, ActionKind.F, m),
+                    Action(stage + 1, ActionKind.RECV_F, m),
+                )
+            elif kind.gives_gradient:
+                used, wait = (
+                    Action(stage - 1, ActionKind.B, m),
+                    Action(stage - 1, ActionKind.RECV_B, m),
+                )
+            else:
+                continue
+            to, start = users.get(used, (rank, 0.0))
+            if to != rank:
+                best = found.get((rank, to), _Quickest(True, math.inf))
+                early = best.early and waits.get(wait, 0.0) <= short
+                found[rank, to] = _Quickest(early, min(best.time_s, start - end))
+    return found
+
+
+def _either(action: Action) -> Action:
+    return action._replace(kind=ActionKind.B) if action.kind is ActionKind.I else action
+
+
+def _link(quickest: dict[tuple[int, int], _Quickest], a: int, b: int) -> tuple[float, float]:
+    """Time of a message between two ranks, and how far the clock of `b` is ahead of that of `a`.
+
+    With messages one way only, as in evaluation, the clocks are taken to agree; if those of one
+    way were all early, the messages of the other to have taken no time.
+    """
+    there, back = quickest.get((a, b)), quickest.get((b, a))
+    if there is None or back is None:
+        one = there or back
+        return (0.0 if one is None else max(0.0, one.time_s)), 0.0
+    if there.early != back.early:
+        return 0.0, -back.time_s if there.early else there.time_s
+    return max(0.0, (there.time_s + back.time_s) / 2), (there.time_s - back.time_s) / 2

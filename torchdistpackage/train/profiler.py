@@ -1,0 +1,110 @@
+"""The timeline of a recorded step beside its simulation: the reason for the gap, and what stays.
+
+One rule: a step is recorded where the log has a line, by the pipe group of rank 0 alone; all other
+steps, and all other ranks, pay nothing. It is read with the numbers of the step, so that no device
+stops for it. Rank 0 keeps the last one: a picture, predicted above
+measured, and the costs, from which `pipeline.schedule: auto` finds a better order for the next run.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.companions import on_cpu
+from torchdistpackage.comm.primitives import ranks_of
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.parallel.pipeline.timeline_recorder import Recording
+from torchdistpackage.schedule.bubble_attribution import BubbleAttribution, attribute_bubble
+from torchdistpackage.schedule.costs import StageCosts
+from torchdistpackage.schedule.costs_file import PieceCosts, costs_text
+from torchdistpackage.schedule.draw import svg_pair
+from torchdistpackage.schedule.timeline import Span
+from torchdistpackage.schedule.trace_costs import costs_of
+from torchdistpackage.train.chunks import TrainStages
+from torchdistpackage.train.plan import Plan
+from torchdistpackage.train.step import Trainer
+
+Weights = Mapping[int, Mapping[str, float]]
+"""By stage, in order, of each piece what the stage's time is shared out by."""
+
+PICTURE, COSTS = "pipeline.svg", "costs.yaml"
+
+
+class StepProfiler:
+    """Of one run; made and called by every rank alike."""
+
+    def __init__(self, trainer: Trainer):
+        config = trainer.plan.config
+        self._trainer, self._every = trainer, config.log.every
+        self._last = config.train.steps
+        self._step = 0
+        self._held: tuple[int, Recording | None] | None = None
+        self._rows: list[list[Span]] = []
+        self._weights: Weights = {}
+        self._gap: BubbleAttribution | None = None
+        self.records = False
+        if config.parallel.pipe > 1:
+            self._weights = _weights(trainer.plan, trainer.stage)
+            pipe = tpc.get_group("pipe")
+            self._group = on_cpu(pipe)
+            self.records = 0 in ranks_of(pipe)
+
+    def is_due(self, step: int) -> bool:
+        """Whether this rank is to record `step`."""
+        return self.records and (step % self._every == 0 or step == self._last)
+
+    def hold(self, step: int) -> None:
+        """`step` has been issued, and recorded here."""
+        self._held = step, self._trainer.executor.recording
+
+    def take(self, step: int) -> BubbleAttribution | None:
+        """What `step` shows, on rank 0, if it was recorded; all ranks that did so call this."""
+        if self._held is None or self._held[0] != step:
+            return None
+        (_, recording), self._held = self._held, None
+        assert recording is not None
+        mine = recording.spans(), self._weights
+        found = cast(list[tuple[list[Span], Weights]], primitives.gather_objects(mine, self._group))
+        if self._trainer.rank != 0:
+            return None
+        self._rows = [row for row, _ in found]
+        self._weights = {stage: held for _, weights in found for stage, held in weights.items()}
+        self._step, self._gap = step, attribute_bubble(self._trainer.plan.schedule, self._rows)
+        return self._gap
+
+    def write(self, folder: Path) -> tuple[str, ...]:
+        """Leave picture and costs in the run folder; the names of what was written."""
+        if self._gap is None:
+            return ()
+        plan = self._trainer.plan
+        costs = costs_of(self._rows, plan.schedule.num_stages)
+        note = f"seconds, measured in step {self._step} of {plan.config.run.name}"
+        (folder / PICTURE).write_text(svg_pair(self._gap.predicted, self._gap.measured))
+        (folder / COSTS).write_text(costs_text(costs, piece_costs(self._weights, costs), note))
+        return PICTURE, COSTS
+
+
+def piece_costs(weights: Weights, costs: StageCosts) -> dict[str, PieceCosts]:
+    """The time of each stage shared out to its pieces by weight, evenly if they have none."""
+    found: dict[str, PieceCosts] = {}
+    for stage, held in sorted(weights.items()):
+        whole = sum(held.values())
+        for name, weight in held.items():
+            share = weight / whole if whole else 1 / len(held)
+            found[name] = PieceCosts(costs.forward[stage] * share, costs.backward[stage] * share)
+    return found
+
+
+def _weights(plan: Plan, stages: TrainStages) -> Weights:
+    """Of my stages: the computation of our models' pieces; of a user's own model, of whose
+    children only that is known, the parameters."""
+    if plan.model is None or plan.shape is None:
+        return {
+            int(stage): {
+                n: sum(p.numel() for p in x.parameters()) for n, x in chain.named_children()
+            }
+            for stage, chain in stages.named_children()
+        }
+    computation, mine = plan.model.piece_costs(plan.shape), map(int, stages)
+    return {s: {plan.pieces[i]: computation[i] for i in plan.stages[s]} for s in mine}

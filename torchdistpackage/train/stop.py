@@ -1,0 +1,128 @@
+"""What one rank knows of its run's end: signals, the job's end, how long things take. No torch.
+
+One rule: a rank only wishes. The wishes of all ranks meet in the numbers of a step (train/step.py),
+so all end after the same one; what becomes of the run then is decided by launch/requeue.py.
+"""
+
+import json
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torchdistpackage.bounded import parse_json
+from torchdistpackage.config.schema import RequeueSection
+from torchdistpackage.errors import LaunchError
+from torchdistpackage.launch.files import atomic_write
+from torchdistpackage.launch.requeue import (
+    Decision,
+    RequeueDecision,
+    RequeueLimits,
+    decide,
+    time_is_up,
+)
+from torchdistpackage.launch.signals import SignalFlag
+from torchdistpackage.launch.slurm.run_dir import RunDir, attempt_id
+from torchdistpackage.launch.slurm.starts import in_job, series_of, this_start
+
+_KEPT = 100
+_TIMES = "save_s.json"
+
+
+def limits_of(section: RequeueSection) -> RequeueLimits:
+    return RequeueLimits(section.mode, section.max_requeues, section.margin_s)
+
+
+@dataclass
+class StopController:
+    """`clock`: whether this rank watches the job's end for all; its word is enough.
+
+    end_s: when the job is ended, in seconds since 1970; None: never. save_s: seconds that saves
+    took, also those of earlier starts. ahead: see launch.requeue.required_time_s.
+    """
+
+    limits: RequeueLimits = field(default_factory=RequeueLimits)
+    signals: SignalFlag = field(default_factory=SignalFlag)
+    clock: bool = False
+    end_s: float | None = None
+    ahead: int = 2
+    save_s: list[float] = field(default_factory=list[float])
+    step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+
+    _requested: str = ""
+
+    def should_stop(self) -> bool:
+        """Whether this rank wants the run to end after the step that is under way."""
+        self._requested = self._requested or self._why()
+        return bool(self._requested)
+
+    def stop_reason(self) -> str:
+        """Why the run ends, as far as this rank knows."""
+        return self._requested or "a signal to another rank"
+
+    def _why(self) -> str:
+        if name := self.signals.received:
+            return name
+        if not self.clock:
+            return ""
+        return time_is_up(
+            *(time.time(), self.end_s, self.step_s, self.save_s),
+            *(self.limits.margin_s, self.ahead),
+        )
+
+
+def begin(
+    folder: Path, section: RequeueSection, signals: SignalFlag, rank: int, env: Mapping[str, str]
+) -> StopController:
+    """The life of a rank that starts now.
+
+    TDP_JOB_END_S or SLURM_JOB_END_TIME: when the job ends.
+    """
+    end = env.get("TDP_JOB_END_S") or env.get("SLURM_JOB_END_TIME") or ""
+    clock = rank == 0
+    return StopController(
+        limits_of(section),
+        signals,
+        clock=clock,
+        end_s=float(end) if end.isdecimal() and int(end) > 0 else None,
+        save_s=_read_times(RunDir(folder)) if clock else [],
+    )
+
+
+def end(life: StopController, folder: Path, step: int, env: Mapping[str, str]) -> Decision:
+    """Decide for all, on rank 0, and leave word for whoever started the job."""
+    if attempt_id(env) == "local":
+        return Decision(
+            RequeueDecision.STOP,
+            f"after step {step}: {life.stop_reason()}; started again it goes on",
+        )
+    files = RunDir(folder)
+    starts = series_of(files, this_start(files, env, step))
+    reason = f"after step {step}: {life.stop_reason()}"
+    steps = [start.step for start in starts]
+    decision = decide(life.stop_reason(), steps, step, life.limits, in_job(starts))
+    if decision.word is RequeueDecision.CHAIN and not env.get("TDP_BATCH"):
+        why = "nobody here chains jobs, which the script of tdp submit does"
+        decision = Decision(RequeueDecision.STOP, f"{decision.reason}; {why}")
+    try:
+        write_decision(files, decision, env)
+    except OSError as error:
+        raise LaunchError(
+            f"saved {reason}, but nobody can be told: {files.decision(attempt_id(env))}: "
+            f"{error.strerror}; started again it goes on"
+        ) from error
+    atomic_write(files.job / _TIMES, json.dumps(life.save_s[-_KEPT:]))
+    return decision
+
+
+def write_decision(files: RunDir, decision: Decision, env: Mapping[str, str]) -> None:
+    """Write the decision of this start, complete or not at all."""
+    atomic_write(files.decision(attempt_id(env)), f"{decision}\n")
+
+
+def _read_times(files: RunDir) -> list[float]:
+    try:
+        return [float(x) for x in parse_json((files.job / _TIMES).read_text("utf-8"))]
+    except (OSError, ValueError, TypeError, OverflowError):
+        return []

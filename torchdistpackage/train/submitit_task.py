@@ -1,0 +1,105 @@
+"""A run as something that submitit can be given: `executor.submit(Training("run.yaml"))`. No torch.
+
+One rule: submitit keeps its protocol (`checkpoint`, its handler, its requeue), but only after all
+ranks have saved. Its own handler would act in the middle of a step, on rank 0 alone.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import cast
+
+from torchdistpackage.config.load import load
+from torchdistpackage.errors import RankError
+from torchdistpackage.launch.requeue import RequeueDecision
+from torchdistpackage.launch.slurm.requeue import may_requeue, read_decision
+from torchdistpackage.launch.slurm.run_dir import RunDir
+from torchdistpackage.launch.slurm.script_ranks import IGNORE_SIGNALS_UNTIL_READY
+from torchdistpackage.train.folder import run_folder
+
+_KILLED_WITHIN_S = 300.0
+"""Slurm ends the other ranks of a job that was requeued; if it does not, they end by themselves."""
+
+
+class Training:
+    """Calls `tdp train` in each task; the result is the decision as text.
+
+    config: path of the YAML file; overrides: `section.key=value`. Both are read in the job.
+    """
+
+    def __init__(self, config: str, *overrides: str) -> None:
+        self.config = str(Path(config).absolute())
+        self.overrides = overrides
+
+    def __call__(self) -> str:
+        """Be this task.
+
+        Raises:
+            RankError: the rank failed.
+        """
+        until_it_listens = ["sh", "-c", IGNORE_SIGNALS_UNTIL_READY, "task"]
+        python = [sys.executable, "-u", "-P", "-m", "torchdistpackage", "train", self.config]
+        env = {**os.environ, "TDP_BATCH": "1"}
+        with _Relay() as before:
+            process = subprocess.Popen([*until_it_listens, *python, *self.overrides], env=env)
+            before.child = process
+            code = process.wait()
+        rank = os.environ.get("SLURM_PROCID", "0")
+        if code:
+            raise RankError(f"rank {rank} ended with code {code}; its log is in the run folder")
+        files = RunDir(run_folder(load(self.config, self.overrides)).absolute())
+        decision = read_decision(files, os.environ)
+        if (
+            decision is not None
+            and decision.word is RequeueDecision.REQUEUE
+            and may_requeue(os.environ)
+        ):
+            if rank == "0":
+                before.hand_over()  # does not come back
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # or Slurm would have to wait for SIGKILL
+            time.sleep(_KILLED_WITHIN_S)
+            raise RankError(f"rank {rank} outlived the requeue of its job by {_KILLED_WITHIN_S} s")
+        return str(decision or "")
+
+    def checkpoint(self) -> object:
+        """What submitit calls before it requeues: the same again, which resumes by itself."""
+        # only where submitit runs us; it is no dependency of training
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self)
+
+
+class _Relay:
+    """Signals go to the child instead of to the handlers that submitit installed."""
+
+    def __init__(self) -> None:
+        self.child: subprocess.Popen[bytes] | None = None
+        self._handlers: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> "_Relay":
+        for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP):
+            self._handlers[signum] = signal.signal(signum, self._pass)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, cast(signal.Handlers, handler))
+
+    def _pass(self, signum: int, frame: FrameType | None) -> None:
+        if self.child is not None and self.child.poll() is None:
+            self.child.send_signal(signum)
+
+    def hand_over(self) -> None:
+        """Call the handler by which submitit checkpoints and requeues, as its signal would."""
+        for signum, handler in self._handlers.items():
+            if getattr(handler, "__name__", "") == "checkpoint_and_try_requeue":
+                cast(Callable[[int, FrameType | None], object], handler)(signum, None)
+        raise RankError(
+            "saved, but not requeued: none of the handlers of USR1, USR2, TERM and HUP was "
+            "submitit's; requeue the job by hand"
+        )
