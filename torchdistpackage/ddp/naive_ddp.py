@@ -220,9 +220,11 @@ class NaiveDDP(Wrapper):
         if not self._keep_order and self._overlap and any(s.is_early for s in shared):
             fit = BucketTuner(shared, cap_bytes, () if self._cap_bytes else sizes.candidates_bytes)
         self._module_watch = ModuleWatch(self.module)
-        carry = partial(_make_bucket_comm, self._embeddings, self._comm_hook, self._by_node, self._fp32_grads)
+        make = partial(
+            _make_bucket_comm, self._embeddings, self._comm_hook, self._by_node, self._fp32_grads
+        )
         if self._reducer is not None:
-            self._reducer.renew(shared, carry=carry, after=after, fit=fit)
+            self._reducer.renew(shared, make_bucket_comm=make, after=after, fit=fit)
             return
         self._reducer = Reducer(
             shared,
@@ -230,7 +232,7 @@ class NaiveDDP(Wrapper):
             num_backwards=self._num_backwards,
             overlap=self._overlap,
             strict=self._strict,
-            make_bucket_comm=carry,
+            make_bucket_comm=make,
             after=after,
             fit=fit,
         )

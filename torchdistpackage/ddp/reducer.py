@@ -85,7 +85,7 @@ class Reducer:
         self,
         shared: Sequence[ParamSpec],
         *,
-        carry: MakeBucketComm,
+        make_bucket_comm: MakeBucketComm,
         after: Sequence[BucketComm] = (),
         fit: BucketTuner | None = None,
     ) -> None:
@@ -97,7 +97,7 @@ class Reducer:
         if self.departures.phase is not ReductionPhase.IDLE:
             raise CommError("parameters changed during a reduction; call finish() before")
         self.remove()
-        self._make_bucket_comm = carry
+        self._make_bucket_comm = make_bucket_comm
         self._own(shared, after, fit, self._packed.leave(), self.departures.on_launch)
 
     def _own(
