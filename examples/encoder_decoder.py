@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchdistpackage import Pipeline, setup_distributed, tpc
-from torchdistpackage.launch.launch import run_here
+from torchdistpackage.launch.launch import run_or_launch
 
 NAMES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 LAYER = {"d_model": 32, "nhead": 4, "dim_feedforward": 64, "dropout": 0.0, "batch_first": True}
@@ -80,4 +80,4 @@ def train() -> None:
 
 
 if __name__ == "__main__":
-    run_here(train, num_procs=4, preload=["sklearn.datasets"])
+    run_or_launch(train, num_procs=4, preload=["sklearn.datasets"])

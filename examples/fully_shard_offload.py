@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from torchdistpackage import setup_distributed
-from torchdistpackage.launch.launch import run_here
+from torchdistpackage.launch.launch import run_or_launch
 
 
 def held(model: nn.Module) -> list[Tensor]:
@@ -56,4 +56,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_here(main, num_procs=2)
+    run_or_launch(main, num_procs=2)

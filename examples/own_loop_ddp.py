@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchdistpackage import NaiveDDP, setup_distributed
-from torchdistpackage.launch.launch import run_here
+from torchdistpackage.launch.launch import run_or_launch
 
 BATCH = 64  # over all ranks
 EPOCHS = 10
@@ -51,4 +51,4 @@ def train() -> float:
 
 
 if __name__ == "__main__":
-    run_here(train, num_procs=4, preload=["sklearn.datasets"])
+    run_or_launch(train, num_procs=4, preload=["sklearn.datasets"])

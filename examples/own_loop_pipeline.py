@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchdistpackage import forward_backward, partition_uniform, setup_distributed, tpc
-from torchdistpackage.launch.launch import run_here
+from torchdistpackage.launch.launch import run_or_launch
 
 
 def network(device: torch.device) -> nn.Sequential:
@@ -56,4 +56,4 @@ def train() -> None:
 
 
 if __name__ == "__main__":
-    run_here(train, num_procs=4, preload=["sklearn.datasets"])
+    run_or_launch(train, num_procs=4, preload=["sklearn.datasets"])

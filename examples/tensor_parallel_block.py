@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchdistpackage import setup_distributed, tpc
-from torchdistpackage.launch.launch import run_here
+from torchdistpackage.launch.launch import run_or_launch
 from torchdistpackage.parallel import Block, ParallelBlock
 
 BATCH, LENGTH, DIM, HEADS = 4, 128, 64, 8
@@ -50,4 +50,4 @@ def compare() -> float:
 
 
 if __name__ == "__main__":
-    run_here(compare, num_procs=4)
+    run_or_launch(compare, num_procs=4)

@@ -11,7 +11,7 @@ Prints how many different tensors there are at the end: one in each model replic
 import torch
 import torch.distributed as dist
 from torchdistpackage import setup_distributed_slurm,test_comm,tpc
-from torchdistpackage.launch.launch import run_here
+from torchdistpackage.launch.launch import run_or_launch
 
 
 def main():
@@ -51,4 +51,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run_here(main, num_procs=8)
+    run_or_launch(main, num_procs=8)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchdistpackage import forward_backward, forward_eval, setup_distributed, tpc
-from torchdistpackage.launch.launch import run_here
+from torchdistpackage.launch.launch import run_or_launch
 
 NAMES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 TOWERS = {
@@ -71,4 +71,4 @@ def train() -> None:
 
 
 if __name__ == "__main__":
-    run_here(train, num_procs=3, preload=["sklearn.datasets"])
+    run_or_launch(train, num_procs=3, preload=["sklearn.datasets"])

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
 
 from torchdistpackage import ZeroOptimizer, clip_grad_norm_, setup_distributed
-from torchdistpackage.launch.launch import run_here
+from torchdistpackage.launch.launch import run_or_launch
 
 BATCH, STEPS = 64, 200  # a batch is over all ranks, and comes in two halves
 
@@ -54,4 +54,4 @@ def train() -> None:
 
 
 if __name__ == "__main__":
-    run_here(train, num_procs=4, preload=["sklearn.datasets"])
+    run_or_launch(train, num_procs=4, preload=["sklearn.datasets"])

@@ -20,6 +20,16 @@ def test_files_stay_short(path: Path):
     assert num_lines <= MAX_LINES
 
 
+def test_a_class_name_has_one_meaning():
+    """Also `Thing` beside `_Thing`: who greps for a class finds one."""
+    homes: dict[str, set[str]] = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in package_files.tree(path).body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name.lstrip("_"), set()).add(path.name)
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+
+
 @every_file
 def test_modules_open_with_what_they_are(path: Path):
     body = package_files.tree(path).body

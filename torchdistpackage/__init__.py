@@ -28,7 +28,8 @@ NAMES: dict[str, str] = {
     "gen_inner_ranks": "compat.torchdistpackage.ranks:gen_inner_ranks",
     "gen_groups": "compat.torchdistpackage.ranks:gen_groups",
     "run_local": "launch.workers:run_local",
-    "run_here": "launch.launch:run_here",
+    "run_or_launch": "launch.launch:run_or_launch",
+    "run_here": "launch.launch:run_or_launch",  # its earlier name
     # collectives that autograd sees; the rest of communication is in torchdistpackage.comm
     "copy": "comm.collectives:copy",
     "reduce": "comm.collectives:reduce",
@@ -64,7 +65,8 @@ NAMES: dict[str, str] = {
     "partition_params": "layout.partition:partition_params",
     "ZeroOptimizer": "ddp.zero.optimizer:ZeroOptimizer",
     "Bf16ZeroOptimizer": "compat.torchdistpackage.bf16_zero:Bf16ZeroOptimizer",
-    "same_place": "ddp.zero.replica_group:same_place",
+    "replica_group": "ddp.zero.replica_group:replica_group",
+    "same_place": "ddp.zero.replica_group:replica_group",  # its earlier name
     "Pipeline": "parallel.pipeline.pipeline:Pipeline",
     "forward_backward": "parallel.pipeline.functional:forward_backward",
     "forward_eval": "parallel.pipeline.functional:forward_eval",

@@ -14,7 +14,7 @@ from benchmarks.data_parallel.link import RATES, Link, enter
 from torchdistpackage.comm import bare
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.comm.transport.sharded_flat import start_all_gather_v, start_reduce_scatter_v
-from torchdistpackage.comm.work import Pending
+from torchdistpackage.comm.work import Work
 from torchdistpackage.comm.world import world
 from torchdistpackage.launch.workers import run_local
 
@@ -91,7 +91,7 @@ def make_sides(group: dist.ProcessGroup) -> dict[str, Callable[[], object]]:
     part, short = x.chunk(group.size())[group.rank()].clone(), x.chunk(NUM_IN_FLIGHT)
     bounds, short_bounds = even(len(x), group.size()), even(len(short[0]), group.size())
 
-    def in_flight(start: Callable[..., Pending]) -> None:
+    def in_flight(start: Callable[..., Work]) -> None:
         for pending in [start(each, short_bounds, group) for each in short]:
             pending.wait()
 

@@ -184,7 +184,7 @@ def test_as_a_job_the_bench_is_the_command_of_the_tasks(work, capsys):
     script = files.script.read_text()
     command = (
         f"{sys.executable} -u -P -m torchdistpackage comm bench --operations p2p,broadcast "
-        f"--dtypes float32 --sizes 1KiB:4KiB --iterations 20 --warmup 3 --alone 2 --over pipe "
+        f"--dtypes float32 --sizes 1KiB:4KiB --iterations 20 --warmup 3 --isolated 2 --axis pipe "
         f"--timeout 60 --pairs --min-busbw pipe=2 --run-folder {files.run} "
     )
     assert f'    {command}"$_tdp_run/job/config.yaml"\n' in script
@@ -205,7 +205,7 @@ def test_in_a_container_it_is_the_python_that_is_there(work):
     ("words", "said"),
     [
         (["launch.slurm.nodes=3", "parallel.data=2"], "must use all 6 ranks but uses 4"),
-        (["--over", "rows"], "there is no group 'rows'"),
+        (["--axis", "rows"], "there is no group 'rows'"),
         (["--json", "x.json"], "writes all files into the run folder"),
     ],
 )

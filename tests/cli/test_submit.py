@@ -210,7 +210,7 @@ def test_every_run_of_a_sweep_is_checked_before_any_is_submitted(work: Path, cap
     [
         (["--via", "mail"], "--via"),
         (["--sweep", "run.seed=1,2", "--follow"], "--follow"),
-        (["--parallel", "2"], "--parallel"),
+        (["--parallel", "2"], "--max-parallel"),
         (["--sweep", "x"], "--sweep x"),
     ],
 )

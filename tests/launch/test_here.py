@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from torchdistpackage.launch.launch import run_here
+from torchdistpackage.launch.launch import run_or_launch
 
 
 def who(*parts: str) -> tuple[str, str, int, str]:
@@ -12,7 +12,7 @@ def who(*parts: str) -> tuple[str, str, int, str]:
 
 
 def test_alone_it_starts_the_ranks_and_answers_with_rank_0():
-    rank, world_size, pid, text = run_here(who, "a", "b", num_procs=3)
+    rank, world_size, pid, text = run_or_launch(who, "a", "b", num_procs=3)
     assert (rank, world_size, text) == ("0", "3", "ab")
     assert pid != os.getpid()
 
@@ -37,4 +37,4 @@ def under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("under_torchrun")
 def test_a_rank_of_a_launcher_starts_none():
-    assert run_here(who, "c", num_procs=3) == ("1", "2", os.getpid(), "c")
+    assert run_or_launch(who, "c", num_procs=3) == ("1", "2", os.getpid(), "c")

@@ -12,7 +12,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.node_groups import setup_node_groups
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
-from torchdistpackage.ddp.zero.replica_group import same_place
+from torchdistpackage.ddp.zero.replica_group import replica_group
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import mark
 from torchdistpackage.models.gpt import GPT
@@ -146,7 +146,7 @@ def of_shards(kind: str, stage: int) -> None:
     groups, parts, index = {}, 1, rank
     if kind == "nodes":
         node = setup_node_groups(2)
-        groups = {"group": node, "replicas": same_place(node)}
+        groups = {"group": node, "replicas": replica_group(node)}
     if kind == "tensor":
         tpc.setup_process_groups([("data", size // 2), ("tensor", 2)])
         parts, index = 2, tpc.get_dp_rank()

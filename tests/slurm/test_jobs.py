@@ -118,7 +118,7 @@ def keep_going(cluster: Cluster, folder: Path) -> Done:
     )
     return cluster.run(
         *(cluster.python, "-m", "torchdistpackage", "jobs", "monitor", script),
-        *("--every", "1", "--wait", "1"),
+        *("--interval", "1", "--delay", "1"),
         check=False,
         limit_s=90,
     )

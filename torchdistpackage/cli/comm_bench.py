@@ -45,8 +45,8 @@ def bench(
     words: Words = None,
     axes: Axes = None,
     procs: Procs = None,
-    over: Annotated[
-        str, typer.Option(metavar="AXES", help="Which groups; else all axes longer than 1.")
+    axis: Annotated[
+        str, typer.Option(metavar="NAMES", help="Groups of these axes; else all longer than 1.")
     ] = "",
     operations: Annotated[
         str | None, typer.Option(metavar="NAMES", help="p2p,all_reduce,...; else all.")
@@ -57,7 +57,7 @@ def bench(
     dtypes: Annotated[str, typer.Option(metavar="NAMES", help="float32,bf16,...")] = _DTYPES,
     iterations: Annotated[int, typer.Option(metavar="N", min=1, help="Calls that are timed.")] = 20,
     warmup: Annotated[int, typer.Option(metavar="N", min=0, help="Calls ahead of them.")] = 3,
-    alone: Annotated[
+    isolated: Annotated[
         int, typer.Option(metavar="N", min=0, help="Groups measured while others are silent.")
     ] = 2,
     pairs: Annotated[
@@ -90,10 +90,10 @@ def bench(
         operations=parse_operations(operations or ",".join(COLLECTIVES)),
         sizes_bytes=parse_sizes(sizes),
         dtypes=parse_dtypes(dtypes),
-        over=tuple(dict.fromkeys(name.strip() for name in over.split(",") if name.strip())),
+        over=tuple(dict.fromkeys(name.strip() for name in axis.split(",") if name.strip())),
         iterations=iterations,
         warmup=warmup,
-        isolated=alone,
+        isolated=isolated,
         pairs=pairs,
         timeout_s=timeout_s,
     )
@@ -194,8 +194,8 @@ def _options(request: Request, sizes: str, min_busbw: Sequence[str]) -> list[str
     """The request again as words of a command line."""
     words = ["--operations", ",".join(request.operations), "--dtypes", ",".join(request.dtypes)]
     words += ["--sizes", sizes, "--iterations", str(request.iterations)]
-    words += ["--warmup", str(request.warmup), "--alone", str(request.isolated)]
-    words += ["--over", ",".join(request.over)] if request.over else []
+    words += ["--warmup", str(request.warmup), "--isolated", str(request.isolated)]
+    words += ["--axis", ",".join(request.over)] if request.over else []
     words += ["--timeout", f"{request.timeout_s:g}"]
     words += ["--pairs"] if request.pairs else []
     return words + [word for limit in min_busbw for word in ("--min-busbw", limit)]

@@ -149,10 +149,10 @@ def monitor(
     max_resubmits: Annotated[
         int, typer.Option(metavar="N", min=0, help="Times it is submitted again.")
     ] = DEFAULTS.max_resubmits,
-    every: Annotated[
+    interval: Annotated[
         float, typer.Option(metavar="S", min=1.0, help="Seconds between looks.")
     ] = DEFAULTS.query_s,
-    wait: Annotated[
+    delay: Annotated[
         float,
         typer.Option(metavar="S", min=0.0, help="Seconds before the first; doubled each time."),
     ] = DEFAULTS.first_wait_s,
@@ -162,7 +162,7 @@ def monitor(
     Later each time, not without end, and never after scancel. Ctrl-C ends the watching alone.
     """
     script = Path(name)
-    limits = ResubmitLimits(max_resubmits=max_resubmits, first_wait_s=wait, query_s=every)
+    limits = ResubmitLimits(max_resubmits=max_resubmits, first_wait_s=delay, query_s=interval)
     if script.is_file():
         target = ScriptTarget(script, os.environ)
     else:

@@ -25,6 +25,13 @@ from torchdistpackage.errors import (
 COMMANDS = ("train", "submit", "jobs", "plan", "comm", "schedule", "schema")
 """Each a function, or commands of its own, in the module of its name; in the order of the help."""
 
+_EARLIER_OPTIONS = {
+    ("comm", "bench"): {"--alone": "--isolated", "--over": "--axis"},
+    ("jobs", "monitor"): {"--every": "--interval", "--wait": "--delay"},
+    ("submit",): {"--parallel": "--max-parallel"},
+}
+"""Command -> names of options before 0.1, which are still taken, and those of today."""
+
 _REFUSALS = (ConfigError, TopologyError, LayoutError, ScheduleError, HeldError)
 _REFUSED, _FAILED, _INTERRUPTED = 2, 1, 130
 
@@ -57,7 +64,7 @@ def _run(args: list[str]) -> int:
     asked = args[0] if args else ""
     names = [asked] if asked in COMMANDS else COMMANDS
     try:
-        _command(names)(args, prog_name="tdp")
+        _command(names)(_of_today(args), prog_name="tdp")
     except SystemExit as end:  # how typer ends, always with a number
         if isinstance(end.code, int):
             return end.code
@@ -68,6 +75,14 @@ def _run(args: list[str]) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     return 0
+
+
+def _of_today(args: list[str]) -> list[str]:
+    for command, names in _EARLIER_OPTIONS.items():
+        if tuple(args[: len(command)]) == command:
+            parts = [arg.partition("=") for arg in args]
+            return [f"{names.get(name, name)}{equals}{value}" for name, equals, value in parts]
+    return args
 
 
 def _command(names: Sequence[str]) -> TyperGroup:

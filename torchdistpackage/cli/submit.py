@@ -41,12 +41,12 @@ from torchdistpackage.launch.slurm.submit import (
 from torchdistpackage.launch.slurm.sweep import SweepRun, points
 from torchdistpackage.train.folder import prepare_folder
 from torchdistpackage.train.plan import make_plan
-from torchdistpackage.train.submitit_task import Training
+from torchdistpackage.train.submitit_task import TrainingTask
 
 
 def by_submitit(prepared: Prepared, env: Mapping[str, str]) -> Submitted:
     """Through submitit's executor; the job is the same."""
-    calls = [Training(str(RunDir(folder).config)) for folder, _ in prepared.runs]
+    calls = [TrainingTask(str(RunDir(folder).config)) for folder, _ in prepared.runs]
     requeue = prepared.runs[0][1].launch.requeue
 
     def enqueue(prepared: Prepared, exclude: Sequence[str]) -> list[str]:
@@ -76,7 +76,7 @@ def submit(
         list[str] | None,
         typer.Option(metavar="key=v1,v2", help="A job array, a run for each value; repeatable."),
     ] = None,
-    parallel: Annotated[
+    max_parallel: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Runs of a sweep at a time; else all.")
     ] = None,
     via: Annotated[
@@ -94,11 +94,11 @@ def submit(
         raise typer.BadParameter(f"{via} is none of {', '.join(WAYS)}", param_hint="--via")
     if sweep and follow:
         raise typer.BadParameter("follows one run, and a sweep has many", param_hint="--follow")
-    if parallel and not sweep:
-        raise typer.BadParameter("is for the runs of a --sweep", param_hint="--parallel")
+    if max_parallel and not sweep:
+        raise typer.BadParameter("is for the runs of a --sweep", param_hint="--max-parallel")
     name, runs = _checked(config, overrides or [], sweep or [])
     prepared = prepare(
-        runs, Path.cwd(), os.environ, sweep=name if sweep else None, max_parallel=parallel
+        runs, Path.cwd(), os.environ, sweep=name if sweep else None, max_parallel=max_parallel
     )
     if via == "submitit":
         check_submitit(prepared.job, prepared.runs[0][1].launch.requeue)

@@ -44,7 +44,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     ),
     "primitives": ("Group", "SUM", "AVG", "MAX", "MIN"),
     "p2p": ("Post",),
-    "work": ("Pending",),
+    "work": ("Work", "Pending"),
     "debug_checks": ("checked_calls",),
 }
 

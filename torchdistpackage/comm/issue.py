@@ -11,10 +11,10 @@ from torch import Tensor
 
 from torchdistpackage.comm import debug_checks
 from torchdistpackage.comm.flight_recorder import LINE, recorder
-from torchdistpackage.comm.work import Pending, failed, wait_works
+from torchdistpackage.comm.work import Work, failed, wait_works
 
 Group = dist.ProcessGroup
-Result = TypeVar("Result", Tensor, Pending)
+Result = TypeVar("Result", Tensor, Work)
 IssueFn = Callable[..., Result]
 NO_FACTS = ()
 """Beside shape and dtype there is nothing to agree on, or nobody asks."""
@@ -39,7 +39,7 @@ def run_sync(operation: str, group: Group, x, facts, finish, function, *args) ->
     return x if finish is None else finish()
 
 
-def run_async(operation: str, group: Group, x, facts, finish, function, *args) -> Pending:
+def run_async(operation: str, group: Group, x, facts, finish, function, *args) -> Work:
     """Call `function` and leave the waiting to the caller."""
     if recorder.checks:
         debug_checks.agree(operation, group, x, facts)
@@ -51,5 +51,5 @@ def run_async(operation: str, group: Group, x, facts, finish, function, *args) -
     if (
         works.__class__ is list
     ):  # messages (comm/transport/pairwise.py), each of which may take the limit
-        return Pending(x, works, call, finish, call[LINE].limit)
-    return Pending(x, (works,), call, finish)
+        return Work(x, works, call, finish, call[LINE].limit)
+    return Work(x, (works,), call, finish)

@@ -16,7 +16,7 @@ from torchdistpackage.comm.backends import require_host_memory
 from torchdistpackage.comm.dtypes import in_place_of, to_bytes
 from torchdistpackage.comm.flight_recorder import LINE, STATE, WAITING, Call, GroupLog, recorder
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.comm.work import Pending, failed
+from torchdistpackage.comm.work import Work, failed
 from torchdistpackage.errors import CommError
 
 SMALL_BYTES = 64 * 1024
@@ -47,7 +47,7 @@ def receive(x: Tensor, group: Group, source: int) -> Tensor:
     return start_receive(x, group, source).wait()
 
 
-def start_send(x: Tensor, group: Group, target: int) -> Pending:
+def start_send(x: Tensor, group: Group, target: int) -> Work:
     """`send`, begun; `x` must stay as it is until `wait()`.
 
     NCCL runs what is begun in order, so two ranks that both send and then receive wait for each
@@ -62,10 +62,10 @@ def start_send(x: Tensor, group: Group, target: int) -> Pending:
         work = group.send([to_bytes(x)], peer, 0)
     except RuntimeError as error:
         raise failed(call, error) from error
-    return Pending(x, (work,), call, None, call[LINE].limit)
+    return Work(x, (work,), call, None, call[LINE].limit)
 
 
-def start_receive(x: Tensor, group: Group, source: int) -> Pending:
+def start_receive(x: Tensor, group: Group, source: int) -> Work:
     """`receive`, begun; `x` must not be read until `wait()`."""
     peer = _peer(group, source, "receive from")
     line = recorder.line(group)
@@ -78,7 +78,7 @@ def start_receive(x: Tensor, group: Group, source: int) -> Pending:
         work = group.recv([room], peer, 0)
     except RuntimeError as error:
         raise failed(call, error) from error
-    return Pending(x, (work,), call, in_place_of(x, room), call[LINE].limit)
+    return Work(x, (work,), call, in_place_of(x, room), call[LINE].limit)
 
 
 _Posted = tuple[str, Tensor, int, object]

@@ -3,7 +3,7 @@
 Groups of one rank are legal everywhere: here, and only here, they are short-circuited.
 Rank arguments are global, as torch has them. Every call is noted in the record; errors of a
 backend become CommError with the operation and the group's ranks in the text. Each collective
-has a form that waits and a `start_` form that returns a `Pending`.
+has a form that waits and a `start_` form that returns a `Work`.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from torchdistpackage.comm.dtypes import (
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.issue import NO_FACTS, IssueFn, Result, run_async, run_sync
 from torchdistpackage.comm.transport.pairwise import GATHERED, SUMMED, pairwise
-from torchdistpackage.comm.work import Pending
+from torchdistpackage.comm.work import Work
 from torchdistpackage.comm.world import world
 from torchdistpackage.errors import CommError
 
@@ -80,9 +80,9 @@ def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = SUM) -> Te
     return x if group.size() == 1 else _all_reduce(x, group, op, run_sync)
 
 
-def start_all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = SUM) -> Pending:
+def start_all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = SUM) -> Work:
     """Begin to reduce `x` in place; it is ready after `wait()`."""
-    return Pending(x) if group.size() == 1 else _all_reduce(x, group, op, run_async)
+    return Work(x) if group.size() == 1 else _all_reduce(x, group, op, run_async)
 
 
 def all_gather(x: Tensor, group: Group, sizes: Sizes | None = None) -> Tensor:
@@ -96,9 +96,9 @@ def all_gather(x: Tensor, group: Group, sizes: Sizes | None = None) -> Tensor:
     return x if group.size() == 1 else _all_gather(x, group, sizes, run_sync)
 
 
-def start_all_gather(x: Tensor, group: Group, sizes: Sizes | None = None) -> Pending:
+def start_all_gather(x: Tensor, group: Group, sizes: Sizes | None = None) -> Work:
     """`all_gather`, begun; `x` must stay as it is until `wait()`."""
-    return Pending(x) if group.size() == 1 else _all_gather(x, group, sizes, run_async)
+    return Work(x) if group.size() == 1 else _all_gather(x, group, sizes, run_async)
 
 
 def reduce_scatter(x: Tensor, group: Group, sizes: Sizes | None = None) -> Tensor:
@@ -112,9 +112,9 @@ def reduce_scatter(x: Tensor, group: Group, sizes: Sizes | None = None) -> Tenso
     return x if group.size() == 1 else _reduce_scatter(x, group, sizes, run_sync)
 
 
-def start_reduce_scatter(x: Tensor, group: Group, sizes: Sizes | None = None) -> Pending:
+def start_reduce_scatter(x: Tensor, group: Group, sizes: Sizes | None = None) -> Work:
     """`reduce_scatter`, begun; `x` must stay as it is until `wait()`."""
-    return Pending(x) if group.size() == 1 else _reduce_scatter(x, group, sizes, run_async)
+    return Work(x) if group.size() == 1 else _reduce_scatter(x, group, sizes, run_async)
 
 
 def all_to_all(
@@ -132,10 +132,10 @@ def all_to_all(
 
 def start_all_to_all(
     x: Tensor, group: Group, send_sizes: Sizes | None = None, receive_sizes: Sizes | None = None
-) -> Pending:
+) -> Work:
     """`all_to_all`, begun; `x` must stay as it is until `wait()`."""
     if group.size() == 1:
-        return Pending(x)
+        return Work(x)
     return _all_to_all(x, group, send_sizes, receive_sizes, run_async)
 
 
@@ -148,9 +148,9 @@ def broadcast(x: Tensor, group: Group, source: int | None = None) -> Tensor:
     return x if group.size() == 1 else _broadcast(x, group, source, run_sync)
 
 
-def start_broadcast(x: Tensor, group: Group, source: int | None = None) -> Pending:
+def start_broadcast(x: Tensor, group: Group, source: int | None = None) -> Work:
     """`broadcast`, begun."""
-    return Pending(x) if group.size() == 1 else _broadcast(x, group, source, run_async)
+    return Work(x) if group.size() == 1 else _broadcast(x, group, source, run_async)
 
 
 def barrier(group: Group | None = None) -> None:

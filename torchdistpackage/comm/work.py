@@ -25,7 +25,7 @@ from torchdistpackage.errors import CommError
 from torchdistpackage.schedule.actions import Action
 
 
-class Pending:
+class Work:
     """What a `start_*` function began; `wait()` returns its tensor, which is not ready before.
 
     On CUDA `wait` makes the current stream wait, not the host.
@@ -88,3 +88,7 @@ def failed(call: Call, error: Exception) -> CommError:
         f"{call[OPERATION]}{peer}{f' for {action}' if action else ''} over {where} {line.ranks} "
         f"failed (number {call[SEQUENCE]}): {error}"
     )
+
+
+Pending = Work
+"""The name of Work before 0.1."""

@@ -1,22 +1,21 @@
 """Data parallelism: ranks with equal parameters and different batches average their gradients.
 
-To read in this order.
+Read in this order.
 
-What it computes    reference: DDP and ZeRO-1 in the plainest way, which tests hold all else to.
-
-What users hold      naive_ddp (the wrapper NaiveDDP), on wrapper (names, copies, pickles).
-One backward         reducer (which backward counts) and what calls it: outputs (hooks on what a
-                     forward returns), told (hooks on parameters), turns (several reducers in one
-                     backward), steered (a pipeline that knows which is the last); departures (when
-                     a bucket leaves).
-Where gradients lie  shared (a parameter and its group), buckets (which travel together), packed
-                     (slots in buckets), gradients (a bucket's memory), carrier (its all-reduce).
-How sizes are found  order (the best packing, on paper), fit (what a run shows, and who decides).
-Fewer bytes          compress, power_sgd; rows, embeddings, lookups for tables of which few rows
-                     are used.
-What stands around   equal (starting values, buffers), replicas (are they still equal?), membership
-                     (did the module change?), used (did all ranks use all?), join (uneven inputs),
-                     hooks (gone on copies of a module), sync_batch_norm.
-The family           moe (experts), ema with owned, partition and plain (averages of parameters),
-                     data_parallel (NaiveDDP or ZeRO, by measurement), zero/ (sharded optimizers).
+Reference       reference: DDP and ZeRO-1 in the plainest way; tests hold everything else equal.
+Wrapper         naive_ddp (NaiveDDP), wrapper_state (names, copies, pickles).
+One backward    reducer (which backward counts); it is called by output_hooks (on what a forward
+                returns), grad_hooks (on parameters), turns (several reducers in one backward) and
+                ready (a pipeline that knows the last microbatch); departures launches the buckets.
+Buckets         param_spec (a parameter and its group), bucket_plan (which gradients share one),
+                packed (slots of gradients in buckets), grad_bucket (a bucket's memory), bucket_comm
+                (its all-reduce).
+Bucket sizes    bucket_tuning (the best plan for measured arrival times), fit (measures and picks).
+Fewer bytes     comm_hooks, power_sgd; sparse_grads, embedding_rows and sparse_embedding send the
+                rows of an embedding that were used.
+Checks          equal (initial values and buffers), param_sync (are replicas still equal?),
+                module_watch (did the module change?), used (unused parameters), join (uneven
+                inputs), weak_hook (hooks that keep nobody alive), sync_batch_norm.
+More            expert_grads (experts), ema with rank0_gather and plain (averages of parameters),
+                auto (NaiveDDP or ZeRO, by measurement), zero/ (sharded optimizers).
 """

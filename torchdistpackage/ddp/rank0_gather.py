@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchdistpackage.comm.companions import on_cpu
 from torchdistpackage.comm.p2p import send, start_receive
-from torchdistpackage.comm.primitives import Group, Pending, ranks_of
+from torchdistpackage.comm.primitives import Group, Work, ranks_of
 
 RECEIVES_AHEAD = 4
 """Tensors for which the first rank has room while it waits for one."""
@@ -46,14 +46,14 @@ def receive_all(owned: Mapping[str, Owned], group: Group) -> Iterator[tuple[str,
     first = ranks_of(group)[0]
     coming = [(name, held) for name, held in owned.items() if held.owner != first]
     coming.sort(key=lambda pair: pair[1].owner)
-    under_way: list[tuple[str, Pending]] = []
+    under_way: list[tuple[str, Work]] = []
     for name, held in coming:
         if len(under_way) == RECEIVES_AHEAD:
             arrived, pending = under_way.pop(0)
             yield arrived, pending.wait()
         room = held.empty()
         through = _carrier(room.device, group)
-        pending = start_receive(room, through, held.owner) if room.numel() else Pending(room)
+        pending = start_receive(room, through, held.owner) if room.numel() else Work(room)
         under_way.append((name, pending))
     for name, pending in under_way:
         yield name, pending.wait()

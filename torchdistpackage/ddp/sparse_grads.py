@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.primitives import Group, Pending
+from torchdistpackage.comm.primitives import Group, Work
 from torchdistpackage.ddp.bucket_comm import AllReduceBucket, wait_all
 from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.ddp.sparse_embedding import EmbeddingGrad
@@ -50,7 +50,7 @@ class RowCounts:
 
     def __init__(self, group: Group):
         self._group = group
-        self._pending: Pending | None = None
+        self._pending: Work | None = None
 
     @property
     def launched(self) -> bool:

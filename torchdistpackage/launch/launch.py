@@ -14,7 +14,7 @@ from torchdistpackage.launch.workers import run_local
 _PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
 
 
-def run_here(
+def run_or_launch(
     fn: Callable[..., object],
     *args: object,
     num_procs: int,

@@ -1,4 +1,4 @@
-"""A run as something that submitit can be given: `executor.submit(Training("run.yaml"))`. No torch.
+"""A run as a callable for submitit: `executor.submit(TrainingTask("run.yaml"))`. No torch.
 
 One rule: submitit keeps its protocol (`checkpoint`, its handler, its requeue), but only after all
 ranks have saved. Its own handler would act in the middle of a step, on rank 0 alone.
@@ -26,7 +26,7 @@ _KILLED_WITHIN_S = 300.0
 """Slurm ends the other ranks of a job that was requeued; if it does not, they end by themselves."""
 
 
-class Training:
+class TrainingTask:
     """Calls `tdp train` in each task; the result is the decision as text.
 
     config: path of the YAML file; overrides: `section.key=value`. Both are read in the job.
@@ -103,3 +103,7 @@ class _Relay:
             "saved, but not requeued: none of the handlers of USR1, USR2, TERM and HUP was "
             "submitit's; requeue the job by hand"
         )
+
+
+Training = TrainingTask
+"""The name of TrainingTask before 0.1."""

@@ -10,7 +10,7 @@ from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.node_groups import setup_node_groups
 from torchdistpackage.comm.world import world
 from torchdistpackage.compat.torchdistpackage.bf16_zero import Bf16ZeroOptimizer
-from torchdistpackage.ddp.zero.replica_group import same_place
+from torchdistpackage.ddp.zero.replica_group import replica_group
 from torchdistpackage.errors import TopologyError
 
 STEPS, WIDTH = 5, 6
@@ -132,7 +132,7 @@ def inside_nodes() -> None:
     rank, size = world().rank(), world().size()
     node = setup_node_groups(2)
     net, twin = build(seed=rank), build(seed=0)
-    optimizer = Bf16ZeroOptimizer(adamw(net), node, replicas=same_place(node))
+    optimizer = Bf16ZeroOptimizer(adamw(net), node, replicas=replica_group(node))
     reference = adamw(twin)
     parts = [inputs(step, size) for step in range(STEPS)]
     train(net, optimizer, [x[rank] for x in parts], 1)
@@ -148,15 +148,15 @@ def test_shards_inside_a_node(ranks):
 
 def places() -> None:
     rank = world().rank()
-    assert same_place(None) is None and same_place(world()) is None
+    assert replica_group(None) is None and replica_group(world()) is None
     node = setup_node_groups(2)
-    assert primitives.ranks_of(same_place(node)) == (rank % 2, rank % 2 + 2)
+    assert primitives.ranks_of(replica_group(node)) == (rank % 2, rank % 2 + 2)
     group = Groups(rank).of([3] if rank == 3 else [0, 1, 2])
     with pytest.raises(TopologyError, match=r"\(3,\)\] do not tile"):
-        same_place(group)
+        replica_group(group)
 
 
-def test_the_same_place_of_other_groups(ranks):
+def test_the_replica_group_within_other_groups(ranks):
     ranks(4).run(places)
 
 

@@ -10,7 +10,7 @@ import torch
 from tests.harness.late.programs import PROGRAMS
 from tests.harness.planting import planted
 from torchdistpackage.comm import issue
-from torchdistpackage.comm.work import Pending
+from torchdistpackage.comm.work import Work
 from torchdistpackage.ddp.bucket_comm import AllReduceBucket
 from torchdistpackage.ddp.comm_hooks import _Narrowed
 from torchdistpackage.ddp.zero.grad_buffer import ReduceScatterBucket
@@ -21,7 +21,7 @@ from torchdistpackage.testing import mirror
 # owner, function, what it says, what the mistake says; the program; the name of the mistake
 MISTAKES = {
     "no wait for a sum": (
-        (Pending, "wait", "wait_works(self._works, self._limit)", "pass"),
+        (Work, "wait", "wait_works(self._works, self._limit)", "pass"),
         "ddp",
         r"all_reduce \(number \d+\).*(read before wait\(\), by|nobody waited for it)",
     ),
@@ -73,7 +73,7 @@ MISTAKES = {
         r"all_reduce \(number \d+\).*written to while in flight",
     ),
     "a lost work": (
-        (issue, "run_async", "return Pending(x, (works,), call, finish)", "return Pending(x)"),
+        (issue, "run_async", "return Work(x, (works,), call, finish)", "return Work(x)"),
         "zero1",
         r"(reduce_scatter|all_reduce|all_gather) \(number \d+\).*nobody waited for it",
     ),

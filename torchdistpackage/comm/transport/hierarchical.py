@@ -32,10 +32,10 @@ from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.issue import NO_FACTS, run_async
 from torchdistpackage.comm.primitives import SUM, Group, ranks_of, start_all_reduce
 from torchdistpackage.comm.transport.pairwise import post_receives, post_sends
-from torchdistpackage.comm.work import Pending, wait_works
+from torchdistpackage.comm.work import Work, wait_works
 from torchdistpackage.errors import CommError
 
-Start = Callable[[Tensor, Group, dist.ReduceOp.RedOpType], Pending]
+Start = Callable[[Tensor, Group, dist.ReduceOp.RedOpType], Work]
 """What begins to reduce a tensor in place, as `primitives.start_all_reduce` does."""
 
 CHUNK_BYTES = 2 * 2**20
@@ -99,7 +99,7 @@ class _HierarchicalAllReduce:
         thread.start()
         finalize(self, self._ended.put, None)
 
-    def __call__(self, flat: Tensor, group: Group, op: dist.ReduceOp.RedOpType = SUM) -> Pending:
+    def __call__(self, flat: Tensor, group: Group, op: dist.ReduceOp.RedOpType = SUM) -> Work:
         """`start_all_reduce`; only large sums take the way over the nodes."""
         if group is not self._group:
             raise CommError(

@@ -31,7 +31,7 @@ from torchdistpackage.comm.transport.pairwise import (
     post_receives,
     post_sends,
 )
-from torchdistpackage.comm.work import Pending
+from torchdistpackage.comm.work import Work
 from torchdistpackage.errors import CommError
 
 Group = dist.ProcessGroup
@@ -39,7 +39,7 @@ Group = dist.ProcessGroup
 
 def start_reduce_scatter_v(
     flat: Tensor, bounds: Sequence[int], group: Group, *, wire: torch.dtype | None = None
-) -> Pending:
+) -> Work:
     """Begin to sum `flat` (n,) over the group: rank i gets elements bounds[i] to bounds[i + 1].
 
     After `wait()` my slice holds its sum, and what others own is undefined; until then `flat` must
@@ -56,7 +56,7 @@ def start_reduce_scatter_v(
 
 def start_all_gather_v(
     flat: Tensor, bounds: Sequence[int], group: Group, *, wire: torch.dtype | None = None
-) -> Pending:
+) -> Work:
     """Begin to fill `flat` (n,), of which rank i has elements bounds[i] to bounds[i + 1].
 
     Until `wait()` it must be left alone, and its memory stay.
@@ -71,14 +71,14 @@ def start_all_gather_v(
 
 def prepost_reduce_scatter_v(
     flat: Tensor, bounds: Sequence[int], group: Group, *, wire: torch.dtype | None = None
-) -> Callable[[], Pending]:
+) -> Callable[[], Work]:
     """`start_reduce_scatter_v`, ready to receive; what comes back starts it, once.
 
     `flat` is read, and written, from the start on. All ranks expect in the same order, and start
     what they expect in one order too; one that is not started must be dropped by all.
     """
     if group.size() == 1:
-        return partial(Pending, flat)
+        return partial(Work, flat)
     cut = _FlatShards("sum", flat, as_added(flat), bounds, group, wire)
     if posts_ahead(group):
         mine = cut.mine
@@ -104,7 +104,7 @@ def prepost_all_gather_v(
     *,
     wire: torch.dtype | None = None,
     mine: Tensor | None = None,
-) -> Callable[[], Pending]:
+) -> Callable[[], Work]:
     """`start_all_gather_v`, ready to receive; what comes back starts it, once.
 
     From here on what others own of `flat` may be overwritten, so its memory must stay. All ranks
@@ -114,7 +114,7 @@ def prepost_all_gather_v(
         are in `flat` too after `wait()`.
     """
     if group.size() == 1:
-        return partial(Pending, flat) if mine is None else partial(_set, flat, bounds, mine)
+        return partial(Work, flat) if mine is None else partial(_set, flat, bounds, mine)
     cut = _FlatShards("gather", flat, to_bytes(flat), bounds, group, wire)
     if not posts_ahead(group):
         return partial(_start_gather, cut, mine)
@@ -175,9 +175,7 @@ class _FlatShards:
         self.mine = self.parts[self.place]
         self.wire = wire or body.dtype
 
-    def start(
-        self, operation: str, finish: Callable[[], Tensor] | None, function, *args
-    ) -> Pending:
+    def start(self, operation: str, finish: Callable[[], Tensor] | None, function, *args) -> Work:
         facts = ("rows of each rank", *self.lengths)
         return run_async(operation, self.group, self.flat, facts, finish, function, *args)
 
@@ -234,7 +232,7 @@ def _spread(
     return works + post_sends(sent, group, tag, cut.down)
 
 
-def _start_gather(cut: _FlatShards, mine: Tensor | None) -> Pending:
+def _start_gather(cut: _FlatShards, mine: Tensor | None) -> Work:
     """Of a back end that is told nothing ahead, so that memory for the wire is made here."""
     whole, parts, finish = cut.rooms()
     into = (gather_into, whole) if cut.even else (dist.all_gather, parts)
@@ -261,12 +259,12 @@ def _rounded(cut: _FlatShards, parts: list[Tensor], mine: Tensor | None) -> Tens
 
 
 @torch.no_grad()
-def _set(flat: Tensor, bounds: Sequence[int], mine: Tensor) -> Pending:
+def _set(flat: Tensor, bounds: Sequence[int], mine: Tensor) -> Work:
     flat[bounds[0] : bounds[1]] = mine
-    return Pending(flat)
+    return Work(flat)
 
 
-def _start_by_all_to_all(cut: _FlatShards) -> Pending:
+def _start_by_all_to_all(cut: _FlatShards) -> Work:
     """A sum over NCCL whose parts are narrower than it: NCCL would add in their dtype."""
     num, length = len(cut.parts), len(cut.mine)
     room = cut.mine.new_empty((num * length,), dtype=cut.wire)

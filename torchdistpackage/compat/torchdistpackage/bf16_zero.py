@@ -27,7 +27,7 @@ class Bf16ZeroOptimizer(ZeroOptimizer):
         its part of the sums alone. Every rank must make as many backwards that reach parameters.
     bucket_size: elements that may travel together. bucketize: False sends each parameter alone.
     replicas: ranks that hold the same shard, if `dp_group` is a part of those that see different
-        batches: `same_place(dp_group)`.
+        batches: `replica_group(dp_group)`.
 
     Where a ZeroOptimizer can have the module, it sends earlier and knows which backward counts.
 

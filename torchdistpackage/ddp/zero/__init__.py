@@ -1,18 +1,19 @@
-"""ZeRO: the ranks that data parallelism joins share the optimizer, the gradients, the parameters.
+"""ZeRO: data-parallel ranks shard the optimizer state, the gradients, the parameters.
 
-To read it in order, after the reducer one folder up, which drives it too.
+Read ddp/reference and the reducer one folder up first; this folder uses the same reducer.
 
-What users hold     optimizer (ZeroOptimizer), on wrapped (an optimizer around another); bf16 (the
-                    earlier package's signature), ties (is it still the same module?).
-Who owns what       sharing (parameters and groups), whole (which optimizers may see pieces), units
-                    and cut (arithmetic on sizes), line (members side by side, and the bounds).
-One bucket          bucket (all there is of one), shards and held (what the inner optimizer sees),
-                    scattered with incoming and marks (gradients in), stepping (a few parameters at
-                    a time), parameters with absent (out again, and who waits for them), rows
-                    (lookups in a table that a head shares).
-Stage 3             passage (whole only where used), compiled (under torch.compile).
-Elsewhere           copies and offload (host memory), on streams and arena; replicas (shards held
-                    several times).
-State               state (as the plain optimizer has it), on forms and gathered.
-ZeRO or all-reduces choose, on measured.
+Optimizer       optimizer (ZeroOptimizer), wrapped (an optimizer around another), guards (is it
+                still the same module?).
+Layout          replication (which ranks share a parameter), requires_whole (optimizers that need
+                whole parameters), units and cut (arithmetic on sizes), flat_layout (parameters side
+                by side, and the bounds of each rank).
+One bucket      bucket (what belongs to one), param_shard and held (what the inner optimizer sees),
+                grad_buffer with incoming and used_flags (gradients in), partial_step (a few
+                parameters at a time), param_buffer with absent (parameters out, and who waits for
+                them), rows (an embedding that shares its weight with a head).
+Stage 3         stage3 (parameters are gathered only where they are used), compiled (torch.compile).
+Host memory     master_store and offload, on streams and arena.
+HSDP            replica_group (the same shard on several ranks).
+State           state_dict (as the plain optimizer has it), on state_schema and state_gather.
+ZeRO or DDP     cost_model, on step_profiler.
 """

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torchdistpackage.comm.primitives import Group, Pending, start_all_reduce
+from torchdistpackage.comm.primitives import Group, Work, start_all_reduce
 from torchdistpackage.comm.transport.sharded_flat import posts_ahead, prepost_reduce_scatter_v
 from torchdistpackage.ddp.zero.flat_layout import FlatLayout
 from torchdistpackage.ddp.zero.incoming import GradBuffer
@@ -68,8 +68,8 @@ class ReduceScatterBucket:
         self._posts_ahead = posts_ahead(line.group)
         self._left, self.settled, self.awaits_rows = left, settled, False
         self._without: list[int] = []
-        self._go: Callable[[], Pending] | None = None  # begins the sum that is expected
-        self._pending: Pending | None = None
+        self._go: Callable[[], Work] | None = None  # begins the sum that is expected
+        self._pending: Work | None = None
         self._landed = False
         self._is_lost = False  # the backward that failed had sent others
         self._counts = False  # total is a sum that has not been stepped

@@ -11,7 +11,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
-from torchdistpackage.comm.primitives import Group, Pending, broadcast
+from torchdistpackage.comm.primitives import Group, Work, broadcast
 from torchdistpackage.comm.transport.sharded_flat import prepost_all_gather_v
 from torchdistpackage.ddp.zero.absent import mark_gathered, mark_ungathered
 from torchdistpackage.ddp.zero.flat_layout import FlatLayout
@@ -59,8 +59,8 @@ class ParamBuffer:
         self._sends_master = copies is None and wire is not None
         self.refresh()
         self._num_bytes = self.flat.untyped_storage().nbytes()
-        self._go: Callable[[], Pending] | None = None  # begins the gather that is expected
-        self._pending: Pending | None = None
+        self._go: Callable[[], Work] | None = None  # begins the gather that is expected
+        self._pending: Work | None = None
         self._streams = streams_of(self.flat.device)
         self._began_on: Stream | None = None
         self.is_free = False

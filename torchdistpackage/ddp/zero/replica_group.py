@@ -12,7 +12,7 @@ from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.errors import TopologyError
 
 
-def same_place(group: Group | None, among: Group | None = None) -> Group | None:
+def replica_group(group: Group | None, among: Group | None = None) -> Group | None:
     """Ranks of `among` with my place in their own `group`; None where there is one group.
 
     group: a part of `among` of equal size on each rank, such as `setup_node_groups()` gives; None

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import torch
 
-from torchdistpackage.comm.primitives import Group, Pending, start_all_reduce
+from torchdistpackage.comm.primitives import Group, Work, start_all_reduce
 
 
 class UsedFlags:
@@ -21,7 +21,7 @@ class UsedFlags:
         self._num_marks = self._num_buckets = self._num_left = 0
         self._without: list[int] = []  # of the buckets that have left
         self._flags: torch.Tensor | None = None
-        self._pending: Pending | None = None
+        self._pending: Work | None = None
         self._num_sums = 0
         self._read: list[int] | None = None  # the sum, once somebody asked
 

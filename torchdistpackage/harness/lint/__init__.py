@@ -2,9 +2,9 @@
 
 from importlib import import_module
 
-_HOME = {"lint": "linter", "Report": "report", "Finding": "explain"}
+_HOME = {"lint": "linter", "LintReport": "report", "Finding": "explain"}
 
-__all__ = ["Finding", "Report", "lint"]
+__all__ = ["Finding", "LintReport", "lint"]
 
 
 def __getattr__(name: str) -> object:

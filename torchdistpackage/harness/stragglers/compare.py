@@ -18,7 +18,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.on_host import OnHost
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group, tpc
-from torchdistpackage.comm.work import Pending
+from torchdistpackage.comm.work import Work
 from torchdistpackage.errors import TopologyError
 from torchdistpackage.harness.stragglers.alerts import Alerts
 from torchdistpackage.harness.stragglers.find import (
@@ -71,7 +71,7 @@ class Comparison:
         self._costs = {phase: Cost(of_rank) for phase, of_rank in costs.items()}
         self._together = list(mesh.groups(("context", "tensor"))) if phases.on_device else []
         self._first: int | None = None
-        self._pending: Pending | None = None
+        self._pending: Work | None = None
         self._arrived: OnHost | None = None
         self._findings: Alerts | None = None
 

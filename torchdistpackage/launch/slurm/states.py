@@ -87,7 +87,7 @@ def array_job_id(job: str) -> str:
 def expand_array(job: str) -> tuple[str, ...]:
     """The ids that an id of squeue or sacct stands for: `7_[0-4:2,9%2]` is 7_0, 7_2, 7_4, 7_9.
 
-    Pending tasks of an array share a line. A list that Slurm cut short (`...`) gives what is there.
+    Work tasks of an array share a line. A list that Slurm cut short (`...`) gives what is there.
     """
     match = re.fullmatch(r"(\d+)_\[([^]]*)\]?", job)
     if match is None:

@@ -19,7 +19,7 @@ class Rules:
     """What a rank prefers, and its limits.
 
     priority: (forward, backward) of each stage: with several possible, the lowest number starts.
-    capacity: what each rank may hold, in the unit of `weights`; see Work.held.
+    capacity: what each rank may hold, in the unit of `weights`; see TaskGraph.held.
     ahead: how many forwards each stage may be ahead of its backwards; the warm-up's depth.
     split: how many of the first and of the last microbatches of each stage have their backward
         split; the Ws of those fill gaps.
