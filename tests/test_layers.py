@@ -142,7 +142,6 @@ MAY_LOAD_BY_NAME = {
     "launch/entrypoint.py": "the function that a user names",
     "launch/fork_server.py": "the preload list, which is given as names so that it needs no torch",
     "cli/main.py": "a command loads only what it needs",
-    "train/job.py": "only a rank pays for torch; the parent of local ranks does without",
     "harness/late/streams.py": "doubles in modules of ddp that ask for the device",
 }
 """Loading by text escapes the rules on imports."""

@@ -23,7 +23,7 @@ from torchdistpackage.launch.requeue import EXIT_TEMPFAIL
 from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.starts import Start, read_starts
 from torchdistpackage.train.folder import prepare_folder
-from torchdistpackage.train.job import RANK
+from torchdistpackage.train.job import WORKER_MAIN
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "gpt_tiny.yaml"
@@ -210,7 +210,7 @@ def start_ranks(server: ForkServer, folder: Path, num_steps: int, log, start: in
     config = load(CONFIG, words(folder, *changes))
     return [
         server.spawn(
-            f"{RANK}:worker_main",
+            WORKER_MAIN,
             (config, "auto"),
             env={
                 **os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": "2",

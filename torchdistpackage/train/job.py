@@ -5,12 +5,12 @@ starts the ranks and watches them.
 """
 
 import errno
-import importlib
 import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from torchdistpackage.checkpoint.commit import latest
 from torchdistpackage.config.errors import ConfigErrors, Problem
@@ -18,6 +18,7 @@ from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.types import MAX_PROCS
 from torchdistpackage.errors import LaunchError
+from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.launch.files import atomic_write
 from torchdistpackage.launch.lock import Lock
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
@@ -41,13 +42,14 @@ from torchdistpackage.train.folder import cannot_write, only_writer, prepare_fol
 from torchdistpackage.train.plan import local_procs, make_plan
 from torchdistpackage.train.stop import limits_of
 
-RANK = "torchdistpackage.train.worker"
+WORKER = "torchdistpackage.train.worker"
+WORKER_MAIN = f"{WORKER}:worker_main"
 CHECKPOINTS = "checkpoints"
 SLURM_S = 5.0
 """For all that Slurm is asked before rank 0 is started, for whom the other ranks wait."""
 _LOOK_S = 0.1
 # torch._dynamo: the first optimizer of a process imports it, which takes seconds
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "numpy", "safetensors.torch", RANK)
+PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "numpy", "safetensors.torch", WORKER)
 
 
 def launch(path: str, overrides: list[str], resume: str = "auto") -> int:
@@ -171,9 +173,13 @@ def _wait_for_room(files: RunDir, noted: SignalFlag, limit_s: float) -> None:
 
 
 def _be_rank(config: RunConfig, resume: str, noted: SignalFlag | None = None) -> int:
-    # only a rank pays for torch; the parent of local ones and the watcher do without
-    code = importlib.import_module(RANK).rank_main(config, resume, noted)
+    code = _worker_main(config, resume, noted)
     return 0 if code == EXIT_TEMPFAIL else code
+
+
+def _worker_main(config: RunConfig, resume: str, noted: SignalFlag | None = None) -> int:
+    # only a rank pays for torch; the parent of local ones and the watcher do without
+    return cast(int, EntryPoint.of(WORKER_MAIN).resolve()(config, resume, noted))
 
 
 def _be_rank_in_job(config: RunConfig, rank: int, resume: str) -> int:
@@ -199,7 +205,7 @@ def _be_rank_in_job(config: RunConfig, rank: int, resume: str) -> int:
     if rank == 0:
         _say_if_it_stays_away(config)
     os.environ["TDP_RESTART"] = str(start.restart if resume != "never" else 0)
-    code = importlib.import_module(RANK).rank_main(config, resume)
+    code = _worker_main(config, resume)
     if code != EXIT_TEMPFAIL:
         return code
     return requeue_self(files, os.environ) if rank == 0 else 0
@@ -230,7 +236,7 @@ def _run_ranks(config: RunConfig, num_procs: int, resume: str, files: RunDir) ->
         append(files, start)
         env["TDP_RESTART"] = str(start.restart)
     codes = run_local(
-        f"{RANK}:worker_main",
+        WORKER_MAIN,
         (config, resume),
         num_procs=num_procs,
         preload=PRELOAD,
