@@ -13,8 +13,7 @@ import pytest
 from torchdistpackage.cli.main import main
 from torchdistpackage.schedule.actions import ActionKind
 from torchdistpackage.schedule.autoschedule.synthesize import synthesize
-from torchdistpackage.schedule.costs import StageCosts
-from torchdistpackage.schedule.costs_file import read_costs
+from torchdistpackage.schedule.costs import StageCosts, read_costs
 from torchdistpackage.schedule.csv import from_csv, to_csv
 from torchdistpackage.schedule.draw import table
 from torchdistpackage.schedule.generators.registry import GENERATORS, build

@@ -17,7 +17,7 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.suggestions import KEYS
 from torchdistpackage.config.types import MAX_NAME_BYTES
 from torchdistpackage.config.yaml_loader import MAX_BYTES
-from torchdistpackage.schedule import costs_file
+from torchdistpackage.schedule import costs as costs_file
 from torchdistpackage.train.plan import local_procs, make_plan
 
 OWN = "model: {target: 'a:b', args: {x: %s}}\n"

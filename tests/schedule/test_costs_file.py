@@ -3,8 +3,7 @@
 import pytest
 
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.schedule.costs import StageCosts
-from torchdistpackage.schedule.costs_file import PieceCosts, costs_text, read_costs
+from torchdistpackage.schedule.costs import PieceCosts, StageCosts, costs_text, read_costs
 
 COSTS = StageCosts((1.0, 2.0), (2.0, 3.0), (1.5, 2.5), (1.0, 1.0), (0.25, 0.0))
 PIECES = {"embed": PieceCosts(0.5, 1.0), "a": PieceCosts(0.5, 1.0), "head": PieceCosts(2.0, 3.0)}

@@ -14,7 +14,6 @@ from torchdistpackage.errors import ConfigError
 from torchdistpackage.schedule import draw
 from torchdistpackage.schedule.actions import Action, ActionKind, flatten
 from torchdistpackage.schedule.costs import StageCosts
-from torchdistpackage.schedule.draw_png import png, png_pair
 from torchdistpackage.schedule.generators.registry import GENERATORS, build
 from torchdistpackage.schedule.timeline import Span, Timeline, simulate
 from torchdistpackage.schedule.trace import trace, trace_pair
@@ -200,18 +199,18 @@ def share(image: np.ndarray, colour: str) -> float:
 def test_the_png_shows_the_kinds_in_proportion():
     """Forwards are a third of 1F1B's work, and so of what is painted."""
     timeline = simulate(build("1f1b", 4, 4))
-    image = pixels(png(timeline))
+    image = pixels(draw.png(timeline))
     assert image.shape[1] == 1400 and image.shape[0] > 100
     forward, backward = (share(image, draw.COLOURS[k]) for k in (ActionKind.F, ActionKind.B))
     assert forward > 0.05
     assert backward / forward == pytest.approx(2.0, rel=0.2)
     assert max(share(image, c) for c in (draw.COLOURS[ActionKind.W], draw.WAIT_COLOUR)) < 1e-3
-    split = pixels(png(simulate(build("zb-h1", 4, 4))))
+    split = pixels(draw.png(simulate(build("zb-h1", 4, 4))))
     assert share(split, draw.COLOURS[ActionKind.W]) > 0.05
 
 
 def test_the_png_of_a_pair_has_both_panels_and_the_waits():
-    alone, both = pixels(png(predicted())), pixels(png_pair(predicted(), measured()))
+    alone, both = pixels(draw.png(predicted())), pixels(draw.png_pair(predicted(), measured()))
     assert both.shape[0] > 1.8 * alone.shape[0]
     assert share(both, draw.WAIT_COLOUR) > 0.02
     half = both.shape[0] // 2
@@ -225,7 +224,7 @@ def test_without_matplotlib_a_png_says_how_to_get_it(monkeypatch):
     with pytest.raises(
         ConfigError, match=r"pip install 'torchdistpackage\[plot\]', or draw an SVG"
     ):
-        png(predicted())
+        draw.png(predicted())
 
 
 def events(text: str, phase: str, process: int = 0) -> list[dict]:

@@ -11,12 +11,16 @@ import pytest
 
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import Action, ActionKind, Schedule
-from torchdistpackage.schedule.bubble_attribution import BubbleAttribution, attribute_bubble
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.csv import from_csv
 from torchdistpackage.schedule.generators.registry import build
 from torchdistpackage.schedule.timeline import Span, busy, simulate
-from torchdistpackage.schedule.trace_costs import aligned, costs_of
+from torchdistpackage.schedule.trace_costs import (
+    BubbleAttribution,
+    aligned,
+    attribute_bubble,
+    costs_of,
+)
 
 NAMES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
 CLOCKS_S = (0.0, 3.25, -1.5, 8.0)

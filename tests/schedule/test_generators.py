@@ -7,6 +7,7 @@ import pytest
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import ActionKind, Schedule, flatten
 from torchdistpackage.schedule.check import check
+from torchdistpackage.schedule.generators.one_f_one_b import looped
 from torchdistpackage.schedule.generators.registry import (
     GENERATORS,
     TWO_CHUNKS,
@@ -15,7 +16,6 @@ from torchdistpackage.schedule.generators.registry import (
     evaluation,
 )
 from torchdistpackage.schedule.generators.v_shape import zigzag
-from torchdistpackage.schedule.generators.warmup_steady import looped
 from torchdistpackage.schedule.timeline import simulate
 
 WHOLE = ["gpipe", "1f1b", "interleaved", "looped-bfs"]

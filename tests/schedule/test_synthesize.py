@@ -11,16 +11,19 @@ import pytest
 
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import ActionKind, Program, Schedule, flatten
-from torchdistpackage.schedule.autoschedule.list_scheduling import Rules, deepest_first, list_order
+from torchdistpackage.schedule.autoschedule.list_scheduling import (
+    Rules,
+    deepest_first,
+    list_order,
+    merge_backward,
+)
 from torchdistpackage.schedule.autoschedule.local_search import local_search
-from torchdistpackage.schedule.autoschedule.merge_backward import merge_backward
 from torchdistpackage.schedule.autoschedule.synthesize import synthesize
 from torchdistpackage.schedule.check import check
-from torchdistpackage.schedule.costs import StageCosts
-from torchdistpackage.schedule.costs_file import costs_text, read_costs
+from torchdistpackage.schedule.costs import StageCosts, costs_text, read_costs
 from torchdistpackage.schedule.engine import TaskGraph
+from torchdistpackage.schedule.generators.one_f_one_b import looped
 from torchdistpackage.schedule.generators.registry import GENERATORS, build
-from torchdistpackage.schedule.generators.warmup_steady import looped
 from torchdistpackage.schedule.timeline import simulate
 from torchdistpackage.schedule.trace_costs import costs_of
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.processes import survivors
 from torchdistpackage.config.load import load
-from torchdistpackage.schedule.costs_file import read_costs
+from torchdistpackage.schedule.costs import read_costs
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "gpt_tiny.yaml"

@@ -6,8 +6,7 @@ from torch import nn
 from torchdistpackage.config.load import loads
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.partition.cost_split import split_by_cost
-from torchdistpackage.schedule.costs import StageCosts
-from torchdistpackage.schedule.costs_file import PieceCosts, costs_text
+from torchdistpackage.schedule.costs import PieceCosts, StageCosts, costs_text
 from torchdistpackage.train.build import own_cut
 from torchdistpackage.train.plan import Plan, make_plan
 

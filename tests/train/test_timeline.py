@@ -9,7 +9,7 @@ import torch
 from tests.train import parity
 from torchdistpackage.config.load import loads
 from torchdistpackage.schedule.actions import flatten
-from torchdistpackage.schedule.costs_file import read_costs
+from torchdistpackage.schedule.costs import read_costs
 from torchdistpackage.schedule.generators.registry import build
 from torchdistpackage.train.generate import generate
 from torchdistpackage.train.log import read_metrics

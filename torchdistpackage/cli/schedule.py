@@ -11,10 +11,8 @@ from torchdistpackage.errors import ConfigError, ScheduleError
 from torchdistpackage.schedule import draw
 from torchdistpackage.schedule.actions import ActionKind, Schedule
 from torchdistpackage.schedule.autoschedule.synthesize import synthesize
-from torchdistpackage.schedule.costs import StageCosts
-from torchdistpackage.schedule.costs_file import read_costs
+from torchdistpackage.schedule.costs import StageCosts, read_costs
 from torchdistpackage.schedule.csv import csv_text, from_csv, to_csv
-from torchdistpackage.schedule.draw_png import png
 from torchdistpackage.schedule.generators.registry import GENERATORS, build
 from torchdistpackage.schedule.timeline import DEFAULT_COSTS, Timeline, simulate
 from torchdistpackage.schedule.trace import trace
@@ -88,7 +86,7 @@ def schedule(
     written: list[str] = []
     for path, content in (
         (svg, lambda: draw.svg(timeline).encode()),
-        (png_file, lambda: png(timeline)),
+        (png_file, lambda: draw.png(timeline)),
         (trace_file, lambda: trace(timeline).encode()),
         (csv, lambda: to_csv(made).encode()),
     ):

@@ -18,7 +18,6 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "broadcast",
         "exchange_sizes",
     ),
-    "arguments": ("even_sizes",),
     # not seen by autograd: in place or under way, messages, objects
     "by_name": (
         "all_reduce",
@@ -50,7 +49,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
 
 EXPORTS: dict[str, str] = {
     name: f"torchdistpackage.comm.{module}" for module, names in _NAMES.items() for name in names
-}
+} | {"even_sizes": "torchdistpackage.layout.partition"}
 """Public name -> module that defines it."""
 
 __all__ = list(EXPORTS)

@@ -138,21 +138,6 @@ def lengths_to_swap(
     return sent, received
 
 
-def even_sizes(length: int, parts: int) -> tuple[int, ...]:
-    """`length` in `parts` as equal as can be, the longer ones first: (3, 2, 2) for 7 in 3.
-
-    Raises:
-        LayoutError: there are no parts, or the length is negative.
-    """
-    if parts < 1 or length < 0:
-        raise LayoutError(
-            f"a length of {length} cannot be cut into {parts} parts; "
-            f"use a length of 0 or more and 1 part or more"
-        )
-    each, longer = divmod(length, parts)
-    return (each + 1,) * longer + (each,) * (parts - longer)
-
-
 def _lengths(sizes: Sizes, group: Group, name: str) -> tuple[int, ...]:
     try:
         known = tuple(map(operator.index, sizes))

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.arguments import even_sizes
 from torchdistpackage.comm.primitives import Group
+from torchdistpackage.layout.partition import even_sizes
 
 Lengths = tuple[int, ...] | None
 """Along one dim, by rank; None where all are equal."""

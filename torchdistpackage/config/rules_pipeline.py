@@ -12,7 +12,7 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.types import AUTO, CUSTOM, SCHEDULES
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import Schedule
-from torchdistpackage.schedule.costs_file import CostsFile, read_costs
+from torchdistpackage.schedule.costs import CostsFile, read_costs
 from torchdistpackage.schedule.csv import csv_text, from_csv
 from torchdistpackage.schedule.generators.registry import TWO_CHUNKS
 

@@ -1,6 +1,6 @@
-"""Whole parameters shared out among ranks, the fullest share as small as it is quickly made.
+"""Lengths cut evenly, and whole parameters shared out among ranks, the fullest share small.
 
-One rule: the largest comes first, and each goes where least is so far (Graham, "Bounds on
+Of parameters the largest comes first, and each goes where least is so far (Graham, "Bounds on
 Multiprocessing Timing Anomalies", 1969). The fullest share is then at most 4/3 of the smallest
 possible one, and the same sizes give the same shares on every rank. No torch.
 """
@@ -24,6 +24,21 @@ class HasParameters(Protocol[SomeParameter]):
     """A module, as far as it matters here."""
 
     def named_parameters(self) -> Iterable[tuple[str, SomeParameter]]: ...
+
+
+def even_sizes(length: int, parts: int) -> tuple[int, ...]:
+    """`length` in `parts` as equal as can be, the longer ones first: (3, 2, 2) for 7 in 3.
+
+    Raises:
+        LayoutError: there are no parts, or the length is negative.
+    """
+    if parts < 1 or length < 0:
+        raise LayoutError(
+            f"a length of {length} cannot be cut into {parts} parts; "
+            f"use a length of 0 or more and 1 part or more"
+        )
+    each, longer = divmod(length, parts)
+    return (each + 1,) * longer + (each,) * (parts - longer)
 
 
 def greedy_partition(sizes: Sequence[int], num_shares: int) -> tuple[tuple[int, ...], ...]:

@@ -1,4 +1,4 @@
-"""What a pipeline rank does, as tiny values that print as they are spoken.
+"""What a pipeline rank does, as tiny values that print as papers write them.
 
 `2F0` is stage 2, forward, microbatch 0; `2SEND_F0` sends that forward's output on. A
 `Batch` is a set of messages posted together. A program is a tuple of such steps for one pipe
@@ -18,7 +18,7 @@ class ActionKind(StrEnum):
     """F, B, I and W compute; the others move the output of an F on, or a gradient back.
 
     B is the whole backward. A schedule may split it: I gives the gradient of the stage's input,
-    which the stage before waits for, W those of its weights, for which nobody waits.
+    which the stage before waits for, W those of its weights, for which no rank waits.
     """
 
     F = "F"
@@ -66,11 +66,22 @@ class Action(NamedTuple):
         return self.stage + (1 if self.kind in (ActionKind.SEND_F, ActionKind.RECV_B) else -1)
 
     @property
+    def send(self) -> "Action | None":
+        """The message that hands on what this computation gives; None of a W or of a message."""
+        kind = _SENDS.get(self.kind)
+        return None if kind is None else Action(self.stage, kind, self.microbatch)
+
+    @property
     def match(self) -> "Action":
         """The action of the peer that this message meets: a send's receive, and back."""
         return Action(self.peer, _MATCH[self.kind], self.microbatch)
 
 
+_SENDS = {
+    ActionKind.F: ActionKind.SEND_F,
+    ActionKind.B: ActionKind.SEND_B,
+    ActionKind.I: ActionKind.SEND_B,
+}
 _MATCH = {
     ActionKind.SEND_F: ActionKind.RECV_F,
     ActionKind.RECV_F: ActionKind.SEND_F,

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from itertools import zip_longest
 
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.schedule.actions import Action, ActionKind, Batch, Schedule, Step, flatten
+from torchdistpackage.schedule.actions import Action, ActionKind, Schedule, flatten
 
 
 def check(schedule: Schedule) -> None:
@@ -20,7 +20,7 @@ def check(schedule: Schedule) -> None:
     I and one W; stages on different ranks need a message both ways, those on one rank none.
 
     Raises:
-        ScheduleError: lists what is missing, doubled, misplaced, or whom each rank waits for.
+        ScheduleError: lists what is missing, doubled, misplaced, or what each rank waits for.
     """
     _check_complete(schedule, messages=True)
     _check_order(schedule)
@@ -91,7 +91,7 @@ def _expected(schedule: Schedule, found: Iterable[Action], *, messages: bool) ->
 def _check_order(schedule: Schedule) -> None:
     """On its own rank each action comes after what it uses."""
     for index, program in enumerate(schedule.programs):
-        places = {_result(a): (i, a) for i, step in enumerate(program) for a in _opened(step)}
+        places = {_result(a): (i, a) for i, step in enumerate(program) for a in flatten([step])}
         for i, action in places.values():
             for need in _needs(action, schedule):
                 place, used = places.get(need, (-1, need))
@@ -161,7 +161,7 @@ def _check_unbuffered(schedule: Schedule) -> None:
         rank = runnable.pop()
         program = programs[rank]
         while at[rank] < len(program) and not unmet[rank]:
-            for action in _opened(program[at[rank]]):
+            for action in flatten([program[at[rank]]]):
                 if not action.kind.is_message:
                     continue
                 peer = posted.pop(action.match, None)
@@ -177,7 +177,7 @@ def _check_unbuffered(schedule: Schedule) -> None:
                 at[rank] += 1
     stuck = [
         f"rank {i} at {program[at[i]]} waits for "
-        f"{_some({a.match for a in _opened(program[at[i]]) if a in posted})}"
+        f"{_some({a.match for a in flatten([program[at[i]]]) if a in posted})}"
         for i, program in enumerate(programs)
         if at[i] < len(program)
     ]
@@ -186,10 +186,6 @@ def _check_unbuffered(schedule: Schedule) -> None:
             f"{schedule.name} gets stuck when messages are not buffered: {'; '.join(stuck)}; "
             f"post the messages of neighbours together (fuse_messages)"
         )
-
-
-def _opened(step: Step) -> tuple[Action, ...]:
-    return step.actions if isinstance(step, Batch) else (step,)
 
 
 def _some(actions: set[Action]) -> str:

@@ -1,14 +1,37 @@
-"""How long the actions of a schedule take, stage by stage.
+"""How long the actions of a schedule take, stage by stage: as a value and as a file.
 
-Any unit will do; only ratios change an order. Costs come from a guess, a file or a measured run.
+Any unit will do; only ratios change an order. Costs come from a guess, a file or a measured run;
+a run writes a file, which a plan, a schedule or the next run reads.
+
+YAML (or JSON), one number a stage in each row, in any unit; a run writes seconds:
+
+    forward: [0.8, 1.0]
+    backward: [1.7, 2.0]      # default: input + weight
+    input: [0.9, 1.0]         # the parts of a backward that is split; default: halves of it
+    weight: [0.8, 1.0]
+    message: [0.1, 0.1]       # default: 0
+    pieces:                   # optional: forward and backward of each piece, whatever the cut
+      embed: [0.0, 0.1]
+
+One number in place of a row is meant for every stage; anchors are not read. Costs by piece time
+any cut of the model, costs by stage only the cut that they are of.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Self
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Self, cast
 
+import yaml
+
+from torchdistpackage.bounded import read_regular
+from torchdistpackage.bounded_yaml import BoundedLoader, BoundError
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.schedule.actions import Action, ActionKind
+from torchdistpackage.schedule.actions import ActionKind
+
+ROWS = ("forward", "backward", "input", "weight", "message")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +50,7 @@ class StageCosts:
     message: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        lengths = {
-            name: len(getattr(self, name))
-            for name in ("forward", "backward", "input", "weight", "message")
-        }
+        lengths = {name: len(getattr(self, name)) for name in ROWS}
         if len(set(lengths.values())) != 1 or not self.forward:
             raise ScheduleError(f"costs need one number a stage in each row, not {lengths}")
         lowest = min(min(getattr(self, name)) for name in lengths)
@@ -77,22 +97,219 @@ class StageCosts:
             whole,
         )
 
-    def of_action(self, action: Action) -> float:
-        """Of a computation; for messages see `over_link`."""
-        match action.kind:
-            case ActionKind.F:
-                return self.forward[action.stage]
-            case ActionKind.B:
-                return self.backward[action.stage]
-            case ActionKind.I:
-                return self.input[action.stage]
-            case _:
-                return self.weight[action.stage]
-
-    def over_link(self, stage: int, other: int) -> float:
-        """Of a message between two neighbouring stages, either way."""
-        return self.message[min(stage, other)]
-
 
 Costs = Mapping[ActionKind, float] | StageCosts
 """By kind, the same for all stages (kinds left out cost nothing), or stage by stage."""
+
+PIECES = "pieces"
+MAX_BYTES = 1 << 21
+
+
+@dataclass(frozen=True, slots=True)
+class PieceCosts:
+    """Of one microbatch in one piece of the model, in the unit of the file."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True, slots=True)
+class CostsFile:
+    """What a file of costs holds.
+
+    rows: numbers by name; one alone is meant for every stage. source: its name, for errors.
+    """
+
+    rows: Mapping[str, tuple[float, ...]]
+    pieces: Mapping[str, PieceCosts] = field(default_factory=dict[str, PieceCosts])
+    source: str = "costs"
+
+    @property
+    def num_stages(self) -> int | None:
+        """That the rows are of; None if each is one number."""
+        longest = max(map(len, self.rows.values()))
+        return longest if longest > 1 else None
+
+    def of(self, num_stages: int) -> StageCosts:
+        """The costs of the stages as they were measured.
+
+        Raises:
+            ScheduleError: they are of another number of stages.
+        """
+        for name, row in self.rows.items():
+            if len(row) not in (1, num_stages):
+                raise ScheduleError(
+                    f"{self.source}: {name} has {len(row)} numbers for {num_stages} stages; give "
+                    f"one a stage, or one for all"
+                )
+        wide = {n: row * num_stages if len(row) == 1 else row for n, row in self.rows.items()}
+        if "backward" not in wide:
+            pairs = zip(wide["input"], wide["weight"], strict=True)
+            wide["backward"] = tuple(i + w for i, w in pairs)
+        halves = tuple(b / 2 for b in wide["backward"])
+        for name, other in (("input", "weight"), ("weight", "input")):
+            if name not in wide:
+                pairs = zip(wide["backward"], wide.get(other, halves), strict=True)
+                wide[name] = tuple(max(b - x, 0.0) for b, x in pairs)
+        wide.setdefault("message", (0.0,) * num_stages)
+        return StageCosts(**wide)
+
+    def of_cut(self, cut: Sequence[Sequence[str]]) -> StageCosts:
+        """Costs of stages that hold these pieces: sums over them, split as the file's stages are.
+
+        Raises:
+            ScheduleError: a piece is not in the file.
+        """
+        self.check_pieces([name for names in cut for name in names])
+        c = self.of(self.num_stages or 1)
+        halves, whole = sum(c.input) + sum(c.weight), sum(c.backward)
+        share = sum(c.input) / halves if halves else 0.5
+        more = halves / whole if whole else 1.0  # what splitting costs beside what it replaces
+        backward = tuple(sum(self.pieces[n].backward for n in names) for names in cut)
+        return StageCosts(
+            tuple(sum(self.pieces[n].forward for n in names) for names in cut),
+            backward,
+            tuple(b * more * share for b in backward),
+            tuple(b * more * (1 - share) for b in backward),
+            (max(c.message),) * len(cut),
+        )
+
+    def weights(self, names: Sequence[str]) -> list[float]:
+        """Of each piece forward and backward together: what stages are to share evenly.
+
+        Raises:
+            ScheduleError: a piece is not in the file.
+        """
+        self.check_pieces(names)
+        return [self.pieces[name].forward + self.pieces[name].backward for name in names]
+
+    def check_pieces(self, names: Sequence[str]) -> None:
+        """That there are costs of each of these pieces.
+
+        Raises:
+            ScheduleError: of some there are none; names them, and those that there are.
+        """
+        missing = [name for name in names if name not in self.pieces]
+        if missing:
+            raise ScheduleError(
+                f"{self.source} has no costs of {len(missing)} pieces: {', '.join(missing[:3])}; "
+                f"it has {', '.join(list(self.pieces)[:3]) or 'none'}; measure this model"
+            )
+
+
+def read_costs(path: str | Path) -> CostsFile:
+    """The costs in a file.
+
+    Raises:
+        ScheduleError: it cannot be read, or does not hold what the module's text says; names the
+            file and the key.
+    """
+    try:
+        text = read_regular(Path(path), MAX_BYTES).decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ScheduleError(f"{path} cannot be read: {why}; name a file of costs") from error
+    found = _parse(text, str(path))
+    if isinstance(found, ScheduleError):
+        raise found.with_traceback(None)
+    return found
+
+
+class _CostsLoader(BoundedLoader):
+    """Without aliases, of which a few hundred bytes stand for gigabytes."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if cast(Any, self).check_event(yaml.AliasEvent):
+            raise BoundError("an alias is not read here; write the numbers out", None)
+        return super().compose_node(parent, index)
+
+
+@lru_cache(maxsize=4)
+def _parse(text: str, path: str) -> CostsFile | ScheduleError:
+    """Several rules ask for the same file on each of many worlds: a bad one is read once too."""
+    try:
+        return _costs_of(text, path)
+    except ScheduleError as error:
+        return error
+
+
+def _costs_of(text: str, path: str) -> CostsFile:
+    try:
+        found: object = yaml.load(text, Loader=_CostsLoader)
+    except yaml.YAMLError as error:
+        raise ScheduleError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    except (ValueError, ArithmeticError, TypeError, AttributeError, LookupError) as error:
+        # a tag on a value that is none, or a number of thousands of digits
+        raise ScheduleError(f"{path} is not YAML: {error!r}") from error
+    if not isinstance(found, dict):
+        raise ScheduleError(
+            f"{path} holds a {type(found).__name__}; costs are rows such as `forward: [1, 1]`"
+        )
+    held = cast(dict[str, object], found)
+    unknown = [str(key)[:40] for key in held if key not in (*ROWS, PIECES)][:10]
+    if unknown:
+        raise ScheduleError(
+            f"{path} has unknown keys {', '.join(unknown)}; there are {', '.join(ROWS)}, {PIECES}"
+        )
+    rows = {name: _row(f"{path}: {name}", held[name]) for name in ROWS if name in held}
+    if "forward" not in rows or ("backward" not in rows and not {"input", "weight"} <= {*rows}):
+        raise ScheduleError(
+            f"{path} has rows {', '.join(rows) or 'of no costs'}; it needs forward, and backward "
+            f"or both of input and weight"
+        )
+    costs = CostsFile(rows, _pieces(f"{path}: {PIECES}", held.get(PIECES, {})), path)
+    costs.of(costs.num_stages or 1)
+    return costs
+
+
+def costs_text(
+    costs: StageCosts, pieces: Mapping[str, PieceCosts] | None = None, note: str = ""
+) -> str:
+    """What `read_costs` reads. note: a first line for people."""
+    lines = [f"# {note}"] if note else []
+    lines += [f"{name}: [{_numbers(getattr(costs, name))}]" for name in ROWS]
+    if pieces:
+        lines.append(f"{PIECES}:")
+        lines += [f"  {name}: [{_numbers((x.forward, x.backward))}]" for name, x in pieces.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _numbers(row: Sequence[float]) -> str:
+    return ", ".join(f"{x:.6e}" for x in row)
+
+
+def _row(where: str, value: object) -> tuple[float, ...]:
+    items = cast(list[object], value) if isinstance(value, list) else [value]
+    return tuple(_number(where, item) for item in items)
+
+
+def _number(where: str, item: object) -> float:
+    """YAML 1.1 takes 1e-3, which has no point, for a text."""
+    try:
+        number = math.nan if isinstance(item, bool) else float(cast(float, item))
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ScheduleError(
+            f"{where} holds {_shown(item)}; write finite numbers of zero or more, one a stage"
+        )
+    return number
+
+
+def _shown(value: object) -> str:
+    try:
+        return f"{value!r}"[:80]
+    except ValueError:  # Python writes no number of thousands of digits
+        return "a number too large"
+
+
+def _pieces(where: str, value: object) -> dict[str, PieceCosts]:
+    if not isinstance(value, dict):
+        raise ScheduleError(f"{where} is {_shown(value)}; write `name: [forward, backward]`")
+    found: dict[str, PieceCosts] = {}
+    for name, pair in cast(dict[str, object], value).items():
+        row = _row(f"{where}.{name}", pair)
+        if len(row) != 2:
+            raise ScheduleError(f"{where}.{name} has {len(row)} numbers; write [forward, backward]")
+        found[str(name)] = PieceCosts(*row)
+    return found

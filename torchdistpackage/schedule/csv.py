@@ -1,29 +1,25 @@
 """Schedules in the CSV format of torch.distributed.pipelining, in and out.
 
 A line is a pipe rank, a cell an action (`2F0`), an empty cell nothing. Only the computations
-count: messages in a file are laid out for whoever wrote it, and are placed anew here.
+count: messages in a file are laid out for the program that wrote it, and are placed anew here.
 """
 
 import csv
 import io
 import re
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from torchdistpackage.bounded import read_regular
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.schedule.actions import (
-    Action,
-    ActionKind,
-    Program,
-    Schedule,
-    flatten,
-    parse_action,
-)
-from torchdistpackage.schedule.check import check, check_computations
-from torchdistpackage.schedule.passes import add_messages, fuse_messages
+from torchdistpackage.schedule.actions import Action, ActionKind, Schedule, flatten, parse_action
+from torchdistpackage.schedule.check import check_computations
+from torchdistpackage.schedule.passes import add_messages, lower
 
 MAX_BYTES = 1 << 21
+
+_Cell = tuple[Action, int, int]
+"""A computation, its line, and the number of its cell in that line."""
 
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 # Sharded parameters gather, free and reduce themselves here: hooks see when, not the schedule.
@@ -34,7 +30,7 @@ def to_csv(schedule: Schedule, *, messages: bool = False) -> str:
     """One line a pipe rank, as torch's `_load_csv` reads it.
 
     messages: list them too (torch's format "compute_comms"), one by one in an order in which
-        nobody waits for ever; else only what computes ("compute_only"): torch adds its own.
+        no rank waits for ever; else only what computes ("compute_only"): torch adds its own.
     """
     if messages:
         schedule = add_messages(schedule)
@@ -53,12 +49,9 @@ def csv_text(path: Path) -> str:
     """
     try:
         return read_regular(path, MAX_BYTES).decode("utf-8-sig")
-    except OSError as error:
-        raise ScheduleError(
-            f"{path} cannot be read: {error.strerror}; name a CSV file of text"
-        ) from error
-    except ValueError as error:
-        raise ScheduleError(f"{path} cannot be read: {error}; name a CSV file of text") from error
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ScheduleError(f"{path} cannot be read: {why}; name a CSV file of text") from error
 
 
 def from_csv(text: str, name: str = "custom") -> Schedule:
@@ -72,20 +65,20 @@ def from_csv(text: str, name: str = "custom") -> Schedule:
             lines, or the schedule is incomplete or out of order.
     """
     try:
-        rows = list(csv.reader(io.StringIO(text.strip())))
+        lines = list(csv.reader(io.StringIO(text.strip())))
     except csv.Error as error:  # a quote that spans the file, a carriage return alone
         raise ScheduleError(f"{name}: no CSV: {error}; write actions between commas") from error
-    programs = tuple(_program(line, row) for line, row in enumerate(rows, 1))
-    if not programs:
+    rows = [_row(line, texts) for line, texts in enumerate(lines, 1)]
+    if not rows:
         raise ScheduleError(f"{name}: no line; a line lists the actions of one pipe rank")
+    cells = list(chain.from_iterable(rows))
     line_of: dict[int, int] = {}
-    for line, program in enumerate(programs, 1):
-        for action in flatten(program):
-            if line_of.setdefault(action.stage, line) != line:
-                raise ScheduleError(
-                    f"line {line}: {action} is of stage {action.stage}, which line "
-                    f"{line_of[action.stage]} runs; keep a stage on one line"
-                )
+    for action, line, _ in cells:
+        if line_of.setdefault(action.stage, line) != line:
+            raise ScheduleError(
+                f"line {line}: {action} is of stage {action.stage}, which line "
+                f"{line_of[action.stage]} runs; keep a stage on one line"
+            )
     num_stages = max(line_of) + 1
     missing = list(islice((s for s in range(num_stages) if s not in line_of), 3))
     if missing:
@@ -94,24 +87,16 @@ def from_csv(text: str, name: str = "custom") -> Schedule:
             f"{', '.join(map(str, missing))}; number the stages from 0 without holes"
         )
     placement = tuple(line_of[stage] - 1 for stage in range(num_stages))
-    num_microbatches = _num_microbatches(rows)
-    schedule = Schedule(name, num_stages, num_microbatches, placement, programs)
+    programs = tuple(tuple(action for action, *_ in row) for row in rows)
+    schedule = Schedule(name, num_stages, _num_microbatches(cells), placement, programs)
     check_computations(schedule)
-    whole = fuse_messages(add_messages(schedule))
-    check(whole)
-    return whole
+    return lower(schedule)
 
 
-def _num_microbatches(rows: list[list[str]]) -> int:
+def _num_microbatches(cells: list[_Cell]) -> int:
     """As the highest number says, if its stage has so many forwards: a slip of a digit makes a
     schedule that never ends.
     """
-    cells = [
-        (action, line, number)
-        for line, row in enumerate(rows, 1)
-        for number, cell in enumerate(row, 1)
-        for action in _cell(line, number, cell.strip())
-    ]
     highest, line, number = max(cells, key=lambda cell: cell[0].microbatch)
     count = 1 + highest.microbatch
     forwards = sum(a.kind is ActionKind.F and a.stage == highest.stage for a, _, _ in cells)
@@ -124,14 +109,18 @@ def _num_microbatches(rows: list[list[str]]) -> int:
     return count
 
 
-def _program(line: int, row: list[str]) -> Program:
-    actions = [action for i, cell in enumerate(row, 1) for action in _cell(line, i, cell.strip())]
-    if not actions:
+def _row(line: int, texts: list[str]) -> list[_Cell]:
+    cells = [
+        (action, line, number)
+        for number, text in enumerate(texts, 1)
+        for action in _actions(line, number, text.strip())
+    ]
+    if not cells:
         raise ScheduleError(f"line {line}: no action; a line lists those of one pipe rank")
-    return tuple(actions)
+    return cells
 
 
-def _cell(line: int, number: int, text: str) -> list[Action]:
+def _actions(line: int, number: int, text: str) -> list[Action]:
     overlap = _OVERLAP.fullmatch(text)
     parts = [part.strip() for part in overlap[1].split(";")] if overlap else [text]
     try:

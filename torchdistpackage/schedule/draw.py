@@ -1,13 +1,17 @@
-"""A timeline for the eye: a table of characters, and an SVG.
+"""Pictures of timelines: a table of characters, an SVG, and a PNG with the same boxes.
 
-Both put one row to a pipe index and time to the right, one box to each action that
+All put one row to a pipe index and time to the right, one box to each action that
 computes, exactly where the timeline has it. Two timelines in one picture share their time axis.
+matplotlib, for the PNG, is an optional extra: it is loaded late, without a display or pyplot.
 """
 
 import math
 from collections.abc import Iterable
 from html import escape
+from io import BytesIO
+from typing import Any
 
+from torchdistpackage.errors import ConfigError
 from torchdistpackage.schedule.actions import ActionKind
 from torchdistpackage.schedule.timeline import Span, Timeline
 
@@ -20,6 +24,8 @@ COLOURS = {
 }
 WAIT_COLOUR = "#d9d9d9"
 WIDEST_PX = 24_000
+WIDTH_IN, ROW_IN, PANEL_IN, DPI = 14.0, 0.28, 0.75, 100
+_MOST_LABELS = 500
 _TICKS = 8
 _WORDS = {
     ActionKind.F: "F forward",
@@ -68,13 +74,25 @@ def svg_pair(predicted: Timeline, measured: Timeline) -> str:
     Each is a group (`g`) with its `data-timeline`; the boxes are those of `svg`. The measured
     waits for messages are grey, with a `data-wait` in place of the `data-action`.
     """
-    return _svg(
-        {
-            "predicted": (predicted, f"predicted: {head(predicted, 's')}"),
-            "measured": (measured, f"measured: {head(measured, 's')}"),
-        },
-        px_per_unit(predicted, measured),
-    )
+    return _svg(_pair(predicted, measured), px_per_unit(predicted, measured))
+
+
+def png(timeline: Timeline) -> bytes:
+    """A picture of one timeline, with the boxes, colours and rows of the SVG.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    return _png({"predicted": (timeline, head(timeline))})
+
+
+def png_pair(predicted: Timeline, measured: Timeline) -> bytes:
+    """Predicted above measured on one time axis, in seconds; waits for messages are grey.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    return _png(_pair(predicted, measured))
 
 
 def px_per_unit(*timelines: Timeline) -> float:
@@ -83,6 +101,15 @@ def px_per_unit(*timelines: Timeline) -> float:
     durations = [s.end - s.start for row in timelines[0].spans for s in _compute(row)]
     shortest = min((d for d in durations if d > 0), default=1.0)
     return min(UNIT_PX / shortest, WIDEST_PX / longest) if longest else UNIT_PX
+
+
+Panels = dict[str, tuple[Timeline, str]]
+"""By name a timeline and the line above it."""
+
+
+def _pair(predicted: Timeline, measured: Timeline) -> Panels:
+    timelines = {"predicted": predicted, "measured": measured}
+    return {name: (t, f"{name}: {head(t, 's')}") for name, t in timelines.items()}
 
 
 def head(timeline: Timeline, unit: str = "units") -> str:
@@ -117,8 +144,7 @@ def ticks(total: float) -> list[float]:
     return [i * step for i in range(int(total / step * (1 + 1e-9)) + 1)]
 
 
-def _svg(panels: dict[str, tuple[Timeline, str]], px: float) -> str:
-    """panels: by name a timeline and the line above it."""
+def _svg(panels: Panels, px: float) -> str:
     timelines = [timeline for timeline, _ in panels.values()]
     total = max(timeline.total for timeline in timelines)
     parts: list[str] = []
@@ -183,3 +209,48 @@ def legend(timelines: Iterable[Timeline]) -> dict[str, str]:
 
 def _compute(row: tuple[Span, ...]) -> list[Span]:
     return [span for span in row if not span.action.kind.is_message]
+
+
+def _png(panels: Panels) -> bytes:
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise ConfigError(
+            f"a PNG needs matplotlib, which cannot be imported ({error}); "
+            f"pip install 'torchdistpackage[plot]', or draw an SVG"
+        ) from error
+    timelines = [timeline for timeline, _ in panels.values()]
+    rows = [len(timeline.spans) for timeline in timelines]
+    figure: Any = Figure(
+        figsize=(WIDTH_IN, sum(rows) * ROW_IN + len(rows) * PANEL_IN),
+        dpi=DPI,
+        layout="constrained",
+    )
+    grid = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=rows)
+    for axes, (timeline, text) in zip(grid[:, 0], panels.values(), strict=True):
+        labelled = sum(map(len, timeline.spans)) <= _MOST_LABELS
+        for index, row in enumerate(timeline.spans):
+            fills = colours(row)
+            axes.broken_barh(
+                [(span.start, span.end - span.start) for span in row],
+                (index - 0.4, 0.8),
+                facecolors=[fills[span.action.stage, span.action.kind] for span in row],
+                edgecolors="white",
+                linewidth=0.5,
+            )
+            for span in row if labelled else ():
+                if not span.action.kind.is_message:
+                    middle = (span.start + span.end) / 2
+                    axes.text(middle, index, span.action.microbatch, ha="center", va="center",
+                              fontsize=6, clip_on=True)  # fmt: skip
+        axes.set_title(text, loc="left", fontsize=9)
+        ranks = range(len(timeline.spans))
+        axes.set_yticks(ranks, [f"pipe {rank}" for rank in ranks])
+        axes.invert_yaxis()
+        axes.set_xlim(0, max(t.total for t in timelines) or 1)
+    patches = [Patch(color=colour, label=word) for word, colour in legend(timelines).items()]
+    figure.legend(handles=patches, loc="outside right upper", fontsize=8)
+    buffer = BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()

@@ -1,8 +1,8 @@
-"""The computations of one step as numbers, so that orders can be made and timed by the hundred.
+"""The simulator: the computations of one step as numbers, so that orders are timed by the hundred.
 
 One rule: computation (kind, stage, microbatch) is one int, an `Order` holds for each rank the
 list of its ints, and all that timing needs is looked up in flat lists. Messages have no number:
-they leave when their action ends and arrive their cost later, and hold up nobody.
+they leave when their action ends and arrive their cost later, and hold up no rank.
 """
 
 import math
@@ -27,16 +27,22 @@ class TaskGraph:
     Number of a computation: `kind * size + stage * num_microbatches + microbatch`, where `size` is
     stages times microbatches. B ends where I would: it takes the place of an I and its W.
 
-    placement: for each stage its rank. costs: as many stages.
+    placement: for each stage its rank. costs: as many stages. weights: what a rank holds of a
+    microbatch of each stage, in any unit; 1 if left out.
     """
 
     def __init__(
-        self, placement: tuple[int, ...], num_microbatches: int, costs: StageCosts | None = None
+        self,
+        placement: tuple[int, ...],
+        num_microbatches: int,
+        costs: StageCosts | None = None,
+        weights: tuple[float, ...] | None = None,
     ) -> None:
         self.placement = placement
         self.num_stages = len(placement)
         self.num_ranks = max(placement) + 1
         self.num_microbatches = m = num_microbatches
+        self.weights = weights or (1.0,) * self.num_stages
         self.costs = StageCosts.of(costs or StageCosts.uniform(len(placement)), len(placement))
         self.size = size = self.num_stages * m
         rows = (self.costs.forward, self.costs.input, self.costs.weight, self.costs.backward)
@@ -44,7 +50,7 @@ class TaskGraph:
         self.tiny = 1e-9 * max(self.cost)
         """Times that differ by no more than this are the same but for rounding."""
         # What a computation waits for and what it hands on are slots: F of (stage, microbatch)
-        # fills slot stage * m + microbatch, I and B the one `size` further, W nobody's.
+        # fills slot stage * m + microbatch, I and B the one `size` further, W an idle one.
         forwards, gradients = range(size), range(size, 2 * size)
         self.gives = [*forwards, *gradients, *range(2 * size, 3 * size), *gradients]
         # The last stage's gradients come from its own forwards, all others from the stage after.
@@ -63,16 +69,20 @@ class TaskGraph:
     def number(self, kind: int, stage: int, microbatch: int) -> int:
         return kind * self.size + stage * self.num_microbatches + microbatch
 
-    def arrivals(self, order: Order) -> tuple[list[float], list[float]]:
-        """When each rank ends, and when what each slot holds is there for who needs it.
+    def arrivals(
+        self, order: Order, log: list[tuple[int, int, float, float]] | None = None
+    ) -> tuple[list[float], list[float]]:
+        """When each rank ends, and when what each slot holds is there for what needs it.
 
-        All ends are infinite if ranks wait for each other.
+        All ends are infinite if ranks wait for each other. A rank computes in its order, each
+        computation as soon as what it needs is there. log: is given (rank, place in its order,
+        start, end) of each computation, listed after those that it needs.
         """
         needs, gives, cost, delay = self.needs, self.gives, self.cost, self.delay
         arrived = [-1.0] * (3 * self.size)
         waiting = [-1] * (3 * self.size)
         clock, at = [0.0] * len(order), [0] * len(order)
-        runnable = list(range(len(order)))
+        runnable = list(range(len(order)))[::-1]
         while runnable:
             rank = runnable.pop()
             now, i, program = clock[rank], at[rank], order[rank]
@@ -85,6 +95,8 @@ class TaskGraph:
                         break
                     if arrival > now:
                         now = arrival
+                if log is not None:
+                    log.append((rank, i, now, now + cost[number]))
                 now += cost[number]
                 slot = gives[number]
                 arrived[slot] = now + delay[slot]
@@ -114,13 +126,14 @@ class TaskGraph:
             starts[s] = starts[s - 1] + c.forward[s - 1] + self.delay[(s - 1) * m]
         return max(starts[mine[0]] + m * sum(whole[s] for s in mine) for mine in self.stages)
 
-    def held(self, order: Order, weights: tuple[float, ...] | None = None) -> list[float]:
-        """For each rank the most that it holds: of each F until its B, or its W if split.
+    def room(self) -> tuple[float, ...]:
+        """For each rank the least that it must hold to run: one microbatch of all its stages."""
+        return tuple(sum(self.weights[s] for s in mine) for mine in self.stages)
 
-        weights: what a microbatch of each stage counts; 1 if left out.
-        """
-        m, size = self.num_microbatches, self.size
-        weight = [x for x in weights or (1,) * self.num_stages for _ in range(m)]
+    def held(self, order: Order) -> list[float]:
+        """For each rank the most that it holds: of each F until its B, or its W if split."""
+        size = self.size
+        weight = [x for x in self.weights for _ in range(self.num_microbatches)]
         peaks: list[float] = []
         for program in order:
             now = peak = 0.0
@@ -150,20 +163,18 @@ class TaskGraph:
         Raises:
             ScheduleError: the schedule is of other stages or microbatches.
         """
-        if (schedule.placement, schedule.num_microbatches) != (
-            self.placement,
-            self.num_microbatches,
-        ):
+        m = self.num_microbatches
+        if (schedule.placement, schedule.num_microbatches) != (self.placement, m):
             raise ScheduleError(
                 f"{schedule.name} places {schedule.num_microbatches} microbatches on ranks "
-                f"{schedule.placement}, not {self.num_microbatches} on {self.placement}"
+                f"{schedule.placement}, not {m} on {self.placement}"
             )
-        index = {kind: i for i, kind in enumerate(_KINDS)}
+        first = {kind: i * self.size for i, kind in enumerate(_KINDS)}
         return [
             [
-                self.number(index[a.kind], a.stage, a.microbatch)
-                for a in flatten(program)
-                if not a.kind.is_message
+                start + s * m + k
+                for s, kind, k in flatten(program)
+                if (start := first.get(kind)) is not None
             ]
             for program in schedule.programs
         ]

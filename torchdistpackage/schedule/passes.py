@@ -1,5 +1,7 @@
 """Schedule to schedule: add the messages that a compute order needs, batch them, post them early.
 
+`lower` makes of a compute order what a rank can run.
+
 A pass never reorders computation. Messages are placed along one global order of everything that
 happens, so each rank's program is a part of that order, and no rank can wait for one that waits
 for it. That stays true when neighbouring messages are posted together.
@@ -7,23 +9,21 @@ for it. That stays true when neighbouring messages are posted together.
 
 from dataclasses import replace
 
-from torchdistpackage.schedule.actions import (
-    Action,
-    ActionKind,
-    Batch,
-    Program,
-    Schedule,
-    Step,
-    flatten,
-)
+from torchdistpackage.schedule.actions import Action, Batch, Program, Schedule, Step, flatten
+from torchdistpackage.schedule.check import check
 from torchdistpackage.schedule.costs import Costs
 from torchdistpackage.schedule.timeline import DEFAULT_COSTS, replay
 
-_SENDS = {
-    ActionKind.F: (ActionKind.SEND_F, 1),
-    ActionKind.B: (ActionKind.SEND_B, -1),
-    ActionKind.I: (ActionKind.SEND_B, -1),
-}
+
+def lower(schedule: Schedule, costs: Costs = DEFAULT_COSTS) -> Schedule:
+    """The schedule with its messages, fused and checked: ready to run.
+
+    Raises:
+        ScheduleError: it cannot run, or is incomplete.
+    """
+    lowered = fuse_messages(add_messages(schedule, costs))
+    check(lowered)
+    return lowered
 
 
 def add_messages(schedule: Schedule, costs: Costs = DEFAULT_COSTS) -> Schedule:
@@ -60,13 +60,10 @@ def add_messages(schedule: Schedule, costs: Costs = DEFAULT_COSTS) -> Schedule:
 
 
 def _send(action: Action, schedule: Schedule) -> Action | None:
-    kind, step = _SENDS.get(action.kind, (action.kind, 0))
-    target = action.stage + step
-    if not step or not 0 <= target < schedule.num_stages:
+    send, place = action.send, schedule.placement
+    if send is None or not 0 <= send.peer < schedule.num_stages:
         return None
-    if schedule.placement[target] == schedule.placement[action.stage]:
-        return None
-    return Action(action.stage, kind, action.microbatch)
+    return None if place[send.peer] == place[send.stage] else send
 
 
 def fuse_messages(schedule: Schedule) -> Schedule:

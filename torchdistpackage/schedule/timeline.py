@@ -1,19 +1,18 @@
-"""A schedule on paper: when each action runs, if every action takes a known time.
+"""A simulated schedule: when each action runs, if every action takes a known time.
 
-A rank computes in the order of its program, each action as soon as what it uses is there. A
-message leaves when its action ends and arrives a known time later; it holds up neither rank, as
-receives are posted ahead. The result, a Timeline, is what is drawn and what a measured step is
-compared with.
+`engine` says when; a Timeline is a view of that by actions. It is what is drawn and what a
+measured step is compared with.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import NamedTuple, Self
 
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import Action, ActionKind, Program, Schedule, flatten
 from torchdistpackage.schedule.costs import Costs, StageCosts
+from torchdistpackage.schedule.engine import WEIGHT, TaskGraph
 
 DEFAULT_COSTS: Mapping[ActionKind, float] = {ActionKind.F: 1.0, ActionKind.B: 2.0}
 """A backward is two matrix products for each of the forward's one; messages are free."""
@@ -92,83 +91,36 @@ def replay(schedule: Schedule, costs: Costs = DEFAULT_COSTS) -> list[Span]:
     Raises:
         ScheduleError: as of `simulate`.
     """
-    # A number for each of F, B or I, and W of a microbatch on a stage: three blocks of `block`,
-    # so that what an action feeds on its own stage always stands one block further on.
-    num_microbatches = schedule.num_microbatches
-    block = schedule.num_stages * num_microbatches
-    missing = [1 if i >= num_microbatches else 0 for i in range(block)]
-    missing += [2 if i < block - num_microbatches else 1 for i in range(block)]
-    missing += [1] * block
-    ready = [0.0] * (3 * block)
-    parked: dict[int, int] = {}
-    rows = _rows(schedule, StageCosts.of(costs, schedule.num_stages), block)
-    programs = [_computations(program) for program in schedule.programs]
-    at, clock = [0] * len(programs), [0.0] * len(programs)
-    spans: list[Span] = []
-    runnable = list(range(len(programs)))[::-1]
-    while runnable:
-        rank = runnable.pop()
-        program, now = programs[rank], clock[rank]
-        for place in range(at[rank], len(program)):
-            action = program[place]
-            stage, kind, microbatch = action
-            base, cost, onward, lag = rows[kind][stage]
-            number = base + microbatch
-            if missing[number] > 0:
-                parked[number] = rank
-                at[rank], clock[rank] = place, now
-                break
-            start = max(now, ready[number])
-            now = start + cost
-            spans.append(Span(action, start, now))
-            if kind is not ActionKind.W:
-                missing[number + block] -= 1
-            if onward:
-                fed = number + onward
-                missing[fed] -= 1
-                ready[fed] = now + lag
-                if fed in parked and missing[fed] <= 0:
-                    runnable.append(parked.pop(fed))
-        else:
-            at[rank] = len(program)
-    stuck = [r for r, program in enumerate(programs) if at[r] < len(program)]
-    if stuck:
+    stage_costs = StageCosts.of(costs, schedule.num_stages)
+    work = TaskGraph(schedule.placement, schedule.num_microbatches, stage_costs)
+    programs = tuple(map(_computations, schedule.programs))
+    order = work.order(replace(schedule, programs=programs))
+    order = [_up_to_early_weight(work, row) for row in order]
+    log: list[tuple[int, int, float, float]] = []
+    work.arrivals(order, log)
+    if len(log) < sum(map(len, programs)):
+        at = Counter(rank for rank, *_ in log)
+        stuck = [r for r, program in enumerate(programs) if at[r] < len(program)]
         waiting = ", ".join(f"rank {r} at {programs[r][at[r]]}" for r in stuck)
         raise ScheduleError(
             f"{schedule.name}: nobody can move; {waiting}: each uses what never comes or stands "
             f"later in the order; put it after the actions that it uses"
         )
-    return spans
+    return [Span(programs[rank][place], start, end) for rank, place, start, end in log]
 
 
-_Row = tuple[int, float, int, float]
+def _up_to_early_weight(work: TaskGraph, row: list[int]) -> list[int]:
+    """What a rank can run before a W that stands before the first half of its backward."""
+    size, gives, given = work.size, work.gives, set[int]()
+    for place, number in enumerate(row):
+        if number // size == WEIGHT and number - size not in given:
+            return row[:place]
+        given.add(gives[number])
+    return row
 
 
-def _rows(schedule: Schedule, costs: StageCosts, block: int) -> dict[ActionKind, list[_Row]]:
-    """By kind and stage: number of microbatch 0, cost, steps to the number fed, and its lag.
-
-    0 steps: no other stage waits for it.
-    """
-    num_stages, size, place = schedule.num_stages, schedule.num_microbatches, schedule.placement
-    near = (a == b for a, b in pairwise(place))
-    lags = [0.0 if same else lag for same, lag in zip(near, costs.message, strict=False)]
-    up = [*([size] * (num_stages - 1)), 0]
-    down = [0, *([-size] * (num_stages - 1))]
-
-    def table(first: int, cost: Sequence[float], onward: list[int], lag: list[float]) -> list[_Row]:
-        return [(first + s * size, cost[s], onward[s], lag[s]) for s in range(num_stages)]
-
-    none = [0] * num_stages
-    return {
-        ActionKind.F: table(0, costs.forward, up, [*lags, 0.0]),
-        ActionKind.B: table(block, costs.backward, down, [0.0, *lags]),
-        ActionKind.I: table(block, costs.input, down, [0.0, *lags]),
-        ActionKind.W: table(2 * block, costs.weight, none, [0.0] * num_stages),
-    }
-
-
-def _computations(program: Program) -> list[Action]:
-    return [action for action in flatten(program) if not action.kind.is_message]
+def _computations(program: Program) -> tuple[Action, ...]:
+    return tuple([action for action in flatten(program) if not action.kind.is_message])
 
 
 def _repeated(schedule: Schedule, steps: int) -> Schedule:

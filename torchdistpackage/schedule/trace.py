@@ -10,11 +10,6 @@ from torchdistpackage.schedule.actions import Action, ActionKind
 from torchdistpackage.schedule.timeline import Span, Timeline
 
 _US = 1e6
-_FED = {
-    ActionKind.F: (ActionKind.F,),
-    ActionKind.B: (ActionKind.B, ActionKind.I),
-    ActionKind.I: (ActionKind.B, ActionKind.I),
-}
 
 
 def trace(timeline: Timeline) -> str:
@@ -73,5 +68,8 @@ def _arrows(timeline: Timeline, process: int) -> list[dict[str, Any]]:
 
 
 def _fed(action: Action) -> list[Action]:
-    stage = action.stage + (1 if action.kind is ActionKind.F else -1)
-    return [Action(stage, kind, action.microbatch) for kind in _FED.get(action.kind, ())]
+    """The computation that uses what `action` sends: a whole backward or its first half."""
+    if action.send is None:
+        return []
+    kinds = (ActionKind.F,) if action.kind is ActionKind.F else (ActionKind.B, ActionKind.I)
+    return [Action(action.send.peer, kind, action.microbatch) for kind in kinds]

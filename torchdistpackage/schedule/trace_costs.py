@@ -1,20 +1,25 @@
-"""What the spans of a run say: clocks put right, and what each action cost.
+"""What the spans of a run say: clocks put right, what each action cost, and why ranks idled.
 
 Each rank times its own actions on its own clock. A message that was waited for was used when it
 arrived, and the quickest such one each way took the same time: that gives both the difference of
 two clocks and the time of a message.
+
+A bubble is attributed by simulating the schedule with one more of what was measured at a time; a
+reason is what the bubble grows by. Imbalance is what unequal stages add, host time what the gaps
+between a rank's actions add on all ranks, message wait the rest.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from statistics import median
+from dataclasses import dataclass, replace
+from statistics import fmean, median
 from typing import NamedTuple
 
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.schedule.actions import Action, ActionKind
+from torchdistpackage.schedule.actions import Action, ActionKind, Schedule
 from torchdistpackage.schedule.costs import StageCosts
-from torchdistpackage.schedule.timeline import Span
+from torchdistpackage.schedule.timeline import Span, Timeline, busy, simulate
 
 Spans = Sequence[Sequence[Span]]
 """For each pipe index the spans of one step, in seconds of that rank's clock."""
@@ -118,23 +123,14 @@ def _quickest(spans: Spans) -> dict[tuple[int, int], _Quickest]:
     short = _SHORT * median(computing) if computing else 0.0
     found: dict[tuple[int, int], _Quickest] = {}
     for rank, row in enumerate(spans):
-        for (stage, kind, m), _, end in row:
-            if kind is ActionKind.F:
-                used, wait = (
-                    Action(stage + 1, ActionKind.F, m),
-                    Action(stage + 1, ActionKind.RECV_F, m),
-                )
-            elif kind.gives_gradient:
-                used, wait = (
-                    Action(stage - 1, ActionKind.B, m),
-                    Action(stage - 1, ActionKind.RECV_B, m),
-                )
-            else:
+        for action, _, end in row:
+            send = action.send
+            if send is None:
                 continue
-            to, start = users.get(used, (rank, 0.0))
+            to, start = users.get(_either(action)._replace(stage=send.peer), (rank, 0.0))
             if to != rank:
                 best = found.get((rank, to), _Quickest(True, math.inf))
-                early = best.early and waits.get(wait, 0.0) <= short
+                early = best.early and waits.get(send.match, 0.0) <= short
                 found[rank, to] = _Quickest(early, min(best.time_s, start - end))
     return found
 
@@ -156,3 +152,96 @@ def _link(quickest: dict[tuple[int, int], _Quickest], a: int, b: int) -> tuple[f
     if there.early != back.early:
         return 0.0, -back.time_s if there.early else there.time_s
     return max(0.0, (there.time_s + back.time_s) / 2), (there.time_s - back.time_s) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class BubbleAttribution:
+    """A measured step beside its simulation; prints as one line of a log.
+
+    measured, predicted: in seconds; predicted with the measured mean costs, messages included.
+    alone: for each pipe index the bubble of the schedule with all stages equal, messages free.
+    imbalance, host, message_wait: for each pipe index what each adds, as shares of the step;
+        with `alone` they sum to the measured bubbles. Negative where a reason helps a rank.
+    """
+
+    measured: Timeline
+    predicted: Timeline
+    alone: tuple[float, ...]
+    imbalance: tuple[float, ...]
+    host: tuple[float, ...]
+    message_wait: tuple[float, ...]
+
+    def __str__(self) -> str:
+        ranks = " ".join(f"{bubble:.1%}" for bubble in self.measured.bubbles)
+        reasons = ", ".join(
+            f"{what} {100 * fmean(parts):+.1f}"
+            for what, parts in (
+                ("imbalance", self.imbalance),
+                ("message wait", self.message_wait),
+                ("host time", self.host),
+            )
+        )
+        return (
+            f"{self.measured.name}: bubble {self.measured.bubble:.1%} (by pipe rank {ranks}), "
+            f"by its costs {self.predicted.bubble:.1%}; the schedule alone "
+            f"{fmean(self.alone):.1%}, {reasons} points"
+        )
+
+
+def attribute_bubble(schedule: Schedule, spans: Spans) -> BubbleAttribution:
+    """Compare one step of `schedule` with what it should have been.
+
+    spans: of every pipe index, from `Executor.run(record=True)`: its computations and, under
+        the kind of the message, its waits.
+
+    Raises:
+        ScheduleError: a stage of the schedule has no forward in the spans.
+    """
+    rows = aligned(spans)
+    measured = Timeline.of(schedule.name, rows, schedule.num_stages)
+    costs = costs_of(rows, schedule.num_stages, fmean)
+    free = replace(costs, message=(0.0,) * schedule.num_stages)
+    alone = simulate(schedule, _equal(free)).bubbles
+    uneven = simulate(schedule, free).bubbles
+    hosted = simulate(schedule, _plus(free, [_host_s(rows[r]) for r in schedule.placement])).total
+    with_host = [1 - busy(row) / hosted if hosted else 0.0 for row in rows]
+    return BubbleAttribution(
+        measured,
+        simulate(schedule, costs),
+        alone,
+        _grown(alone, uneven),
+        _grown(uneven, with_host),
+        _grown(with_host, measured.bubbles),
+    )
+
+
+def _host_s(row: Sequence[Span]) -> float:
+    """What passed beside computing and waiting between a rank's first and last span, an action."""
+    computations = sum(not span.action.kind.is_message for span in row)
+    if not computations:
+        return 0.0
+    inside = max(span.end for span in row) - min(span.start for span in row)
+    return max(0.0, inside - sum(span.end - span.start for span in row)) / computations
+
+
+def _plus(costs: StageCosts, more: Sequence[float]) -> StageCosts:
+    def longer(row: Sequence[float]) -> tuple[float, ...]:
+        return tuple(x + extra for x, extra in zip(row, more, strict=True))
+
+    computations = (costs.forward, costs.backward, costs.input, costs.weight)
+    return StageCosts(*map(longer, computations), message=costs.message)
+
+
+def _equal(costs: StageCosts) -> StageCosts:
+    """All stages as the mean of them."""
+    return StageCosts.uniform(
+        len(costs.forward),
+        fmean(costs.forward),
+        fmean(costs.input),
+        fmean(costs.weight),
+        backward=fmean(costs.backward),
+    )
+
+
+def _grown(before: Sequence[float], after: Sequence[float]) -> tuple[float, ...]:
+    return tuple(b - a for a, b in zip(before, after, strict=True))

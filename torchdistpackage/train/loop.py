@@ -14,7 +14,7 @@ from types import MappingProxyType
 from torchdistpackage.errors import NonFiniteError
 from torchdistpackage.harness.hang.heartbeat import Heartbeat
 from torchdistpackage.harness.watchdog import HangWatchdog
-from torchdistpackage.schedule.bubble_attribution import BubbleAttribution
+from torchdistpackage.schedule.trace_costs import BubbleAttribution
 from torchdistpackage.train.corpus import MAX_TABLE_VOCAB, entropies
 from torchdistpackage.train.data import TokenDataset
 from torchdistpackage.train.log import MetricsLog, ProgressDisplay

@@ -15,12 +15,10 @@ from torchdistpackage.comm.companions import on_cpu
 from torchdistpackage.comm.primitives import ranks_of
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.parallel.pipeline.timeline_recorder import Recording
-from torchdistpackage.schedule.bubble_attribution import BubbleAttribution, attribute_bubble
-from torchdistpackage.schedule.costs import StageCosts
-from torchdistpackage.schedule.costs_file import PieceCosts, costs_text
+from torchdistpackage.schedule.costs import PieceCosts, StageCosts, costs_text
 from torchdistpackage.schedule.draw import svg_pair
 from torchdistpackage.schedule.timeline import Span
-from torchdistpackage.schedule.trace_costs import costs_of
+from torchdistpackage.schedule.trace_costs import BubbleAttribution, attribute_bubble, costs_of
 from torchdistpackage.train.chunks import TrainStages
 from torchdistpackage.train.plan import Plan
 from torchdistpackage.train.step import Trainer

@@ -17,8 +17,7 @@ from torchdistpackage.parallel.pipeline.partition.cost_split import split_by_cos
 from torchdistpackage.parallel.pipeline.refine import refine
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.autoschedule.synthesize import synthesize
-from torchdistpackage.schedule.costs import StageCosts
-from torchdistpackage.schedule.costs_file import CostsFile
+from torchdistpackage.schedule.costs import CostsFile, StageCosts
 from torchdistpackage.schedule.generators.registry import build
 from torchdistpackage.schedule.timeline import Timeline, simulate
 

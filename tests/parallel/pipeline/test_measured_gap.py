@@ -10,10 +10,9 @@ import torch.distributed as dist
 
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.schedule.actions import Action, ActionKind, flatten
-from torchdistpackage.schedule.bubble_attribution import attribute_bubble
 from torchdistpackage.schedule.generators.registry import build
 from torchdistpackage.schedule.timeline import Span
-from torchdistpackage.schedule.trace_costs import aligned, costs_of
+from torchdistpackage.schedule.trace_costs import aligned, attribute_bubble, costs_of
 
 FORWARD_S, BACKWARD_S = (0.004, 0.008), (0.008, 0.016)
 NUM_MICROBATCHES = 6

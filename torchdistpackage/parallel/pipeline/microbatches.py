@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.errors import CommError
+from torchdistpackage.layout.partition import even_sizes
 
 
 def sizes_of(num_samples: int, num_microbatches: int) -> list[int]:
@@ -23,8 +24,7 @@ def sizes_of(num_samples: int, num_microbatches: int) -> list[int]:
             f"{num_samples} samples cannot fill {num_microbatches} microbatches; "
             f"use at most {num_samples}"
         )
-    short, longer = divmod(num_samples, num_microbatches)
-    return [short + (m < longer) for m in range(num_microbatches)]
+    return list(even_sizes(num_samples, num_microbatches))
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:

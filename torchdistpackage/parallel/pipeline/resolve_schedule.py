@@ -8,11 +8,10 @@ from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import Schedule, flatten
 from torchdistpackage.schedule.autoschedule.synthesize import synthesize
 from torchdistpackage.schedule.check import check
-from torchdistpackage.schedule.costs import StageCosts
-from torchdistpackage.schedule.costs_file import read_costs
+from torchdistpackage.schedule.costs import StageCosts, read_costs
 from torchdistpackage.schedule.csv import csv_text, from_csv
 from torchdistpackage.schedule.generators.registry import GENERATORS, build, canonical
-from torchdistpackage.schedule.passes import add_messages, fuse_messages
+from torchdistpackage.schedule.passes import lower
 
 Order = Schedule | str | Path
 """A schedule; a name; `auto`; a CSV file, or its text."""
@@ -107,12 +106,6 @@ def _fitting(
             )
     actions = [a for program in given.programs for a in flatten(program)]
     if not any(action.kind.is_message for action in actions):
-        return _ready(given)
+        return lower(given)
     check(given)
     return given
-
-
-def _ready(compute: Schedule) -> Schedule:
-    schedule = fuse_messages(add_messages(compute))
-    check(schedule)
-    return schedule

@@ -3,12 +3,14 @@
 One rule: a rank never starts what would hold more than its capacity, and leaves room for the
 later chunks of what it starts, so no list gets stuck. Who comes first is data (`Rules`);
 gradients of weights fill the gaps, as in the automatic schedules of Zero Bubble Pipeline
-Parallelism (arXiv:2401.10241, section 3).
+Parallelism (arXiv:2401.10241, section 3), and are joined to the first half of their backward
+again where the split gains nothing (`merge_backward`).
 """
 
 import heapq
 import math
 from dataclasses import dataclass
+from typing import Self
 
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.engine import BACKWARD, FORWARD, INPUT, WEIGHT, Order, TaskGraph
@@ -19,13 +21,12 @@ class Rules:
     """What a rank prefers, and its limits.
 
     priority: (forward, backward) of each stage: with several possible, the lowest number starts.
-    capacity: what each rank may hold, in the unit of `weights`; see TaskGraph.held.
+    capacity: what each rank may hold, in the unit of TaskGraph.weights.
     ahead: how many forwards each stage may be ahead of its backwards; the warm-up's depth.
     split: how many of the first and of the last microbatches of each stage have their backward
         split; the Ws of those fill gaps.
     max_deferred_w: how many Ws each rank may owe; with more it runs one before all else.
     min_gap_fill: the share of a W that must fit into a gap for the W to start in it.
-    weights: what a microbatch of each stage counts; 1 if left out.
     backward: False leaves only forwards.
     """
 
@@ -35,8 +36,24 @@ class Rules:
     split: tuple[tuple[int, int], ...]
     max_deferred_w: tuple[int, ...]
     min_gap_fill: float = 0.5
-    weights: tuple[float, ...] | None = None
     backward: bool = True
+
+    @classmethod
+    def unlimited(
+        cls,
+        work: TaskGraph,
+        priority: tuple[tuple[float, float], ...],
+        capacity: tuple[float, ...] | None = None,
+    ) -> Self:
+        """Every backward split, and no limit but the capacity; None: a rank may hold all."""
+        m, everything = work.num_microbatches, (work.size,) * work.num_ranks
+        return cls(
+            priority,
+            everything if capacity is None else capacity,
+            (m,) * work.num_stages,
+            ((m, 0),) * work.num_stages,
+            everything,
+        )
 
 
 def deepest_first(num_stages: int) -> tuple[tuple[float, float], ...]:
@@ -47,11 +64,6 @@ def deepest_first(num_stages: int) -> tuple[tuple[float, float], ...]:
 def backward_first(num_stages: int) -> tuple[tuple[float, float], ...]:
     """Any backward before any forward; of those what is nearest to its end."""
     return tuple((num_stages - s, s - num_stages) for s in range(num_stages))
-
-
-def room(work: TaskGraph, weights: tuple[float, ...] | None = None) -> tuple[float, ...]:
-    """For each rank the least capacity with which it can run: one microbatch of all its stages."""
-    return tuple(sum(weights[s] if weights else 1 for s in mine) for mine in work.stages)
 
 
 class _RankState:
@@ -79,9 +91,8 @@ def list_order(work: TaskGraph, rules: Rules) -> Order:
     """
     m, size, cost, delay = work.num_microbatches, work.size, work.cost, work.delay
     last = work.num_stages - 1
-    placement, ahead, split = work.placement, rules.ahead, rules.split
-    weights = rules.weights or (1.0,) * work.num_stages
-    limits = _limits(work, rules, weights)
+    placement, weights = work.placement, work.weights
+    ahead, split, limits = rules.ahead, rules.split, _limits(work, rules)
     ranks = [
         _RankState(mine, rules, late)
         for mine, late in zip(work.stages, rules.max_deferred_w, strict=True)
@@ -161,7 +172,7 @@ def list_order(work: TaskGraph, rules: Rules) -> Order:
     return [rank.program for rank in ranks]
 
 
-def _limits(work: TaskGraph, rules: Rules, weights: tuple[float, ...]) -> list[float]:
+def _limits(work: TaskGraph, rules: Rules) -> list[float]:
     """For each stage what its rank may hold at most when it starts a forward of it.
 
     Below the capacity by the forward itself and by one of each later stage of the rank: with
@@ -173,7 +184,7 @@ def _limits(work: TaskGraph, rules: Rules, weights: tuple[float, ...]) -> list[f
         # What is held is summed up one by one, so a sum may be a little over what it should be.
         left = capacity + _ROUNDING * capacity
         for s in reversed(mine):
-            left -= weights[s]
+            left -= work.weights[s]
             limits[s] = left
         if left < 0:
             raise ScheduleError(
@@ -184,3 +195,52 @@ def _limits(work: TaskGraph, rules: Rules, weights: tuple[float, ...]) -> list[f
 
 
 _ROUNDING = 1e-9
+
+
+def merge_backward(work: TaskGraph, order: Order, allowance: float = 0.0) -> Order:
+    """The order with a B for each I whose message can wait until a W in the next place has ended.
+
+    No computation starts later than before. A whole backward runs through autograd once and keeps
+    nothing for its second half; a split one pays only if a rank waits for the first. That W may be
+    of another microbatch: if it takes as long, the two change places. allowance: how much later
+    than it is used a message may arrive; above 0 a computation may start later.
+    """
+    size, cost, needs = work.size, work.cost, work.needs
+    _, arrived = work.arrivals(order)
+    latest: dict[int, float] = {}
+    for program in order:
+        for number in program:
+            if number // size in (INPUT, BACKWARD):
+                slot = work.gives[number]
+                start = arrived[slot] - work.delay[slot] - cost[number]
+                latest[needs[number]] = start + allowance + work.tiny
+    gone = -1
+    joined: Order = []
+    for program in order:
+        places = {number: i for i, number in enumerate(program)}
+        program = list(program)
+        for i in range(len(program) - 1):
+            first, second = program[i], program[i + 1]
+            if first // size != INPUT or second // size != WEIGHT:
+                continue
+            own, whole = first + size * (WEIGHT - INPUT), first + size * (BACKWARD - INPUT)
+            slot = work.gives[first]
+            longer = cost[whole] - cost[first]
+            if longer > cost[own] + work.tiny or cost[own] != cost[second]:
+                continue
+            if slot in latest and arrived[slot] + longer > latest[slot]:
+                continue
+            program[places[own]], places[second] = second, places[own]
+            program[i], program[i + 1] = whole, gone
+        joined.append(_by_age(work, [number for number in program if number != gone]))
+    return joined
+
+
+def _by_age(work: TaskGraph, program: list[int]) -> list[int]:
+    """The program with the Ws of each stage, in the places that they have, oldest first."""
+    size, m = work.size, work.num_microbatches
+    weights: dict[int, list[int]] = {}
+    for number in sorted(n for n in program if n // size == WEIGHT):
+        weights.setdefault(number // m, []).append(number)
+    turns = {stage: iter(numbers) for stage, numbers in weights.items()}
+    return [next(turns[n // m]) if n // m in turns else n for n in program]

@@ -15,9 +15,8 @@ from torchdistpackage.schedule.autoschedule.list_scheduling import (
     backward_first,
     deepest_first,
     list_order,
-    room,
+    merge_backward,
 )
-from torchdistpackage.schedule.autoschedule.merge_backward import merge_backward
 from torchdistpackage.schedule.engine import Order, TaskGraph
 
 _BUDGET = 100_000
@@ -27,9 +26,7 @@ _FEWEST, _MOST = 12, 300
 """Sets of rules to try, however large or small an order is."""
 
 
-def rule_search(
-    work: TaskGraph, capacity: tuple[float, ...], weights: tuple[float, ...] | None
-) -> Order:
+def rule_search(work: TaskGraph, capacity: tuple[float, ...]) -> Order:
     """The shortest order found in which no rank holds more than its capacity (see Rules).
 
     Of two as long the one found with less to hold.
@@ -39,8 +36,8 @@ def rule_search(
     """
     found = _RuleSearch(work)
     trials = min(max(_BUDGET // (3 * work.size), _FEWEST), _MOST)
-    choices = _choices(work, _capacities(work, capacity, weights))
-    starts = _starts(work, choices["capacity"][0], weights)
+    choices = _choices(work, _capacities(work, capacity))
+    starts = _starts(work, choices["capacity"][0])
     for number, start in enumerate(starts, 1):
         found.coordinate_descent(start, choices, trials * number // (len(starts) + 1))
     found.random_restarts(choices, trials)
@@ -94,7 +91,7 @@ class _RuleSearch:
             return self._tried[rules]
         listed = list_order(self._work, rules)
         best = math.inf
-        # Where nobody waits for the first half, or everywhere: which is shorter only shows after.
+        # Where no rank waits for the first half, or everywhere: which is shorter only shows after.
         for allowance in (0.0, math.inf):
             order = merge_backward(self._work, listed, allowance)
             length = self._work.makespan(order)
@@ -105,30 +102,18 @@ class _RuleSearch:
         return best
 
 
-def _starts(
-    work: TaskGraph, capacity: tuple[float, ...], weights: tuple[float, ...] | None
-) -> list[Rules]:
+def _starts(work: TaskGraph, capacity: tuple[float, ...]) -> list[Rules]:
     """Everything split; nothing split, as 1F1B; and, as ZB-H1, what fills and drains the pipe."""
-    m, num_stages = work.num_microbatches, work.num_stages
-    unlimited = (m * num_stages,) * work.num_ranks
-    split = Rules(
-        deepest_first(num_stages),
-        capacity,
-        (m,) * num_stages,
-        ((m, 0),) * num_stages,
-        unlimited,
-        weights=weights,
-    )
+    num_stages = work.num_stages
+    split = Rules.unlimited(work, deepest_first(num_stages), capacity)
     ends = tuple((rank, rank) for rank in work.placement)
     whole = replace(split, split=((0, 0),) * num_stages, ahead=_ahead(work, 1, whole=True))
     return [split, whole, replace(split, split=ends, ahead=_ahead(work, 1, whole=False))]
 
 
-def _capacities(
-    work: TaskGraph, capacity: tuple[float, ...], weights: tuple[float, ...] | None
-) -> list[tuple[float, ...]]:
+def _capacities(work: TaskGraph, capacity: tuple[float, ...]) -> list[tuple[float, ...]]:
     """What ranks may hold, little first: from what 1F1B's first rank holds to all they can."""
-    least = [all_stages * work.num_ranks for all_stages in room(work, weights)]
+    least = [all_stages * work.num_ranks for all_stages in work.room()]
     scaled = [
         tuple(min(most, factor * x) for most, x in zip(capacity, least, strict=True))
         for factor in (1, 1.25, 1.5)

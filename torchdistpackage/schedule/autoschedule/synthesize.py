@@ -11,17 +11,15 @@ from collections.abc import Iterator, Sequence
 
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import Schedule
-from torchdistpackage.schedule.autoschedule.list_scheduling import room
+from torchdistpackage.schedule.autoschedule.list_scheduling import merge_backward
 from torchdistpackage.schedule.autoschedule.local_search import local_search
-from torchdistpackage.schedule.autoschedule.merge_backward import merge_backward
 from torchdistpackage.schedule.autoschedule.rule_search import rule_search
-from torchdistpackage.schedule.check import check
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.engine import BACKWARD, INPUT, WEIGHT, Order, TaskGraph
+from torchdistpackage.schedule.generators.one_f_one_b import looped
 from torchdistpackage.schedule.generators.registry import GENERATORS
 from torchdistpackage.schedule.generators.v_shape import zigzag
-from torchdistpackage.schedule.generators.warmup_steady import looped
-from torchdistpackage.schedule.passes import add_messages, fuse_messages
+from torchdistpackage.schedule.passes import lower
 
 NAME = "auto"
 
@@ -69,51 +67,43 @@ def synthesize(
     weights = None if stage_bytes is None else tuple(stage_bytes)
     if weights is not None and len(weights) != num_stages:
         raise ScheduleError(f"{NAME}: bytes of {len(weights)} stages for {num_stages} stages")
-    works = [TaskGraph(p, num_microbatches, costs) for p in placements]
-    found = [_best(work, chunks, memory_cap, weights) for work in works]
-    _, name, order, work = _shortest(found, weights)
-    schedule = fuse_messages(add_messages(work.schedule(name, order), costs))
-    check(schedule)
-    return schedule
+    works = [TaskGraph(p, num_microbatches, costs, weights) for p in placements]
+    _, name, order, work = _shortest([_best(work, chunks, memory_cap) for work in works])
+    return lower(work.schedule(name, order), costs)
 
 
 Found = tuple[float, str, Order, TaskGraph]
 """Makespan, name and order of a candidate, and the work that it orders."""
 
 
-def _shortest(found: Sequence[Found], weights: tuple[float, ...] | None) -> Found:
+def _shortest(found: Sequence[Found]) -> Found:
     """Of those as long as the shortest the one whose fullest rank holds least; then the first."""
     longest = min(length for length, *_ in found) * (1 + _ROUNDING)
     tied = [candidate for candidate in found if candidate[0] <= longest]
-    return min(tied, key=lambda f: max(f[3].held(f[2], weights)))
+    return min(tied, key=lambda f: max(f[3].held(f[2])))
 
 
-def _best(
-    work: TaskGraph,
-    chunks: int,
-    cap: float | Sequence[float] | None,
-    weights: tuple[float, ...] | None,
-) -> Found:
+def _best(work: TaskGraph, chunks: int, cap: float | Sequence[float] | None) -> Found:
     """The best on one placement."""
-    capacity = _capacity(work, cap, weights)
-    listed = rule_search(work, capacity, weights)
+    capacity = _capacity(work, cap)
+    listed = rule_search(work, capacity)
     candidates: list[Found] = [
         (work.makespan(order), name, order, work)
         for name, order in _stock(work, chunks)
-        if cap is None or _fits(work.held(order, weights), capacity)
+        if cap is None or _fits(work.held(order), capacity)
     ]
-    # Of two alike the first: a stock one before what was found, because people know it.
+    # Of two alike the first: a stock one, which has a known name, before what was found.
     candidates.append((work.makespan(listed), NAME, listed, work))
     candidates.sort(key=lambda c: c[0])
     trials = _TRIALS // (3 * work.size)
     for length, _, order, _ in candidates[:2]:
-        limits = [max(*pair) for pair in zip(work.held(order, weights), capacity, strict=True)]
+        limits = [max(*pair) for pair in zip(work.held(order), capacity, strict=True)]
         better = local_search(
-            work, order, lambda o, limits=limits: _fits(work.held(o, weights), limits), trials // 2
+            work, order, lambda o, limits=limits: _fits(work.held(o), limits), trials // 2
         )
         if work.makespan(better) < length:
             candidates.append((work.makespan(better), NAME, better, work))
-    return _shortest(candidates, weights)
+    return _shortest(candidates)
 
 
 def _fits(held: Sequence[float], limits: Sequence[float]) -> bool:
@@ -171,11 +161,9 @@ def _all_split(work: TaskGraph, order: Order) -> Order:
     return split
 
 
-def _capacity(
-    work: TaskGraph, cap: float | Sequence[float] | None, weights: tuple[float, ...] | None
-) -> tuple[float, ...]:
+def _capacity(work: TaskGraph, cap: float | Sequence[float] | None) -> tuple[float, ...]:
     """What each rank may hold, at most all that there is."""
-    once = room(work, weights)
+    once = work.room()
     everything = [x * work.num_microbatches for x in once]
     if cap is None:
         return tuple(min(x, 2 * work.num_ranks * y) for x, y in zip(everything, once, strict=True))

@@ -1,28 +1,28 @@
 """The schedules by name: each a compute order, made ready to run by `build`.
 
-A generator says only who computes what in which order, for any number of ranks, microbatches and
-chunks; messages are added by the passes. Where the published schedule does not reach, the
+A generator says only which rank computes what in which order, for any number of ranks, microbatches
+and chunks; messages are added by the passes. Where the published schedule does not reach, the
 order is the nearest legal one, and its name says so after a `~`, such as `interleaved~uneven`.
 """
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import Schedule
-from torchdistpackage.schedule.autoschedule.list_scheduling import (
-    Rules,
-    deepest_first,
-    list_order,
-    room,
-)
-from torchdistpackage.schedule.check import check
+from torchdistpackage.schedule.autoschedule.list_scheduling import Rules, deepest_first, list_order
 from torchdistpackage.schedule.engine import TaskGraph
-from torchdistpackage.schedule.generators.interleaved import interleaved, looped_bfs
-from torchdistpackage.schedule.generators.one_f_one_b import forward_only, gpipe, one_f_one_b
+from torchdistpackage.schedule.generators.one_f_one_b import (
+    forward_only,
+    gpipe,
+    interleaved,
+    looped_bfs,
+    one_f_one_b,
+)
 from torchdistpackage.schedule.generators.v_shape import dualpipe_v, zb_v
 from torchdistpackage.schedule.generators.zero_bubble import interleaved_zb, zb_h1, zb_h2
-from torchdistpackage.schedule.passes import add_messages, fuse_messages
+from torchdistpackage.schedule.passes import lower
 
 Generator = Callable[[int, int, int], Schedule]
 """(ranks, microbatches, chunks), each 1 or more, to a Schedule of computations only."""
@@ -79,7 +79,7 @@ def build(name: str, num_ranks: int, num_microbatches: int, chunks: int | None =
             f"{ours}: {num_ranks} ranks, {num_microbatches} microbatches, {chunks} chunks; "
             f"use 1 or more of each"
         )
-    return _ready(GENERATORS[ours](num_ranks, num_microbatches, chunks))
+    return lower(GENERATORS[ours](num_ranks, num_microbatches, chunks))
 
 
 def evaluation(schedule: Schedule, num_microbatches: int) -> Schedule:
@@ -91,19 +91,5 @@ def evaluation(schedule: Schedule, num_microbatches: int) -> Schedule:
     if num_microbatches < 1:
         raise ScheduleError(f"{num_microbatches} microbatches to evaluate; use 1 or more")
     work = TaskGraph(schedule.placement, num_microbatches)
-    everything = sum(room(work)) * num_microbatches
-    rules = Rules(
-        deepest_first(work.num_stages),
-        (everything,) * work.num_ranks,
-        (num_microbatches,) * work.num_stages,
-        ((0, 0),) * work.num_stages,
-        (0,) * work.num_ranks,
-        backward=False,
-    )
-    return _ready(work.schedule("forward", list_order(work, rules)))
-
-
-def _ready(compute: Schedule) -> Schedule:
-    schedule = fuse_messages(add_messages(compute))
-    check(schedule)
-    return schedule
+    rules = replace(Rules.unlimited(work, deepest_first(work.num_stages)), backward=False)
+    return lower(work.schedule("forward", list_order(work, rules)))

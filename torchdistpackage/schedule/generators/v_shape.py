@@ -12,10 +12,10 @@ from torchdistpackage.schedule.autoschedule.list_scheduling import (
     backward_first,
     deepest_first,
     list_order,
+    merge_backward,
 )
-from torchdistpackage.schedule.autoschedule.merge_backward import merge_backward
 from torchdistpackage.schedule.engine import FORWARD, INPUT, WEIGHT, Order, TaskGraph
-from torchdistpackage.schedule.generators.zero_bubble import weights_late
+from torchdistpackage.schedule.generators.one_f_one_b import interleave
 
 
 def zigzag(num_ranks: int, chunks: int) -> tuple[int, ...]:
@@ -32,7 +32,7 @@ def zb_v(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
     chunks (`~zigzag`) are list-scheduled within the same memory; one chunk is ZB-H1.
     """
     if chunks == 1:
-        return weights_late("zb-v~zb-h1", num_ranks, num_microbatches, 1)
+        return interleave("zb-v~zb-h1", num_ranks, num_microbatches, 1, split=True)
     work = TaskGraph(zigzag(num_ranks, chunks), num_microbatches)
     name = _degraded("zb-v", work, chunks)
     if name != "zb-v":
@@ -58,7 +58,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
     m >= 2 p; see `zb_v` for the rest.
     """
     if chunks == 1:
-        return weights_late("dualpipe-v~zb-h1", num_ranks, num_microbatches, 1)
+        return interleave("dualpipe-v~zb-h1", num_ranks, num_microbatches, 1, split=True)
     work = TaskGraph(zigzag(num_ranks, chunks), num_microbatches)
     name = _degraded("dualpipe-v", work, chunks)
     if name != "dualpipe-v":
@@ -87,14 +87,7 @@ def _in_the_gaps(work: TaskGraph, capacity: int) -> Order:
     best: Order = []
     lowest = work.lowest_makespan()
     for turns in (deepest_first(work.num_stages), backward_first(work.num_stages)):
-        rules = Rules(
-            turns,
-            (capacity,) * work.num_ranks,
-            (work.num_microbatches,) * work.num_stages,
-            ((work.num_microbatches, 0),) * work.num_stages,
-            (work.num_microbatches * work.num_stages,) * work.num_ranks,
-        )
-        order = list_order(work, rules)
+        order = list_order(work, Rules.unlimited(work, turns, (capacity,) * work.num_ranks))
         if not best or work.makespan(order) < work.makespan(best):
             best = order
         if work.makespan(best) <= lowest + work.tiny:

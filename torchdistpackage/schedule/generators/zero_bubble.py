@@ -6,10 +6,9 @@ remains is that rank r starts r forwards late (Zero Bubble Pipeline Parallelism,
 """
 
 from torchdistpackage.schedule.actions import Schedule
-from torchdistpackage.schedule.autoschedule.merge_backward import merge_backward
+from torchdistpackage.schedule.autoschedule.list_scheduling import merge_backward
 from torchdistpackage.schedule.engine import TaskGraph
-from torchdistpackage.schedule.generators.interleaved import megatron_ahead
-from torchdistpackage.schedule.generators.warmup_steady import even_groups, looped, warmup_steady
+from torchdistpackage.schedule.generators.one_f_one_b import interleave, looped, warmup_steady
 
 
 def zb_h1(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
@@ -19,7 +18,7 @@ def zb_h1(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
     interleaved zero bubble.
     """
     name = "zb-h1" if chunks == 1 else "zb-h1~interleaved"
-    return weights_late(name, num_ranks, num_microbatches, chunks)
+    return interleave(name, num_ranks, num_microbatches, chunks, split=True)
 
 
 def zb_h2(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
@@ -32,7 +31,7 @@ def zb_h2(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
     """
     p = num_ranks
     if chunks > 1:
-        return weights_late("zb-h2~interleaved", p, num_microbatches, chunks)
+        return interleave("zb-h2~interleaved", p, num_microbatches, chunks, split=True)
     name = "zb-h2" if num_microbatches >= 2 * p - 1 else "zb-h2~short"
     work = TaskGraph(looped(p, 1), num_microbatches)
     order = warmup_steady(work, [2 * (p - s) - 1 for s in range(p)], [2 * s for s in range(p)])
@@ -49,13 +48,4 @@ def interleaved_zb(num_ranks: int, num_microbatches: int, chunks: int) -> Schedu
         name = "interleaved-zb~zb-h1"
     else:
         name = "interleaved-zb~uneven" if num_microbatches % num_ranks else "interleaved-zb"
-    return weights_late(name, num_ranks, num_microbatches, chunks)
-
-
-def weights_late(name: str, num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
-    """ZB-H1, or with several chunks interleaved zero bubble, under any name."""
-    work = TaskGraph(looped(num_ranks, chunks), num_microbatches)
-    groups = even_groups(num_microbatches, num_ranks)
-    ahead = megatron_ahead(num_ranks, chunks, groups)
-    order = warmup_steady(work, ahead, range(num_ranks), groups)
-    return work.schedule(name, merge_backward(work, order))
+    return interleave(name, num_ranks, num_microbatches, chunks, split=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from torchdistpackage.errors import ScheduleError
+from torchdistpackage.layout.partition import even_sizes
 from torchdistpackage.parallel.pipeline.cut_search import PartitionProblem, Span
 
 
@@ -105,8 +106,7 @@ def split_evenly(
     num_pieces: int, num_stages: int, *, longer_last: bool = False
 ) -> tuple[range, ...]:
     """Ranges whose lengths differ by at most one, longer ones first unless `longer_last`."""
-    short, longer = divmod(num_pieces, num_stages)
-    lengths = [short + (i < longer) for i in range(num_stages)]
+    lengths = even_sizes(num_pieces, num_stages)
     ends = accumulate(reversed(lengths) if longer_last else lengths, initial=0)
     return tuple(range(a, b) for a, b in pairwise(ends))
 
