@@ -11,9 +11,8 @@ from torch import nn
 
 from tests.ddp.one_process import DIM, build
 from torchdistpackage.comm import primitives
-from torchdistpackage.ddp import equal
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.ddp.param_sync import check_replicas
+from torchdistpackage.ddp.param_sync import MESSAGE_BYTES, check_replicas
 from torchdistpackage.errors import CommError
 
 
@@ -89,7 +88,7 @@ def many_at_a_time() -> None:
     net = nn.Sequential(*norms, nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last))
     net.register_buffer("none", torch.empty(0))
     net.register_buffer("turned", torch.randn(2, 5).t())
-    net.register_buffer("large", torch.randn(equal.MESSAGE_BYTES // 4 - 1))
+    net.register_buffer("large", torch.randn(MESSAGE_BYTES // 4 - 1))
     net.forward = nn.Sequential(*norms).forward
     sent = Sent()
     with pytest.MonkeyPatch.context() as patch:

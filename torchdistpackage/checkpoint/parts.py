@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group, ranks_of
-from torchdistpackage.ddp.plain import unwrap_model
+from torchdistpackage.ddp.wrapper_state import unwrap_model
 from torchdistpackage.errors import CheckpointError, LayoutError
 from torchdistpackage.layout.collect import collect
 from torchdistpackage.layout.derive import blocks, local_shape, owner, owns

@@ -3,7 +3,7 @@
 Read in this order.
 
 Reference       reference: DDP and ZeRO-1 in the plainest way; tests hold everything else equal.
-Wrapper         naive_ddp (NaiveDDP), wrapper_state (names, copies, pickles).
+Wrapper         naive_ddp (NaiveDDP), wrapper_state (names, copies, pickles, changed modules).
 One backward    reducer (which backward counts); it is called by output_hooks (on what a forward
                 returns), grad_hooks (on parameters), turns (several reducers in one backward) and
                 ready (a pipeline that knows the last microbatch); departures launches the buckets.
@@ -13,9 +13,8 @@ Buckets         param_spec (a parameter and its group), bucket_plan (which gradi
 Bucket sizes    bucket_tuning (the best plan for measured arrival times), fit (measures and picks).
 Fewer bytes     comm_hooks, power_sgd; sparse_grads, embedding_rows and sparse_embedding send the
                 rows of an embedding that were used.
-Checks          equal (initial values and buffers), param_sync (are replicas still equal?),
-                module_watch (did the module change?), used (unused parameters), join (uneven
-                inputs), weak_hook (hooks that keep nobody alive), sync_batch_norm.
-More            expert_grads (experts), ema with rank0_gather and plain (averages of parameters),
-                auto (NaiveDDP or ZeRO, by measurement), zero/ (sharded optimizers).
+Checks          param_sync (initial values, buffers, replicas that differ, unused parameters), join
+                (uneven inputs), weak_hook (hooks that copies do not have), sync_batch_norm.
+More            expert_grads (experts), ema with rank0_gather (averages of parameters), auto
+                (NaiveDDP or ZeRO, by measurement), zero/ (sharded optimizers).
 """

@@ -19,9 +19,8 @@ from torchdistpackage.comm.objects import broadcast_tensors
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.ddp.layouts import refuse_cut
-from torchdistpackage.ddp.module_watch import ModuleWatch
-from torchdistpackage.ddp.plain import aliases, unwrap_model
 from torchdistpackage.ddp.rank0_gather import Owned, receive_all, send_all
+from torchdistpackage.ddp.wrapper_state import ModuleWatch, aliases, unwrap_model
 from torchdistpackage.errors import CheckpointError, LayoutError
 from torchdistpackage.layout.partition import greedy_partition
 

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import itemgetter
 from weakref import ref
 
 import torch
@@ -24,16 +23,19 @@ from torchdistpackage.ddp.bucket_plan import Bucket
 from torchdistpackage.ddp.bucket_sizes import MIB, bucket_sizes
 from torchdistpackage.ddp.comm_hooks import CommHook
 from torchdistpackage.ddp.embedding_rows import Embeddings
-from torchdistpackage.ddp.equal import sync_module_states
 from torchdistpackage.ddp.fit import BucketTuner
 from torchdistpackage.ddp.grad_hooks import refuse_sharded
 from torchdistpackage.ddp.layouts import layouts_of, num_batches, refuse_cut, summed_over
-from torchdistpackage.ddp.module_watch import ModuleWatch
 from torchdistpackage.ddp.output_hooks import tensors_in
 from torchdistpackage.ddp.param_spec import ParamSpec
-from torchdistpackage.ddp.param_sync import ReplicatedTensor, verify_params_match
+from torchdistpackage.ddp.param_sync import (
+    ReplicatedTensor,
+    by_group,
+    sync_module_states,
+    verify_params_match,
+)
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.ddp.wrapper_state import Wrapper
+from torchdistpackage.ddp.wrapper_state import ModuleWatch, Wrapper
 from torchdistpackage.errors import CommError
 from torchdistpackage.layout.layout import Layout
 
@@ -305,9 +307,8 @@ def _must_be_owned(shared: ParamSpec) -> bool:
 
 def _ways_by_node(shared: Sequence[ParamSpec]) -> dict[tuple[int, ...], CommHook]:
     """How buckets of those groups travel whose nodes have several ranks each; collective."""
-    groups = {ranks_of(s.group): s.group for s in shared if s.group.size() >= SMALLEST_BY_NODE}
     found = {
-        ranks: hierarchical.hierarchical_all_reduce(group)
-        for ranks, group in sorted(groups.items(), key=itemgetter(0))
+        ranks_of(group): hierarchical.hierarchical_all_reduce(group)
+        for group, _ in by_group(shared, SMALLEST_BY_NODE)
     }
     return {ranks: start for ranks, start in found.items() if start is not None}

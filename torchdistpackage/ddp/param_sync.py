@@ -1,17 +1,20 @@
-"""Whether ranks hold the same: names and shapes before values are sent, bits ever after.
+"""Equal parameters and buffers on the ranks of a group: sent once, and compared.
 
 One rule: what differs raises on every rank of its group, and says which tensor, on which ranks.
-Usually the ranks exchange 16 bytes each, and lists only if these differ.
 
-The bits of a tensor, taken as 64-bit words in a table, are summed by column and by row, modulo
-2**64, each sum times an odd number of its own: one flipped bit always changes the result, and so
-do two small changes that a plain sum would let cancel.
+Before values are sent, the ranks compare names and shapes by 16 bytes each, and exchange lists only
+where these differ. Values go in one broadcast for many tensors of a dtype and device, cut where it
+would be longer than `MESSAGE_BYTES`, so that no copy of a whole model is ever made.
+
+To compare values, the bits of a tensor, taken as 64-bit words in a table, are summed by column and
+by row, modulo 2**64, each sum times an odd number of its own: one flipped bit always changes the
+result, and so do two small changes that a plain sum would let cancel.
 """
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -19,10 +22,13 @@ from torch.nn.parameter import is_lazy
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group, ranks_of
+from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.errors import CommError
 
+MESSAGE_BYTES = 8 * 2**20
 COLUMNS, WORD_BYTES = 4096, 8
 LAZY, EXPANDED = "not yet initialised", "expanded"
+MAX_NAMES = 20
 _ODD = 0x5851F42D4C957F2D
 
 
@@ -66,6 +72,19 @@ def verify_params_match(replicas: Iterable[ReplicatedTensor]) -> None:
         raise CommError(_first_difference(cast(list[list[tuple[str, str]]], lists), group))
 
 
+@torch.no_grad()
+def sync_module_states(replicas: Iterable[ReplicatedTensor], source: int | None = None) -> None:
+    """Set all of them to those of global rank `source`, by default the first of each group.
+
+    Raises:
+        CommError: `source` is not in one of the groups.
+    """
+    for group, held in by_group(replicas):
+        # not through autograd's count of changes: batch norm saves buffers that it never reads
+        for tensors in _messages([r.tensor.data for r in held if r.tensor.numel()]):
+            _broadcast(tensors, group, primitives.source_in(group, source))
+
+
 def find_differences(replicas: Iterable[ReplicatedTensor]) -> list[Difference]:
     """Tensors that are not the same to the bit on all ranks of their groups; collective.
 
@@ -96,22 +115,83 @@ def check_replicas(replicas: Iterable[ReplicatedTensor]) -> None:
     """
     differences = find_differences(replicas)
     if differences:
-        more = f" and {len(differences) - 20} more" if len(differences) > 20 else ""
+        more = f" and {len(differences) - MAX_NAMES} more" if len(differences) > MAX_NAMES else ""
         raise CommError(
             f"{len(differences)} tensors that should be the same on all ranks of their groups "
-            f"differ in bits: {'; '.join(map(str, differences[:20]))}{more}; go back to a "
+            f"differ in bits: {'; '.join(map(str, differences[:MAX_NAMES]))}{more}; go back to a "
             f"checkpoint, and look for faulty memory there or a missed reduction or broadcast"
         )
 
 
-def by_group(replicas: Iterable[ReplicatedTensor]) -> list[tuple[Group, list[ReplicatedTensor]]]:
-    """Those of groups of several ranks, in one order of groups on all ranks, so that nobody
-    waits for one who waits elsewhere."""
-    held: dict[tuple[int, ...], list[ReplicatedTensor]] = {}
-    for replica in replicas:
-        if replica.group.size() > 1:
-            held.setdefault(ranks_of(replica.group), []).append(replica)
-    return [(held[ranks][0].group, held[ranks]) for ranks in sorted(held)]
+def check_unused_parameters(shared: Sequence[ParamSpec], has_grad: Sequence[bool]) -> None:
+    """Compare over each group which of its parameters got a gradient, `has_grad` on this rank.
+
+    Raises:
+        CommError: some rank did not use some; on all ranks of the group, by name.
+    """
+    used_here = {id(s): used for s, used in zip(shared, has_grad, strict=True)}
+    unused: list[str] = []
+    for group, members in by_group(shared, min_size=1):
+        used = torch.tensor(
+            [used_here[id(s)] for s in members],
+            dtype=torch.int32,
+            device=members[0].parameter.device,
+        )
+        primitives.all_reduce(used, group, primitives.MIN)
+        unused += [s.name for s, by_all in zip(members, used.tolist(), strict=True) if not by_all]
+    if unused:
+        raise CommError(
+            f"{len(unused)} of {len(shared)} parameters got no gradient on some rank in this step: "
+            f"{', '.join(sorted(unused)[:MAX_NAMES])}; freeze them, use them, or leave strict off"
+        )
+
+
+class HasGroup(Protocol):
+    """A tensor or parameter with the ranks that share it."""
+
+    @property
+    def group(self) -> Group: ...
+
+
+SharedT = TypeVar("SharedT", bound=HasGroup)
+
+
+def by_group(members: Iterable[SharedT], min_size: int = 2) -> list[tuple[Group, list[SharedT]]]:
+    """Those of each group of at least `min_size` ranks, in one order of groups on all ranks, so
+    that no rank waits in one group for a rank that waits in another."""
+    found: dict[tuple[int, ...], list[SharedT]] = {}
+    for member in members:
+        if member.group.size() >= min_size:
+            found.setdefault(ranks_of(member.group), []).append(member)
+    return [(found[ranks][0].group, found[ranks]) for ranks in sorted(found)]
+
+
+def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Those that travel together; a large one alone."""
+    alike: dict[object, list[Tensor]] = {}
+    room: dict[object, int] = {}
+    for x in tensors:
+        kind = x.dtype, x.device
+        if kind in alike and room[kind] < x.nbytes:
+            yield alike.pop(kind)
+        if kind not in alike:
+            alike[kind], room[kind] = [], MESSAGE_BYTES
+        alike[kind].append(x)
+        room[kind] -= x.nbytes
+    yield from alike.values()
+
+
+def _broadcast(tensors: list[Tensor], group: Group, source: int) -> None:
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        primitives.broadcast(tensors[0], group, source)
+        return
+    flat = torch.cat([x.reshape(-1) for x in tensors])
+    primitives.broadcast(flat, group, source)
+    if ranks_of(group)[group.rank()] != source:
+        arrived = flat.split([x.numel() for x in tensors])
+        torch._foreach_copy_(
+            tensors, [a.view(x.shape) for a, x in zip(arrived, tensors, strict=True)]
+        )
 
 
 def _check_sendable(facts: Sequence[tuple[str, str]]) -> None:

@@ -35,9 +35,9 @@ from torchdistpackage.ddp.layouts import take_over
 from torchdistpackage.ddp.output_hooks import on_backward_start
 from torchdistpackage.ddp.packed import STAGED_BYTES, GradBuckets, GradSlot
 from torchdistpackage.ddp.param_spec import ParamSpec
+from torchdistpackage.ddp.param_sync import check_unused_parameters
 from torchdistpackage.ddp.ready import ScheduledReady
 from torchdistpackage.ddp.turns import ARMING, NO_QUEUE, queue_of, single_queue
-from torchdistpackage.ddp.used import check_unused_parameters
 from torchdistpackage.errors import CommError
 
 _IDLE, _REDUCING = ReductionPhase.IDLE, ReductionPhase.REDUCING

@@ -1,20 +1,26 @@
-"""A module around another that talks over a group: its names, its copies, its pickles.
+"""A module that wraps another and communicates over a group: names, copies, pickles, changes.
 
-One rule: from outside it is the module it wraps. `state_dict` and `load_state_dict` use that one's
-names. A copy, or what comes out of a pickle, is a wrapper of its own over the same ranks: groups
-and hooks can be neither copied nor pickled, so what belongs to a process is made anew there.
+One rule: names are those of the plain module, in `state_dict` and `load_state_dict` as everywhere,
+so that what is saved under them loads with any wrapper and with none. A copy, or what comes out of
+a pickle, is a wrapper of its own over the same ranks: groups and hooks can be neither copied nor
+pickled, so what belongs to a process is made anew there.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
+from itertools import chain
+from operator import attrgetter, is_
 
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.comm.unpickled import group_again
 from torchdistpackage.layout.derive import BATCH_AXES
+
+_requires_grad = attrgetter("requires_grad")
 
 
 class Wrapper(nn.Module):
@@ -73,6 +79,60 @@ class Wrapper(nn.Module):
         copy.__setstate__(deepcopy(state, memo))
         copy.__dict__.update(kept)
         return copy
+
+
+class ModuleWatch:
+    """Whether `module` has gained parameters since this was made, and whether it has buffers.
+
+    Each is one pass over the module's tables, in C, so that every forward can afford it.
+    """
+
+    def __init__(self, module: nn.Module):
+        modules = list(module.modules())
+        self._tables = [table for m in modules for table in (m._modules, m._parameters)]
+        self._buffers = [m._buffers for m in modules]
+        self._held = self._all()
+        self._frozen = [p for p in module.parameters() if not p.requires_grad]
+
+    def has_changed(self) -> bool:
+        """Whether modules or parameters came, went or were replaced, or frozen ones are no more."""
+        now = self._all()
+        return (
+            len(now) != len(self._held)
+            or not all(map(is_, now, self._held))
+            or any(map(_requires_grad, self._frozen))
+        )
+
+    def has_buffers(self) -> bool:
+        """Whether there are any; those of modules that came later do not count."""
+        return any(self._buffers)
+
+    def _all(self) -> list[object]:
+        values: Iterable[Iterable[object]] = (table.values() for table in self._tables)
+        return list(chain.from_iterable(values))
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """`model` without NaiveDDP, torch's data parallel and torch.compile, in any order."""
+    while True:
+        # torch.compile's wrapper is known by what it holds: importing its class takes seconds
+        inside = getattr(model, "_orig_mod", None)
+        if isinstance(model, Wrapper | DistributedDataParallel | DataParallel):
+            inside = model.module
+        if not isinstance(inside, nn.Module):
+            return model
+        model = inside
+
+
+def aliases(module: nn.Module) -> dict[str, str]:
+    """Further name -> first name, of the parameters and buffers that have several."""
+    first: dict[object, str] = {}
+    more: dict[str, str] = {}
+    for held in (module.named_parameters, module.named_buffers):
+        for name, x in held(remove_duplicate=False):
+            if first.setdefault(x, name) != name:
+                more[name] = first[x]
+    return more
 
 
 def batch_group() -> Group:
