@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchdistpackage.ddp import fit
-from torchdistpackage.ddp.bucket_sizes import MIB
+from torchdistpackage.ddp import bucket_tuning
+from torchdistpackage.ddp.bucket_plan import MIB
 from torchdistpackage.ddp.bucket_tuning import BucketPlan
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 
@@ -69,12 +69,12 @@ def test_order_and_size_stay_as_registered_where_that_is_asked_for(ranks):
 
 def one_decides() -> None:
     """Each rank would choose sizes and an order of its own; those of the first rank are taken."""
-    rank, came = dist.get_rank(), fit.BucketTuner.came
+    rank, came = dist.get_rank(), bucket_tuning.BucketTuner.came
     mine = BucketPlan((rank + 1) * MIB, 330 + 300 * rank)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit, "choose_plan", lambda *_: mine)
+        patch.setattr(bucket_tuning, "choose_plan", lambda *_: mine)
         patch.setattr(
-            fit.BucketTuner, "came", lambda self, i: came(self, i if rank == 0 else 7 - i)
+            bucket_tuning.BucketTuner, "came", lambda self, i: came(self, i if rank == 0 else 7 - i)
         )
         ddp = NaiveDDP(nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4))))
         for step in range(STEPS):
@@ -106,8 +106,8 @@ def disturbed_steps() -> None:
         return BucketPlan(MIB)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit, "choose_plan", choose)
-        patch.setattr(fit.BucketTuner, "came", note)
+        patch.setattr(bucket_tuning, "choose_plan", choose)
+        patch.setattr(bucket_tuning.BucketTuner, "came", note)
         ddp = NaiveDDP(nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4))))
         for step in range(3):
             ddp.zero_grad()

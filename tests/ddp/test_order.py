@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchdistpackage.ddp.bucket_plan import BucketEntry, plan_buckets
-from torchdistpackage.ddp.bucket_sizes import MIB, bucket_sizes
+from torchdistpackage.ddp.bucket_plan import MIB, BucketEntry, bucket_sizes, plan_buckets
 from torchdistpackage.ddp.bucket_tuning import LinkModel, arrival_order, choose_plan, end_s
 
 times = st.dictionaries(st.integers(0, 9), st.floats(0, 1), max_size=10)

@@ -7,10 +7,10 @@ Wrapper         naive_ddp (NaiveDDP), wrapper_state (names, copies, pickles, cha
 One backward    reducer (which backward counts); it is called by output_hooks (on what a forward
                 returns), grad_hooks (on parameters), turns (several reducers in one backward) and
                 ready (a pipeline that knows the last microbatch); departures launches the buckets.
-Buckets         param_spec (a parameter and its group), bucket_plan (which gradients share one),
-                packed (slots of gradients in buckets), grad_bucket (a bucket's memory), bucket_comm
-                (its all-reduce).
-Bucket sizes    bucket_tuning (the best plan for measured arrival times), fit (measures and picks).
+Buckets         param_spec (a parameter and its group), bucket_plan (which gradients share one, and
+                its size), bucket_tuning (measures the first steps and chooses a plan), packed
+                (slots of gradients in buckets), grad_bucket (a bucket's memory), bucket_comm (its
+                all-reduce).
 Fewer bytes     comm_hooks, power_sgd; sparse_grads, embedding_rows and sparse_embedding send the
                 rows of an embedding that were used.
 Checks          param_sync (initial values, buffers, replicas that differ, unused parameters), join

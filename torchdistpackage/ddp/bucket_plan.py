@@ -1,19 +1,44 @@
-"""Which gradients travel together: a plan that is the same on every rank.
+"""Which gradients share a bucket, and how large buckets are: a plan that is equal on all ranks.
 
 Parameters are taken in the order in which a backward finishes them, roughly the reverse of that
 of registration, and packed into flat buckets by (dtype, device, group). A bucket ends with one
-extra element for each member: the mark by which ranks tell each other whom they used. This
-file is arithmetic on sizes and imports no torch.
+extra element for each member: the mark by which ranks tell each other whom they used.
+
+`NaiveDDP`, `ZeroOptimizer` and `tdp train` take their sizes from `bucket_sizes`, by the transport
+of the job's default group. This file is arithmetic on sizes and imports no torch.
 """
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+
+MIB = 2**20
 
 ALIGN_BYTES = 64
 """Members start on a cache line, so that copies and kernels run at full width."""
 
 SLIGHT = 1 / 16
 """Part of the cap up to which what lies in a bucket waits for one more, of whatever size."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSizes:
+    """default_bytes: where nothing is measured, or not yet. candidates_bytes: what
+    `BucketTuner` chooses from."""
+
+    default_bytes: int
+    candidates_bytes: tuple[int, ...]
+
+
+_SMALL = tuple(n * MIB for n in (1, 2, 4, 8, 16, 32))
+"""Below these the processor's work for one more call costs what its bytes save."""
+HOST = BucketSizes(4 * MIB, _SMALL)
+QUEUED = BucketSizes(32 * MIB, (*_SMALL, 64 * MIB, 128 * MIB))
+"""A link between devices carries 4 MiB in less time than the host takes to issue the call."""
+
+
+def bucket_sizes(*, queued: bool) -> BucketSizes:
+    """queued: whether calls run on a stream of their group, as NCCL's do (`Transport.queued`)."""
+    return QUEUED if queued else HOST
 
 
 @dataclass(frozen=True, slots=True)

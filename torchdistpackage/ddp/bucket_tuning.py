@@ -1,18 +1,40 @@
-"""How gradients are best packed, from when they came and how fast they travel. No torch.
+"""Bucket order and sizes that fit a run: measured in its first reductions, chosen by a model.
 
-One rule: a step ends when the last bucket has arrived, buckets travel one after another, and each
-can begin when its last gradient is there. Small buckets begin early and cost a call each; the best
-sizes are found by trying them on paper.
+One rule: ranks measure different times, so one of them decides for all whose gradients meet: the
+first of the widest group. Where that group does not contain all groups of all its ranks, the order
+stays that of registration.
+
+The first reduction, in which nothing leaves early, shows the order of gradients and the rate of the
+link. From when gradients are there, at the soonest of a few (other work on the machine only makes
+them late), `choose_plan` finds the sizes: a step ends when the last bucket has arrived, buckets
+travel one after another, and each can begin when its last gradient is there. Small buckets begin
+early and cost a call each.
 """
 
+import time
+import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 
+import torch
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.ddp.bucket_plan import Bucket, BucketEntry, plan_buckets
+from torchdistpackage.ddp.param_spec import ParamSpec
+
+ORDERED, SIZED = 1, 3
+"""After how many reductions the order, and the sizes, are settled."""
+
+NUM_CALLS = 8
+"""Of which the shortest is what a call takes."""
 
 NOT_WORTH_IT = 0.005
 """Part of the time by which fewer buckets may be slower and still be taken."""
+
+Stamp = float | torch.cuda.Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +54,147 @@ class LinkModel:
     call_s: float
 
 
+class BucketTuner:
+    """Of one reducer. Collective calls are those of `decide`, at the end of a reduction.
+
+    cap_bytes: bucket size until something is known. candidates_bytes: others to choose from; none:
+    that size stays.
+    """
+
+    def __init__(
+        self, shared: Sequence[ParamSpec], cap_bytes: int, candidates_bytes: Sequence[int]
+    ):
+        self._shared = [(i, s) for i, s in enumerate(shared) if s.is_early]
+        self._cap_bytes, self._candidates_bytes = cap_bytes, candidates_bytes
+        self._rounds = 0
+        self._group: Group | None = None
+        self._link = LinkModel(1.0, 0.0)
+        self._order: tuple[int, ...] = ()
+        self._soonest_s: dict[int, float] = {}
+        self.begin()
+
+    @property
+    def is_over(self) -> bool:
+        return self._rounds >= (SIZED if self._candidates_bytes else ORDERED)
+
+    def begin(self) -> None:
+        """A reduction begins."""
+        self._came: dict[int, Stamp] = {}
+        self._stops: list[tuple[Stamp, int]] = []
+
+    def came(self, index: int) -> None:
+        """The gradient of parameter `index` is there."""
+        self._came[index] = self._stamp()
+
+    def arrived(self, num_bytes: int) -> None:
+        """All buckets have been sent, if 0; then, for each in order: its sum has arrived."""
+        self._stops.append((self._stamp(), num_bytes))
+
+    def decide(self, late: Collection[int]) -> BucketPlan | None:
+        """The packing from here on, the same on all ranks; None: as it is.
+
+        late: indices whose gradients may come again until the end of a backward.
+        """
+        self._rounds += 1
+        self._note_soonest()
+        if self._rounds == ORDERED:
+            self._group = self._widest()
+            if self._group is None:
+                self._rounds = SIZED
+                return None
+            self._link = self._measure(self._group)
+            order = arrival_order([i for i, _ in self._shared], self._soonest_s, late)
+            self._order = self._agreed(order)
+            return BucketPlan(self._cap_bytes, order=self._order)
+        if self._rounds == SIZED:
+            mine = BucketPlan(self._cap_bytes)
+            if self._group is not None and self._group.rank() == 0:
+                entries = [s.entry(i) for i, s in self._shared]
+                sizes = self._candidates_bytes
+                mine = choose_plan(entries, self._soonest_s, self._order, self._link, sizes)
+            cap, first = self._agreed((mine.cap_bytes, mine.first_bytes or mine.cap_bytes))
+            return BucketPlan(cap, first, self._order)
+        return None
+
+    def _agreed(self, mine: Sequence[int]) -> tuple[int, ...]:
+        """The numbers of the group's first rank."""
+        assert self._group is not None
+        words = torch.tensor(mine, dtype=torch.int64, device=self._device)
+        return tuple(primitives.broadcast(words, self._group).tolist())
+
+    # -- which group decides -------------------------------------------------------------
+
+    def _widest(self) -> Group | None:
+        """The widest group, if for all its ranks it has all their others inside.
+
+        Collective over every group of this rank, in one order.
+        """
+        groups: dict[tuple[int, ...], Group] = {ranks_of(s.group): s.group for _, s in self._shared}
+        widest = max(groups, key=lambda ranks: (len(ranks), [-r for r in ranks]))
+        is_inside = all(set(widest).issuperset(ranks) for ranks in groups)
+        places = {key: place for place, key in enumerate(groups)}
+        facts = [
+            (i, s.name, s.parameter.numel(), places[ranks_of(s.group)]) for i, s in self._shared
+        ]
+        digest = zlib.crc32(repr(facts).encode())
+        is_same: dict[tuple[int, ...], bool] = {}
+        for ranks, group in sorted(groups.items(), key=lambda item: item[0]):
+            says = is_inside and ranks == widest
+            words = torch.tensor([says, digest, -digest], dtype=torch.int64, device=self._device)
+            said = primitives.all_reduce(words, group, primitives.MIN).tolist()
+            is_same[ranks] = said[0] == 1 and said[1] == -said[2]
+        return groups[widest] if is_same[widest] else None
+
+    # -- what was measured ---------------------------------------------------------------
+
+    @property
+    def _device(self) -> torch.device:
+        return self._shared[0][1].parameter.device
+
+    def _stamp(self) -> Stamp:
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        return time.perf_counter()
+
+    def _note_soonest(self) -> None:
+        zero = next(iter(self._came.values()), 0.0)
+        for index, at in self._came.items():
+            took_s = _between_s(zero, at)
+            self._soonest_s[index] = min(took_s, self._soonest_s.get(index, took_s))
+
+    def _measure(self, group: Group) -> LinkModel:
+        """The rate of buckets that were all sent at once, and what a small call takes."""
+        # when the first has arrived, all ranks are there
+        stops = self._stops[1:] if len(self._stops) > 2 else self._stops
+        took_s = _between_s(stops[0][0], stops[-1][0])
+        num_bytes = sum(size for _, size in stops[1:])
+        word = torch.zeros(1, device=self._device)
+        times = [self._stamp()]
+        for _ in range(NUM_CALLS):
+            primitives.all_reduce(word, group)
+            times.append(self._stamp())
+        # other work on the machine only makes a call longer
+        call_s = min(_between_s(before, after) for before, after in pairwise(times))
+        return LinkModel(max(num_bytes, 1) / max(took_s, 1e-6), call_s)
+
+
+def _between_s(begin: Stamp, end: Stamp) -> float:
+    if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
+    assert isinstance(begin, float) and isinstance(end, float)
+    return end - begin
+
+
 def arrival_order(
     indices: Sequence[int], ready_s: Mapping[int, float], late: Collection[int]
 ) -> tuple[int, ...]:
     """`indices` in the order in which their gradients came.
 
     ready_s: when, of those that came. late: those that may come again until the end of a backward.
-    These and the ones that did not come go last: they hold up their bucket and all behind it.
+    These and the ones that did not come go last: they hold up their bucket and all after it.
     """
 
     def key(index: int) -> tuple[bool, bool, float, int]:
@@ -51,7 +207,7 @@ def end_s(
     buckets: Sequence[Bucket],
     entries: Sequence[BucketEntry],
     ready_s: Mapping[int, float],
-    wire: LinkModel,
+    link: LinkModel,
 ) -> float:
     """When the last bucket has arrived, on the clock of `ready_s`; what never came is last."""
     element_bytes = {entry.index: entry.element_bytes for entry in entries}
@@ -60,7 +216,7 @@ def end_s(
     for bucket in buckets:
         begin_s = max(ready_s.get(i, last_s) for i in bucket.members)
         size = bucket.num_elements * element_bytes[bucket.members[0]]
-        free_s = max(free_s, begin_s) + wire.call_s + size / wire.bytes_per_s
+        free_s = max(free_s, begin_s) + link.call_s + size / link.bytes_per_s
     return free_s
 
 
@@ -68,7 +224,7 @@ def choose_plan(
     entries: Sequence[BucketEntry],
     ready_s: Mapping[int, float],
     order: Sequence[int],
-    wire: LinkModel,
+    link: LinkModel,
     candidates_bytes: Sequence[int],
 ) -> BucketPlan:
     """Bucket size and first bucket with which the last gradient arrives earliest."""
@@ -77,7 +233,7 @@ def choose_plan(
     for cap in candidates_bytes:
         for first in (size for size in candidates_bytes if size <= cap):
             buckets = plan_buckets(entries, cap, order=order, first_bytes=first)
-            took_s = end_s(buckets, entries, ready_s, wire) - begin_s
+            took_s = end_s(buckets, entries, ready_s, link) - begin_s
             tried.append((took_s, len(buckets), BucketPlan(cap, first, tuple(order))))
     best_s = min(took_s for took_s, _, _ in tried)
     enough = [t for t in tried if t[0] <= best_s * (1 + NOT_WORTH_IT)]

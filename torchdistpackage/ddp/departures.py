@@ -8,8 +8,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from torchdistpackage.ddp.bucket_comm import wait_all
-from torchdistpackage.ddp.bucket_tuning import BucketPlan
-from torchdistpackage.ddp.fit import BucketTuner
+from torchdistpackage.ddp.bucket_tuning import BucketPlan, BucketTuner
 from torchdistpackage.ddp.packed import GradBuckets
 
 

@@ -19,11 +19,10 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.comm.transport import hierarchical
 from torchdistpackage.comm.world import world
 from torchdistpackage.ddp.bucket_comm import AllReduceBucket, BucketComm
-from torchdistpackage.ddp.bucket_plan import Bucket
-from torchdistpackage.ddp.bucket_sizes import MIB, bucket_sizes
+from torchdistpackage.ddp.bucket_plan import MIB, Bucket, bucket_sizes
+from torchdistpackage.ddp.bucket_tuning import BucketTuner
 from torchdistpackage.ddp.comm_hooks import CommHook
 from torchdistpackage.ddp.embedding_rows import Embeddings
-from torchdistpackage.ddp.fit import BucketTuner
 from torchdistpackage.ddp.grad_hooks import refuse_sharded
 from torchdistpackage.ddp.layouts import layouts_of, num_batches, refuse_cut, summed_over
 from torchdistpackage.ddp.output_hooks import tensors_in

@@ -26,9 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.ddp.bucket_comm import AllReduceBucket, BucketComm, MakeBucketComm
-from torchdistpackage.ddp.bucket_tuning import BucketPlan
+from torchdistpackage.ddp.bucket_tuning import BucketPlan, BucketTuner
 from torchdistpackage.ddp.departures import Departures, ReductionPhase
-from torchdistpackage.ddp.fit import BucketTuner
 from torchdistpackage.ddp.grad_bucket import came_late, gives_any
 from torchdistpackage.ddp.grad_hooks import GradHooks
 from torchdistpackage.ddp.layouts import take_over

@@ -16,7 +16,7 @@ from torchdistpackage.comm.random import seed_rank
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.comm.world import world
 from torchdistpackage.config.schema import OptimSection, RunConfig
-from torchdistpackage.ddp.bucket_sizes import bucket_sizes
+from torchdistpackage.ddp.bucket_plan import bucket_sizes
 from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
@@ -230,7 +230,7 @@ def _sharing(
         for name, parameter in stage.named_parameters()
         if parameter.requires_grad
     ]
-    # without Fit: what it measures would pack a resumed run otherwise, whose sums then differ
+    # without BucketTuner: it would pack a resumed run by other measurements, and sums would differ
     sizes = bucket_sizes(queued=primitives.is_queued(world()))
     return Reducer(shared, cap_bytes=sizes.default_bytes), inner
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from torchdistpackage.config.check import violations
 from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.ddp.bucket_sizes import bucket_sizes
+from torchdistpackage.ddp.bucket_plan import bucket_sizes
 from torchdistpackage.layout.derive import num_elements
 from torchdistpackage.layout.groups import Creation, creations
 from torchdistpackage.layout.layout import Layout

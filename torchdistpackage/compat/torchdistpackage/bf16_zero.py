@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from torchdistpackage.comm.primitives import Group, is_queued
 from torchdistpackage.comm.world import world
-from torchdistpackage.ddp.bucket_sizes import MIB, bucket_sizes
+from torchdistpackage.ddp.bucket_plan import MIB, bucket_sizes
 from torchdistpackage.ddp.weak_hook import WeakHook
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 

@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from torchdistpackage.comm.companions import make_duplex_groups
 from torchdistpackage.comm.primitives import Group, is_queued
 from torchdistpackage.comm.world import world
-from torchdistpackage.ddp.bucket_plan import Bucket
-from torchdistpackage.ddp.bucket_sizes import MIB, bucket_sizes
+from torchdistpackage.ddp.bucket_plan import MIB, Bucket, bucket_sizes
 from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.weak_hook import WeakHook, hooked

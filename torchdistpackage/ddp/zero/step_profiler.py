@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.ddp.bucket_sizes import bucket_sizes
+from torchdistpackage.ddp.bucket_plan import bucket_sizes
 from torchdistpackage.ddp.zero.cost_model import StepCost
 
 NUM_TRIALS, NUM_BUCKETS = 3, 4
