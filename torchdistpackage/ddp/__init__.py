@@ -11,8 +11,7 @@ Buckets         param_spec (a parameter and its group), bucket_plan (which gradi
                 its size), bucket_tuning (measures the first steps and chooses a plan), packed
                 (slots of gradients in buckets), grad_bucket (a bucket's memory), bucket_comm (its
                 all-reduce).
-Fewer bytes     comm_hooks, power_sgd; sparse_grads, embedding_rows and sparse_embedding send the
-                rows of an embedding that were used.
+Fewer bytes     comm_hooks, power_sgd; sparse_grads and embedding_rows (only rows that were used).
 Checks          param_sync (initial values, buffers, replicas that differ, unused parameters), join
                 (uneven inputs), weak_hook (hooks that copies do not have), sync_batch_norm.
 More            expert_grads (experts), ema with rank0_gather (averages of parameters), auto

@@ -4,10 +4,8 @@ One rule: ranks first tell each other how many rows each has, in the order of al
 what follows from these counts is the same on all. Each rank names a row once, and all add the
 rows up in group order, so that all end with equal bits.
 
-`SparseGrad` is for sparse gradients, which stay sparse. For the dense gradient of an embedding
-`EmbeddingRows` sums what lookups (sparse_embedding.py) left as rows: of a weight that is only
-looked up, all of it; of one that a head shares, what comes on top of its bucket, which left long
-before.
+`SparseGrad` is for sparse gradients, which stay sparse; embedding_rows.py has those of embeddings
+whose gradients are dense.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +15,7 @@ from torch import Tensor
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group, Work
-from torchdistpackage.ddp.bucket_comm import AllReduceBucket, wait_all
 from torchdistpackage.ddp.param_spec import ParamSpec
-from torchdistpackage.ddp.sparse_embedding import EmbeddingGrad
 
 DENSE, UNUSED = -1, -2
 """Instead of a count: the gradient here is dense; there is none."""
@@ -46,7 +42,7 @@ class UnbucketedGrad:
 
 
 class RowCounts:
-    """Counts of all ranks under way; common to all carriers of rows."""
+    """Exchange of how many rows each rank has, and of the rows; base of what sums them."""
 
     def __init__(self, group: Group):
         self._group = group
@@ -116,43 +112,6 @@ class SparseGrad(RowCounts):
         # True and False are both an answer, without which torch warns
         total = torch.sparse_coo_tensor(ids[None], rows, shape, check_invariants=False).coalesce()
         parameter.grad = total.div_(divide).to(parameter.dtype)
-
-
-class EmbeddingRows(RowCounts):
-    """Sum of the rows that lookups of one table left.
-
-    whole: for a table that is only looked up, its dense gradient, which is reduced when that of
-    some rank is dense after all; None: it travels in another bucket, before.
-    """
-
-    def __init__(self, table: EmbeddingGrad, whole: AllReduceBucket | None):
-        super().__init__(table.shared.group)
-        self._table, self._whole = table, whole
-        self.gradients = UnbucketedGrad(table.shared, table.mark_dense)
-
-    def launch(self) -> None:
-        self._ids, self._rows = self._table.merged()
-        is_dense = self._whole is not None and self._table.is_dense
-        self._start_counts(DENSE if is_dense else len(self._ids), self._ids.device)
-
-    def wait(self) -> None:
-        counts, table = self._wait_counts(), self._table
-        if DENSE in counts and self._whole is not None:
-            table.add_dense(self._ids, self._rows)
-            self._whole.launch()
-            wait_all([self._whole])
-        elif any(counts):
-            if self._whole is not None and table.shared.parameter.grad is None:
-                table.shared.parameter.grad = self._whole.gradients.views[0].zero_()
-            for ids, rows in self._all_rows(self._ids, self._rows, counts):
-                table.add_dense(ids, rows.div_(table.shared.divide))
-        table.clear()
-
-    def abandon(self) -> None:
-        super().abandon()
-        self._table.clear()
-        if self._whole is not None:
-            self._whole.abandon()
 
 
 def _count(grad: Tensor | None) -> int:

@@ -11,10 +11,14 @@ from weakref import ref
 from torch import nn
 
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.ddp.embedding_rows import held_elsewhere, looked_up
+from torchdistpackage.ddp.embedding_rows import (
+    EmbeddingGrad,
+    held_elsewhere,
+    hook_lookups,
+    looked_up,
+)
 from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.ddp.sparse_embedding import EmbeddingGrad, hook_lookups
 from torchdistpackage.ddp.sparse_grads import RowCounts, UnbucketedGrad
 from torchdistpackage.ddp.zero.grad_buffer import ReduceScatterBucket
 
