@@ -14,6 +14,6 @@ Buckets         param_spec (a parameter and its group), bucket_plan (which gradi
 Fewer bytes     comm_hooks, power_sgd; sparse_grads and embedding_rows (only rows that were used).
 Checks          param_sync (initial values, buffers, replicas that differ, unused parameters), join
                 (uneven inputs), weak_hook (hooks that copies do not have), sync_batch_norm.
-More            expert_grads (experts), ema with rank0_gather (averages of parameters), auto
-                (NaiveDDP or ZeRO, by measurement), zero/ (sharded optimizers).
+More            expert_grads (experts), ema (averages of parameters), auto (NaiveDDP or ZeRO, by
+                measurement), zero/ (sharded optimizers).
 """

@@ -2,30 +2,48 @@
 
 One rule: an average is whole and has one owner, so the shards of all ranks are together a plain
 state dict. Parameters are shared out by size (layout/partition.py). A cut to the element would
-balance a model with one huge parameter better, but nobody could read a shard without the others.
+balance a model with one huge parameter better, but no shard could be read without the others.
 
 Averages are float32 at least: bf16 would round a ten-thousandth of a difference away. Buffers
 are not averaged: the group's first rank, whose buffers its replicas follow, keeps copies.
+
+Every rank knows what every other owns, so the first rank gets all averages without asking, tensor
+by tensor: no rank needs room for more than a few that are not its own.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.companions import on_cpu
 from torchdistpackage.comm.objects import broadcast_tensors
-from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.p2p import send, start_receive
+from torchdistpackage.comm.primitives import Group, Work
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.ddp.layouts import refuse_cut
-from torchdistpackage.ddp.rank0_gather import Owned, receive_all, send_all
 from torchdistpackage.ddp.wrapper_state import ModuleWatch, aliases, unwrap_model
 from torchdistpackage.errors import CheckpointError, LayoutError
 from torchdistpackage.layout.partition import greedy_partition
 
 Places = list[tuple[str, Tensor, dict[str, Tensor | None], str]]
 """(name, what I keep of it, the dict of its submodule, its key there): tensors may be replaced."""
+
+RECEIVES_AHEAD = 4
+"""Averages for which the first rank has room while it waits for one."""
+
+
+@dataclass(frozen=True, slots=True)
+class AverageSpec:
+    """An average that global rank `owner` keeps; `device` is this rank's own of its kind."""
+
+    owner: int
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
 
 
 class ShardedEMA:
@@ -55,7 +73,7 @@ class ShardedEMA:
         shares = greedy_partition(sizes, len(ranks))
         owner = {i: rank for rank, share in zip(ranks, shares, strict=True) for i in share}
         self._owned = {
-            name: Owned(owner[i], p.shape, dtypes[i], p.device)
+            name: AverageSpec(owner[i], p.shape, dtypes[i], p.device)
             for i, (name, p) in enumerate(named.items())
         }
         self._averages = {
@@ -165,12 +183,35 @@ class ShardedEMA:
         keep comes to it tensor by tensor, so that no other ever has more than its shard.
         """
         if not self._is_first:
-            send_all(self._averages, self._group)
+            for x in self._averages.values():
+                if x.numel():
+                    send(x, self._group_for(x.device), primitives.ranks_of(self._group)[0])
             return {}
         whole = {name: x.to("cpu", copy=True) for name, x in self.state_dict_shard().items()}
-        whole |= {name: x.cpu() for name, x in receive_all(self._owned, self._group)}
+        whole |= {name: x.cpu() for name, x in self._receive_others()}
         whole |= {more: whole[name] for more, name in self._aliases.items()}
         return {name: whole[name] for name in (*self._owned, *self._buffer_names, *self._aliases)}
+
+    def _receive_others(self) -> Iterator[tuple[str, Tensor]]:
+        """What other ranks own, on the first rank: of each owner in the order in which it sends."""
+        others = [(name, spec) for name, spec in self._owned.items() if spec.owner != self._rank]
+        others.sort(key=lambda pair: pair[1].owner)
+        under_way: list[tuple[str, Work]] = []
+        for name, spec in others:
+            if len(under_way) == RECEIVES_AHEAD:
+                arrived, pending = under_way.pop(0)
+                yield arrived, pending.wait()
+            x = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
+            through = self._group_for(spec.device)
+            under_way.append(
+                (name, start_receive(x, through, spec.owner) if x.numel() else Work(x))
+            )
+        for name, pending in under_way:
+            yield name, pending.wait()
+
+    def _group_for(self, device: torch.device) -> Group:
+        """The group over which a tensor of this device travels."""
+        return on_cpu(self._group) if device.type == "cpu" else self._group
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
