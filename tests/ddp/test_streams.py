@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchdistpackage.ddp import streams
+from torchdistpackage.ddp import grad_hooks
 from torchdistpackage.ddp.grad_bucket import GradBucket
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 
@@ -62,9 +62,9 @@ def two_streams() -> list[list[tuple]]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams, "place_of", lambda parameter: 0)
-        patch.setattr(streams, "current", lambda place: machine.now)
-        patch.setattr(streams, "stream_of", lambda numbers: Stream(machine, numbers))
+        patch.setattr(grad_hooks, "device_index", lambda parameter: 0)
+        patch.setattr(grad_hooks, "current_stream", lambda place: machine.now)
+        patch.setattr(grad_hooks, "stream_of", lambda numbers: Stream(machine, numbers))
         patch.setattr(torch.cuda, "stream", machine.on)
         patch.setattr(Tensor, "record_stream", lambda x, s: machine.note("kept", s.numbers))
         patch.setattr(GradBucket, "absorb", noted(adopt))
@@ -103,10 +103,10 @@ def test_all_is_copied_and_launched_on_one_stream_that_waits_for_the_others(rank
 def test_the_stream_of_a_nested_backward_and_that_around_it_wait_for_each_other(monkeypatch):
     """As with reentrant checkpoints: a bucket holds gradients that came on either."""
     machine = Machine()
-    monkeypatch.setattr(streams, "place_of", lambda parameter: 0)
-    monkeypatch.setattr(streams, "current", lambda place: machine.now)
-    monkeypatch.setattr(streams, "stream_of", lambda numbers: Stream(machine, numbers))
-    heard = streams.on_one_stream(
+    monkeypatch.setattr(grad_hooks, "device_index", lambda parameter: 0)
+    monkeypatch.setattr(grad_hooks, "current_stream", lambda place: machine.now)
+    monkeypatch.setattr(grad_hooks, "stream_of", lambda numbers: Stream(machine, numbers))
+    heard = grad_hooks.on_one_stream(
         lambda me, index, parameter: machine.note("heard"), [torch.ones(1)]
     )
     tasks = [(1, MAIN), (2, SIDE), (2, SIDE), (1, SIDE)]
@@ -131,4 +131,4 @@ def test_the_stream_of_a_nested_backward_and_that_around_it_wait_for_each_other(
 def test_parameters_of_a_cpu_are_heard_of_as_ever():
     def heard(me, index, parameter) -> None: ...
 
-    assert streams.on_one_stream(heard, [torch.ones(1)]) is heard
+    assert grad_hooks.on_one_stream(heard, [torch.ones(1)]) is heard

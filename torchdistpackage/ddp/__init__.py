@@ -4,9 +4,9 @@ Read in this order.
 
 Reference       reference: DDP and ZeRO-1 in the plainest way; tests hold everything else equal.
 Wrapper         naive_ddp (NaiveDDP), wrapper_state (names, copies, pickles, changed modules).
-One backward    reducer (which backward counts); it is called by output_hooks (on what a forward
-                returns), grad_hooks (on parameters), turns (several reducers in one backward) and
-                ready (a pipeline that knows the last microbatch); departures launches the buckets.
+One backward    reducer (which backward counts); it is called by grad_hooks (on parameters and on
+                what a forward returns), turns (several reducers in one backward) and ready (a
+                pipeline that knows the last microbatch); departures launches the buckets.
 Buckets         param_spec (a parameter and its group), bucket_plan (which gradients share one, and
                 its size), bucket_tuning (measures the first steps and chooses a plan), packed
                 (slots of gradients in buckets), grad_bucket (a bucket's memory), bucket_comm (its

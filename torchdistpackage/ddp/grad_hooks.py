@@ -1,20 +1,40 @@
-"""Hooks on parameters, which tell their listener of gradients and do not keep it alive.
+"""Hooks on parameters, which tell of gradients, and on outputs, which tell when a backward begins.
 
-One rule: torch keeps the hooks of a parameter where the garbage collector does not look. One that
-held its listener, and so the model, would keep both for ever; these hold it weakly, and go with it.
+One rule: torch keeps the hooks of a parameter where the garbage collector does not look. A hook
+that held its listener, and so the model, would keep both for ever; these hold it weakly, and go
+with it. Hooks on outputs leave nothing on tensors and containers that live longer than the forward.
+
+Gradients may come on several streams of a device, as where a user's forward has several, while a
+collective waits only for the stream that launches it. So all that is done with the gradients of one
+backward is done on one stream of each device, that of its first gradient, which waits for what the
+others bring. On a CPU there is nothing to do.
 """
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from dataclasses import fields, is_dataclass
 from functools import partial
+from operator import is_, setitem
+from types import SimpleNamespace
 from typing import Protocol
-from weakref import WeakSet, finalize, ref
+from weakref import ReferenceType, WeakSet, finalize, ref
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributions import Distribution
 
 from torchdistpackage.ddp.param_spec import ParamSpec
-from torchdistpackage.ddp.streams import OnGradReady, on_one_stream
 from torchdistpackage.errors import CommError
+
+OnGradReady = Callable[[ReferenceType, int, Tensor], None]
+"""Takes a weak reference to the hooks' owner, the number of a parameter, and the parameter."""
+
+BackwardStartHook = Callable[[Tensor], None]
+"""Takes the gradient of an output."""
+
+StreamId = tuple[int, int, int]
+"""A stream, as torch has it: its id, and the index and kind of its device."""
 
 
 class Removable(Protocol):
@@ -24,9 +44,8 @@ class Removable(Protocol):
 class GradHooks:
     """Hooks on `parameters` until `remove`, or the end of this.
 
-    on_grad_ready: called when a gradient is there, with a weak reference to `owner`, the number of
-    the parameter, and it. exclusive: whether the listener must stay the only one. also: removed
-    with them.
+    on_grad_ready: called when a gradient is there, with a weak reference to `owner`. exclusive:
+    whether no other owner may hook these parameters. also: removed with them.
     """
 
     def __init__(
@@ -63,14 +82,14 @@ _all: WeakSet[GradHooks] = WeakSet()
 def already_hooked(
     parameters: Iterable[nn.Parameter], *, exclusive: bool = False
 ) -> list[nn.Parameter]:
-    """Those whose gradients somebody hears of who is still in use.
+    """Those of `parameters` on which hooks of an owner that is still in use lie.
 
-    exclusive: somebody who must stay the only one.
+    exclusive: only hooks that must stay the only ones.
     """
     parameters = list(parameters)
     found = _hooked_by(parameters, exclusive)
     if found:
-        gc.collect()  # somebody who was dropped may only wait for this
+        gc.collect()  # an owner that was dropped may only wait for this
         found = _hooked_by(parameters, exclusive)
     return found
 
@@ -92,11 +111,149 @@ def refuse_sharded(shared: Sequence[ParamSpec]) -> None:
 
 
 def _hooked_by(parameters: Sequence[nn.Parameter], exclusive: bool) -> list[nn.Parameter]:
-    told = [t for t in _all if t.exclusive or not exclusive]
-    return [p for p in parameters if any(t.has(p) for t in told)]
+    hooks = [h for h in _all if h.exclusive or not exclusive]
+    return [p for p in parameters if any(h.has(p) for h in hooks)]
 
 
 def remove_hooks(handles: Iterable[Removable]) -> None:
     """Remove these hooks."""
     for handle in handles:
         handle.remove()
+
+
+def on_one_stream(on_grad_ready: OnGradReady, parameters: Iterable[Tensor]) -> OnGradReady:
+    """`on_grad_ready`, which then runs on one stream of each device in a backward."""
+    if all(device_index(parameter) is None for parameter in parameters):
+        return on_grad_ready
+    mains: dict[int, tuple[int, StreamId]] = {}
+
+    def on_main(me: ReferenceType, index: int, parameter: Tensor) -> None:
+        place, task = device_index(parameter), torch._C._current_graph_task_id()
+        if place is None:  # of a model that is on a device in part
+            on_grad_ready(me, index, parameter)
+            return
+        here = current_stream(place)
+        main = mains.get(place)
+        if main is None or main[0] != task:
+            if main is not None and main[1] != here:  # of a backward that this one is nested in,
+                # or nested in it, as checkpoints have them: its gradients lie in the same buckets
+                stream_of(here).wait_stream(stream_of(main[1]))
+            main = mains[place] = task, here
+        if main[1] == here:  # the usual way: no stream has become an object
+            on_grad_ready(me, index, parameter)
+            return
+        stream = stream_of(main[1])
+        stream.wait_stream(stream_of(here))
+        if parameter.grad is not None:
+            parameter.grad.record_stream(stream)  # its memory may go once it is copied there
+        with torch.cuda.stream(stream):
+            on_grad_ready(me, index, parameter)
+
+    return on_main
+
+
+def device_index(parameter: Tensor) -> int | None:
+    """The index of its device; None on a CPU."""
+    return parameter.get_device() if parameter.is_cuda else None
+
+
+def current_stream(device: int) -> StreamId:
+    """The stream on which this thread gives work to `device`."""
+    return torch._C._cuda_getCurrentStream(device)
+
+
+def stream_of(numbers: StreamId) -> torch.cuda.Stream:
+    """The stream that has these numbers."""
+    stream_id, place, kind = numbers
+    return torch.cuda.Stream(stream_id=stream_id, device_index=place, device_type=kind)
+
+
+# -- outputs of a forward --------------------------------------------------------------------
+
+
+def on_backward_start(outputs: object, hook: BackwardStartHook) -> object:
+    """The same outputs; `hook(gradient)` runs when a backward comes to one of their tensors.
+
+    outputs: as `map_tensors` has them. Where no tensor requires a gradient, each is replaced by
+    one that does, though nothing behind it gets any; otherwise those stay as they are.
+    """
+    place = _hooked if any(x.requires_grad for x in tensors_in(outputs)) else _anchored
+    return map_tensors(outputs, partial(place, hook))
+
+
+def tensors_in(outputs: object) -> list[Tensor]:
+    """All that `map_tensors` finds."""
+    found: list[Tensor] = []
+
+    def note(x: Tensor) -> Tensor:
+        found.append(x)
+        return x
+
+    map_tensors(outputs, note)
+    return found
+
+
+def _hooked(hook: BackwardStartHook, output: Tensor) -> Tensor:
+    if output.requires_grad:
+        # a parameter that is returned is there in the next forward too, its hooks would add up
+        output = output.view_as(output) if output.is_leaf else output
+        output.register_hook(hook)
+    return output
+
+
+def _anchored(hook: BackwardStartHook, output: Tensor) -> Tensor:
+    if output.is_floating_point() or output.is_complex():
+        output = _GraphAnchor.apply(output, torch.empty(0, requires_grad=True))
+        output.register_hook(hook)
+    return output
+
+
+class _GraphAnchor(torch.autograd.Function):
+    """Identity that puts a tensor into the graph though nothing in it wants a gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, anchor: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return None, None
+
+
+def map_tensors(value, apply: Callable[[Tensor], Tensor]):
+    """`apply` on every tensor inside tuples, lists, dicts, dataclasses, SimpleNamespace and
+    torch.distributions, in any nest; other values as they are.
+
+    A container in which `apply` replaces a tensor becomes a copy of its own class with the new
+    one: the caller's may be its cache. One in which nothing is replaced is returned itself.
+    """
+    if isinstance(value, Tensor):
+        return apply(value)
+    if isinstance(value, tuple | list):
+        mapped = [map_tensors(item, apply) for item in value]
+        if all(map(is_, mapped, value)):
+            return value
+        if isinstance(value, list):
+            new = copy(value)
+            new[:] = mapped
+            return new
+        make = type(value)._make if hasattr(value, "_make") else type(value)
+        return make(mapped)
+    if isinstance(value, dict):
+        return _replaced(value, value.items(), apply, setitem)
+    if is_dataclass(value) and not isinstance(value, type):
+        items = ((f.name, getattr(value, f.name)) for f in fields(value) if hasattr(value, f.name))
+        return _replaced(value, items, apply, object.__setattr__)
+    if isinstance(value, SimpleNamespace | Distribution):
+        return _replaced(value, vars(value).items(), apply, object.__setattr__)
+    return value
+
+
+def _replaced(value, items: Iterable, apply: Callable[[Tensor], Tensor], put: Callable):
+    """`value`, or its copy in which `put` has set those items that `apply` replaced."""
+    changed = [(k, new) for k, item in items if (new := map_tensors(item, apply)) is not item]
+    if changed:
+        value = copy(value)
+    for key, new in changed:
+        put(value, key, new)
+    return value

@@ -18,8 +18,8 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.companions import on_cpu
 from torchdistpackage.comm.objects import broadcast_tensor_dict, broadcast_tensors
 from torchdistpackage.comm.primitives import Group
+from torchdistpackage.ddp.grad_hooks import map_tensors
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.ddp.output_hooks import map_tensors
 from torchdistpackage.ddp.param_sync import by_group
 from torchdistpackage.errors import CommError
 

@@ -29,9 +29,8 @@ from torchdistpackage.ddp.bucket_comm import AllReduceBucket, BucketComm, MakeBu
 from torchdistpackage.ddp.bucket_tuning import BucketPlan, BucketTuner
 from torchdistpackage.ddp.departures import Departures, ReductionPhase
 from torchdistpackage.ddp.grad_bucket import came_late, gives_any
-from torchdistpackage.ddp.grad_hooks import GradHooks
+from torchdistpackage.ddp.grad_hooks import GradHooks, on_backward_start
 from torchdistpackage.ddp.layouts import take_over
-from torchdistpackage.ddp.output_hooks import on_backward_start
 from torchdistpackage.ddp.packed import STAGED_BYTES, GradBuckets, GradSlot
 from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.ddp.param_sync import check_unused_parameters

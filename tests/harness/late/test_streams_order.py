@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.harness.late.programs import PROGRAMS, batch, model, zero
 from tests.harness.planting import planted
-from torchdistpackage.ddp import streams
+from torchdistpackage.ddp import grad_hooks
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.zero.offload import Offload
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
@@ -132,7 +132,7 @@ MISTAKES = {
         r"stream 1 reads",
     ),
     "gradients of another stream": (
-        (streams, "on_one_stream", "stream.wait_stream(stream_of(here))"),
+        (grad_hooks, "on_one_stream", "stream.wait_stream(stream_of(here))"),
         "two streams",
         r"on stream 0 .* memory that .* on stream 1 writes",
     ),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import ranks_of
-from torchdistpackage.ddp.output_hooks import map_tensors, on_backward_start
+from torchdistpackage.ddp.grad_hooks import map_tensors, on_backward_start
 from torchdistpackage.ddp.weak_hook import WeakHook
 from torchdistpackage.ddp.zero.compiled import Handle, around, eager_parts, is_compiled
 from torchdistpackage.ddp.zero.param_buffer import ParamBuffer

@@ -216,11 +216,11 @@ class _Calls(Observer):
 
 
 _OF_A_DEVICE: dict[tuple[str, str], object] = {
-    ("streams", "place_of"): lambda parameter: 0,
-    ("streams", "current"): lambda place: (_now.stream, 0, 1),
+    ("grad_hooks", "device_index"): lambda parameter: 0,
+    ("grad_hooks", "current_stream"): lambda place: (_now.stream, 0, 1),
     ("zero.streams", "streams_of"): _StreamsDouble,
     ("zero.offload", "streams_of"): _StreamsDouble,
-    ("zero.parameters", "streams_of"): _StreamsDouble,
+    ("zero.param_buffer", "streams_of"): _StreamsDouble,
 }
 """Names in modules of ddp that ask for the device, by name as ddp stands on this folder."""
 
