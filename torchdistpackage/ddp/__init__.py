@@ -7,10 +7,10 @@ Wrapper         naive_ddp (NaiveDDP), wrapper_state (names, copies, pickles, cha
 One backward    reducer (which backward counts); it is called by grad_hooks (on parameters and on
                 what a forward returns), turns (several reducers in one backward) and ready (a
                 pipeline that knows the last microbatch); departures launches the buckets.
-Buckets         param_spec (a parameter and its group), bucket_plan (which gradients share one, and
-                its size), bucket_tuning (measures the first steps and chooses a plan), packed
-                (slots of gradients in buckets), grad_bucket (a bucket's memory), bucket_comm (its
-                all-reduce).
+Buckets         param_spec (a parameter, its group and its layout), bucket_plan (which gradients
+                share one, and its size), bucket_tuning (measures the first steps and chooses a
+                plan), packed (slots of gradients in buckets), grad_bucket (a bucket's memory),
+                bucket_comm (its all-reduce).
 Fewer bytes     comm_hooks, power_sgd; sparse_grads and embedding_rows (only rows that were used).
 Checks          param_sync (initial values, buffers, replicas that differ, unused parameters), join
                 (uneven inputs), weak_hook (hooks that copies do not have), sync_batch_norm.

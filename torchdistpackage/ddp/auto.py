@@ -17,8 +17,8 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.world import world
 from torchdistpackage.ddp.comm_hooks import bf16_compress, fp16_compress
-from torchdistpackage.ddp.layouts import is_cut
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
+from torchdistpackage.ddp.param_spec import is_cut
 from torchdistpackage.ddp.wrapper_state import batch_group
 from torchdistpackage.ddp.zero.cost_model import all_reduced_s, scattered_s, scatters
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer

@@ -24,8 +24,13 @@ from torchdistpackage.ddp.bucket_tuning import BucketTuner
 from torchdistpackage.ddp.comm_hooks import CommHook
 from torchdistpackage.ddp.embedding_rows import Embeddings
 from torchdistpackage.ddp.grad_hooks import refuse_sharded, tensors_in
-from torchdistpackage.ddp.layouts import layouts_of, num_batches, refuse_cut, summed_over
-from torchdistpackage.ddp.param_spec import ParamSpec
+from torchdistpackage.ddp.param_spec import (
+    ParamSpec,
+    layouts_of,
+    num_batches,
+    refuse_cut,
+    summed_over,
+)
 from torchdistpackage.ddp.param_sync import (
     ReplicatedTensor,
     by_group,

@@ -30,9 +30,8 @@ from torchdistpackage.ddp.bucket_tuning import BucketPlan, BucketTuner
 from torchdistpackage.ddp.departures import Departures, ReductionPhase
 from torchdistpackage.ddp.grad_bucket import came_late, gives_any
 from torchdistpackage.ddp.grad_hooks import GradHooks, on_backward_start
-from torchdistpackage.ddp.layouts import take_over
 from torchdistpackage.ddp.packed import STAGED_BYTES, GradBuckets, GradSlot
-from torchdistpackage.ddp.param_spec import ParamSpec
+from torchdistpackage.ddp.param_spec import ParamSpec, take_over
 from torchdistpackage.ddp.param_sync import check_unused_parameters
 from torchdistpackage.ddp.ready import ScheduledReady
 from torchdistpackage.ddp.turns import ARMING, NO_QUEUE, queue_of, single_queue

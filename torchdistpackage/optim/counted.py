@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.ddp.layouts import follows, group_of
+from torchdistpackage.ddp.param_spec import follows, group_of
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.zero.held import ParamPartition
 from torchdistpackage.ddp.zero.param_shard import ParamShard

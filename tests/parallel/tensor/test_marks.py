@@ -13,8 +13,8 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.ddp.layouts import group_of
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
+from torchdistpackage.ddp.param_spec import group_of
 from torchdistpackage.layout.collect import collect
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import layout_of, mark

@@ -9,8 +9,14 @@ from torch.optim import Optimizer
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.ddp.layouts import is_cut, layouts_of, num_batches, refuse_cut, summed_over
-from torchdistpackage.ddp.param_spec import ParamSpec
+from torchdistpackage.ddp.param_spec import (
+    ParamSpec,
+    is_cut,
+    layouts_of,
+    num_batches,
+    refuse_cut,
+    summed_over,
+)
 from torchdistpackage.ddp.param_sync import ReplicatedTensor, sync_module_states
 from torchdistpackage.ddp.wrapper_state import batch_group
 from torchdistpackage.ddp.zero.units import ModuleParam, group_by_module
