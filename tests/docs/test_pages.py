@@ -41,8 +41,7 @@ def test_what_is_to_be_touched_for_something_new_is_there():
     homes = (ROOT, ROOT / "torchdistpackage")
     assert [x for x in files if not any((home / x).exists() for home in homes)] == []
     tables = re.findall(r"`([A-Z_]{4,})`", text)
-    schedules = (ROOT / "torchdistpackage/schedule/generators/registry.py").read_text(
-        encoding="utf-8"
-    )
-    assert tables == ["GENERATORS", "TWO_CHUNKS"]
-    assert all(re.search(rf"^{name}\b", schedules, re.MULTILINE) for name in tables)
+    assert tables == ["GENERATORS", "TWO_CHUNKS", "COMMANDS"]
+    homes_of_tables = ("schedule/generators/registry.py", "cli/main.py")
+    code = "\n".join((ROOT / "torchdistpackage" / x).read_text("utf-8") for x in homes_of_tables)
+    assert all(re.search(rf"^{name}\b", code, re.MULTILINE) for name in tables)
