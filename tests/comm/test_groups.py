@@ -68,8 +68,14 @@ def test_a_group_does_not_end_while_a_member_is_still_making_it(ranks, comes_bac
 GPU = torch.device("cuda", 0)
 
 
-def not_split_off() -> None:
-    """While the default group is bound, as `device_id=` leaves it, and in two threads at once."""
+def not_split_off(path: str) -> None:
+    """While the default group is bound, as `device_id=` leaves it, and in two threads at once.
+
+    A TCPStore answers one thread after the other, and these two wait in it for what the two of the
+    other rank write; a FileStore answers both.
+    """
+    backend, _ = distributed_c10d._world.pg_map[dist.group.WORLD]
+    distributed_c10d._world.pg_map[dist.group.WORLD] = backend, dist.FileStore(path, 2)
     asked: list[object] = []
     plain = distributed_c10d._get_split_source
     world, made = dist.group.WORLD, Groups(dist.get_rank())
@@ -99,8 +105,8 @@ def not_split_off() -> None:
     made.destroy()
 
 
-def test_a_group_is_never_split_off_from_everybody(ranks):
-    ranks(2).run(not_split_off)
+def test_a_group_is_never_split_off_from_everybody(ranks, tmp_path):
+    ranks(2).run(not_split_off, str(tmp_path / "store"))
 
 
 def the_device_it_is_asked_for(folder: str) -> None:

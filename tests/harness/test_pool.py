@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm.per_group import PerGroup
+from torchdistpackage.comm.transport.pairwise import EXPECTED_SUMMED, expected_tag
 from torchdistpackage.errors import LaunchError, RankError
 from torchdistpackage.parallel.pipeline.interrupted import step_over
 from torchdistpackage.testing import RankPool
@@ -129,6 +130,17 @@ def test_a_world_in_which_any_rank_lost_messages_is_made_anew(
     before = ranks(2).run(kept_world)
     assert ranks(2).run(kept_world) == before
     ranks(2).run(lose_messages, who)
+    after = ranks(2).run(kept_world)
+    assert [a == b for a, b in zip(after, before, strict=True)] == [False, False]
+
+
+def post_ahead() -> None:
+    expected_tag(EXPECTED_SUMMED, dist.group.WORLD)  # of which all posts ahead take theirs
+
+
+def test_a_world_in_which_receives_were_posted_ahead_is_made_anew(ranks: RankPool) -> None:
+    before = ranks(2).run(kept_world)
+    ranks(2).run(post_ahead)
     after = ranks(2).run(kept_world)
     assert [a == b for a, b in zip(after, before, strict=True)] == [False, False]
 
