@@ -12,7 +12,7 @@ from tests.harness import lint_steps as steps
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError, LaunchError, TopologyError
-from torchdistpackage.harness.lint import Report, lint
+from torchdistpackage.harness.lint import LintReport, lint
 
 
 @pytest.mark.parametrize("step", [steps.collectives, steps.messages])
@@ -164,6 +164,6 @@ def test_real_groups_of_the_process_go_on(ranks):
 
 def test_a_report_prints_what_agreed():
     report = lint(lambda rank: dist.barrier(), 2)
-    assert isinstance(report, Report)
+    assert isinstance(report, LintReport)
     assert str(report).startswith("data  1 group of 2  1 collective, 0 messages")
     assert str(report).endswith("orders agree")

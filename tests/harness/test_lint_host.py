@@ -4,94 +4,30 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.harness.lint import lint
-from torchdistpackage.harness.lint.matcher import OpSignature
-from torchdistpackage.harness.lint.programs import (
-    CallProgram,
-    Make,
-    Messages,
-    ProgramMessage,
-    check,
-)
-from torchdistpackage.topology.views import topology
-
-FACTS = (("elements", 4),)
-
-
-def run(*ops_of_ranks, lists=None):
-    """Programs on the groups `pipe` of all ranks, `host` of the same ones, and those of `lists`."""
-    size = len(ops_of_ranks)
-    groups = {"pipe": (range(size), "pipe"), "host": (range(size), "host")}
-    groups |= {word: (ranks, word) for word, ranks in (lists or {}).items()}
-    return check(
-        [CallProgram(tuple(ops), groups) for ops in ops_of_ranks], topology([("pipe", size)], size)
-    )
-
-
-def send(peer, group="pipe"):
-    return Messages(group, (ProgramMessage(OpSignature("send", FACTS), peer),))
-
-
-def receive(peer, group="pipe"):
-    return Messages(group, (ProgramMessage(OpSignature("receive", FACTS), peer),))
-
-
-def learning(connects):
-    """Forward through three stages, each message behind a header in host memory."""
-    made = Make("pipe", connects)
-    return (
-        [made, send(1, "host"), send(1)],
-        [made, receive(0, "host"), receive(0), send(2, "host"), send(2)],
-        [made, receive(1, "host"), receive(1)],
-    )
-
-
-def test_a_first_batch_waits_for_all_members():
-    """Rank 1 is stopped until rank 2 comes, who waits for what rank 1 would say next."""
-    finding = run(*learning(connects=False)).finding
-    assert finding.kind == "first use" and set(finding.ranks) == {1, 2}
-    assert (
-        "rank 1 (pipe 1) waits in call 1 of group pipe (ranks 0, 1, 2), first use, which rank 2"
-        in (str(finding))
-    )
-    assert run(*learning(connects=True)).ok
 
 
 def test_a_group_that_a_member_does_not_make():
-    lists = {"half": (0, 1)}
-    finding = run([Make("half")], [], [], lists=lists).finding
+    def step(rank):
+        if rank == 0:
+            dist.new_group([0, 1], use_local_synchronization=True)
+
+    finding = lint(step, {"pipe": 2}).finding
     assert finding.kind == "group creation" and finding.ranks == (1, 0)
     assert "new_group, which rank 1 (pipe 1) has not entered, and it has returned" in str(finding)
 
 
 def test_groups_in_two_orders():
-    lists = {"a": (0, 1), "b": (1, 2), "c": (0, 2)}
-    programs = [Make("a"), Make("c")], [Make("b"), Make("a")], [Make("c"), Make("b")]
-    finding = run(*programs, lists=lists).finding
+    a, b, c = (0, 1), (1, 2), (0, 2)
+
+    def step(rank, orders):
+        for ranks in orders[rank]:
+            tpc.groups.of(ranks)
+
+    finding = lint(lambda rank: step(rank, [(a, c), (b, a), (c, b)]), 3).finding
     assert finding.kind == "group creation" and set(finding.ranks) == {0, 1, 2}
-    assert run(
-        [Make("a"), Make("c")], [Make("a"), Make("b")], [Make("c"), Make("b")], lists=lists
-    ).ok
-
-
-def test_a_split_needs_all_ranks_of_the_world():
-    lists = {"a": (0, 1), "b": (2, 3)}
-    a, b = Make("a", split=True), Make("b", split=True)
-    assert run([a], [a], [b], [b], lists=lists).ok
-    finding = run([a], [a], [], [], lists=lists).finding
-    assert finding.kind == "group creation" and finding.ranks[0] in (2, 3)
-
-
-def test_a_split_in_which_members_do_not_meet_makes_smaller_groups():
-    lists = {"a": (0, 1, 2), "b": (2, 3)}
-    a, b = Make("a", split=True), Make("b", split=True)
-    finding = run([a, b], [a, b], [b, a], [b, a], lists=lists).finding
-    assert finding.kind == "group creation" and finding.ranks == (0, 2)
-    assert "makes the group of ranks (0, 1, 2), and rank 2 that of ranks (2, 3)" in str(finding)
-    assert "ranks (0, 1) alone get a communicator" in str(finding)
-
-
-# -- with threads ---------------------------------------------------------------------
+    lint(lambda rank: step(rank, [(a, c), (a, b), (c, b)]), 3).check()
 
 
 def first_messages(rank, connected):
@@ -184,7 +120,7 @@ def test_a_bound_world_is_split_by_all(local):
     report = lint(lambda rank: bound(rank, local), {"data": 2, "tensor": 2})
     assert report.ok  # by luck: the k-th group of all ranks is among one set of them
     report = lint(lambda rank: rank < 2 and bound(rank, local), {"data": 2, "tensor": 2})
-    assert report.finding.kind == "group creation"
+    assert report.finding.kind == "group creation" and report.finding.ranks[0] in (2, 3)
 
 
 def test_members_that_split_at_different_points_get_smaller_groups():
@@ -196,4 +132,5 @@ def test_members_that_split_at_different_points_get_smaller_groups():
 
     finding = lint(step, 4).finding
     assert finding.kind == "group creation" and finding.ranks == (0, 2)
+    assert "makes the group of ranks (0, 1, 2), and rank 2 that of ranks (2, 3)" in str(finding)
     assert "ranks (0, 1) alone get a communicator" in str(finding)

@@ -1,6 +1,7 @@
 """What stops hosts for ever, planted in the package's own code: the order linter names it."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ from torchdistpackage.comm import connections, creation, groups
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.config.load import load
 from torchdistpackage.harness.lint import lint
-from torchdistpackage.harness.lint.programs import CallProgram, check, made_first
 from torchdistpackage.harness.lint.report import LintReport
 from torchdistpackage.layout import groups as order
 from torchdistpackage.parallel.pipeline.functional import forward_backward
@@ -77,19 +77,37 @@ def some(rank: int) -> list[order.Creation]:
     return [order.Creation((3, 5, 7))] if rank in (3, 5, 7) else []
 
 
-# -- on paper, over all configurations -------------------------------------------------
+# -- over all configurations ------------------------------------------------------------
 
 CONFIGS = sorted(Path(__file__).parents[2].joinpath("configs").glob("*.yaml"))
 LAYOUTS = ((1, 4, 1), (2, 2, 2), (2, 3, 1), (4, 1, 2))
 """Ranks along data, pipe and tensor."""
 
 
-def made(plan: Plan, *, split: bool) -> LintReport:
-    """The making of the groups of every rank, on paper."""
-    orders = [plan.creations(rank) for rank in range(plan.world_size)]
-    return check(
-        made_first([CallProgram((), {})] * len(orders), orders, split=split), plan.topology
-    )
+def made(plan: Plan) -> LintReport:
+    """The groups of every rank."""
+    return lint(lambda rank: tpc.groups.prepare(plan.creations(rank)), plan.topology)
+
+
+def made_bound(plan: Plan) -> LintReport:
+    """The same in a world that is bound to a device, from which they would be split."""
+
+    def step(rank: int) -> None:
+        dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+        tpc.groups.prepare(plan.creations(rank))
+
+    with splitting():
+        return lint(step, plan.topology)
+
+
+@contextmanager
+def splitting() -> Iterator[None]:
+    with planted(creation, "create", "_unbound(whole) as bound", "nullcontext() as bound"):
+        creation.nullcontext = nullcontext
+        try:
+            yield
+        finally:
+            del creation.nullcontext
 
 
 def plan_of(config: Path, data: int, pipe: int, tensor: int) -> Plan:
@@ -102,19 +120,19 @@ def plan_of(config: Path, data: int, pipe: int, tensor: int) -> Plan:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_groups_of_every_configuration_are_made(config, layout):
-    made(plan_of(config, *layout), split=False).check()
+    made(plan_of(config, *layout)).check()
 
 
 def test_split_from_a_bound_world_they_would_not_be():
     """A tied embedding: ranks between the first and the last stage make a group less."""
     tied = next(path for path in CONFIGS if path.stem == "gpt_tiny")
-    finding = made(plan_of(tied, 2, 4, 1), split=True).finding
+    finding = made_bound(plan_of(tied, 2, 4, 1)).finding
     assert finding.kind == "group creation"
     slurm = next(path for path in CONFIGS if path.stem == "gpt_slurm")
     settings = load(str(slurm), [], 16)
-    finding = made(make_plan(settings, 16), split=True).finding
+    finding = made_bound(make_plan(settings, 16)).finding
     assert finding.kind == "group creation"
-    assert made(make_plan(settings, 16), split=False).ok
+    assert made(make_plan(settings, 16)).ok
 
 
 def test_a_group_that_is_split_from_a_bound_world():
@@ -127,11 +145,7 @@ def test_a_group_that_is_split_from_a_bound_world():
                 tpc.groups.of(ranks)
 
     assert lint(bound, 4).ok
-    with planted(creation, "create", "_unbound(whole) as bound", "nullcontext() as bound"):
-        creation.nullcontext = nullcontext
-        try:
-            finding = lint(bound, 4).finding
-        finally:
-            del creation.nullcontext
+    with splitting():
+        finding = lint(bound, 4).finding
     assert finding.kind == "group creation" and finding.ranks == (2, 3)
     assert "ranks (3,) alone get a communicator" in str(finding)

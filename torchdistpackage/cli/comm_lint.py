@@ -1,7 +1,6 @@
 """`tdp comm lint`: whether all ranks of a run make their calls in one order, without a cluster.
 
-One rule: it reports what two proofs found, one on paper for the whole world, one with threads as
-ranks that run the real step; neither is this file's.
+The proof is train/dry_run.py's, which runs the real step with a thread for each rank.
 """
 
 import os
@@ -15,13 +14,11 @@ from torchdistpackage.harness.lint.report import LintReport
 from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.topology.mesh import describe
-from torchdistpackage.train.calls import static_report
-from torchdistpackage.train.plan import Plan, local_procs, make_plan, num_parameters
+from torchdistpackage.train.plan import Plan, local_procs, make_plan
+from torchdistpackage.train.shrink import MOST_PARAMETERS, is_small, shrunk
 
 TRIAL = "torchdistpackage.train.dry_run:trial"
-RUN_UP_TO = 20_000_000
-"""Parameters of the model times ranks up to which the steps are run without being asked for."""
-MOST_THREADS = 64
+PROVED = "proved: every group sees one order of calls, and no ranks wait in a circle"
 
 
 def lint(
@@ -35,15 +32,15 @@ def lint(
         bool | None,
         typer.Option(
             "--run/--no-run",
-            help=f"Also run two real steps, ranks as threads; by default if parameters x ranks are "
-            f"at most {RUN_UP_TO:,}.",
+            help=f"Run two real steps, ranks as threads; by default if parameters x ranks are at "
+            f"most {MOST_PARAMETERS:,} once the run is shrunk, of a model of ours.",
         ),
     ] = None,
 ) -> None:
     """Prove that all ranks make their calls in one order.
 
     No ranks wait for each other in a circle then, also where a device runs what it is given on
-    several groups one by one.
+    several groups one by one. A large run is shrunk to 16 ranks, which make the same calls.
 
     Exit code 1 with the first disagreement and both its stacks. Under a launcher rank 0 does it.
     """
@@ -51,30 +48,23 @@ def lint(
         return
     settings = load(config, overrides or [], world)
     planned = make_plan(settings, world or local_procs(settings), config)
-    axes = describe(planned.topology.dense.axes)
-    typer.echo(f"on paper, {planned.world_size} ranks: {axes}")
-    # a later step is the first less its headers: what ends with them ends without them
-    paper = static_report(planned)
-    _show(paper)
-    if run is None:
-        run = _is_small(planned)
-    if not run:
-        typer.echo("steps were not run (--run runs them)")
-        typer.echo(_proved("on paper" + ", but for what is not known" * bool(paper.unknown)))
+    small = shrunk(planned)
+    typer.echo(_axes(planned))
+    if small.world_size != planned.world_size:
+        typer.echo(f"shrunk to {_axes(small)}")
+    trial = EntryPoint.of(TRIAL).resolve()
+    if run or (run is None and is_small(small)):
+        typer.echo(f"two steps, {small.world_size} threads as ranks")
+        _show(trial(small))
+        typer.echo(f"{PROVED} (in two steps)")
         return
-    typer.echo(f"two steps, {planned.world_size} threads as ranks")
-    _show(EntryPoint.of(TRIAL).resolve()(planned))
-    typer.echo(_proved("on paper and in two steps"))
+    _show(trial(small, 0))
+    typer.echo("steps were not run (--run runs them)")
+    typer.echo(f"{PROVED} (where groups are made)")
 
 
-def _is_small(plan: Plan) -> bool:
-    """Whether running takes seconds; of a user's own model nobody knows."""
-    work = num_parameters(plan) * plan.world_size
-    return plan.shape is not None and work <= RUN_UP_TO and plan.world_size <= MOST_THREADS
-
-
-def _proved(where: str) -> str:
-    return f"proved: every group sees one order of calls, and no ranks wait in a circle ({where})"
+def _axes(plan: Plan) -> str:
+    return f"{plan.world_size} ranks: {describe(plan.topology.dense.axes)}"
 
 
 def _show(report: LintReport) -> None:

@@ -1,20 +1,22 @@
 """Training steps of a plan with threads as ranks, under the order linter.
 
-One rule: they are the steps of the run but for the number of samples, of which each microbatch has
-one: the order of calls does not depend on it.
+They are the steps of the run, on the plan that `train/shrink.py` makes of it.
 """
 
 import os
 import traceback
+from dataclasses import replace
 
 import torch
 
+from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import ConfigError, TorchDistError
 from torchdistpackage.harness.lint.linter import lint
 from torchdistpackage.harness.lint.report import LintReport
 from torchdistpackage.train.build import build, build_data, user_object
 from torchdistpackage.train.data import DataSource
-from torchdistpackage.train.plan import Plan, make_plan
+from torchdistpackage.train.plan import Plan
+from torchdistpackage.train.shrink import shrunk
 from torchdistpackage.train.user_code import add_user_code
 
 STEPS = 2
@@ -22,22 +24,26 @@ STEPS = 2
 _CALLER = build_data.__code__.co_filename
 
 
-def trial(plan: Plan, *, limit_s: float = 600.0) -> LintReport:
-    """Build and run `STEPS` steps of every rank, on the CPU, and check all their calls.
+def trial(plan: Plan, num_steps: int = STEPS, *, limit_s: float = 600.0) -> LintReport:
+    """Build and run steps of every rank of the shrunk plan, on the CPU, and check all their calls.
 
-    The results are the losses of the steps. limit_s: wall seconds for all of it.
+    The results are the losses of the steps. num_steps: 0 makes the groups and builds nothing.
+    limit_s: wall seconds for all of it.
 
     Raises:
         ConfigError: a target of the file cannot be loaded, or the data cannot be made or read.
-        TorchDistError: the smaller batch does not fit the plan.
+        TorchDistError: the smaller run does not fit the plan.
     """
-    small = _one_sample(plan)
+    small = shrunk(plan)
+    if not num_steps:
+        report = lint(lambda rank: tpc.groups.prepare(small.creations(rank)), small.topology)
+        return replace(report, unknown=("calls of a step, which was not run (--run runs it)",))
     _load_targets(small)
     data = _data(small)
 
     def step(rank: int) -> list[float]:
         trainer = build(small, rank, torch.device("cpu"), data)
-        return [trainer.train_step(number).wait().loss for number in range(1, STEPS + 1)]
+        return [trainer.train_step(number).wait().loss for number in range(1, num_steps + 1)]
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -45,14 +51,6 @@ def trial(plan: Plan, *, limit_s: float = 600.0) -> LintReport:
         return lint(step, small.topology, limit_s=limit_s)
     finally:
         torch.set_num_threads(threads)
-
-
-def _one_sample(plan: Plan) -> Plan:
-    """The same plan with one sample in each microbatch."""
-    config = plan.config
-    fewest = config.data.global_batch // plan.samples_per_microbatch
-    data = config.data.model_copy(update={"global_batch": fewest})
-    return make_plan(config.model_copy(update={"data": data}), plan.world_size)
 
 
 def _load_targets(plan: Plan) -> None:

@@ -32,14 +32,9 @@ HEAD = (
 )
 
 
-def one_queue(num_ranks: int) -> Queues:
-    """For all groups of `num_ranks` ranks together."""
-    return {rank: deque() for rank in range(num_ranks)}
-
-
 def launch_order(traces: Sequence[Trace], name: Name) -> Finding | None:
     """What stops if all that ranks did, which came to its end, is run with one queue a rank."""
-    queues = one_queue(len(traces))
+    queues: Queues = {rank: deque() for rank in range(len(traces))}
     # hosts make groups, and no device
     on_device = [[(e, w) for e, w in t if not {CREATION, SPLIT} & set(e.calls)] for t in traces]
 
@@ -53,19 +48,13 @@ def launch_order(traces: Sequence[Trace], name: Name) -> Finding | None:
         return [replay(board, trace, groups) for trace in on_device]
 
     found = drive(runs, list(groups.values()), name)
-    return None if found is None else as_launch_order(found)
-
-
-def as_launch_order(found: Finding) -> Finding:
-    """A circle that is there only with one queue a rank, called what it is."""
-    return replace(found, kind="launch order", text=HEAD + found.text)
+    return None if found is None else replace(found, kind="launch order", text=HEAD + found.text)
 
 
 def drive(
     start: Callable[[Matcher], Sequence[Iterator[PendingOp]]],
     groups: Sequence[LintGroup],
     name: Name,
-    met: Callable[[list[PendingOp]], object] | None = None,
 ) -> Finding | None:
     """Run every rank's calls on a board; a rank gives each entry that it waits for."""
     ready: deque[int] = deque()
@@ -75,7 +64,7 @@ def drive(
             del board.waiting[entry.rank]
             ready.append(entry.rank)
 
-    board = Matcher(met=met, done=done)
+    board = Matcher(done=done)
     runs = start(board)
     ready.extend(range(len(runs)))
     try:

@@ -9,13 +9,10 @@ No torch.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import cast
 
 from torchdistpackage.harness.lint.device_order import Trace, drive, groups_again, replay
 from torchdistpackage.harness.lint.explain import Finding, Name
 from torchdistpackage.harness.lint.matcher import (
-    CREATION,
-    SPLIT,
     Disagreement,
     LintGroup,
     Matcher,
@@ -114,37 +111,7 @@ def host_blocking(
         return [replay(board, trace, groups, connections.before) for trace in traces]
 
     found = drive(runs, list(groups.values()), name)
-    return None if found is None else as_first_use(found)
-
-
-def as_first_use(found: Finding) -> Finding:
-    """A circle that is there only because hosts stop to connect, called what it is."""
-    return replace(found, kind="first use", text=HEAD + found.text)
-
-
-class Making:
-    """Where ranks meet to make groups: the members of each, or all ranks to split their world."""
-
-    def __init__(self, num_ranks: int):
-        self._world = LintGroup(range(num_ranks), "global")
-        self._of: dict[LintGroup, LintGroup] = {}
-
-    def entry(self, rank: int, group: LintGroup, is_split: bool) -> PendingOp:
-        """What `rank` waits for to have made `group`."""
-        if is_split:
-            return PendingOp(rank, self._world, (SPLIT,), payload=group.ranks)
-        if group not in self._of:
-            self._of[group] = LintGroup(group.ranks, group.name)
-        return PendingOp(rank, self._of[group], (CREATION,))
-
-    def met(self, entries: list[PendingOp]) -> None:
-        """Check what came together.
-
-        Raises:
-            Disagreement: as `split`.
-        """
-        if entries[0].calls == (SPLIT,):
-            split(entries, [cast(tuple[int, ...], e.payload) for e in entries])
+    return None if found is None else replace(found, kind="first use", text=HEAD + found.text)
 
 
 def split(entries: Sequence[PendingOp], lists: Sequence[tuple[int, ...]]) -> None:

@@ -8,7 +8,8 @@ No torch.
 Groups may share their queues (`device_order.py`): then all that a rank has issued is done in one
 order. Messages may have a *road* of their own, as descriptions have that go through host memory:
 between two ranks one way they are done in order, and hold up nothing else.
-Calls may come from threads that run (`threads.py`) or from programs on paper (`programs.py`).
+Calls come from threads that run (`threads.py`), or once more from what these did
+(`device_order.py`, `host.py`).
 """
 
 from collections import defaultdict, deque
