@@ -17,11 +17,17 @@ import typer
 from torchdistpackage.cli import bench_job
 from torchdistpackage.cli._common import Axes, CommTarget, Procs, Words, parse_target
 from torchdistpackage.errors import CommError, ConfigError, RankError
-from torchdistpackage.harness.bench import table
-from torchdistpackage.harness.bench.limits import EVERY, PAIRS, parse_limits, violations
 from torchdistpackage.harness.bench.outputs import Outputs, into
 from torchdistpackage.harness.bench.pairs import find_suspects
-from torchdistpackage.harness.bench.report import BenchReport
+from torchdistpackage.harness.bench.report import (
+    EVERY,
+    PAIRS,
+    BenchReport,
+    pairs_text,
+    parse_limits,
+    report_text,
+    violations,
+)
 from torchdistpackage.harness.bench.request import (
     Request,
     parse_dtypes,
@@ -36,7 +42,7 @@ from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.topology.mesh import describe
 from torchdistpackage.topology.views import topology
 
-_RANK = "torchdistpackage.harness.measure.job:bench"
+_RANK = "torchdistpackage.harness.measure.watched:bench"
 Sizes = Sequence[tuple[str, int | None]]
 _SIZES, _DTYPES = "1KiB:4MiB:x16", "float32"
 
@@ -133,10 +139,10 @@ def _run(request: Request, want: CommTarget, outputs: Outputs, limits: Mapping[s
             f"nothing to measure: no group of {describe(report.topology)} has more than one rank"
         )
     else:
-        typer.echo(table.text(report))
+        typer.echo(report_text(report))
     if report.pairs is not None:
         suspects = find_suspects({(a, b): t for a, b, t in report.pairs.times}, report.hosts)
-        typer.echo("\n" + table.pairs_text(report.pairs, suspects, report.hosts))
+        typer.echo("\n" + pairs_text(report.pairs, suspects, report.hosts))
     written, problems = outputs.write(report)
     for path in written:
         typer.echo(f"wrote {path}")

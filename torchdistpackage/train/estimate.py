@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from torchdistpackage.harness.bench.profile import Profile
 from torchdistpackage.harness.bench.report import CostModel
-from torchdistpackage.harness.bench.rounds import NETWORK, NODE
+from torchdistpackage.harness.bench.request import NETWORK, NODE
 from torchdistpackage.harness.operations import COLLECTIVES
 from torchdistpackage.models.gpt_layout import EMBED, HEAD, GPTShape
 from torchdistpackage.schedule.actions import Schedule

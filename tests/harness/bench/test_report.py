@@ -8,10 +8,21 @@ import pytest
 
 from tests.harness.bench.reports import LATENCY_S, report, row
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.harness.bench.limits import parse_limits, violations
 from torchdistpackage.harness.bench.pairs import SlowLinks, find_suspects
-from torchdistpackage.harness.bench.report import Measurement, Pairs, Row, percentile, rows_of
-from torchdistpackage.harness.bench.table import duration, pairs_text, rate, size, text
+from torchdistpackage.harness.bench.report import (
+    Measurement,
+    Pairs,
+    Row,
+    duration,
+    pairs_text,
+    parse_limits,
+    percentile,
+    rate,
+    report_text,
+    rows_of,
+    size_text,
+    violations,
+)
 
 CELL = Measurement("data", "all_reduce", "together", "float32", 4096)
 PAIRS = Pairs(2**20, "float32", ((0, 1, 1e-3), (0, 7, 8e-3), (1, 7, 2e-3)))
@@ -71,7 +82,7 @@ def test_the_json_has_every_figure_with_its_unit():
 
 
 def test_the_table_shows_ours_beside_the_bare_call():
-    shown = text(report(row(), row("p2p", axis="pipe", mode="alone", num_units=1)))
+    shown = report_text(report(row(), row("p2p", axis="pipe", mode="alone", num_units=1)))
     assert "gloo on 8 ranks of 2 hosts (data=4 x pipe=2)" in shown
     first = next(line for line in shown.splitlines() if line.startswith("all_reduce"))
     cells = "all_reduce float32 1 MiB 1.67 ms 3.35 ms 5.02 ms 0.627 0.94 1.67 ms 1.00 x 0 1 2 3"
@@ -96,7 +107,7 @@ def test_the_pairs_name_the_slowest_and_whom_to_exclude():
 
 
 def test_figures_are_readable():
-    assert [size(x) for x in (12, 1536, 2**22, 2**31)] == ["12 B", "1.5 KiB", "4 MiB", "2 GiB"]
+    assert [size_text(x) for x in (12, 1536, 2**22, 2**31)] == ["12 B", "1.5 KiB", "4 MiB", "2 GiB"]
     assert [duration(x) for x in (2.5e-6, 1.2345e-3, 12)] == ["2.5 us", "1.23 ms", "12 s"]
     assert rate(12.34e9) == "12.3"
 
@@ -125,9 +136,9 @@ def test_a_limit_is_given_once():
 
 
 def test_where_calls_queue_the_table_shows_what_the_host_takes():
-    shown = text(report(row(host_p50_s=4.2e-5), row(size_bytes=2**10, host_p50_s=3e-5)))
+    shown = report_text(report(row(host_p50_s=4.2e-5), row(size_bytes=2**10, host_p50_s=3e-5)))
     head, *rows = (x.split("  ") for x in shown.splitlines() if x.startswith(("oper", "all_red")))
     place = [x.strip() for x in head if x].index("host")
     assert [[x.strip() for x in cells if x][place] for cells in rows[:2]] == ["42 us", "30 us"]
-    assert " host " not in text(report(row()))
+    assert " host " not in report_text(report(row()))
     assert rows_of(CELL, [((0, 1), [1.0], [1.0], ())], {(0, 1): "node"})[0].host_p50_s is None

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from torchdistpackage.harness.bench.rounds import (
+from torchdistpackage.harness.bench.request import (
     NETWORK,
     NODE,
     all_at_once,

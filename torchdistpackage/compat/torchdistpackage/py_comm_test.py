@@ -12,8 +12,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.errors import CommError
-from torchdistpackage.harness.measure import payload
-from torchdistpackage.harness.measure.operations import UnitRank, sync, tdp_call
+from torchdistpackage.harness.measure.operations import UnitRank, make_input, sync, tdp_call
 from torchdistpackage.harness.measure.timing import in_turns
 from torchdistpackage.harness.operations import COLLECTIVES
 
@@ -59,7 +58,7 @@ def _bandwidth(operation: str, num_elements: int, group: Group | None) -> tuple[
             + (f", in {size} equal parts" if COLLECTIVES[operation].in_parts else "")
         )
     place = UnitRank(ranks, group.rank(), group)
-    x = payload.make_input(operation, place.index, size, num_elements, (torch.float32, device))
+    x = make_input(operation, place.index, size, num_elements, (torch.float32, device))
     (mine,) = in_turns(
         [tdp_call(operation, x, place)],
         sync(operation, place),

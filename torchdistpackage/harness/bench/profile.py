@@ -15,7 +15,7 @@ from torchdistpackage.bounded import parse_json, read_regular
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.bench.fit import LinkFit
 from torchdistpackage.harness.bench.report import CONCURRENT, BenchReport, CostModel
-from torchdistpackage.harness.bench.rounds import NETWORK, NODE
+from torchdistpackage.harness.bench.request import NETWORK, NODE
 from torchdistpackage.harness.operations import COLLECTIVES
 
 _MAX_BYTES = 1 << 24

@@ -4,6 +4,8 @@ with.
 One rule: both do the same on tensors that are made beforehand, so what differs between their times
 is our own work. A unit is the ranks that take part; of two neighbours the first one sends. Rooms
 start as zeros, which nobody sends (harness/coded.py): what was there before does not pass for it.
+What is sent are the coded numbers of the positions in the unit, so what must arrive follows from
+the unit's size alone and is exact in every element type.
 """
 
 from collections.abc import Callable
@@ -15,8 +17,11 @@ from torch import Tensor
 from torchdistpackage.comm import bare, p2p, primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.harness.coded import Like, expected_sum, rank_pattern, reduce_input
+from torchdistpackage.harness.operations import COLLECTIVES
 
 MESSAGES = ("p2p", "p2p_both")
+SUMMED = ("all_reduce", "reduce_scatter")
 Call = Callable[[], Tensor | None]
 """Returns what arrived, or None on a rank that only sends."""
 
@@ -36,6 +41,30 @@ class UnitRank:
     def peer(self) -> int:
         """The other one of two."""
         return self.unit[1 - self.index]
+
+
+def make_input(operation: str, index: int, size: int, num_elements: int, like: Like) -> Tensor:
+    """What position `index` of a unit of `size` ranks gives; `num_elements` are those counted."""
+    if operation in SUMMED:
+        return reduce_input(index, range(size), num_elements, like)
+    return rank_pattern(index, COLLECTIVES[operation].input_bytes(num_elements, size), like)
+
+
+def expected(operation: str, index: int, size: int, num_elements: int, like: Like) -> Tensor | None:
+    """What position `index` must have afterwards; None where it receives nothing."""
+    if operation == "p2p":
+        return rank_pattern(0, num_elements, like) if index == 1 else None
+    if operation == "p2p_both":
+        return rank_pattern(1 - index, num_elements, like)
+    if operation == "broadcast":
+        return rank_pattern(0, num_elements, like)
+    if operation == "all_reduce":
+        return expected_sum(range(size), num_elements, like)
+    part = num_elements // size
+    if operation == "reduce_scatter":
+        return expected_sum(range(size), part, like, first=index * part)
+    first = index * part if operation == "all_to_all" else 0
+    return torch.cat([rank_pattern(sender, part, like, first) for sender in range(size)])
 
 
 def tdp_call(operation: str, x: Tensor, place: UnitRank) -> Call:

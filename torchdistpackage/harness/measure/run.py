@@ -18,24 +18,35 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.connections import connect
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
-from torchdistpackage.harness.bench import rounds
 from torchdistpackage.harness.bench.report import (
     CONCURRENT,
     ISOLATED,
+    PAIRS,
     BenchReport,
     Measurement,
     Pairs,
     Row,
     rows_of,
 )
-from torchdistpackage.harness.bench.request import ELEMENT_BYTES, Request, whole_elements
-from torchdistpackage.harness.bench.rounds import Participants, Round
+from torchdistpackage.harness.bench.request import (
+    ELEMENT_BYTES,
+    Participants,
+    Request,
+    Round,
+    all_at_once,
+    link_of,
+    one_by_one,
+    tournament,
+    units_of,
+    whole_elements,
+)
 from torchdistpackage.harness.coded import compare
-from torchdistpackage.harness.measure import payload
 from torchdistpackage.harness.measure.operations import (
     MESSAGES,
     Call,
     UnitRank,
+    expected,
+    make_input,
     sync,
     sync_all,
     tdp_call,
@@ -44,7 +55,6 @@ from torchdistpackage.harness.measure.operations import (
 from torchdistpackage.harness.measure.timing import in_turns, join_sync
 from torchdistpackage.harness.operations import COLLECTIVES
 
-PAIRS = "pairs"
 NUM_SIDES = 2
 """Of each call: ours and the bare one."""
 KEPT = 3
@@ -72,7 +82,7 @@ def measure(request: Request, begin: Begin = lambda *_: None) -> BenchReport:
     found: list[Row] = []
     for cell, plan in _cells(request, hosts):
         times = [one for part in plan for one in _round(cell, part, request, begin)]
-        links = {unit: rounds.link_of(unit, hosts) for unit, *_ in times}
+        links = {unit: link_of(unit, hosts) for unit, *_ in times}
         found += rows_of(cell, times, links)
     whole = tpc.get_group("global")
     return BenchReport(
@@ -106,11 +116,11 @@ def _cells(request: Request, hosts: Sequence[str]) -> Iterator[tuple[Measurement
         groups = tpc.all_ranks(axis)
         connect(tpc.get_group(axis))  # a message of two needs the others once
         for operation in request.operations:
-            units = rounds.units_of(groups, operation in MESSAGES)
+            units = units_of(groups, operation in MESSAGES)
             if not units:
                 continue
-            together = rounds.all_at_once(units)
-            modes = {ISOLATED: rounds.one_by_one(units, hosts, request.isolated)}
+            together = all_at_once(units)
+            modes = {ISOLATED: one_by_one(units, hosts, request.isolated)}
             if any(len(part) > 1 for part in together) or not modes[ISOLATED]:
                 modes[CONCURRENT] = together
             num_parts = len(units[0]) if COLLECTIVES[operation].in_parts else 1
@@ -132,7 +142,7 @@ def _pairs(request: Request, num_ranks: int, begin: Begin) -> Pairs:
     (size_bytes,) = _counted(request.sizes_bytes[-1:], dtype, 1)
     cell = Measurement(PAIRS, "p2p_both", CONCURRENT, dtype, size_bytes)
     times: list[tuple[int, int, float]] = []
-    for part in rounds.tournament(num_ranks):
+    for part in tournament(num_ranks):
         for (a, b), mine, *_ in _round(cell, part, request, begin):
             times.append((a, b, statistics.median(mine)))
     return Pairs(size_bytes, dtype, tuple(sorted(times)))
@@ -189,8 +199,8 @@ def _run(
     what = cell.operation, place.index, len(place.unit), number, kind
 
     def verify() -> str:
-        got = tdp_call(cell.operation, payload.make_input(*what), place)()
-        wanted = payload.expected(*what)
+        got = tdp_call(cell.operation, make_input(*what), place)()
+        wanted = expected(*what)
         if got is None or wanted is None or not (text := compare(got, wanted)):
             return ""
         return (
@@ -199,9 +209,7 @@ def _run(
         )
 
     wrong = verify()
-    sides = [
-        make(cell.operation, payload.make_input(*what), place) for make in (tdp_call, torch_call)
-    ]
+    sides = [make(cell.operation, make_input(*what), place) for make in (tdp_call, torch_call)]
     mine, bare = in_turns(
         sides,
         together,

@@ -1,13 +1,15 @@
-"""The bench of one rank in a thread that is watched, so that no rank waits for ever.
+"""A rank of `tdp comm bench`: it measures in a thread that is watched, so that none waits for ever.
 
-One rule: who does not come is named by those who do. Who waits in a round for too long, or fails in
+Who does not come is named by those who do. Who waits in a round for too long, or fails in
 it, raises the alarm beside the groups (comm/bulletin.py), and all who hear it are told the same.
 """
 
 import contextvars
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -16,15 +18,38 @@ from torchdistpackage.comm.bulletin import SharedStatus
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.bench.report import BenchReport, Measurement
-from torchdistpackage.harness.bench.request import Request
-from torchdistpackage.harness.bench.rounds import Round
+from torchdistpackage.harness.bench.request import Request, Round
 from torchdistpackage.harness.comm_test_report import CommTestError, StuckAt, Verdict, judge
 from torchdistpackage.harness.comm_test_report import RankReport as Witness
 from torchdistpackage.harness.measure.run import DataCorruptionError, measure
+from torchdistpackage.launch.files import atomic_write
 
 MARGIN_S = 60.0
 """The backend waits longer than the watcher by this, for NCCL's limit ends the process unheard."""
 _LOOK_S, _SETTLE_S = 0.5, 3.0
+
+
+def bench(request: Request, note: str) -> BenchReport | None:
+    """The report on rank 0, None on the others.
+
+    Raises:
+        CommError: as `watched`; its text is in the file `note` too, for a parent that ends this
+            rank before it is heard.
+    """
+    said: list[tuple[str, str]] = []
+
+    def say(cell: Measurement) -> None:
+        at = (cell.operation, cell.axis)
+        if tpc.rank == 0 and at not in said[-1:]:
+            sys.stderr.write(f"measuring {cell.operation} over {cell.axis}\n")
+        said[:] = [at]
+
+    try:
+        report = watched(request, on_round=say)
+    except CommError as error:
+        atomic_write(Path(note), str(error))
+        raise
+    return report if tpc.rank == 0 else None
 
 
 def watched(
