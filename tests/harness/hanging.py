@@ -20,7 +20,7 @@ from torchdistpackage.comm import p2p, primitives
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.runtime import setup_distributed
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.harness.hang import process
+from torchdistpackage.harness.hang import dump
 from torchdistpackage.harness.watchdog import watch
 from torchdistpackage.launch.signals import SignalFlag
 from torchdistpackage.launch.supervisor import WatchedRank, supervise
@@ -130,7 +130,7 @@ AXES = {"several": [("data", 2), ("tensor", 2)], "computing": [("data", 2), ("te
 def alone_on_its_host(case: str, folder: str, timeout_s: float) -> None:
     """As under srun with a rank a node: forked by a watcher, and not seen by the other ranks."""
     rank, own = int(os.environ["RANK"]), Path(folder)
-    process.socket = SimpleNamespace(gethostname=lambda: f"host{rank}")  # type: ignore[assignment]
+    dump.socket = SimpleNamespace(gethostname=lambda: f"host{rank}")  # type: ignore[assignment]
     noted = SignalFlag()
     noted.listen(["TERM"])
     place = WatchedRank(rank, own / f"log{rank}", own / "failures")

@@ -7,8 +7,7 @@ import pytest
 
 from torchdistpackage.harness.hang import dump as dumps
 from torchdistpackage.harness.hang.diagnosis import Cause
-from torchdistpackage.harness.hang.dump import Dump, State
-from torchdistpackage.harness.hang.process import Process
+from torchdistpackage.harness.hang.dump import Dump, Process, State
 from torchdistpackage.harness.hang.report import Diagnosis, diagnose
 from torchdistpackage.launch.failure import Failure, FailureKind, report, root_cause, to_json
 from torchdistpackage.topology.mesh import Mesh

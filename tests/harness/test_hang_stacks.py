@@ -184,7 +184,7 @@ def test_a_fork_of_a_watched_rank_can_end(tmp_path):
     """Its interpreter would wait for the thread of the timer, which only the parent has."""
     fd = f"os.open({str(tmp_path / 'stacks')!r}, os.O_RDWR | os.O_CREAT)"
     text = (
-        "import os, sys\nfrom torchdistpackage.harness.hang.c_stacks import CStacks\n"
+        "import os, sys\nfrom torchdistpackage.harness.hang.stacks import CStacks\n"
         f"stacks = CStacks(enabled=True)\nstacks.open({fd})\npid = os.fork()\n"
         "if pid == 0: sys.exit(0)\n"
         "os.waitpid(pid, 0)\nstacks.arm()\nstacks.close()\n"
@@ -202,7 +202,7 @@ def test_what_a_rank_has_started_ends_with_it(tmp_path):
         "import subprocess, threading\nfrom pathlib import Path\n"
         "from torchdistpackage.harness.hang.dump import Dump, Folder, State\n"
         "from torchdistpackage.harness.hang.shutdown import Shutdown\n"
-        "from torchdistpackage.harness.hang.process import Process\n"
+        "from torchdistpackage.harness.hang.dump import Process\n"
         "worker = subprocess.Popen(['/bin/sh', '-c', 'sleep 60 & echo $!; wait'], stdout=-1)\n"
         "print(worker.stdout.readline().decode(), flush=True)\n"
         f"ending = Shutdown(Folder(Path({str(tmp_path)!r}), 'a'), 0, 1, None, None)\n"

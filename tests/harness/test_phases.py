@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from torchdistpackage.comm.flight_recorder import recorder
-from torchdistpackage.harness.stragglers.cpu_wait_clock import cpu_wait_clock
-from torchdistpackage.harness.stragglers.phases import KEPT, Phases
+from torchdistpackage.harness.stragglers.phases import KEPT, Phases, cpu_wait_clock
 
 
 @pytest.fixture

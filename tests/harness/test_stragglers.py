@@ -8,10 +8,10 @@ import random
 
 import pytest
 
-from torchdistpackage.harness.stragglers.alerts import Alerts
 from torchdistpackage.harness.stragglers.find import (
     PHASES,
     WINDOW,
+    Alerts,
     Cost,
     Straggler,
     Times,

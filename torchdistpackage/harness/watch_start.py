@@ -14,7 +14,7 @@ from typing import cast
 from torchdistpackage.comm import primitives
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.hang.dump import Folder
-from torchdistpackage.harness.hang.format_call import SHOWN
+from torchdistpackage.harness.hang.waits import SHOWN
 from torchdistpackage.launch.slurm.run_dir import attempt_id
 
 

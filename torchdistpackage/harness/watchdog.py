@@ -23,13 +23,11 @@ from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.hang import flights
-from torchdistpackage.harness.hang.c_stacks import CStacks
-from torchdistpackage.harness.hang.dump import Dump, Folder, State
+from torchdistpackage.harness.hang.dump import Dump, Folder, Process, State
 from torchdistpackage.harness.hang.heartbeat import Heartbeat, StepClock
 from torchdistpackage.harness.hang.nearby import Nearby
-from torchdistpackage.harness.hang.process import Process
 from torchdistpackage.harness.hang.shutdown import END_S, Shutdown
-from torchdistpackage.harness.hang.stacks import FOREIGN
+from torchdistpackage.harness.hang.stacks import FOREIGN, CStacks
 from torchdistpackage.harness.watch_start import agree_on_start
 from torchdistpackage.launch.failure import from_exception, is_secondary, to_json
 from torchdistpackage.launch.rendezvous import detect

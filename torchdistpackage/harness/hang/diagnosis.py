@@ -9,18 +9,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from torchdistpackage.harness.hang.aborts import aborted
 from torchdistpackage.harness.hang.dump import Dump, State, states
 from torchdistpackage.harness.hang.flights import from_json as flights_of
 from torchdistpackage.harness.hang.flights import met, order_conflict
-from torchdistpackage.harness.hang.format_call import (
+from torchdistpackage.harness.hang.stacks import innermost, is_waiting, loop_of
+from torchdistpackage.harness.hang.waits import (
+    RankRecord,
+    RankWait,
+    aborted,
+    blocked_by,
     called,
+    cycles,
     format_call,
     numbered,
     ranks_listed,
+    waits,
 )
-from torchdistpackage.harness.hang.stacks import innermost, is_waiting, loop_of
-from torchdistpackage.harness.hang.waits import RankRecord, RankWait, blocked_by, cycles, waits
 from torchdistpackage.launch.failure import Failure, FailureKind, from_json, is_secondary
 from torchdistpackage.topology.mesh import Mesh
 

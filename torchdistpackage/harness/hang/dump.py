@@ -1,6 +1,6 @@
 """What one rank leaves in the folder of a watch, and what is left there of all. No torch.
 
-One rule: every file that somebody polls is there from the beginning. Clients of a network file
+Every file that somebody polls is there from the beginning. Clients of a network file
 system may believe for a minute that a file is missing, but look again at each opening of one that
 they know. So a rank has one file from its start on, written whole each time, and a common file is
 empty until it means something.
@@ -10,16 +10,62 @@ import contextlib
 import json
 import os
 import shutil
+import signal
+import socket
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from torchdistpackage.harness.hang.process import Process
 from torchdistpackage.launch.files import atomic_write
 
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_APPEND
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process of one host, known by its start as well: a pid may come again.
+
+    started: ticks since the host booted. space: the namespace that `pid` is a number of.
+    """
+
+    host: str
+    pid: int
+    started: str
+    space: str
+
+    @classmethod
+    def mine(cls) -> "Process":
+        pid = os.getpid()
+        return cls(socket.gethostname(), pid, _stat(pid)[2], _space())
+
+    def state(self) -> str | None:
+        """A letter as in /proc (R, S, D, T, ...), "" if it is gone; None: cannot be seen here."""
+        if self.host != socket.gethostname() or self.space != _space():
+            return None
+        letter, _, started = _stat(self.pid)
+        return letter if started == self.started and letter not in "ZX" else ""
+
+    def descendants(self) -> list["Process"]:
+        """What it has started, as the workers of a loader, and what those have; parents first."""
+        children: dict[int, list[Process]] = {}
+        for name in os.listdir("/proc"):  # noqa: PTH208 - a name is all that is needed
+            if name.isdigit():
+                letter, parent, started = _stat(int(name))
+                if letter not in "ZX":
+                    child = replace(self, pid=int(name), started=started)
+                    children.setdefault(parent, []).append(child)
+        found = list(children.get(self.pid, ()) if self.state() else ())
+        for process in found:  # grows on the way
+            found += children.get(process.pid, ())
+        return found
+
+    def kill(self) -> None:
+        """End it, if it is still the same one and may be ended by us."""
+        if self.state():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, signal.SIGKILL)
 
 
 class State(StrEnum):
@@ -213,3 +259,20 @@ def _is_marked(path: Path) -> bool:
     with contextlib.suppress(OSError), path.open("rb") as file:
         return bool(file.read(1))
     return False
+
+
+def _stat(pid: int) -> tuple[str, int, str]:
+    """(state, parent, start time) of a process of this host; ("X", 0, "") if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace")
+    except OSError:
+        return "X", 0, ""
+    fields = text.rpartition(")")[2].split()
+    return fields[0], int(fields[1]), fields[19]
+
+
+def _space() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - the text, which is no path
+    except OSError:
+        return ""

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from torchdistpackage.harness.hang.diagnosis import Cause, Hang, Suspect
 from torchdistpackage.harness.hang.dump import Dump
 from torchdistpackage.harness.hang.flights import lines
-from torchdistpackage.harness.hang.format_call import (
+from torchdistpackage.harness.hang.waits import (
     SHOWN,
+    RankWait,
     called,
     exactly,
     format_call,
     ranks_listed,
 )
-from torchdistpackage.harness.hang.waits import RankWait
 from torchdistpackage.launch.failure import Failure, FailureKind
 from torchdistpackage.topology.mesh import Mesh
 

@@ -1,15 +1,21 @@
-"""What the stacks of a rank tell of its loop: where it is, and whether it waits there. No torch.
+"""Stacks of a rank: what they tell of its loop, and those that C writes for it. No torch.
 
-One rule: on a device a backward and its hooks run in threads of autograd, which Python did not
+On a device a backward and its hooks run in threads of autograd, which Python did not
 start. A loop that stands in autograd's engine is where such a thread is. A host that only issues
 kernels stands in torch for long when the queue of launches is full: then it waits as well.
 """
 
+import faulthandler
+import os
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from weakref import WeakMethod
 
 FOREIGN = "a thread that Python did not start, as autograd's of a device"
 """Heads the stack of one."""
+HELD_S = 3.0
+"""After which the stacks of an interpreter that is held are written."""
 
 
 def loop_of(stacks: Sequence[str]) -> str:
@@ -60,3 +66,81 @@ _READS = re.compile(r"\b(float|int|bool)\(|\.(to|cuda|numpy|nonzero|copy_|unique
 """They read a number of the device, or copy from memory that is not pinned."""
 _LAUNCHES = re.compile(r"/torch/(nn|optim|autograd|_tensor|functional|_ops|utils/_foreach)")
 _LIBRARY = re.compile(r'/lib/python3[.\d]*/|^"<')
+
+
+class CStacks:
+    """Stacks that the C side of faulthandler writes when Python does not run, or crashes.
+
+    A fork finds the timer off: its thread is not there in the child, which would wait for it for
+    ever at its end; the parent starts it again.
+
+    enabled: whether faulthandler and its one timer are ours to use.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled, self._fd, self._tells_crashes = enabled, -1, False
+        self._lock = threading.Lock()
+
+    def open(self, fd: int) -> None:
+        """Write to `fd` from now on, which is closed by `close`."""
+        self._fd = fd
+        # a crash as well leaves its stacks, unless the user has it told elsewhere
+        self._tells_crashes = self._enabled and not faulthandler.is_enabled()
+        if self._tells_crashes:
+            faulthandler.enable(fd)
+        os.register_at_fork(
+            before=_weakly(self._before_fork),
+            after_in_parent=_weakly(self._after_in_parent),
+            after_in_child=_weakly(self._after_in_child),
+        )
+        self.arm()
+
+    def arm(self) -> None:
+        """If nobody comes here again in time, C writes the stacks."""
+        with self._lock:
+            self._start()
+
+    def close(self) -> None:
+        with self._lock:
+            self._stop()
+            self._forget()
+
+    def _start(self) -> None:
+        if self._fd >= 0 and self._enabled:
+            if os.fstat(self._fd).st_size:
+                os.ftruncate(self._fd, 0)
+            faulthandler.dump_traceback_later(HELD_S, file=self._fd)
+
+    def _stop(self) -> None:
+        if self._fd >= 0 and self._enabled:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _forget(self) -> None:
+        if self._fd >= 0:
+            if self._tells_crashes:
+                faulthandler.disable()
+            os.close(self._fd)
+            self._fd = -1
+
+    def _before_fork(self) -> None:
+        self._lock.acquire()
+        self._stop()
+
+    def _after_in_parent(self) -> None:
+        self._start()
+        self._lock.release()
+
+    def _after_in_child(self) -> None:
+        self._forget()
+        self._lock.release()
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """What is registered stays for the life of the process; its object need not."""
+    known = WeakMethod(method)
+
+    def call() -> None:
+        if (found := known()) is not None:
+            found()
+
+    return call

@@ -1,20 +1,25 @@
-"""Who waits for whom, from the records of all ranks. No torch.
+"""Which ranks wait for which, from the records of all ranks, and their calls in words. No torch.
 
-One rule: a call is matched by its number. The k-th collective of a group waits for the members that
+A call is matched by its number. The k-th collective of a group waits for the members that
 have not issued their k-th, the k-th receive from a peer for the peer's k-th send. A host that
 is blocked says so; where a device does the waiting (NCCL), a call counts as waited for while
 somebody who must take part is behind.
 """
 
+import re
 from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchdistpackage.errors import ScheduleError
+from torchdistpackage.schedule.actions import parse_action
+
 # elsewhere members may hold shapes of their own
 _ONE_SHAPE = ("all_reduce", "broadcast")
 _OTHER_END = {"send": "receive", "receive": "send"}
-
+SHOWN = 8
+"""Ranks that are listed one by one, where more of them say the same."""
 
 GroupKey = tuple[tuple[int, ...], int]
 """Ranks of a group, and how many groups of the same ranks a rank used before it."""
@@ -225,3 +230,119 @@ def cycles(found: Sequence[RankWait]) -> list[list[RankWait]]:
             result.append([path[r] for r in order[order.index(rank) :]])
         placed |= path.keys()
     return result
+
+
+# -- a call in words ----------------------------------------------------------------------
+
+
+def format_call(call: RecordedCall) -> str:
+    """Where a rank waits: `RECV_F stage 2 microbatch 5`, `all_reduce number 41 of data`."""
+    if call.peer is None:
+        return f"{call.operation} number {call.sequence} of {_group(call)}"
+    if call.action:
+        try:
+            action = parse_action(call.action)
+        except ScheduleError:
+            return f"{call.action} ({called(call)})"
+        return f"{action.kind} stage {action.stage} microbatch {action.microbatch}"
+    return f"{call.operation} number {call.sequence} {_towards(call)} rank {call.peer}"
+
+
+def numbered(call: RecordedCall) -> str:
+    """What both sides of a disagreement share."""
+    what = "collective" if call.peer is None else "message"
+    return f"{what} number {call.sequence} of {_group(call)}"
+
+
+def called(call: RecordedCall) -> str:
+    """`all_reduce float32[1000]`."""
+    return f"{call.operation} {call.tensor}".rstrip()
+
+
+def exactly(call: RecordedCall) -> str:
+    """Everything that is known of a call."""
+    to = "" if call.peer is None else f" {_towards(call)} rank {call.peer}"
+    tensor = f", {call.tensor}" if call.tensor else ""
+    what = f"{call.operation} number {call.sequence}{to}"
+    return f"{what}, {_group(call)}{tensor}, for {call.age_s:.1f} s"
+
+
+def _towards(call: RecordedCall) -> str:
+    return "to" if call.operation == "send" else "from"
+
+
+def _group(call: RecordedCall) -> str:
+    name = f"the {call.axis} group" if call.axis else "the group"
+    return f"{name} of ranks {listed(call.ranks)}"
+
+
+def ranks_listed(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0, 4, 8`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """`0, 4, 8, ... (32 ranks)`."""
+    shown = ", ".join(map(str, ranks[:SHOWN]))
+    return shown if len(ranks) <= SHOWN else f"{shown}, ... ({len(ranks)} ranks)"
+
+
+# -- a rank that aborted ------------------------------------------------------------------
+
+_ABORTED = "Fatal Python error: Aborted"
+_OURS = "/torchdistpackage/comm/"
+_ENTRY = re.compile(rf'{_OURS}primitives\.py", line \d+ in ([a-z]\w*)$', re.MULTILINE)
+_ADVICE = (
+    "gloo aborts the rank that is sent more than it expects, so compare the calls: "
+    "`with comm.checked_calls():`, or train.check_calls"
+)
+
+
+def aborted(rank: int, stack: str, records: Mapping[int, RankRecord]) -> str:
+    """How `rank` ended, as said after "rank 0 "; "" where it did not abort in a call of gloo's.
+
+    gloo aborts the rank that is sent more than it has room for, which may be the one that did
+    right. What it brought itself is lost with it: its stack says in which operation it was, and the
+    records of the others say with what they met it.
+
+    stack: as faulthandler wrote it. records: of the others.
+    """
+    if not stack.startswith(_ABORTED) or _OURS not in stack:
+        return ""
+    entries = _ENTRY.findall(stack)
+    # the innermost frame comes first, and the call that was numbered is the outermost
+    operation = entries[-1].removeprefix("start_") if entries else ""
+    met = _met(rank, records)
+    if not met:
+        return ""
+    first = next((call for call in met.values() if call.operation == operation), None)
+    first = first or next(iter(met.values()))
+    there = {peer: call for peer, call in met.items() if call.line == first.line}
+    there = {peer: call for peer, call in there.items() if call.sequence == first.sequence}
+    versions = dict[str, list[int]]()
+    for peer, call in there.items():
+        versions.setdefault(called(call), []).append(peer)
+    said = ", ".join(f"{text} ({ranks_listed(ranks)})" for text, ranks in versions.items())
+    inside = f"inside {operation}" if operation else "there"
+    other_operation = bool(operation) and first.peer is None and operation != first.operation
+    if other_operation or any(differ(first, call) for call in there.values()):
+        return (
+            f"and {ranks_listed(sorted(there))} do not agree on {numbered(first)}: it crashed "
+            f"({_ABORTED}) {inside}, where the others have {said}"
+        )
+    return (
+        f"is gone: it crashed ({_ABORTED}) {inside}, {numbered(first)}, to which the others "
+        f"brought {said}; {_ADVICE}"
+    )
+
+
+def _met(rank: int, records: Mapping[int, RankRecord]) -> dict[int, RecordedCall]:
+    """By peer its last call with `rank` that has not ended, where no device does the waiting."""
+    found: dict[int, RecordedCall] = {}
+    for peer, record in records.items():
+        for call in reversed(record.calls):
+            together = call.peer == rank if call.peer is not None else rank in call.ranks
+            if together and call.state != "done" and not call.on_device:
+                found[peer] = call
+                break
+    return found

@@ -20,10 +20,10 @@ from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.comm.work import Work
 from torchdistpackage.errors import TopologyError
-from torchdistpackage.harness.stragglers.alerts import Alerts
 from torchdistpackage.harness.stragglers.find import (
     PHASES,
     WINDOW,
+    Alerts,
     Cost,
     fastest_of,
     find_stragglers,

@@ -1,6 +1,6 @@
-"""Which ranks are slow, from how long every rank was busy with each phase. No torch.
+"""Which ranks are slow, from how long each was busy with each phase, and what is said. No torch.
 
-One rule: a rank is compared with those that do the same work, in the same steps. It is named where
+A rank is compared with those that do the same work, in the same steps. It is named where
 it is the slower one in nearly all of them, by more than that difference varies between steps.
 
 Ranks without such peers, as the stages of a lone pipeline, are compared with what the times of the
@@ -45,6 +45,11 @@ MOST_SHARE = 10
 """Times the peers' time up to which the excess is also told as a share of it."""
 ROUGH, CLOSE = 1.0, 0.15
 """By what part of the expected time a planned cost may be wrong, and a measured one."""
+
+QUIET_WINDOWS = 2
+"""After this many windows without it a straggler is over."""
+CHANGE = 2.0
+"""A straggler whose delay grew or fell by this factor is told again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,3 +210,39 @@ def _judged(
         return []
     clear = excess_s >= CLEAR_OF_SPREAD * spread_s
     return [Straggler(rank, phase, peers_s + excess_s, peers_s, clear)]
+
+
+class Alerts:
+    """What is said of stragglers from window to window: each once, and again when it is over.
+
+    One that is not clear is told when two windows in a row have found it. mesh and the hosts, by
+    rank, are for the words.
+    """
+
+    def __init__(self, mesh: Mesh, hosts: Sequence[str]):
+        self._mesh, self._hosts = mesh, hosts
+        self._reported: dict[tuple[int, str], Straggler] = {}
+        self._quiet: dict[tuple[int, str], int] = {}
+        self._before: set[tuple[int, str]] = set()
+
+    def alerts(self, found: Sequence[Straggler]) -> list[str]:
+        """Lines about what is new in a window whose stragglers are `found`."""
+        lines: list[str] = []
+        now = {(straggler.rank, straggler.phase): straggler for straggler in found}
+        for key, straggler in now.items():
+            self._quiet[key] = 0
+            if (straggler.clear or key in self._before) and self._is_new(straggler):
+                self._reported[key] = straggler
+                lines.append(f"straggler: {straggler.told(self._mesh, self._hosts)}")
+        self._before = set(now)
+        for key in [key for key in self._reported if key not in now]:
+            self._quiet[key] += 1
+            if self._quiet[key] == QUIET_WINDOWS:
+                over = self._reported.pop(key)
+                who = over.who(self._mesh, self._hosts)
+                lines.append(f"straggler over: {who}: {over.what} is as fast as that of its peers")
+        return lines
+
+    def _is_new(self, straggler: Straggler) -> bool:
+        before = self._reported.get((straggler.rank, straggler.phase))
+        return before is None or not 1 / CHANGE < straggler.excess_s / before.excess_s < CHANGE

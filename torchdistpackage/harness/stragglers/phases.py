@@ -1,8 +1,8 @@
 """What a rank does in a step, and for how long it is busy with it: data, forward, backward, ...
 
-One rule: the clock of a phase stands still while the rank waits for others, wherever in the phase
+The clock of a phase stands still while the rank waits for others, wherever in the phase
 that is, so a rank that waits for a slow one is not slow itself. On a host it is the wall clock
-less `recorder.waited_s`, and less what the rank waited for a core (see `cores`).
+less `recorder.waited_s`, and less what the rank waited for a core (`cpu_wait_clock`).
 
 On CUDA the host only issues work, and its time says little. There an event on the current stream
 marks each change of phase, and the time between two of them counts: computation, and whatever
@@ -11,7 +11,9 @@ event. What a stream waits for other ranks inside a phase cannot be told from it
 `compare` says what follows. So far this half has run with stand-ins for events, not on a device.
 """
 
+import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,13 +23,13 @@ import torch
 
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.moments import TimingEvent, cuda_event
-from torchdistpackage.harness.stragglers.cpu_wait_clock import cpu_wait_clock
 
 KEPT = 16
 """Steps whose times are kept."""
 
 Times = dict[str, float]
 """Seconds by phase, of one step."""
+_now_s = time.monotonic
 
 
 class Phases:
@@ -121,3 +123,30 @@ def _between(marks: list[tuple[str, TimingEvent]]) -> Times:
     for (name, start), (_, end) in pairwise(marks):
         times[name] = times.get(name, 0.0) + start.elapsed_time(end) / 1000
     return times
+
+
+def cpu_wait_clock() -> Callable[[], float]:
+    """Seconds of the wall clock less those in which the calling thread waited for a core.
+
+    What a rank computes takes as long as it takes; when it gets a core is decided by whatever else
+    runs on the host. Linux counts the second for each thread, in nanoseconds. The wall clock alone
+    where the system does not count them.
+    """
+    try:
+        return _Running(os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC))
+    except OSError:
+        return _now_s
+
+
+class _Running:
+    """Reads one file of three numbers: nanoseconds on a core, in a queue for one, time slices."""
+
+    def __init__(self, file: int):
+        self._file = file
+        weakref.finalize(self, os.close, file)
+
+    def __call__(self) -> float:
+        try:
+            return _now_s() - int(os.pread(self._file, 64, 0).split()[1]) * 1e-9
+        except ProcessLookupError:
+            return _now_s()  # the thread has ended, and somebody else asks
