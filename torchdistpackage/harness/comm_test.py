@@ -1,6 +1,6 @@
 """`test_comm`: every operation over every group that `tpc` made, on the device that they use.
 
-One rule: no rank waits for ever and all learn the same. The operations run in a thread of their
+No rank waits for ever and all learn the same. The operations run in a thread of their
 own, which is left behind where it is stuck; what came of it is told beside the groups, over the
 store (comm/bulletin.py). All ranks walk one list, so groups of one kind are busy at the same time.
 """
@@ -21,14 +21,9 @@ from torchdistpackage.comm.limits import limited
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.comm.world import world
 from torchdistpackage.errors import CommError
-from torchdistpackage.harness.comm_test_report import (
-    CommTestError,
-    RankReport,
-    Verdict,
-    attendance_json,
-    check_attendance,
-    judge,
-)
+from torchdistpackage.harness.bench.request import tournament
+from torchdistpackage.harness.comm_test_report import Verdict, attendance_json, check_attendance
+from torchdistpackage.harness.guarded import meet_at_end
 from torchdistpackage.harness.verify import checks
 from torchdistpackage.harness.verify.checks import Check, GroupMember
 from torchdistpackage.harness.verify.walk import CheckRunner, GroupClass
@@ -152,7 +147,7 @@ def _test_together(
             walk = CheckRunner(
                 kinds, bulletin.alarmed, patience_s=patience_s, settle_s=settle_s / 4
             )
-            end = _meet_at_the_end(bulletin, walk.report(), timeout_s, settle_s)
+            end = meet_at_end(bulletin, walk.report(), limit_s=timeout_s, settle_s=settle_s)
         end.raise_problems()
     return tuple(
         Tested(
@@ -160,30 +155,6 @@ def _test_together(
         )
         for kind, time_s in zip(kinds, end.times_s, strict=True)
     )
-
-
-def _meet_at_the_end(
-    bulletin: SharedStatus, report: RankReport, timeout_s: float, settle_s: float
-) -> Verdict:
-    size = tpc.topology.world_size
-    try:
-        verdict = bulletin.meet(
-            "end",
-            report.to_json(),
-            lambda texts, host_of: judge(
-                {rank: RankReport.from_json(text) for rank, text in texts.items()},
-                host_of,
-                world_size=size,
-                limit_s=timeout_s,
-            ).to_json(),
-            # who could not go on waits only for those whom the alarm calls
-            wait_s=0.0 if report.stop else timeout_s,
-            settle_s=settle_s,
-        )
-    except CommError as error:
-        where = f"; it was in {report.stop.what}" if report.stop else ""
-        raise CommTestError(f"{error}{where}") from error
-    return Verdict.from_json(verdict)
 
 
 def _wrong_members(mode: str) -> Iterator[str]:
@@ -215,12 +186,9 @@ def _kinds(used: list[str]) -> list[GroupClass]:
 def _all_pairs() -> GroupClass:
     """Everybody with everybody, as a tournament: in each round all meet another one."""
     size, mine = tpc.topology.world_size, tpc.rank
-    places = size + size % 2  # of an odd number one sits out
-    peers: list[int | None] = []
-    for turn in range(places - 1):
-        order = [0, *((i + turn) % (places - 1) + 1 for i in range(places - 1))]
-        peer = order[places - 1 - order.index(mine)]
-        peers.append(peer if peer < size else None)
+    rounds = tournament(size)
+    # of an odd number one sits out
+    peers = [next((a + b - mine for a, b in pairs if mine in (a, b)), None) for pairs in rounds]
     return _pairs("all pairs", peers, size * (size - 1) // 2)
 
 

@@ -4,23 +4,18 @@ Who does not come is named by those who do. Who waits in a round for too long, o
 it, raises the alarm beside the groups (comm/bulletin.py), and all who hear it are told the same.
 """
 
-import contextvars
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
-from torchdistpackage.comm import primitives
 from torchdistpackage.comm.bulletin import SharedStatus
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.bench.report import BenchReport, Measurement
 from torchdistpackage.harness.bench.request import Request, Round
-from torchdistpackage.harness.comm_test_report import CommTestError, StuckAt, Verdict, judge
-from torchdistpackage.harness.comm_test_report import RankReport as Witness
+from torchdistpackage.harness.comm_test_report import CommTestError, RankReport, StuckAt
+from torchdistpackage.harness.guarded import GuardedThread, first_line, meet_at_end
 from torchdistpackage.harness.measure.run import DataCorruptionError, measure
 from torchdistpackage.launch.files import atomic_write
 
@@ -69,18 +64,25 @@ def watched(
         return measure(request)
     with SharedStatus("comm bench") as bulletin:
         run = _BenchThread(request, on_round)
-        while not run.ended.wait(_LOOK_S):
+        while not run.thread.ended.wait(_LOOK_S):
             if time.monotonic() - run.since_s > timeout_s or bulletin.alarmed():
                 break
-        failure = run.failure
+        failure = run.thread.failure
         if run.report is not None:
             return run.report
         if isinstance(failure, DataCorruptionError) or not isinstance(
             failure, CommError | RuntimeError | None
         ):
             raise failure
-        stop = StuckAt(run.number, run.what, tuple(range(tpc.topology.world_size)), _first(failure))
-        raise _told(bulletin, stop, timeout_s) from failure
+        ranks = tuple(range(tpc.topology.world_size))
+        report = RankReport(stop=StuckAt(run.number, run.what, ranks, first_line(failure)))
+        verdict = meet_at_end(bulletin, report, limit_s=timeout_s, settle_s=_SETTLE_S)
+        problems = "\n  ".join(verdict.problems)
+        raise CommTestError(
+            f"the bench cannot go on:\n  {problems}\nlook at these ranks and hosts; where a round "
+            f"only takes long, give it more with --timeout",
+            verdict.speaker,
+        ) from failure
 
 
 class _BenchThread:
@@ -89,22 +91,11 @@ class _BenchThread:
     def __init__(self, request: Request, on_round: Callable[[Measurement], object]) -> None:
         self.number, self.what, self.since_s = 0, "the start of the bench", time.monotonic()
         self.report: BenchReport | None = None
-        self.failure: Exception | None = None
-        self.ended = threading.Event()
         self._request, self._on_round = request, on_round
-        self._device = primitives.device_of(tpc.get_group("global"))
-        # tpc belongs to a context, and a thread begins in an empty one
-        run = contextvars.copy_context().run
-        threading.Thread(target=run, args=(self._go,), name="comm bench", daemon=True).start()
+        self.thread = GuardedThread(self._go, tpc.get_group("global"), "comm bench")
 
     def _go(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # a thread begins on the first one
-        try:
-            self.report = measure(self._request, self._begin)
-        except Exception as error:  # handed to the thread that waits, which raises it
-            self.failure = error
-        self.ended.set()
+        self.report = measure(self._request, self._begin)
 
     def _begin(self, cell: Measurement, part: Round) -> None:
         groups = f"ranks {list(part[0])}" if len(part) == 1 else f"{len(part)} groups at once"
@@ -113,36 +104,3 @@ class _BenchThread:
         )
         self.number, self.since_s = self.number + 1, time.monotonic()
         self._on_round(cell)
-
-
-def _told(bulletin: SharedStatus, stop: StuckAt, timeout_s: float) -> CommTestError:
-    size = tpc.topology.world_size
-    try:
-        text = bulletin.meet(
-            "end",
-            Witness(stop=stop).to_json(),
-            lambda texts, host_of: judge(
-                {rank: Witness.from_json(text) for rank, text in texts.items()},
-                host_of,
-                world_size=size,
-                limit_s=timeout_s,
-            ).to_json(),
-            wait_s=0.0,  # the others come when they hear the alarm
-            settle_s=_SETTLE_S,
-        )
-    except CommError as error:
-        return CommTestError(f"{error}; it was in {stop.what}")
-    verdict = Verdict.from_json(text)
-    problems = "\n  ".join(verdict.problems)
-    return CommTestError(
-        f"the bench cannot go on:\n  {problems}\nlook at these ranks and hosts; where a round "
-        f"only takes long, give it more with --timeout",
-        verdict.speaker,
-    )
-
-
-def _first(failure: Exception | None) -> str:
-    """The first line of what the backend said, "" where the rank still waits."""
-    if failure is None:
-        return ""
-    return str(failure).partition("\n")[0] or type(failure).__name__

@@ -1,23 +1,17 @@
-"""One rank's way through all checks, in a thread that is watched.
-
-One rule: the thread may get stuck in any call, also in one that only begins an operation, and is
-then left behind; whoever watches returns within the time limit with the place it had reached.
-"""
+"""One rank's way through all checks, in a thread that may get stuck in any of them."""
 
 from __future__ import annotations
 
-import contextvars
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from torchdistpackage.comm import primitives
 from torchdistpackage.harness.coded import compare
 from torchdistpackage.harness.comm_test_report import RankReport, StuckAt
+from torchdistpackage.harness.guarded import GuardedThread, first_line
 from torchdistpackage.harness.verify.checks import Check, GroupMember
 
 _LOOK_S = 0.05
@@ -66,18 +60,14 @@ class CheckRunner:
         self._host = socket.gethostname()
         self._wrong: list[str] = []
         self._times_s: list[float] = []
-        self._error = ""
         self._place = _CheckPosition(0, "the start", (), time.monotonic())
-        self._ended, self._left_behind = threading.Event(), False
-        self._device = primitives.device_of(kinds[0].seat.group)
-        # tpc belongs to a context, and a thread begins in an empty one
-        run = contextvars.copy_context().run
-        threading.Thread(target=run, args=(self._go,), name="test_comm", daemon=True).start()
+        self._left_behind = False
+        self._thread = GuardedThread(self._go, kinds[0].seat.group, "test_comm")
 
     def report(self) -> RankReport:
         """When all steps are done, or one has failed, or takes too long."""
         alarm_s: float | None = None
-        while not self._ended.wait(_LOOK_S):
+        while not self._thread.ended.wait(_LOOK_S):
             now_s = time.monotonic()
             if alarm_s is None and self._is_alarmed():
                 alarm_s = now_s
@@ -87,20 +77,15 @@ class CheckRunner:
                 break
         self._left_behind = True
         stop, at = None, self._place
-        if not self._ended.is_set() or self._error:
-            stop = StuckAt(at.number, at.what, at.ranks, self._error)
+        failure = self._thread.failure
+        if failure is not None or not self._thread.ended.is_set():
+            stop = StuckAt(at.number, at.what, at.ranks, first_line(failure))
         return RankReport(tuple(self._wrong), stop, tuple(self._times_s))
 
     def _go(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # a thread begins on the first one
-        try:
-            with torch.no_grad():
-                for kind in self._kinds:
-                    self._through(kind)
-        except RuntimeError as error:
-            self._error = str(error).partition("\n")[0] or type(error).__name__
-        self._ended.set()
+        with torch.no_grad():
+            for kind in self._kinds:
+                self._through(kind)
 
     def _through(self, kind: GroupClass) -> None:
         begin_s = time.monotonic()
