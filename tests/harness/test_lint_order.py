@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.lint import LintReport, lint
-from torchdistpackage.harness.lint.device_order import drive
 from torchdistpackage.harness.lint.matcher import (
     LintGroup,
     Matcher,
@@ -17,6 +16,7 @@ from torchdistpackage.harness.lint.matcher import (
     P2POp,
     PendingOp,
 )
+from torchdistpackage.harness.lint.replay import drive
 from torchdistpackage.harness.lint.report import GroupKind, group_name, rank_name
 from torchdistpackage.topology.views import Topology, topology
 

@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-_HOME = {"lint": "linter", "LintReport": "report", "Finding": "explain"}
+_HOME = {"lint": "linter", "LintReport": "report", "Finding": "report"}
 
 __all__ = ["Finding", "LintReport", "lint"]
 

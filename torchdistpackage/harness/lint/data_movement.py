@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchdistpackage.harness.lint.host import split
 from torchdistpackage.harness.lint.matcher import CREATION, SPLIT, START, Disagreement, PendingOp
+from torchdistpackage.harness.lint.replay import split
 
 OPS: dict[str, tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = {
     "sum": (dist.ReduceOp.SUM, torch.add),

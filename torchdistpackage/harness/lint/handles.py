@@ -2,7 +2,7 @@
 
 One rule: whoever waits for a handle lets other ranks run until the call is done, and everything
 that is issued or waited for is written down, in order, for the check that comes after
-(device_order.py).
+(replay.py).
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class LintContext:
     calls: list[list[tuple[LintGroup, OpSignature, int | None]]] = field(default_factory=list)
     """Each rank's calls in order: group, call, and for a message its peer."""
     traces: list[list[tuple[PendingOp, bool]]] = field(default_factory=list)
-    """The same for device_order.py."""
+    """The same for replay.py."""
     setup: list[list[tuple[PendingOp, bool]]] | None = None
     """What the ranks did before the step, once all of them are there."""
     stacks: dict[Where, Where] = field(default_factory=dict)

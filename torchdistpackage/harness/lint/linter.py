@@ -2,7 +2,7 @@
 
 One rule: the step is the real one. It talks over an in-memory transport that delivers, under
 the strictest meaning that a transport may give its calls: within a group (matcher.py), and, once it
-has come to its end, over all groups of a device (device_order.py). The process is afterwards as it
+has come to its end, over all groups of a device (replay.py). The process is afterwards as it
 was.
 """
 
@@ -13,15 +13,13 @@ import torch.distributed as dist
 
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.harness.lint import data_movement
-from torchdistpackage.harness.lint.device_order import launch_order
 from torchdistpackage.harness.lint.handles import LintContext
-from torchdistpackage.harness.lint.host import host_blocking
-from torchdistpackage.harness.lint.making import BACKEND, attach
 from torchdistpackage.harness.lint.matcher import LintGroup, Matcher
+from torchdistpackage.harness.lint.replay import host_blocking, launch_order
 from torchdistpackage.harness.lint.report import LintReport, group_kinds, group_name, rank_name
 from torchdistpackage.harness.lint.thread_worlds import settings_kept, worlds
 from torchdistpackage.harness.lint.threads import Threads
-from torchdistpackage.harness.lint.transport import carry
+from torchdistpackage.harness.lint.transport import BACKEND, attach, carry
 from torchdistpackage.topology.views import Size, Topology, topology
 
 Axes = Topology | Mapping[str, int] | Sequence[tuple[str, Size]] | int
@@ -39,7 +37,7 @@ def lint(
     axes: the layout, such as `[("data", 2), ("pipe", 2)]`.
     limit_s: wall seconds after which the report says who still computes.
     queued: calls behave as on NCCL, the package takes the branches that it takes there, and groups
-        connect at first use (host.py). False: as on a back end that blocks and is connected.
+        connect at first use (replay.py). False: as on a back end that blocks and is connected.
 
     Proved is: the members of each group make the same calls on it in the same order (operation,
     shape, dtype, reduce operation, root), every message has its other end, and nobody waits in a

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from torchdistpackage.comm.flight_recorder import FlightRecorder, recorder
-from torchdistpackage.harness.lint.explain import Finding, Name, disagreement, stack, stuck, waits
 from torchdistpackage.harness.lint.matcher import Disagreement, LintGroup, Matcher, PendingOp
+from torchdistpackage.harness.lint.report import Finding, Name, disagreement, stack, stuck, waits
 from torchdistpackage.harness.lint.stacks import stack_of
 
 PATIENCE_S = 5.0

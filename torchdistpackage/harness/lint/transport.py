@@ -1,9 +1,14 @@
-"""A process group whose members are threads: torch.distributed's calls, taken to the board.
+"""A back end whose ranks are threads: torch.distributed's calls, taken to the board.
 
-One rule: this file translates and moves nothing along. When a call is done the board decides
+This file translates and moves nothing along. When a call is done the board decides
 (matcher.py), what it puts where stands in data_movement.py, and who runs when in threads.py.
+
+A group is made as NCCL makes it, its members waiting for each other. In a world that is bound to a
+device torch has all ranks of the world take part, each with the list of its own group
+(`ThreadGroup.split`), and nothing but the lint compares those lists.
 """
 
+import threading
 from collections.abc import Hashable, Sequence
 from functools import partial
 
@@ -11,12 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchdistpackage.comm.backends import Transport, register_transport
 from torchdistpackage.comm.flight_recorder import dtype_name
 from torchdistpackage.comm.meta_channel import TAG
+from torchdistpackage.errors import CommError
 from torchdistpackage.harness.lint import data_movement
 from torchdistpackage.harness.lint.data_movement import Payload, even_parts, op_name
 from torchdistpackage.harness.lint.handles import LintContext, ThreadWork
 from torchdistpackage.harness.lint.matcher import (
+    CREATION,
     SPLIT,
     Facts,
     LintGroup,
@@ -26,6 +34,12 @@ from torchdistpackage.harness.lint.matcher import (
     Where,
 )
 from torchdistpackage.harness.lint.own_backend import OwnGroup
+from torchdistpackage.harness.lint.stacks import stack_here
+
+BACKEND = "threads"
+"""What ranks of a lint talk over; it stands for NCCL where calls are queued."""
+HOST_BACKEND = "threads_host"
+"""The same for what is in host memory, where NCCL's groups have one of gloo beside them."""
 
 
 class ThreadGroup(OwnGroup):
@@ -217,3 +231,54 @@ def _alike(tensors: Sequence[Tensor]) -> Facts:
 def _as_many(tensors: Sequence[Tensor]) -> Facts:
     number = sum(x.numel() for x in tensors)
     return (("elements", number), ("dtype", dtype_name(tensors[0].dtype)))
+
+
+# -- making groups -------------------------------------------------------------------------
+
+
+class _Here(threading.local):
+    """The wire of the lint that this thread is a rank of."""
+
+    wire: LintContext | None = None
+
+
+_here = _Here()
+
+
+def attach(wire: LintContext) -> None:
+    """This thread is a rank of the lint: groups that it makes are of threads."""
+    _here.wire = wire
+    for name in (BACKEND, HOST_BACKEND):
+        if name.upper() not in dist.Backend._plugins:
+            create = partial(_create, name)
+            dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu", "cuda"])
+    queued = wire.queued
+    register_transport(Transport(BACKEND, queued=queued, averages=queued, beside=HOST_BACKEND))
+
+
+def _create(backend: str, options, _) -> ThreadGroup:
+    wire = _here.wire
+    if wire is None:
+        raise CommError(f"backend {backend!r} joins the threads of a lint; use gloo or nccl")
+    ranks = tuple(options.global_ranks_in_group or range(options.group_size))
+    key, rank = (options.group_id, ranks), ranks[options.group_rank]
+    with wire.threads.lock:
+        if key not in wire.made:
+            in_host = backend == HOST_BACKEND
+            label = wire.label(ranks) + " (host)" * in_host
+            group = LintGroup(ranks, label, lazy=wire.queued and not in_host, in_host=in_host)
+            wire.made[key] = LintGroup(ranks, label), group
+            wire.threads.groups += wire.made[key]
+    making, group = wire.made[key]
+    world = dist.group.WORLD if dist.is_initialized() else None
+    split_from = world if world is not None and world.bound_device_id is not None else None
+    if split_from is None or not group.lazy:
+        wire.stop(PendingOp(rank, making, (CREATION,), where=stack_here()[0]))
+    return ThreadGroup(
+        wire,
+        group,
+        options.group_rank,
+        options.group_id,
+        backend,
+        split_from,  # type: ignore[arg-type]
+    )

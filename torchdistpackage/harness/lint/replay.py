@@ -1,36 +1,142 @@
-"""Whether all ends if the first calls of a group stop the host until their members have come.
+"""Two checks that run once more what all ranks did, which came to its end, under stricter rules.
 
-One rule: it is the board once more, and before a rank issues a call for which NCCL connects it
-waits for the others, whether or not it waits for the call: the first collective or batch of a group
-for all members, since a communicator is made there; the first message one way between two ranks for
-the other end. What else blocks (the making of a group, whatever a rank waits for) blocks here too.
-No torch.
+In the first a device runs what it is given one by one, whatever the groups: one queue a rank
+instead of one a rank and group. NCCL asks for it: kernels of several communicators wait on a device
+for room that others hold, so groups whose ranks issue on them in different orders may stop for
+ever, though each group sees one order. What ends with one queue ends with several.
+
+In the second a host stops before a call for which NCCL connects, whether or not it waits for the
+call: the first collective or batch of a group for all members, since a communicator is made there;
+the first message one way between two ranks for the other end. What else blocks (the making of a
+group, whatever a rank waits for) blocks here too. No torch.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from torchdistpackage.harness.lint.device_order import Trace, drive, groups_again, replay
-from torchdistpackage.harness.lint.explain import Finding, Name
 from torchdistpackage.harness.lint.matcher import (
+    CREATION,
+    SPLIT,
     Disagreement,
     LintGroup,
     Matcher,
     OpSignature,
     P2POp,
     PendingOp,
+    Queues,
 )
+from torchdistpackage.harness.lint.report import Finding, Name, disagreement, stuck
 
+Trace = Sequence[tuple[PendingOp, bool]]
+"""What a rank did, in order: an entry, and whether it waited for it (or else issued it)."""
+
+_LAUNCH_ORDER = (
+    "ranks issue on groups that they share in different orders; a device that runs what it is "
+    "given one by one, as NCCL may, stops for ever. Issue in one order on all ranks, or wait for "
+    "the first before the second:\n"
+)
 Before = Callable[[PendingOp, Sequence[P2POp]], Iterator[PendingOp]]
 """What is waited for before an entry with these messages is issued."""
 FIRST_USE = OpSignature("first use")
 CONNECTS = (("connects", "the pair"),)
 
-HEAD = (
+_FIRST_USE = (
     "the first call of a group stops the host on NCCL until its members come to theirs, and ranks "
     "that do so wait for ever. Connect groups when they are made, or let all members make their "
     "first call at one point:\n"
 )
+
+
+def launch_order(traces: Sequence[Trace], name: Name) -> Finding | None:
+    """What stops if all that ranks did, which came to its end, is run with one queue a rank."""
+    queues: Queues = {rank: deque() for rank in range(len(traces))}
+    # hosts make groups, and no device
+    on_device = [[(e, w) for e, w in t if not {CREATION, SPLIT} & set(e.calls)] for t in traces]
+
+    def again(old: LintGroup) -> LintGroup:
+        """What goes through host memory holds no device up."""
+        return LintGroup(old.ranks, old.name, None if old.in_host else queues)
+
+    groups = groups_again(on_device, again)
+
+    def runs(board: Matcher) -> list[Iterator[PendingOp]]:
+        return [replay(board, trace, groups) for trace in on_device]
+
+    found = drive(runs, list(groups.values()), name)
+    return (
+        None
+        if found is None
+        else replace(found, kind="launch order", text=_LAUNCH_ORDER + found.text)
+    )
+
+
+def drive(
+    start: Callable[[Matcher], Sequence[Iterator[PendingOp]]],
+    groups: Sequence[LintGroup],
+    name: Name,
+) -> Finding | None:
+    """Run every rank's calls on a board; a rank gives each entry that it waits for."""
+    ready: deque[int] = deque()
+
+    def done(entry: PendingOp) -> None:
+        if board.waiting.get(entry.rank) is entry:
+            del board.waiting[entry.rank]
+            ready.append(entry.rank)
+
+    board = Matcher(done=done)
+    runs = start(board)
+    ready.extend(range(len(runs)))
+    try:
+        while ready:
+            rank = ready.popleft()
+            entry = next(runs[rank], None)
+            if entry is None:
+                board.ended.add(rank)
+            elif entry.done:
+                ready.append(rank)
+            else:
+                board.waiting[rank] = entry
+    except Disagreement as found:
+        return disagreement(found, name)
+    left = [board.waiting[rank] for rank in sorted(board.waiting)] or board.leftovers(groups)
+    return stuck(board, left, name) if left else None
+
+
+def groups_again(
+    traces: Sequence[Trace], again: Callable[[LintGroup], LintGroup]
+) -> dict[LintGroup, LintGroup]:
+    """For each group in the traces the one that stands for it."""
+    old = dict.fromkeys(entry.group for trace in traces for entry, _ in trace)
+    return {group: again(group) for group in old}
+
+
+def replay(
+    board: Matcher,
+    trace: Trace,
+    groups: dict[LintGroup, LintGroup],
+    before: Callable[[PendingOp, Sequence[P2POp]], Iterator[PendingOp]] | None = None,
+) -> Iterator[PendingOp]:
+    """The same entries on other groups; gives those that are waited for.
+
+    before: what else is waited for when an entry with these messages comes.
+    """
+    new: dict[PendingOp, PendingOp] = {}
+    for entry, is_wait in trace:
+        if is_wait:
+            yield new[entry]
+            continue
+        parts = entry.messages
+        again = new[entry] = PendingOp(
+            *(entry.rank, groups[entry.group], entry.calls, len(parts), entry.where),
+            channel=entry.channel,
+            is_batch=entry.is_batch,
+        )
+        if before is not None:
+            yield from before(again, parts)
+        board.issue(again)
+        for m in parts:
+            board.post(again, P2POp(m.call, m.source, m.target, m.tag, m.where))
 
 
 class Connections:
@@ -111,7 +217,7 @@ def host_blocking(
         return [replay(board, trace, groups, connections.before) for trace in traces]
 
     found = drive(runs, list(groups.values()), name)
-    return None if found is None else replace(found, kind="first use", text=HEAD + found.text)
+    return None if found is None else replace(found, kind="first use", text=_FIRST_USE + found.text)
 
 
 def split(entries: Sequence[PendingOp], lists: Sequence[tuple[int, ...]]) -> None:
