@@ -18,16 +18,13 @@ from torchdistpackage.models.gpt_layout import GPTShape
 class Model:
     """What there is to know about a model before any torch is loaded.
 
-    shape: builds the value that all the others take. module_of: name of the module that holds a
-    piece. piece_layouts: of one piece's parameters, by name in that module.
+    shape: builds the value that all the others take.
     module: "package.module:Class", called as
     `Class(shape, pieces=range, stage_of=..., group=..., dropout=..., dtype=..., device=...)`.
     """
 
     shape: Callable[..., GPTShape]
     pieces: Callable[[GPTShape], tuple[str, ...]]
-    module_of: Callable[[str], str]
-    piece_layouts: Callable[[GPTShape, str], dict[str, Layout]]
     layouts: Callable[[GPTShape, Sequence[int] | None], dict[str, Layout]]
     piece_costs: Callable[[GPTShape], tuple[float, ...]]
     piece_parameters: Callable[[GPTShape], tuple[int, ...]]
@@ -43,8 +40,6 @@ MODELS: dict[str, Model] = {
     "gpt": Model(
         GPTShape,
         gpt_layout.pieces,
-        gpt_layout.module_of,
-        gpt_layout.piece_layouts,
         gpt_layout.layouts,
         gpt_layout.piece_costs,
         gpt_layout.piece_parameters,

@@ -57,7 +57,8 @@ def deliver(entries: list[PendingOp]) -> None:
     Raises:
         Disagreement: what one sends another does not expect.
     """
-    operation = entries[0].calls[0].operation
+    assert entries[0].call is not None
+    operation = entries[0].call.operation
     _RULES[operation](entries, [e.payload for e in entries])
 
 
@@ -173,10 +174,11 @@ def _nothing(entries: list[PendingOp], payloads: list[Payload]) -> None:
 def _same_size(entries: list[PendingOp], i: int, j: int, sent: Tensor, room: Tensor) -> None:
     if sent.numel() != room.numel():
         one, other = entries[i], entries[j]
+        assert one.call is not None
         raise Disagreement(
             one,
             other,
-            f"in {one.calls[0].operation} {one.number} rank {one.rank} gives rank {other.rank} "
+            f"in {one.call.operation} {one.number} rank {one.rank} gives rank {other.rank} "
             f"{tuple(sent.shape)}, but that has room for {tuple(room.shape)}",
         )
 

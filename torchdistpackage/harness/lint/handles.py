@@ -55,7 +55,7 @@ class LintContext:
 
     def start(self, rank: int) -> None:
         """All ranks have their groups: what comes now is the step, and is counted from 1."""
-        entry = PendingOp(rank, self.world, (START,))
+        entry = PendingOp(rank, self.world, START)
         self.threads.act(rank, partial(self.threads.board.issue, entry))
         self.threads.wait(rank, entry)
         if self.setup is None:

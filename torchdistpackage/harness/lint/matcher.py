@@ -116,13 +116,12 @@ class P2POp:
 class PendingOp:
     """What one rank has issued on one group: a collective, or messages that go together.
 
-    calls: usually one; a run of calls that block one by one may stand for itself as a whole.
-    number: of the first of them among the group's collectives, from 1. channel: see the module.
-    is_batch: its messages were given as one call, and not one by one.
+    call: the collective; None for messages. number: of it among the group's collectives, from 1.
+    channel: see the module. is_batch: its messages were given as one call, and not one by one.
     """
 
     __slots__ = (
-        "calls",
+        "call",
         "channel",
         "done",
         "group",
@@ -139,14 +138,14 @@ class PendingOp:
         self,
         rank: int,
         group: LintGroup,
-        calls: tuple[OpSignature, ...] = (),
+        call: OpSignature | None = None,
         num_messages: int = 0,
         where: Where = "",
         payload: object = None,
         channel: Hashable = None,
         is_batch: bool = False,
     ):
-        self.rank, self.group, self.calls, self.where = rank, group, calls, where
+        self.rank, self.group, self.call, self.where = rank, group, call, where
         self.channel, self.is_batch = channel, is_batch
         self.messages: list[P2POp] = []
         self.payload, self.open = payload, num_messages
@@ -193,12 +192,12 @@ class Matcher:
         group, rank = entry.group, entry.rank
         queue = group.queue_of(entry)
         queue.append(entry)
-        if entry.calls:
+        if entry.call is not None:
             number = entry.number = group.issued[rank] + 1
-            group.issued[rank] += len(entry.calls)
+            group.issued[rank] += 1
             meeting = group.meetings.setdefault(number, {})
             first = next(iter(meeting.values()), entry)
-            if first.calls is not entry.calls and first.calls != entry.calls:
+            if first.call != entry.call:
                 raise Disagreement(first, entry)
             meeting[rank] = entry
             if queue[0] is entry:
@@ -233,7 +232,7 @@ class Matcher:
             entry = heads.pop()
             if entry.done:
                 continue
-            if entry.calls:
+            if entry.call is not None:
                 self._meet(entry, heads)
             for message in entry.messages:
                 message.active = True
@@ -249,7 +248,7 @@ class Matcher:
         if any(group.queues[rank][0] is not other for rank, other in meeting.items()):
             return
         del group.meetings[entry.number]
-        group.num_calls += len(entry.calls)
+        group.num_calls += 1
         if self._met is not None:
             self._met([meeting[rank] for rank in group.ranks])
         for other in meeting.values():

@@ -52,7 +52,7 @@ def launch_order(traces: Sequence[Trace], name: Name) -> Finding | None:
     """What stops if all that ranks did, which came to its end, is run with one queue a rank."""
     queues: Queues = {rank: deque() for rank in range(len(traces))}
     # hosts make groups, and no device
-    on_device = [[(e, w) for e, w in t if not {CREATION, SPLIT} & set(e.calls)] for t in traces]
+    on_device = [[(e, w) for e, w in t if e.call not in (CREATION, SPLIT)] for t in traces]
 
     def again(old: LintGroup) -> LintGroup:
         """What goes through host memory holds no device up."""
@@ -128,7 +128,7 @@ def replay(
             continue
         parts = entry.messages
         again = new[entry] = PendingOp(
-            *(entry.rank, groups[entry.group], entry.calls, len(parts), entry.where),
+            *(entry.rank, groups[entry.group], entry.call, len(parts), entry.where),
             channel=entry.channel,
             is_batch=entry.is_batch,
         )
@@ -155,12 +155,12 @@ class Connections:
             return
         connects, new = self.note(rank, group, entry, messages)
         if connects:
-            first = PendingOp(rank, self._meeting(group), (FIRST_USE,), where=entry.where)
+            first = PendingOp(rank, self._meeting(group), FIRST_USE, where=entry.where)
             self._board.issue(first)
             yield first
         if not new:
             return
-        pairs = PendingOp(rank, self._meeting(group), (), len(new), entry.where)
+        pairs = PendingOp(rank, self._meeting(group), None, len(new), entry.where)
         self._board.issue(pairs)
         for m in new:
             call = OpSignature(m.call.operation, CONNECTS)
@@ -171,7 +171,7 @@ class Connections:
         self, rank: int, group: LintGroup, entry: PendingOp, messages: Sequence[P2POp]
     ) -> tuple[bool, list[P2POp]]:
         """(whether `group` is connected by the entry, which of its messages connect a pair)."""
-        connects = bool(entry.calls) or (entry.is_batch and rank not in group.eager)
+        connects = entry.call is not None or (entry.is_batch and rank not in group.eager)
         connects = connects and (rank, group) not in self._known
         if connects:
             self._known.add((rank, group))

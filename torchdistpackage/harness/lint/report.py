@@ -169,8 +169,8 @@ def disagreement(found: Disagreement, name: Name) -> Finding:
         head = f"{name(one)} and {name(other)} disagree on {group}: {found.what}"
     elif isinstance(first, PendingOp) and isinstance(second, PendingOp):
         head = (
-            f"call {first.number} of {group} is {_call(first)} on {name(one)}, but "
-            f"{_call(second)} on {name(other)}{_difference(first, second)}"
+            f"call {first.number} of {group} is {first.call} on {name(one)}, but "
+            f"{second.call} on {name(other)}{_difference(first, second)}"
         )
     else:
         assert isinstance(first, P2POp) and isinstance(second, P2POp)
@@ -200,7 +200,7 @@ def stuck(board: Matcher, entries: Sequence[PendingOp], name: Name) -> Finding:
 
 
 def makes_group(entry: PendingOp) -> bool:
-    return entry.calls in ((CREATION,), (SPLIT,))
+    return entry.call in (CREATION, SPLIT)
 
 
 def waits(board: Matcher, name: Name) -> str:
@@ -232,7 +232,7 @@ def _needs(entry: PendingOp) -> Iterator[tuple[int | PendingOp, P2POp | None]]:
     if queue and queue[0] is not entry:
         yield queue[0], None
         return
-    if entry.calls:
+    if entry.call is not None:
         meeting = group.meetings.get(entry.number, {})
         for rank in group.ranks:
             if rank not in meeting:
@@ -301,7 +301,7 @@ def _told(board: Matcher, path: Path, kind: str, name: Name) -> Finding:
             line = f"{does} {what}, which stands behind an earlier call of its own"
         elif isinstance(needed, PendingOp):
             line = f"{does} {what}, to which {name(rank)} comes after a call that is not done:"
-        elif entry.calls:
+        elif entry.call is not None:
             line = f"{does} {what}, which {name(rank)} has not entered"
         else:
             line = f"{does} {what}, the other end of which {name(rank)} has not come to"
@@ -325,8 +325,8 @@ def _with_stacks(head: str, stacks: Sequence[tuple[int, Where]], name: Name) -> 
 
 
 def _spoken(entry: PendingOp, name: Name, message: P2POp | None = None) -> str:
-    if entry.calls:
-        return f"call {entry.number} of {entry.group}, {_call(entry)}"
+    if entry.call is not None:
+        return f"call {entry.number} of {entry.group}, {entry.call}"
     shown = [m for m in entry.messages if not m.done] if message is None else [message]
     texts = [f"{m.call} {_towards(m, name)}" for m in shown] or ["messages"]
     return f"{' and '.join(texts)} on {entry.group}"
@@ -337,14 +337,10 @@ def _towards(message: P2POp, name: Name) -> str:
     return f"{'to' if message.is_send else 'from'} {peer}"
 
 
-def _call(entry: PendingOp) -> str:
-    first, more = str(entry.calls[0]), len(entry.calls) - 1
-    return f"{first} and {more} more" if more else first
-
-
 def _difference(first: PendingOp, second: PendingOp) -> str:
     """Which fact of the same operation differs."""
-    one, other = first.calls[0], second.calls[0]
+    one, other = first.call, second.call
+    assert one is not None and other is not None
     if one.operation != other.operation:
         return ""
     mine, theirs = dict(one.facts), dict(other.facts)

@@ -160,7 +160,7 @@ class ThreadGroup(OwnGroup):
     def split(self, ranks: tuple[int, ...]) -> None:
         """Wait for all ranks to make one communicator each, this one that of `ranks`."""
         where, _ = self._wire.stack()
-        entry = PendingOp(self._global_rank, self._wire.world, (SPLIT,), where=where, payload=ranks)
+        entry = PendingOp(self._global_rank, self._wire.world, SPLIT, where=where, payload=ranks)
         self._wire.stop(entry)
 
     def shutdown(self) -> None:
@@ -171,7 +171,7 @@ class ThreadGroup(OwnGroup):
     def _enter(self, operation: str, facts: Facts, payload: Payload) -> ThreadWork:
         threads, call = self._wire.threads, OpSignature(operation, facts)
         where, _ = self._wire.stack()
-        entry = PendingOp(self._global_rank, self._group, (call,), where=where, payload=payload)
+        entry = PendingOp(self._global_rank, self._group, call, where=where, payload=payload)
         self._note(call, None)
         threads.act(entry.rank, partial(threads.board.issue, entry))
         self._wire.note(entry)
@@ -199,7 +199,7 @@ class ThreadGroup(OwnGroup):
                 return entry
             num_messages = len(batch.f_locals["p2p_op_list"])  # type: ignore[attr-defined]
         entry = PendingOp(
-            *(self._global_rank, self._group, (), num_messages, where),
+            *(self._global_rank, self._group, None, num_messages, where),
             channel=road,
             is_batch=batch is not None,
         )
@@ -273,7 +273,7 @@ def _create(backend: str, options, _) -> ThreadGroup:
     world = dist.group.WORLD if dist.is_initialized() else None
     split_from = world if world is not None and world.bound_device_id is not None else None
     if split_from is None or not group.lazy:
-        wire.stop(PendingOp(rank, making, (CREATION,), where=stack_here()[0]))
+        wire.stop(PendingOp(rank, making, CREATION, where=stack_here()[0]))
     return ThreadGroup(
         wire,
         group,
