@@ -110,6 +110,9 @@ COMM_MAY_LAUNCH = {
     "comm/creation_limit.py": "leaves a rank's last words where its launcher looks for them",
 }
 
+PLANNERS = ["build", "calls", "dry_run", "estimate", "gradient_calls", "plan", "shrink", "worker"]
+"""Files of train that read the configuration; the others get plain arguments."""
+
 MAY_CALL_TORCH_DISTRIBUTED = {
     "harness/late/group.py": "a back end of our own",
     "harness/late/mirror.py": "a default group without peers",
@@ -180,6 +183,21 @@ def test_only_the_right_half_knows_configuration_and_launcher(path: Path):
         if target.relative_to(ROOT).parts[0] in barred
     ]
     assert seen == []
+
+
+def configuration_in(path: Path) -> list[str]:
+    """Reads of an attribute `config`."""
+    return [
+        f"line {node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(package_files.tree(path))
+        if isinstance(node, ast.Attribute) and node.attr.lstrip("_") == "config"
+    ]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "train").glob("*.py")), ids=name_of)
+def test_in_training_only_what_plans_and_builds_reads_the_configuration(path: Path):
+    if path.stem not in PLANNERS:
+        assert configuration_in(path) == []
 
 
 def test_files_that_promise_to_need_no_torch_are_held_to_it():
@@ -311,6 +329,11 @@ SAMPLES = {
         torch_distributed_in,
         "from torch import distributed as dist",
         "line 1: from torch import distributed",
+    ),
+    "train/sample.py": (
+        configuration_in,
+        "every = trainer.plan.config.log.every",
+        "line 1: trainer.plan.config",
     ),
     "models/sample.py": (
         loads_by_name,

@@ -11,8 +11,8 @@ from tests.train.test_nonfinite import BASE
 from torchdistpackage.comm import backends
 from torchdistpackage.comm.backends import GLOO, Transport
 from torchdistpackage.harness.hang.heartbeat import Heartbeat
+from torchdistpackage.train.build import make_loop
 from torchdistpackage.train.log import read_metrics
-from torchdistpackage.train.loop import Loop
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.train_state import TrainState
 
@@ -62,7 +62,7 @@ def whole_run(folder: Path, extra: list[str]) -> tuple[dict[str, int], list[dict
     own = any(x.startswith("model.target") for x in extra)
     base = [x for x in BASE if not own or not x.startswith(("model.", "data.seq_len"))]
     run = parity.trainer([*base, f"train.steps={STEPS}", "train.eval_every=0", *extra])
-    loop = Loop(run, TrainState(), folder)
+    loop = make_loop(run, TrainState(), folder)
     loop.marks = CountingMarks()
     loop.run()
     rows = read_metrics(folder / "metrics.jsonl") if run.rank == 0 else []
@@ -128,7 +128,7 @@ def ends_its_thread(folder: str, fails: bool) -> bool:
     made = run.batches._in_thread
     run.batches._in_thread = lambda n: (made(n), threads.append(run.batches._thread))[0]
     try:
-        Loop(run, TrainState(), Path(folder)).run()
+        make_loop(run, TrainState(), Path(folder)).run()
         assert not fails
     except ValueError:
         assert fails

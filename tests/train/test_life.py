@@ -14,9 +14,9 @@ from torchdistpackage.launch.requeue import RequeueDecision, RequeueLimits
 from torchdistpackage.launch.signals import SignalFlag
 from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.starts import append, this_start
+from torchdistpackage.train.build import make_loop
 from torchdistpackage.train.job import _resume
 from torchdistpackage.train.log import read_metrics
-from torchdistpackage.train.loop import Loop
 from torchdistpackage.train.stop import StopController, begin, end
 from torchdistpackage.train.train_state import resume
 
@@ -51,7 +51,7 @@ def train(folder: Path, data: str, listen: bool) -> tuple[bool, int]:
         noted.listen(names)
     try:
         life = StopController(signals=noted, clock=dist.get_rank() == 0)
-        loop = Loop(run, resume(run, folder, "auto"), folder, life)
+        loop = make_loop(run, resume(run, folder, "auto"), folder, life)
         finished = loop.run() is not None
         time.sleep(0.06)  # a signal that comes after the last step is this test's own
     finally:
@@ -107,7 +107,7 @@ def test_a_run_without_time_left_ends_after_its_first_step(ranks, tmp_path):
 def late(folder: Path) -> tuple[float | None, int]:
     run = parity.trainer(LAYOUT)
     life = StopController(clock=dist.get_rank() == 0, end_s=time.time() + 5)
-    loop = Loop(run, resume(run, folder, "auto"), folder, life)
+    loop = make_loop(run, resume(run, folder, "auto"), folder, life)
     return loop.run(), loop.state.step
 
 

@@ -34,32 +34,18 @@ class Counting:
     """`updates`: steps that its weights have seen."""
 
     kind: str
-    total: int
+    num_steps: int
     updates: int = 0
     rank: int = 0
     data: None = None
-    plan: SimpleNamespace = field(init=False)
+    plan: SimpleNamespace = field(
+        default_factory=lambda: SimpleNamespace(timeline=SimpleNamespace(bubble=0.0))
+    )
     runs_ahead: bool = field(init=False)
     phases: Phases = field(default_factory=Phases)
 
     def __post_init__(self) -> None:
         self.runs_ahead = self.kind == "cuda"
-        sections = {
-            "train": {
-                "steps": self.total,
-                "eval_every": 0,
-                "step_timeout_s": 1,
-                "straggler_every": 0,
-                "check_replicas_every": 0,
-            },
-            "log": {"every": 1},
-            "checkpoint": {"save_every": 0, "save_every_min": 1.0},
-            "model": {"loss": None},
-            "parallel": {"pipe": 1},
-        }
-        config = SimpleNamespace(**{k: SimpleNamespace(**v) for k, v in sections.items()})
-        timeline = SimpleNamespace(bubble=0.0)
-        self.plan = SimpleNamespace(config=config, model=None, shape=None, timeline=timeline)
 
     def limit(self, seconds: float) -> None: ...
 
@@ -90,16 +76,20 @@ def saved(monkeypatch) -> list[tuple[int, int]]:
     """(step it is called, updates in the weights) of each checkpoint."""
     found: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        loops, "save_state", lambda trainer, state, _: found.append((state.step, trainer.updates))
+        loops, "save_state", lambda trainer, state, *_: found.append((state.step, trainer.updates))
     )
     return found
+
+
+def loop_of(trainer: Counting, folder: Path, life: StopController) -> Loop:
+    return Loop(trainer, TrainState(), folder, life, call_timeout_s=1.0, save_every_min=1.0)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_a_save_by_the_clock_is_made_once_and_of_the_step_it_is_named_after(
     tmp_path: Path, saved, kind
 ):
-    loop = Loop(Counting(kind, 6), TrainState(), tmp_path, StopController())
+    loop = loop_of(Counting(kind, 6), tmp_path, StopController())
     loop._saved_at -= 61  # a minute is over
     loop.run()
     assert all(step == updates for step, updates in saved), saved
@@ -111,7 +101,7 @@ def test_a_save_by_the_clock_is_made_once_and_of_the_step_it_is_named_after(
 def test_a_run_ends_after_the_step_of_the_wish_or_where_numbers_are_late_one_later(
     tmp_path: Path, saved, kind, late, at
 ):
-    loop = Loop(Counting(kind, 20), TrainState(), tmp_path, Wishing(at=at))
+    loop = loop_of(Counting(kind, 20), tmp_path, Wishing(at=at))
     assert loop.run() is None
     assert saved == [(at + late, at + late)]
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == list(
@@ -122,5 +112,5 @@ def test_a_run_ends_after_the_step_of_the_wish_or_where_numbers_are_late_one_lat
 def test_more_time_is_kept_free_where_numbers_come_late(tmp_path: Path):
     lives = {kind: StopController() for kind in ("cpu", "cuda")}
     for kind, life in lives.items():
-        Loop(Counting(kind, 1), TrainState(), tmp_path, life)
+        loop_of(Counting(kind, 1), tmp_path, life)
     assert lives["cuda"].ahead > lives["cpu"].ahead

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.train import parity
 from torchdistpackage.checkpoint.parts import ShardedState
 from torchdistpackage.errors import NonFiniteError
-from torchdistpackage.train.loop import Loop
+from torchdistpackage.train.build import make_loop
 from torchdistpackage.train.nonfinite import explain
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.train_state import TrainState
@@ -59,7 +59,7 @@ def everything(run: Trainer) -> list[Tensor]:
     """Copies of all that a step updates on this rank."""
     if isinstance(run.optimizer, ShardedState):
         run.optimizer.finish()
-    state = run.inner.state.values() if run.inner is not None else ()
+    state = run.update.inner.state.values() if run.update.inner is not None else ()
     return [
         *(p.detach().clone() for p in run.stage.parameters()),
         *(x.clone() for s in state for x in s.values()),
@@ -174,7 +174,7 @@ def whole_run(folder: str, extra: list[str]) -> tuple[str, int]:
         return train_step(step, **more)
 
     run.train_step = broken  # type: ignore[method-assign]
-    loop = Loop(run, TrainState(), Path(folder))
+    loop = make_loop(run, TrainState(), Path(folder))
     try:
         loop.run()
     except NonFiniteError as error:

@@ -94,8 +94,8 @@ def one_rank_times_the_stream(folder: str) -> tuple[list[float], list[float]]:
     on which a step takes 5 s, and 1 s passes between two steps."""
     from torchdistpackage.comm import moments
     from torchdistpackage.train import step as steps
+    from torchdistpackage.train.build import make_loop
     from torchdistpackage.train.log import read_metrics
-    from torchdistpackage.train.loop import Loop
     from torchdistpackage.train.train_state import TrainState
 
     made = Stream()
@@ -118,7 +118,7 @@ def one_rank_times_the_stream(folder: str) -> tuple[list[float], list[float]]:
             return issued
 
         run.accumulate, run.train_step = slow, step  # type: ignore[method-assign]
-        Loop(run, TrainState(), Path(folder)).run()
+        make_loop(run, TrainState(), Path(folder)).run()
     return [row["time_s"] for row in read_metrics(Path(folder) / "metrics.jsonl")], made.waits
 
 

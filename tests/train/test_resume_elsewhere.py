@@ -48,7 +48,7 @@ SMALL_SET = [
 def first_half(name: str, folder: str) -> None:
     run = parity.trainer([*BASE, *RUNS[name][1]])
     tokens = sum(run.train_step(step).wait().tokens for step in (1, 2))
-    save_state(run, TrainState(2, tokens), Path(folder))
+    save_state(run, TrainState(2, tokens), Path(folder), keep_last=1)
 
 
 def second_half(name: str, folder: str, again: str) -> list[float]:
@@ -57,7 +57,7 @@ def second_half(name: str, folder: str, again: str) -> list[float]:
     run.train_step(4)  # weights and state that must be overwritten
     state = resume(run, Path(folder), "auto")
     assert state.step == 2
-    save_state(run, state, Path(again))
+    save_state(run, state, Path(again), keep_last=1)
     return [run.train_step(step).wait().loss for step in (3, 4)]
 
 
@@ -113,7 +113,7 @@ def narrow_half(folder: str) -> list[float]:
     run = parity.trainer(BF16)
     for step in (1, 2):
         run.train_step(step).wait()
-    save_state(run, TrainState(2, 0), Path(folder))
+    save_state(run, TrainState(2, 0), Path(folder), keep_last=1)
     return [run.train_step(step).wait().loss for step in (3, 4)]
 
 

@@ -11,9 +11,9 @@ from torchdistpackage.config.load import loads
 from torchdistpackage.schedule.actions import flatten
 from torchdistpackage.schedule.costs import read_costs
 from torchdistpackage.schedule.generators.registry import build
+from torchdistpackage.train.build import make_loop
 from torchdistpackage.train.generate import generate
 from torchdistpackage.train.log import read_metrics
-from torchdistpackage.train.loop import Loop
 from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.train_state import TrainState
 
@@ -35,7 +35,7 @@ def whole_run(extra: list[str], folder: str) -> tuple[list[int], tuple[str, ...]
         return train_step(number, record=record, **more)
 
     run.train_step = step  # type: ignore[method-assign]
-    loop = Loop(run, TrainState(), Path(folder))
+    loop = make_loop(run, TrainState(), Path(folder))
     loop.run()
     return recorded, loop.artifacts
 

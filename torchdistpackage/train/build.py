@@ -5,11 +5,14 @@ a run needs them: groups, my stage and its layouts, initial weights, reducer, op
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import islice
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from torchdistpackage.checkpoint.parts import TopologyRank
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.random import seed_rank
@@ -21,9 +24,11 @@ from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import DataError, LayoutError, ScheduleError
+from torchdistpackage.harness.watchdog import HangWatchdog
 from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.layout.derive import BATCH_AXES, gradient_ranks
 from torchdistpackage.layout.layout import Layout
+from torchdistpackage.optim.lr import warmup_cosine
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.partition.cost_split import split_by_cost
 from torchdistpackage.parallel.pipeline.stage import chunks_of
@@ -33,10 +38,17 @@ from torchdistpackage.schedule.generators.registry import evaluation
 from torchdistpackage.train import corpus
 from torchdistpackage.train.chunks import TrainStages, tie
 from torchdistpackage.train.data import DataSource, TokenDataset
+from torchdistpackage.train.loop import Loop
 from torchdistpackage.train.loss import LossFn, from_user, token_cross_entropy
 from torchdistpackage.train.memory import weight_format
 from torchdistpackage.train.plan import Plan
+from torchdistpackage.train.profiler import StepProfiler
+from torchdistpackage.train.replicas import ReplicaCheck
 from torchdistpackage.train.step import Trainer
+from torchdistpackage.train.stop import StopController
+from torchdistpackage.train.stragglers import comparison
+from torchdistpackage.train.train_state import TrainState
+from torchdistpackage.train.update import Update, reduced_grads
 
 
 def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None = None) -> Trainer:
@@ -72,10 +84,50 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
         data=data if data is not None else build_data(plan),
         reducer=reducer,
         optimizer=optimizer,
-        inner=inner,
+        update=_update(plan, stage, layouts, inner, optimizer, device),
         executor=executor(plan.schedule),
         evaluator=executor(evaluation(plan.schedule, config.pipeline.microbatches)),
         autocast=torch.bfloat16 if config.precision.dtype == "bf16" else None,
+        name=config.run.name,
+        seed=config.run.seed,
+        num_steps=config.train.steps,
+        rounds=config.train.accumulate,
+        # from stage 2 on there is no room for whole gradients beyond a round
+        sums_each_round=config.parallel.zero >= 2,
+        eval_batches=config.train.eval_batches,
+    )
+
+
+def make_loop(
+    trainer: Trainer,
+    state: TrainState,
+    folder: Path,
+    life: StopController | None = None,
+    watch: HangWatchdog | None = None,
+) -> Loop:
+    """The loop of the run that `trainer` was built for; all ranks call it together."""
+    plan = trainer.plan
+    train, log, checkpoint = plan.config.train, plan.config.log, plan.config.checkpoint
+    model, shape = plan.model, plan.shape
+    return Loop(
+        trainer,
+        state,
+        folder,
+        life,
+        watch,
+        call_timeout_s=train.step_timeout_s,
+        unit="tokens" if plan.config.model.loss is None else "samples",
+        flops_per_token=model and shape and model.flops_per_token(shape),
+        log_every=log.every,
+        eval_every=train.eval_every,
+        save_every=checkpoint.save_every,
+        save_every_min=checkpoint.save_every_min,
+        keep_last=checkpoint.keep_last,
+        check_every=train.check_replicas_every,
+        skips_nonfinite=train.on_nonfinite == "skip",
+        compare=comparison(trainer, train.straggler_every) if train.straggler_every else None,
+        check_replicas=ReplicaCheck(trainer) if train.check_replicas_every else None,
+        profiler=StepProfiler(trainer, log.every) if plan.config.parallel.pipe > 1 else None,
     )
 
 
@@ -247,4 +299,30 @@ def _optimizer(stage: nn.Module, section: OptimSection) -> torch.optim.AdamW | N
         return None
     return torch.optim.AdamW(
         groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True
+    )
+
+
+def _update(
+    plan: Plan,
+    stage: nn.Module,
+    layouts: dict[str, Layout],
+    inner: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer | None,
+    device: torch.device,
+) -> Update:
+    section, train = plan.config.optim, plan.config.train
+    ratio = partial(
+        warmup_cosine,
+        warmup_steps=section.warmup_steps,
+        num_steps=train.steps,
+        min_ratio=section.min_lr_ratio,
+    )
+    return Update(
+        reduced_grads(stage, layouts, TopologyRank(plan.topology, tpc.rank), optimizer),
+        optimizer,
+        inner,
+        device,
+        learning_rate=lambda step: section.lr * ratio(step - 1),
+        clip=section.clip,
+        halts=train.on_nonfinite == "stop",
     )

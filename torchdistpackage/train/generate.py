@@ -38,7 +38,7 @@ def generate(
         mesh.coord(trainer.rank)
         | {"pipe": trainer.plan.schedule.placement[-1], "tensor": 0, "context": 0}
     )
-    draw = torch.Generator().manual_seed(seed_from(trainer.plan.config.run.seed, "generate"))
+    draw = torch.Generator().manual_seed(seed_from(trainer.seed, "generate"))
     tokens = prompt.to(trainer.device)
     trainer.stage.eval()
     for _ in range(num_tokens):

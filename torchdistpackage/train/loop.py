@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from torchdistpackage.errors import NonFiniteError
 from torchdistpackage.harness.hang.heartbeat import Heartbeat
+from torchdistpackage.harness.stragglers.compare import Comparison
 from torchdistpackage.harness.watchdog import HangWatchdog
 from torchdistpackage.schedule.trace_costs import BubbleAttribution
 from torchdistpackage.train.corpus import MAX_TABLE_VOCAB, entropies
@@ -24,14 +25,19 @@ from torchdistpackage.train.replicas import ReplicaCheck
 from torchdistpackage.train.result import PendingStep, StepResult
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.stop import StopController
-from torchdistpackage.train.stragglers import comparison
 from torchdistpackage.train.train_state import TrainState, save_state
 
 
 class Loop:
     """One call of `run()`. `folder` is the run folder, shared by all ranks.
 
-    watch: told of the progress; it ends a hang before the limits of single calls do.
+    call_timeout_s: of a collective or message after the first step, without a watch. unit: what the
+    loss is a mean over. flops_per_token: of the model, None where it is unknown. log_every,
+    eval_every, save_every, save_every_min, check_every: steps, or minutes, between two; 0 and None
+    are off, and a validation comes at the end too. keep_last: checkpoints. skips_nonfinite: leave
+    such a step out instead of ending the run. profiler: of a pipeline. compare, check_replicas:
+    called after each step, and after every `check_every`th. watch: told of the progress; it ends a
+    hang before the limits of single calls do.
     """
 
     def __init__(
@@ -41,11 +47,30 @@ class Loop:
         folder: Path,
         life: StopController | None = None,
         watch: HangWatchdog | None = None,
+        *,
+        call_timeout_s: float,
+        unit: str = "tokens",
+        flops_per_token: float | None = None,
+        log_every: int = 1,
+        eval_every: int = 0,
+        save_every: int = 0,
+        save_every_min: float | None = None,
+        keep_last: int = 1,
+        check_every: int = 0,
+        skips_nonfinite: bool = False,
+        profiler: StepProfiler | None = None,
+        compare: Comparison | None = None,
+        check_replicas: ReplicaCheck | None = None,
     ):
         self.trainer, self.state, self.folder = trainer, state, folder
+        self.unit = unit
+        self._flops_per_token = flops_per_token
+        self._log_every, self._eval_every, self._check_every = log_every, eval_every, check_every
+        self._save_every, self._save_every_min = save_every, save_every_min
+        self._keep_last, self._skips_nonfinite = keep_last, skips_nonfinite
+        self._profiler, self._compare, self._check_replicas = profiler, compare, check_replicas
         self.marks = watch or Heartbeat()
-        step_s = trainer.plan.config.train.step_timeout_s
-        self._call_timeout_s = step_s if watch is None else watch.call_timeout_s
+        self._call_timeout_s = call_timeout_s if watch is None else watch.call_timeout_s
         if watch is not None:
             # in the first step too, of which the watch knows the limit
             trainer.limit(self._call_timeout_s)
@@ -54,22 +79,14 @@ class Loop:
             # there the numbers of a step are read when the next one has been issued, and the
             # clock is asked while the one before still runs
             self.stop.ahead = 4
-        self.config = trainer.plan.config
         self.is_main = trainer.rank == 0
         self._saved_at = time.monotonic()
         self._pending: PendingStep | None = None
         self._metrics: MetricsLog | None = None
         self._bar: ProgressDisplay | None = None
         self._asked_to_save = self._asked_to_stop = False
-        model, shape = trainer.plan.model, trainer.plan.shape
-        self._flops_per_token = model and shape and model.flops_per_token(shape)
-        self._compare = comparison(trainer)
         self._stragglers: list[str] = []
         self._pending_lines: list[str] = []
-        self._check_replicas = (
-            ReplicaCheck(trainer) if self.config.train.check_replicas_every else None
-        )
-        self._recorder = StepProfiler(trainer)
         self._gaps: dict[int, BubbleAttribution] = {}
         self.artifacts: tuple[str, ...] = ()
         self._entropies: tuple[float, float] | None = None
@@ -88,14 +105,13 @@ class Loop:
         return loss
 
     def _run(self) -> float | None:
-        total = self.config.train.steps
-        done = self.state.step
+        total, done = self.trainer.num_steps, self.state.step
         if not self.is_main:
             return self._train()
         with (
             MetricsLog(self.folder, resume_step=done) as self._metrics,
             ProgressDisplay(
-                total, every=self.config.log.every, stream=sys.stdout, done=done, unit=self.unit
+                total, every=self._log_every, stream=sys.stdout, done=done, unit=self.unit
             ) as self._bar,
         ):
             if done:
@@ -103,20 +119,21 @@ class Loop:
                 self._bar.say(f"resumed after step {done} of {total}; {left}")
             loss = self._train()
             self._metrics.sync()
-            self.artifacts = self._recorder.write(self.folder)
+            if self._profiler is not None:
+                self.artifacts = self._profiler.write(self.folder)
             return loss
 
     def _train(self) -> float | None:
-        config, trainer = self.config, self.trainer
-        start, total = self.state.step, config.train.steps
+        trainer, profiler = self.trainer, self._profiler
+        start, total = self.state.step, trainer.num_steps
         final = self._pending_eval() if self.state.owes_validation else None
         began = time.monotonic()
         for step in range(start + 1, total + 1):
             if self._asked_to_stop:
                 break
             self.marks.step()
-            measure = not trainer.runs_ahead or step % config.log.every == 0
-            record = self._recorder.is_due(step)
+            measure = not trainer.runs_ahead or step % self._log_every == 0
+            record = profiler is not None and profiler.is_due(step)
             issued = trainer.train_step(
                 step,
                 measure=measure,
@@ -127,20 +144,20 @@ class Loop:
             if step == start + 1:
                 # without a watch start-up is over now: a silent peer is a hung one
                 trainer.limit(self._call_timeout_s)
-            if record:
-                self._recorder.hold(step)
+            if profiler is not None and record:
+                profiler.hold(step)
             if self._pending is not None:
                 self._pending.period.end_with(issued.period)
                 self._log_step(self._read(self._pending))
             self._pending = issued
             if self._compare is not None:
                 self._stragglers += self._compare(step)
-            check = _every(config.train.check_replicas_every, step)
+            check = _every(self._check_every, step)
             if check and self._check_replicas is not None:
                 with self.marks.allow_slow():
                     self._check_replicas()
-            validate = step == total or _every(config.train.eval_every, step)
-            save = _every(config.checkpoint.save_every, step) or (step == total and self._saves)
+            validate = step == total or _every(self._eval_every, step)
+            save = _every(self._save_every, step) or (step == total and self._saves)
             # what follows the step is not of its time
             apart = check or validate or save or self._asked_to_stop or self._asked_to_save
             if apart or not trainer.runs_ahead:
@@ -180,22 +197,17 @@ class Loop:
         if self._metrics is not None:
             self._metrics.sync()  # a checkpoint without its rows would leave a gap
         with self.trainer.phases("save"), self.marks.allow_slow():
-            save_state(self.trainer, self.state, self.folder)
+            save_state(self.trainer, self.state, self.folder, self._keep_last)
         self._saved_at, self._asked_to_save = time.monotonic(), False
         self.stop.save_s.append(self._saved_at - began)
 
     @property
-    def unit(self) -> str:
-        """What the loss is a mean over, as far as anybody can know of a user's own."""
-        return "tokens" if self.config.model.loss is None else "samples"
-
-    @property
     def _saves(self) -> bool:
-        return bool(self.config.checkpoint.save_every or self.config.checkpoint.save_every_min)
+        return bool(self._save_every or self._save_every_min)
 
     def _save_is_due(self) -> bool:
         """Rank 0's clock decides for all; the step's all-reduce carries its word."""
-        minutes = self.config.checkpoint.save_every_min
+        minutes = self._save_every_min
         return (
             self.is_main
             and minutes is not None
@@ -206,7 +218,7 @@ class Loop:
         """Wait for the numbers of a step, and note what all ranks agreed on with them."""
         result = issued.wait()
         self._pending = None
-        if (gap := self._recorder.take(result.step)) is not None:
+        if self._profiler is not None and (gap := self._profiler.take(result.step)) is not None:
             self._gaps[result.step] = gap
         if result.skipped:
             self._on_nonfinite(issued)
@@ -220,7 +232,7 @@ class Loop:
         """A number of this step was not finite, on every rank's account: say where, or end."""
         with self.marks.allow_slow():
             text = explain(self.trainer, issued)
-        if self.config.train.on_nonfinite == "stop":
+        if not self._skips_nonfinite:
             raise NonFiniteError(
                 f"{text}. No rank has updated anything since; go on from the last checkpoint with "
                 f"other data or a lower optim.lr, or leave such steps out with "
@@ -258,7 +270,7 @@ class Loop:
                 **more,
             )
         if self._bar is not None:
-            pipelined = self.config.parallel.pipe > 1
+            pipelined = self._profiler is not None
             self._bar.update(
                 result.step,
                 loss=result.loss,

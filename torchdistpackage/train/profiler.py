@@ -30,27 +30,22 @@ PICTURE, COSTS = "pipeline.svg", "costs.yaml"
 
 
 class StepProfiler:
-    """Of one run; made and called by every rank alike."""
+    """Of one run with a pipeline; made and called by every rank alike. every: steps between two."""
 
-    def __init__(self, trainer: Trainer):
-        config = trainer.plan.config
-        self._trainer, self._every = trainer, config.log.every
-        self._last = config.train.steps
+    def __init__(self, trainer: Trainer, every: int):
+        self._trainer, self._every = trainer, every
         self._step = 0
         self._held: tuple[int, Recording | None] | None = None
         self._rows: list[list[Span]] = []
-        self._weights: Weights = {}
+        self._weights = _weights(trainer.plan, trainer.stage)
         self._gap: BubbleAttribution | None = None
-        self.records = False
-        if config.parallel.pipe > 1:
-            self._weights = _weights(trainer.plan, trainer.stage)
-            pipe = tpc.get_group("pipe")
-            self._group = on_cpu(pipe)
-            self.records = 0 in ranks_of(pipe)
+        pipe = tpc.get_group("pipe")
+        self._group = on_cpu(pipe)
+        self.records = 0 in ranks_of(pipe)
 
     def is_due(self, step: int) -> bool:
         """Whether this rank is to record `step`."""
-        return self.records and (step % self._every == 0 or step == self._last)
+        return self.records and (step % self._every == 0 or step == self._trainer.num_steps)
 
     def hold(self, step: int) -> None:
         """`step` has been issued, and recorded here."""
@@ -77,7 +72,7 @@ class StepProfiler:
             return ()
         plan = self._trainer.plan
         costs = costs_of(self._rows, plan.schedule.num_stages)
-        note = f"seconds, measured in step {self._step} of {plan.config.run.name}"
+        note = f"seconds, measured in step {self._step} of {self._trainer.name}"
         (folder / PICTURE).write_text(svg_pair(self._gap.predicted, self._gap.measured))
         (folder / COSTS).write_text(costs_text(costs, piece_costs(self._weights, costs), note))
         return PICTURE, COSTS

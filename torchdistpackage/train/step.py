@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchdistpackage.checkpoint.parts import TopologyRank
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.backends import is_queued
 from torchdistpackage.comm.companions import on_cpu
@@ -30,7 +29,7 @@ from torchdistpackage.train.data import DataSource, check_fingerprints, fingerpr
 from torchdistpackage.train.loss import LossFn
 from torchdistpackage.train.plan import Plan
 from torchdistpackage.train.result import PendingStep, Period, busy_share
-from torchdistpackage.train.update import Update, reduced_grads
+from torchdistpackage.train.update import Update
 
 WantsSave = Callable[[], bool]
 """Whether this rank wants the run to end now."""
@@ -44,9 +43,10 @@ def never_save() -> bool:
 class Trainer:
     """The objects of one rank. `stage`, all its stages, and `layouts` go by local names.
 
-    optimizer: None for a stage without parameters. inner: the one that updates, which is
-    `optimizer` itself unless that shards for it. runs_ahead: a step has been issued before it
-    is done, so the host gets the next one ready before it reads the numbers of this one.
+    optimizer: None for a stage without parameters. name, seed: of the run of `num_steps`, each of
+    `rounds` passes over the microbatches. sums_each_round: gradients are summed over ranks after
+    every pass, not only after the last. runs_ahead: a step has been issued before it is done, so
+    the host gets the next one ready before it reads the numbers of this one.
     """
 
     plan: Plan
@@ -58,19 +58,21 @@ class Trainer:
     data: DataSource
     reducer: Reducer
     optimizer: torch.optim.Optimizer | None
-    inner: torch.optim.Optimizer | None
+    update: Update
     executor: Executor
     evaluator: Executor
     autocast: torch.dtype | None
+    name: str
+    seed: int
+    num_steps: int
+    rounds: int
+    sums_each_round: bool
+    eval_batches: int
 
     def __post_init__(self) -> None:
         self.phases = Phases(self.device)
         self._checked = False
-        config = self.plan.config
-        mesh = self.plan.topology.dense
-        place = TopologyRank(self.plan.topology, self.rank)
-        gradients = reduced_grads(self.stage, self.layouts, place, self.optimizer)
-        self.update = Update(config, gradients, self.optimizer, self.inner, self.device)
+        mesh, microbatches = self.plan.topology.dense, self.plan.schedule.num_microbatches
         coord = mesh.coord(self.rank)
         last = self.plan.schedule.placement[-1]
         # of the ranks that compute one loss, one tells it
@@ -85,12 +87,12 @@ class Trainer:
         self.runs_ahead = self.device.type != "cpu" or is_queued(self._world)
         self.batches = Batches(
             self.data,
-            config.run.seed,
+            self.seed,
             data_index=coord["data"],
             num_data=mesh.axis_size("data"),
-            per_round=config.pipeline.microbatches * self.plan.samples_per_microbatch,
-            rounds=config.train.accumulate,
-            num_steps=config.train.steps,
+            per_round=microbatches * self.plan.samples_per_microbatch,
+            rounds=self.rounds,
+            num_steps=self.num_steps,
             prepare=self._pinned,
             ahead=self.runs_ahead,
         )
@@ -144,16 +146,14 @@ class Trainer:
 
         reduce: the sum over ranks begins in the last backward.
         """
-        rounds = self.plan.config.train.accumulate
         totals = totals_on(self.device)
-        for index in range(rounds):
+        for index in range(self.rounds):
             with self.phases("data"):
                 batch = self.batches.of_training(step, index)
             if not self._checked:  # the first of this process, of a resumed run too
                 check_batch(*batch, self.device)
                 self._checked = True
-            # from stage 2 on there is no room for whole gradients beyond a round
-            due = index == rounds - 1 or self.plan.config.parallel.zero >= 2
+            due = index == self.rounds - 1 or self.sums_each_round
             reducer = self.reducer if reduce and due else None
             totals += self._pass(self.executor, batch, reducer, record)
             if reduce and due:
@@ -189,7 +189,7 @@ class Trainer:
         totals = totals_on(self.device)
         self.stage.eval()
         with torch.random.fork_rng(devices=_cuda_indices(self.device)):
-            for index in range(self.plan.config.train.eval_batches):
+            for index in range(self.eval_batches):
                 with self.phases("data"):
                     batch = self.batches.of_validation(index)
                 totals += self._pass(self.evaluator, batch, None)

@@ -9,11 +9,8 @@ from torchdistpackage.train.plan import Plan, stage_loads
 from torchdistpackage.train.step import Trainer
 
 
-def comparison(trainer: Trainer) -> Comparison | None:
-    """To be called after each step; None where `train.straggler_every` is 0."""
-    every = trainer.plan.config.train.straggler_every
-    if not every:
-        return None
+def comparison(trainer: Trainer, every: int) -> Comparison:
+    """To be called after each step; it compares every `every`th."""
     return Comparison(
         trainer.phases, every=every, everywhere=("data",), costs=planned_costs(trainer.plan)
     )

@@ -33,7 +33,7 @@ class TrainingTask:
     """
 
     def __init__(self, config: str, *overrides: str) -> None:
-        self.config = str(Path(config).absolute())
+        self.path = str(Path(config).absolute())
         self.overrides = overrides
 
     def __call__(self) -> str:
@@ -43,7 +43,7 @@ class TrainingTask:
             RankError: the rank failed.
         """
         until_it_listens = ["sh", "-c", IGNORE_SIGNALS_UNTIL_READY, "task"]
-        python = [sys.executable, "-u", "-P", "-m", "torchdistpackage", "train", self.config]
+        python = [sys.executable, "-u", "-P", "-m", "torchdistpackage", "train", self.path]
         env = {**os.environ, "TDP_BATCH": "1"}
         with _Relay() as before:
             process = subprocess.Popen([*until_it_listens, *python, *self.overrides], env=env)
@@ -52,7 +52,7 @@ class TrainingTask:
         rank = os.environ.get("SLURM_PROCID", "0")
         if code:
             raise RankError(f"rank {rank} ended with code {code}; its log is in the run folder")
-        files = RunDir(run_folder(load(self.config, self.overrides)).absolute())
+        files = RunDir(run_folder(load(self.path, self.overrides)).absolute())
         decision = read_decision(files, os.environ)
         if (
             decision is not None

@@ -35,13 +35,12 @@ class TrainState:
     skipped: int = 0
 
 
-def save_state(trainer: Trainer, state: TrainState, run_folder: Path) -> Path:
-    """Write a complete checkpoint, all ranks together.
+def save_state(trainer: Trainer, state: TrainState, run_folder: Path, keep_last: int) -> Path:
+    """Write a complete checkpoint, all ranks together, and keep the last `keep_last`.
 
     Raises:
         CheckpointError: on all ranks if any could not write.
     """
-    config = trainer.plan.config
     return save(
         run_folder / FOLDER,
         step=state.step,
@@ -52,12 +51,12 @@ def save_state(trainer: Trainer, state: TrainState, run_folder: Path) -> Path:
         optimizer=trainer.optimizer,
         extras=_random_state(trainer),
         facts={
-            "seed": config.run.seed,
-            "name": config.run.name,
+            "seed": trainer.seed,
+            "name": trainer.name,
             OWES: state.owes_validation,
             SKIPPED: state.skipped,
         },
-        keep_last=config.checkpoint.keep_last,
+        keep_last=keep_last,
     )
 
 

@@ -4,18 +4,16 @@ One rule: nothing waits for the device. Whether the numbers of all ranks are fin
 first, so the step is left out there: the optimizer's kernels take a flag and touch nothing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from torchdistpackage.checkpoint.parts import ShardedState, TopologyRank
-from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.layout.derive import owns
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.optim.clip import scale_gradients
-from torchdistpackage.optim.lr import warmup_cosine
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +49,24 @@ def reduced_grads(
 class Update:
     """The update of one rank. optimizer: None for a stage without parameters.
 
-    inner: the optimizer that updates, where `optimizer` shards for it.
+    inner: the optimizer that updates, where `optimizer` shards for it. learning_rate: of each step,
+    the first is 1. clip: largest norm of the model's gradient; 0 is off. halts: after a number that
+    is not finite, nothing is ever updated again.
     """
 
     def __init__(
         self,
-        config: RunConfig,
         gradients: Sequence[ReducedGrad],
         optimizer: torch.optim.Optimizer | None,
         inner: torch.optim.Optimizer | None,
         device: torch.device,
+        *,
+        learning_rate: Callable[[int], float],
+        clip: float,
+        halts: bool,
     ):
-        self._config, self._optimizer, self._inner = config, optimizer, inner
+        self._optimizer, self.inner = optimizer, inner
+        self._learning_rate, self._clip, self._halts = learning_rate, clip, halts
         self._gradients = gradients
         self._holders = [g.grad_tensor for g in gradients]
         self._wide = torch.float64 if device.type == "cpu" else torch.float32
@@ -94,35 +98,27 @@ class Update:
     def step(self, step: int, loss: Tensor, tokens: Tensor, power: Tensor) -> float:
         """Follow the gradients of sums as those of the mean; the learning rate of the step.
 
-        loss, tokens, power: of all ranks. If one is not finite nothing is updated, and under
-        `train.on_nonfinite: stop` nothing ever after.
+        loss, tokens, power: of all ranks. If one is not finite nothing is updated.
         """
-        section = self._config.optim
-        lr = section.lr * warmup_cosine(
-            step - 1,
-            warmup_steps=section.warmup_steps,
-            num_steps=self._config.train.steps,
-            min_ratio=section.min_lr_ratio,
-        )
-        if self._optimizer is None or self._inner is None:
+        lr = self._learning_rate(step)
+        if self._optimizer is None or self.inner is None:
             return lr
         scale_gradients(self._holders, self._factor(tokens, power))
         finite = torch.stack([loss, tokens, power]).isfinite().all()
         broken = torch.maximum(self._halted, (~finite).float())
-        if self._config.train.on_nonfinite == "stop":
+        if self._halts:
             self._halted = broken
         # what torch's own gradient scaler sets, read by its fused kernels
-        self._inner.found_inf = broken
+        self.inner.found_inf = broken
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
         return lr
 
     def _factor(self, tokens: Tensor, power: Tensor) -> Tensor:
-        """From gradients of sums to those of the mean, clipped to optim.clip."""
+        """From gradients of sums to those of the mean, clipped."""
         factor = 1.0 / tokens.clamp(min=1)
-        clip = self._config.optim.clip
-        if not clip:
+        if not self._clip:
             return factor
         norm = power.sqrt() * factor
-        return factor * (clip / (norm + 1e-6)).clamp(max=1.0)
+        return factor * (self._clip / (norm + 1e-6)).clamp(max=1.0)

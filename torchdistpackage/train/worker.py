@@ -21,13 +21,13 @@ from torchdistpackage.launch.signals import SignalFlag
 from torchdistpackage.launch.slurm.run_dir import RunDir, attempt_id
 from torchdistpackage.launch.slurm.starts import amend, this_start
 from torchdistpackage.launch.slurm.starts import append as note_start
-from torchdistpackage.train.build import build
-from torchdistpackage.train.finish import finish
+from torchdistpackage.train.build import build, make_loop
+from torchdistpackage.train.finish import finish, sample_text
 from torchdistpackage.train.folder import RESOLVED, only_writer, prepare_folder, run_folder
 from torchdistpackage.train.log import print_line
-from torchdistpackage.train.loop import Loop
 from torchdistpackage.train.plan import Plan, make_plan
 from torchdistpackage.train.rank_log import Tee
+from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.stop import begin, end, write_decision
 from torchdistpackage.train.train_state import resume as resume_state
 from torchdistpackage.train.user_code import add_user_code
@@ -105,11 +105,11 @@ def _train(
         start=agree_on_start(folder, rank=rendezvous.rank, world_size=rendezvous.world_size),
     )
     with watch:
-        loop = Loop(trainer, state, folder, life, watch)
+        loop = make_loop(trainer, state, folder, life, watch)
         loss = loop.run()
         with watch.allow_slow():
             if loss is not None:
-                finish(loop, loss)
+                finish(loop, loss, text=_sample(trainer), plot=config.log.plot)
             primitives.barrier()
     if rendezvous.rank == 0:
         if loss is None:
@@ -121,3 +121,13 @@ def _train(
             )
     leave()
     return EXIT_TEMPFAIL if loss is None else 0
+
+
+def _sample(trainer: Trainer) -> str | None:
+    """What a language model of bytes writes at the end; None if it is none, or need not."""
+    config, shape = trainer.plan.config, trainer.plan.shape
+    num_tokens = config.train.generate_tokens
+    if not num_tokens or shape is None or config.data.name not in ("python_stdlib", "text"):
+        return None
+    # from stage 3 on no replica has weights of its own
+    return sample_text(trainer, num_tokens, every_replica=config.parallel.zero == 3)
