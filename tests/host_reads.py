@@ -31,7 +31,7 @@ HOST = (
     "parallel/tensor/embedding.py:check_ids",
     "train/corpus.py",
     "train/data.py",
-    "train/result.py:Issued",
+    "train/step_stats.py:PendingStep",
 )
 """Files of the package, or functions in them, that read host memory: of a companion group for it,
 of a file, of a generator or a batch that is there, or of a copy that left the device before the

@@ -15,7 +15,7 @@ from torchdistpackage.harness.stragglers.phases import Phases
 from torchdistpackage.train import loop as loops
 from torchdistpackage.train.log import read_metrics
 from torchdistpackage.train.loop import Loop
-from torchdistpackage.train.result import Period, StepResult
+from torchdistpackage.train.step_stats import Period, StepResult
 from torchdistpackage.train.stop import StopController
 from torchdistpackage.train.train_state import TrainState
 

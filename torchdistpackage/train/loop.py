@@ -22,8 +22,8 @@ from torchdistpackage.train.log import MetricsLog, ProgressDisplay
 from torchdistpackage.train.nonfinite import explain
 from torchdistpackage.train.profiler import StepProfiler
 from torchdistpackage.train.replicas import ReplicaCheck
-from torchdistpackage.train.result import PendingStep, StepResult
 from torchdistpackage.train.step import Trainer
+from torchdistpackage.train.step_stats import PendingStep, StepResult
 from torchdistpackage.train.stop import StopController
 from torchdistpackage.train.train_state import TrainState, save_state
 
@@ -245,7 +245,7 @@ class Loop:
         self, result: StepResult, more: Mapping[str, float | str] = MappingProxyType({})
     ) -> None:
         """Write and show a step, once."""
-        speed = result.tokens / result.time_s
+        speed = result.tokens_per_s
         if self.state.skipped:
             more = {**more, "skipped": self.state.skipped}
         if self._stragglers and self._bar is not None:
@@ -259,13 +259,8 @@ class Loop:
         if self._metrics is not None:
             self._metrics.write(
                 result.step,
-                loss=result.loss,
-                grad_norm=result.grad_norm,
-                lr=result.lr,
+                **result.logged(),
                 tokens=self.state.tokens,
-                time_s=result.time_s,
-                tokens_per_s=speed,
-                bubble=result.bubble,
                 flops_per_s=self._flops_per_token and self._flops_per_token * speed,
                 **more,
             )

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.schedule.actions import ActionKind, flatten
-from torchdistpackage.train.result import PendingStep
 from torchdistpackage.train.step import Trainer
+from torchdistpackage.train.step_stats import PendingStep
 
 _NOBODY = (-1, "")
 

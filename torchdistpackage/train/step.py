@@ -28,7 +28,7 @@ from torchdistpackage.train.chunks import TrainStages
 from torchdistpackage.train.data import DataSource, check_fingerprints, fingerprint
 from torchdistpackage.train.loss import LossFn
 from torchdistpackage.train.plan import Plan
-from torchdistpackage.train.result import PendingStep, Period, busy_share
+from torchdistpackage.train.step_stats import PendingStep, Period, StepStats, busy_share
 from torchdistpackage.train.update import Update
 
 WantsSave = Callable[[], bool]
@@ -128,14 +128,15 @@ class Trainer:
         busy = busy_share(timing) if timing is not None and later is None else 0.0
         with phases("optimizer"):
             power, norms = self.update.measure()
-        # filled on the device: a copy from the host would wait for it
-        rest = [totals.new_full((), value) for value in (busy, float(save), float(stop()))]
-        stats = torch.stack([*totals, power.to(totals), *rest])
+        loss, tokens = totals
+        own = StepStats(loss, tokens, power, busy, save=float(save), stop=float(stop()))
+        stats = own.to_tensor(like=totals)
         with phases("reduce"):
             primitives.all_reduce(stats, self._world)
         told = OnHost(stats)  # ahead of the next step, which would else be waited for
         with phases("optimizer"):
-            lr = self.update.step(step, *stats[:3])
+            sums = StepStats.from_tensor(stats)
+            lr = self.update.step(step, sums.loss, sums.tokens, sums.grad_sq_norm)
         phases.end()
         period.end()
         names, host = self.update.names, self._host_world

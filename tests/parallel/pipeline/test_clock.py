@@ -7,7 +7,7 @@ from tests.streams import Stream
 from tests.streams import stream as stream  # a fixture
 from torchdistpackage.parallel.pipeline import clock as clocks
 from torchdistpackage.parallel.pipeline.clock import ComputeClock
-from torchdistpackage.train.result import busy_share
+from torchdistpackage.train.step_stats import busy_share
 
 # of a last stage: wait for the first message, compute, wait, compute, cool down
 WAIT_S, PIECES_S, COOL_S = (4.0, 1.0), (2.0, 3.0), 6.0

@@ -1,4 +1,4 @@
-"""What a step says of itself: first as numbers that may still be on their way, then as values.
+"""The numbers of a step: summed over ranks, on their way to the host, and as the log has them.
 
 One rule: they are on their way to the host before the next step is issued, so whoever reads them
 waits for this step and not for the next one.
@@ -7,6 +7,7 @@ waits for this step and not for the next one.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,37 @@ from torchdistpackage.comm.moments import Moment, clock_of, seconds
 from torchdistpackage.comm.on_host import OnHost
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.parallel.pipeline.clock import Timing
+
+Number = TypeVar("Number", bound=Tensor | float)
+
+
+class StepStats(NamedTuple, Generic[Number]):
+    """What the ranks add up in a step, in one all-reduce: on a device, then as numbers.
+
+    grad_sq_norm: sum of the squares of the gradients. busy: share of a rank's time in which it
+    computed. save: rank 0 asks for a checkpoint. stop: a rank asks for the end of this start.
+    """
+
+    loss: Number
+    tokens: Number
+    grad_sq_norm: Number
+    busy: Number
+    save: Number
+    stop: Number
+
+    def is_finite(self: "StepStats[float]") -> bool:
+        return all(map(math.isfinite, (self.loss, self.tokens, self.grad_sq_norm)))
+
+    def to_tensor(self, like: Tensor) -> Tensor:
+        """One number for each field, in the type and on the device of `like`."""
+        # filled on the device: a copy from the host would wait for it
+        return torch.stack(
+            [x.to(like) if isinstance(x, Tensor) else like.new_full((), x) for x in self]
+        )
+
+    @staticmethod
+    def from_tensor(values: Tensor) -> "StepStats[Tensor]":
+        return StepStats(*values.unbind())
 
 
 @dataclass(frozen=True)
@@ -39,6 +71,21 @@ class StepResult:
     save: bool
     stop: bool
     skipped: bool = False
+
+    def logged(self) -> dict[str, float | None]:
+        """What a row of the log has of the step."""
+        return {
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "lr": self.lr,
+            "time_s": self.time_s,
+            "tokens_per_s": self.tokens_per_s,
+            "bubble": self.bubble,
+        }
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.time_s
 
 
 class Period:
@@ -64,12 +111,12 @@ class Period:
 
 @dataclass
 class PendingStep:
-    """A step whose numbers may still be on their way: `read()` waits for them, on all ranks alike.
+    """A step whose numbers may still be on their way: `wait()` waits for them, on all ranks alike.
 
-    stats: loss sum, tokens, sum of the squares of the gradients, busy time, save and stop, summed
-    over all ranks. pass_timing: of a device, whose busy time was not known when they were summed;
-    None where it was, or is not wanted. host: all ranks, for what is in host memory. names,
-    norms: this rank's gradients after the sum. random: the states from which the step drew.
+    stats: of `StepStats`, summed over all ranks. pass_timing: of a device, whose busy time was not
+    known when they were summed; None where it was, or is not wanted. host: all ranks, for what is
+    in host memory. names, norms: this rank's gradients after the sum. random: the states from which
+    the step drew.
     """
 
     step: int
@@ -84,21 +131,22 @@ class PendingStep:
     random: Sequence[Tensor]
 
     def wait(self) -> StepResult:
-        loss, tokens, power, busy, save, stop = self.stats.read()
+        sums: StepStats[float] = StepStats(*self.stats.read())
+        tokens, busy = max(sums.tokens, 1), sums.busy
         if self.pass_timing is not None:
             mine = torch.tensor([busy_share(self.pass_timing)], dtype=torch.float64)
             busy = float(primitives.all_reduce(mine, self.host))
         return StepResult(
             self.step,
-            loss / max(tokens, 1),
-            power**0.5 / max(tokens, 1),
-            int(tokens),
+            sums.loss / tokens,
+            sums.grad_sq_norm**0.5 / tokens,
+            int(sums.tokens),
             self.period.seconds(),
             self.lr,
             1 - busy / self.host.size() if self.measured else None,
-            save > 0,
-            stop > 0,
-            skipped=not all(map(math.isfinite, (loss, tokens, power))),
+            sums.save > 0,
+            sums.stop > 0,
+            skipped=not sums.is_finite(),
         )
 
 

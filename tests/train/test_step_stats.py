@@ -11,8 +11,8 @@ from tests.streams import stream as stream  # a fixture
 from tests.train import parity
 from tests.train.test_nonfinite import BASE
 from torchdistpackage.comm.on_host import OnHost
-from torchdistpackage.train.result import Period
 from torchdistpackage.train.step import totals_on
+from torchdistpackage.train.step_stats import Period, StepStats
 
 CUDA = torch.device("cuda")
 
@@ -35,6 +35,15 @@ def test_a_step_on_a_device_lasts_until_the_next_one_begins(stream: Stream):
 def test_tokens_are_counted_beyond_what_a_float32_tells_apart():
     for device in ("cpu", "meta"):
         assert totals_on(torch.device(device)).dtype == torch.float64
+
+
+def test_each_number_of_a_step_comes_back_under_its_name():
+    room = totals_on(torch.device("cpu"))
+    own = StepStats(room[0] + 1, torch.tensor(2), torch.tensor(3.0), busy=0.25, save=0.0, stop=1.0)
+    sums = StepStats.from_tensor(2 * own.to_tensor(like=room))
+    assert sums.loss.dtype == room.dtype
+    assert [x.item() for x in sums] == [2.0, 4.0, 6.0, 0.5, 0.0, 2.0]
+    assert (sums.tokens, sums.grad_sq_norm, sums.stop) == (4.0, 6.0, 2.0)
 
 
 def told_late(extra: list[str]) -> list[bool]:
