@@ -11,8 +11,7 @@ import sys
 import pytest
 
 from torchdistpackage.errors import DataError
-from torchdistpackage.train.log import MetricsLog, ProgressDisplay, plot_loss, read_metrics
-from torchdistpackage.train.rank_log import Tee
+from torchdistpackage.train.log import MetricsLog, ProgressDisplay, Tee, plot_loss, read_metrics
 
 
 def steps(path) -> list[int]:

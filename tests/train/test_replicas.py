@@ -9,7 +9,7 @@ from tests.train import parity
 from tests.train.test_nonfinite import BASE
 from torchdistpackage.errors import CommError, LayoutError
 from torchdistpackage.train import build as builder
-from torchdistpackage.train.replicas import ReplicaCheck
+from torchdistpackage.train.callbacks import ReplicaCheck
 
 
 def flipped(extra: list[str], rank: int, name: str) -> str:

@@ -22,8 +22,7 @@ from torchdistpackage.launch.lock import holder_of, take
 from torchdistpackage.launch.requeue import EXIT_TEMPFAIL
 from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.starts import Start, read_starts
-from torchdistpackage.train.folder import prepare_folder
-from torchdistpackage.train.job import WORKER_MAIN
+from torchdistpackage.train.job import WORKER_MAIN, prepare_folder
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "gpt_tiny.yaml"

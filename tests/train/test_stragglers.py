@@ -16,8 +16,8 @@ from tests.train import parity
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.harness.stragglers.find import SPOKEN
 from torchdistpackage.train.build import make_loop
+from torchdistpackage.train.callbacks import comparison
 from torchdistpackage.train.step import Trainer
-from torchdistpackage.train.stragglers import comparison
 from torchdistpackage.train.train_state import TrainState
 
 DELAY_S = 0.05

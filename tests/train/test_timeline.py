@@ -12,7 +12,7 @@ from torchdistpackage.schedule.actions import flatten
 from torchdistpackage.schedule.costs import read_costs
 from torchdistpackage.schedule.generators.registry import build
 from torchdistpackage.train.build import make_loop
-from torchdistpackage.train.generate import generate
+from torchdistpackage.train.finish import generate
 from torchdistpackage.train.log import read_metrics
 from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.train_state import TrainState

@@ -39,7 +39,7 @@ from torchdistpackage.launch.slurm.submit import (
     submit_prepared,
 )
 from torchdistpackage.launch.slurm.sweep import SweepRun, points
-from torchdistpackage.train.folder import prepare_folder
+from torchdistpackage.train.job import prepare_folder
 from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.submitit_task import TrainingTask
 

@@ -4,7 +4,7 @@ Everything below receives plain arguments; what they are is decided here, in the
 a run needs them: groups, my stage and its layouts, initial weights, reducer, optimizer, executors.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -36,17 +36,14 @@ from torchdistpackage.parallel.tensor.init import initialize
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.generators.registry import evaluation
 from torchdistpackage.train import corpus
-from torchdistpackage.train.chunks import TrainStages, tie
+from torchdistpackage.train.callbacks import ReplicaCheck, comparison
 from torchdistpackage.train.data import DataSource, TokenDataset
 from torchdistpackage.train.loop import Loop
 from torchdistpackage.train.loss import LossFn, from_user, token_cross_entropy
-from torchdistpackage.train.memory import weight_format
-from torchdistpackage.train.plan import Plan
+from torchdistpackage.train.plan import Plan, weight_format
 from torchdistpackage.train.profiler import StepProfiler
-from torchdistpackage.train.replicas import ReplicaCheck
-from torchdistpackage.train.step import Trainer
+from torchdistpackage.train.step import Trainer, TrainStages
 from torchdistpackage.train.stop import StopController
-from torchdistpackage.train.stragglers import comparison
 from torchdistpackage.train.train_state import TrainState
 from torchdistpackage.train.update import Update, reduced_grads
 
@@ -171,7 +168,7 @@ def _stage(plan: Plan, device: torch.device) -> tuple[TrainStages, dict[str, Lay
     if plan.model is not None:
         stages = _named(plan, dtype, device)
         layouts = {s: module.layouts() for s, module in stages.items()}
-        tie(stages, layouts)
+        _tie(stages, layouts)
         loss = next(iter(stages.values())).loss
         by_name = {f"{s}.{n}": x for s, held in layouts.items() for n, x in held.items()}
     else:
@@ -209,6 +206,20 @@ def _named(plan: Plan, dtype: torch.dtype, device: torch.device) -> dict[int, nn
         )
         for stage in plan.schedule.stages_of(tpc.get_pp_rank())
     }
+
+
+def _tie(stages: Mapping[int, nn.Module], layouts: Mapping[int, Mapping[str, Layout]]) -> None:
+    """Parameters of one global name in two stages of a rank become one, that of the first.
+
+    layouts: by stage and local name.
+    """
+    first: dict[str, nn.Parameter] = {}
+    for stage, module in stages.items():
+        for name, parameter in list(module.named_parameters()):
+            known = first.setdefault(layouts[stage][name].name, parameter)
+            if known is not parameter:
+                path, _, key = name.rpartition(".")
+                setattr(module.get_submodule(path), key, known)
 
 
 def own_cut(plan: Plan, whole: nn.Module) -> tuple[range, ...] | None:

@@ -20,8 +20,13 @@ from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.timeline import Timeline, simulate
 from torchdistpackage.topology.placement import crossings
-from torchdistpackage.train.memory import gradient_format, weight_format
-from torchdistpackage.train.plan import BUCKET_BYTES, Plan, stage_loads
+from torchdistpackage.train.plan import (
+    BUCKET_BYTES,
+    Plan,
+    gradient_format,
+    stage_loads,
+    weight_format,
+)
 
 ACTIVATION_BYTES = {"float64": 8, "float32": 4, "bf16": 2}
 """Bytes of an element of what travels between layers."""

@@ -1,14 +1,19 @@
 """A run as processes: start them on this machine, or be one of those a launcher started. No torch.
 
 Under torchrun or srun this process is a rank already, and a task of srun watches over it. Alone, it
-starts the ranks and watches them.
+starts the ranks and watches them. Below: the run folder, and where your own code is found.
+
+One rule: the lock of the run folder is taken before anything in the folder is made or renamed, and
+given back after the last rank has ended.
 """
 
 import errno
 import os
 import sys
+import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -20,7 +25,7 @@ from torchdistpackage.config.types import MAX_PROCS
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.launch.files import atomic_write
-from torchdistpackage.launch.lock import Lock
+from torchdistpackage.launch.lock import Lock, take
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
 from torchdistpackage.launch.requeue import EXIT_TEMPFAIL, Decision, RequeueDecision
 from torchdistpackage.launch.signals import SignalFlag
@@ -38,7 +43,6 @@ from torchdistpackage.launch.slurm.starts import (
 )
 from torchdistpackage.launch.supervisor import WatchedRank, supervise
 from torchdistpackage.launch.workers import run_local
-from torchdistpackage.train.folder import cannot_write, only_writer, prepare_folder, run_folder
 from torchdistpackage.train.plan import local_procs, make_plan
 from torchdistpackage.train.stop import limits_of
 
@@ -259,3 +263,89 @@ def _this_start(files: RunDir, rank: int) -> Start:
 def _resume(files: RunDir, start: Start, how: str) -> str:
     """What the user said holds for the first start of a job; its requeues go on from there."""
     return "auto" if len(series_of(files, start)) > 1 else how
+
+
+RESOLVED = "resolved.yaml"
+
+
+def run_folder(config: RunConfig) -> Path:
+    """`run.dir` / `run.name`."""
+    return Path(config.run.dir) / config.run.name
+
+
+def prepare_folder(config: RunConfig, resume: str) -> Path:
+    """Make the run folder and return it. With `--resume never` an earlier one is renamed first.
+
+    One without a file in it stays: somebody may have made it for its quota or striping.
+
+    Raises:
+        LaunchError: it cannot be made or renamed.
+    """
+    folder = run_folder(config)
+    try:
+        if resume == "never" and any(not path.is_dir() for path in folder.rglob("*")):
+            number = 1
+            while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+                number += 1
+            folder.rename(aside)
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    return folder
+
+
+def cannot_write(folder: Path, error: OSError) -> LaunchError:
+    """What to say of a run folder that takes nothing."""
+    return LaunchError(
+        f"the run folder {folder} cannot be written: {error.strerror} ({error.filename}); make "
+        f"room, or set run.dir or run.name"
+    )
+
+
+@contextmanager
+def only_writer(folder: Path, *, forks: bool = False) -> Generator[Lock | None]:
+    """Be the only process, on all machines, that lets ranks write to the run folder.
+
+    forks: this process has yet to fork, so the heartbeats (`Lock.keep`) are its fork's to send.
+    None is the lock of a folder that stands in one that nobody may write to.
+
+    Raises:
+        HeldError: another run writes there.
+    """
+    if os.access(folder, os.W_OK) and not os.access(folder.parent, os.W_OK):
+        sys.stdout.write(
+            f"{folder.parent} cannot be written, so there is no lock, and nothing keeps a second "
+            f"run from writing to {folder.name}\n"
+        )
+        yield None
+        return
+    lock = take(RunDir(folder).run_lock, f"the run {folder.name}")
+    if not forks:
+        lock.keep()
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
+def add_user_code(env: Mapping[str, str]) -> str:
+    """Put the folder of your own modules on sys.path, if it is not there; returns it.
+
+    It is the working folder, or the snapshot of it that a job runs (TDP_CODE), however Python was
+    started: the `tdp` script, unlike `python -m`, does not have it on its path. It comes behind the
+    standard library, of which no file in it takes the place, and before what is installed.
+    """
+    folder = env.get("TDP_CODE") or str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(_after_library(), folder)
+    return folder
+
+
+def _after_library() -> int:
+    library = Path(sysconfig.get_path("stdlib"))
+    ours = [
+        i
+        for i, entry in enumerate(sys.path)
+        if Path(entry) == library or Path(entry).name == "lib-dynload"
+    ]
+    return max(ours, default=len(sys.path) - 1) + 1

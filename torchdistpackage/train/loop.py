@@ -16,12 +16,12 @@ from torchdistpackage.harness.hang.heartbeat import Heartbeat
 from torchdistpackage.harness.stragglers.compare import Comparison
 from torchdistpackage.harness.watchdog import HangWatchdog
 from torchdistpackage.schedule.trace_costs import BubbleAttribution
+from torchdistpackage.train.callbacks import ReplicaCheck
 from torchdistpackage.train.corpus import MAX_TABLE_VOCAB, entropies
 from torchdistpackage.train.data import TokenDataset
 from torchdistpackage.train.log import MetricsLog, ProgressDisplay
 from torchdistpackage.train.nonfinite import explain
 from torchdistpackage.train.profiler import StepProfiler
-from torchdistpackage.train.replicas import ReplicaCheck
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.step_stats import PendingStep, StepResult
 from torchdistpackage.train.stop import StopController

@@ -115,7 +115,7 @@ def _place(rank: int, parameter: tuple[int, str], number: int) -> str:
 
 
 def _stage_of(name: str) -> int:
-    """Of a parameter by its local name, see chunks.py."""
+    """Of a parameter by its local name, see TrainStages."""
     return int(name.partition(".")[0])
 
 

@@ -19,9 +19,8 @@ from torchdistpackage.schedule.costs import PieceCosts, StageCosts, costs_text
 from torchdistpackage.schedule.draw import svg_pair
 from torchdistpackage.schedule.timeline import Span
 from torchdistpackage.schedule.trace_costs import BubbleAttribution, attribute_bubble, costs_of
-from torchdistpackage.train.chunks import TrainStages
 from torchdistpackage.train.plan import Plan
-from torchdistpackage.train.step import Trainer
+from torchdistpackage.train.step import Trainer, TrainStages
 
 Weights = Mapping[int, Mapping[str, float]]
 """By stage, in order, of each piece what the stage's time is shared out by."""

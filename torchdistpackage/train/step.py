@@ -5,12 +5,12 @@ tokens is summed with them, and one factor at the end makes the mean and clips (
 small all-reduce a step carries loss, tokens and norm.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.backends import is_queued
@@ -24,7 +24,6 @@ from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.schedule.actions import ActionKind
 from torchdistpackage.train.batches import Batch, Batches
-from torchdistpackage.train.chunks import TrainStages
 from torchdistpackage.train.data import DataSource, check_fingerprints, fingerprint
 from torchdistpackage.train.loss import LossFn
 from torchdistpackage.train.plan import Plan
@@ -37,6 +36,25 @@ WantsSave = Callable[[], bool]
 
 def never_save() -> bool:
     return False
+
+
+class TrainStages(nn.ModuleDict):
+    """The stages of one rank as one module: what optimizers, hooks and checkpoints see.
+
+    Called with a stage and its input it runs that stage. Each has its number as its name, so that
+    two of them may hold parts of one block; the names that outlive a run are those of the layouts.
+    """
+
+    def __init__(self, stages: Mapping[int, nn.Module]):
+        super().__init__({str(stage): module for stage, module in stages.items()})
+        self._of = dict(stages)
+
+    def forward(self, stage: int, x: Message) -> Message:
+        return self._of[stage](x)
+
+    def trained(self) -> dict[int, list[nn.Parameter]]:
+        """By stage the parameters that get a gradient; one that two stages share is in both."""
+        return {s: [p for p in m.parameters() if p.requires_grad] for s, m in self._of.items()}
 
 
 @dataclass

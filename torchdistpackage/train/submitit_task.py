@@ -20,7 +20,7 @@ from torchdistpackage.launch.requeue import RequeueDecision
 from torchdistpackage.launch.slurm.requeue import may_requeue, read_decision
 from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.script_ranks import IGNORE_SIGNALS_UNTIL_READY
-from torchdistpackage.train.folder import run_folder
+from torchdistpackage.train.job import run_folder
 
 _KILLED_WITHIN_S = 300.0
 """Slurm ends the other ranks of a job that was requeued; if it does not, they end by themselves."""

@@ -23,14 +23,18 @@ from torchdistpackage.launch.slurm.starts import amend, this_start
 from torchdistpackage.launch.slurm.starts import append as note_start
 from torchdistpackage.train.build import build, make_loop
 from torchdistpackage.train.finish import finish, sample_text
-from torchdistpackage.train.folder import RESOLVED, only_writer, prepare_folder, run_folder
-from torchdistpackage.train.log import print_line
+from torchdistpackage.train.job import (
+    RESOLVED,
+    add_user_code,
+    only_writer,
+    prepare_folder,
+    run_folder,
+)
+from torchdistpackage.train.log import Tee, print_line
 from torchdistpackage.train.plan import Plan, make_plan
-from torchdistpackage.train.rank_log import Tee
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.stop import begin, end, write_decision
 from torchdistpackage.train.train_state import resume as resume_state
-from torchdistpackage.train.user_code import add_user_code
 
 
 def worker_main(config: RunConfig, resume: str, signals: SignalFlag | None = None) -> int:
