@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchdistpackage.cli.main import main
-from torchdistpackage.config.suggestions import KEYS
+from torchdistpackage.config.load import KEYS
 
 
 def properties(schema: dict[str, Any], top: dict[str, Any], at: str = "") -> Iterator[tuple]:

@@ -11,10 +11,9 @@ from torchdistpackage.bounded_yaml import MAX_DEPTH, MAX_NODES
 from torchdistpackage.cli.main import main
 from torchdistpackage.config import rules_pipeline
 from torchdistpackage.config.errors import MAX_PROBLEMS, ConfigErrors, Problem
-from torchdistpackage.config.load import load, loads
-from torchdistpackage.config.rule import divisors
+from torchdistpackage.config.load import KEYS, load, loads
+from torchdistpackage.config.rules import divisors
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.config.suggestions import KEYS
 from torchdistpackage.config.types import MAX_NAME_BYTES
 from torchdistpackage.config.yaml_loader import MAX_BYTES
 from torchdistpackage.schedule import costs as costs_file

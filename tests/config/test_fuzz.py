@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from torchdistpackage.config.suggestions import KEYS
+from torchdistpackage.config.load import KEYS
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S, LIMIT_BYTES = 5, 1 << 30

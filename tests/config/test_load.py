@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from torchdistpackage.config.errors import ConfigErrors
-from torchdistpackage.config.load import load, loads
+from torchdistpackage.config.load import KEYS, SECTIONS, load, loads
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.config.suggestions import KEYS, SECTIONS
 from torchdistpackage.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from torchdistpackage.config.check import failed_rules, violations
-from torchdistpackage.config.rules import RULES, Rule
+from torchdistpackage.config.check import RULES, failed_rules, violations
+from torchdistpackage.config.load import KEYS
+from torchdistpackage.config.rules import Rule
 from torchdistpackage.config.schema import RunConfig, Section
-from torchdistpackage.config.suggestions import KEYS
 
 THREE_STAGES = Path(__file__).with_name("costs_of_three_stages.yaml")
 

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchdistpackage.config.check import violations
-from torchdistpackage.config.load import load, loads
+from torchdistpackage.config.load import KEYS, SECTIONS, load, loads
 from torchdistpackage.config.schema import ModelSection, ParallelSection, RunConfig
-from torchdistpackage.config.suggestions import KEYS, SECTIONS
 from torchdistpackage.config.types import SCHEDULES, Expected
 from torchdistpackage.config.yaml_loader import write
 from torchdistpackage.errors import ConfigError

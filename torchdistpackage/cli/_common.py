@@ -11,9 +11,8 @@ from typing import Annotated
 import typer
 
 from torchdistpackage.cli.arguments import PROCS
-from torchdistpackage.config.errors import ConfigErrors, Problem
+from torchdistpackage.config.errors import ConfigErrors, Problem, nearest
 from torchdistpackage.config.load import load
-from torchdistpackage.config.suggestions import nearest
 from torchdistpackage.errors import TopologyError
 from torchdistpackage.harness.run_on_topology import num_ranks
 from torchdistpackage.launch.rendezvous import detect

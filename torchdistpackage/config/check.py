@@ -8,12 +8,15 @@ import contextlib
 from collections.abc import Collection, Iterator
 
 from torchdistpackage.config.errors import Problem
-from torchdistpackage.config.rules import DEGREES, RULES, Rule
+from torchdistpackage.config.rules import DEGREES, LAYOUT_RULES, SIZE_RULES, Rule
+from torchdistpackage.config.rules_pipeline import PIPELINE_RULES
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm import Found, canonical_name, problems
 from torchdistpackage.config.slurm_shape import GPUS, LAYOUT, JobGeometry, job_geometry
 from torchdistpackage.errors import ConfigError
 
+RULES = (*LAYOUT_RULES, *PIPELINE_RULES, *SIZE_RULES)
+"""In the order in which they are reported."""
 _SLURM = "launch.slurm"
 
 

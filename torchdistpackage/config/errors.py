@@ -4,6 +4,7 @@ One rule: a problem says where (file:line or command line), what (dotted path) a
 nobody raises for the first one; problems are collected and raised together.
 """
 
+import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -52,3 +53,8 @@ class ConfigErrors(ConfigError):
     def __reduce__(self) -> tuple[type["ConfigErrors"], tuple[str, tuple[Problem, ...]]]:
         # Exceptions rebuild themselves from their text, which is not what __init__ takes.
         return type(self), (self.source, self.problems)
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The valid name that looks most like `name`, or None if none is close."""
+    return next(iter(difflib.get_close_matches(name.lower(), list(names), n=1)), None)

@@ -11,13 +11,19 @@ from pathlib import Path
 from typing import Any, cast
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from torchdistpackage.bounded_yaml import MAX_DEPTH
 from torchdistpackage.config.check import failed_rules
-from torchdistpackage.config.errors import MAX_PROBLEMS, ConfigErrors, Problem, SourceLocation
+from torchdistpackage.config.errors import (
+    MAX_PROBLEMS,
+    ConfigErrors,
+    Problem,
+    SourceLocation,
+    nearest,
+)
 from torchdistpackage.config.rules import Rule
-from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.config.suggestions import KEYS, SECTIONS, nearest, unknown_key
+from torchdistpackage.config.schema import RunConfig, Section
 from torchdistpackage.config.types import expected_of
 from torchdistpackage.config.yaml_loader import MAX_BYTES, MAX_KEY, Document, Keys, dotted, read
 
@@ -252,3 +258,44 @@ def _shown(value: object) -> str:
             return f"a list of {len(items)}" if len(str(items)) > 60 else f"the list {items}"
         case _:
             return "a mapping"
+
+
+def _walk(
+    section: type[Section], path: str
+) -> tuple[dict[str, type[Section]], dict[str, FieldInfo]]:
+    sections: dict[str, type[Section]] = {path: section}
+    keys: dict[str, FieldInfo] = {}
+    for name, info in section.model_fields.items():
+        full = f"{path}.{name}" if path else name
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            inner_sections, inner_keys = _walk(info.annotation, full)
+            sections |= inner_sections
+            keys |= inner_keys
+        else:
+            keys[full] = info
+    return sections, keys
+
+
+SECTIONS, KEYS = _walk(RunConfig, "")
+"""Dotted path -> section class ("" is the whole file), and dotted path -> key."""
+
+
+def unknown_key(section: str, key: str) -> tuple[str, frozenset[str]]:
+    """What to say of a key that `section` does not have, and the paths it may stand for.
+
+    A key that exists elsewhere is told where it belongs; a misspelt one gets the nearest name
+    of its own section, or else of all sections; failing all that, the valid names are listed.
+    """
+    here = SECTIONS[section].model_fields
+    last = {path: path.rpartition(".")[2] for path in (*SECTIONS, *KEYS) if path}
+    belongs = [path for path in last if last[path] == key]
+    close = nearest(key, here)
+    options = belongs + ([f"{section}.{close}".removeprefix(".")] if close else [])
+    if not options and (far := nearest(key, last.values())):
+        options = [path for path in last if last[path] == far]
+    if not options:
+        return f"unknown key; valid here: {', '.join(here)}", frozenset()
+    top = SECTIONS[""].model_fields if section else ()
+    shown = [f"{path} at the top level" if path in top else path for path in options]
+    what = "misplaced key" if belongs else "unknown key"
+    return f"{what}; did you mean {' or '.join(shown)}?", frozenset(options)

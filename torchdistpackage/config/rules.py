@@ -3,11 +3,42 @@
 One rule: what it says gives names, values and the nearest values that would do.
 """
 
-from torchdistpackage.config.rule import Rule, divisors, multiples, rule
-from torchdistpackage.config.rules_pipeline import PIPELINE_RULES
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from torchdistpackage.config.schema import DataSection, ModelSection, RunConfig
 from torchdistpackage.config.types import MAX_MLP_RATIO, MAX_RANKS
 from torchdistpackage.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`fields`: the keys it reads; `says`: what is wrong, given the run and the world size."""
+
+    fields: tuple[str, ...]
+    message: Callable[[RunConfig, int | None], str | None]
+
+
+def rule(*fields: str) -> Callable[[Callable[[RunConfig, int | None], str | None]], Rule]:
+    return lambda says: Rule(fields, says)
+
+
+def divisors(number: int, near: int) -> str:
+    """The divisors of `number` at or around `near`, e.g. "2 or 4"."""
+    near = min(near, number)
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    found = {*small, *(number // d for d in small)}
+    below = max(d for d in found if d <= near)
+    above = min((d for d in found if near < d <= 64 * near), default=below)
+    return f"{below}" if above == below else f"{below} or {above}"
+
+
+def multiples(number: int, near: int) -> str:
+    """The multiples of `number` around `near`, e.g. "96 or 104"."""
+    below = near // number * number
+    return f"{below} or {below + number}" if below else f"{number}"
+
 
 DEGREES = ("parallel.data", "parallel.pipe", "parallel.context", "parallel.tensor")
 _NUM_BYTES = 256
@@ -244,7 +275,7 @@ def _not_yet(key: str, only: int) -> Rule:
     return Rule((f"parallel.{key}",), says)
 
 
-RULES: tuple[Rule, ...] = (
+LAYOUT_RULES: tuple[Rule, ...] = (
     _order_names_axes,
     _world_is_no_slip,
     _degrees_fill_world,
@@ -255,7 +286,9 @@ RULES: tuple[Rule, ...] = (
     _dim_over_heads,
     _hidden_over_tensor,
     _sequence_over_tensor,
-    *PIPELINE_RULES,
+)
+
+SIZE_RULES: tuple[Rule, ...] = (
     _narrow_weights_have_copies,
     _model_is_named_once,
     _model_keys_are_read,

@@ -7,7 +7,7 @@ none does.
 from functools import lru_cache
 from pathlib import Path
 
-from torchdistpackage.config.rule import Rule, rule
+from torchdistpackage.config.rules import Rule, rule
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.types import AUTO, CUSTOM, SCHEDULES
 from torchdistpackage.errors import ScheduleError

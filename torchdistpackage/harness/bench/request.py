@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from torchdistpackage.config.suggestions import nearest
+from torchdistpackage.config.errors import nearest
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.operations import COLLECTIVES
 
