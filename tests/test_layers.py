@@ -83,7 +83,6 @@ PURE_FILES = (
     "parallel/pipeline/partition/cost_split.py",
     "parallel/tensor/layouts.py",
     "models/registry.py",
-    "models/flops.py",
     "models/*_layout.py",
     "checkpoint/manifest.py",
     "checkpoint/commit.py",

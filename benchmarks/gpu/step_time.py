@@ -25,7 +25,7 @@ from benchmarks.gpu.models import (
 )
 from benchmarks.gpu.rows import Found
 from benchmarks.turns import ratio, spread_ms
-from torchdistpackage.models.flops import flops_per_token
+from torchdistpackage.models.gpt_layout import flops_per_token
 
 PRODUCT, SMALL_PRODUCT = 8192, 256
 ROUNDS, STEPS = 7, 4

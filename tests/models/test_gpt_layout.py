@@ -7,9 +7,9 @@ import pytest
 
 from torchdistpackage.errors import ConfigError, LayoutError
 from torchdistpackage.layout.derive import num_elements, owns
-from torchdistpackage.models.flops import flops_per_token
 from torchdistpackage.models.gpt_layout import (
     GPTShape,
+    flops_per_token,
     layouts,
     module_of,
     piece_costs,

@@ -25,6 +25,6 @@ def test_pure_files_load_without_torch():
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "import torchdistpackage.parallel, torchdistpackage.parallel.tensor.layouts\n"
-        "import torchdistpackage.models.registry, torchdistpackage.models.flops\n"
+        "import torchdistpackage.models.registry, torchdistpackage.models.gpt_layout\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""Which ranks and groups a `tdp comm` command is about: a run's file, or axes by hand.
+"""Arguments that commands share; the ranks and groups that a `tdp comm` command is about.
 
 One rule: all that is wrong is said at once, and before a process is started.
 """
@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-from torchdistpackage.cli.arguments import PROCS
 from torchdistpackage.config.errors import ConfigErrors, Problem, nearest
 from torchdistpackage.config.load import load
 from torchdistpackage.errors import TopologyError
@@ -18,6 +17,15 @@ from torchdistpackage.harness.run_on_topology import num_ranks
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.topology.views import DEFAULT_ORDER, topology
 from torchdistpackage.train.plan import local_procs, make_plan
+
+PROCS = "launch.local.procs"
+"""The key that a number of ranks on the command line stands for."""
+
+Config = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="section.key=value", help="Values that win over the file."),
+]
 
 _LINE = "command line"
 

@@ -7,15 +7,16 @@ measure and return one value; all files and texts are made of it here.
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, cast
 
 import typer
 
-from torchdistpackage.cli import bench_job
 from torchdistpackage.cli._common import Axes, CommTarget, Procs, Words, parse_target
+from torchdistpackage.config.load import load
+from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import CommError, ConfigError, RankError
 from torchdistpackage.harness.bench.outputs import Outputs, into
 from torchdistpackage.harness.bench.pairs import find_suspects
@@ -37,14 +38,26 @@ from torchdistpackage.harness.bench.request import (
 from torchdistpackage.harness.comm_test_report import CommTestError
 from torchdistpackage.harness.operations import COLLECTIVES
 from torchdistpackage.harness.run_on_topology import INIT_TIMEOUT_S, run_on_topology
+from torchdistpackage.launch.lock import hold
 from torchdistpackage.launch.rendezvous import detect
-from torchdistpackage.launch.slurm.run_dir import RunDir
+from torchdistpackage.launch.signals import SignalFlag
+from torchdistpackage.launch.slurm.job import absolute, interpreter_of, job_shape
+from torchdistpackage.launch.slurm.run_dir import RunDir, attempt_id
+from torchdistpackage.launch.slurm.submit import (
+    Prepared,
+    ensure_not_running,
+    prepare,
+    submit_prepared,
+)
+from torchdistpackage.launch.supervisor import WatchedRank, supervise
 from torchdistpackage.topology.mesh import describe
 from torchdistpackage.topology.views import topology
 
 _RANK = "torchdistpackage.harness.measure.watched:bench"
 Sizes = Sequence[tuple[str, int | None]]
 _SIZES, _DTYPES = "1KiB:4MiB:x16", "float32"
+_SUFFIX = "-bench"
+_BENCH = ("-u", "-P", "-m", "torchdistpackage", "comm", "bench")
 
 
 def bench(
@@ -120,9 +133,7 @@ def bench(
     if run_folder is None:
         raise typer.Exit(_run(request, want, outputs, limits))
     raise typer.Exit(
-        bench_job.launch_bench(
-            lambda: _run(request, want, into(run_folder, request), limits), run_folder
-        )
+        _launch_bench(lambda: _run(request, want, into(run_folder, request), limits), run_folder)
     )
 
 
@@ -207,6 +218,11 @@ def _options(request: Request, sizes: str, min_busbw: Sequence[str]) -> list[str
     return words + [word for limit in min_busbw for word in ("--min-busbw", limit)]
 
 
+# With --slurm: everything but the command of the tasks is that of `tdp submit`, in a run folder of
+# its own. Inside the job each task is watched as a training rank is, so a rank that fails is named
+# at the end of the main log, and the job has its exit code.
+
+
 def _submit(
     path: str,
     overrides: Sequence[str],
@@ -214,15 +230,66 @@ def _submit(
     limits: Mapping[str, float],
     options: Sequence[str],
 ) -> None:
-    config = bench_job.bench_run(path, overrides)
-    _check_names(request, limits, bench_job.axes_of(config), config.parallel.expert)
-    prepared = bench_job.prepare_bench(config, options)
+    config = _bench_run(path, overrides)
+    _check_names(request, limits, _axes_of(config), config.parallel.expert)
+    prepared = _prepare_bench(config, options)
     for note in prepared.notes:
         print(f"note: {note}", file=sys.stderr)
-    job, folder = bench_job.submit_bench(prepared)
+    job, folder = _submit_bench(prepared)
     files = into(folder, request)
     figures = " and ".join(str(path) for path in (files.json, files.profile) if path is not None)
     typer.echo(
         f"job {job}  {folder}\non {prepared.job.shape}; its figures will be in {figures}, "
         f"its tables in {RunDir(folder).main_log}"
     )
+
+
+def _bench_run(path: str, overrides: Sequence[str]) -> RunConfig:
+    """The run at `path` under a name of its own, its folder from the root on.
+
+    Raises:
+        ConfigError: it cannot be a job.
+    """
+    config = load(path, overrides, job=True)
+    own = config.run.model_copy(update={"name": f"{config.run.name}{_SUFFIX}"})
+    return absolute(config.model_copy(update={"run": own}), Path.cwd())
+
+
+def _axes_of(config: RunConfig) -> tuple[tuple[str, int], ...]:
+    """Its axes on the smallest number of nodes that the job may get."""
+    return config.resolve(job_shape(config).world_sizes[0]).parallel.axes()
+
+
+def _prepare_bench(config: RunConfig, options: Sequence[str]) -> Prepared:
+    """The job that runs `tdp comm bench OPTIONS` with the ranks and nodes of `config`.
+
+    Raises:
+        LaunchError: the code cannot be gathered.
+    """
+    folder = Path(config.run.dir) / config.run.name
+    words = [interpreter_of(config, sys.executable), *_BENCH, *options]
+    words += ["--run-folder", str(folder)]
+    return prepare([config], Path.cwd(), os.environ, command=words)
+
+
+def _submit_bench(prepared: Prepared) -> tuple[str, Path]:
+    """Hand it to Slurm: the job's id and its run folder.
+
+    Raises:
+        LaunchError: a bench of this run waits or runs already, or Slurm does not take the job.
+    """
+    folder = prepared.runs[0][0]
+    with hold(RunDir(folder).lock, f"a submission of {folder.name}"):
+        ensure_not_running(prepared)
+        sent = submit_prepared(prepared, os.environ)
+    return sent.records[0].job, folder
+
+
+def _launch_bench(body: Callable[[], int], folder: Path) -> int:
+    """Be a task of the job: run `body` in a process of its own; its exit code."""
+    files, start, rank = RunDir(folder), attempt_id(os.environ), detect(os.environ).rank
+    restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    place = WatchedRank(rank, files.rank_log(rank, restart), files.failures(start))
+    place.report.unlink(missing_ok=True)
+    # nothing is noted, for there is nothing to save: a signal ends this as any program
+    return supervise(body, place, SignalFlag())

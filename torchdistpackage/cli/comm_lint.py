@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from torchdistpackage.cli.arguments import PROCS, Config, Overrides
+from torchdistpackage.cli._common import PROCS, Config, Overrides
 from torchdistpackage.config.load import load
 from torchdistpackage.harness.lint.report import LintReport
 from torchdistpackage.launch.entrypoint import EntryPoint

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from torchdistpackage.cli.arguments import PROCS, Config, Overrides
+from torchdistpackage.cli._common import PROCS, Config, Overrides
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm_shape import JobGeometry

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from torchdistpackage.cli.arguments import Config, Overrides
+from torchdistpackage.cli._common import Config, Overrides
 from torchdistpackage.config.errors import ConfigErrors, Problem
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from torchdistpackage.cli.arguments import PROCS, Config, Overrides
+from torchdistpackage.cli._common import PROCS, Config, Overrides
 from torchdistpackage.errors import RankError
 from torchdistpackage.train import job
 

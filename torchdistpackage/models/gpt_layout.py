@@ -155,3 +155,13 @@ def piece_costs(shape: GPTShape) -> tuple[float, ...]:
     attention = 8.0 * shape.dim * shape.dim + 4.0 * shape.seq_len * shape.dim
     mlp = 4.0 * shape.dim * shape.hidden
     return (0.0, *((attention, mlp) * shape.layers), 2.0 * shape.dim * shape.vocab)
+
+
+BACKWARD_PER_FORWARD = 2.0
+"""Each product has two gradients."""
+
+
+def flops_per_token(shape: GPTShape) -> float:
+    """Floating-point operations of forward and backward for one token of a full sequence; what MFU
+    divides by. Work that recomputation repeats is not counted: it does not train."""
+    return (1 + BACKWARD_PER_FORWARD) * sum(piece_costs(shape))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.models import flops, gpt_layout
+from torchdistpackage.models import gpt_layout
 from torchdistpackage.models.gpt_layout import GPTShape
 
 
@@ -43,7 +43,7 @@ MODELS: dict[str, Model] = {
         gpt_layout.layouts,
         gpt_layout.piece_costs,
         gpt_layout.piece_parameters,
-        flops.flops_per_token,
+        gpt_layout.flops_per_token,
         "torchdistpackage.models.gpt:GPT",
     ),
 }
