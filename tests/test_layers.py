@@ -107,7 +107,7 @@ COMM_MAY_LAUNCH = {
     "comm/creation_limit.py": "leaves a rank's last words where its launcher looks for them",
 }
 
-PLANNERS = ["build", "calls", "dry_run", "estimate", "gradient_calls", "plan", "shrink", "worker"]
+PLANNERS = ["build", "dry_run", "estimate", "plan", "shrink", "worker"]
 """Files of train that read the configuration; the others get plain arguments."""
 
 MAY_CALL_TORCH_DISTRIBUTED = {
