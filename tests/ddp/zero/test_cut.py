@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchdistpackage.ddp.zero.cut import SLICE_BYTES, ShardRange, bounds_of, even_bounds, pieces
+from torchdistpackage.ddp.zero.shard_bounds import (
+    SLICE_BYTES,
+    ShardRange,
+    bounds_of,
+    even_bounds,
+    pieces,
+)
 from torchdistpackage.errors import LayoutError
 
 

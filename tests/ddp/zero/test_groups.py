@@ -8,8 +8,8 @@ from torch import nn
 from tests.ddp.zero.beside_one_process import DIM, adamw, compare
 from tests.train import parity
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.ddp.zero.cut import SLICE_BYTES
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
+from torchdistpackage.ddp.zero.shard_bounds import SLICE_BYTES
 from torchdistpackage.layout.derive import blocks
 from torchdistpackage.models.gpt import GPT
 from torchdistpackage.models.gpt_layout import GPTShape

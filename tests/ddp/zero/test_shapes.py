@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from tests.ddp.zero.beside_one_process import DIM, TINY, compare
 from torchdistpackage.comm.world import world
-from torchdistpackage.ddp.zero.cut import SLICE_BYTES
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
+from torchdistpackage.ddp.zero.shard_bounds import SLICE_BYTES
 
 STAGES = [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "reshard_after_forward": True}]
 

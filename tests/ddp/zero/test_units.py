@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchdistpackage.ddp.zero.units import ModuleParam, group_by_module
+from torchdistpackage.ddp.zero.shard_bounds import ModuleParam, group_by_module
 
 members = st.lists(
     st.builds(ModuleParam, st.sampled_from("abcd"), st.integers(0, 9), st.sampled_from([1, 2])),

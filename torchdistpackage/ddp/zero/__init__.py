@@ -5,7 +5,7 @@ Read ddp/reference and the reducer one folder up first; this folder uses the sam
 Optimizer       optimizer (ZeroOptimizer), wrapped (an optimizer around another), guards (is it
                 still the same module?).
 Layout          replication (which ranks share a parameter), requires_whole (optimizers that need
-                whole parameters), units and cut (arithmetic on sizes), flat_layout (parameters side
+                whole parameters), shard_bounds (arithmetic on sizes), flat_layout (parameters side
                 by side, and the bounds of each rank).
 One bucket      bucket (what belongs to one), param_shard and held (what the inner optimizer sees),
                 grad_buffer with incoming and used_flags (gradients in), partial_step (a few

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torchdistpackage.ddp.zero.cut import SLICE_BYTES
+from torchdistpackage.ddp.zero.shard_bounds import SLICE_BYTES
 
 PIECE_BYTES = 64 * 2**20
 """The next piece is about as large as all before it, at most this unless one tensor needs more."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.ddp.bucket_plan import ALIGN_BYTES, Bucket
 from torchdistpackage.ddp.param_spec import ParamSpec
-from torchdistpackage.ddp.zero.cut import bounds_of, even_bounds
+from torchdistpackage.ddp.zero.shard_bounds import bounds_of, even_bounds
 
 
 @dataclass(frozen=True)

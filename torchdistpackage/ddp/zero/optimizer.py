@@ -43,7 +43,7 @@ from torchdistpackage.ddp.zero.wrapped import ShardedOptimizerBase
 from torchdistpackage.layout.layout import Layout
 
 UNLIMITED_BYTES = 2**62
-"""Buckets are packed here (units.py), not by the reducer."""
+"""Buckets are filled by module (shard_bounds.group_by_module), not by the reducer."""
 
 
 class ZeroOptimizer(ShardedOptimizerBase):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.ddp.param_spec import ParamSpec
-from torchdistpackage.ddp.zero.cut import ShardRange, pieces
 from torchdistpackage.ddp.zero.flat_layout import FlatLayout
+from torchdistpackage.ddp.zero.shard_bounds import ShardRange, pieces
 from torchdistpackage.layout.layout import Layout
 
 

@@ -19,7 +19,7 @@ from torchdistpackage.ddp.param_spec import (
 )
 from torchdistpackage.ddp.param_sync import ReplicatedTensor, sync_module_states
 from torchdistpackage.ddp.wrapper_state import batch_group
-from torchdistpackage.ddp.zero.units import ModuleParam, group_by_module
+from torchdistpackage.ddp.zero.shard_bounds import ModuleParam, group_by_module
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import layout_of
 

@@ -1,12 +1,12 @@
-"""Which elements of a bucket each rank owns: arithmetic on sizes, no torch.
+"""Which parameters share a bucket, and which elements of it each rank owns. No torch.
 
-A bucket is its members side by side on one line. A cut is a list of bounds on that line, rank i
-owning bounds[i] to bounds[i + 1]; what a rank owns of one member is a piece. Every element of
-every member lies in exactly one piece over the ranks: the whole of ZeRO rests on this. Bounds are
-multiples of `SLICE_BYTES`, without which NCCL and fused optimizers take their slow ways.
+The members of a bucket lie side by side in one flat tensor. Rank i owns elements bounds[i] to
+bounds[i + 1] of it; what a rank owns of one member is a ShardRange. Every element of every member
+lies in exactly one range over the ranks: the whole of ZeRO rests on this. Bounds are multiples of
+`SLICE_BYTES`, without which NCCL and fused optimizers take their slow ways.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -14,7 +14,45 @@ from torchdistpackage.ddp.bucket_plan import SLIGHT
 from torchdistpackage.errors import LayoutError
 
 SLICE_BYTES = 128
-"""Slices begin at a multiple of this from the begin of the line, in the narrowest of the dtypes."""
+"""Slices begin at a multiple of this from the begin of the bucket, in the narrowest dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleParam:
+    """A parameter: the module it belongs to, its bytes, and what it may share a bucket with."""
+
+    unit: str
+    num_bytes: int
+    key: Hashable
+
+
+def group_by_module(members: Sequence[ModuleParam], cap_bytes: int) -> list[int]:
+    """The bucket number of each, for members in the order of registration.
+
+    The parameters of one module stay together, since their gradients come together: a bias in the
+    bucket before would hold that up until its module is done. Buckets are filled from the last
+    member on, as gradients come, up to `cap_bytes`; a larger module has one of its own. Numbers
+    ascend in this order, over all keys.
+    """
+    unit_bytes: dict[tuple[Hashable, str], int] = {}
+    for member in members:
+        unit = member.key, member.unit
+        unit_bytes[unit] = unit_bytes.get(unit, 0) + member.num_bytes
+    bucket_of: dict[tuple[Hashable, str], int] = {}
+    open_bucket: dict[Hashable, tuple[int, int]] = {}  # number, bytes in it
+    num_buckets = 0
+    for member in reversed(members):
+        unit = member.key, member.unit
+        if unit in bucket_of:
+            continue
+        size = unit_bytes[unit]
+        number, used_bytes = open_bucket.get(member.key, (-1, 0))
+        if number < 0 or used_bytes + size > cap_bytes:
+            number, used_bytes = num_buckets, 0
+            num_buckets += 1
+        bucket_of[unit] = number
+        open_bucket[member.key] = number, used_bytes + size
+    return [bucket_of[member.key, member.unit] for member in members]
 
 
 @dataclass(frozen=True, slots=True)
