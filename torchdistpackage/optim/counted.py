@@ -16,8 +16,7 @@ from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.param_spec import follows, group_of
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.ddp.zero.held import ParamPartition
-from torchdistpackage.ddp.zero.param_shard import ParamShard
+from torchdistpackage.ddp.zero.param_shard import ParamPartition, ParamShard
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.derive import replica_ranks
 from torchdistpackage.layout.layout import Axes, Layout

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.transport.sharded_flat import start_all_gather_v
 from torchdistpackage.ddp.param_spec import ParamSpec
-from torchdistpackage.ddp.zero.held import ParamPartition
+from torchdistpackage.ddp.zero.param_shard import ParamPartition
 from torchdistpackage.ddp.zero.requires_whole import greedy_partition
 from torchdistpackage.ddp.zero.wrapped import ShardedOptimizerBase
 

@@ -5,12 +5,12 @@ Read ddp/reference and the reducer one folder up first; this folder uses the sam
 Optimizer       optimizer (ZeroOptimizer), wrapped (an optimizer around another), guards (is it
                 still the same module?).
 Layout          replication (which ranks share a parameter), requires_whole (optimizers that need
-                whole parameters), shard_bounds (arithmetic on sizes), flat_layout (parameters side
-                by side, and the bounds of each rank).
-One bucket      bucket (what belongs to one), param_shard and held (what the inner optimizer sees),
-                grad_buffer with incoming and used_flags (gradients in), partial_step (a few
-                parameters at a time), param_buffer with absent (parameters out, and who waits for
-                them), rows (an embedding that shares its weight with a head).
+                whole parameters), shard_bounds (arithmetic on sizes), param_shard (parameters side
+                by side, and what each rank owns and steps of them).
+One bucket      bucket (what belongs to one), grad_buffer with incoming and used_flags (gradients
+                in), partial_step (a few parameters at a time), param_buffer with absent (parameters
+                out, and who waits for them), rows (an embedding that shares its weight with a
+                head).
 Stage 3         stage3 (parameters are gathered only where they are used), compiled (torch.compile).
 Host memory     master_store and offload, on streams and arena.
 HSDP            replica_group (the same shard on several ranks).

@@ -10,12 +10,17 @@ from torch import nn
 from torchdistpackage.comm.primitives import ranks_of
 from torchdistpackage.ddp.bucket_plan import Bucket
 from torchdistpackage.ddp.param_spec import ParamSpec
-from torchdistpackage.ddp.zero.flat_layout import FlatLayout, shard_by_owner, shard_evenly
 from torchdistpackage.ddp.zero.grad_buffer import ReduceScatterBucket
-from torchdistpackage.ddp.zero.held import ParamPartition
 from torchdistpackage.ddp.zero.master_store import MasterStore
 from torchdistpackage.ddp.zero.param_buffer import Need, ParamBuffer
-from torchdistpackage.ddp.zero.param_shard import ParamShard, make_shards
+from torchdistpackage.ddp.zero.param_shard import (
+    FlatLayout,
+    ParamPartition,
+    ParamShard,
+    make_shards,
+    shard_by_owner,
+    shard_evenly,
+)
 from torchdistpackage.ddp.zero.replication import ReplicaGroups
 from torchdistpackage.ddp.zero.requires_whole import greedy_partition
 from torchdistpackage.ddp.zero.used_flags import UsedFlags

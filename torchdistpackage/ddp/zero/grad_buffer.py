@@ -12,10 +12,9 @@ from torch import Tensor
 
 from torchdistpackage.comm.primitives import Group, Work, start_all_reduce
 from torchdistpackage.comm.transport.sharded_flat import posts_ahead, prepost_reduce_scatter_v
-from torchdistpackage.ddp.zero.flat_layout import FlatLayout
 from torchdistpackage.ddp.zero.incoming import GradBuffer
 from torchdistpackage.ddp.zero.master_store import MasterStore, OnDevice
-from torchdistpackage.ddp.zero.param_shard import ParamShard
+from torchdistpackage.ddp.zero.param_shard import FlatLayout, ParamShard
 from torchdistpackage.ddp.zero.used_flags import UsedFlags
 
 UNDER_WAY = 2

@@ -15,7 +15,7 @@ from torchdistpackage.ddp.grad_hooks import already_hooked, remove_hooks
 from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.ddp.zero.absent import UngatheredParameter
 from torchdistpackage.ddp.zero.compiled import Handle
-from torchdistpackage.ddp.zero.flat_layout import FlatLayout
+from torchdistpackage.ddp.zero.param_shard import FlatLayout
 from torchdistpackage.errors import LayoutError
 
 

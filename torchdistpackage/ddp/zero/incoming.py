@@ -7,7 +7,7 @@ is its view for just as long; then it belongs to whoever sums it, and `.grad` is
 from collections.abc import Callable
 
 from torchdistpackage.ddp.grad_bucket import GradBucket
-from torchdistpackage.ddp.zero.flat_layout import FlatLayout
+from torchdistpackage.ddp.zero.param_shard import FlatLayout
 
 
 class GradBuffer(GradBucket):

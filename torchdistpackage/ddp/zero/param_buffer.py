@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torchdistpackage.comm.primitives import Group, Work, broadcast
 from torchdistpackage.comm.transport.sharded_flat import prepost_all_gather_v
 from torchdistpackage.ddp.zero.absent import mark_gathered, mark_ungathered
-from torchdistpackage.ddp.zero.flat_layout import FlatLayout
 from torchdistpackage.ddp.zero.master_store import MasterStore, OnDevice
+from torchdistpackage.ddp.zero.param_shard import FlatLayout
 from torchdistpackage.ddp.zero.streams import Stream, streams_of
 
 Need = WeakMethod[Callable[["ParamBuffer"], None]]

@@ -1,70 +1,120 @@
-"""What the inner optimizer works on here: pieces of parameters, each a parameter of its own.
+"""The part of a bucket's parameters that each rank owns, and what the inner optimizer steps of it.
 
-One rule: one shard is one piece of one parameter, so state, norms, checkpoints and the skipping of
-parameters that nobody used go by parameter, as without sharding.
+One rule: ranks own consecutive stretches of a bucket and so of each parameter, in group order, and
+one shard is one stretch of one parameter. So state, norms, checkpoints and the skipping of unused
+parameters go by parameter, as without sharding; and every rank knows without a message what the
+others own. Parameters and gradients have one layout, so one list of bounds serves both.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group
+from torchdistpackage.ddp.bucket_plan import ALIGN_BYTES, Bucket
 from torchdistpackage.ddp.param_spec import ParamSpec
-from torchdistpackage.ddp.zero.flat_layout import FlatLayout
-from torchdistpackage.ddp.zero.shard_bounds import ShardRange, pieces
+from torchdistpackage.ddp.zero.shard_bounds import bounds_of, even_bounds, pieces
 from torchdistpackage.layout.layout import Layout
 
 
 @dataclass(frozen=True)
-class ParamShardRange:
-    """Elements [start, stop) of `parameter` in memory order, `offset` into my slice of a bucket."""
+class FlatLayout:
+    """A bucket's members side by side in one flat tensor.
 
-    name: str
-    parameter: nn.Parameter
-    start: int
-    stop: int
-    offset: int
-    layout: Layout | None
+    Member i begins at offsets[i]; rank r of the group owns bounds[r] to bounds[r + 1].
+    """
+
+    members: tuple[ParamSpec, ...]
+    offsets: tuple[int, ...]
+    bounds: tuple[int, ...]
+
+    @property
+    def group(self) -> Group:
+        return self.members[0].group
+
+    @property
+    def num_elements(self) -> int:
+        return self.bounds[-1]
+
+    @property
+    def order(self) -> list[int]:
+        """Places of the members as they follow each other."""
+        return sorted(range(len(self.members)), key=lambda place: self.offsets[place])
+
+    def mine(self, flat: Tensor) -> Tensor:
+        """My slice."""
+        index = self.group.rank()
+        return flat[self.bounds[index] : self.bounds[index + 1]]
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Each member's part, in its shape."""
+        return [m.view(flat, at) for m, at in zip(self.members, self.offsets, strict=True)]
+
+    def bounds_of(self, place: int) -> tuple[int, ...]:
+        """The bounds within one member: rank r owns these of its elements."""
+        size, offset = self.members[place].parameter.numel(), self.offsets[place]
+        return tuple(min(max(bound - offset, 0), size) for bound in self.bounds)
+
+
+def shard_evenly(
+    bucket: Bucket, members: Sequence[ParamSpec], wire: torch.dtype | None
+) -> FlatLayout:
+    """Every rank owns equally many elements. wire: dtype in which they travel, if another."""
+    bounds = even_bounds(bucket.used_flags, members[0].group.size(), _itemsize(members, wire))
+    return FlatLayout(tuple(members), bucket.offsets, bounds)
+
+
+def shard_by_owner(
+    members: Sequence[ParamSpec], owner_of: Mapping[str, int], wire: torch.dtype | None
+) -> FlatLayout:
+    """Every member belongs to one rank; owner_of: name -> index in the group. wire: as above."""
+    lengths = [0] * members[0].group.size()
+    places: list[int] = []  # in the slice of the owner
+    step = max(1, ALIGN_BYTES // members[0].parameter.element_size())
+    for shared in members:
+        owner = owner_of[shared.name]
+        places.append(lengths[owner])
+        lengths[owner] += -(-shared.parameter.numel() // step) * step
+    bounds = bounds_of(lengths, _itemsize(members, wire))
+    owners = [owner_of[shared.name] for shared in members]
+    offsets = tuple(bounds[owner] + at for owner, at in zip(owners, places, strict=True))
+    return FlatLayout(tuple(members), offsets, bounds)
+
+
+def _itemsize(members: Sequence[ParamSpec], wire: torch.dtype | None) -> int:
+    """Of the narrowest dtype that slices have."""
+    own = members[0].parameter.dtype
+    return own.itemsize if wire is None else min(own.itemsize, wire.itemsize)
 
 
 @dataclass(frozen=True, eq=False)
 class ParamShard:
-    """The part of one parameter that this rank owns.
+    """Elements [start, stop) of one parameter in memory order: those that this rank owns.
 
     tensor: what the inner optimizer steps, 1-D, or of the parameter's shape where one rank owns
         all of it; its `.grad` is set once the sum is here. whole: the latter.
     shared: the parameter and the ranks that share it. place: of the parameter in its bucket.
+    offset: of the elements in my slice of the bucket.
     """
 
     tensor: nn.Parameter
     shared: ParamSpec
-    piece: ParamShardRange
     place: int
+    start: int
+    stop: int
+    offset: int
+    layout: Layout | None
     whole: bool
 
     @property
-    def pieces(self) -> tuple[ParamShardRange, ...]:
-        return (self.piece,)
-
-    @property
     def name(self) -> str:
-        return self.piece.name
+        return self.shared.name
 
     @property
     def parameter(self) -> nn.Parameter:
-        return self.piece.parameter
-
-    @property
-    def start(self) -> int:
-        return self.piece.start
-
-    @property
-    def stop(self) -> int:
-        return self.piece.stop
-
-    @property
-    def layout(self) -> Layout | None:
-        return self.piece.layout
+        return self.shared.parameter
 
     @property
     def group(self) -> Group:
@@ -73,8 +123,8 @@ class ParamShard:
     def view(self, slice_: Tensor) -> Tensor:
         """My elements in a tensor that is laid out like my slice."""
         if self.whole:
-            return self.shared.view(slice_, slice_.storage_offset() + self.piece.offset)
-        return slice_.narrow(0, self.piece.offset, self.stop - self.start)
+            return self.shared.view(slice_, slice_.storage_offset() + self.offset)
+        return slice_.narrow(0, self.offset, self.stop - self.start)
 
     def add_rows(self, view: Tensor, ids: Tensor, rows: Tensor) -> None:
         """Add, to my elements of a contiguous parameter, what rows `ids` (n) have there: (n, ...).
@@ -96,33 +146,71 @@ class ParamShard:
 
 
 def make_shards(
-    line: FlatLayout, values: Tensor, layouts: dict[str, Layout], whole: bool
+    line: FlatLayout, values: Tensor, layouts: Mapping[str, Layout], whole: bool
 ) -> list[ParamShard]:
     """My shards of a bucket, in memory order; `values` are the elements that I own."""
-    group = line.members[0].group
     order = line.order
     offsets = [line.offsets[place] for place in order]
     sizes = [line.members[place].parameter.numel() for place in order]
     shards: list[ParamShard] = []
-    for piece in pieces(offsets, sizes, line.bounds, group.rank()):
+    for piece in pieces(offsets, sizes, line.bounds, line.group.rank()):
         place = order[piece.member]
-        shards.append(_shard(line, place, piece, values, layouts, whole))
+        shared = line.members[place]
+        shard = ParamShard(
+            nn.Parameter(values.new_empty(0)),
+            shared,
+            place,
+            piece.start,
+            piece.stop,
+            piece.offset,
+            layouts.get(shared.name),
+            whole,
+        )
+        shard.tensor.data = shard.view(values)
+        shards.append(shard)
     return shards
 
 
-def _shard(
-    line: FlatLayout,
-    place: int,
-    piece: ShardRange,
-    values: Tensor,
-    layouts: dict[str, Layout],
-    whole: bool,
-) -> ParamShard:
-    shared = line.members[place]
-    layout = layouts.get(shared.name)
-    described = ParamShardRange(
-        shared.name, shared.parameter, piece.start, piece.stop, piece.offset, layout
-    )
-    shard = ParamShard(nn.Parameter(values.new_empty(0)), shared, described, place, whole)
-    shard.tensor.data = shard.view(values)
-    return shard
+@dataclass(frozen=True)
+class ParamPartition:
+    """A parameter, which rank owns which elements, and what the inner optimizer holds here instead.
+
+    bounds: rank i of `shared.group` owns elements bounds[i] to bounds[i + 1] of the parameter
+        flattened in memory order, which is dense; one more than the group has ranks. All zero
+        where frozen.
+    mine: the inner optimizer's own: 1-D, or of the parameter's shape where `whole`; None where
+        nothing is owned here.
+    whole: one rank owns all of it, in its own shape.
+    master: `mine` is a copy in another dtype and not memory of the parameter.
+
+    Nothing here reads an element of the parameter, which may be on its way.
+    """
+
+    shared: ParamSpec
+    bounds: tuple[int, ...]
+    mine: nn.Parameter | None
+    whole: bool = False
+    master: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.shared.name
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """My elements."""
+        index = self.shared.group.rank()
+        return self.bounds[index], self.bounds[index + 1]
+
+    def flat(self, value: Tensor) -> Tensor:
+        """A tensor of the parameter's shape as one dim, in the parameter's memory order."""
+        strides = self.shared.parameter.stride()
+        if value.stride() != strides:
+            room = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+            value = room.copy_(value)
+        return value.as_strided((value.numel(),), (1,), value.storage_offset())
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """The reverse of `flat`."""
+        parameter = self.shared.parameter
+        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchdistpackage.comm.primitives import Group, ranks_of
-from torchdistpackage.ddp.zero.held import ParamPartition
+from torchdistpackage.ddp.zero.param_shard import ParamPartition
 from torchdistpackage.ddp.zero.requires_whole import SCALARS
 from torchdistpackage.ddp.zero.state_gather import GatherItem, batched_gather
 from torchdistpackage.ddp.zero.state_schema import (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm.primitives import Group, gather_objects, ranks_of
-from torchdistpackage.ddp.zero.held import ParamPartition
+from torchdistpackage.ddp.zero.param_shard import ParamPartition
 from torchdistpackage.ddp.zero.state_gather import GatherItem
 from torchdistpackage.errors import CheckpointError
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchdistpackage.ddp.zero import state_dict as state
-from torchdistpackage.ddp.zero.held import ParamPartition
+from torchdistpackage.ddp.zero.param_shard import ParamPartition
 from torchdistpackage.errors import CheckpointError, LayoutError
 
 
