@@ -10,7 +10,7 @@ from torch import nn
 from torchdistpackage.comm.primitives import ranks_of
 from torchdistpackage.ddp.bucket_plan import Bucket
 from torchdistpackage.ddp.param_spec import ParamSpec
-from torchdistpackage.ddp.zero.grad_buffer import ReduceScatterBucket
+from torchdistpackage.ddp.zero.grad_buffer import ReduceScatterBucket, UsedFlags
 from torchdistpackage.ddp.zero.master_store import MasterStore
 from torchdistpackage.ddp.zero.param_buffer import Need, ParamBuffer
 from torchdistpackage.ddp.zero.param_shard import (
@@ -23,7 +23,6 @@ from torchdistpackage.ddp.zero.param_shard import (
 )
 from torchdistpackage.ddp.zero.replication import ReplicaGroups
 from torchdistpackage.ddp.zero.requires_whole import greedy_partition
-from torchdistpackage.ddp.zero.used_flags import UsedFlags
 
 
 @dataclass(frozen=True)

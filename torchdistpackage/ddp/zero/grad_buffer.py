@@ -1,21 +1,22 @@
-"""A bucket whose sum is shared out: each rank ends with its own slice of it.
+"""A bucket's gradients: this rank's own on their way in, and the slice of their sum that it owns.
 
-One rule: the slice counts until the optimizer has stepped. Sums of several backwards before that
-add up; the first after it begins anew. `ParamShard.tensor.grad` is a view of it for every shard
-that some rank used, None for the others, just as one process has it.
+One rule: a gradient is in the buffer, with `.grad` as its view, from the moment it is complete
+until the bucket leaves; then `.grad` is None. The slice counts until the optimizer has stepped:
+sums of several backwards before that add up, and the first after it begins anew.
+`ParamShard.tensor.grad` is a view of it for every shard that some rank used, None for the others,
+just as one process has it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from torchdistpackage.comm.primitives import Group, Work, start_all_reduce
 from torchdistpackage.comm.transport.sharded_flat import posts_ahead, prepost_reduce_scatter_v
-from torchdistpackage.ddp.zero.incoming import GradBuffer
+from torchdistpackage.ddp.grad_bucket import GradBucket
 from torchdistpackage.ddp.zero.master_store import MasterStore, OnDevice
 from torchdistpackage.ddp.zero.param_shard import FlatLayout, ParamShard
-from torchdistpackage.ddp.zero.used_flags import UsedFlags
 
 UNDER_WAY = 2
 """Of those that save memory, how many are expected, if any are (`posts_ahead`), or still under way,
@@ -25,7 +26,7 @@ EXPECTED = 16
 
 
 class ReduceScatterBucket:
-    """Carrier of the gradients on `line`.
+    """Carrier of the gradients on `line`: each rank ends with its own slice of their sum.
 
     shards: mine, whose gradients these become. dtype: of the shards. freed: keep the slice alone
     once it is made (stages 2 and 3). copies: of slices, if not beside them. wire: dtype in which
@@ -38,7 +39,7 @@ class ReduceScatterBucket:
         self,
         line: FlatLayout,
         shards: Sequence[ParamShard],
-        marks: UsedFlags,
+        marks: "UsedFlags",
         *,
         dtype: torch.dtype,
         freed: bool = False,
@@ -49,12 +50,10 @@ class ReduceScatterBucket:
         settled: Callable[[], object] = lambda: None,
     ):
         self.line, self.shards = line, shards
-        self.next: Sequence[
-            ReduceScatterBucket
-        ] = ()  # those that leave after it, as many as are expected
-        self.before: ReduceScatterBucket | None = (
-            None  # whose memory must be free by the time this leaves
-        )
+        # those that leave after it, as many as are expected
+        self.next: Sequence[ReduceScatterBucket] = ()
+        # whose memory must be free by the time this leaves
+        self.before: ReduceScatterBucket | None = None
         self.gradients = GradBuffer(line, freed, self._begin)
         self._slice = line.mine(self.gradients.flat)
         self.gradients.free()
@@ -221,3 +220,116 @@ def line_up(carriers: Sequence[ReduceScatterBucket], *, saves_memory: bool) -> N
         carrier.next = carriers[i + 1 :][: UNDER_WAY if saves_memory else EXPECTED]
         if saves_memory and i >= UNDER_WAY:
             carrier.before = carriers[i - UNDER_WAY]
+
+
+class GradBuffer(GradBucket):
+    """This rank's own gradients of one bucket, whole, on the `line` that the parameters are on.
+
+    freed: give the memory back while it holds nothing. begins: called before the first gradient
+    comes in.
+    """
+
+    def __init__(self, line: FlatLayout, freed: bool, begins: Callable[[], object]):
+        divide = line.members[0].divide
+        super().__init__(line.members, line.offsets, line.num_elements, divide=divide)
+        self._freed, self._at_first = freed, begins
+        self.empty = True
+
+    def allocate(self) -> None:
+        if self.empty:
+            self.empty = False
+            self._at_first()
+            self.have_memory()
+
+    def have_memory(self) -> None:
+        """What lies between members stays as it is: nobody looks at its sum."""
+        if self._freed:
+            self.flat.untyped_storage().resize_(self._num_bytes)
+
+    def release(self) -> None:
+        """They have left: no `.grad` shows the memory any more."""
+        for shared in self.members:
+            shared.parameter.grad = None
+        self._divided.clear()
+        self.empty = True
+
+    def free(self) -> None:
+        """The sum has been made, so the memory may go."""
+        if self._freed:
+            self.flat.untyped_storage().resize_(0)
+
+    def zero(self) -> None:
+        """Set to zero what is here."""
+        for shared, view in zip(self.members, self.views, strict=True):
+            if shared.parameter.grad is view:
+                view.zero_()
+
+
+class UsedFlags:
+    """Which parameters some rank used in a backward, of all buckets over one group.
+
+    One small sum after the last bucket of the group tells. A rank reads it only where it left
+    something unused itself, once for all of it, so that the usual step does not wait for it.
+    replicas: as of the buckets.
+    """
+
+    def __init__(self, group: Group, replicas: Group | None, device: torch.device):
+        self._groups = [group] if replicas is None else [group, replicas]
+        self._device = device
+        self._num_marks = self._num_buckets = self._num_left = 0
+        self._without: list[int] = []  # of the buckets that have left
+        self._flags: torch.Tensor | None = None
+        self._pending: Work | None = None
+        self._num_sums = 0
+        self._read: list[int] | None = None  # the sum, once somebody asked
+
+    def add(self, num_members: int) -> int:
+        """Another bucket; returns the place of its first mark."""
+        first = self._num_marks
+        self._num_marks += num_members
+        self._num_buckets += 1
+        self._num_left = self._num_buckets
+        return first
+
+    def leave(self, first: int, without: Iterable[int]) -> None:
+        """A bucket leaves, `without` gradients at these places; the last of all begins the sum."""
+        self._without += [first + place for place in without]
+        self._num_left -= 1
+        if self._num_left == 0:
+            self._num_left, self._num_sums, self._read = self._num_buckets, 1, None
+            self._pending = start_all_reduce(self._mine(), self._groups[0])
+
+    def land(self) -> None:
+        """If marks go on to replicas, let them; every rank calls it before it settles."""
+        if len(self._groups) > 1 and self._num_sums == 1 and self._pending is not None:
+            self._num_sums = 2
+            self._pending = start_all_reduce(self._pending.wait(), self._groups[1])
+
+    def used(self, mark: int) -> bool:
+        """Whether some rank had a gradient; the first to ask waits for the device, for all."""
+        assert self._pending is not None
+        if self._read is None:
+            self._read = self._pending.wait().tolist()
+        return self._read[mark] != 0
+
+    def forget(self) -> None:
+        """The backward failed: let what has left arrive, and begin anew."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        self._without.clear()
+        self._num_left = self._num_buckets
+
+    def _mine(self) -> torch.Tensor:
+        """My marks, on the device without a wait of the host."""
+        if self._pending is not None:
+            self._pending.wait()  # last step's, in the same memory
+        if self._flags is None:
+            self._flags = torch.empty(self._num_marks, dtype=torch.int32, device=self._device)
+        self._flags.fill_(1)
+        if self._without:
+            is_far = self._device.type != "cpu"
+            places = torch.tensor(self._without, pin_memory=is_far)
+            self._flags.index_fill_(0, places.to(self._device, non_blocking=True), 0)
+            self._without.clear()
+        return self._flags
