@@ -7,8 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from torchdistpackage.ddp.zero.absent import UngatheredParameter, mark_gathered, mark_ungathered
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
+from torchdistpackage.ddp.zero.param_buffer import (
+    UngatheredParameter,
+    mark_gathered,
+    mark_ungathered,
+)
 
 
 class Kept:

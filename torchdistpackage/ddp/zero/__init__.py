@@ -8,8 +8,8 @@ Layout          replication (which ranks share a parameter), requires_whole (opt
                 whole parameters), shard_bounds (arithmetic on sizes), param_shard (parameters side
                 by side, and what each rank owns and steps of them).
 One bucket      bucket (what belongs to one), grad_buffer (gradients in), partial_step (a few
-                parameters at a time), param_buffer with absent (parameters out, and who waits for
-                them), rows (an embedding that shares its weight with a head).
+                parameters at a time), param_buffer (parameters out, and what a reader of one waits
+                for), rows (an embedding that shares its weight with a head).
 Stage 3         stage3 (parameters are gathered only where they are used), compiled (torch.compile).
 Host memory     master_store and offload, on streams and arena.
 HSDP            replica_group (the same shard on several ranks).

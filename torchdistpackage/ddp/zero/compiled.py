@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torchdistpackage.ddp.weak_hook import WeakHook
-from torchdistpackage.ddp.zero.absent import UngatheredParameter
+from torchdistpackage.ddp.zero.param_buffer import UngatheredParameter
 from torchdistpackage.errors import LayoutError
 
 Before = Callable[[nn.Module, tuple], object]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from torchdistpackage.ddp.grad_hooks import already_hooked, remove_hooks
 from torchdistpackage.ddp.param_spec import ParamSpec
-from torchdistpackage.ddp.zero.absent import UngatheredParameter
 from torchdistpackage.ddp.zero.compiled import Handle
+from torchdistpackage.ddp.zero.param_buffer import UngatheredParameter
 from torchdistpackage.ddp.zero.param_shard import FlatLayout
 from torchdistpackage.errors import LayoutError
 

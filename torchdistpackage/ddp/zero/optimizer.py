@@ -3,8 +3,8 @@
 Source: arXiv:1910.02054. One rule: a sum and a gather cost what an all-reduce does, so the link
 that data parallelism leaves idle during the forward carries half of it. A bucket's gradients are
 summed to their owners while the backward runs (grad_buffer.py); `step` steps each bucket as its sum
-lands and sends the parameters back, which arrive under the next forward, each waited for by
-whoever reads it (absent.py).
+lands and sends the parameters back, which arrive during the next forward, where each read of one
+waits for it (param_buffer.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,11 +1,16 @@
-"""The memory of one bucket's parameters: mine are stepped, everybody's are gathered.
+"""A bucket's parameters: mine are stepped, everybody's are gathered, and readers wait for them.
 
-One rule: parameters are views of one flat tensor, of which I own a slice. Where the optimizer may
+Parameters are views of one flat tensor, of which this rank owns a slice. Where the optimizer may
 work on that slice itself it does; else it works on `master`, a copy of the slice that is wider, or
 elsewhere, or there while the rest is freed, and each gather begins with writing it down.
+
+One rule: nothing reads old or missing numbers. While its elements travel a parameter is of class
+`UngatheredParameter`; each read of it, wherever, first makes its buffer `wait_gathered`. So no hook
+has to know which module uses which parameter. What reads no elements (shape, dtype, grad) passes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Protocol
 from weakref import WeakMethod
 
 import torch
@@ -13,7 +18,6 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group, Work, broadcast
 from torchdistpackage.comm.transport.sharded_flat import prepost_all_gather_v
-from torchdistpackage.ddp.zero.absent import mark_gathered, mark_ungathered
 from torchdistpackage.ddp.zero.master_store import MasterStore, OnDevice
 from torchdistpackage.ddp.zero.param_shard import FlatLayout
 from torchdistpackage.ddp.zero.streams import Stream, streams_of
@@ -160,3 +164,80 @@ class ParamBuffer:
         if self._streams is not None:
             self._began_on = self._streams.current()
         self._pending, self._go = self._go(), None
+
+
+class ParamSource(Protocol):
+    """Where the elements of ungathered parameters come from: a ParamBuffer."""
+
+    def wait_gathered(self, parameter: nn.Parameter) -> None:
+        """Return when it is `mark_gathered` again, or raise and say what the caller should do."""
+        ...
+
+
+class UngatheredParameter(nn.Parameter):
+    """A parameter whose elements are elsewhere for now."""
+
+    source: ParamSource
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func not in _PASSIVE:
+            for parameter in [*_ungathered_in(args), *_ungathered_in((kwargs or {}).values())]:
+                # not yet brought together with one before it
+                if type(parameter) is UngatheredParameter:
+                    parameter.source.wait_gathered(parameter)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    # both note the class before they read the elements, so they begin anew once it is right
+
+    def __deepcopy__(self, memo):
+        self.source.wait_gathered(self)
+        return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol):
+        self.source.wait_gathered(self)
+        return self.__reduce_ex__(protocol)
+
+
+def mark_ungathered(parameter: nn.Parameter, source: ParamSource) -> None:
+    """From now on `parameter` is absent."""
+    parameter.__class__ = UngatheredParameter
+    parameter.source = source
+
+
+def mark_gathered(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
+    """Its elements are there; `kind` is the class it had."""
+    if type(parameter) is UngatheredParameter:
+        parameter.__class__ = kind
+        del parameter.source
+
+
+def _ungathered_in(values) -> Iterator[UngatheredParameter]:
+    for value in values:
+        if type(value) is UngatheredParameter:
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _ungathered_in(value)
+        elif isinstance(value, dict):
+            yield from _ungathered_in(value.values())
+
+
+_METHODS = (
+    *("dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point"),
+    *("nelement", "numel", "register_hook", "register_post_accumulate_grad_hook"),
+    *("requires_grad_", "size", "stride", "__hash__", "__len__"),
+)
+_ATTRIBUTES = (
+    *("device", "dtype", "grad", "grad_dtype", "grad_fn", "is_cpu", "is_cuda", "is_leaf"),
+    *("is_sparse", "itemsize", "layout", "nbytes", "ndim", "requires_grad", "shape"),
+)
+_PASSIVE = frozenset(
+    {
+        *(getattr(Tensor, name) for name in _METHODS),
+        *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
+        *(getattr(Tensor, name).__set__ for name in ("grad", "grad_dtype", "requires_grad")),
+        Tensor.grad.__delete__,
+    }
+)
+"""What reads no element."""
