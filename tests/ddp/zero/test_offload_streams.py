@@ -11,8 +11,7 @@ from tests.ddp.zero.late_streams import Changed, LateStreams
 from torchdistpackage.comm.world import world
 from torchdistpackage.ddp.zero import offload as offload_module
 from torchdistpackage.ddp.zero import optimizer as optimizer_module
-from torchdistpackage.ddp.zero.arena import PIECE_BYTES, Arena
-from torchdistpackage.ddp.zero.offload import AHEAD, Offload, cores_of_a_rank
+from torchdistpackage.ddp.zero.offload import AHEAD, PIECE_BYTES, Arena, Offload, cores_of_a_rank
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.ddp.zero.shard_bounds import SLICE_BYTES
 from torchdistpackage.optim.clip import clip_grad_norm_

@@ -11,7 +11,7 @@ One bucket      bucket (what belongs to one), grad_buffer (gradients in), partia
                 parameters at a time), param_buffer (parameters out, and what a reader of one waits
                 for), rows (an embedding that shares its weight with a head).
 Stage 3         stage3 (parameters are gathered only where they are used), compiled (torch.compile).
-Host memory     master_store and offload, on streams and arena.
+Host memory     offload (copies of slices on the device or in host memory).
 HSDP            replica_group (the same shard on several ranks).
 State           state_dict (as the plain optimizer has it), on state_schema and state_gather.
 ZeRO or DDP     cost_model, on step_profiler.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchdistpackage.comm.primitives import Group, Work, start_all_reduce
 from torchdistpackage.comm.transport.sharded_flat import posts_ahead, prepost_reduce_scatter_v
 from torchdistpackage.ddp.grad_bucket import GradBucket
-from torchdistpackage.ddp.zero.master_store import MasterStore, OnDevice
+from torchdistpackage.ddp.zero.offload import MasterStore
 from torchdistpackage.ddp.zero.param_shard import FlatLayout, ParamShard
 
 UNDER_WAY = 2
@@ -58,7 +58,7 @@ class ReduceScatterBucket:
         self._slice = line.mine(self.gradients.flat)
         self.gradients.free()
         self._apart = freed or copies is not None or dtype != self._slice.dtype
-        self._copies: MasterStore = copies or OnDevice()
+        self._copies = copies or MasterStore()
         self.total = self._copies.allocate(self._slice, dtype) if self._apart else self._slice
         self._views = [shard.view(self.total) for shard in shards]
         self._marks, self._first_mark = marks, marks.add(len(line.members))

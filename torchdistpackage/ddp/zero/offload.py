@@ -1,35 +1,83 @@
-"""Masters, sums of gradients and optimizer state in host memory, and the copies both ways.
+"""Where a rank keeps its copies of slices: on the device, or in host memory, with copies both ways.
 
-One rule: the device never waits for the host and the host waits once a bucket, for the gradients
-that its step is about to read. Copies run on two streams, one for each direction, from and to
-pinned memory; whoever writes where another copy reads or writes waits for its event. State follows
-by itself: an optimizer makes it where its parameters are.
+Masters, sums of gradients and what the optimizer steps are such copies. Its state follows by
+itself: an optimizer makes it where its parameters are.
+
+One rule of `Offload`: the device never waits for the host and the host waits once a bucket, for the
+gradients that its step is about to read. Copies run on two streams, one for each direction, from
+and to pinned memory; what writes where another copy reads or writes waits for its event.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchdistpackage.ddp.zero.arena import Arena
-from torchdistpackage.ddp.zero.streams import CopyEvent, CopyStreams, streams_of
+from torchdistpackage.ddp.zero.shard_bounds import SLICE_BYTES
 from torchdistpackage.errors import LayoutError
 
 AHEAD = 2
 """Buckets on their way down while one is stepped: one that travels and one that is next."""
 
+PIECE_BYTES = 64 * 2**20
+"""The next piece is about as large as all before it, at most this unless one tensor needs more."""
 
-class Offload:
+Stream, CopyEvent = Any, Any
+"""torch.cuda's, or a test's doubles of them."""
+
+
+class MasterStore:
+    """Copies of slices on their own device, where all is in order on the current stream.
+
+    `host` is memory from `allocate`, `device` a slice of a bucket. ahead: buckets whose sums land
+    before one is stepped, so that copies have begun meanwhile.
+    """
+
+    ahead = 0
+
+    def allocate(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """An empty tensor of the shape of `like`."""
+        return torch.empty_like(like, dtype=dtype)
+
+    def offload(self, host: Tensor, device: Tensor) -> None:
+        """Begin to copy; `device` may go at once, and be overwritten after `free(host)`."""
+        if host is not device:
+            host.copy_(device)
+
+    def to_device(self, host: Tensor, device: Tensor) -> None:
+        """Copy, cast to the dtype of `device`; what follows on the current stream finds it there.
+
+        `host` must stay as it is until `wait(host)`.
+        """
+        device.copy_(host)
+
+    def here(self, host: Tensor) -> Tensor:
+        """`host`, or a copy of it, where slices are, to be added to on the current stream."""
+        return host
+
+    def free(self, host: Tensor) -> None:
+        """What follows on the current stream may overwrite what was copied to `host`."""
+
+    def wait(self, *hosts: Tensor) -> None:
+        """The host waits until it may read and write these, by default all; the device goes on."""
+
+    def stepping(self) -> AbstractContextManager[object]:
+        """Around a step of what is kept here."""
+        return nullcontext()
+
+
+class Offload(MasterStore):
     """Host memory for what belongs to tensors of one device; on the CPU, plain copies.
 
     bytes: kept so far. The optimizer's state comes on top, AdamW's is two more for each master.
     streams: of the device, by default CUDA's.
     """
 
-    def __init__(self, device: torch.device, streams: CopyStreams | None = None):
+    def __init__(self, device: torch.device, streams: "CudaStreams | None" = None):
         streams = streams or streams_of(device)
         self._device, self._streams = device, streams
         self.bytes = self.ahead = 0
@@ -41,14 +89,12 @@ class Offload:
             self._read: dict[int, CopyEvent] = {}  # and copied from there
 
     def allocate(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """An empty tensor (n,) in host memory, as long as `like` (n,) on the device."""
         self.bytes += like.numel() * dtype.itemsize
         if self._streams is None:
             return torch.empty(like.shape, dtype=dtype)
         return self._arena.take(like.numel(), dtype)
 
     def offload(self, host: Tensor, device: Tensor) -> None:
-        """Begin to copy; `device` may go at once, and be overwritten after `free(host)`."""
         if self._streams is None:
             if host is not device:
                 host.copy_(device)
@@ -62,10 +108,7 @@ class Offload:
         self._came[host.data_ptr()] = self._down.record_event()
 
     def to_device(self, host: Tensor, device: Tensor) -> None:
-        """Copy, cast to the dtype of `device`; the current stream waits and the host does not.
-
-        `host` must stay as it is until `wait(host)`.
-        """
+        """The current stream waits and the host does not."""
         if self._streams is None:
             device.copy_(host)
             return
@@ -82,7 +125,6 @@ class Offload:
         current.wait_event(event)
 
     def here(self, host: Tensor) -> Tensor:
-        """A copy on the device, to be added to on the current stream: the host does not wait."""
         if self._streams is None:
             return host
         device = torch.empty(host.shape, dtype=host.dtype, device=self._device)
@@ -90,13 +132,10 @@ class Offload:
         return device
 
     def free(self, host: Tensor) -> None:
-        """What follows on the current stream may overwrite what was copied to `host`."""
         if self._streams is not None and (came := self._came.get(host.data_ptr())) is not None:
             self._streams.current().wait_event(came)
 
     def wait(self, *hosts: Tensor) -> None:
-        """Until the host may read and write these, by default all that is kept; the device goes
-        on."""
         if self._streams is None:
             return
         for events in (self._came, self._read):
@@ -117,6 +156,72 @@ class Offload:
             yield
         finally:
             torch.set_num_threads(before)
+
+
+class Arena:
+    """Many tensors in a few large pieces of `memory`, which are given back all together.
+
+    Pieces are powers of two, to which torch rounds each tensor of pinned memory up, by a third in
+    the mean. Here the rest of a piece is for the tensors that follow. num_bytes: of the pieces.
+    """
+
+    def __init__(self, memory: Callable[[int], Tensor]):
+        self._memory = memory
+        self._rests: list[Tensor] = []
+        self.num_bytes = 0
+
+    def take(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """An empty one (num_elements,)."""
+        needed = num_elements * dtype.itemsize
+        room = -(-needed // SLICE_BYTES) * SLICE_BYTES
+        rest = next((i for i, rest in enumerate(self._rests) if len(rest) >= room), None)
+        if rest is None:
+            as_before = 1 << max(0, min(self.num_bytes, PIECE_BYTES).bit_length() - 1)
+            size = max(1 << max(0, room - 1).bit_length(), as_before)
+            rest = len(self._rests)
+            self._rests.append(self._memory(size))
+            self.num_bytes += size
+        piece = self._rests[rest]
+        self._rests[rest] = piece[room:]
+        return piece[:needed].view(dtype)
+
+
+class CudaStreams:
+    """The streams of one device on which slices are copied to pinned host memory and back."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def stream(self) -> Stream:
+        """Another one."""
+        return torch.cuda.Stream(self._device)
+
+    def current(self) -> Stream:
+        """The one that computes, as the caller's thread has it."""
+        return torch.cuda.current_stream(self._device)
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Inside, it is the current one."""
+        return torch.cuda.stream(stream)
+
+    def copy(self, stream: Stream, to: Tensor, source: Tensor) -> None:
+        """Copy on `stream` between the device and pinned memory, of one dtype."""
+        with self.on(stream):
+            to.copy_(source, non_blocking=True)
+        (source if source.is_cuda else to).record_stream(stream)
+
+    def keep(self, x: Tensor) -> None:
+        """The memory of `x` is not given away before the current stream is done with it."""
+        x.record_stream(self.current())
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        """Host memory (num_bytes,) that a device copies from and to by itself."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def streams_of(device: torch.device) -> CudaStreams | None:
+    """None where there are none: the host does all, in order."""
+    return CudaStreams(device) if device.type == "cuda" else None
 
 
 def cores_of_a_rank() -> int:

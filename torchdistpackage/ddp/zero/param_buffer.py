@@ -10,7 +10,6 @@ has to know which module uses which parameter. What reads no elements (shape, dt
 """
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
 from weakref import WeakMethod
 
 import torch
@@ -18,9 +17,8 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group, Work, broadcast
 from torchdistpackage.comm.transport.sharded_flat import prepost_all_gather_v
-from torchdistpackage.ddp.zero.master_store import MasterStore, OnDevice
+from torchdistpackage.ddp.zero.offload import MasterStore, Stream, streams_of
 from torchdistpackage.ddp.zero.param_shard import FlatLayout
-from torchdistpackage.ddp.zero.streams import Stream, streams_of
 
 Need = WeakMethod[Callable[["ParamBuffer"], None]]
 """What is told when somebody reads a parameter that is freed, to `fetch` it or say why not."""
@@ -46,7 +44,7 @@ class ParamBuffer:
     ):
         self.line, self._wire, self._on_read = line, wire, on_read
         self._needed: Callable[[ParamBuffer], None] | None = None  # while freed
-        self._copies = copies or OnDevice()
+        self._copies = copies or MasterStore()
         self._held = [shared.parameter for shared in line.members]
         self._kinds = [type(parameter) for parameter in self._held]
         self.flat = self._held[0].detach().new_zeros(line.num_elements)
@@ -131,6 +129,7 @@ class ParamBuffer:
             self._start()
 
     def wait_gathered(self, parameter: nn.Parameter) -> None:
+        """Return when it is gathered, or raise and say what the caller should do."""
         need = self._on_read() if self._on_read is not None else None
         if need is not None:
             need(self)
@@ -166,18 +165,10 @@ class ParamBuffer:
         self._pending, self._go = self._go(), None
 
 
-class ParamSource(Protocol):
-    """Where the elements of ungathered parameters come from: a ParamBuffer."""
-
-    def wait_gathered(self, parameter: nn.Parameter) -> None:
-        """Return when it is `mark_gathered` again, or raise and say what the caller should do."""
-        ...
-
-
 class UngatheredParameter(nn.Parameter):
-    """A parameter whose elements are elsewhere for now."""
+    """A parameter whose elements are elsewhere for now: its buffer can `wait_gathered` them."""
 
-    source: ParamSource
+    source: ParamBuffer
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -200,7 +191,7 @@ class UngatheredParameter(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
 
-def mark_ungathered(parameter: nn.Parameter, source: ParamSource) -> None:
+def mark_ungathered(parameter: nn.Parameter, source: ParamBuffer) -> None:
     """From now on `parameter` is absent."""
     parameter.__class__ = UngatheredParameter
     parameter.source = source

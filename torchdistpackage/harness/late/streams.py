@@ -218,7 +218,6 @@ class _Calls(Observer):
 _OF_A_DEVICE: dict[tuple[str, str], object] = {
     ("grad_hooks", "device_index"): lambda parameter: 0,
     ("grad_hooks", "current_stream"): lambda place: (_now.stream, 0, 1),
-    ("zero.streams", "streams_of"): _StreamsDouble,
     ("zero.offload", "streams_of"): _StreamsDouble,
     ("zero.param_buffer", "streams_of"): _StreamsDouble,
 }
