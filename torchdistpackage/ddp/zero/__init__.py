@@ -13,6 +13,6 @@ One bucket      bucket (what belongs to one), grad_buffer (gradients in), partia
 Stage 3         stage3 (parameters are gathered only where they are used), compiled (torch.compile).
 Host memory     offload (copies of slices on the device or in host memory).
 HSDP            replica_group (the same shard on several ranks).
-State           state_dict (as the plain optimizer has it), on state_schema and state_gather.
+State           state_dict (as the plain optimizer has it), on state_gather (pieces joined).
 ZeRO or DDP     cost_model, on step_profiler.
 """

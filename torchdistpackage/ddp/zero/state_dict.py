@@ -12,17 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.ddp.zero.param_shard import ParamPartition
 from torchdistpackage.ddp.zero.requires_whole import SCALARS
-from torchdistpackage.ddp.zero.state_gather import GatherItem, batched_gather
-from torchdistpackage.ddp.zero.state_schema import (
-    State,
-    StateEntry,
-    exchange_schema,
-    item_of,
-    made_of,
-)
+from torchdistpackage.ddp.zero.state_gather import State, gather_states
 from torchdistpackage.errors import CheckpointError
 
 MASTER = "master"
@@ -50,27 +42,7 @@ def whole_state(
     """
     local = inner.state_dict()
     mine = list(_with_state(inner, local, groups))
-    states: dict[Hashable, State] = {i: {} for i in range(len(mine))}
-    for group, members in _by_group([held for held, _ in mine]):
-        receives = to is None or group.rank() == to
-        forms = exchange_schema(group, {i: mine[i] for i in members})
-        waiting: list[tuple[int, StateEntry]] = []
-        items: list[GatherItem] = []
-        for i in members:
-            held, state = mine[i]
-            for form in forms[i]:
-                if form.dtype is not None and form.value is None:
-                    waiting.append((i, form))
-                    items.append(item_of(held, form, state))
-                if receives:
-                    states[i][form.key] = made_of(form, held)  # keeps the place of a key
-        for (i, form), flat in zip(waiting, batched_gather(items, group, to), strict=True):
-            if flat is not None:
-                flat = flat.cpu() if cpu or form.on_cpu else flat
-                held = mine[i][0]
-                states[i][form.key] = (
-                    held.shaped(flat) if form.shape is None else flat.view(form.shape)
-                )
+    states = gather_states(mine, to=to, cpu=cpu)
     whole = {i: state for i, state in states.items() if state}
     unassigned = {k: v for k, v in local["state"].items() if not isinstance(k, int)}
     return {
@@ -190,18 +162,6 @@ def _plain_groups(local: Sequence[dict], groups: _Groups) -> list[dict]:
         result.append({**options, "params": list(range(first, first + len(members)))})
         first += len(members)
     return result
-
-
-# -- from pieces to the whole --------------------------------------------------------------
-
-
-def _by_group(held: Sequence[ParamPartition]) -> Iterator[tuple[Group, list[int]]]:
-    """Groups in an order that all ranks share, so that none waits for another in a circle."""
-    found: dict[tuple[int, ...], tuple[Group, list[int]]] = {}
-    for i, h in enumerate(held):
-        if h.bounds[-1]:
-            found.setdefault(ranks_of(h.shared.group), (h.shared.group, []))[1].append(i)
-    yield from (found[ranks] for ranks in sorted(found))
 
 
 # -- from the whole to pieces --------------------------------------------------------------

@@ -1,22 +1,50 @@
-"""Pieces of many tensors, joined on every rank of a group or on one of them.
+"""The state of parameters, gathered from the ranks that own pieces of them.
 
-One rule: pieces travel together, a batch at a time, and a rank that gets nothing never holds
-more than what it sends.
+One rule: before anything travels every rank learns from the owners which entries there are, of
+which shapes and dtypes (`exchange_schema`); numbers come with that and need no message of their
+own. Then pieces travel together, a batch at a time (`batched_gather`), and a rank that gets nothing
+never holds more than what it sends.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from torchdistpackage.comm.p2p import Post
-from torchdistpackage.comm.primitives import Group, ranks_of
+from torchdistpackage.comm.primitives import Group, gather_objects, ranks_of
 from torchdistpackage.comm.transport.sharded_flat import start_all_gather_v
-from torchdistpackage.errors import CommError
+from torchdistpackage.ddp.zero.param_shard import ParamPartition
+from torchdistpackage.errors import CheckpointError, CommError
 
 BATCH_BYTES = 32 * 2**20
 """Of whole tensors; a larger one travels alone. What a gather needs beside its result."""
+
+_PLAIN = (bool, int, float, complex, str, type(None))
+"""Values that can be keys of a dict, so that equal forms become one."""
+
+State = dict[Hashable, object]
+"""Of one parameter: key -> tensor, number, or whatever the optimizer keeps."""
+
+
+@dataclass(frozen=True)
+class StateEntry:
+    """One entry of a parameter's state: what every rank must know to make it.
+
+    shape: of a tensor that its owner has in one; None where it is the parameter's, cut or not.
+    value: itself, if no tensor travels: numbers and all that is not a tensor. on_cpu: whatever the
+    parameter's device.
+    """
+
+    key: Hashable
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] | None = None
+    on_cpu: bool = False
+    value: object = None
+
+
+StateEntries = tuple[StateEntry, ...]
 
 
 @dataclass(frozen=True)
@@ -37,6 +65,115 @@ class GatherItem:
 
     def length(self, index: int) -> int:
         return self.bounds[index + 1] - self.bounds[index]
+
+
+def gather_states(
+    mine: Sequence[tuple[ParamPartition, State]], *, to: int | None = None, cpu: bool = False
+) -> dict[Hashable, State]:
+    """The whole state of each parameter, by its place in `mine`, which has this rank's part of it.
+
+    to: index, in each group that shares, of the rank that gets the state; on the others it is
+    empty. Default: all do. cpu: put tensors there; else they are on the parameter's device, or on
+    the CPU if offloaded.
+
+    All ranks call it. Beside the result it needs memory for one batch.
+
+    Raises:
+        CheckpointError: ranks hold different kinds of state for one parameter.
+        CommError: `to` is no index in a group.
+    """
+    states: dict[Hashable, State] = {i: {} for i in range(len(mine))}
+    for group, members in _by_group([held for held, _ in mine]):
+        receives = to is None or group.rank() == to
+        forms = exchange_schema(group, {i: mine[i] for i in members})
+        waiting: list[tuple[int, StateEntry]] = []
+        items: list[GatherItem] = []
+        for i in members:
+            held, state = mine[i]
+            for form in forms[i]:
+                if form.dtype is not None and form.value is None:
+                    waiting.append((i, form))
+                    items.append(item_of(held, form, state))
+                if receives:
+                    states[i][form.key] = made_of(form, held)  # keeps the place of a key
+        for (i, form), flat in zip(waiting, batched_gather(items, group, to), strict=True):
+            if flat is not None:
+                flat = flat.cpu() if cpu or form.on_cpu else flat
+                held = mine[i][0]
+                states[i][form.key] = (
+                    held.shaped(flat) if form.shape is None else flat.view(form.shape)
+                )
+    return states
+
+
+def _by_group(held: Sequence[ParamPartition]) -> Iterator[tuple[Group, list[int]]]:
+    """Groups in an order that all ranks share, so that none waits for another in a circle."""
+    found: dict[tuple[int, ...], tuple[Group, list[int]]] = {}
+    for i, h in enumerate(held):
+        if h.bounds[-1]:
+            found.setdefault(ranks_of(h.shared.group), (h.shared.group, []))[1].append(i)
+    yield from (found[ranks] for ranks in sorted(found))
+
+
+def exchange_schema(
+    group: Group, mine: Mapping[int, tuple[ParamPartition, State]]
+) -> dict[int, StateEntries]:
+    """What the owners of each parameter have for it."""
+    known: dict[StateEntries, StateEntries] = {}  # equal ones travel once
+    forms: list[StateEntries | None] = []
+    for held, state in mine.values():
+        own = tuple(entry_of(held, key, value) for key, value in state.items())
+        if all(isinstance(form.value, _PLAIN) for form in own):
+            own = known.setdefault(own, own)
+        forms.append(None if held.mine is None else own)
+    of_ranks = gather_objects(forms, group)
+    result: dict[int, StateEntries] = {}
+    for i, of_one in zip(mine, zip(*of_ranks, strict=True), strict=True):
+        owned = [one for one in of_one if one is not None]
+        layouts = {tuple((f.key, f.dtype, f.shape) for f in one) for one in owned}
+        if len(layouts) > 1:
+            raise CheckpointError(
+                f"ranks {ranks_of(group)} have different state for {mine[i][0].name}: "
+                f"{' and '.join(sorted(map(str, layouts)))}; step them together, or let one rank "
+                f"own whole parameters (whole=True)"
+            )
+        result[i] = owned[0]
+    return result
+
+
+def entry_of(held: ParamPartition, key: Hashable, value: object) -> StateEntry:
+    if not isinstance(value, Tensor):
+        return StateEntry(key, value=value)
+    on_cpu = value.device.type == "cpu"
+    if value.dim() == 0 and not (held.whole and held.shared.parameter.dim() == 0):
+        return StateEntry(key, value.dtype, (), on_cpu, value.item())
+    if held.mine is not None and value.shape == held.mine.shape:
+        return StateEntry(key, value.dtype, None, on_cpu)
+    return StateEntry(key, value.dtype, tuple(value.shape), on_cpu)
+
+
+def item_of(held: ParamPartition, form: StateEntry, state: State) -> GatherItem:
+    assert form.dtype is not None
+    shared = held.shared
+    value = state.get(form.key)
+    mine = value if isinstance(value, Tensor) else None
+    bounds = held.bounds
+    if form.shape is not None:  # from the first owner, in one
+        owner = next(r for r in range(shared.group.size()) if bounds[r] < bounds[r + 1])
+        size = torch.Size(form.shape).numel()
+        bounds = tuple(0 if r <= owner else size for r in range(len(bounds)))
+        mine = mine.reshape(-1) if mine is not None and shared.group.rank() == owner else None
+    elif held.whole and mine is not None:
+        mine = held.flat(mine)
+    return GatherItem(bounds, form.dtype, shared.parameter.device, mine)
+
+
+def made_of(form: StateEntry, held: ParamPartition) -> object:
+    """A value that did not travel as a tensor."""
+    if form.dtype is None or form.value is None:
+        return form.value
+    device = torch.device("cpu") if form.on_cpu else held.shared.parameter.device
+    return torch.tensor(form.value, dtype=form.dtype, device=device)
 
 
 def batched_gather(
