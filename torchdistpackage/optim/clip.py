@@ -14,7 +14,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.ddp.zero.param_shard import ParamShard
-from torchdistpackage.ddp.zero.wrapped import owners_of
+from torchdistpackage.ddp.zero.state_dict import owners_of
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.optim.counted import NormTerm, ShardedOptimizer, counted, counted_shards

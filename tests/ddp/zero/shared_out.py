@@ -15,7 +15,7 @@ from torchdistpackage.comm.transport.sharded_flat import start_all_gather_v
 from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.ddp.zero.param_shard import ParamPartition
 from torchdistpackage.ddp.zero.requires_whole import greedy_partition
-from torchdistpackage.ddp.zero.wrapped import ShardedOptimizerBase
+from torchdistpackage.ddp.zero.state_dict import ShardedOptimizerBase
 
 
 class Model(nn.Module):

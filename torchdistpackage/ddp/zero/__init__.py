@@ -2,8 +2,7 @@
 
 Read ddp/reference and the reducer one folder up first; this folder uses the same reducer.
 
-Optimizer       optimizer (ZeroOptimizer), wrapped (an optimizer around another), guards (is it
-                still the same module?).
+Optimizer       optimizer (ZeroOptimizer), guards (is it still the same module?).
 Layout          replication (which ranks share a parameter), requires_whole (optimizers that need
                 whole parameters), shard_bounds (arithmetic on sizes), param_shard (parameters side
                 by side, and what each rank owns and steps of them).
@@ -13,6 +12,7 @@ One bucket      bucket (what belongs to one), grad_buffer (gradients in), partia
 Stage 3         stage3 (parameters are gathered only where they are used), compiled (torch.compile).
 Host memory     offload (copies of slices on the device or in host memory).
 HSDP            replica_group (the same shard on several ranks).
-State           state_dict (as the plain optimizer has it), on state_gather (pieces joined).
+State           state_dict (an optimizer around another, whose state is saved as the plain one has
+                it), state_gather (pieces joined).
 ZeRO or DDP     cost_model, on step_profiler.
 """

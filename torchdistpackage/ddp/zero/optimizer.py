@@ -39,7 +39,7 @@ from torchdistpackage.ddp.zero.replication import ReplicaGroups, assign_buckets,
 from torchdistpackage.ddp.zero.requires_whole import requires_whole_params
 from torchdistpackage.ddp.zero.rows import TiedEmbeddings, searched
 from torchdistpackage.ddp.zero.stage3 import ParamCoordinator
-from torchdistpackage.ddp.zero.wrapped import ShardedOptimizerBase
+from torchdistpackage.ddp.zero.state_dict import ShardedOptimizerBase
 from torchdistpackage.layout.layout import Layout
 
 UNLIMITED_BYTES = 2**62
