@@ -9,7 +9,7 @@ Layout          replication (which ranks share a parameter), requires_whole (opt
 One bucket      bucket (what belongs to one), grad_buffer (gradients in), partial_step (a few
                 parameters at a time), param_buffer (parameters out, and what a reader of one waits
                 for), rows (an embedding that shares its weight with a head).
-Stage 3         stage3 (parameters are gathered only where they are used), compiled (torch.compile).
+Stage 3         stage3 (parameters are gathered only where they are used; torch.compile).
 Host memory     offload (copies of slices on the device or in host memory).
 HSDP            replica_group (the same shard on several ranks).
 State           state_dict (an optimizer around another, whose state is saved as the plain one has

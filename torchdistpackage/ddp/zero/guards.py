@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from torchdistpackage.ddp.grad_hooks import already_hooked, remove_hooks
 from torchdistpackage.ddp.param_spec import ParamSpec
-from torchdistpackage.ddp.zero.compiled import Handle
 from torchdistpackage.ddp.zero.param_buffer import UngatheredParameter
 from torchdistpackage.ddp.zero.param_shard import FlatLayout
+from torchdistpackage.ddp.zero.stage3 import Handle
 from torchdistpackage.errors import LayoutError
 
 

@@ -28,7 +28,6 @@ from torchdistpackage.ddp.zero.bucket import (
     held_by_group,
     whole_owners,
 )
-from torchdistpackage.ddp.zero.compiled import gather_ahead, may_overlap
 from torchdistpackage.ddp.zero.grad_buffer import ReduceScatterBucket, line_up
 from torchdistpackage.ddp.zero.guards import ParamGuards, refuse_owned
 from torchdistpackage.ddp.zero.offload import Offload, check_offload
@@ -38,7 +37,7 @@ from torchdistpackage.ddp.zero.partial_step import PartialStep
 from torchdistpackage.ddp.zero.replication import ReplicaGroups, assign_buckets, named_in, names_of
 from torchdistpackage.ddp.zero.requires_whole import requires_whole_params
 from torchdistpackage.ddp.zero.rows import TiedEmbeddings, searched
-from torchdistpackage.ddp.zero.stage3 import ParamCoordinator
+from torchdistpackage.ddp.zero.stage3 import ParamCoordinator, gather_ahead, may_overlap
 from torchdistpackage.ddp.zero.state_dict import ShardedOptimizerBase
 from torchdistpackage.layout.layout import Layout
 
