@@ -71,7 +71,6 @@ PURE_FILES = (
     "harness/comm_test_report.py",
     "ddp/bucket_plan.py",
     "layout/partition.py",
-    "ddp/zero/cost_model.py",
     "ddp/zero/shard_bounds.py",
     "ddp/zero/requires_whole.py",
     "optim/lr.py",

@@ -1,12 +1,23 @@
-"""One call for data parallelism: all-reduces or ZeRO, whichever has the shorter step here.
+"""One call for data parallelism: all-reduces or ZeRO, the one whose step is shorter here.
 
-One rule: the first rank decides for all. What a step and the wire take is measured
-(zero/step_profiler.py), what each design would make of it is computed (zero/cost_model.py), and the
-loop around both is the same: forward, backward, `step`, `zero_grad`.
+What a step and the link take is measured (`measure`), what each design would make of it is computed
+(`StepCost`), and the first rank decides for all. The loop around both is the same: forward,
+backward, `step`, `zero_grad`.
+
+The model: each design is as slow as its longest chain. All-reduces begin with the first bucket of
+the backward and the optimizer waits for the last; ZeRO's sums and gathers use the whole step but
+meet at its boundary, where one bucket's sum and gather are waited for. So slow links want ZeRO and
+fast ones all-reduces.
+
+One rule: a trial leaves nothing behind. Gradients, buffers and the state of torch's random numbers
+are afterwards what they were, so training begins as if there had been none.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -16,14 +27,13 @@ from torch.optim import Optimizer
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.world import world
+from torchdistpackage.ddp.bucket_plan import bucket_sizes
 from torchdistpackage.ddp.comm_hooks import bf16_compress, fp16_compress
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.param_spec import is_cut
 from torchdistpackage.ddp.wrapper_state import batch_group
-from torchdistpackage.ddp.zero.cost_model import all_reduced_s, scattered_s, scatters
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.ddp.zero.requires_whole import requires_whole_params
-from torchdistpackage.ddp.zero.step_profiler import measure
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.collect import collect
 from torchdistpackage.layout.layout import Layout
@@ -35,6 +45,15 @@ _COMPRESSED = {
     torch.bfloat16: bf16_compress,
     torch.float16: fp16_compress,
 }
+
+WORTH_IT = 0.03
+"""Part of a step that ZeRO must save to be taken: the model is no closer to the truth."""
+
+NUM_TRIALS, NUM_BUCKETS = 3, 4
+"""Of which the shortest counts: other work on the machine only makes one longer."""
+
+PASSES_OF_ADAM = 3.5
+"""It reads four numbers for each parameter and writes three."""
 
 
 def data_parallel(
@@ -149,3 +168,149 @@ def _unshareable(
         return f" ({error})"
     lookups = (m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
     return " (sparse gradients are in no bucket)" if any(m.sparse for m in lookups) else ""
+
+
+# -- the model -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """One step of one rank: seconds of computing, bytes of gradients on the wire, and of a bucket.
+
+    exchange_s: of this rank's processor for all the messages of a step; ZeRO adds and copies more,
+    by about a half.
+    """
+
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    num_bytes: int
+    bucket_bytes: int
+    exchange_s: float = 0.0
+
+
+def all_reduced_s(work: StepCost, bytes_per_s: float) -> float:
+    """Seconds a step with all-reduces; bytes_per_s: at which gradients are all-reduced."""
+    part = min(1.0, work.bucket_bytes / max(1, work.num_bytes))
+    computed_s = work.forward_s + work.backward_s + work.exchange_s
+    first_s = work.forward_s + work.backward_s * part
+    last_s = work.bucket_bytes / bytes_per_s
+    arrived_s = max(first_s + work.num_bytes / bytes_per_s, computed_s + last_s)
+    return arrived_s + work.optimizer_s
+
+
+def scattered_s(work: StepCost, bytes_per_s: float, num_ranks: int) -> float:
+    """Seconds a step with ZeRO at the same rate: a sum and a gather are an all-reduce."""
+    part = min(1.0, work.bucket_bytes / max(1, work.num_bytes))
+    computed_s = work.forward_s + work.backward_s + work.optimizer_s / num_ranks
+    boundary_s = work.bucket_bytes / bytes_per_s
+    one_bucket_s = (work.forward_s + work.backward_s) * part
+    return max(
+        computed_s + 1.5 * work.exchange_s + boundary_s,
+        work.num_bytes / bytes_per_s + one_bucket_s,
+    )
+
+
+def scatters(work: StepCost, bytes_per_s: float, num_ranks: int) -> bool:
+    """Whether ZeRO's step is the shorter one, by more than is in doubt."""
+    most_s = (1 - WORTH_IT) * all_reduced_s(work, bytes_per_s)
+    return num_ranks > 1 and scattered_s(work, bytes_per_s, num_ranks) < most_s
+
+
+# -- what is measured ----------------------------------------------------------------------
+
+
+def measure(
+    module: nn.Module,
+    loss_of: Callable[[nn.Module], Tensor],
+    group: Group,
+    wire: torch.dtype | None = None,
+) -> tuple[StepCost, float]:
+    """A step of this rank, and bytes a second of an all-reduce over the group; all ranks call it.
+
+    loss_of: computes the loss of one batch. wire: dtype in which gradients travel, if another.
+    """
+    trained = [p for p in module.parameters() if p.requires_grad]
+    device = trained[0].device
+    with _untouched(module, trained):
+        times = [_times_s(module, loss_of, trained, device) for _ in range(1 + NUM_TRIALS)]
+    forward_s, backward_s, pass_s = map(min, zip(*times[1:], strict=True))
+    default_bytes = bucket_sizes(queued=primitives.is_queued(group)).default_bytes
+    bytes_per_s, busy_s = _wire(group, device, default_bytes)
+    # gradients are summed in fp32 at least
+    sizes = [p.numel() * (wire.itemsize if wire else max(4, p.itemsize)) for p in trained]
+    work = StepCost(
+        forward_s,
+        backward_s,
+        PASSES_OF_ADAM * pass_s,
+        num_bytes=sum(sizes),
+        bucket_bytes=max(default_bytes, *sizes),
+        exchange_s=busy_s * sum(sizes),
+    )
+    return work, bytes_per_s
+
+
+def _times_s(
+    module: nn.Module,
+    loss_of: Callable[[nn.Module], Tensor],
+    trained: Sequence[nn.Parameter],
+    device: torch.device,
+) -> tuple[float, float, float]:
+    """Seconds of a forward, a backward, and reading and writing each gradient once."""
+    for p in trained:
+        p.grad = None
+    at_s = [_now_s(device)]
+    loss = loss_of(module)
+    at_s.append(_now_s(device))
+    loss.backward()
+    at_s.append(_now_s(device))
+    dense = [p.grad for p in trained if p.grad is not None and not p.grad.is_sparse]
+    if dense:  # as optimizers do it: many small ones take a call or two
+        torch._foreach_mul_(dense, 1)
+    at_s.append(_now_s(device))
+    return at_s[1] - at_s[0], at_s[2] - at_s[1], at_s[3] - at_s[2]
+
+
+def _wire(group: Group, device: torch.device, bucket_bytes: int) -> tuple[float, float]:
+    """Bytes a second, and seconds a byte that this rank's processor is busy with it."""
+    buckets = [torch.zeros(bucket_bytes // 4, device=device) for _ in range(NUM_BUCKETS)]
+    num_bytes = sum(bucket.nbytes for bucket in buckets)
+    times, busy = [], []
+    for _ in range(1 + NUM_TRIALS):
+        primitives.all_reduce(buckets[0][:1], group)  # all ranks are there
+        begin_s, begin_busy_s = _now_s(device), time.process_time()
+        for pending in [primitives.start_all_reduce(bucket, group) for bucket in buckets]:
+            pending.wait()
+        times.append(_now_s(device) - begin_s)
+        busy.append(time.process_time() - begin_busy_s)
+    # a device's own engines do it, and its host only waits
+    busy_s = 0.0 if device.type != "cpu" else min(busy[1:]) / num_bytes
+    return num_bytes / min(times[1:]), busy_s
+
+
+@contextmanager
+def _untouched(module: nn.Module, trained: Sequence[nn.Parameter]) -> Iterator[None]:
+    gradients = [p.grad for p in trained]
+    buffers = [
+        (owner, name, buffer, None if buffer is None else buffer.detach().clone())
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+    ]
+    cuda = {p.device.index for p in trained if p.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng(devices=sorted(cuda)), torch.enable_grad():
+            yield
+    finally:
+        for p, grad in zip(trained, gradients, strict=True):
+            p.grad = grad
+        with torch.no_grad():
+            for owner, name, buffer, values in buffers:
+                if buffer is not None:
+                    buffer.copy_(values)
+                owner._buffers[name] = buffer
+
+
+def _now_s(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

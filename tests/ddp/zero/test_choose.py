@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchdistpackage.ddp.zero.cost_model import (
+from torchdistpackage.ddp.auto import (
     WORTH_IT,
     StepCost,
     all_reduced_s,

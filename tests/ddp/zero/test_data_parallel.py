@@ -9,12 +9,9 @@ from torch import nn
 from tests.ddp.zero.beside_one_process import DIM, adamw, batches
 from torchdistpackage.comm.world import world
 from torchdistpackage.ddp import auto as front
-from torchdistpackage.ddp.auto import data_parallel
+from torchdistpackage.ddp.auto import StepCost, data_parallel, measure
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.ddp.zero import step_profiler
-from torchdistpackage.ddp.zero.cost_model import StepCost
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
-from torchdistpackage.ddp.zero.step_profiler import measure
 from torchdistpackage.errors import LayoutError
 
 WORK = StepCost(0.1, 0.2, 0.0, num_bytes=10**8, bucket_bytes=10**7)
@@ -158,7 +155,7 @@ def leave_as_it_was(*, fails: bool) -> None:
     else:
         assert min(work.forward_s, work.backward_s, work.optimizer_s, bytes_per_s) > 0
         assert work.num_bytes == 4 * sum(p.numel() for p in model.parameters())
-    assert len(calls) == (1 if fails else 1 + step_profiler.NUM_TRIALS)
+    assert len(calls) == (1 if fails else 1 + front.NUM_TRIALS)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert model.seen is seen
     assert torch.equal(torch.get_rng_state(), random)

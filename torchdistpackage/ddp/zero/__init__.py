@@ -14,5 +14,5 @@ Host memory     offload (copies of slices on the device or in host memory).
 HSDP            replica_group (the same shard on several ranks).
 State           state_dict (an optimizer around another, whose state is saved as the plain one has
                 it), state_gather (pieces joined).
-ZeRO or DDP     cost_model, on step_profiler.
+ZeRO or DDP     ddp/auto, by measurement.
 """
