@@ -14,8 +14,8 @@ from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.transport.sharded_flat import start_all_gather_v
 from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.ddp.zero.param_shard import ParamPartition
-from torchdistpackage.ddp.zero.requires_whole import greedy_partition
 from torchdistpackage.ddp.zero.state_dict import ShardedOptimizerBase
+from torchdistpackage.layout.partition import greedy_partition
 
 
 class Model(nn.Module):
@@ -71,11 +71,12 @@ class ByHand(ShardedOptimizerBase):
         for number, members in enumerate(g["params"] for g in inner.param_groups):
             is_last = of_last is not None and number == len(inner.param_groups) - 1
             shared_by = of_last if is_last else group
-            places = greedy_partition([p.numel() for p in members], shared_by.size())
+            shares = greedy_partition([p.numel() for p in members], shared_by.size())
+            owner_of = {i: owner for owner, some in enumerate(shares) for i in some}
             held.append(
                 [
-                    self.share(ParamSpec(names[p], p, shared_by), owner, whole)
-                    for p, owner in zip(members, places, strict=True)
+                    self.share(ParamSpec(names[p], p, shared_by), owner_of[i], whole)
+                    for i, p in enumerate(members)
                 ]
             )
         super().__init__(inner, held)

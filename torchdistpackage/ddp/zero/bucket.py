@@ -22,7 +22,7 @@ from torchdistpackage.ddp.zero.param_shard import (
     shard_evenly,
 )
 from torchdistpackage.ddp.zero.replication import ReplicaGroups
-from torchdistpackage.ddp.zero.requires_whole import greedy_partition
+from torchdistpackage.layout.partition import greedy_partition
 
 
 @dataclass(frozen=True)
@@ -150,15 +150,15 @@ class BucketSharder:
 
 
 def whole_owners(shared: Iterable[ParamSpec]) -> dict[str, int]:
-    """name -> index in its group of the one who owns it all; each owns about as much."""
+    """name -> index in its group of the rank that owns it all; each owns about as much."""
     by_group: dict[tuple[int, ...], list[ParamSpec]] = {}
     for s in shared:
         by_group.setdefault(ranks_of(s.group), []).append(s)
     owner_of: dict[str, int] = {}
     for members in by_group.values():
         sizes = [s.parameter.numel() for s in members]
-        found = greedy_partition(sizes, members[0].group.size())
-        owner_of |= {s.name: owner for s, owner in zip(members, found, strict=True)}
+        shares = greedy_partition(sizes, members[0].group.size())
+        owner_of |= {members[i].name: owner for owner, some in enumerate(shares) for i in some}
     return owner_of
 
 

@@ -1,11 +1,10 @@
-"""Which optimizers may see pieces of parameters, and who owns what where they may not.
+"""Which optimizers may see pieces of parameters. Names, no torch.
 
 One rule: a parameter may be cut anywhere only if each element's update reads that element alone.
 What is known to be so is listed; everything else gets whole parameters, one owner each, and what
-needs all of them at once is refused. Arithmetic and names, no torch.
+needs all of them at once is refused.
 """
 
-import heapq
 from collections.abc import Sequence
 
 from torchdistpackage.errors import LayoutError
@@ -65,22 +64,6 @@ def requires_whole_params(
             f"{', '.join(sorted(ELEMENTWISE))}, or whole=False if its update is element-wise"
         )
     return needs
-
-
-def greedy_partition(sizes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
-    """Index of the rank that owns each parameter, so that all own about as many elements.
-
-    The largest goes first, to whoever has least, the first of them on a tie, so that no rank has
-    more than the mean and one parameter (Graham, SIAM J. Appl. Math. 17, 1969). The same on
-    every rank.
-    """
-    held = [(0, rank) for rank in range(num_ranks)]
-    result = [0] * len(sizes)
-    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        total, rank = held[0]
-        result[i] = rank
-        heapq.heapreplace(held, (total + sizes[i], rank))
-    return tuple(result)
 
 
 def _is_torch(kind: type) -> bool:
