@@ -94,14 +94,7 @@ class BucketSharder:
         for bucket in buckets:
             bucket.carrier.stepped()
 
-    def cut(
-        self,
-        bucket: Bucket,
-        members: Sequence[ParamSpec],
-        left: Callable[[], object],
-        settled: Callable[[], object],
-    ) -> ShardedBucket:
-        """left, settled: called when gradients leave, and when sums have come to the shards."""
+    def cut(self, bucket: Bucket, members: Sequence[ParamSpec]) -> ShardedBucket:
         is_whole = self.owner_of is not None
         if self.owner_of is not None:
             line = shard_by_owner(members, self.owner_of, self.wire)
@@ -142,9 +135,6 @@ class BucketSharder:
             freed=self.stage > 1,
             copies=copies,
             wire=self.wire if _is_narrower(self.wire, first.sum_dtype) else None,
-            replicas=replicas,
-            left=left,
-            settled=settled,
         )
         return ShardedBucket(line, parameters, carrier, shards, is_whole, is_rounded, passes)
 

@@ -28,12 +28,16 @@ EXPECTED = 16
 class ReduceScatterBucket:
     """Carrier of the gradients on `line`: each rank ends with its own slice of their sum.
 
-    shards: mine, whose gradients these become. dtype: of the shards. freed: keep the slice alone
-    once it is made (stages 2 and 3). copies: of slices, if not beside them. wire: dtype in which
-    gradients travel. left, settled: called when they leave, and when the shards have their sum.
+    shards: mine, whose gradients these become. marks: of all buckets over the group. dtype: of the
+    shards. freed: keep the slice alone once it is made (stages 2 and 3). copies: of slices, if not
+    beside them. wire: dtype in which gradients travel.
 
-    awaits_rows: somebody adds rows to the sum, and calls `settled` afterwards.
+    left, settled: called when they leave, and when the shards have their sum. awaits_rows: rows
+    are added to the sum first, by the one that calls `settled` afterwards.
     """
+
+    left: Callable[[], object] = staticmethod(lambda: None)
+    settled: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -45,9 +49,6 @@ class ReduceScatterBucket:
         freed: bool = False,
         copies: MasterStore | None = None,
         wire: torch.dtype | None = None,
-        replicas: Group | None = None,
-        left: Callable[[], object] = lambda: None,
-        settled: Callable[[], object] = lambda: None,
     ):
         self.line, self.shards = line, shards
         # those that leave after it, as many as are expected
@@ -62,9 +63,9 @@ class ReduceScatterBucket:
         self.total = self._copies.allocate(self._slice, dtype) if self._apart else self._slice
         self._views = [shard.view(self.total) for shard in shards]
         self._marks, self._first_mark = marks, marks.add(len(line.members))
-        self._wire, self._replicas = wire, replicas
+        self._wire, self._replicas = wire, marks.replicas
         self._posts_ahead = posts_ahead(line.group)
-        self._left, self.settled, self.awaits_rows = left, settled, False
+        self.awaits_rows = False
         self._without: list[int] = []
         self._go: Callable[[], Work] | None = None  # begins the sum that is expected
         self._pending: Work | None = None
@@ -90,7 +91,7 @@ class ReduceScatterBucket:
         self._pending, self._go = self._go(), None
         self.gradients.release()
         self._marks.leave(self._first_mark, self._without)
-        self._left()
+        self.left()
 
     def expect(self) -> None:
         """Be ready for what others send of this bucket."""
@@ -274,8 +275,7 @@ class UsedFlags:
     """
 
     def __init__(self, group: Group, replicas: Group | None, device: torch.device):
-        self._groups = [group] if replicas is None else [group, replicas]
-        self._device = device
+        self._group, self.replicas, self._device = group, replicas, device
         self._num_marks = self._num_buckets = self._num_left = 0
         self._without: list[int] = []  # of the buckets that have left
         self._flags: torch.Tensor | None = None
@@ -297,13 +297,13 @@ class UsedFlags:
         self._num_left -= 1
         if self._num_left == 0:
             self._num_left, self._num_sums, self._read = self._num_buckets, 1, None
-            self._pending = start_all_reduce(self._mine(), self._groups[0])
+            self._pending = start_all_reduce(self._mine(), self._group)
 
     def land(self) -> None:
         """If marks go on to replicas, let them; every rank calls it before it settles."""
-        if len(self._groups) > 1 and self._num_sums == 1 and self._pending is not None:
+        if self.replicas is not None and self._num_sums == 1 and self._pending is not None:
             self._num_sums = 2
-            self._pending = start_all_reduce(self._pending.wait(), self._groups[1])
+            self._pending = start_all_reduce(self._pending.wait(), self.replicas)
 
     def used(self, mark: int) -> bool:
         """Whether some rank had a gradient; the first to ask waits for the device, for all."""

@@ -129,7 +129,7 @@ class ZeroOptimizer(ShardedOptimizerBase):
         looks = searched(module, replicas) if embedding_rows else None
         is_queue = is_queued(world())
         default_bytes = bucket_sizes(queued=is_queue).default_bytes
-        self._heads = TiedEmbeddings(looks, shared, self)
+        self._heads = TiedEmbeddings(looks, shared, WeakHook(self._reduces))
         self.reducer = Reducer(
             assign_buckets(
                 self._heads.coming(shared), int((bucket_cap_mb or 0) * MIB) or default_bytes
@@ -284,6 +284,9 @@ class ZeroOptimizer(ShardedOptimizerBase):
     def _before_state_dict(self, *args: object) -> None:
         self.finish()
 
+    def _reduces(self) -> bool:
+        return self.reducer.is_reducing
+
     def _on_read(self, parameters: ParamBuffer) -> None:
         if self._coordinator is not None:
             self._coordinator.on_read(parameters)
@@ -303,11 +306,9 @@ class ZeroOptimizer(ShardedOptimizerBase):
     def _make_bucket_comm(
         self, bucket: Bucket, members: Sequence[ParamSpec]
     ) -> ReduceScatterBucket:
-        number = len(self._buckets)
-        left, settled = (
-            partial(WeakHook(self._left), number),
-            partial(WeakHook(self._settled), number),
-        )
-        self._buckets.append(self._cutter.cut(bucket, members, left, settled))
-        self._heads.attach(number, self._buckets[-1].carrier)
-        return self._buckets[-1].carrier
+        number, sharded = len(self._buckets), self._cutter.cut(bucket, members)
+        sharded.carrier.left = partial(WeakHook(self._left), number)
+        sharded.carrier.settled = partial(WeakHook(self._settled), number)
+        self._buckets.append(sharded)
+        self._heads.attach(number, sharded.carrier)
+        return sharded.carrier

@@ -5,7 +5,6 @@ would be the last to leave, the largest of all, with nothing left to compute mea
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 from weakref import ref
 
 from torch import nn
@@ -18,7 +17,6 @@ from torchdistpackage.ddp.embedding_rows import (
     looked_up,
 )
 from torchdistpackage.ddp.param_spec import ParamSpec
-from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.sparse_grads import RowCounts, UnbucketedGrad
 from torchdistpackage.ddp.zero.grad_buffer import ReduceScatterBucket
 
@@ -85,31 +83,20 @@ def searched(module: nn.Module | None, replicas: Group | None) -> nn.Module:
     return module
 
 
-class RowsOptimizer(Protocol):
-    """What an optimizer is to the lookups in its tables."""
-
-    reducer: Reducer
-
-
 class TiedEmbeddings:
     """The tables of `module`, of whose parameters `shared` are summed, that a head shares.
 
-    optimizer: whose they are; the module's hooks do not keep it. after: the carriers of their rows.
-    buckets: numbers of those with such tables.
+    reduces: whether the backward that runs is one that reduces; the module's hooks keep it.
+    after: the carriers of their rows. buckets: numbers of those with such tables.
     """
 
     def __init__(
-        self, module: nn.Module | None, shared: Sequence[ParamSpec], optimizer: RowsOptimizer
+        self, module: nn.Module | None, shared: Sequence[ParamSpec], reduces: Callable[[], bool]
     ):
-        me = ref(optimizer)
-
-        def counts() -> bool:
-            return (mine := me()) is not None and mine.reducer.is_reducing
-
         looking = [] if module is None else looked_up(module, shared)
         tied = held_elsewhere(module, looking) if module is not None else set()
         looking = [(m, s) for m, s in looking if s.name in tied and m.weight.is_contiguous()]
-        tables = {s.name: EmbeddingGrad(s, counts) for _, s in looking}
+        tables = {s.name: EmbeddingGrad(s, reduces) for _, s in looking}
         self._rows = {name: TiedEmbeddingRows(table) for name, table in tables.items()}
         self.after, self.buckets = [*self._rows.values()], list[int]()
         self.handles = [hook_lookups(m, tables[s.name]) for m, s in looking]
