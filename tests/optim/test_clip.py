@@ -12,7 +12,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.node_groups import setup_node_groups
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
-from torchdistpackage.ddp.zero.replica_group import replica_group
+from torchdistpackage.ddp.zero.replication import replica_group
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import mark
 from torchdistpackage.models.gpt import GPT

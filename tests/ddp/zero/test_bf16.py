@@ -10,7 +10,7 @@ from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.node_groups import setup_node_groups
 from torchdistpackage.comm.world import world
 from torchdistpackage.compat.torchdistpackage.bf16_zero import Bf16ZeroOptimizer
-from torchdistpackage.ddp.zero.replica_group import replica_group
+from torchdistpackage.ddp.zero.replication import replica_group
 from torchdistpackage.errors import TopologyError
 
 STEPS, WIDTH = 5, 6
