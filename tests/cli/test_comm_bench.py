@@ -13,8 +13,7 @@ from torchdistpackage.cli.main import main
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.bench import outputs
 from torchdistpackage.harness.bench.profile import read
-from torchdistpackage.launch.slurm.records import read_records
-from torchdistpackage.launch.slurm.run_dir import RunDir
+from torchdistpackage.launch.slurm.run_dir import RunDir, read_records
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "configs" / "gpt_tiny.yaml")

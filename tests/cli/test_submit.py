@@ -12,8 +12,7 @@ from torchdistpackage.cli.main import main
 from torchdistpackage.config.load import load
 from torchdistpackage.launch.lock import hold
 from torchdistpackage.launch.slurm.node_blocklist import NodeIncident, record
-from torchdistpackage.launch.slurm.records import read_records
-from torchdistpackage.launch.slurm.run_dir import RunDir
+from torchdistpackage.launch.slurm.run_dir import RunDir, read_records
 
 RUN = """
 run: {name: one}

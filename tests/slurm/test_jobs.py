@@ -20,8 +20,7 @@ from torchdistpackage.launch.slurm.commands import CompletedCommand
 from torchdistpackage.launch.slurm.commands import run as run_command
 from torchdistpackage.launch.slurm.jobs import resubmit, sbatch
 from torchdistpackage.launch.slurm.query import QueryResult, query_jobs
-from torchdistpackage.launch.slurm.records import Submission, append_record
-from torchdistpackage.launch.slurm.run_dir import RunDir
+from torchdistpackage.launch.slurm.run_dir import RunDir, Submission, append_record
 from torchdistpackage.launch.slurm.runs import SubmittedRun, read_run
 
 Done = subprocess.CompletedProcess[str]

@@ -20,8 +20,7 @@ import pytest
 from tests.slurm.cluster import ROOT, Cluster
 from torchdistpackage.config.load import loads
 from torchdistpackage.launch.slurm.commands import CompletedCommand, run
-from torchdistpackage.launch.slurm.records import read_records
-from torchdistpackage.launch.slurm.run_dir import RunDir
+from torchdistpackage.launch.slurm.run_dir import RunDir, read_records
 from torchdistpackage.launch.slurm.submit import prepare, submit_prepared
 
 PROBE = Path(__file__).parent / "jobs" / "submit_probe.py"

@@ -12,8 +12,7 @@ from tests.train import parity
 from torchdistpackage.config.schema import RequeueSection
 from torchdistpackage.launch.requeue import RequeueDecision, RequeueLimits
 from torchdistpackage.launch.signals import SignalFlag
-from torchdistpackage.launch.slurm.run_dir import RunDir
-from torchdistpackage.launch.slurm.starts import append, this_start
+from torchdistpackage.launch.slurm.run_dir import RunDir, append_start, this_start
 from torchdistpackage.train.build import make_loop
 from torchdistpackage.train.job import _resume
 from torchdistpackage.train.log import read_metrics
@@ -146,7 +145,7 @@ def test_when_the_job_ends_is_told_by_its_environment(tmp_path, env, left):
 def test_word_is_left_for_the_batch_script_and_saves_are_remembered(tmp_path):
     env = {"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "2"}
     files = RunDir(tmp_path)
-    append(files, this_start(files, env, 5))
+    append_start(files, this_start(files, env, 5))
     life = StopController(RequeueLimits(max_requeues=9), clock=True, end_s=1.0, save_s=[0.5, 0.25])
     life.should_stop()
     decision = end(life, tmp_path, 9, env)
@@ -172,7 +171,7 @@ def test_what_the_user_said_of_resuming_holds_for_the_first_start(tmp_path, how)
     files, first, second = RunDir(tmp_path), {"SLURM_JOB_ID": "12"}, {"SLURM_RESTART_COUNT": "1"}
     begun = this_start(files, first, 0)
     assert _resume(files, begun, how) == how
-    append(files, begun)
+    append_start(files, begun)
     assert _resume(files, begun, how) == how
     assert _resume(files, this_start(files, first | second, 4), how) == "auto"
 

@@ -1,15 +1,25 @@
-"""Small files that others read while they are written: complete, or as they were before.
+"""Small files that others read while they are written: replaced as a whole, or grown by a line.
 
-One rule: it is on the disk before it has its name, so nobody acts on what a crash takes back.
+One rule: a file is on the disk before it has its name, so nobody acts on what a crash takes back,
+and a line that is not whole is passed over.
 """
 
+import json
 import os
 import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
+
+from torchdistpackage.bounded import check_regular, parse_json, read_regular
+from torchdistpackage.errors import LaunchError
+
+T = TypeVar("T")
 
 _HOST_LETTERS = 32
+_MOST_BYTES = 1 << 26
+"""Of a file that grows by lines."""
 
 
 def atomic_write(path: Path, text: str, *, mode: int = 0o666) -> None:
@@ -51,3 +61,52 @@ def beside(path: Path) -> Path:
     """A hidden name in the same folder that no other process on any machine has."""
     host = socket.gethostname()[:_HOST_LETTERS]
     return path.with_name(f".{path.name.lstrip('.')}.{host}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
+
+
+def append_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Append `value` as a line of JSON, in one write, so that several writers do not mix.
+
+    Its folder is made where it is missing.
+
+    Raises:
+        OSError: it cannot be written, or is no regular file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        check_regular(path.resolve())
+    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o664)
+    try:
+        size = os.lseek(file, 0, os.SEEK_END)
+        # a writer may have been killed in the middle of a line; it keeps that line to itself
+        begin = "\n" if size and os.pread(file, 1, size - 1) != b"\n" else ""
+        line = f"{begin}{json.dumps(value)}\n".encode()
+        while line:  # what a full disk has not taken raises
+            line = line[os.write(file, line) :]
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def read_json_lines(path: Path, parse: Callable[[Any], T]) -> tuple[list[T], list[int]]:
+    """What `parse` makes of each line's JSON, and the numbers of the lines it cannot parse.
+
+    A writer that was killed leaves such a line. Empty lines do not count, and a file that is not
+    there has none.
+
+    Raises:
+        LaunchError: it is a pipe, a device or the like, too large, or may not be read.
+    """
+    try:
+        lines = read_regular(path, _MOST_BYTES).decode(errors="replace").splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        return [], []
+    except OSError as error:
+        raise LaunchError(f"{path} {error.strerror}; move it away") from error
+    found: list[T] = []
+    bad: list[int] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found += [parse(parse_json(line))] if line.strip() else []
+        except (ValueError, TypeError, KeyError, OverflowError):
+            bad.append(number)
+    return found, bad

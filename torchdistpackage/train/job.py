@@ -31,13 +31,18 @@ from torchdistpackage.launch.requeue import EXIT_TEMPFAIL, Decision, RequeueDeci
 from torchdistpackage.launch.signals import SignalFlag
 from torchdistpackage.launch.slurm.commands import limited
 from torchdistpackage.launch.slurm.node_blocklist import record_failed_nodes
-from torchdistpackage.launch.slurm.requeue import read_decision, requeue_self, why_not
-from torchdistpackage.launch.slurm.run_dir import RunDir, attempt_id
-from torchdistpackage.launch.slurm.starts import (
-    Start,
-    append,
-    read_starts,
+from torchdistpackage.launch.slurm.requeue import (
+    read_decision,
+    requeue_self,
     restart_denied,
+    why_not,
+)
+from torchdistpackage.launch.slurm.run_dir import (
+    RunDir,
+    Start,
+    append_start,
+    attempt_id,
+    read_starts,
     series_of,
     this_start,
 )
@@ -123,7 +128,7 @@ def _lead(
         atomic_write(decision, f"{Decision(RequeueDecision.STOP, refused)}\n")
         sys.stdout.write(f"{refused}\n")
         return EXIT_TEMPFAIL
-    append(files, start)
+    append_start(files, start)
     record_failed_nodes(files, os.environ, limited(SLURM_S))
 
     def with_heartbeats() -> None:
@@ -237,7 +242,7 @@ def _run_ranks(config: RunConfig, num_procs: int, resume: str, files: RunDir) ->
         start = _this_start(files, 0)
         if refused := restart_denied(files, start, limits_of(config.launch.requeue)):
             raise LaunchError(refused)
-        append(files, start)
+        append_start(files, start)
         env["TDP_RESTART"] = str(start.restart)
     codes = run_local(
         WORKER_MAIN,

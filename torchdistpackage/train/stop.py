@@ -23,8 +23,7 @@ from torchdistpackage.launch.requeue import (
     time_is_up,
 )
 from torchdistpackage.launch.signals import SignalFlag
-from torchdistpackage.launch.slurm.run_dir import RunDir, attempt_id
-from torchdistpackage.launch.slurm.starts import in_job, series_of, this_start
+from torchdistpackage.launch.slurm.run_dir import RunDir, attempt_id, in_job, series_of, this_start
 
 _KEPT = 100
 _TIMES = "save_s.json"

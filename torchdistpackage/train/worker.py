@@ -18,9 +18,13 @@ from torchdistpackage.harness.watchdog import HangWatchdog
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
 from torchdistpackage.launch.requeue import EXIT_TEMPFAIL, Decision, RequeueDecision
 from torchdistpackage.launch.signals import SignalFlag
-from torchdistpackage.launch.slurm.run_dir import RunDir, attempt_id
-from torchdistpackage.launch.slurm.starts import amend, this_start
-from torchdistpackage.launch.slurm.starts import append as note_start
+from torchdistpackage.launch.slurm.run_dir import (
+    RunDir,
+    amend_start,
+    append_start,
+    attempt_id,
+    this_start,
+)
 from torchdistpackage.train.build import build, make_loop
 from torchdistpackage.train.finish import finish, sample_text
 from torchdistpackage.train.job import (
@@ -95,8 +99,8 @@ def _train(
     state = resume_state(trainer, folder, resume)
     if rendezvous.rank == 0:
         if _leads(rendezvous) and attempt_id(os.environ) != "local":
-            note_start(RunDir(folder), this_start(RunDir(folder), os.environ, state.step))
-        amend(RunDir(folder), os.environ, state.step)
+            append_start(RunDir(folder), this_start(RunDir(folder), os.environ, state.step))
+        amend_start(RunDir(folder), os.environ, state.step)
     section = config.launch.requeue
     life = begin(folder, section, noted, rendezvous.rank, os.environ)
     watch = HangWatchdog(

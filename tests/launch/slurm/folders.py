@@ -5,10 +5,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from torchdistpackage.launch.failure import Failure, to_json
-from torchdistpackage.launch.slurm.records import Submission, append_record
-from torchdistpackage.launch.slurm.run_dir import RunDir
+from torchdistpackage.launch.slurm.run_dir import RunDir, Start, Submission, append_record
 from torchdistpackage.launch.slurm.runs import SubmittedRun, read_run
-from torchdistpackage.launch.slurm.starts import Start
 
 SCRIPT = "#!/bin/bash\n#SBATCH --nodes=2\nexit 0\n"
 

@@ -11,7 +11,7 @@ from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.slurm import intent
 from torchdistpackage.launch.slurm.commands import CommandTimeout, CompletedCommand
 from torchdistpackage.launch.slurm.jobs import resubmit
-from torchdistpackage.launch.slurm.records import read_records
+from torchdistpackage.launch.slurm.run_dir import read_records
 from torchdistpackage.launch.slurm.runs import SubmittedRun
 
 ENV = {"PATH": "/bin"}

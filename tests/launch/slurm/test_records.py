@@ -2,10 +2,10 @@
 
 import json
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from torchdistpackage.launch.slurm.records import Submission, append_record, read_records, to_json
+from torchdistpackage.launch.slurm.run_dir import Submission, append_record, read_records
 
 ONE = Submission("12", 1700000000.25, "sbatch", "/r/job.sbatch", "/r/code/abc", "2-4", "login 'ü'")
 
@@ -26,9 +26,11 @@ def test_what_is_added_reads_back_in_order(tmp_path: Path):
 
 def test_lines_that_are_none_are_passed_over(tmp_path: Path):
     path = tmp_path / "submissions.jsonl"
-    later = json.dumps({**json.loads(to_json(ONE)), "from_a_later_version": 1})
-    path.write_text(f'{later}\n\n[1]\n{{"job": "13"}}\n"x"\n{to_json(ONE)[:40]}')
+    later = json.dumps({**asdict(ONE), "from_a_later_version": 1})
+    path.write_text(f'{later}\n\n[1]\n{{"job": "13"}}\n"x"\n{json.dumps(asdict(ONE))[:40]}')
     assert read_records(path) == (ONE,)
+    append_record(path, replace(ONE, job="14"))
+    assert [record.job for record in read_records(path)] == ["12", "14"], "on a line of its own"
 
 
 def test_writers_at_once_do_not_mix(tmp_path: Path):

@@ -1,12 +1,13 @@
 """Starts of a run: counted alike by all ranks, refused when they lead nowhere."""
 
 from torchdistpackage.launch.requeue import RequeueLimits
-from torchdistpackage.launch.slurm.run_dir import RunDir, attempt_id
-from torchdistpackage.launch.slurm.starts import (
-    amend,
-    append,
+from torchdistpackage.launch.slurm.requeue import restart_denied
+from torchdistpackage.launch.slurm.run_dir import (
+    RunDir,
+    amend_start,
+    append_start,
+    attempt_id,
     read_starts,
-    restart_denied,
     series_of,
     this_start,
 )
@@ -19,7 +20,7 @@ def job(number: int, restart: int = 0, **more: str) -> dict[str, str]:
 
 def begin(files: RunDir, env: dict[str, str], step: int):
     start = this_start(files, env, step)
-    append(files, start)
+    append_start(files, start)
     return start
 
 
@@ -38,7 +39,7 @@ def test_ranks_before_and_after_rank_0_wrote_count_the_same(tmp_path):
     assert early.restart == late.restart == 1 and late.step == 40
     begin(files, job(9), 60)
     assert [s.restart for s in read_starts(files.starts)] == [0, 1, 2], "over jobs: names of logs"
-    append(files, late)
+    append_start(files, late)
     assert len(read_starts(files.starts)) == 3, "noted once"
 
 
@@ -84,8 +85,8 @@ def test_a_start_that_fell_back_behind_a_damaged_checkpoint_made_progress(tmp_pa
     files = RunDir(tmp_path)
     for restart, began in ((0, 3), (1, 4)):
         assert not restart_denied(files, begin(files, job(7, restart), 6), RequeueLimits())
-        amend(files, job(7, restart), began)
+        amend_start(files, job(7, restart), began)
     assert [s.step for s in read_starts(files.starts)] == [3, 4]
     assert not restart_denied(files, this_start(files, job(7, 2), 6), RequeueLimits())
-    amend(files, {}, 9)
+    amend_start(files, {}, 9)
     assert len(read_starts(files.starts)) == 2, "outside of a job nothing is noted"

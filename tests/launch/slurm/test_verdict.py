@@ -10,8 +10,7 @@ import pytest
 from torchdistpackage.launch.failure import Failure, FailureKind, to_json
 from torchdistpackage.launch.slurm.failure_report import CANNOT_WRITE, keep, verdict
 from torchdistpackage.launch.slurm.node_blocklist import read
-from torchdistpackage.launch.slurm.run_dir import RunDir
-from torchdistpackage.launch.slurm.starts import append, this_start
+from torchdistpackage.launch.slurm.run_dir import RunDir, append_start, this_start
 
 START = "7.1"
 NOW = time.time()
@@ -65,7 +64,7 @@ def test_where_all_reports_are_consequences_the_silent_ranks_are_named(tmp_path)
     """As when a node is lost with its rank and the process that watched it."""
     files = RunDir(tmp_path / "run")
     env = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1", "SLURM_JOB_NODELIST": "n[1-4]"}
-    append(files, this_start(files, env, 0))
+    append_start(files, this_start(files, env, 0))
     text, code = of(tmp_path, closed(0), closed(3), code=143)
     assert code == 143
     last = text.splitlines()[-1]

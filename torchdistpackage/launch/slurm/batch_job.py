@@ -25,7 +25,7 @@ class BatchJob:
     options: of sbatch, None for one without a value. runs: run folders, one for each task of an
     array. script: where the text will be. command: words of a task, to which the path of the
     configuration is added. python: words that start an interpreter on the first node. record:
-    fields of `records.Record` that a chained job shares with this one, as JSON without braces.
+    fields of `run_dir.Submission` that a chained job shares with this one, as JSON without braces.
     max_parallel: tasks of the array that may run at a time. comments: comments above options.
     writes_decision: the ranks say how they ended, always. restarts_in_job: times the ranks may be
     started anew in one start of the job; margin_s: for these to be worth it, so long must be left

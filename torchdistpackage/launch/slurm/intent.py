@@ -6,17 +6,17 @@ before anything is submitted; the lock of the run is held by then.
 """
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.files import atomic_write
 from torchdistpackage.launch.slurm.commands import CommandTimeout, Runner
 from torchdistpackage.launch.slurm.query import GRACE_S
-from torchdistpackage.launch.slurm.records import Submission, append_record, read_records, to_json
-from torchdistpackage.launch.slurm.run_dir import RunDir
+from torchdistpackage.launch.slurm.run_dir import RunDir, Submission, append_record, read_records
 from torchdistpackage.launch.slurm.states import array_job_id
 
 _CLOCKS_DIFFER_S = 60.0
@@ -81,7 +81,7 @@ def submit(
             `CommandTimeout`, or if Slurm could not be asked.
     """
     for files, record in intents:
-        atomic_write(files.intent, to_json(record) + "\n")
+        atomic_write(files.intent, json.dumps(asdict(record)) + "\n")
     try:
         job = sbatch()
     except LaunchError as error:

@@ -19,8 +19,7 @@ from torchdistpackage.launch.slurm.commands import run as run_command
 from torchdistpackage.launch.slurm.environment import scrub_slurm_env
 from torchdistpackage.launch.slurm.intent import resolve, submit
 from torchdistpackage.launch.slurm.query import GRACE_S, QueryResult, query_jobs
-from torchdistpackage.launch.slurm.records import Submission
-from torchdistpackage.launch.slurm.run_dir import RunDir
+from torchdistpackage.launch.slurm.run_dir import RunDir, Submission
 from torchdistpackage.launch.slurm.runs import SubmittedRun
 from torchdistpackage.launch.slurm.states import JobInfo, array_job_id
 

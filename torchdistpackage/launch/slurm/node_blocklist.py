@@ -5,9 +5,7 @@ valid weighs 1 together. What the user's own code does (an exception, too much m
 A start of a job counts once against a node, whoever tells of it and however often.
 """
 
-import json
 import logging
-import os
 import re
 import signal
 import time
@@ -16,14 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torchdistpackage.bounded import check_regular, parse_json
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.failure import Failure, FailureKind
+from torchdistpackage.launch.files import append_json, read_json_lines
 from torchdistpackage.launch.hostlist import expand
 from torchdistpackage.launch.slurm.commands import Runner, run
-from torchdistpackage.launch.slurm.lines import read_lines
-from torchdistpackage.launch.slurm.run_dir import RunDir, attempt_id
-from torchdistpackage.launch.slurm.starts import Start, read_starts
+from torchdistpackage.launch.slurm.run_dir import RunDir, Start, attempt_id, read_starts
 
 log = logging.getLogger(__name__)
 
@@ -88,26 +84,14 @@ def incident_of(
 
 
 def record(path: Path, evidence: NodeIncident) -> None:
-    """Append a piece of evidence, in one write, so that several writers do not mix.
+    """Append a piece of evidence.
 
     Where that cannot be, a warning is logged: a job that ends has more important things to say.
     """
-    line = json.dumps(asdict(evidence)) + "\n"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            check_regular(path.resolve())
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o664)
+        append_json(path, asdict(evidence))
     except OSError as error:
         log.warning("%s is not noted in %s: %s", evidence, path, error.strerror)
-        return
-    try:
-        size = os.lseek(descriptor, 0, os.SEEK_END)
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            line = "\n" + line  # a writer was killed in the middle; its line is not ours to spoil
-        os.write(descriptor, line.encode())
-    finally:
-        os.close(descriptor)
 
 
 def read(path: Path) -> list[NodeIncident]:
@@ -116,17 +100,10 @@ def read(path: Path) -> list[NodeIncident]:
     Lines that are none are passed over with a warning, and so is what is no file.
     """
     try:
-        lines = read_lines(path)
+        found, bad = read_json_lines(path, _parse)
     except LaunchError as error:
         log.warning("%s", error)
         return []
-    found: list[NodeIncident] = []
-    bad: list[int] = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            evidence = _parse(line)
-            found += [evidence] if evidence else []
-            bad += [] if evidence else [number]
     if bad:
         log.warning("%s: not read: line %s", path, ", ".join(map(str, bad)))
     return found
@@ -255,16 +232,12 @@ def _is_word_after(alarm: Failure, other: Failure) -> bool:
     return other.host == alarm.host and later
 
 
-def _parse(line: str) -> NodeIncident | None:
-    try:
-        fields: dict[str, Any] = parse_json(line)
-        return NodeIncident(
-            str(fields["node"]),
-            str(fields["reason"]),
-            float(fields["weight"]),
-            float(fields["time_s"]),
-            float(fields["expires_s"]),
-            str(fields["job"]),
-        )
-    except (ValueError, TypeError, KeyError, OverflowError):
-        return None
+def _parse(fields: Any) -> NodeIncident:
+    return NodeIncident(
+        str(fields["node"]),
+        str(fields["reason"]),
+        float(fields["weight"]),
+        float(fields["time_s"]),
+        float(fields["expires_s"]),
+        str(fields["job"]),
+    )

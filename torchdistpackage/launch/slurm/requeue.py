@@ -15,9 +15,11 @@ from torchdistpackage.launch.requeue import (
     EXIT_TEMPFAIL,
     Decision,
     RequeueDecision,
+    RequeueLimits,
+    restart_denied_reason,
 )
 from torchdistpackage.launch.slurm.commands import Runner, run
-from torchdistpackage.launch.slurm.run_dir import RunDir, attempt_id
+from torchdistpackage.launch.slurm.run_dir import RunDir, Start, attempt_id, in_job, series_of
 
 _WAITS_S = (0.0, 1.0, 4.0)
 
@@ -26,6 +28,18 @@ def read_decision(files: RunDir, env: Mapping[str, str]) -> Decision | None:
     """What the ranks of this start agreed on; None if they came to no end."""
     path = files.decision(attempt_id(env))
     return Decision.parse(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def restart_denied(files: RunDir, start: Start, limits: RequeueLimits) -> str:
+    """Why this start, which Slurm made of itself, is not to train; "" if it is."""
+    before = series_of(files, start)[:-1]
+    why = restart_denied_reason(
+        [s.step for s in before], start.step, limits, in_job([*before, start])
+    )
+    return why and (
+        f"not started again at step {start.step}, which is saved: {why}; submit it again to go on, "
+        f"the logs of its starts are in {files.logs}"
+    )
 
 
 def requeue_id(env: Mapping[str, str]) -> str:

@@ -1,12 +1,18 @@
-"""Where a job's files lie in the run folder, and which start of the job they belong to.
+"""A run folder: where a job's files lie in it, its submissions and its starts, a line each.
 
-One rule: what one start of a job leaves behind carries that start's name, so nothing that an
-earlier start wrote is ever taken for the word of this one.
+One rule: what one start of a job leaves behind carries that start's id, so nothing that an earlier
+start wrote counts for this one. Lines are only appended: submissions by what called sbatch, `tdp
+submit` or the batch script that chains a job behind its own; starts by rank 0.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
+
+from torchdistpackage.launch.files import append_json, read_json_lines
 
 
 def attempt_id(env: Mapping[str, str]) -> str:
@@ -44,17 +50,17 @@ class RunDir:
 
     @property
     def records(self) -> Path:
-        """One JSON object per submission of this run (`records.Record`)."""
+        """One JSON object per submission of this run (`Submission`)."""
         return self.job / "submissions.jsonl"
 
     @property
     def intent(self) -> Path:
-        """A submission that sbatch was called for, until its job is noted (`intent`)."""
+        """A submission that sbatch was called for, until its job is noted."""
         return self.job / "intent.json"
 
     @property
     def starts(self) -> Path:
-        """One JSON object per start of a job of this run (`starts.Start`)."""
+        """One JSON object per start of a job of this run (`Start`)."""
         return self.job / "starts.jsonl"
 
     def decision(self, start: str) -> Path:
@@ -91,3 +97,114 @@ class RunDir:
     def suspects(self) -> Path:
         """Nodes that failed, shared by all runs of the folder that this run lies in."""
         return self.run.parent / "suspects.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One submission.
+
+    job: Slurm's id, `123`, or `123_4` of a task of an array. time_s: seconds since 1970. via:
+    "sbatch" or "submitit". script: what sbatch takes to submit this run again. code: the snapshot.
+    nodes: as asked for. host: where it was submitted.
+    """
+
+    job: str
+    time_s: float
+    via: str
+    script: str
+    code: str
+    nodes: str
+    host: str
+
+
+def append_record(path: Path, record: Submission) -> None:
+    """Add a submission; the folder is made where it is missing."""
+    append_json(path, asdict(record))
+
+
+def read_records(path: Path) -> tuple[Submission, ...]:
+    """All submissions in order.
+
+    Raises:
+        LaunchError: it is no file that can be read.
+    """
+
+    def parse(values: Any) -> Submission:  # of a later version too, which may have more fields
+        return Submission(**{field.name: values[field.name] for field in fields(Submission)})
+
+    return tuple(read_json_lines(path, parse)[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One start of a job. Ranks that read before rank 0 has written it make the same.
+
+    start: its id. restart: how many starts the run had before. series: the submission that it and
+        its requeues go back to. nodes: Slurm's host list. step: where it began.
+    """
+
+    start: str
+    restart: int
+    series: str
+    job: str
+    time_s: float
+    nodes: str
+    host: str
+    step: int
+
+    @property
+    def attempt(self) -> int:
+        """How often the ranks had been started before in the same start of the job."""
+        _, _, attempt = f"{self.start}.0.0".split(".")[:3]
+        return int(attempt)
+
+
+def in_job(starts: Iterable[Start]) -> int:
+    """How many of `starts` came in the job of the one before, which was not requeued for them."""
+    return sum(start.attempt > 0 for start in starts)
+
+
+def read_starts(path: Path) -> list[Start]:
+    """All starts in order.
+
+    Raises:
+        LaunchError: it is no file that can be read.
+    """
+    found, _ = read_json_lines(path, lambda values: Start(**values))
+    return list({start.start: start for start in found}.values())  # the last line of one holds
+
+
+def this_start(files: RunDir, env: Mapping[str, str], step: int) -> Start:
+    """The start that this process belongs to, as noted or as it will be."""
+    own, before = attempt_id(env), read_starts(files.starts)
+    if noted := next((s for s in before if s.start == own), None):
+        return noted
+    job = env.get("SLURM_JOB_ID", "")
+    return Start(
+        own,
+        len(before),
+        env.get("TDP_SERIES") or job,
+        job,
+        time.time(),
+        env.get("SLURM_JOB_NODELIST", ""),
+        socket.gethostname(),
+        step,
+    )
+
+
+def series_of(files: RunDir, start: Start) -> list[Start]:
+    """The starts of the same submission up to `start`, which comes last."""
+    before = (s for s in read_starts(files.starts) if s.start != start.start)
+    return [*(s for s in before if s.series == start.series), start]
+
+
+def append_start(files: RunDir, start: Start) -> None:
+    """Append the start, unless it is there as it is."""
+    if start not in read_starts(files.starts):
+        append_json(files.starts, asdict(start))
+
+
+def amend_start(files: RunDir, env: Mapping[str, str], step: int) -> None:
+    """Note where this start really began: a checkpoint may look complete and be damaged."""
+    if own := next((s for s in read_starts(files.starts) if s.start == attempt_id(env)), None):
+        append_start(files, replace(own, step=step))

@@ -16,9 +16,13 @@ from torchdistpackage.errors import ConfigError, LaunchError
 from torchdistpackage.launch.failure import Failure
 from torchdistpackage.launch.requeue import Decision, RequeueDecision
 from torchdistpackage.launch.slurm.query import GRACE_S
-from torchdistpackage.launch.slurm.records import Submission, read_records
-from torchdistpackage.launch.slurm.run_dir import RunDir
-from torchdistpackage.launch.slurm.starts import Start, read_starts
+from torchdistpackage.launch.slurm.run_dir import (
+    RunDir,
+    Start,
+    Submission,
+    read_records,
+    read_starts,
+)
 from torchdistpackage.launch.slurm.states import JobInfo, Outcome, array_job_id
 from torchdistpackage.launch.supervisor import read_failure_reports
 

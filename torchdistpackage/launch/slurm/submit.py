@@ -29,8 +29,7 @@ from torchdistpackage.launch.slurm.environment import options_dropped
 from torchdistpackage.launch.slurm.intent import resolve, submit
 from torchdistpackage.launch.slurm.job import absolute, batch_job, job_shape
 from torchdistpackage.launch.slurm.jobs import active_jobs, exclusion, refuse_held, sbatch
-from torchdistpackage.launch.slurm.records import Submission, append_record, read_records
-from torchdistpackage.launch.slurm.run_dir import RunDir
+from torchdistpackage.launch.slurm.run_dir import RunDir, Submission, append_record, read_records
 from torchdistpackage.launch.slurm.runs import SubmittedRun
 from torchdistpackage.launch.slurm.script import render
 from torchdistpackage.launch.slurm.snapshot import (
