@@ -16,10 +16,13 @@ import pytest
 from tests.launch.slurm.folders import started
 from tests.slurm.cluster import Cluster
 from torchdistpackage.launch.slurm import node_blocklist
-from torchdistpackage.launch.slurm.commands import CompletedCommand
-from torchdistpackage.launch.slurm.commands import run as run_command
 from torchdistpackage.launch.slurm.jobs import resubmit, sbatch
-from torchdistpackage.launch.slurm.query import QueryResult, query_jobs
+from torchdistpackage.launch.slurm.query import (
+    CompletedCommand,
+    QueryResult,
+    query_jobs,
+    run_command,
+)
 from torchdistpackage.launch.slurm.run_dir import RunDir, Submission, append_record
 from torchdistpackage.launch.slurm.runs import SubmittedRun, read_run
 

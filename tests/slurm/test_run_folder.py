@@ -18,8 +18,8 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.lives import CONFIG, ONE_NODE, RUN, Lived, ending, send
 from torchdistpackage.launch.holder import STALE_S, from_json, to_json
 from torchdistpackage.launch.lock import holder_of
-from torchdistpackage.launch.slurm.commands import run
 from torchdistpackage.launch.slurm.failure_report import CANNOT_WRITE
+from torchdistpackage.launch.slurm.query import run_command
 from torchdistpackage.launch.slurm.run_dir import RunDir
 
 LAYOUT = ["parallel.data=2", "parallel.pipe=1", "launch.local.procs=2", "train.steps=2000"]
@@ -68,7 +68,7 @@ def written_to_by_a_job(cluster: Cluster, folder: Path) -> dict[str, Any]:
     def seen_elsewhere():
         then = time.time() - STALE_S - 5
         os.utime(copy, (then, then))
-        return holder_of(copy, {}, lambda args, env=None: run(args, cluster.env))
+        return holder_of(copy, {}, lambda args, env=None: run_command(args, cluster.env))
 
     found["while it runs"] = seen_elsewhere()
     shutil.rmtree(files.run)

@@ -19,7 +19,7 @@ import pytest
 
 from tests.slurm.cluster import ROOT, Cluster
 from torchdistpackage.config.load import loads
-from torchdistpackage.launch.slurm.commands import CompletedCommand, run
+from torchdistpackage.launch.slurm.query import CompletedCommand, run_command
 from torchdistpackage.launch.slurm.run_dir import RunDir, read_records
 from torchdistpackage.launch.slurm.submit import prepare, submit_prepared
 
@@ -68,7 +68,7 @@ def submitted_jobs(
     """Prepare and send; the ids. With seeds: an array, a run for each."""
 
     def runner(args: Sequence[str], env: Any = None) -> CompletedCommand:
-        return run(args, cluster.env if env is None else env)
+        return run_command(args, cluster.env if env is None else env)
 
     overrides = [[f"run.seed={x}", f"run.name=run-{x}"] for x in seeds] or [[]]
     configs = [loads(yaml, "run.yaml", x, job=True) for x in overrides]

@@ -21,6 +21,7 @@ from torchdistpackage.launch.slurm.follow import LogTail, follow, rank_logs
 from torchdistpackage.launch.slurm.monitor import RunTarget, ScriptTarget
 from torchdistpackage.launch.slurm.monitor import monitor as watch
 from torchdistpackage.launch.slurm.policy import ResubmitLimits
+from torchdistpackage.launch.slurm.query import JobInfo, Outcome
 from torchdistpackage.launch.slurm.runs import (
     AttemptResult,
     SubmittedRun,
@@ -32,7 +33,6 @@ from torchdistpackage.launch.slurm.runs import (
     single,
     status,
 )
-from torchdistpackage.launch.slurm.states import JobInfo, Outcome
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Run, run folder or job id.")]
 Dir = Annotated[Path, typer.Option("--dir", metavar="DIR", help="Folder of the run folders.")]

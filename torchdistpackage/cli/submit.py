@@ -27,10 +27,9 @@ from torchdistpackage.launch.slurm.environment import scrub_slurm_env
 from torchdistpackage.launch.slurm.follow import LogTail
 from torchdistpackage.launch.slurm.follow import follow as follow_log
 from torchdistpackage.launch.slurm.job import job_shape
-from torchdistpackage.launch.slurm.query import query_jobs
+from torchdistpackage.launch.slurm.query import Outcome, query_jobs
 from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.runs import SubmittedRun, read_run
-from torchdistpackage.launch.slurm.states import Outcome
 from torchdistpackage.launch.slurm.submit import (
     Prepared,
     Submitted,

@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.slurm.commands import Runner, limited
-from torchdistpackage.launch.slurm.query import query_jobs
-from torchdistpackage.launch.slurm.states import Outcome
+from torchdistpackage.launch.slurm.query import Outcome, Runner, limited, query_jobs
 from torchdistpackage.launch.slurm_env import in_step
 
 HEARTBEAT_S = 10.0

@@ -32,7 +32,7 @@ from torchdistpackage.launch.lock_file import (
     remove_empty,
     take_away,
 )
-from torchdistpackage.launch.slurm.commands import Runner
+from torchdistpackage.launch.slurm.query import Runner
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.slurm.commands import CompletedCommand
+from torchdistpackage.launch.slurm.query import CompletedCommand
 
 NO_ACCOUNTING = CompletedCommand(1, "", "Slurm accounting storage is disabled\n")
 UNHEARD_OF = CompletedCommand(0)

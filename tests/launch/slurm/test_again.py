@@ -10,7 +10,7 @@ from torchdistpackage.launch.requeue import (
     Decision,
     RequeueDecision,
 )
-from torchdistpackage.launch.slurm.commands import CompletedCommand
+from torchdistpackage.launch.slurm.query import CompletedCommand
 from torchdistpackage.launch.slurm.requeue import requeue_id, requeue_self, why_not
 from torchdistpackage.launch.slurm.run_dir import RunDir
 

@@ -8,7 +8,7 @@ from tests.launch.slurm.scripted import Programs, row
 from torchdistpackage.compat.torchdistpackage import job_monitor
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.slurm.policy import Stop
-from torchdistpackage.launch.slurm.states import JobInfo, Outcome
+from torchdistpackage.launch.slurm.query import JobInfo, Outcome
 
 
 @pytest.fixture

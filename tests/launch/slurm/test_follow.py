@@ -9,8 +9,8 @@ from tests.launch.slurm.folders import submitted
 from tests.launch.slurm.scripted import Scripted, ids_of, row
 from torchdistpackage.errors import ConfigError, LaunchError
 from torchdistpackage.launch.slurm.follow import LogTail, follow, rank_logs
+from torchdistpackage.launch.slurm.query import Outcome
 from torchdistpackage.launch.slurm.runs import Status, SubmittedRun
-from torchdistpackage.launch.slurm.states import Outcome
 
 
 @pytest.fixture

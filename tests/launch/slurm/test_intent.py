@@ -9,8 +9,8 @@ from tests.launch.slurm.folders import submitted
 from tests.launch.slurm.scripted import Answer, Scripted, row
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.slurm import intent
-from torchdistpackage.launch.slurm.commands import CommandTimeout, CompletedCommand
 from torchdistpackage.launch.slurm.jobs import resubmit
+from torchdistpackage.launch.slurm.query import CommandTimeout, CompletedCommand
 from torchdistpackage.launch.slurm.run_dir import read_records
 from torchdistpackage.launch.slurm.runs import SubmittedRun
 

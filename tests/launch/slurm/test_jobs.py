@@ -7,7 +7,6 @@ import pytest
 from tests.launch.slurm.folders import submitted
 from tests.launch.slurm.scripted import Scripted, row
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.slurm.commands import CompletedCommand
 from torchdistpackage.launch.slurm.jobs import (
     active_jobs,
     cancel,
@@ -17,6 +16,7 @@ from torchdistpackage.launch.slurm.jobs import (
     sbatch,
 )
 from torchdistpackage.launch.slurm.node_blocklist import NodeIncident, record
+from torchdistpackage.launch.slurm.query import CompletedCommand
 from torchdistpackage.launch.slurm.runs import read_run
 
 ENV = {

@@ -6,9 +6,13 @@ import pytest
 
 from tests.launch.slurm.scripted import NO_ACCOUNTING, UNHEARD_OF, Scripted, row
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.slurm.commands import CompletedCommand
-from torchdistpackage.launch.slurm.query import QueryResult, query_jobs
-from torchdistpackage.launch.slurm.states import JobInfo, Outcome
+from torchdistpackage.launch.slurm.query import (
+    CompletedCommand,
+    JobInfo,
+    Outcome,
+    QueryResult,
+    query_jobs,
+)
 
 
 def test_jobs_that_are_alive_cost_one_question():

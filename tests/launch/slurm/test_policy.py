@@ -12,7 +12,7 @@ from torchdistpackage.launch.slurm.policy import (
     back_off_s,
     next_step,
 )
-from torchdistpackage.launch.slurm.states import OUTCOMES, JobInfo, Outcome
+from torchdistpackage.launch.slurm.query import OUTCOMES, JobInfo, Outcome
 
 LIMITS = ResubmitLimits()
 NOW_S = 10_000.0

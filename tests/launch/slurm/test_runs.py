@@ -9,6 +9,7 @@ from tests.launch.slurm.folders import measured, started, submitted
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.launch.failure import Failure, FailureKind
+from torchdistpackage.launch.slurm.query import JobInfo, Outcome
 from torchdistpackage.launch.slurm.runs import (
     RunProgress,
     Status,
@@ -21,7 +22,6 @@ from torchdistpackage.launch.slurm.runs import (
     single,
     status,
 )
-from torchdistpackage.launch.slurm.states import JobInfo, Outcome
 
 FAILED = Failure(2, "n2", 77, 1100.0, FailureKind.EXIT, 3)
 

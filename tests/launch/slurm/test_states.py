@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchdistpackage.launch.slurm.states import (
+from torchdistpackage.launch.slurm.query import (
     OUTCOMES,
     SQUEUE_FIELDS,
     JobInfo,

@@ -14,7 +14,6 @@ from tests.launch.slurm.folders import started, submitted
 from tests.launch.slurm.scripted import NO_ACCOUNTING, Answer, Scripted
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.failure import Failure, FailureKind
-from torchdistpackage.launch.slurm.commands import limited
 from torchdistpackage.launch.slurm.node_blocklist import (
     EXPIRY_S,
     NODE_FAIL_EXPIRY_S,
@@ -27,6 +26,7 @@ from torchdistpackage.launch.slurm.node_blocklist import (
     record,
     record_failed_nodes,
 )
+from torchdistpackage.launch.slurm.query import limited
 from torchdistpackage.launch.slurm.runs import SubmittedRun
 
 NOW_S = 1_000_000.0

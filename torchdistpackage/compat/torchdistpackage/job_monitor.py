@@ -8,12 +8,10 @@ import os
 from pathlib import Path
 
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.slurm.commands import run
 from torchdistpackage.launch.slurm.jobs import sbatch
 from torchdistpackage.launch.slurm.monitor import ScriptTarget, monitor
 from torchdistpackage.launch.slurm.policy import ResubmitLimits, Stop
-from torchdistpackage.launch.slurm.query import query_jobs
-from torchdistpackage.launch.slurm.states import JobInfo, Outcome
+from torchdistpackage.launch.slurm.query import JobInfo, Outcome, query_jobs, run_command
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +42,7 @@ def scancel_slurm_job(jobid: str | int) -> None:
     Raises:
         LaunchError: Slurm refuses.
     """
-    ran = run(["scancel", str(jobid)])
+    ran = run_command(["scancel", str(jobid)])
     if ran.code != 0:
         raise LaunchError(f"scancel {jobid} failed: {ran.why}")
 

@@ -12,11 +12,8 @@ from pathlib import Path
 
 from torchdistpackage.bounded import check_regular
 from torchdistpackage.errors import ConfigError, LaunchError
-from torchdistpackage.launch.slurm.commands import Runner
-from torchdistpackage.launch.slurm.commands import run as run_command
-from torchdistpackage.launch.slurm.query import query_jobs
+from torchdistpackage.launch.slurm.query import Outcome, Runner, query_jobs, run_command
 from torchdistpackage.launch.slurm.runs import Status, SubmittedRun, read_run, status
-from torchdistpackage.launch.slurm.states import Outcome
 
 _POLL_S = 0.5
 _ASK_S = 5.0

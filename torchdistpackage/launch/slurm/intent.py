@@ -14,10 +14,8 @@ from pathlib import Path
 
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.files import atomic_write
-from torchdistpackage.launch.slurm.commands import CommandTimeout, Runner
-from torchdistpackage.launch.slurm.query import GRACE_S
+from torchdistpackage.launch.slurm.query import GRACE_S, CommandTimeout, Runner, array_job_id
 from torchdistpackage.launch.slurm.run_dir import RunDir, Submission, append_record, read_records
-from torchdistpackage.launch.slurm.states import array_job_id
 
 _CLOCKS_DIFFER_S = 60.0
 _SQUEUE = ("squeue", "-h", "--me", "-t", "all", "-o", "%F|%V|%o")

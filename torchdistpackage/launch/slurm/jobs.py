@@ -14,14 +14,20 @@ from pathlib import Path
 from torchdistpackage.errors import HeldError, LaunchError
 from torchdistpackage.launch.lock import hold, holder_of
 from torchdistpackage.launch.slurm import node_blocklist
-from torchdistpackage.launch.slurm.commands import CommandTimeout, Runner
-from torchdistpackage.launch.slurm.commands import run as run_command
 from torchdistpackage.launch.slurm.environment import scrub_slurm_env
 from torchdistpackage.launch.slurm.intent import resolve, submit
-from torchdistpackage.launch.slurm.query import GRACE_S, QueryResult, query_jobs
+from torchdistpackage.launch.slurm.query import (
+    GRACE_S,
+    CommandTimeout,
+    JobInfo,
+    QueryResult,
+    Runner,
+    array_job_id,
+    query_jobs,
+    run_command,
+)
 from torchdistpackage.launch.slurm.run_dir import RunDir, Submission
 from torchdistpackage.launch.slurm.runs import SubmittedRun
-from torchdistpackage.launch.slurm.states import JobInfo, array_job_id
 
 _LOST = re.compile(r"timed? ?out|contact|connect|communicat|send|recv|message", re.IGNORECASE)
 """In what sbatch says when it is the answer of the controller that failed, not the request."""

@@ -13,12 +13,16 @@ from typing import Protocol
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.requeue import Decision
 from torchdistpackage.launch.slurm import jobs
-from torchdistpackage.launch.slurm.commands import CommandTimeout, Runner
-from torchdistpackage.launch.slurm.commands import run as run_command
 from torchdistpackage.launch.slurm.policy import Attempt, ResubmitLimits, Stop, Wait, next_step
-from torchdistpackage.launch.slurm.query import query_jobs
+from torchdistpackage.launch.slurm.query import (
+    CommandTimeout,
+    JobInfo,
+    Outcome,
+    Runner,
+    query_jobs,
+    run_command,
+)
 from torchdistpackage.launch.slurm.runs import SubmittedRun, last_decision, progress, read_run
-from torchdistpackage.launch.slurm.states import JobInfo, Outcome
 
 _ARRAY = re.compile(r"^#SBATCH\s+(--array|-a)\b", re.MULTILINE)
 

@@ -18,7 +18,7 @@ from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.failure import Failure, FailureKind
 from torchdistpackage.launch.files import append_json, read_json_lines
 from torchdistpackage.launch.hostlist import expand
-from torchdistpackage.launch.slurm.commands import Runner, run
+from torchdistpackage.launch.slurm.query import Runner, run_command
 from torchdistpackage.launch.slurm.run_dir import RunDir, Start, attempt_id, read_starts
 
 log = logging.getLogger(__name__)
@@ -138,7 +138,11 @@ def explain(path: Path, now_s: float, threshold: float = THRESHOLD) -> str:
 
 
 def record_failed_nodes(
-    files: RunDir, env: Mapping[str, str], runner: Runner = run, *, now_s: float | None = None
+    files: RunDir,
+    env: Mapping[str, str],
+    runner: Runner = run_command,
+    *,
+    now_s: float | None = None,
 ) -> list[NodeIncident]:
     """Record the nodes that broke under the start before this one; returns what is new.
 

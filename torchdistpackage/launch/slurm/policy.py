@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchdistpackage.launch.requeue import Decision, RequeueDecision
-from torchdistpackage.launch.slurm.query import GRACE_S
-from torchdistpackage.launch.slurm.states import NOT_ITS_FAULT, JobInfo, Outcome
+from torchdistpackage.launch.slurm.query import GRACE_S, NOT_ITS_FAULT, JobInfo, Outcome
 
 
 @dataclass(frozen=True, slots=True)

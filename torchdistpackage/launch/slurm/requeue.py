@@ -18,7 +18,7 @@ from torchdistpackage.launch.requeue import (
     RequeueLimits,
     restart_denied_reason,
 )
-from torchdistpackage.launch.slurm.commands import Runner, run
+from torchdistpackage.launch.slurm.query import Runner, run_command
 from torchdistpackage.launch.slurm.run_dir import RunDir, Start, attempt_id, in_job, series_of
 
 _WAITS_S = (0.0, 1.0, 4.0)
@@ -48,7 +48,7 @@ def requeue_id(env: Mapping[str, str]) -> str:
     return f"{array}_{task}" if array and task else env["SLURM_JOB_ID"]
 
 
-def why_not(mode: str, env: Mapping[str, str], runner: Runner = run) -> str:
+def why_not(mode: str, env: Mapping[str, str], runner: Runner = run_command) -> str:
     """Why this job, whose script is not ours, will not come back in `mode`; "" if it can."""
     if mode == "never" or env.get("TDP_BATCH"):
         return ""
@@ -68,7 +68,7 @@ def why_not(mode: str, env: Mapping[str, str], runner: Runner = run) -> str:
 
 def may_requeue(
     env: Mapping[str, str],
-    runner: Runner = run,
+    runner: Runner = run_command,
     sleep: Callable[[float], object] = time.sleep,
 ) -> bool:
     """Whether this job is one that can come back and that nobody else requeues or cancels.
@@ -92,7 +92,7 @@ def may_requeue(
 def requeue_self(
     files: RunDir,
     env: Mapping[str, str],
-    runner: Runner = run,
+    runner: Runner = run_command,
     sleep: Callable[[float], object] = time.sleep,
 ) -> int:
     """Requeue this job if that was decided and nobody else will do it; the code to end with.

@@ -15,7 +15,7 @@ from torchdistpackage.bounded import check_regular, parse_json, read_regular
 from torchdistpackage.errors import ConfigError, LaunchError
 from torchdistpackage.launch.failure import Failure
 from torchdistpackage.launch.requeue import Decision, RequeueDecision
-from torchdistpackage.launch.slurm.query import GRACE_S
+from torchdistpackage.launch.slurm.query import GRACE_S, JobInfo, Outcome, array_job_id
 from torchdistpackage.launch.slurm.run_dir import (
     RunDir,
     Start,
@@ -23,7 +23,6 @@ from torchdistpackage.launch.slurm.run_dir import (
     read_records,
     read_starts,
 )
-from torchdistpackage.launch.slurm.states import JobInfo, Outcome, array_job_id
 from torchdistpackage.launch.supervisor import read_failure_reports
 
 _TAIL_BYTES = 1 << 16

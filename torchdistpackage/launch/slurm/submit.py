@@ -23,12 +23,11 @@ from torchdistpackage.launch.files import atomic_write_all
 from torchdistpackage.launch.lock_file import make_folder, remove_empty
 from torchdistpackage.launch.slurm import node_blocklist
 from torchdistpackage.launch.slurm.batch_job import BatchJob
-from torchdistpackage.launch.slurm.commands import Runner
-from torchdistpackage.launch.slurm.commands import run as run_command
 from torchdistpackage.launch.slurm.environment import options_dropped
 from torchdistpackage.launch.slurm.intent import resolve, submit
 from torchdistpackage.launch.slurm.job import absolute, batch_job, job_shape
 from torchdistpackage.launch.slurm.jobs import active_jobs, exclusion, refuse_held, sbatch
+from torchdistpackage.launch.slurm.query import Runner, run_command
 from torchdistpackage.launch.slurm.run_dir import RunDir, Submission, append_record, read_records
 from torchdistpackage.launch.slurm.runs import SubmittedRun
 from torchdistpackage.launch.slurm.script import render
