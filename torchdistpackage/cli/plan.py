@@ -17,7 +17,8 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm_shape import JobGeometry
 from torchdistpackage.harness.bench.profile import Profile
 from torchdistpackage.harness.bench.profile import read as read_profile
-from torchdistpackage.launch.slurm.job import job_shape, preview
+from torchdistpackage.launch.slurm.job import job_shape
+from torchdistpackage.launch.slurm.submit import preview
 from torchdistpackage.schedule.actions import ActionKind, flatten
 from torchdistpackage.topology.mesh import Mesh, Ranks, describe
 from torchdistpackage.train.estimate import estimates, timeline_with_messages

@@ -26,7 +26,7 @@ from torchdistpackage.launch.slurm.by_submitit import submit as submitit_submit
 from torchdistpackage.launch.slurm.environment import scrub_slurm_env
 from torchdistpackage.launch.slurm.follow import LogTail
 from torchdistpackage.launch.slurm.follow import follow as follow_log
-from torchdistpackage.launch.slurm.job import job_shape
+from torchdistpackage.launch.slurm.job import SweepRun, job_shape, points
 from torchdistpackage.launch.slurm.query import Outcome, query_jobs
 from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.runs import SubmittedRun, read_run
@@ -37,7 +37,6 @@ from torchdistpackage.launch.slurm.submit import (
     prepare,
     submit_prepared,
 )
-from torchdistpackage.launch.slurm.sweep import SweepRun, points
 from torchdistpackage.train.job import prepare_folder
 from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.submitit_task import TrainingTask

@@ -5,8 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchdistpackage.config.load import loads
-from torchdistpackage.launch.slurm.batch_job import BatchJob, CodePaths
-from torchdistpackage.launch.slurm.job import batch_job
+from torchdistpackage.launch.slurm.job import BatchJob, CodePaths, batch_job
 from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.script import render
 

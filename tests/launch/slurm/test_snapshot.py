@@ -10,15 +10,9 @@ from types import ModuleType
 import pytest
 
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.slurm import snapshot, source_files
-from torchdistpackage.launch.slurm.snapshot import (
-    CodeSnapshot,
-    code_paths,
-    collect,
-    import_folders,
-    materialize,
-)
-from torchdistpackage.launch.slurm.source_files import tree_of
+from torchdistpackage.launch.slurm import snapshot
+from torchdistpackage.launch.slurm.job import code_paths, import_folders
+from torchdistpackage.launch.slurm.snapshot import CodeSnapshot, collect, materialize, tree_of
 
 
 def git(folder: Path, *words: str) -> str:
@@ -184,7 +178,7 @@ def test_without_git_files_of_code_are_taken_and_that_is_said(
     ):
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).write_text("")
-    (here / "big.json").write_bytes(b" " * (source_files.MAX_FILE_BYTES + 1))
+    (here / "big.json").write_bytes(b" " * (snapshot.MAX_FILE_BYTES + 1))
     taken = collect(tree_of(here, ["data.bin"], [here / "runs"]))
     assert names(taken) == {"a.py", "conf/b.yaml", "data.bin"}
     first, second = taken.notes
@@ -195,7 +189,7 @@ def test_without_git_files_of_code_are_taken_and_that_is_said(
 
 @pytest.mark.parametrize(("limit", "value"), [("MAX_FILES", 3), ("MAX_BYTES", 3), ("MAX_SEEN", 3)])
 def test_without_git_there_is_a_limit(limit, value, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(source_files, limit, value)
+    monkeypatch.setattr(snapshot, limit, value)
     for index in range(5):
         (tmp_path / f"{index}.py").write_text("x")
     with pytest.raises(LaunchError, match="submit from the folder of your project"):

@@ -5,7 +5,7 @@ from pydantic import TypeAdapter
 
 from torchdistpackage.config.types import FolderName
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.launch.slurm.sweep import MAX_RUNS, SweepRun, points
+from torchdistpackage.launch.slurm.job import MAX_RUNS, SweepRun, points
 
 
 def test_values_go_together_in_every_combination():

@@ -12,10 +12,13 @@ from pathlib import Path
 
 from torchdistpackage.config.schema import RequeueSection
 from torchdistpackage.errors import ConfigError, LaunchError
-from torchdistpackage.launch.slurm.batch_job import BatchJob
+from torchdistpackage.launch.slurm.job import BatchJob
 from torchdistpackage.launch.slurm.run_dir import RunDir
-from torchdistpackage.launch.slurm.script import setup_lines, verdict_lines
-from torchdistpackage.launch.slurm.script_ranks import IGNORE_SIGNALS_UNTIL_READY
+from torchdistpackage.launch.slurm.script import (
+    IGNORE_SIGNALS_UNTIL_READY,
+    setup_lines,
+    verdict_lines,
+)
 
 # What submitit states itself: by its own parameters, or because its protocol rests on it.
 _ITS_OWN = ("job-name", "output", "error", "open-mode", "array", "signal")

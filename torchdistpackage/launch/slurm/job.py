@@ -1,29 +1,104 @@
-"""From a configuration to its batch job, as a value.
+"""From a configuration to its batch job, as a value; and a sweep, which is many runs in one job.
 
-One rule: what a run may not choose is chosen here, and nothing is looked up: the same
-configuration, folders and code always give the same script.
+One rule: what a run may not choose is chosen here, and the same configuration, folders and code
+always give the same job. It holds no text of a shell, so that other ways to submit read it as well.
+A task of a sweep's array is a run like any other, with a folder and a configuration of its own.
 """
 
+import itertools
 import json
 import os
-import socket
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from torchdistpackage.config.check import violations
 from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm import extra_of, header
 from torchdistpackage.config.slurm_shape import LAYOUT, JobGeometry, job_geometry
-from torchdistpackage.launch.slurm.batch_job import BatchJob, CodePaths
+from torchdistpackage.errors import ConfigError
 from torchdistpackage.launch.slurm.run_dir import RunDir
-from torchdistpackage.launch.slurm.script import render
-from torchdistpackage.launch.slurm.sweep import Sweep
+from torchdistpackage.launch.slurm.snapshot import PACKAGE, CodeSnapshot
 
 _SIGNAL_S = 30
 """How long before the end Slurm's own signal comes at the latest; Slurm may be a minute early."""
 TRAIN = ("-u", "-P", "-m", "torchdistpackage", "train")
+MAX_RUNS = 1000
+"""As many tasks as Slurm takes in one array where nobody changed its limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodePaths:
+    """folder: the snapshot. paths: for PYTHONPATH, in order. workdir: what stands for the current
+    folder, where a user's own modules are looked for."""
+
+    folder: str
+    paths: tuple[str, ...]
+    workdir: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchJob:
+    """One job, or one array of them, as its script has it.
+
+    options: of sbatch, None for one without a value. runs: run folders, one for each task of an
+    array. script: where the text will be. command: words of a task, to which the path of the
+    configuration is added. python: words that start an interpreter on the first node. record:
+    fields of `Submission` that a chained job shares with this one, as JSON without braces.
+    max_parallel: tasks of the array that may run at a time. comments: comments above options.
+    writes_decision: the ranks say how they ended, always. restarts_in_job: times the ranks may be
+    started anew in one start of the job; margin_s: for these to be worth it, so long must be left
+    at least.
+    """
+
+    name: str
+    shape: JobGeometry
+    options: tuple[tuple[str, str | None], ...]
+    runs: tuple[str, ...]
+    script: str
+    code: CodePaths
+    command: tuple[str, ...]
+    python: tuple[str, ...]
+    record: str
+    is_array: bool = False
+    max_parallel: int | None = None
+    comments: tuple[tuple[str, str], ...] = ()
+    container: tuple[str, ...] = ()
+    srun: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    conda: str | None = None
+    prologue: tuple[str, ...] = ()
+    writes_decision: bool = True
+    restarts_in_job: int = 0
+    margin_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What the runs of one array share. max_parallel: how many may run at a time; None: all."""
+
+    folder: Path
+    max_parallel: int | None = None
+
+    @property
+    def script(self) -> Path:
+        return self.folder / "sweep.sbatch"
+
+    def log(self, index: int) -> Path:
+        """A link to the main log of a task's run: Slurm knows only the index."""
+        return self.folder / f"{index}.log"
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRun:
+    """One run of a sweep. suffix: of its name. overrides: `section.key=value`."""
+
+    suffix: str
+    overrides: tuple[str, ...]
 
 
 def job_shape(config: RunConfig) -> JobGeometry:
@@ -113,15 +188,6 @@ def interpreter_of(config: RunConfig, python: str) -> str:
     return "python" if inside else python
 
 
-def preview(config: RunConfig, here: Path) -> str:
-    """The script as it would be, without a look at the code: its folder has no name yet."""
-    run = absolute(config, here)
-    folder = Path(run.run.dir) / run.run.name
-    code = folder / "code" / "SNAPSHOT"
-    paths = CodePaths(str(code), (str(code / "tree"),), str(code / "tree"))
-    return render(batch_job(run, [folder], here, paths, sys.executable, socket.gethostname()))
-
-
 def absolute(config: RunConfig, here: Path) -> RunConfig:
     """The same with `run.dir` from the root on, because a job may stand elsewhere."""
     folder = os.path.normpath(here / config.run.dir)
@@ -157,3 +223,104 @@ def _options(config: RunConfig, shape: JobGeometry) -> tuple[dict[str, str | Non
         notes["signal"] = "The ranks look at the clock themselves; this is for those that cannot."
     options["requeue" if requeue.mode == "requeue" else "no-requeue"] = None
     return options, notes
+
+
+def code_paths(
+    snapshot: CodeSnapshot,
+    folder: Path,
+    here: Path,
+    imports: Iterable[str],
+    env: Mapping[str, str],
+) -> CodePaths:
+    """Where a job that runs from `folder` finds modules.
+
+    here: the current folder. imports: folders that this process imports from. Each that has
+    files in the snapshot is replaced by its counterpart; of the others those in PYTHONPATH stay.
+    """
+    held = {parent.as_posix() for item in snapshot.items for parent in Path(item.name).parents}
+    here, root = here.resolve(), snapshot.tree.root
+
+    def counterpart(path: Path) -> str | None:
+        if not path.is_relative_to(root):
+            return None
+        inside = Path("tree", path.relative_to(root)).as_posix()
+        return str(folder / inside) if inside in held else None
+
+    package = str(folder / "package") if "package" in held else counterpart(PACKAGE.parent)
+    own = counterpart(here)
+    given = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    found = [package, own]
+    found += [counterpart(Path(here, x).resolve()) or str(here / x) for x in given]
+    found += [counterpart(Path(here, x).resolve()) for x in imports if x]
+    return CodePaths(str(folder), tuple(dict.fromkeys(x for x in found if x)), own or str(here))
+
+
+def import_folders(
+    path: Sequence[str] | None = None, modules: Mapping[str, ModuleType] | None = None
+) -> tuple[str, ...]:
+    """sys.path, and the folders of packages installed as editable, which may not be on it."""
+    folders = list(sys.path if path is None else path)
+    for name, module in list((sys.modules if modules is None else modules).items()):
+        # setuptools installs one such module a package; pip's `-e` says so by its name alone.
+        mapping: object = getattr(module, "MAPPING", None) if "__editable__" in name else None
+        if isinstance(mapping, dict):
+            folders += [str(Path(str(x)).parent) for x in mapping.values()]  # pyright: ignore
+    return tuple(folders)
+
+
+def points(sweeps: Sequence[str]) -> tuple[SweepRun, ...]:
+    """Every combination of `key=value,value` texts, the last key varying fastest.
+
+    Raises:
+        ConfigError: a text is none, a key or value comes twice, or there are too many runs.
+    """
+    axes = [_axis(text) for text in sweeps]
+    keys = [key for key, _ in axes]
+    if twice := sorted({key for key in keys if keys.count(key) > 1}):
+        raise ConfigError(f"--sweep {twice[0]} is given twice; put all values behind one of them")
+    found: dict[str, SweepRun] = {}
+    for values in itertools.product(*(values for _, values in axes)):
+        pairs = list(zip(keys, values, strict=True))
+        suffix = "-".join(f"{key.rpartition('.')[2]}={_fit(value)}" for key, value in pairs)
+        if suffix in found:
+            raise ConfigError(
+                f"--sweep makes two runs with the name ending in {suffix}; remove one"
+            )
+        found[suffix] = SweepRun(suffix, tuple(f"{key}={value}" for key, value in pairs))
+        if len(found) > MAX_RUNS:
+            raise ConfigError(f"--sweep makes more than {MAX_RUNS} runs; sweep fewer values")
+    return tuple(found.values())
+
+
+def _axis(text: str) -> tuple[str, list[str]]:
+    key, equals, values = (part.strip() for part in text.partition("="))
+    found = _split(values)
+    if not key or not equals or not all(found):
+        raise ConfigError(f"--sweep {text}: write it as section.key=value,value")
+    if key in ("run.name", "run.dir") or key.startswith("launch."):
+        raise ConfigError(
+            f"--sweep {key}: the runs of an array share their job; submit them one by one"
+        )
+    return key, found
+
+
+def _split(text: str) -> list[str]:
+    """At the commas that are in no bracket and no quotes: a value may be a list."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        else:
+            depth += (character in "[{") - (character in "]}")
+        if character == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
+
+
+def _fit(value: str) -> str:
+    """A value as a part of a folder's name."""
+    return re.sub(r"[^\w.+=@-]+", "_", value).strip("_")

@@ -1,8 +1,10 @@
 """The code of a job as it was at submission, copied into the run folder.
 
-One rule: what is named by its content cannot change under a job that waits. Files are read and
-hashed first, then copied into `code/<hash>/tree`, which appears complete or not at all; the same
-files always have the same folder.
+Code is what git tracks where the user stands, as it is now, and what `launch.slurm.files` names;
+only where there is no git, files with a suffix of code are taken, up to a limit. What is named by
+its content cannot change under a job that waits: files are read and hashed first, then copied into
+`code/<hash>/tree`, which appears complete or not at all; the same files always have the same
+folder.
 """
 
 import hashlib
@@ -10,17 +12,14 @@ import json
 import os
 import re
 import shutil
-import sys
+import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.files import beside
-from torchdistpackage.launch.slurm.batch_job import CodePaths
-from torchdistpackage.launch.slurm.source_files import LARGE_BYTES, Tree, some
 
 PACKAGE = Path(__file__).resolve().parents[2]
 """This package, which is part of every snapshot, wherever it was imported from."""
@@ -28,6 +27,189 @@ PACKAGE = Path(__file__).resolve().parents[2]
 KEPT_S = 7 * 24 * 3600.0
 _COPY = re.compile(r"[0-9a-f]{12}|\.[0-9a-f]{12}\..+")
 """A copy, or one that is being made."""
+SUFFIXES = (
+    *(".py", ".pyi", ".yaml", ".yml", ".toml", ".json", ".cfg", ".ini", ".sh", ".txt", ".jinja"),
+    *(".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".typed"),
+)
+"""Taken where there is no git."""
+MAX_FILES = 5_000
+MAX_FILE_BYTES = 1 << 20
+MAX_BYTES = 64 << 20
+MAX_SEEN = 100_000
+"""Limits without git: somebody may stand in a home folder, or beside data."""
+LARGE_BYTES = 512 << 20
+"""A snapshot that is worth a remark."""
+_GIT_TIMEOUT_S = 60.0
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Files of the code by their paths from `root`, and what a user should know of them.
+
+    git: commit, branch and whether files differ from it, for code.json. diff: against the commit.
+    untracked: modules that git does not know.
+    """
+
+    root: Path
+    files: tuple[str, ...]
+    git: tuple[tuple[str, object], ...] = ()
+    diff: bytes = b""
+    notes: tuple[str, ...] = ()
+    untracked: tuple[str, ...] = ()
+
+
+def tree_of(here: Path, patterns: Sequence[str] = (), skip: Sequence[Path] = ()) -> Tree:
+    """The code of a user who stands in `here`.
+
+    patterns: more files, folders or globs, from `here` on. skip: folders of outputs.
+
+    Raises:
+        LaunchError: a pattern names nothing, or what is outside; without git: too many files.
+    """
+    here = here.resolve()
+    try:
+        root = Path(os.fsdecode(_git(here, "rev-parse", "--show-toplevel").rstrip(b"\n")))
+    except LaunchError as error:
+        found = _without_git(here, skip, str(error))
+    else:
+        found = _tracked(root, skip)
+    more = _listed(here, found.root, patterns)
+    return replace(found, files=tuple(sorted({*found.files, *more})))
+
+
+def _git(folder: Path, *args: str) -> bytes:
+    """What git writes; a LaunchError where it is missing or refuses, in its own words."""
+    command = ["git", "-C", str(folder), "-c", "core.quotepath=off", *args]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+    try:
+        done = subprocess.run(
+            command,
+            env={**env, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_GIT_TIMEOUT_S,
+        )
+    except FileNotFoundError:
+        raise LaunchError("there is no git here") from None
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"git {args[0]} took more than {_GIT_TIMEOUT_S:g} s") from None
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        raise LaunchError(said[0] if said else f"git {args[0]} failed")
+    return done.stdout
+
+
+def _names(output: bytes) -> list[str]:
+    return [os.fsdecode(name) for name in output.split(b"\0") if name]
+
+
+def _tracked(root: Path, skip: Sequence[Path]) -> Tree:
+    tracked = _names(_git(root, "ls-files", "-z", "--recurse-submodules"))
+    files = [name for name in dict.fromkeys(tracked) if _is_file(root / name)]
+    untracked = _names(_git(root, "ls-files", "-z", "--others", "--exclude-standard"))
+    try:
+        commit: str | None = _git(root, "rev-parse", "--verify", "HEAD").decode().strip()
+        diff = _git(root, "diff", "HEAD", "--no-ext-diff", "--no-color")
+    except LaunchError:  # nothing is committed yet
+        commit, diff = None, b""
+    branch = _git(root, "branch", "--show-current").decode(errors="replace").strip()
+    dirty = bool(_git(root, "status", "--porcelain", "--untracked-files=no").strip())
+    git = (("commit", commit), ("branch", branch or None), ("dirty", dirty))
+    outputs = [folder.resolve() for folder in skip]
+    modules = tuple(
+        name
+        for name in untracked
+        if name.endswith(".py") and not any((root / name).is_relative_to(x) for x in outputs)
+    )
+    return Tree(root, tuple(files), git, diff, (), modules)
+
+
+def _is_file(path: Path) -> bool:
+    """A link counts as one, wherever it leads; an empty submodule is a folder."""
+    return path.is_symlink() or path.is_file()
+
+
+def _without_git(here: Path, skip: Sequence[Path], why: str) -> Tree:
+    files: list[str] = []
+    large: list[str] = []
+    num_bytes = 0
+    for path in _code_below(here, {folder.resolve() for folder in skip}):
+        name = path.relative_to(here).as_posix()
+        size = path.lstat().st_size
+        if size > MAX_FILE_BYTES:
+            large.append(name)
+            continue
+        files.append(name)
+        num_bytes += size
+        if len(files) > MAX_FILES or num_bytes > MAX_BYTES:
+            raise _too_much(here, why, f"more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB")
+    notes = [
+        f"{why}; the snapshot has the {len(files)} files of code below {here}, hidden folders and "
+        f"environments left out"
+    ]
+    if large:
+        notes.append(f"not in the snapshot, because larger than 1 MiB: {some(large)}")
+    return Tree(here, tuple(files), (), b"", tuple(notes))
+
+
+def _code_below(here: Path, skip: set[Path]) -> Iterator[Path]:
+    seen = 0
+    for folder, folders, names in os.walk(here):
+        seen += len(names) + 1
+        if seen > MAX_SEEN:
+            raise _too_much(here, "no git repository", f"more than {MAX_SEEN} files to look at")
+        folders[:] = sorted(x for x in folders if not _is_foreign(Path(folder, x), skip))
+        for name in sorted(names):
+            path = Path(folder, name)
+            if path.suffix in SUFFIXES and not name.startswith(".") and _is_file(path):
+                yield path
+
+
+def _is_foreign(folder: Path, skip: set[Path]) -> bool:
+    return (
+        folder.name.startswith(".")
+        or folder.name in ("__pycache__", "node_modules")
+        or (folder / "pyvenv.cfg").exists()
+        or (folder / "conda-meta").exists()
+        or folder.resolve() in skip
+    )
+
+
+def _too_much(here: Path, why: str, what: str) -> LaunchError:
+    return LaunchError(
+        f"{why}, and {here} holds {what} of code; submit from the folder of your project, or make "
+        f"it a git repository"
+    )
+
+
+def _listed(here: Path, root: Path, patterns: Iterable[str]) -> Iterator[str]:
+    for pattern in patterns:
+        try:
+            found = (
+                [here / pattern] if os.path.lexists(here / pattern) else sorted(here.glob(pattern))
+            )
+        except (NotImplementedError, ValueError) as error:
+            raise LaunchError(f"launch.slurm.files: {pattern!r}: {error}") from None
+        if not found:
+            raise LaunchError(f"launch.slurm.files: {pattern!r} names no file below {here}")
+        for path in found:
+            for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+                if not _is_file(file) or "__pycache__" in file.parts:
+                    continue
+                whole = Path(os.path.normpath(file))
+                if not whole.is_relative_to(root):
+                    raise LaunchError(
+                        f"launch.slurm.files: {pattern!r} leads out of {root}; what lies outside "
+                        f"is found by its own path, and is not copied"
+                    )
+                yield whole.relative_to(root).as_posix()
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few names of many."""
+    shown = ", ".join(names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +256,9 @@ def collect(tree: Tree) -> CodeSnapshot:
     Raises:
         LaunchError: a file cannot be read.
     """
-    own = (p for p in PACKAGE.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+    own = [p for p in PACKAGE.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
     if _holds_package(tree):
-        base = PACKAGE.parent.relative_to(tree.root)
-        names = {*tree.files, *((base / p.relative_to(PACKAGE.parent)).as_posix() for p in own)}
+        names = {*tree.files, *(p.relative_to(tree.root).as_posix() for p in own)}
         items = _items(tree.root, "tree", names)
     else:
         names = {p.relative_to(PACKAGE.parent).as_posix() for p in own}
@@ -152,49 +333,6 @@ def prune(codes: Path, scripts: Path, now_s: float) -> list[Path]:
             shutil.rmtree(folder, ignore_errors=True)
             removed.append(folder)
     return removed
-
-
-def code_paths(
-    snapshot: CodeSnapshot,
-    folder: Path,
-    here: Path,
-    imports: Iterable[str],
-    env: Mapping[str, str],
-) -> CodePaths:
-    """Where a job that runs from `folder` finds modules.
-
-    here: the current folder. imports: folders that this process imports from. Each that has
-    files in the snapshot is replaced by its counterpart; of the others those in PYTHONPATH stay.
-    """
-    held = {parent.as_posix() for item in snapshot.items for parent in Path(item.name).parents}
-    here, root = here.resolve(), snapshot.tree.root
-
-    def counterpart(path: Path) -> str | None:
-        if not path.is_relative_to(root):
-            return None
-        inside = Path("tree", path.relative_to(root)).as_posix()
-        return str(folder / inside) if inside in held else None
-
-    package = str(folder / "package") if "package" in held else counterpart(PACKAGE.parent)
-    own = counterpart(here)
-    given = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    found = [package, own]
-    found += [counterpart(Path(here, x).resolve()) or str(here / x) for x in given]
-    found += [counterpart(Path(here, x).resolve()) for x in imports if x]
-    return CodePaths(str(folder), tuple(dict.fromkeys(x for x in found if x)), own or str(here))
-
-
-def import_folders(
-    path: Sequence[str] | None = None, modules: Mapping[str, ModuleType] | None = None
-) -> tuple[str, ...]:
-    """sys.path, and the folders of packages installed as editable, which may not be on it."""
-    folders = list(sys.path if path is None else path)
-    for name, module in list((sys.modules if modules is None else modules).items()):
-        # setuptools installs one such module a package; pip's `-e` says so by its name alone.
-        mapping: object = getattr(module, "MAPPING", None) if "__editable__" in name else None
-        if isinstance(mapping, dict):
-            folders += [str(Path(str(x)).parent) for x in mapping.values()]  # pyright: ignore
-    return tuple(folders)
 
 
 def _holds_package(tree: Tree) -> bool:

@@ -22,10 +22,18 @@ from torchdistpackage.errors import ConfigError, LaunchError
 from torchdistpackage.launch.files import atomic_write_all
 from torchdistpackage.launch.lock_file import make_folder, remove_empty
 from torchdistpackage.launch.slurm import node_blocklist
-from torchdistpackage.launch.slurm.batch_job import BatchJob
 from torchdistpackage.launch.slurm.environment import options_dropped
 from torchdistpackage.launch.slurm.intent import resolve, submit
-from torchdistpackage.launch.slurm.job import absolute, batch_job, job_shape
+from torchdistpackage.launch.slurm.job import (
+    BatchJob,
+    CodePaths,
+    Sweep,
+    absolute,
+    batch_job,
+    code_paths,
+    import_folders,
+    job_shape,
+)
 from torchdistpackage.launch.slurm.jobs import active_jobs, exclusion, refuse_held, sbatch
 from torchdistpackage.launch.slurm.query import Runner, run_command
 from torchdistpackage.launch.slurm.run_dir import RunDir, Submission, append_record, read_records
@@ -33,14 +41,11 @@ from torchdistpackage.launch.slurm.runs import SubmittedRun
 from torchdistpackage.launch.slurm.script import render
 from torchdistpackage.launch.slurm.snapshot import (
     CodeSnapshot,
-    code_paths,
     collect,
-    import_folders,
     materialize,
     prune,
+    tree_of,
 )
-from torchdistpackage.launch.slurm.source_files import tree_of
-from torchdistpackage.launch.slurm.sweep import Sweep
 
 _ADVICE = (
     ("partition", "`sinfo -s` lists the partitions; set launch.slurm.partition"),
@@ -132,6 +137,15 @@ def prepare(
         command=command,
     )
     return Prepared(job, render(job), runs, snapshot, array, (*snapshot.notes, *_dropped(env)))
+
+
+def preview(config: RunConfig, here: Path) -> str:
+    """The script as it would be, without a look at the code: its folder has no name yet."""
+    run = absolute(config, here)
+    folder = Path(run.run.dir) / run.run.name
+    code = folder / "code" / "SNAPSHOT"
+    paths = CodePaths(str(code), (str(code / "tree"),), str(code / "tree"))
+    return render(batch_job(run, [folder], here, paths, sys.executable, socket.gethostname()))
 
 
 def ensure_not_running(prepared: Prepared, runner: Runner = run_command) -> None:
