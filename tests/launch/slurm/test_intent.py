@@ -1,6 +1,7 @@
 """One submission is one job, whatever becomes of the answer of sbatch."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from tests.launch.slurm.folders import submitted
 from tests.launch.slurm.scripted import Answer, Scripted, row
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.slurm import intent
+from torchdistpackage.launch.slurm import jobs
 from torchdistpackage.launch.slurm.jobs import resubmit
 from torchdistpackage.launch.slurm.query import CommandTimeout, CompletedCommand
 from torchdistpackage.launch.slurm.run_dir import read_records
@@ -45,7 +46,7 @@ class Taking(Scripted):
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SubmittedRun:
-    monkeypatch.setattr(intent, "_TRIES_S", (0.0, 0.0))
+    monkeypatch.setattr(jobs, "_TRIES_S", (0.0, 0.0))
     return submitted(tmp_path / "a", "7")
 
 
@@ -76,17 +77,17 @@ def test_a_submission_that_was_cut_off_is_waited_for_and_then_forgotten(run):
     slurm = Taking(run.files.script, LaunchError("killed"), takes=False)
     slurm.answers["squeue"] = LaunchError("no controller")
     with pytest.raises(LaunchError, match="killed"):
-        intent.submit(
+        jobs.submit_with_intent(
             [(run.files, read_records(run.files.records)[0])], lambda: slurm(["sbatch"]).out, slurm
         )
     assert run.files.intent.exists()
     sent_s = read_records(run.files.intent)[0].time_s
     with pytest.raises(LaunchError, match="no controller"):
-        intent.resolve(run.files, slurm, sent_s + 1)
+        jobs.resolve_intent(run.files, slurm, sent_s + 1)
     slurm.answers["squeue"] = "3|5|/other\n"
     with pytest.raises(LaunchError, match="try again in 59 s"):
-        intent.resolve(run.files, slurm, sent_s + 1)
-    assert intent.resolve(run.files, slurm, sent_s + intent.GRACE_S + 1) is None
+        jobs.resolve_intent(run.files, slurm, sent_s + 1)
+    assert jobs.resolve_intent(run.files, slurm, sent_s + jobs.GRACE_S + 1) is None
     assert not run.files.intent.exists() and jobs_of(run) == ["7"]
 
 
@@ -102,10 +103,10 @@ def test_a_refusal_leaves_no_intent(run):
 def test_a_task_of_an_array_keeps_its_number(run):
     record = read_records(run.files.records)[0]
     slurm = Taking(Path(record.script), SENT)
-    tasks = [(run.files, intent.replace(record, job=f"_{i}", time_s=NOW)) for i in (0, 1)]
+    tasks = [(run.files, replace(record, job=f"_{i}", time_s=NOW)) for i in (0, 1)]
 
     def sbatch() -> str:
         slurm(["sbatch"])
         raise CommandTimeout("60 s")
 
-    assert [r.job for r in intent.submit(tasks, sbatch, slurm)] == ["8_0", "8_1"]
+    assert [r.job for r in jobs.submit_with_intent(tasks, sbatch, slurm)] == ["8_0", "8_1"]

@@ -1,21 +1,27 @@
 """What is done to submitted runs: look, cancel, submit again.
 
 One rule: a run has at most one job that is alive, so nothing is submitted before Slurm has said
-that all earlier ones are over.
+that all earlier ones are over. A submission whose answer was lost is found again, so that it never
+becomes two jobs: its intent is on the disk before sbatch is called, and goes when its job is noted
+or Slurm has surely refused it. The job of an intent that is still there is looked for by the path
+of its script before anything else is submitted; the lock of the run is held by then.
 """
 
+import contextlib
+import json
 import re
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from torchdistpackage.errors import HeldError, LaunchError
+from torchdistpackage.launch.files import atomic_write
 from torchdistpackage.launch.lock import hold, holder_of
 from torchdistpackage.launch.slurm import node_blocklist
 from torchdistpackage.launch.slurm.environment import scrub_slurm_env
-from torchdistpackage.launch.slurm.intent import resolve, submit
 from torchdistpackage.launch.slurm.query import (
     GRACE_S,
     CommandTimeout,
@@ -26,12 +32,19 @@ from torchdistpackage.launch.slurm.query import (
     query_jobs,
     run_command,
 )
-from torchdistpackage.launch.slurm.run_dir import RunDir, Submission
+from torchdistpackage.launch.slurm.run_dir import RunDir, Submission, append_record, read_records
 from torchdistpackage.launch.slurm.runs import SubmittedRun
 
 _LOST = re.compile(r"timed? ?out|contact|connect|communicat|send|recv|message", re.IGNORECASE)
 """In what sbatch says when it is the answer of the controller that failed, not the request."""
 _EXCLUDE = re.compile(r"^#SBATCH\s+(?:--exclude[=\s]|-x\s*)\s*(\S+)", re.MULTILINE)
+_CLOCKS_DIFFER_S = 60.0
+_SQUEUE = ("squeue", "-h", "--me", "-t", "all", "-o", "%F|%V|%o")
+_TRIES_S = (0.0, 1.0, 3.0)
+"""Waits before looks for a job whose answer has just been lost."""
+
+Intent = tuple[RunDir, Submission]
+"""Where a job is to be noted, and as what: without its id, or with its task of an array alone."""
 
 
 def query_runs(runs: Iterable[SubmittedRun], runner: Runner = run_command) -> QueryResult:
@@ -109,7 +122,7 @@ def resubmit(
 
 
 def _resubmit(run: SubmittedRun, env: Mapping[str, str], runner: Runner, now: float) -> Submission:
-    if (lost := resolve(run.files, runner, now)) is not None:
+    if (lost := resolve_intent(run.files, runner, now)) is not None:
         return lost
     for info in active_jobs(run, runner, now_s=now):
         raise LaunchError(
@@ -130,7 +143,8 @@ def _resubmit(run: SubmittedRun, env: Mapping[str, str], runner: Runner, now: fl
         host=socket.gethostname(),
     )
     intents = [(run.files, record)]
-    (noted,) = submit(intents, lambda: sbatch(script, env, runner, options=options), runner)
+    call = partial(sbatch, script, env, runner, options=options)
+    (noted,) = submit_with_intent(intents, call, runner)
     return noted
 
 
@@ -166,3 +180,94 @@ def sbatch(
         return job
     lost = ran.code == 0 or _LOST.search(ran.err)
     raise (CommandTimeout if lost else LaunchError)(f"sbatch does not take {script}: {ran.why}")
+
+
+def _lost_job(script: Path, since_s: float, noted: Sequence[str], runner: Runner) -> str:
+    """The newest job of `script` submitted since then that nobody has noted; "" if there is none.
+
+    Raises:
+        LaunchError: the controller does not answer.
+    """
+    ran = runner(_SQUEUE)
+    if ran.code != 0:
+        raise LaunchError(f"squeue cannot say whether {script} was submitted: {ran.why}")
+    known, jobs = {array_job_id(job) for job in noted}, list[tuple[float, int]]()
+    for line in ran.out.splitlines():
+        job, _, rest = line.strip().partition("|")
+        submitted, _, command = rest.partition("|")
+        ours = command == str(script) or command.startswith(f"{script} ")
+        if job.isdigit() and submitted.isdigit() and ours and job not in known:
+            jobs.append((float(submitted), int(job)))
+    late = [pair for pair in jobs if pair[0] >= since_s - _CLOCKS_DIFFER_S]
+    return str(max(late)[1]) if late else ""
+
+
+def resolve_intent(files: RunDir, runner: Runner, now_s: float) -> Submission | None:
+    """What became of a submission of this run that was begun and never noted: its job, noted now.
+
+    Raises:
+        LaunchError: the controller does not answer, or the job may still come.
+    """
+    known = read_records(files.records)
+    for intent in read_records(files.intent):
+        job = _lost_job(Path(intent.script), intent.time_s, [r.job for r in known], runner)
+        if job:
+            return _note(files, intent, job)
+        if (left_s := intent.time_s + GRACE_S - now_s) > 0:
+            raise LaunchError(
+                f"a submission of {files.run.name} got no answer {GRACE_S - left_s:.0f} s ago, and "
+                f"Slurm may still take it; try again in {left_s:.0f} s, the job is looked for first"
+            )
+    files.intent.unlink(missing_ok=True)
+    return None
+
+
+def submit_with_intent(
+    intents: Sequence[Intent],
+    call: Callable[[], str],
+    runner: Runner,
+    sleep: Callable[[float], object] = time.sleep,
+) -> list[Submission]:
+    """Call sbatch by `call` for a job's id, and note it; the records. A lost answer is looked for.
+
+    Raises:
+        LaunchError: what sbatch raised, and Slurm has no such job. It may still come if that is
+            `CommandTimeout`, or if Slurm could not be asked.
+    """
+    for files, record in intents:
+        atomic_write(files.intent, json.dumps(asdict(record)) + "\n")
+    try:
+        job = call()
+    except LaunchError as error:
+        job = _find_taken(intents, isinstance(error, CommandTimeout), runner, sleep)
+        if not job:
+            raise
+    return [_note(files, record, job) for files, record in intents]
+
+
+def _find_taken(
+    intents: Sequence[Intent], lost: bool, runner: Runner, sleep: Callable[[float], object]
+) -> str:
+    """The id of a job that was taken although sbatch did not say so; else "".
+
+    lost: nobody knows whether it was taken, so it is waited for, and the intents stay.
+    """
+    files, record = intents[0]
+    noted = [r.job for r in read_records(files.records)]
+    job = ""
+    with contextlib.suppress(LaunchError):
+        for wait_s in _TRIES_S if lost else _TRIES_S[:1]:
+            sleep(wait_s)
+            if job := _lost_job(Path(record.script), record.time_s, noted, runner):
+                return job
+        if not lost:
+            for files, _ in intents:
+                files.intent.unlink(missing_ok=True)
+    return job
+
+
+def _note(files: RunDir, record: Submission, job: str) -> Submission:
+    noted = replace(record, job=f"{job}{record.job}")
+    append_record(files.records, noted)
+    files.intent.unlink(missing_ok=True)
+    return noted

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from torchdistpackage.config.schema import RunConfig
@@ -23,7 +24,6 @@ from torchdistpackage.launch.files import atomic_write_all
 from torchdistpackage.launch.lock_file import make_folder, remove_empty
 from torchdistpackage.launch.slurm import node_blocklist
 from torchdistpackage.launch.slurm.environment import options_dropped
-from torchdistpackage.launch.slurm.intent import resolve, submit
 from torchdistpackage.launch.slurm.job import (
     BatchJob,
     CodePaths,
@@ -34,7 +34,14 @@ from torchdistpackage.launch.slurm.job import (
     import_folders,
     job_shape,
 )
-from torchdistpackage.launch.slurm.jobs import active_jobs, exclusion, refuse_held, sbatch
+from torchdistpackage.launch.slurm.jobs import (
+    active_jobs,
+    exclusion,
+    refuse_held,
+    resolve_intent,
+    sbatch,
+    submit_with_intent,
+)
 from torchdistpackage.launch.slurm.query import Runner, run_command
 from torchdistpackage.launch.slurm.run_dir import RunDir, Submission, append_record, read_records
 from torchdistpackage.launch.slurm.runs import SubmittedRun
@@ -157,7 +164,7 @@ def ensure_not_running(prepared: Prepared, runner: Runner = run_command) -> None
     """
     for folder, _ in prepared.runs:
         files = RunDir(folder)
-        resolve(files, runner, time.time())
+        resolve_intent(files, runner, time.time())
         refuse_held(folder)
         records = read_records(files.records)
         if not records:
@@ -214,7 +221,8 @@ def submit_prepared(
         tasks = [f"_{i}" if job.is_array else "" for i in range(len(folders))]
         intents = [(f, replace(record, job=task)) for f, task in zip(folders, tasks, strict=True)]
         script = Path(job.script)
-        records = submit(intents, lambda: _sbatch(script, nodes, env, runner), runner)
+        call = partial(_sbatch, script, nodes, env, runner)
+        records = submit_with_intent(intents, call, runner)
     with contextlib.suppress(OSError):
         prune(prepared.codes, Path(job.script).parent, now_s)
     return Submitted(tuple(records), notes)
