@@ -7,7 +7,7 @@ import pytest
 from tests.launch.slurm.scripted import Programs, row
 from torchdistpackage.compat.torchdistpackage import job_monitor
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.slurm.policy import Stop
+from torchdistpackage.launch.slurm.monitor import Stop
 from torchdistpackage.launch.slurm.query import JobInfo, Outcome
 
 

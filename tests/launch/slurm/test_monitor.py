@@ -8,8 +8,14 @@ import pytest
 from tests.launch.slurm.folders import measured, started, submitted
 from tests.launch.slurm.scripted import UNHEARD_OF, Answer, Scripted, ids_of, row
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.slurm.monitor import RunTarget, ScriptTarget, Target, monitor
-from torchdistpackage.launch.slurm.policy import ResubmitLimits, Stop
+from torchdistpackage.launch.slurm.monitor import (
+    ResubmitLimits,
+    RunTarget,
+    ScriptTarget,
+    Stop,
+    Target,
+    monitor,
+)
 from torchdistpackage.launch.slurm.query import CommandTimeout, CompletedCommand, Outcome
 from torchdistpackage.launch.slurm.runs import read_run
 

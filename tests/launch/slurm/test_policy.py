@@ -3,7 +3,7 @@
 import pytest
 
 from torchdistpackage.launch.requeue import Decision, RequeueDecision
-from torchdistpackage.launch.slurm.policy import (
+from torchdistpackage.launch.slurm.monitor import (
     Attempt,
     Resubmit,
     ResubmitLimits,

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.slurm.jobs import sbatch
-from torchdistpackage.launch.slurm.monitor import ScriptTarget, monitor
-from torchdistpackage.launch.slurm.policy import ResubmitLimits, Stop
+from torchdistpackage.launch.slurm.monitor import ResubmitLimits, ScriptTarget, Stop, monitor
 from torchdistpackage.launch.slurm.query import JobInfo, Outcome, query_jobs, run_command
 
 log = logging.getLogger(__name__)

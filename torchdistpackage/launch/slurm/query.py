@@ -124,7 +124,7 @@ _STATES = {
     Outcome.CANCELLED: ("CANCELLED", "REVOKED"),
 }
 
-OUTCOMES = {state: fate for fate, states in _STATES.items() for state in states}
+OUTCOMES = {state: outcome for outcome, states in _STATES.items() for state in states}
 """Slurm's word -> what it means. PREEMPTED is shown for a job that Slurm does not requeue."""
 
 NOT_ITS_FAULT = frozenset({"NODE_FAIL", "BOOT_FAIL", "PREEMPTED", "LAUNCH_FAILED"})
