@@ -14,7 +14,7 @@ import pytest
 
 from tests.slurm.cluster import Cluster
 from tests.slurm.lives import CONFIG, FOUR_NODES, RUN, Lived, ending, rows, send, told, until_step
-from torchdistpackage.launch.requeue import EXIT_REQUEUE_DENIED
+from torchdistpackage.launch.slurm.requeue import EXIT_REQUEUE_DENIED
 
 STEPS, DIES, SAVE = 200, 9, 5
 ONE_RANK = ["launch.slurm.nodes=1", "launch.slurm.ntasks-per-node=1", "parallel.data=1",

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from tests.train import parity
 from torchdistpackage.config.schema import RequeueSection
-from torchdistpackage.launch.requeue import RequeueDecision, RequeueLimits
 from torchdistpackage.launch.signals import SignalFlag
+from torchdistpackage.launch.slurm.requeue import RequeueDecision, RequeueLimits
 from torchdistpackage.launch.slurm.run_dir import RunDir, append_start, this_start
 from torchdistpackage.train.build import make_loop
 from torchdistpackage.train.job import _resume

@@ -19,7 +19,7 @@ from torchdistpackage.config.load import load
 from torchdistpackage.harness.pool import RankPool
 from torchdistpackage.launch.fork_server_client import ForkServer
 from torchdistpackage.launch.lock import holder_of, take
-from torchdistpackage.launch.requeue import EXIT_TEMPFAIL
+from torchdistpackage.launch.slurm.requeue import EXIT_TEMPFAIL
 from torchdistpackage.launch.slurm.run_dir import RunDir, Start, read_starts
 from torchdistpackage.train.job import WORKER_MAIN, prepare_folder
 

@@ -27,11 +27,13 @@ from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.launch.files import atomic_write
 from torchdistpackage.launch.lock import Lock, take
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
-from torchdistpackage.launch.requeue import EXIT_TEMPFAIL, Decision, RequeueDecision
 from torchdistpackage.launch.signals import SignalFlag
 from torchdistpackage.launch.slurm.node_blocklist import record_failed_nodes
 from torchdistpackage.launch.slurm.query import limited
 from torchdistpackage.launch.slurm.requeue import (
+    EXIT_TEMPFAIL,
+    Decision,
+    RequeueDecision,
     read_decision,
     requeue_self,
     restart_denied,

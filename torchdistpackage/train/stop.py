@@ -1,7 +1,7 @@
 """What one rank knows of its run's end: signals, the job's end, how long things take. No torch.
 
 One rule: a rank only wishes. The wishes of all ranks meet in the numbers of a step (train/step.py),
-so all end after the same one; what becomes of the run then is decided by launch/requeue.py.
+so all end after the same one; what becomes of the run then is decided by `requeue.decide`.
 """
 
 import json
@@ -15,14 +15,14 @@ from torchdistpackage.bounded import parse_json
 from torchdistpackage.config.schema import RequeueSection
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.files import atomic_write
-from torchdistpackage.launch.requeue import (
+from torchdistpackage.launch.signals import SignalFlag
+from torchdistpackage.launch.slurm.requeue import (
     Decision,
     RequeueDecision,
     RequeueLimits,
     decide,
     time_is_up,
 )
-from torchdistpackage.launch.signals import SignalFlag
 from torchdistpackage.launch.slurm.run_dir import RunDir, attempt_id, in_job, series_of, this_start
 
 _KEPT = 100
@@ -38,7 +38,7 @@ class StopController:
     """`clock`: whether this rank watches the job's end for all; its word is enough.
 
     end_s: when the job is ended, in seconds since 1970; None: never. save_s: seconds that saves
-    took, also those of earlier starts. ahead: see launch.requeue.required_time_s.
+    took, also those of earlier starts. ahead: see `requeue.required_time_s`.
     """
 
     limits: RequeueLimits = field(default_factory=RequeueLimits)

@@ -16,8 +16,7 @@ from typing import cast
 
 from torchdistpackage.config.load import load
 from torchdistpackage.errors import RankError
-from torchdistpackage.launch.requeue import RequeueDecision
-from torchdistpackage.launch.slurm.requeue import may_requeue, read_decision
+from torchdistpackage.launch.slurm.requeue import RequeueDecision, may_requeue, read_decision
 from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.script import IGNORE_SIGNALS_UNTIL_READY
 from torchdistpackage.train.job import run_folder

@@ -16,8 +16,8 @@ from torchdistpackage.harness.hang.dump import remove_traces
 from torchdistpackage.harness.watch_start import agree_on_start
 from torchdistpackage.harness.watchdog import HangWatchdog
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
-from torchdistpackage.launch.requeue import EXIT_TEMPFAIL, Decision, RequeueDecision
 from torchdistpackage.launch.signals import SignalFlag
+from torchdistpackage.launch.slurm.requeue import EXIT_TEMPFAIL, Decision, RequeueDecision
 from torchdistpackage.launch.slurm.run_dir import (
     RunDir,
     amend_start,

@@ -4,14 +4,16 @@ import pytest
 
 from tests.launch.slurm.scripted import Scripted
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.requeue import (
+from torchdistpackage.launch.slurm.query import CompletedCommand
+from torchdistpackage.launch.slurm.requeue import (
     EXIT_REQUEUE_DENIED,
     EXIT_TEMPFAIL,
     Decision,
     RequeueDecision,
+    requeue_id,
+    requeue_self,
+    why_not,
 )
-from torchdistpackage.launch.slurm.query import CompletedCommand
-from torchdistpackage.launch.slurm.requeue import requeue_id, requeue_self, why_not
 from torchdistpackage.launch.slurm.run_dir import RunDir
 
 JOB = {"SLURM_JOB_ID": "12"}

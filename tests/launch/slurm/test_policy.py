@@ -2,7 +2,6 @@
 
 import pytest
 
-from torchdistpackage.launch.requeue import Decision, RequeueDecision
 from torchdistpackage.launch.slurm.monitor import (
     Attempt,
     Resubmit,
@@ -13,6 +12,7 @@ from torchdistpackage.launch.slurm.monitor import (
     next_step,
 )
 from torchdistpackage.launch.slurm.query import OUTCOMES, JobInfo, Outcome
+from torchdistpackage.launch.slurm.requeue import Decision, RequeueDecision
 
 LIMITS = ResubmitLimits()
 NOW_S = 10_000.0

@@ -11,7 +11,7 @@ import pytest
 
 from tests.launch.slurm.batch import job_of, lines
 from torchdistpackage.config.load import loads
-from torchdistpackage.launch.requeue import EXIT_TEMPFAIL
+from torchdistpackage.launch.slurm.requeue import EXIT_TEMPFAIL
 from torchdistpackage.launch.slurm.script import directive, render, setup_lines, verdict_lines
 from torchdistpackage.launch.slurm.submit import preview
 

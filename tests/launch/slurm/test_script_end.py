@@ -7,8 +7,8 @@ import pytest
 
 from tests.launch.slurm.batch import job_of, lines
 from torchdistpackage.config.load import loads
-from torchdistpackage.launch.requeue import EXIT_REQUEUE_DENIED, EXIT_TEMPFAIL
 from torchdistpackage.launch.slurm.job import Sweep, batch_job
+from torchdistpackage.launch.slurm.requeue import EXIT_REQUEUE_DENIED, EXIT_TEMPFAIL
 from torchdistpackage.launch.slurm.run_dir import RunDir
 from torchdistpackage.launch.slurm.script import directive
 

@@ -1,7 +1,6 @@
 """Starts of a run: counted alike by all ranks, refused when they lead nowhere."""
 
-from torchdistpackage.launch.requeue import RequeueLimits
-from torchdistpackage.launch.slurm.requeue import restart_denied
+from torchdistpackage.launch.slurm.requeue import RequeueLimits, restart_denied
 from torchdistpackage.launch.slurm.run_dir import (
     RunDir,
     amend_start,

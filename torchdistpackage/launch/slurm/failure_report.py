@@ -21,8 +21,13 @@ from pathlib import Path
 from torchdistpackage.launch.failure import Failure, is_secondary, report, root_cause, summary
 from torchdistpackage.launch.files import atomic_write, beside
 from torchdistpackage.launch.hostlist import expand
-from torchdistpackage.launch.requeue import Decision, RequeueDecision, decide_in_job, time_is_up
 from torchdistpackage.launch.slurm.node_blocklist import incident_of, record
+from torchdistpackage.launch.slurm.requeue import (
+    Decision,
+    RequeueDecision,
+    decide_in_job,
+    time_is_up,
+)
 from torchdistpackage.launch.slurm.run_dir import RunDir, read_starts
 from torchdistpackage.launch.slurm.runs import SubmittedRun, decision, progress
 from torchdistpackage.launch.supervisor import read_failure_reports

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Protocol
 
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.requeue import Decision, RequeueDecision
 from torchdistpackage.launch.slurm import jobs
 from torchdistpackage.launch.slurm.query import (
     GRACE_S,
@@ -24,6 +23,7 @@ from torchdistpackage.launch.slurm.query import (
     query_jobs,
     run_command,
 )
+from torchdistpackage.launch.slurm.requeue import Decision, RequeueDecision
 from torchdistpackage.launch.slurm.runs import SubmittedRun, last_decision, progress, read_run
 
 _ARRAY = re.compile(r"^#SBATCH\s+(--array|-a)\b", re.MULTILINE)

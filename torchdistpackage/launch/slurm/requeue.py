@@ -1,27 +1,180 @@
-"""Coming back where no batch script of ours waits for the decision: the job asks for it itself.
+"""When a run has to end and whether it comes back; and the job that asks Slurm for it itself.
 
-One rule: one process of a job asks, once, after all ranks have ended, and only while the job runs:
-in any other state Slurm is ending or requeueing it already. TDP_BATCH says that whoever started the
-ranks asks: the script of `tdp submit`, or submitit.
+What decides looks at no clock, signal or file: callers bring what was measured, so that every
+ending of a job can be tried out on paper. Times are in seconds, and points in time count from 1970.
+
+Where no batch script of ours waits for the decision, the job requeues itself. One process of it
+asks, once, after all ranks have ended, and only while the job runs: in any other state Slurm is
+ending or requeueing it already. TDP_BATCH says that what started the ranks asks: the script of
+`tdp submit`, or submitit.
 """
 
+import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.requeue import (
-    EXIT_REQUEUE_DENIED,
-    EXIT_TEMPFAIL,
-    Decision,
-    RequeueDecision,
-    RequeueLimits,
-    restart_denied_reason,
-)
 from torchdistpackage.launch.slurm.query import Runner, run_command
 from torchdistpackage.launch.slurm.run_dir import RunDir, Start, attempt_id, in_job, series_of
 
+EXIT_TEMPFAIL = 75
+"""Exit code of a run that saved and ended early; started again, it goes on (EX_TEMPFAIL)."""
+EXIT_REQUEUE_DENIED = 76
+"""Exit code of a job that should have come back and did not, or whose ranks left no word."""
+_QUANTILE = 0.98
+"""Of the durations seen: high, because one step too many costs all steps since the last save."""
+_UNKNOWN_SAVE_STEPS = 10
+_UNKNOWN_SAVE_S = 10.0
+"""Before the first save is measured it is taken for ten steps, and for 10 s at least."""
 _WAITS_S = (0.0, 1.0, 4.0)
+
+
+class RequeueDecision(StrEnum):
+    """What happens when all ranks have ended; first word of the decision file."""
+
+    FINISHED = "finished"
+    REQUEUE = "requeue"  # the same job again, under its id
+    CHAIN = "chain"  # a new job, behind this one
+    STOP = "stop"  # saved, and not to come back by itself
+    AGAIN = "again"  # a rank died; all anew in this job, from what is saved
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What all ranks agreed on, and why, in a line for people and for the batch script."""
+
+    word: RequeueDecision
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.word} {' '.join(self.reason.split())}"
+
+    @staticmethod
+    def parse(line: str) -> "Decision":
+        """Back from `str()`.
+
+        Raises:
+            LaunchError: the line starts with none of the words.
+        """
+        word, _, reason = line.strip().partition(" ")
+        try:
+            return Decision(RequeueDecision(word), reason)
+        except ValueError:
+            words = ", ".join(RequeueDecision)
+            raise LaunchError(f"decision {line!r} does not start with one of {words}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class RequeueLimits:
+    """How often a run may come back and what it keeps free at a job's end."""
+
+    mode: str = "requeue"
+    max_requeues: int = 20
+    margin_s: float = 30.0
+
+
+def quantile(values: Sequence[float], q: float = _QUANTILE) -> float:
+    """The smallest of `values` that at least the part `q` of them does not exceed; 0 of none."""
+    ordered = sorted(values)
+    return ordered[max(math.ceil(q * len(ordered)) - 1, 0)] if ordered else 0.0
+
+
+def required_time_s(
+    step_s: Sequence[float], save_s: Sequence[float], margin_s: float, ahead: int = 2
+) -> float:
+    """Seconds that must be left before a step for the next steps and saves to fit in as well.
+
+    ahead: steps that are done if this one is begun without the wish to end. Two, because what is
+    wished for in a step ends the run after it: to let this one pass is to do the next one too.
+    Two saves, because a periodic one may fall due just before the last. `step_s` and `save_s`
+    are durations seen so far, steps without saves.
+    """
+    step = quantile(step_s)
+    save = quantile(save_s) if save_s else max(_UNKNOWN_SAVE_STEPS * step, _UNKNOWN_SAVE_S)
+    return ahead * step + 2 * save + margin_s
+
+
+def time_is_up(
+    now_s: float,
+    end_s: float | None,
+    step_s: Sequence[float],
+    save_s: Sequence[float],
+    margin_s: float,
+    ahead: int = 2,
+) -> str:
+    """Why the step that begins now must be the last; "" while there is time. No end: never."""
+    if end_s is None:
+        return ""
+    left, needed = end_s - now_s, required_time_s(step_s, save_s, margin_s, ahead)
+    if left > needed:
+        return ""
+    return (
+        f"the job ends in {left:.0f} s, and {ahead} steps, two saves and the margin of "
+        f"{margin_s:g} s may take {needed:.0f} s"
+    )
+
+
+def no_progress(steps: Sequence[int], step: int) -> bool:
+    """Whether the last two of the starts that began at `steps` did not get beyond where they began.
+
+    step: where a start would begin now.
+    """
+    return len(steps) >= 2 and steps[-2] == steps[-1] == step
+
+
+def restart_denied_reason(
+    steps: Sequence[int], step: int, limits: RequeueLimits, in_job: int = 0
+) -> str:
+    """Why no further start is made after those that began at `steps`; "" if one may be.
+
+    in_job: how many of these were no requeues, but ranks that were started anew in their job.
+    """
+    if no_progress(steps, step):
+        return f"two starts in a row ended at step {step}, where they had begun"
+    if (num := len(steps) - in_job) > limits.max_requeues:
+        return f"{num - 1} requeues used up launch.requeue.max_requeues={limits.max_requeues}"
+    return ""
+
+
+def decide_in_job(
+    died: str, before: Decision | None, *, left: int, time_up: str = "", bad_node: str = ""
+) -> Decision:
+    """What becomes of a run that `died` so, after which step included, in a job that goes on.
+
+    before: what was decided of the start before this one. left: restarts in this job. time_up: why
+    the job is too short for one. bad_node: what speaks against the node.
+    """
+    again = Decision(RequeueDecision.AGAIN, died)
+    if bad_node:
+        why = f"the node is to blame: {bad_node}"
+    elif str(before) == str(again):
+        why = "the start before died of the same at the same step"
+    elif time_up:
+        why = time_up
+    elif left < 1:
+        why = "no restart is left (launch.requeue.in_job_restarts, a signal, or a silent node)"
+    else:
+        return again
+    return Decision(RequeueDecision.STOP, f"{died}; not again in this job: {why}")
+
+
+def decide(
+    reason: str, steps: Sequence[int], step: int, limits: RequeueLimits, in_job: int = 0
+) -> Decision:
+    """What becomes of a run that was told to end for `reason` and saved `step`.
+
+    steps: where each start of this job began, the present one last. in_job: see
+    `restart_denied_reason`.
+    """
+    reason = f"after step {step}: {reason}"
+    if limits.mode == "never":
+        return Decision(RequeueDecision.STOP, f"{reason}; launch.requeue.mode is never")
+    if why := restart_denied_reason(steps, step, limits, in_job):
+        return Decision(RequeueDecision.STOP, f"{reason}; not again: {why}")
+    return Decision(RequeueDecision(limits.mode), reason)
 
 
 def read_decision(files: RunDir, env: Mapping[str, str]) -> Decision | None:

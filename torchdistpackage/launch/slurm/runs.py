@@ -14,8 +14,8 @@ from typing import Any, cast
 from torchdistpackage.bounded import check_regular, parse_json, read_regular
 from torchdistpackage.errors import ConfigError, LaunchError
 from torchdistpackage.launch.failure import Failure
-from torchdistpackage.launch.requeue import Decision, RequeueDecision
 from torchdistpackage.launch.slurm.query import GRACE_S, JobInfo, Outcome, array_job_id
+from torchdistpackage.launch.slurm.requeue import Decision, RequeueDecision
 from torchdistpackage.launch.slurm.run_dir import (
     RunDir,
     Start,

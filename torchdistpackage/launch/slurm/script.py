@@ -14,9 +14,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from textwrap import indent
 
-from torchdistpackage.launch.requeue import EXIT_REQUEUE_DENIED, EXIT_TEMPFAIL, RequeueDecision
 from torchdistpackage.launch.slurm.environment import DEVICES, KEPT, RANKS, SLURM
 from torchdistpackage.launch.slurm.job import BatchJob
+from torchdistpackage.launch.slurm.requeue import (
+    EXIT_REQUEUE_DENIED,
+    EXIT_TEMPFAIL,
+    RequeueDecision,
+)
 from torchdistpackage.launch.slurm.run_dir import RunDir
 
 _BARE = re.compile(r"[\w@%+=:,./\[\]-]+", re.ASCII)

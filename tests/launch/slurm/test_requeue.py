@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.requeue import (
+from torchdistpackage.launch.slurm.requeue import (
     Decision,
     RequeueDecision,
     RequeueLimits,
