@@ -17,17 +17,19 @@ from torchdistpackage.launch.failure import root_cause, summary
 from torchdistpackage.launch.lock import holder_of
 from torchdistpackage.launch.slurm import jobs as submitted
 from torchdistpackage.launch.slurm import node_blocklist
-from torchdistpackage.launch.slurm.follow import LogTail, follow, rank_logs
 from torchdistpackage.launch.slurm.monitor import ResubmitLimits, RunTarget, ScriptTarget
 from torchdistpackage.launch.slurm.monitor import monitor as watch
 from torchdistpackage.launch.slurm.query import JobInfo, Outcome
 from torchdistpackage.launch.slurm.runs import (
     AttemptResult,
+    LogTail,
     SubmittedRun,
     attempt_results,
     find,
     find_runs,
+    follow,
     progress,
+    rank_logs,
     restarts,
     single,
     status,

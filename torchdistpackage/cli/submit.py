@@ -24,12 +24,11 @@ from torchdistpackage.launch.lock import hold
 from torchdistpackage.launch.slurm.by_submitit import check as check_submitit
 from torchdistpackage.launch.slurm.by_submitit import submit as submitit_submit
 from torchdistpackage.launch.slurm.environment import scrub_slurm_env
-from torchdistpackage.launch.slurm.follow import LogTail
-from torchdistpackage.launch.slurm.follow import follow as follow_log
 from torchdistpackage.launch.slurm.job import SweepRun, job_shape, points
 from torchdistpackage.launch.slurm.query import Outcome, query_jobs
 from torchdistpackage.launch.slurm.run_dir import RunDir
-from torchdistpackage.launch.slurm.runs import SubmittedRun, read_run
+from torchdistpackage.launch.slurm.runs import LogTail, SubmittedRun, read_run
+from torchdistpackage.launch.slurm.runs import follow as follow_log
 from torchdistpackage.launch.slurm.submit import (
     Prepared,
     Submitted,

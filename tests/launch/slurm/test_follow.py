@@ -8,9 +8,8 @@ import pytest
 from tests.launch.slurm.folders import submitted
 from tests.launch.slurm.scripted import Scripted, ids_of, row
 from torchdistpackage.errors import ConfigError, LaunchError
-from torchdistpackage.launch.slurm.follow import LogTail, follow, rank_logs
 from torchdistpackage.launch.slurm.query import Outcome
-from torchdistpackage.launch.slurm.runs import Status, SubmittedRun
+from torchdistpackage.launch.slurm.runs import LogTail, Status, SubmittedRun, follow, rank_logs
 
 
 @pytest.fixture
