@@ -12,20 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.parallel.pipeline import cut_search
-from torchdistpackage.parallel.pipeline.cut_search import PartitionProblem
+from torchdistpackage.parallel.pipeline.partition import cut_search
 from torchdistpackage.parallel.pipeline.partition.cost_split import (
+    MOST_COMPUTATIONS,
     MemoryLimit,
+    refine,
     split_by_cost,
     split_evenly,
 )
+from torchdistpackage.parallel.pipeline.partition.cut_search import PartitionProblem
 from torchdistpackage.parallel.pipeline.partition.layer_costs import (
     PieceCost,
     block_weights,
     split_measured,
     stage_costs,
 )
-from torchdistpackage.parallel.pipeline.refine import MOST_COMPUTATIONS, refine
 from torchdistpackage.schedule.generators.registry import build
 from torchdistpackage.schedule.timeline import simulate
 
@@ -270,7 +271,7 @@ def test_a_walk_finds_as_good_a_cut_as_a_whole_search(monkeypatch, zigzag):
 
 CUTS = """
 from random import Random
-from torchdistpackage.parallel.pipeline import cut_search
+from torchdistpackage.parallel.pipeline.partition import cut_search
 from torchdistpackage.parallel.pipeline.partition.cost_split import MemoryLimit, split_by_cost
 draw, placement = Random(1).random, [0, 1, 2, 2, 1, 0]
 costs, crossing = [draw() for _ in range(24)], [draw() / 5 for _ in range(24)]

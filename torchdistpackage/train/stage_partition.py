@@ -13,8 +13,11 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.types import AUTO, CUSTOM
 from torchdistpackage.models.gpt_layout import GPTShape
 from torchdistpackage.models.registry import Model
-from torchdistpackage.parallel.pipeline.partition.cost_split import split_by_cost, split_evenly
-from torchdistpackage.parallel.pipeline.refine import refine
+from torchdistpackage.parallel.pipeline.partition.cost_split import (
+    refine,
+    split_by_cost,
+    split_evenly,
+)
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.autoschedule.synthesize import synthesize
 from torchdistpackage.schedule.costs import CostsFile, StageCosts

@@ -9,8 +9,12 @@ from dataclasses import dataclass
 from math import inf
 
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.parallel.pipeline.partition.cost_split import MemoryLimit, split_by_cost
-from torchdistpackage.parallel.pipeline.refine import Cut, refine
+from torchdistpackage.parallel.pipeline.partition.cost_split import (
+    Cut,
+    MemoryLimit,
+    refine,
+    split_by_cost,
+)
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.timeline import simulate
