@@ -10,7 +10,7 @@ import pytest
 
 from torchdistpackage.launch.failure import Failure, FailureKind, to_json
 from torchdistpackage.launch.signals import SignalFlag
-from torchdistpackage.launch.silence import wait_for_word
+from torchdistpackage.launch.supervisor import wait_for_word
 
 LOST = "Connection closed by peer"
 PROGRAM = """

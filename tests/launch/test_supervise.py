@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from torchdistpackage.launch.failure import Failure, FailureKind, from_json, to_json
-from torchdistpackage.launch.stopped import noted
-from torchdistpackage.launch.supervisor import read_failure_reports
+from torchdistpackage.launch.supervisor import noted_stopped, read_failure_reports
 
 HOST = socket.gethostname()
 PROGRAM = """
@@ -288,14 +287,16 @@ def test_a_watcher_notes_that_its_rank_is_stopped_for_as_long_as_it_is(tmp_path)
     for _ in range(2):
         os.kill(pid, signal.SIGSTOP)
         wait_for(report.with_suffix(".stopped"))
-        assert noted(report) == "T" and read_failure_reports(report.parent) == []
+        assert noted_stopped(report) == "T" and read_failure_reports(report.parent) == []
         os.kill(pid, signal.SIGCONT)
-        wait_until(lambda: not noted(report))
+        wait_until(lambda: not noted_stopped(report))
     (tmp_path / "go").touch()
-    wait_until(lambda: noted(report))
+    wait_until(lambda: noted_stopped(report))
     os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=30)
-    assert process.returncode == 137 and noted(report) == "", "a rank that is gone is not stopped"
+    assert process.returncode == 137 and noted_stopped(report) == "", (
+        "a rank that is gone is not stopped"
+    )
 
 
 def test_a_process_with_threads_forks_no_rank(tmp_path):

@@ -30,7 +30,7 @@ from torchdistpackage.launch.ipc import (
     SignalRequest,
     pack,
 )
-from torchdistpackage.launch.stopped import stopped
+from torchdistpackage.launch.signals import stopped
 
 # Importing a numerical library must not start its threads: that would end forking for good.
 _THREAD_COUNTS = (

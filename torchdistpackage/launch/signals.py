@@ -1,14 +1,18 @@
-"""Signals that ask a run to end: noted by the handler, acted on elsewhere.
+"""Signals that ask a run to end: noted by the handler, acted on elsewhere; and those that stop it.
 
-One rule: the handler does nothing but note. Whoever runs the process looks at the note where it can
+One rule: the handler does nothing but note. What runs the process looks at the note where it can
 act on it, and every process that shares a step must agree first.
 """
 
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 from torchdistpackage.errors import LaunchError
+
+STOPPED = ("T", "t")
+"""States in /proc of a process that is stopped, by a signal and by a debugger."""
 
 
 class SignalFlag:
@@ -39,3 +43,13 @@ class SignalFlag:
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self.all_received.append(signal.Signals(signum))
+
+
+def stopped(pid: int) -> str:
+    """The letter of its state as in /proc, T or t (by a debugger); "" if it is not stopped."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace")
+    except OSError:
+        return ""
+    letter = stat.rpartition(")")[2].split()[0]
+    return letter if letter in STOPPED else ""

@@ -6,6 +6,16 @@ one report per rank that failed, which says how.
 
 The parent's output is the launcher's: all that rank 0 writes, and of the others what they failed
 of. Every rank's own output goes to a log of its own.
+
+While the rank is stopped (SIGSTOP, Ctrl-Z, a debugger) a note beside its report says so: of a rank
+that is alone on its host nothing else does, and by its silence alone it cannot be told from a host
+that is gone.
+
+A rank that lost a peer which leaves no word keeps its task for a while, so that Slurm learns why.
+Only a rank whose own failure is the consequence of another's waits, and only while some rank has
+left no report. A node on which no task is left confirms the end of its job in its answer to
+slurmctld, which reads the answers when it has all of them, and for that of a node that is gone it
+waits one MessageTimeout. A node on which a task still runs confirms by a message of its own.
 """
 
 import contextlib
@@ -35,16 +45,17 @@ from torchdistpackage.launch.failure import (
     to_json,
 )
 from torchdistpackage.launch.files import atomic_write
-from torchdistpackage.launch.signals import SignalFlag
-from torchdistpackage.launch.silence import wait_for_word
-from torchdistpackage.launch.stopped import note, stopped
+from torchdistpackage.launch.signals import STOPPED, SignalFlag, stopped
 from torchdistpackage.launch.workers import tail
 
 _MOST_BYTES = 1 << 20
 """Of a rank's report."""
+HOLD_S = 30.0
+"""The wait for word of a lost peer, in vain where no node is gone and that peer goes on."""
 GRACE_S = 2.0
 """For a rank to end by itself when another one has failed and this process is told to end."""
 _POLL_S = 0.25
+_SIGNAL_S = 0.1
 _LOOK_S = 1.0
 _SKEW_NS = 5 * 10**9
 """How much later than others this task may have been started; older reports are another step's."""
@@ -210,7 +221,7 @@ class _RankSupervisor:
         self._pid = pid
         status = None
         with contextlib.suppress(OSError):
-            note(self._rank.report, "")  # another step's
+            note_stopped(self._rank.report, "")  # another step's
         with selectors.DefaultSelector() as selector:
             selector.register(output, selectors.EVENT_READ)
             while status is None:
@@ -261,7 +272,7 @@ class _RankSupervisor:
     def _say(self, letter: str) -> None:
         if letter != self._signals:
             with contextlib.suppress(OSError):
-                note(self._rank.report, letter)
+                note_stopped(self._rank.report, letter)
                 self._signals = letter
 
     def _kill(self, signum: int) -> None:
@@ -307,3 +318,57 @@ def _write_all(fd: int, data: bytes) -> None:
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(fd, data) :]
+
+
+def note_stopped(report: Path, letter: str) -> None:
+    """Say beside the place of a rank's report that it is stopped, or with "" that it is not.
+
+    Raises:
+        OSError: that cannot be written.
+    """
+    if letter:
+        atomic_write(_stopped_note(report), letter)
+    else:
+        _stopped_note(report).unlink(missing_ok=True)
+
+
+def noted_stopped(report: Path) -> str:
+    """The letter that the watcher of the rank with that report has noted; "" if none."""
+    with contextlib.suppress(OSError, ValueError):
+        letter = _stopped_note(report).read_text(encoding="utf-8")
+        return letter if letter in STOPPED else ""
+    return ""
+
+
+def _stopped_note(report: Path) -> Path:
+    return report.with_suffix(".stopped")
+
+
+def wait_for_word(
+    failures: Path,
+    rank: int,
+    num_ranks: int,
+    noted: SignalFlag,
+    has_ended: Callable[[], bool],
+    limit_s: float = HOLD_S,
+) -> None:
+    """Until all ranks have left reports in `failures`, or Slurm tells this process to end.
+
+    has_ended: whether the run came to an end, and so not all ranks leave reports.
+    """
+    until_s = time.monotonic() + limit_s
+    look_s, said = 0.0, False
+    while not noted.all_received and (now_s := time.monotonic()) < until_s:
+        if now_s >= look_s:
+            first, look_s = not look_s, now_s + _LOOK_S
+            # names alone, since every rank looks
+            left = {int(path.stem.removeprefix("rank")) for path in failures.glob("rank*.json")}
+            if len(left) >= num_ranks or has_ended():
+                return
+            if not first and not said and rank == min(left, default=rank):
+                said = True
+                sys.stderr.write(
+                    f"no word from {num_ranks - len(left)} of {num_ranks} ranks; if their node is "
+                    f"gone, Slurm has up to {limit_s:g} s to find out\n"
+                )
+        time.sleep(_SIGNAL_S)

@@ -16,7 +16,7 @@ from torchdistpackage.harness.hang.dump import Dump, Folder, State, states
 from torchdistpackage.harness.hang.report import Diagnosis, diagnose
 from torchdistpackage.launch.failure import Failure, FailureKind, to_json
 from torchdistpackage.launch.files import atomic_write
-from torchdistpackage.launch.stopped import noted
+from torchdistpackage.launch.supervisor import noted_stopped
 from torchdistpackage.topology.mesh import Mesh
 
 GATHER_S = 4.0
@@ -64,7 +64,7 @@ class Shutdown:
         silent = [rank for rank, dump in dumps.items() if not dump.answers]
         stacks = self.folder.stacks(silent)
         reports = {rank: dumps[rank].failure for rank in silent}
-        letters = {rank: noted(Path(report)) for rank, report in reports.items() if report}
+        letters = {rank: noted_stopped(Path(report)) for rank, report in reports.items() if report}
         stopped = {rank: letter for rank, letter in letters.items() if letter}
         found = diagnose(self.world_size, dumps, stacks, mesh=self.mesh, noted=stopped)
         if self.failure is not None:
