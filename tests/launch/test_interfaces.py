@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch import interfaces
-from torchdistpackage.launch.interfaces import (
+from torchdistpackage.launch import network
+from torchdistpackage.launch.network import (
+    GLOO,
     hosts_lines,
+    is_loopback,
     master_address,
     read_addresses,
     resolve,
     source_address_for,
 )
-from torchdistpackage.launch.network import GLOO, is_loopback
 
 
 def test_the_kernels_list_has_loopback_and_all_that_can_be_reached():
@@ -76,8 +77,8 @@ def test_a_loopback_master_is_refused_on_every_node(address, here):
 
 def test_a_name_that_means_loopback_is_refused_but_on_its_own_host(monkeypatch):
     """Debian maps a host's own name to 127.0.1.1 in /etc/hosts."""
-    monkeypatch.setattr(interfaces, "resolve", lambda host: ("127.0.1.1",))
-    monkeypatch.setattr(interfaces, "hosts_lines", lambda host: (f"line 2: 127.0.1.1 {host}",))
+    monkeypatch.setattr(network, "resolve", lambda host: ("127.0.1.1",))
+    monkeypatch.setattr(network, "hosts_lines", lambda host: (f"line 2: 127.0.1.1 {host}",))
     assert master_address({}, "n1", rank=0, here=True) is None
     with pytest.raises(LaunchError, match=r"/etc/hosts, line 2: 127\.0\.1\.1 n1"):
         master_address({}, "n1", rank=1, here=False)
@@ -86,11 +87,11 @@ def test_a_name_that_means_loopback_is_refused_but_on_its_own_host(monkeypatch):
 def test_the_masters_own_node_takes_the_address_it_has(monkeypatch):
     own = next(str(a.ip.ip) for a in read_addresses() if a.up)
     found = ("127.0.1.1", "192.0.2.77", "192.0.2.78")
-    monkeypatch.setattr(interfaces, "resolve", lambda host: found)
+    monkeypatch.setattr(network, "resolve", lambda host: found)
     assert master_address({}, "n1", rank=1, here=False) == "192.0.2.77"
     assert master_address({}, "n1", rank=0, here=True) == "192.0.2.77"
-    monkeypatch.setattr(interfaces, "is_loopback", lambda address: address == "127.0.1.1")
-    monkeypatch.setattr(interfaces, "resolve", lambda host: (*found, own))
+    monkeypatch.setattr(network, "is_loopback", lambda address: address == "127.0.1.1")
+    monkeypatch.setattr(network, "resolve", lambda host: (*found, own))
     assert master_address({}, "n1", rank=0, here=True) == own
-    monkeypatch.setattr(interfaces, "resolve", lambda host: ())
+    monkeypatch.setattr(network, "resolve", lambda host: ())
     assert master_address({}, "n1", rank=0, here=True) is None

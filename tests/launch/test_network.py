@@ -89,7 +89,7 @@ CASES = {
 def test_table(case):
     addresses, master, source, name, reason = CASES[case]
     for order in (addresses, addresses[::-1]):
-        choice = choose_interface(order, master, source_address_for=source)
+        choice = choose_interface(order, master, own=source)
         assert choice.name == name
         assert reason in choice.reason
         assert choice.address in {str(a.ip.ip) for a in addresses if a.interface == name}
@@ -107,7 +107,7 @@ def test_what_software_made_is_never_chosen_by_accident(made):
     """Even where it holds the master's address, is its subnet, and is the way to it."""
     addresses = node("eth0 10.1.0.7/24", f"{made} 172.17.0.1/16")
     for master in ("172.17.0.1", "172.17.0.2"):
-        assert choose_interface(addresses, master, source_address_for="172.17.0.1").name == "eth0"
+        assert choose_interface(addresses, master, own="172.17.0.1").name == "eth0"
     with pytest.raises(LaunchError, match=f"{made} .*, made for containers"):
         choose_interface(node(f"{made} 172.17.0.1/16"), "172.17.0.2")
 
@@ -132,7 +132,7 @@ def test_what_software_made_is_never_chosen_by_accident(made):
 )
 def test_without_an_answer_all_candidates_are_named(addresses, master, source, why):
     with pytest.raises(LaunchError) as error:
-        choose_interface(addresses, master, source_address_for=source)
+        choose_interface(addresses, master, own=source)
     text = str(error.value)
     assert master in text and why in text and GLOO in text
     assert all(str(address) in text for address in addresses)

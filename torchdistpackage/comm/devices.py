@@ -1,7 +1,7 @@
 """The device and back end of this rank, agreed on by all ranks before any communicator is made.
 
 Each rank chooses for itself and publishes its choice in the store; the last one judges all of them
-(`launch/device_agreement.py`), and what it finds is raised on every rank.
+(`launch/device.py`), and what it finds is raised on every rank.
 """
 
 import os
@@ -15,11 +15,12 @@ from torchdistpackage.comm.rendezvous_store import await_all
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.device import (
     DeviceChoice,
+    RankDevice,
     choose_device,
+    disagreement,
     exclusive_device,
     names_no_device,
 )
-from torchdistpackage.launch.device_agreement import RankDevice, disagreement
 from torchdistpackage.launch.rendezvous import Rendezvous
 
 _UNKNOWN = "?"

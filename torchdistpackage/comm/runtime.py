@@ -25,9 +25,14 @@ from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.rendezvous_store import await_all, connect, find, serve
 from torchdistpackage.comm.world import world
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.device_variables import device_variables
-from torchdistpackage.launch.interfaces import master_address, read_addresses, source_address_for
-from torchdistpackage.launch.network import configure_network, users_interfaces
+from torchdistpackage.launch.device import device_variables
+from torchdistpackage.launch.network import (
+    configure_network,
+    master_address,
+    read_addresses,
+    source_address_for,
+    users_interfaces,
+)
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
 
 _starts = itertools.count()
@@ -251,9 +256,7 @@ def _choose_network(master: str) -> str:
     addresses = read_addresses()
     if not addresses:
         return ""
-    network = configure_network(
-        os.environ, addresses, master, source_address_for=source_address_for(master)
-    )
+    network = configure_network(os.environ, addresses, master, own=source_address_for(master))
     os.environ.update(network.variables)
     return network.note
 

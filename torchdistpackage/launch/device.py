@@ -1,15 +1,34 @@
-"""Which of the visible GPUs is mine: arithmetic on what the launcher and the driver say.
+"""Which of the visible GPUs is mine, what to set for it, and whether all ranks may run on theirs.
 
-The one rule: a process takes an index among the devices it can see and never changes what
-it sees. CUDA_VISIBLE_DEVICES belongs to whoever set it; a process that narrows it to its
-own device takes the direct links to the other GPUs of the node away from NCCL.
+One rule: a process takes an index among the devices it can see and never changes what it sees.
+CUDA_VISIBLE_DEVICES belongs to whoever set it; a process that narrows it to its own device takes
+the direct links to the other GPUs of the node away from NCCL.
+
+What the ranks chose is judged once, from what each published: a rank without a GPU among ranks with
+one would wait on gloo for peers that wait in NCCL, and a whole run on the CPU where GPUs were meant
+costs a night. So both are refused, with the hosts that are short of a GPU. One machine with too few
+GPUs may run on the CPU: that is how people try things.
+
+Pure: what the launcher, the driver and the ranks say are arguments.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
 
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.hostlist import expand_counts
+
+_NAMED = 8
+_ADVICE = (
+    "look at `nvidia-smi` there and leave such hosts out (Slurm: --exclude), or set "
+    "CUDA_VISIBLE_DEVICES to nothing for all ranks to run on the CPU"
+)
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+"""Two names of one setting each, of which the first is the newer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,3 +143,100 @@ def _cgroup_hides_others(local_world_size: int) -> str:
         f"without direct links between them; let each see all of the node's, with --gpus-per-node "
         f"instead of --gpus-per-task, and leave CUDA_VISIBLE_DEVICES alone"
     )
+
+
+def device_variables(env: Mapping[str, str], dump_folder: Path | None = None) -> dict[str, str]:
+    """What to set beside `env`.
+
+    dump_folder: where NCCL's flight recorder leaves a file for each rank when a call timed out.
+    """
+    wanted: dict[tuple[str, ...], str] = {
+        _ALLOCATOR: "expandable_segments:True",
+        ("NCCL_LAUNCH_ORDER_IMPLICIT",): "1",
+    }
+    if dump_folder is not None:
+        wanted[_DUMPS] = str(dump_folder.absolute() / "nccl_trace_rank")
+    return {names[0]: value for names, value in wanted.items() if not env.keys() & {*names}}
+
+
+@dataclass(frozen=True, slots=True)
+class RankDevice:
+    """What one rank says of itself before any communicator is made.
+
+    device: "cuda" or "cpu". asked: the backend its caller asked for, or "". num_visible: GPUs the
+    driver shows it; hides_gpus: CUDA_VISIBLE_DEVICES is set and names none. num_given: GPUs of
+    this node that Slurm gave the step. problem: why it could choose none, or "".
+    """
+
+    rank: int
+    host: str
+    node: int
+    num_local: int
+    device: str
+    backend: str
+    asked: str
+    num_visible: int
+    hides_gpus: bool
+    num_given: int
+    problem: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        return cls(**json.loads(text))
+
+
+def disagreement(ranks: Sequence[RankDevice]) -> str:
+    """Why these ranks must not begin, or "" if they may."""
+    if wrong := [r for r in ranks if r.problem]:
+        shown = "; ".join(f"rank {r.rank} on {r.host}: {r.problem}" for r in wrong[:_NAMED])
+        return shown + (f"; and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else "")
+    on_cpu = [r for r in ranks if r.device == "cpu"]
+    if on_cpu and len(on_cpu) < len(ranks):
+        return (
+            f"some ranks have a GPU and some have none: {_shortage(on_cpu)}; the other "
+            f"{len(ranks) - len(on_cpu)} ranks have one each; {_ADVICE}"
+        )
+    backends = {r.backend: [s.rank for s in ranks if s.backend == r.backend] for r in ranks}
+    if len(backends) > 1:
+        shown = ", ".join(f"{name} on {_listed(those)}" for name, those in backends.items())
+        return f"the ranks use different backends: {shown}; give setup_distributed the same on all"
+    if on_cpu and (short := [r for r in ranks if _is_short(r, len(ranks))]):
+        return f"too few GPUs: {_shortage(short)}; {_ADVICE}"
+    return ""
+
+
+def _is_short(r: RankDevice, world_size: int) -> bool:
+    """Whether a rank on the CPU was meant to have a GPU."""
+    if r.asked == "gloo" or r.hides_gpus:
+        return False
+    return r.num_given > 0 or (r.num_visible > 0 and r.num_local < world_size)
+
+
+def _shortage(ranks: Sequence[RankDevice]) -> str:
+    """Hosts, how many GPUs each shows, and to how many ranks."""
+    nodes = {r.node: [s for s in ranks if s.node == r.node] for r in ranks}
+    shown: list[str] = []
+    for those in nodes.values():
+        r = those[0]
+        given = f" of the {r.num_given} that Slurm gave" if r.num_given else ""
+        gpus = "no GPU" if not r.num_visible else f"{r.num_visible} GPU{'s' * (r.num_visible > 1)}"
+        many = "s" * (r.num_local > 1)
+        numbers = _listed([s.rank for s in those])
+        shown.append(f"{r.host} shows {gpus}{given} to {r.num_local} rank{many} ({numbers})")
+    more = f"; and {len(shown) - _NAMED} more hosts" if len(shown) > _NAMED else ""
+    return "; ".join(shown[:_NAMED]) + more
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    """0 to 7, 9: runs of consecutive numbers by their ends."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], rank]
+        else:
+            runs.append([rank])
+    shown = ", ".join(" to ".join(map(str, run)) for run in runs)
+    return f"rank{'s' * (len(runs) > 1 or len(runs[0]) > 1)} {shown}"
