@@ -16,8 +16,7 @@ import pytest
 
 from torchdistpackage.errors import HeldError, LaunchError
 from torchdistpackage.launch.holder import STALE_S, LockHolder, from_json, this_process, to_json
-from torchdistpackage.launch.lock import hold, holder_of, take
-from torchdistpackage.launch.lock_file import take_away
+from torchdistpackage.launch.lock import hold, holder_of, take, take_away
 from torchdistpackage.launch.slurm.query import CompletedCommand
 
 NO_FLOCK = """

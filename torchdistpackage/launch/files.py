@@ -4,6 +4,7 @@ One rule: a file is on the disk before it has its name, so nobody acts on what a
 and a line that is not whole is passed over.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -110,3 +111,25 @@ def read_json_lines(path: Path, parse: Callable[[Any], T]) -> tuple[list[T], lis
         except (ValueError, TypeError, KeyError, OverflowError):
             bad.append(number)
     return found, bad
+
+
+def make_folder(folder: Path) -> list[Path]:
+    """Make `folder` and those above it; the ones that were missing, the lowest first.
+
+    Raises:
+        OSError: one cannot be made; then none is left.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        remove_empty(missing)
+        raise
+    return missing
+
+
+def remove_empty(folders: list[Path]) -> None:
+    """Remove those that are empty."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()

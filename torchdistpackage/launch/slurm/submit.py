@@ -20,8 +20,7 @@ from pathlib import Path
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm import extra_of
 from torchdistpackage.errors import ConfigError, LaunchError
-from torchdistpackage.launch.files import atomic_write_all
-from torchdistpackage.launch.lock_file import make_folder, remove_empty
+from torchdistpackage.launch.files import atomic_write_all, make_folder, remove_empty
 from torchdistpackage.launch.slurm import node_blocklist
 from torchdistpackage.launch.slurm.environment import options_dropped
 from torchdistpackage.launch.slurm.job import (
