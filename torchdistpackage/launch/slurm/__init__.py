@@ -1,0 +1,10 @@
+"""Jobs of Slurm: made, submitted, watched, requeued and read from their run folders. No torch.
+
+The job             job (a configuration as a batch job; sweeps), snapshot (its code), script (its
+                    text), environment (what it does not inherit).
+Submission          submit, or by_submitit; jobs (look, cancel, submit again).
+Slurm               query (commands, states of jobs).
+Run folder          run_dir (paths, submissions, starts), runs (progress, end, logs).
+The end of a job    failure_report (which rank failed first), node_blocklist, requeue (whether it
+                    comes back), monitor (whether it is submitted again).
+"""
