@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from torchdistpackage.errors import LaunchError, RankError
-from torchdistpackage.launch.workers import ForkServer, run_local
+from torchdistpackage.launch.fork_server_client import ForkServer
+from torchdistpackage.launch.workers import run_local
 
 # The ranks import this file, and with it pytest: once in the server is quicker than in each.
 PRELOAD = ("pytest",)

@@ -25,9 +25,11 @@ from torchdistpackage.harness.late.orders import is_late
 from torchdistpackage.harness.pool_job import Answer, Job
 from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.launch.failure import Failure, FailureKind, report
+from torchdistpackage.launch.files import tail
+from torchdistpackage.launch.fork_server_client import ForkedChild, ForkServer
 from torchdistpackage.launch.ipc import Channel, unpack
 from torchdistpackage.launch.rank import Result, pack_arguments
-from torchdistpackage.launch.workers import NEWS_S, ForkedChild, ForkServer, tail
+from torchdistpackage.launch.workers import NEWS_S
 
 # Called in every rank after every run, where its module is loaded.
 CLEANUPS = ("torchdistpackage.comm.tpc:tpc.destroy",)

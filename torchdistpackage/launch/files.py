@@ -21,6 +21,7 @@ T = TypeVar("T")
 _HOST_LETTERS = 32
 _MOST_BYTES = 1 << 26
 """Of a file that grows by lines."""
+_TAIL_BYTES = 4096
 
 
 def atomic_write(path: Path, text: str, *, mode: int = 0o666) -> None:
@@ -111,6 +112,19 @@ def read_json_lines(path: Path, parse: Callable[[Any], T]) -> tuple[list[T], lis
         except (ValueError, TypeError, KeyError, OverflowError):
             bad.append(number)
     return found, bad
+
+
+def tail(path: Path, start_bytes: int = 0) -> str:
+    """The last lines of what was written to `path` from `start_bytes` on, at most 4 KiB."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            start = max(start_bytes, size - _TAIL_BYTES)
+            file.seek(start)
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+    return (text if start == start_bytes else text.partition("\n")[2]).rstrip()
 
 
 def make_folder(folder: Path) -> list[Path]:

@@ -44,9 +44,8 @@ from torchdistpackage.launch.failure import (
     summary,
     to_json,
 )
-from torchdistpackage.launch.files import atomic_write
+from torchdistpackage.launch.files import atomic_write, tail
 from torchdistpackage.launch.signals import STOPPED, SignalFlag, stopped
-from torchdistpackage.launch.workers import tail
 
 _MOST_BYTES = 1 << 20
 """Of a rank's report."""

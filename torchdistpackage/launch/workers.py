@@ -22,16 +22,14 @@ from types import FrameType
 from torchdistpackage.errors import LaunchError, RankError
 from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.launch.failure import Failure, FailureKind, read_failure, report
+from torchdistpackage.launch.files import tail
 from torchdistpackage.launch.fork_server_client import ForkedChild, ForkServer
 from torchdistpackage.launch.ipc import unpack
 from torchdistpackage.launch.rank import Result, pack_arguments
 
-__all__ = ["ForkServer", "ForkedChild", "run_local", "tail"]
-
 # Wait after the first failure: peers of a dead rank may be quicker than the kernel to tell of it.
 NEWS_S = 0.3
 _POLL_S = 0.1
-_TAIL_BYTES = 4096
 
 
 @dataclass(slots=True)
@@ -140,19 +138,6 @@ def run_local(
     return [unpack(value, reference.aliases) for value in results]
 
 
-def tail(path: Path, start_bytes: int = 0) -> str:
-    """The last lines of what was written to `path` from `start_bytes` on, at most 4 KiB."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            start = max(start_bytes, size - _TAIL_BYTES)
-            file.seek(start)
-            text = file.read().decode(errors="replace")
-    except FileNotFoundError:
-        return ""
-    return (text if start == start_bytes else text.partition("\n")[2]).rstrip()
-
-
 def _log_path(folder: Path, rank: int, env: Mapping[str, str]) -> Path | None:
     if rank == 0:
         return None
@@ -185,22 +170,15 @@ def _start(
     return _LocalRank(rank, child, log, size, size)
 
 
+@dataclass(frozen=True, slots=True)
 class _RankMonitor:
     """Waits for the ranks, and ends them all after the first failure or signal."""
 
-    def __init__(
-        self,
-        server: ForkServer,
-        ranks: list[_LocalRank],
-        signals: _Signals,
-        grace_s: float,
-        on_line: Callable[[int, str], None] | None,
-    ) -> None:
-        self._server = server
-        self._ranks = ranks
-        self._signals = signals
-        self._grace_s = grace_s
-        self._on_line = on_line
+    server: ForkServer
+    ranks: list[_LocalRank]
+    signals: _Signals
+    grace_s: float
+    on_line: Callable[[int, str], None] | None
 
     def until_gone(self) -> list[Failure]:
         """Return when no rank is left: the failures that were not the supervisor's own doing."""
@@ -208,8 +186,8 @@ class _RankMonitor:
         news_end_s = kill_s = float("inf")
         num_signals = 0
         with selectors.DefaultSelector() as selector:
-            selector.register(self._server, selectors.EVENT_READ)
-            for rank in self._ranks:
+            selector.register(self.server, selectors.EVENT_READ)
+            for rank in self.ranks:
                 assert rank.child.channel is not None
                 selector.register(rank.child.channel, selectors.EVENT_READ)
             while self._running():
@@ -222,9 +200,9 @@ class _RankMonitor:
                     news_end_s = now_s + NEWS_S
                 if now_s >= news_end_s and kill_s == float("inf"):
                     failures += [self._stopped(r) for r in self._running() if r.child.is_stopped]
-                    kill_s = now_s + self._grace_s
+                    kill_s = now_s + self.grace_s
                     self._signal(signal.SIGTERM)
-                for signum in self._signals.received[num_signals:]:
+                for signum in self.signals.received[num_signals:]:
                     kill_s = min(kill_s, now_s + self._patience_s(signum, num_signals))
                     self._signal(signum)
                     num_signals += 1
@@ -234,21 +212,21 @@ class _RankMonitor:
 
     def _patience_s(self, signum: int, num_before: int) -> float:
         """How long ranks that got `signum` may take; a second request to end means: now."""
-        if signum not in self._signals.handled:
-            return 0.0 if num_before else self._grace_s
-        again = signum == signal.SIGTERM and signum in self._signals.received[:num_before]
+        if signum not in self.signals.handled:
+            return 0.0 if num_before else self.grace_s
+        again = signum == signal.SIGTERM and signum in self.signals.received[:num_before]
         return 0.0 if again else float("inf")
 
     def _running(self) -> list[_LocalRank]:
-        return [rank for rank in self._ranks if rank.child.exit is None]
+        return [rank for rank in self.ranks if rank.child.exit is None]
 
     def _signal(self, signum: int) -> None:
         for rank in self._running():
             rank.child.signal(signum)
 
     def _hear(self, selector: selectors.BaseSelector) -> None:
-        self._server.reap()  # first: what a rank sent before it ended is then there to be read
-        for rank in self._ranks:
+        self.server.reap()  # first: what a rank sent before it ended is then there to be read
+        for rank in self.ranks:
             channel = rank.child.channel
             if channel is not None and rank.channel_open:
                 messages, rank.channel_open = channel.recv_ready()
@@ -257,15 +235,15 @@ class _RankMonitor:
                     rank.outcome = message
                 if not rank.channel_open:
                     selector.unregister(channel)
-            if self._on_line is not None and rank.log is not None:
+            if self.on_line is not None and rank.log is not None:
                 for line in _new_lines(rank):
-                    self._on_line(rank.rank, line)
+                    self.on_line(rank.rank, line)
 
     def _failures(self) -> list[Failure]:
-        return [f for f in (self._failure(rank) for rank in self._ranks) if f is not None]
+        return [f for f in (self._failure(rank) for rank in self.ranks) if f is not None]
 
     def _failure(self, rank: _LocalRank) -> Failure | None:
-        told = rank.outcome or read_failure(self._server.folder / f"failure{rank.rank}.json")
+        told = rank.outcome or read_failure(self.server.folder / f"failure{rank.rank}.json")
         if isinstance(told, Failure):
             return told
         gone = rank.child.exit
