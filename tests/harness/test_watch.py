@@ -29,10 +29,9 @@ from torchdistpackage.harness.hang.shutdown import Shutdown
 from torchdistpackage.harness.hang.stacks import FOREIGN
 from torchdistpackage.harness.watch_start import agree_on_start
 from torchdistpackage.harness.watchdog import HangWatchdog
-from torchdistpackage.launch.failure import FailureKind, root_cause
+from torchdistpackage.launch.failure import FailureKind, read_failure_reports, root_cause
 from torchdistpackage.launch.fork_server_client import ForkedChild, ForkServer
 from torchdistpackage.launch.slurm.node_blocklist import incident_of
-from torchdistpackage.launch.supervisor import read_failure_reports
 
 TIMEOUT_S = 2.5
 FULL = ("several", "all", "exits", "raw", "lingering", "left", "shape")

@@ -13,8 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from torchdistpackage.launch.failure import Failure, FailureKind, from_json, to_json
-from torchdistpackage.launch.supervisor import noted_stopped, read_failure_reports
+from torchdistpackage.launch.failure import (
+    Failure,
+    FailureKind,
+    from_json,
+    read_failure_reports,
+    to_json,
+)
+from torchdistpackage.launch.supervisor import noted_stopped
 
 HOST = socket.gethostname()
 PROGRAM = """

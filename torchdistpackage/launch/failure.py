@@ -15,6 +15,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from torchdistpackage.bounded import parse_json, read_regular
+
+_MOST_BYTES = 1 << 24
+"""Of a rank's report."""
+
 
 class FailureKind(StrEnum):
     """How a rank ended, as far as its supervisor can tell."""
@@ -163,9 +168,15 @@ def _signal_name(signum: int) -> str:
 def read_failure(path: Path) -> Failure | None:
     """What a rank left there of its end; None if it left nothing, or was cut short."""
     try:
-        return from_json(path.read_text(encoding="utf-8"))
+        return from_json(read_regular(path, _MOST_BYTES).decode())
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def read_failure_reports(folder: Path) -> list[Failure]:
+    """The reports of one start by rank; those cut short are left out."""
+    found = map(read_failure, folder.glob("rank*.json"))
+    return sorted((f for f in found if f is not None), key=lambda failure: failure.rank)
 
 
 def to_json(failure: Failure) -> str:
@@ -179,6 +190,6 @@ def from_json(text: str) -> Failure:
     Raises:
         ValueError, TypeError, KeyError: it is not one, or was cut short.
     """
-    fields: dict[str, Any] = json.loads(text)
+    fields: dict[str, Any] = parse_json(text)
     fields["kind"] = FailureKind(fields["kind"])
     return Failure(**fields)

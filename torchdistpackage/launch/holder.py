@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from torchdistpackage.bounded import parse_json
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.slurm.query import Outcome, Runner, limited, query_jobs
 from torchdistpackage.launch.slurm_env import in_step
@@ -95,9 +96,9 @@ def to_json(holder: LockHolder) -> str:
 def from_json(text: str) -> LockHolder | None:
     """Back from `to_json`; None of what is none, or not whole yet."""
     try:
-        values: dict[str, Any] = json.loads(text)
+        values: dict[str, Any] = parse_json(text)
         holder = LockHolder(**values)
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError):
         return None
     typed = all(type(values[field.name]) is field.type for field in fields(LockHolder))
     numbered = all(not x or x.isdecimal() for x in (holder.job, holder.step)) if typed else False

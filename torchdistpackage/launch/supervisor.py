@@ -33,7 +33,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from torchdistpackage.bounded import read_regular
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.failure import (
     Failure,
@@ -47,8 +46,6 @@ from torchdistpackage.launch.failure import (
 from torchdistpackage.launch.files import atomic_write, tail
 from torchdistpackage.launch.signals import STOPPED, SignalFlag, stopped
 
-_MOST_BYTES = 1 << 20
-"""Of a rank's report."""
 HOLD_S = 30.0
 """The wait for word of a lost peer, in vain where no node is gone and that peer goes on."""
 GRACE_S = 2.0
@@ -127,15 +124,6 @@ def supervise(body: Callable[[], int], rank: WatchedRank, signals: SignalFlag) -
     if rank.num_ranks and failure is not None and is_secondary(failure):
         wait_for_word(rank.failures, rank.rank, rank.num_ranks, signals, rank.has_ended)
     return code
-
-
-def read_failure_reports(folder: Path) -> list[Failure]:
-    """The reports of one start by rank; those cut short are left out."""
-    found: list[Failure] = []
-    for path in sorted(folder.glob("rank*.json")):
-        with contextlib.suppress(ValueError, TypeError, KeyError, OSError):
-            found.append(from_json(read_regular(path, _MOST_BYTES).decode()))
-    return sorted(found, key=lambda failure: failure.rank)
 
 
 def _reports(place: WatchedRank) -> dict[Path, int]:

@@ -18,7 +18,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchdistpackage.launch.failure import Failure, is_secondary, report, root_cause, summary
+from torchdistpackage.launch.failure import (
+    Failure,
+    is_secondary,
+    read_failure_reports,
+    report,
+    root_cause,
+    summary,
+)
 from torchdistpackage.launch.files import atomic_write, beside
 from torchdistpackage.launch.hostlist import expand
 from torchdistpackage.launch.slurm.node_blocklist import incident_of, record
@@ -30,7 +37,6 @@ from torchdistpackage.launch.slurm.requeue import (
 )
 from torchdistpackage.launch.slurm.run_dir import RunDir, read_starts
 from torchdistpackage.launch.slurm.runs import SubmittedRun, decision, progress
-from torchdistpackage.launch.supervisor import read_failure_reports
 
 CANNOT_WRITE = 73
 """Exit code of a job whose run folder takes nothing (EX_CANTCREAT)."""

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from torchdistpackage.bounded import check_regular, parse_json, read_regular
 from torchdistpackage.errors import ConfigError, LaunchError
-from torchdistpackage.launch.failure import Failure
+from torchdistpackage.launch.failure import Failure, read_failure_reports
 from torchdistpackage.launch.slurm.query import (
     GRACE_S,
     JobInfo,
@@ -34,7 +34,6 @@ from torchdistpackage.launch.slurm.run_dir import (
     read_records,
     read_starts,
 )
-from torchdistpackage.launch.supervisor import read_failure_reports
 
 _TAIL_BYTES = 1 << 16
 _STEPS = re.compile(r"^train:\n(?:[ #].*\n|\n)*? +steps: *(\d+)", re.MULTILINE)
