@@ -57,7 +57,7 @@ def ls(folder: Dir = RUNS) -> None:
     ]
     for run in runs:
         info = looked.jobs[run.latest.job]
-        now, got = status(run, info, time.time()), progress(run)
+        now, got = status(run, info, time.time()), progress(run.files)
         rows.append(
             (
                 run.name,
@@ -177,7 +177,7 @@ def _say(line: str) -> None:
 
 
 def _story(run: SubmittedRun, info: JobInfo) -> str:
-    now, got, latest = status(run, info, time.time()), progress(run), run.latest
+    now, got, latest = status(run, info, time.time()), progress(run.files), run.latest
     earlier = ", ".join(record.job for record in run.records[:-1])
     reason = f": {now.reason}" if now.reason else ""
     loss = "" if got.loss is None else f", loss {got.loss:.4f}"

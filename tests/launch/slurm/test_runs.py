@@ -84,18 +84,18 @@ def test_one_run_is_asked_for_where_several_are_meant(runs: Path):
 
 def test_progress_is_the_last_row_that_is_whole(tmp_path: Path):
     run = submitted(tmp_path / "a", "1")
-    assert progress(run) == RunProgress()
+    assert progress(run.files) == RunProgress()
     measured(run, 3.5, 2.5, num_steps=40)
     with (run.folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 3, "loss": None, "val_loss": 2.0}) + "\n")
         file.write('{"step": 4, "lo')
-    assert progress(run) == RunProgress(3, 40, 2.5)
+    assert progress(run.files) == RunProgress(3, 40, 2.5)
 
 
 def test_the_number_of_steps_is_read_from_the_file_that_we_write(tmp_path: Path):
     run = submitted(tmp_path / "a", "1")
     run.files.config.write_text(RunConfig.model_validate({"train": {"steps": 123}}).to_yaml())
-    assert progress(run) == RunProgress(None, 123, None)
+    assert progress(run.files) == RunProgress(None, 123, None)
 
 
 def test_how_each_start_ended(tmp_path: Path):

@@ -36,7 +36,7 @@ from torchdistpackage.launch.slurm.requeue import (
     time_is_up,
 )
 from torchdistpackage.launch.slurm.run_dir import RunDir, read_starts
-from torchdistpackage.launch.slurm.runs import SubmittedRun, decision, progress
+from torchdistpackage.launch.slurm.runs import decision, progress
 
 CANNOT_WRITE = 73
 """Exit code of a job whose run folder takes nothing (EX_CANTCREAT)."""
@@ -122,8 +122,8 @@ def start_again(
     evidence = incident_of(first, start, now_s, failures) if first is not None else None
     earlier = [s for s in read_starts(files.starts) if s.start != start]
     decided = decide_in_job(
-        f"after step {progress(SubmittedRun(folder, ())).step or 0}: {died}",
-        decision(SubmittedRun(folder, ()), earlier[-1]) if earlier else None,
+        f"after step {progress(files).step or 0}: {died}",
+        decision(files, earlier[-1]) if earlier else None,
         left=left,
         time_up=time_is_up(now_s, end_s, (), (), margin_s),
         bad_node=evidence.reason if evidence else "",

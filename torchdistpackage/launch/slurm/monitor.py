@@ -175,7 +175,7 @@ class RunTarget:
         return self._now().latest.job
 
     def step(self) -> int | None:
-        return progress(self._run).step or 0
+        return progress(self._run.files).step or 0
 
     def word(self) -> Decision | None:
         return last_decision(self._now())

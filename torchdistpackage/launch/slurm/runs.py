@@ -140,15 +140,15 @@ def single(runs: Sequence[SubmittedRun]) -> SubmittedRun:
     return runs[0]
 
 
-def progress(run: SubmittedRun) -> RunProgress:
+def progress(files: RunDir) -> RunProgress:
     """How far the run is, whatever its job does."""
     step = loss = None
-    for row in _last_rows(run.folder / "metrics.jsonl"):
+    for row in _last_rows(files.run / "metrics.jsonl"):
         step = int(row["step"]) if step is None else step
         if isinstance(found := row.get("loss"), float | int) and abs(found) < 1e300:
             loss = float(found)
             break
-    for path in (run.folder / "resolved.yaml", run.files.config):
+    for path in (files.run / "resolved.yaml", files.config):
         if path.is_file() and (match := _STEPS.search(path.read_text(encoding="utf-8"))):
             return RunProgress(step, int(match[1]), loss)
     return RunProgress(step, None, loss)
@@ -165,10 +165,10 @@ def starts(run: SubmittedRun, record: Submission | None = None) -> list[Start]:
     return [s for s in found if s.time_s >= record.time_s - _CLOCKS_DIFFER_S]
 
 
-def decision(run: SubmittedRun, start: Start) -> Decision | None:
+def decision(files: RunDir, start: Start) -> Decision | None:
     """What the ranks of a start agreed on when they ended."""
     try:
-        said = read_regular(run.files.decision(start.start), _TAIL_BYTES)
+        said = read_regular(files.decision(start.start), _TAIL_BYTES)
         return Decision.parse(said.decode(errors="replace"))
     except (OSError, LaunchError):
         return None
@@ -176,8 +176,9 @@ def decision(run: SubmittedRun, start: Start) -> Decision | None:
 
 def attempt_results(run: SubmittedRun) -> list[AttemptResult]:
     """Every start of the run, with how it ended as far as that is known."""
+    files = run.files
     return [
-        AttemptResult(s, decision(run, s), tuple(read_failure_reports(run.files.failures(s.start))))
+        AttemptResult(s, decision(files, s), tuple(read_failure_reports(files.failures(s.start))))
         for s in starts(run)
     ]
 
@@ -185,7 +186,7 @@ def attempt_results(run: SubmittedRun) -> list[AttemptResult]:
 def last_decision(run: SubmittedRun) -> Decision | None:
     """What the ranks decided in the last start of the latest submission."""
     latest = starts(run, run.latest)
-    return decision(run, latest[-1]) if latest else None
+    return decision(run.files, latest[-1]) if latest else None
 
 
 def restarts(run: SubmittedRun, info: JobInfo) -> int:
