@@ -81,8 +81,8 @@ def test_a_disagreement_is_code_1_and_a_wrong_file_code_2(small, capsys, monkeyp
     def reducer(*args, **options):
         found = made(*args, **options)
         if linter.tpc.get_pp_rank():
-            launch, last = found.departures._launch, found.num_buckets - 1
-            monkeypatch.setattr(found.departures, "_launch", lambda b: launch(last - b))
+            launch, last = found._launch, found.num_buckets - 1
+            monkeypatch.setattr(found, "_launch", lambda b: launch(last - b))
         return found
 
     monkeypatch.setattr(builder, "Reducer", reducer)

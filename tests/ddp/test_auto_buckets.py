@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchdistpackage.ddp import bucket_tuning
-from torchdistpackage.ddp.bucket_plan import MIB
-from torchdistpackage.ddp.bucket_tuning import BucketPlan
+from torchdistpackage.ddp.bucket_plan import MIB, BucketPlan
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 
 DIM, STEPS = 8, 6
@@ -36,7 +35,7 @@ def batch(step: int) -> Tensor:
 
 def members(ddp: NaiveDDP) -> list[list[str]]:
     shared = ddp.reducer.shared
-    return [[shared[i].name for i in b.members] for b in ddp.reducer._packed.buckets]
+    return [[shared[i].name for i in b.members] for b in ddp.reducer.grad_buckets.buckets]
 
 
 def follows_gradients(set_to_none: bool, keep_order: bool) -> None:

@@ -51,7 +51,7 @@ def counts() -> dict[str, int]:
     for stage in (0, 1):
         run = parity.trainer([*large, f"parallel.zero={stage}", "data.name=python_stdlib"])
         found[f"train {stage}"] = run.reducer
-    sizes = {name: len(reducer._packed.buckets) for name, reducer in found.items()}
+    sizes = {name: len(reducer.grad_buckets.buckets) for name, reducer in found.items()}
     for each in (zero, alone):
         each.remove()
     dist.barrier()

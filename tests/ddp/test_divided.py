@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from torchdistpackage.ddp.bucket_comm import SMALL_BYTES
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.ddp.packed import SMALL_BYTES
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import CommError
 

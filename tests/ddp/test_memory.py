@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ddp.allocated import Meter
+from torchdistpackage.ddp.bucket_comm import STAGED_BYTES
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.ddp.packed import STAGED_BYTES
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 
 DIM, LAYERS = 128, 12

@@ -92,7 +92,7 @@ def only_in_final_blocks(twice: bool) -> None:
             events.append("told")
         reducer.finish()
         expect_same([grads(module)], [truth(step, twice)])
-        plan = [s.name for b in reducer.departures.packed.buckets for s in _members(reducer, b)]
+        plan = [s.name for b in reducer.grad_buckets.buckets for s in _members(reducer, b)]
         assert plan == ["spare.weight", "second.weight", "first.weight"]
         before, end = ["backward"] * 2, ["last backward", "told"]
         # the first that is due is unused, and all others wait for it
@@ -133,7 +133,7 @@ def pending_ones_wait() -> None:
             module.second.requires_grad_(True)
         events.append("run")
         reducer.finish()
-        names = [_members(reducer, b)[0].name for b in reducer.departures.packed.buckets]
+        names = [_members(reducer, b)[0].name for b in reducer.grad_buckets.buckets]
         assert names == ["second.weight", "first.weight", "spare.weight"]
         blocks = ["first block", "second block"]
         early = [0, "first block", 1, "second block"] if step else [*blocks, 0, 1]

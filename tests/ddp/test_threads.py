@@ -63,7 +63,7 @@ def two_threads() -> tuple[list[int], int]:
     reducer.finish()  # from here on buckets leave early
     with reducer.scheduled() as steered, steered.last_backward():
         reducer.on_launch = on_launch
-        reducer.departures.pending_counts = Met(reducer.departures.pending_counts, looked, sends)
+        reducer.pending_counts = Met(reducer.pending_counts, looked, sends)
         other.start()
         weights[0].sum().backward()
         other.join()

@@ -161,8 +161,8 @@ def test_replicas_that_reduce_a_tied_weight_in_two_orders_are_found():
     def step(rank: int) -> None:
         trainer = builder.build(plan, rank, torch.device("cpu"))
         if tpc.rank == 2:
-            launch, last = trainer.reducer.departures._launch, trainer.reducer.num_buckets - 1
-            trainer.reducer.departures._launch = lambda b: launch(last - b)
+            launch, last = trainer.reducer._launch, trainer.reducer.num_buckets - 1
+            trainer.reducer._launch = lambda b: launch(last - b)
         trainer.train_step(1)
 
     assert lint(step, plan.topology).finding is not None

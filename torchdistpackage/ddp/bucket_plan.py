@@ -65,6 +65,15 @@ class Bucket:
     num_elements: int
 
 
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """Arguments of `plan_buckets`. order: indices, first gradient first; None: as registered."""
+
+    cap_bytes: int
+    first_bytes: int | None = None
+    order: tuple[int, ...] | None = None
+
+
 def plan_buckets(
     entries: Sequence[BucketEntry],
     cap_bytes: int,

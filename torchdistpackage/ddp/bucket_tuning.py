@@ -22,7 +22,7 @@ import torch
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group, ranks_of
-from torchdistpackage.ddp.bucket_plan import Bucket, BucketEntry, plan_buckets
+from torchdistpackage.ddp.bucket_plan import Bucket, BucketEntry, BucketPlan, plan_buckets
 from torchdistpackage.ddp.param_spec import ParamSpec
 
 ORDERED, SIZED = 1, 3
@@ -35,15 +35,6 @@ NOT_WORTH_IT = 0.005
 """Part of the time by which fewer buckets may be slower and still be taken."""
 
 Stamp = float | torch.cuda.Event
-
-
-@dataclass(frozen=True, slots=True)
-class BucketPlan:
-    """Arguments of `plan_buckets`. order: indices, first gradient first; None: as registered."""
-
-    cap_bytes: int
-    first_bytes: int | None = None
-    order: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ class CommWork(Protocol):
 
 
 Start = Callable[..., CommWork]
-"""(flat, group, op) -> Waiting: begins to reduce `flat` in place."""
+"""(flat, group, op) -> CommWork: begins to reduce `flat` in place."""
 
 
 class BucketMember(NamedTuple):

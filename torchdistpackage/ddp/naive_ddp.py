@@ -221,15 +221,16 @@ class NaiveDDP(Wrapper):
         if self._by_node is None:
             self._by_node = _ways_by_node(shared)
         sizes = bucket_sizes(queued=primitives.is_queued(world()))
-        fit, cap_bytes = None, self._cap_bytes or sizes.default_bytes
+        tuner, cap_bytes = None, self._cap_bytes or sizes.default_bytes
         if not self._keep_order and self._overlap and any(s.is_early for s in shared):
-            fit = BucketTuner(shared, cap_bytes, () if self._cap_bytes else sizes.candidates_bytes)
+            candidates_bytes = () if self._cap_bytes else sizes.candidates_bytes
+            tuner = BucketTuner(shared, cap_bytes, candidates_bytes)
         self._module_watch = ModuleWatch(self.module)
         make = partial(
             _make_bucket_comm, self._embeddings, self._comm_hook, self._by_node, self._fp32_grads
         )
         if self._reducer is not None:
-            self._reducer.renew(shared, make_bucket_comm=make, after=after, fit=fit)
+            self._reducer.renew(shared, make_bucket_comm=make, after=after, tuner=tuner)
             return
         self._reducer = Reducer(
             shared,
@@ -239,7 +240,7 @@ class NaiveDDP(Wrapper):
             strict=self._strict,
             make_bucket_comm=make,
             after=after,
-            fit=fit,
+            tuner=tuner,
         )
         self._log(shared)
 

@@ -187,7 +187,7 @@ def leaves_in_the_last_backwards(name: str) -> None:
         for at, b in events:
             if b is None:
                 continue
-            for i in reducer.departures.packed.buckets[b].members:
+            for i in reducer.grad_buckets.buckets[b].members:
                 for stage in owners[id(reducer.parameters[i])]:
                     assert at >= last[stage], (step, b, stage, program[at])
         gradients_after = order[order.index(True) :].count(False)

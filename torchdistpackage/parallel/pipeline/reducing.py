@@ -64,7 +64,7 @@ class StageReducers:
 def scatters(reducer: Reducer) -> bool:
     """Whether sums go to a ZeroOptimizer."""
     return any(
-        isinstance(carrier, ReduceScatterBucket) for carrier in reducer.departures.packed.carriers
+        isinstance(carrier, ReduceScatterBucket) for carrier in reducer.grad_buckets.carriers
     )
 
 
