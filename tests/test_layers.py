@@ -75,7 +75,6 @@ PURE_FILES = (
     "ddp/zero/requires_whole.py",
     "optim/lr.py",
     "parallel/__init__.py",
-    "parallel/pipeline/partition/layer_costs.py",
     "parallel/pipeline/partition/cut_search.py",
     "parallel/pipeline/partition/cost_split.py",
     "parallel/tensor/layouts.py",

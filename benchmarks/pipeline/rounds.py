@@ -20,8 +20,12 @@ from benchmarks.pipeline.sides import ALONE, SIDES, Running, Task
 from benchmarks.turns import Turn
 from torchdistpackage.comm.gloo_threads import deprioritize
 from torchdistpackage.comm.runtime import leave, setup_distributed
-from torchdistpackage.parallel.pipeline.partition.layer_costs import PieceCost, stage_costs
-from torchdistpackage.parallel.pipeline.partition.layer_profiler import measure, measure_link
+from torchdistpackage.parallel.pipeline.partition.layer_costs import (
+    PieceCost,
+    measure,
+    measure_link,
+    stage_costs,
+)
 from torchdistpackage.schedule.generators.registry import build
 from torchdistpackage.schedule.timeline import simulate
 

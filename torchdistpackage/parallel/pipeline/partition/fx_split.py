@@ -14,12 +14,13 @@ from torch import Tensor, fx, nn
 
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.parallel.pipeline.partition.layer_costs import PieceCost, split_measured
-from torchdistpackage.parallel.pipeline.partition.layer_profiler import (
+from torchdistpackage.parallel.pipeline.partition.layer_costs import (
+    PieceCost,
     agreed,
     measure_call,
     measure_link,
     middle,
+    split_measured,
     undisturbed,
 )
 from torchdistpackage.schedule.actions import Schedule
@@ -48,7 +49,7 @@ def split_traced(
     arguments for one microbatch.
     placement: for each stage the pipe index that runs it. leaves: kinds of modules that are not
     looked into. cap_bytes, live, schedule: see `layer_costs.split_measured`. group: see
-    `layer_profiler.measure`.
+    `layer_costs.measure`.
     bytes_per_s: of links; None: measured in `group`. A cut moves to a narrower place where that
     costs less time than it saves.
     What depends on `training` outside of torch's own modules is traced as it is now.

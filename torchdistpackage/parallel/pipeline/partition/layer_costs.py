@@ -1,13 +1,23 @@
-"""What a piece of a model was measured to cost, and the cut and stage costs that follow. No torch.
+"""What each piece of a model costs, measured here, and the cut and stage costs that follow.
 
-One rule: times add up along a stage, and of memory a stage holds its weights once and its
-activations once for every microbatch that is under way.
+Measuring leaves no trace: gradients come back as values and are thrown away, so no `.grad` is
+touched and no hook fires; buffers and random states are put back. Times add up along a stage; of
+memory a stage holds its weights once, and its activations once for every live microbatch.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
+from statistics import median
+from typing import TypeVar
 
+import torch
+from torch import Tensor, nn
+
+from torchdistpackage.comm import p2p, primitives
+from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.partition.cost_split import (
     Cut,
@@ -15,12 +25,17 @@ from torchdistpackage.parallel.pipeline.partition.cost_split import (
     refine,
     split_by_cost,
 )
+from torchdistpackage.parallel.pipeline.partition.sequential import Piece
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.timeline import simulate
 
+Result = TypeVar("Result")
+
 STATE_FACTOR = 4.0
 """Bytes held for each byte of trained parameters: itself, its gradient, two moments of Adam."""
+LINK_BYTES = 2**20
+"""What a link is measured with: of the size of an activation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +74,7 @@ def split_measured(
     placement: for each stage the pipe index that runs it. cap_bytes: no rank may hold more. live:
     microbatches that a stage holds at worst (`Timeline.peak_live`); None: as in the schedule, or as
     in 1F1B with microbatches enough, p - s. state_factor: bytes held for each of parameters.
-    bytes_per_s: of a link between ranks (`layer_profiler.measure_link`): with two microbatches
+    bytes_per_s: of a link between ranks (`layer_costs.measure_link`): with two microbatches
     under way, as between the last two stages of 1F1B, a message takes as much of a step as if both
     ranks computed it.
     schedule: the order that will run the stages; then its simulated step is made short instead.
@@ -129,3 +144,183 @@ def block_weights(num_pieces: int, first: float = 1.0, last: float = 1.0) -> lis
     if weights:
         weights[0], weights[-1] = first, last if num_pieces > 1 else max(first, last)
     return weights
+
+
+# -- measured ------------------------------------------------------------------------------------
+
+
+def measure(
+    pieces: Sequence[Piece], *microbatch: object, rounds: int = 3, group: Group | None = None
+) -> list[PieceCost]:
+    """The cost of each piece: it is given what the piece before it returned.
+
+    microbatch: arguments of the first piece. A piece that returns a tuple or a list gives the next
+    one that many arguments; anything else is one argument. rounds: a time is the median of so many
+    microbatches, after one that warms up. group: whose ranks all measure the same pieces; each
+    piece counts with the median over them, so that all ranks decide alike.
+
+    The pieces are to be where they will be trained, in the mode and under the autocast in which
+    they will be. Memory for the activations of one piece is needed, not of all.
+    """
+    taken: list[list[PieceCost]] = [[] for _ in pieces]
+    with undisturbed(pieces):
+        for turn in range(rounds + 1):
+            given = microbatch
+            for costs, piece in zip(taken, pieces, strict=True):
+                output, cost = measure_call(piece, given)
+                given = tuple(output) if isinstance(output, tuple | list) else (output,)
+                if turn:
+                    costs.append(cost)
+    found = [middle(costs) for costs in taken]
+    return found if group is None else agreed(found, group)
+
+
+def measure_link(group: Group, *, num_bytes: int = LINK_BYTES, rounds: int = 3) -> float:
+    """Bytes a second that a message of `num_bytes` makes between neighbours of `group`.
+
+    Of the slowest pair, while nothing else goes on; the same on all ranks, which all call this. A
+    group of one has no link, which is as good as one without limit.
+    """
+    ranks, me, device = primitives.ranks_of(group), group.rank(), primitives.device_of(group)
+    message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    slowest_s = 0.0
+    for first in (0, 1):  # pairs that begin with an even rank, then those with an odd one
+        peer = me + 1 if me % 2 == first else me - 1
+        if not 0 <= peer < len(ranks):
+            continue
+        both = (p2p.send, p2p.receive) if me < peer else (p2p.receive, p2p.send)
+
+        def there_and_back(steps=both, peer=peer) -> None:
+            for step in steps:
+                step(message, group, ranks[peer])
+
+        times = [_timed(there_and_back, device)[1] / 2 for _ in range(rounds + 1)]
+        slowest_s = max(slowest_s, median(times[1:]))
+    slowest_s = max(primitives.gather_objects(slowest_s, group))  # type: ignore[type-var]
+    return message.nbytes / slowest_s if slowest_s else inf
+
+
+def measure_call(
+    fn: Callable[..., object], given: Sequence[object], trained: Sequence[Tensor] | None = None
+) -> tuple[object, PieceCost]:
+    """One call of `fn`: (what it returns, cost). trained: None: the module's parameters."""
+    parameters = list(fn.parameters()) if isinstance(fn, nn.Module) else []
+    if trained is None:
+        trained = [p for p in parameters if p.requires_grad]
+    kept = _SavedBytes([*parameters, *trained])
+    device = next((x.device for x in (*_tensors(list(given)), *trained)), None)
+    with torch.enable_grad():
+        arguments, inputs = _cut_off(list(given))
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(kept.note, kept.give):
+        output, forward_s = _timed(lambda: fn(*arguments), device)
+    ends = [x for x in _tensors(output) if x.requires_grad]
+    grads = [torch.ones_like(x) for x in ends]
+
+    def backward(to: Sequence[Tensor], keep: bool) -> float:
+        if not ends or not to:
+            return 0.0
+        options = {"allow_unused": True, "retain_graph": keep}
+        return _timed(lambda: torch.autograd.grad(ends, to, grads, **options), device)[1]
+
+    input_s = backward(inputs, keep=True) if trained else 0.0
+    backward_s = backward([*inputs, *trained], keep=False)
+    return output, PieceCost(
+        forward_s,
+        backward_s,
+        input_s if trained else backward_s,
+        sum(p.nbytes for p in trained),
+        kept.num_bytes,
+        sum(x.nbytes for x in _tensors(output)),
+    )
+
+
+@contextmanager
+def undisturbed(pieces: Sequence[Piece]) -> Iterator[None]:
+    """Put buffers (running statistics) and random states back afterwards."""
+    buffers = [b for piece in pieces if isinstance(piece, nn.Module) for b in piece.buffers()]
+    before = [b.clone() for b in buffers]
+    devices = {x.device for x in buffers if x.device.type == "cuda"}
+    if torch.cuda.is_initialized():
+        devices.add(torch.device("cuda", torch.cuda.current_device()))
+    with torch.random.fork_rng([d.index for d in devices if d.index is not None]):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, was in zip(buffers, before, strict=True):
+                    buffer.copy_(was)
+
+
+def agreed(costs: Sequence[PieceCost], group: Group) -> list[PieceCost]:
+    """Piece by piece the median over the ranks of `group`."""
+    everyones = primitives.gather_objects(list(costs), group)
+    return [middle(ranks) for ranks in zip(*everyones, strict=True)]  # type: ignore[arg-type]
+
+
+class _SavedBytes:
+    """Counts what autograd keeps, storages once, parameters not at all."""
+
+    def __init__(self, parameters: Sequence[Tensor]):
+        self._seen = {p.untyped_storage().data_ptr() for p in parameters}
+        self.num_bytes = 0
+
+    def note(self, x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self.num_bytes += storage.nbytes()
+        return x
+
+    @staticmethod
+    def give(x: Tensor) -> Tensor:
+        return x
+
+
+def _cut_off(given: object) -> tuple[object, list[Tensor]]:
+    """`given` off the graph that made it, and its leaves that ask for gradients.
+
+    Tensors are copies, which a piece may change in place.
+    """
+    if isinstance(given, Tensor):
+        leaf = given.detach()
+        leaves = [leaf.requires_grad_()] if given.requires_grad else []
+        return leaf.clone(), leaves
+    if isinstance(given, dict):
+        values, leaves = _cut_off(list(given.values()))
+        return dict(zip(given, values, strict=True)), leaves  # type: ignore[call-overload]
+    if isinstance(given, tuple | list):
+        cut = [_cut_off(x) for x in given]
+        return [x for x, _ in cut], [leaf for _, found in cut for leaf in found]
+    return given, []
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | tuple | list):
+        for x in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(x)
+
+
+def _timed(call: Callable[[], Result], device: torch.device | None) -> tuple[Result, float]:
+    """What it returns, and the seconds until the device has done it."""
+    waits = device is not None and device.type == "cuda"
+    if waits:
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    result = call()
+    if waits:
+        torch.cuda.synchronize(device)
+    return result, time.perf_counter() - begin
+
+
+def middle(costs: Sequence[PieceCost]) -> PieceCost:
+    """Of one piece's costs the median of each time."""
+    return PieceCost(
+        median(c.forward_s for c in costs),
+        median(c.backward_s for c in costs),
+        median(c.input_s for c in costs),
+        costs[0].parameter_bytes,
+        costs[0].activation_bytes,
+        costs[0].output_bytes,
+    )

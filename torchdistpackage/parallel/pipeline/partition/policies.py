@@ -14,8 +14,12 @@ from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.partition.cost_split import split_by_cost, split_evenly
 from torchdistpackage.parallel.pipeline.partition.fx_split import split_traced
-from torchdistpackage.parallel.pipeline.partition.layer_costs import block_weights, split_measured
-from torchdistpackage.parallel.pipeline.partition.layer_profiler import measure, measure_link
+from torchdistpackage.parallel.pipeline.partition.layer_costs import (
+    block_weights,
+    measure,
+    measure_link,
+    split_measured,
+)
 from torchdistpackage.parallel.pipeline.partition.sequential import Piece, flatten_sequence
 
 Chain = list[Piece] | nn.Sequential | nn.ModuleList
