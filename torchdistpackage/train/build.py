@@ -31,7 +31,7 @@ from torchdistpackage.layout.layout import Layout
 from torchdistpackage.optim.lr import warmup_cosine
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.partition.cost_split import split_by_cost
-from torchdistpackage.parallel.pipeline.stage import chunks_of
+from torchdistpackage.parallel.pipeline.partition.sequential import chunks_of
 from torchdistpackage.parallel.tensor.init import initialize
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.generators.registry import evaluation

@@ -22,11 +22,11 @@ from torchdistpackage.parallel.pipeline.partition.policies import (
     partition_uniform,
 )
 from torchdistpackage.parallel.pipeline.partition.sequential import (
+    chunks_of,
     flatten_model,
     flatten_sequence,
     halves,
 )
-from torchdistpackage.parallel.pipeline.stage import chunks_of
 from torchdistpackage.parallel.tensor.classic_block import Block
 from torchdistpackage.topology.views import topology
 
