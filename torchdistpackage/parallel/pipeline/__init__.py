@@ -14,6 +14,6 @@ Executor        executor (runs one rank's program), program (the schedule as bou
                 timeline_recorder.
 Backward        split_backward (input and weight gradients) on autograd_graph and deferred_wgrad;
                 grad_sync (tells the reducer which backward is the last).
-Partition       partition/ (where to cut), with fewer_blocks.
+Partition       partition/ (where to cut).
 Tensor group    scatter_gather: a message is sent in parts, one by each tensor rank.
 """
