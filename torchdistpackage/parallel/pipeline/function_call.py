@@ -26,7 +26,7 @@ from torchdistpackage.parallel.pipeline.kept import (
 )
 from torchdistpackage.parallel.pipeline.microbatches import samples_in, sizes_of
 from torchdistpackage.parallel.pipeline.resolve_schedule import Order
-from torchdistpackage.parallel.pipeline.stage_call import Signature
+from torchdistpackage.parallel.pipeline.stages import Signature
 from torchdistpackage.schedule.actions import Schedule
 
 FwdFn = Callable[..., object]

@@ -16,9 +16,8 @@ from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.interrupted import step_over
 from torchdistpackage.parallel.pipeline.microbatches import cut, detached, joined
-from torchdistpackage.parallel.pipeline.stage_call import Signature
 from torchdistpackage.parallel.pipeline.stage_runner import Weight
-from torchdistpackage.parallel.pipeline.stages import OwnedStages
+from torchdistpackage.parallel.pipeline.stages import OwnedStages, Signature
 
 Named = dict[str, object]
 Finish = Callable[[int, object], Tensor]

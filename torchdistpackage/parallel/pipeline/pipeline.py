@@ -39,8 +39,7 @@ from torchdistpackage.parallel.pipeline.microbatches import cut, samples_in, siz
 from torchdistpackage.parallel.pipeline.one_pass import Named, StepInputs
 from torchdistpackage.parallel.pipeline.reducing import HasReducer, StageReducers
 from torchdistpackage.parallel.pipeline.resolve_schedule import CostsOrder, Order, has_backward
-from torchdistpackage.parallel.pipeline.stage_call import Signature
-from torchdistpackage.parallel.pipeline.stages import Stages, agree_on_stages, listed
+from torchdistpackage.parallel.pipeline.stages import Signature, Stages, agree_on_stages, listed
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.generators.registry import evaluation
 

@@ -13,7 +13,7 @@ from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.zero.grad_buffer import ReduceScatterBucket
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import CommError
-from torchdistpackage.parallel.pipeline.stage_call import Stage
+from torchdistpackage.parallel.pipeline.stages import Stage
 
 
 class HasReducer(Protocol):

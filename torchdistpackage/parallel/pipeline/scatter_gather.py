@@ -13,7 +13,7 @@ from torchdistpackage.comm.messages import Message
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.parallel.pipeline.skips import pack_with_skips, unpack_with_skips
+from torchdistpackage.parallel.pipeline.stages import pack_with_skips, unpack_with_skips
 
 
 def part(message: Message, group: Group) -> Message:
