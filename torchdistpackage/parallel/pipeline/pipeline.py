@@ -23,7 +23,6 @@ from torchdistpackage.comm.primitives import Group, is_queued, ranks_of
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import CommError
-from torchdistpackage.parallel.pipeline import one_pass
 from torchdistpackage.parallel.pipeline.agreement import StepAgreement, common_samples
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.interrupted import refuse_interrupted, step_over
@@ -35,8 +34,16 @@ from torchdistpackage.parallel.pipeline.losses import (
     over_replicas,
     replicas,
 )
-from torchdistpackage.parallel.pipeline.microbatches import cut, samples_in, sizes_of
-from torchdistpackage.parallel.pipeline.one_pass import Named, StepInputs
+from torchdistpackage.parallel.pipeline.microbatches import (
+    Named,
+    StepInputs,
+    cut,
+    input_problem,
+    loss_problem,
+    run_microbatches,
+    samples_in,
+    sizes_of,
+)
 from torchdistpackage.parallel.pipeline.reducing import HasReducer, StageReducers
 from torchdistpackage.parallel.pipeline.resolve_schedule import CostsOrder, Order, has_backward
 from torchdistpackage.parallel.pipeline.stages import Signature, Stages, agree_on_stages, listed
@@ -192,7 +199,7 @@ class Pipeline:
         batch = self._batch("predict", args, None, inputs, num_microbatches)
         with self._own.evaluating():
             executor = self._evaluator(batch)
-            return one_pass.run_microbatches(executor, self._own, batch, None, keep_outputs=True)
+            return run_microbatches(executor, self._own, batch, None, keep_outputs=True)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -227,7 +234,7 @@ class Pipeline:
                 telling.publish(losses.value(), losses.dtype)
             return root
 
-        self.outputs = one_pass.run_microbatches(
+        self.outputs = run_microbatches(
             executor,
             self._own,
             batch,
@@ -284,9 +291,9 @@ class Pipeline:
         refuse_interrupted(self._group)
         if self._loss is None and targets is not None and self._own.last_names_targets:
             inputs = {**inputs, "targets": targets}
-        problem = one_pass.input_problem(args, inputs, self._own)
+        problem = input_problem(args, inputs, self._own)
         if name != "predict" and not problem:
-            problem = one_pass.loss_problem(self._loss_takes, targets, self._own)
+            problem = loss_problem(self._loss_takes, targets, self._own)
         if num_microbatches is not None and num_microbatches < 1:
             problem = f"{num_microbatches} microbatches; use 1 or more"
         parts = [(key, x) for key, x in inputs.items() if key not in self._whole]
