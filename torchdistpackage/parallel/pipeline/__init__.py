@@ -6,11 +6,11 @@ Reference       reference: GPipe in 40 lines; tests hold Pipeline equal to it.
 Public          pipeline (`Pipeline`, for loops of your own); functional (`forward_backward`, for
                 functions) with function_call and kept (the executor kept between calls).
 One step        resolve_schedule, stages (those of this rank, and how they are called),
-                microbatches (a batch is cut, run and joined), losses and dividing (means, sums and
-                counts), agreement (input errors, before anything is sent), interrupted (groups with
-                lost messages), reducing and weight_tying (gradients over replicas and stages).
+                microbatches (a batch is cut, run and joined), losses (means, sums and counts),
+                agreement (input errors, before anything is sent), interrupted (groups with lost
+                messages), reducing and weight_tying (gradients over replicas and stages).
 Executor        executor (runs one rank's program), program (the schedule as bound functions),
-                stage_runner, links (receives and sends between stages), loss_broadcast, clock,
+                stage_runner, links (receives and sends between stages), clock,
                 timeline_recorder.
 Backward        split_backward (input and weight gradients) on autograd_graph and deferred_wgrad;
                 grad_sync (tells the reducer which backward is the last).

@@ -1,28 +1,36 @@
-"""The loss of a step, from that of each microbatch: a mean over its samples, or (sum, count).
+"""The loss of a step: of its microbatches, over the replicas, and on its way to the pipe ranks.
 
-One rule: neither depends on the number of microbatches. A mean is weighted by the samples of its
-microbatch. Sums are divided by all counts together, those of the other replicas too; these are
-known only after the last forward, so gradients are of the sum until then, and `Addition` divides
-what the step has added to them.
+One rule: it does not depend on the number of microbatches, be it a mean over samples or (sum,
+count). A mean is weighted by the samples of its microbatch. Sums are divided by all counts
+together, those of the other replicas too; these are known only after the last forward, so gradients
+are of the sum until then, and `Addition` divides what the step has added to them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.companions import on_cpu
+from torchdistpackage.comm.flight_recorder import recorder
+from torchdistpackage.comm.p2p import P2PChannel, P2PWork
+from torchdistpackage.comm.primitives import Group, device_of, ranks_of
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.reducer import Reducer
+from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import CommError
 from torchdistpackage.layout.derive import BATCH_AXES
 from torchdistpackage.optim.clip import scale_gradients
 from torchdistpackage.parallel.pipeline.microbatches import Mean, is_scalar, tensors_in
+from torchdistpackage.parallel.pipeline.reducing import scatters
 from torchdistpackage.parallel.pipeline.stage_runner import Weight
 
 IGNORED = -100
 """What torch's losses leave out of a mean by default."""
+TAG = 0x7E0
+"""Of `LossBroadcast`: apart from messages of a pass, their headers, and those of the debug mode."""
 
 
 class Losses:
@@ -164,6 +172,160 @@ class Addition:
             gradient = self._holders[i].grad
             if gradient is not None:
                 gradient.sub_(before).mul_(factor.to(before.device)).add_(before)
+
+
+class LossDivision:
+    """Gradients of a step around functions, divided at its end if its losses are (sum, count).
+
+    All ranks hear from the last stage whether there is a count before any of them divides. They
+    know it beforehand once a function has returned one; what is to be summed over replicas then
+    waits for the division, as steps before it may have left gradients that are not summed yet.
+
+    source: pipe index of the last stage. counted: None before the first step.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        source: int,
+        counted: bool | None,
+        optimizer: torch.optim.Optimizer | None,
+        reducer: Reducer | None,
+    ):
+        self._group, self._source, self._counted = group, ranks_of(group)[source], counted
+        self._is_source = group.rank() == source
+        self._optimizer, self._reducer = optimizer, reducer
+        groups = [] if optimizer is None else optimizer.param_groups
+        self._holders: list[Tensor] = [p for g in groups for p in g["params"]]
+        if isinstance(optimizer, ZeroOptimizer):
+            # its groups are of shards, which get the sums; before the sums gradients are elsewhere
+            shards = [] if counted else [shard.tensor for shard in optimizer.shards]
+            self._holders = [*optimizer.reducer.parameters, *shards]
+        self._addition = Addition(self._holders)
+
+    @contextmanager
+    def held(self) -> Iterator[Reducer | None]:
+        """The reducer that may sum in this run."""
+        reducer = self._reducer
+        is_held = self._counted is True and reducer is not None
+        with reducer.no_sync() if is_held and reducer is not None else nullcontext():
+            yield None if is_held else reducer
+
+    def finish(self, losses: Losses) -> bool:
+        """After the run; `losses` are those of all replicas then. Whether they have a count."""
+        reducer, known = self._reducer, self._counted
+        if known is None:
+            if reducer is not None:
+                reducer.finish()
+            told = primitives.broadcast_object(
+                bool(losses.counted), on_cpu(self._group), self._source
+            )
+            if not told:
+                return False
+        self._check()
+        totals = losses.totals
+        if totals is None:
+            totals = torch.zeros(2, dtype=torch.float64, device=self._device())
+        totals = primitives.broadcast(totals, self._group, self._source)
+        totals, num = over_replicas(totals, replicas(reducer))
+        self._addition.divide(totals, losses.num_samples, num)
+        if self._is_source:
+            losses.totals = totals
+        if known and reducer is not None:
+            with reducer.scheduled():
+                pass
+            reducer.finish()
+        return True
+
+    def _device(self) -> torch.device:
+        return self._holders[0].device if self._holders else device_of(self._group)
+
+    def _check(self) -> None:
+        """Raises CommError: which gradients is not known, or they are not where they could be."""
+        zero = isinstance(self._optimizer, ZeroOptimizer)
+        if self._optimizer is None:
+            raise CommError(
+                "the loss is (sum, count), and without the optimizer nobody says which gradients "
+                "are to be divided by the count; give it, or accumulate with Pipeline"
+            )
+        if (zero and self._reducer is None) or (
+            self._reducer is not None and scatters(self._reducer) and not zero
+        ):
+            raise CommError(
+                "the loss is (sum, count), and a ZeroOptimizer holds gradients that are to be "
+                "divided by the count; give both it and reducer=optimizer.reducer"
+            )
+
+
+class LossBroadcast:
+    """A loss that one rank of `group` has and all get, once a step; all make the same calls.
+
+    It comes while backwards still run. On gloo it is a message over a connection of its own, sent
+    when the last forward has ended; a device queue runs in one order on all ranks, so there it is a
+    broadcast after everything else.
+
+    It is a number, or (sum, count), always the one or the other (`counted`, None before the first).
+    source: its global rank. device: where the loss is. timeout_s: how long it may take (gloo).
+    """
+
+    def __init__(self, group: Group, source: int, device: torch.device, timeout_s: float | None):
+        self._group, self._source, self._device = group, source, device
+        self._wire = P2PChannel(group, timeout_s, tag=TAG)
+        ranks = ranks_of(group)
+        self._is_source = ranks[group.rank()] == source
+        self._others = [rank for rank in ranks if rank != source]
+        self.counted: bool | None = None
+        self.dtype: torch.dtype | None = None
+        self._mine: tuple[bool, torch.dtype] | None = None
+        self._value: Tensor | None = None
+        self._flights: list[P2PWork] = []
+
+    def begin(self) -> None:
+        """A step begins. Its loss has the dtype of the first step's, or float32 if wider."""
+        self._value = None
+        self._flights.clear()
+        if not self._is_source and self._goes_alone():
+            self._value = self._room()
+            self._flights.append(self._wire.receive([self._value], self._source))
+
+    def publish(self, value: Tensor, dtype: torch.dtype) -> None:
+        """On the source: this step's, a number or [sum, count]. dtype: of the number they make."""
+        self._value = value
+        if self.dtype is None:
+            self._mine = value.dim() == 1, torch.promote_types(dtype, torch.float32)
+        elif not self.counted:
+            self._value = value.to(self.dtype)
+        if self._goes_alone():
+            self._flights += [self._wire.send([self._value], rank) for rank in self._others]
+
+    def result(self) -> Tensor:
+        """This step's, on every rank."""
+        if self._goes_alone():
+            for flight in self._flights:
+                flight.wait()
+        else:
+            self._broadcast()
+        value, self._value = self._value, None
+        self._flights.clear()
+        assert value is not None
+        return value
+
+    def _goes_alone(self) -> bool:
+        return self.dtype is not None and self._wire.is_direct and not recorder.checks
+
+    def _broadcast(self) -> None:
+        group, source, value = self._group, self._source, self._value
+        if self.dtype is None:
+            agreed = primitives.broadcast_object(self._mine, on_cpu(group), source)
+            assert isinstance(agreed, tuple)
+            self.counted, self.dtype = agreed
+        room = self._room()
+        self._value = primitives.broadcast(room if value is None else value.to(room), group, source)
+
+    def _room(self) -> Tensor:
+        if self.counted:
+            return torch.zeros(2, dtype=torch.float64, device=self._device)
+        return torch.zeros((), dtype=self.dtype, device=self._device)
 
 
 def _divisor(totals: Tensor) -> Tensor:

@@ -26,9 +26,9 @@ from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.pipeline.agreement import StepAgreement, common_samples
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.interrupted import refuse_interrupted, step_over
-from torchdistpackage.parallel.pipeline.loss_broadcast import LossBroadcast
 from torchdistpackage.parallel.pipeline.losses import (
     Addition,
+    LossBroadcast,
     Losses,
     mean_of,
     over_replicas,
@@ -114,8 +114,8 @@ class Pipeline:
         self._reads = not is_queued(self._group)
         self._evaluators: dict[int, Executor] = {}
         self._first_sizes: list[int] | None = None
-        teller = ranks_of(self._group)[self.schedule.placement[-1]]
-        self._loss_broadcast = LossBroadcast(self._group, teller, self._own.device, timeout_s)
+        source = ranks_of(self._group)[self.schedule.placement[-1]]
+        self._loss_broadcast = LossBroadcast(self._group, source, self._own.device, timeout_s)
         self.outputs: object = None
         """Of the last stage, joined along dim 0, on its rank; of a call with `keep_outputs`."""
 
