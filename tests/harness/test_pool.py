@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torchdistpackage.comm.per_group import PerGroup
 from torchdistpackage.comm.transport.pairwise import EXPECTED_SUMMED, expected_tag
 from torchdistpackage.errors import LaunchError, RankError
-from torchdistpackage.parallel.pipeline.interrupted import step_over
+from torchdistpackage.parallel.pipeline.agreement import step_over
 from torchdistpackage.testing import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -169,7 +169,7 @@ class _PoolWorker:
     def _lost_messages(self) -> bool:
         """What is under way in the world would be taken for messages of the next job."""
         assert self._default is not None
-        pipeline = sys.modules.get("torchdistpackage.parallel.pipeline.interrupted")
+        pipeline = sys.modules.get("torchdistpackage.parallel.pipeline.agreement")
         interrupted = pipeline is not None and pipeline.is_interrupted(self._default)
         # A receive posted ahead of a call may still wait for the message of that number.
         return interrupted or recorder.line(self._default).expected > 0

@@ -7,8 +7,8 @@ Public          pipeline (`Pipeline`, for loops of your own); functional (`forwa
                 functions) with function_call and kept (the executor kept between calls).
 One step        resolve_schedule, stages (those of this rank, and how they are called),
                 microbatches (a batch is cut, run and joined), losses (means, sums and counts),
-                agreement (input errors, before anything is sent), interrupted (groups with lost
-                messages), reducing and weight_tying (gradients over replicas and stages).
+                agreement (input errors before anything is sent, groups with lost messages),
+                reducing and weight_tying (gradients over replicas and stages).
 Executor        executor (runs one rank's program), program (the schedule as bound functions),
                 stage_runner, links (receives and sends between stages), clock,
                 timeline_recorder.

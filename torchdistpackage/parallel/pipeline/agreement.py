@@ -1,22 +1,31 @@
 """The ranks of a pipeline agree on what they are about to do, before anything is sent.
 
-One rule: a mistake that one rank can see is raised by all of them, with what each one saw. So
-nobody is left waiting for a message that never comes. Numbers of the host are compared over a group
+One rule: a mistake that one rank can see is raised by all of them, with what each one saw, so no
+rank is left waiting for a message that never comes. Numbers of the host are compared over a group
 for host memory, so that no device is waited for.
+
+Ranks that have agreed on a step either all come to its end, or those that do not refuse further
+steps over the group by themselves. They cannot ask the others: what is still under way would be
+taken for the answer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from zlib import crc32
 
 import torch
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.companions import on_cpu
+from torchdistpackage.comm.per_group import PerGroup
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import CommError, ScheduleError
 
 Settings = tuple[tuple[str, object], ...]
 """(what it is, its value) of all that must be the same on all ranks."""
+
+_interrupted: PerGroup[str] = PerGroup()
+"""Groups over which a step has ended in an exception, with that exception."""
 
 
 def agree_on_settings(group: Group, settings: Settings, problem: str) -> None:
@@ -77,6 +86,35 @@ class StepAgreement:
                 f"they call {', '.join(map(str, calls))}"
             )
         return common_samples([row[1] for row in rows])
+
+
+@contextmanager
+def step_over(group: Group) -> Iterator[None]:
+    """A step that the ranks of `group` have agreed on; a rank alone may fail and go on."""
+    try:
+        yield
+    except BaseException as error:
+        if group.size() > 1:
+            _interrupted.setdefault(group, f"{type(error).__name__}: {error}")
+        raise
+
+
+def refuse_interrupted(group: Group) -> None:
+    """Before anything is sent over `group`.
+
+    Raises:
+        CommError: a step over it ended here in an exception.
+    """
+    if group in _interrupted:
+        raise CommError(
+            f"an earlier step over this group was interrupted by {_interrupted[group]}; its "
+            f"messages are lost: make a new group, and what steps over it"
+        )
+
+
+def is_interrupted(group: Group) -> bool:
+    """A step over `group` ended here in an exception while messages were under way."""
+    return group in _interrupted
 
 
 def by_rank(texts: Sequence[str]) -> str:

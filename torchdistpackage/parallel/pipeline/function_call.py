@@ -13,9 +13,12 @@ from torch import Tensor
 from torchdistpackage.comm.primitives import Group, device_of, is_queued
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.parallel.pipeline.agreement import StepAgreement
+from torchdistpackage.parallel.pipeline.agreement import (
+    StepAgreement,
+    refuse_interrupted,
+    step_over,
+)
 from torchdistpackage.parallel.pipeline.executor import Backward, Executor, Forward
-from torchdistpackage.parallel.pipeline.interrupted import refuse_interrupted, step_over
 from torchdistpackage.parallel.pipeline.kept import (
     CachedExecutor,
     counted_by,

@@ -16,9 +16,9 @@ from torchdistpackage.comm.primitives import Group, is_queued
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.parallel.pipeline import scatter_gather
+from torchdistpackage.parallel.pipeline.agreement import step_over
 from torchdistpackage.parallel.pipeline.executor import autograd
 from torchdistpackage.parallel.pipeline.function_call import BwdFn, FunctionCall, FwdFn, Options
-from torchdistpackage.parallel.pipeline.interrupted import step_over
 from torchdistpackage.parallel.pipeline.losses import LossDivision, Losses, is_counted
 from torchdistpackage.parallel.pipeline.microbatches import cut, detached, is_scalar, joined
 from torchdistpackage.parallel.pipeline.resolve_schedule import Order

@@ -17,8 +17,8 @@ from torchdistpackage.comm.messages import Message
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import CommError
 from torchdistpackage.layout.partition import even_sizes
+from torchdistpackage.parallel.pipeline.agreement import step_over
 from torchdistpackage.parallel.pipeline.executor import Executor
-from torchdistpackage.parallel.pipeline.interrupted import step_over
 from torchdistpackage.parallel.pipeline.stage_runner import Weight
 from torchdistpackage.parallel.pipeline.stages import OwnedStages, Signature
 

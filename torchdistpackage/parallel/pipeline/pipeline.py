@@ -23,9 +23,13 @@ from torchdistpackage.comm.primitives import Group, is_queued, ranks_of
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import CommError
-from torchdistpackage.parallel.pipeline.agreement import StepAgreement, common_samples
+from torchdistpackage.parallel.pipeline.agreement import (
+    StepAgreement,
+    common_samples,
+    refuse_interrupted,
+    step_over,
+)
 from torchdistpackage.parallel.pipeline.executor import Executor
-from torchdistpackage.parallel.pipeline.interrupted import refuse_interrupted, step_over
 from torchdistpackage.parallel.pipeline.losses import (
     Addition,
     LossBroadcast,
