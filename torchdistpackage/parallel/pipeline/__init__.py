@@ -8,12 +8,12 @@ Public          pipeline (`Pipeline`, for loops of your own); functional (`forwa
 One step        resolve_schedule, stages (those of this rank, and how they are called),
                 microbatches (a batch is cut, run and joined), losses (means, sums and counts),
                 agreement (input errors before anything is sent, groups with lost messages),
-                reducing and weight_tying (gradients over replicas and stages).
+                grad_sync (the reducers of the stages, and which backward is the last),
+                weight_tying (gradients over stages).
 Executor        executor (runs one rank's program), program (the schedule as bound functions),
                 stage_runner, links (receives and sends between stages), clock,
                 timeline_recorder.
-Backward        split_backward (input and weight gradients) on autograd_graph and deferred_wgrad;
-                grad_sync (tells the reducer which backward is the last).
+Backward        split_backward (input and weight gradients) on autograd_graph and deferred_wgrad.
 Partition       partition/ (where to cut).
 Tensor group    scatter_gather: a message is sent in parts, one by each tensor rank.
 """

@@ -139,14 +139,14 @@ class Executor:
                 within(partial(around, s[2].kind), s) if s[3] == COMPUTES else s for s in program
             ]
         trains = self._trains
-        steered = reducer.scheduled() if reducer is not None and trains else nullcontext()
+        scheduled = reducer.scheduled() if reducer is not None and trains else nullcontext()
         is_under_way = False
         try:
             self.clock.restart()
-            with steered as told, torch.set_grad_enabled(trains):
-                if told is not None:
+            with scheduled as ready, torch.set_grad_enabled(trains):
+                if ready is not None:
                     mine = reducer.parameters
-                    program = LastBackwardNotifier(told, steps.stages, parameters, mine).within(
+                    program = LastBackwardNotifier(ready, steps.stages, parameters, mine).within(
                         program
                     )
                 recording = Recording(self.clock.device) if record else None

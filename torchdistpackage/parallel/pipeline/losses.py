@@ -23,8 +23,8 @@ from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import CommError
 from torchdistpackage.layout.derive import BATCH_AXES
 from torchdistpackage.optim.clip import scale_gradients
+from torchdistpackage.parallel.pipeline.grad_sync import scatters
 from torchdistpackage.parallel.pipeline.microbatches import Mean, is_scalar, tensors_in
-from torchdistpackage.parallel.pipeline.reducing import scatters
 from torchdistpackage.parallel.pipeline.stage_runner import Weight
 
 IGNORED = -100

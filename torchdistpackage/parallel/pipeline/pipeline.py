@@ -30,6 +30,7 @@ from torchdistpackage.parallel.pipeline.agreement import (
     step_over,
 )
 from torchdistpackage.parallel.pipeline.executor import Executor
+from torchdistpackage.parallel.pipeline.grad_sync import HasReducer, StageReducers
 from torchdistpackage.parallel.pipeline.losses import (
     Addition,
     LossBroadcast,
@@ -48,7 +49,6 @@ from torchdistpackage.parallel.pipeline.microbatches import (
     samples_in,
     sizes_of,
 )
-from torchdistpackage.parallel.pipeline.reducing import HasReducer, StageReducers
 from torchdistpackage.parallel.pipeline.resolve_schedule import CostsOrder, Order, has_backward
 from torchdistpackage.parallel.pipeline.stages import Signature, Stages, agree_on_stages, listed
 from torchdistpackage.schedule.actions import Schedule
@@ -110,7 +110,7 @@ class Pipeline:
         order = (schedule, num_microbatches, chunks, costs)
         alike = (("dynamic_shapes", dynamic_shapes), ("check", check))
         self.schedule, self._own = agree_on_stages(self._group, stages, order, skips, alike, device)
-        self._reducing = StageReducers(reducer, self._own.modules.values())
+        self._reducers = StageReducers(reducer, self._own.modules.values())
         self._loss, self._loss_takes = loss, None if loss is None else Signature.of(loss)
         self._whole, self._timeout_s = frozenset(listed("whole", whole)), timeout_s
         self._dynamic, self._check, self._held = dynamic_shapes, check, False
@@ -153,10 +153,10 @@ class Pipeline:
         """
         has_backward(self.schedule)
         batch = self._batch("step", args, targets, inputs, None)
-        counted, reducer = self._loss_broadcast.counted, self._reducing.reducer
+        counted, reducer = self._loss_broadcast.counted, self._reducers.reducer
         sums = reducer is not None and not self._held
         if sums:
-            batch.before.append(self._reducing.follow_buffers)
+            batch.before.append(self._reducers.follow_buffers)
         addition = None if counted is False else Addition(self._holders())
         early = reducer if sums and not counted else None
         with nullcontext() if reducer is None or early is not None else reducer.no_sync():
@@ -253,7 +253,7 @@ class Pipeline:
     def _holders(self) -> list[Tensor]:
         """Where gradients of this rank are at the end of a step, in the first one summed ones."""
         own = [p for mine in self._own.parameters().values() for p in mine]
-        return own if self._loss_broadcast.counted else [*own, *self._reducing.holders]
+        return own if self._loss_broadcast.counted else [*own, *self._reducers.holders]
 
     def _divided(
         self, totals: Tensor, addition: Addition | None, batch: StepInputs, reducer: Reducer | None
@@ -266,9 +266,9 @@ class Pipeline:
                 f"parameters are known whose gradients could be divided; give a module"
             )
         if reducer is not None:
-            self._reducing.check_holders()
+            self._reducers.check_holders()
         assert addition is not None
-        totals, num = over_replicas(totals, replicas(self._reducing.reducer))
+        totals, num = over_replicas(totals, replicas(self._reducers.reducer))
         addition.divide(totals, sum(batch.sizes), num)
         return self._mean(totals)
 
