@@ -14,7 +14,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.companions import on_cpu
 from torchdistpackage.comm.primitives import ranks_of
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.parallel.pipeline.timeline_recorder import Recording
+from torchdistpackage.parallel.pipeline.executor import Recording
 from torchdistpackage.schedule.costs import PieceCosts, StageCosts, costs_text
 from torchdistpackage.schedule.draw import svg_pair
 from torchdistpackage.schedule.timeline import Span

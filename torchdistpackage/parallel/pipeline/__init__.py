@@ -11,8 +11,7 @@ One step        resolve_schedule, stages (those of this rank, and how they are c
                 grad_sync (the reducers of the stages, and which backward is the last),
                 weight_tying (gradients over stages).
 Executor        executor (runs one rank's program), program (the schedule as bound functions),
-                stage_runner, links (receives and sends between stages), clock,
-                timeline_recorder.
+                stage_runner, links (receives and sends between stages), clock.
 Backward        split_backward (input and weight gradients) on autograd_graph and deferred_wgrad.
 Partition       partition/ (where to cut).
 Tensor group    scatter_gather: a message is sent in parts, one by each tensor rank.

@@ -18,12 +18,13 @@ import torch
 from torch import nn
 
 from torchdistpackage.comm.flight_recorder import recorder
+from torchdistpackage.comm.moments import Moment, clock_of, seconds
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import CommError, ScheduleError
 from torchdistpackage.parallel.pipeline.clock import ComputeClock
 from torchdistpackage.parallel.pipeline.grad_sync import LastBackwardNotifier
-from torchdistpackage.parallel.pipeline.program import COMPUTES, RankProgram, Step, within
+from torchdistpackage.parallel.pipeline.program import BEGINS, COMPUTES, RankProgram, Step, within
 from torchdistpackage.parallel.pipeline.stage_runner import (
     Backward,
     Forward,
@@ -31,11 +32,10 @@ from torchdistpackage.parallel.pipeline.stage_runner import (
     Weight,
     autograd,
 )
-from torchdistpackage.parallel.pipeline.timeline_recorder import Recording
-from torchdistpackage.schedule.actions import ActionKind, Schedule
+from torchdistpackage.schedule.actions import Action, ActionKind, Schedule
 from torchdistpackage.schedule.timeline import Span
 
-__all__ = ["Backward", "Executor", "Forward", "autograd"]
+__all__ = ["Backward", "Executor", "Forward", "Recording", "autograd"]
 
 
 class Executor:
@@ -169,3 +169,33 @@ def run(program: Sequence[Step]) -> None:
     for do, m, action, _ in program:
         recorder.action = action
         do(m)
+
+
+class Recording:
+    """Runs a program, and says when each computation and each wait for a message began and ended:
+    a reading of the clock, on CUDA an event, stands before and after each.
+    """
+
+    def __init__(self, device: torch.device):
+        self._now = clock_of(device)
+        self._began = self._now()
+        self._marks: list[tuple[Action, Moment, Moment]] = []
+
+    def run(self, program: Sequence[Step]) -> None:
+        """All steps, in order."""
+        now = self._now
+        for do, m, action, what in program:
+            recorder.action = action
+            if what != BEGINS:
+                since = now()
+                do(m)
+                self._marks.append((action, since, now()))
+            else:
+                do(m)
+
+    def spans(self) -> list[Span]:
+        """Seconds from the start of the run. On CUDA this waits for the end of it."""
+        began = self._began
+        return [
+            Span(a, seconds(began, start), seconds(began, end)) for a, start, end in self._marks
+        ]
