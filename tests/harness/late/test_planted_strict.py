@@ -17,8 +17,7 @@ from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.reference import ReferenceDDP
 from torchdistpackage.errors import RaceError, RankError
 from torchdistpackage.optim import clip
-from torchdistpackage.parallel.pipeline import function_call
-from torchdistpackage.parallel.pipeline import functional as interface
+from torchdistpackage.parallel.pipeline import function_call, functional
 from torchdistpackage.testing import mirror
 
 STRICT = "late,strict"
@@ -83,7 +82,7 @@ def pipeline(with_lengths: bool = False) -> None:
         return stage(own.to(device)), lengths.cpu() if with_lengths else lengths
 
     batch = torch.ones(4, 4).cpu()
-    interface.forward_backward(None, forward, None, [batch], num_microbatches=2, group=group)
+    functional.forward_backward(None, forward, None, [batch], num_microbatches=2, group=group)
 
 
 def test_rooms_where_the_batch_is(ranks):

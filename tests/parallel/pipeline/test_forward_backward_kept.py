@@ -19,7 +19,7 @@ from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.meta_channel import MetaChannel
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
-from torchdistpackage.parallel.pipeline import kept
+from torchdistpackage.parallel.pipeline import function_call
 from torchdistpackage.parallel.pipeline.executor import Executor
 
 
@@ -136,8 +136,8 @@ def changing_calls() -> None:
     assert found["executors"] == 1
     # far more than are kept
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kept, "MOST_KEPT", 4)
-        for samples in (*range(4, 4 + 2 * kept.MOST_KEPT), 8, 8):
+        patch.setattr(function_call, "MOST_KEPT", 4)
+        for samples in (*range(4, 4 + 2 * function_call.MOST_KEPT), 8, 8):
             loop.step(samples)
     for _ in range(3):
         for dynamic in (True, False):
@@ -205,7 +205,7 @@ def nobody_lives_on() -> None:
         loop.step()
     model, optimizer = loop.model, loop.optimizer
     ended = [weakref.ref(x) for x in (loop, model, optimizer, *loop.functions, model[0][0].weight)]
-    (shelf,) = kept._cache.of[loop.functions[0]].values()
+    (shelf,) = function_call._cache.of[loop.functions[0]].values()
     (executor,) = shelf.executors.values()
     ended += [weakref.ref(executor)]
     del loop, model, optimizer, shelf, executor

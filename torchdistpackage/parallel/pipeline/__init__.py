@@ -4,7 +4,7 @@ Read in this order.
 
 Reference       reference: GPipe in 40 lines; tests hold Pipeline equal to it.
 Public          pipeline (`Pipeline`, for loops of your own); functional (`forward_backward`, for
-                functions) with function_call and kept (the executor kept between calls).
+                functions) on function_call (its arguments, and the executor of an earlier call).
 One step        resolve_schedule, stages (those of this rank, and how they are called),
                 microbatches (a batch is cut, run and joined), losses (means, sums and counts),
                 agreement (input errors before anything is sent, groups with lost messages),

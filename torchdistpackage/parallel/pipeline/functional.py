@@ -18,7 +18,7 @@ from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.parallel.pipeline import scatter_gather
 from torchdistpackage.parallel.pipeline.agreement import step_over
 from torchdistpackage.parallel.pipeline.executor import autograd
-from torchdistpackage.parallel.pipeline.function_call import BwdFn, FunctionCall, FwdFn, Options
+from torchdistpackage.parallel.pipeline.function_call import BwdFn, FunctionCall, FwdFn
 from torchdistpackage.parallel.pipeline.losses import LossDivision, Losses, is_counted
 from torchdistpackage.parallel.pipeline.microbatches import cut, detached, is_scalar, joined
 from torchdistpackage.parallel.pipeline.resolve_schedule import Order
@@ -82,10 +82,18 @@ def forward_backward(
     """
     group = resolve_group(group, "pipe")
     parts = resolve_group(tensor_group, "tensor") if scatter_gather_tensors else None
-    around = None if parts is None else parts.size()
-    options = Options(optimizer, timeout_s, dynamic_shapes, around)
     job = FunctionCall.of(
-        fwd_fn, bwd_fn, inputs, schedule, group, num_microbatches, forward_only, options
+        fwd_fn,
+        bwd_fn,
+        inputs,
+        schedule,
+        group,
+        num_microbatches,
+        forward_only,
+        optimizer=optimizer,
+        timeout_s=timeout_s,
+        dynamic_shapes=dynamic_shapes,
+        num_parts=None if parts is None else parts.size(),
     )
     sizes = job.sizes
     if optimizer is not None and not forward_only:
@@ -160,7 +168,15 @@ def forward_eval(
     """
     group = resolve_group(group, "pipe")
     job = FunctionCall.of(
-        fwd_fn, None, inputs, schedule, group, 1, True, Options(None, timeout_s, dynamic_shapes)
+        fwd_fn,
+        None,
+        inputs,
+        schedule,
+        group,
+        1,
+        True,
+        timeout_s=timeout_s,
+        dynamic_shapes=dynamic_shapes,
     )
     outputs: dict[int, object] = {}
 
