@@ -2,7 +2,7 @@
 
 For loops that post their own sends and receives; new code takes `Pipeline` or `forward_backward`.
 Each function moves a tensor, or a list of tensors and None, between this pipe rank and the next or
-the previous one, all it moves in one batch; the ends of the pipeline have nobody there, and do
+the previous one, all it moves in one batch; at an end of the pipeline, with no rank there, it does
 nothing.
 
 One rule: a receiver must know what comes. Shapes it is given; dtypes are those that
@@ -11,21 +11,22 @@ which the rank that sent that remembers: so numbers that are no floats get none,
 None goes as zeros.
 """
 
-import torch
+import math
+from collections.abc import Callable, Sequence
 
-from torchdistpackage.comm.messages import describe
+import torch
+from torch import Tensor
+
+from torchdistpackage.comm.messages import TensorMeta, describe
 from torchdistpackage.comm.meta_channel import MetaChannel
-from torchdistpackage.comm.primitives import device_of
-from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.compat.torchdistpackage.moves import (
-    Move,
-    Object,
-    Shapes,
-    form_of,
-    group_of,
-    last_shapes_of,
-)
+from torchdistpackage.comm.p2p import Post
+from torchdistpackage.comm.per_group import PerGroup
+from torchdistpackage.comm.primitives import Group, device_of, ranks_of
+from torchdistpackage.comm.tpc import resolve_group, tpc
+from torchdistpackage.comm.world import world
+from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.pipeline.scatter_gather import (
+    divides,
     gather_split_1d_tensor,
     split_tensor_into_1d_equal_chunks,
 )
@@ -47,12 +48,21 @@ __all__ = [
 ]
 
 
+Object = Tensor | Sequence[Tensor | None] | None
+Shapes = torch.Size | Sequence["torch.Size | None"] | None
+Form = list[TensorMeta | None]
+"""Of a message, its members."""
+
+_last_forms: PerGroup[dict[tuple[str, int], Form]] = PerGroup()
+"""Of what last was `sent` to, and `received` from, each global rank of a group."""
+
+
 def send_obj_meta(obj: Object, need_meta: bool = True, next_rank: int | None = None) -> bool:
     """Tell the next stage the shapes and dtypes of `obj`, if `need_meta`; returns False."""
     peer = _next(next_rank)
     if need_meta and peer is not None:
-        group = group_of(peer)
-        last_shapes_of(group).sent[peer] = form_of(obj)
+        group = _group_of(peer)
+        _forms(group)["sent", peer] = _form_of(obj)
         headers = MetaChannel(group, device_of(group), None, always=True)
         obj = tuple(obj) if isinstance(obj, list) else obj
         headers.send(describe(obj, headers.device), peer)
@@ -65,11 +75,11 @@ def recv_obj_meta(obj_shape: Shapes, prev_rank: int | None = None) -> Shapes:
     peer = _prev(prev_rank)
     if obj_shape is not None or peer is None:
         return obj_shape
-    group = group_of(peer)
+    group = _group_of(peer)
     headers = MetaChannel(group, device_of(group), None, always=True)
     description = headers.receive(peer).description
     form = list(description.members)
-    last_shapes_of(group).received[peer] = form
+    _forms(group)["received", peer] = form
     shapes = [m and torch.Size(m.shape) for m in form]
     return shapes[0] if description.form == "tensor" else shapes
 
@@ -81,9 +91,9 @@ def recv_forward(
     scatter_gather_tensors: bool = False,
 ) -> Object:
     """What the previous stage sends: new leaves, of which floats require a gradient."""
-    move = Move(dtype, scatter_gather_tensors)
-    move.receive_forward(input_tensor_shape, _prev(prev_rank))
-    return move.go()[0]
+    exchange = _Exchange(dtype, scatter_gather_tensors)
+    exchange.receive_forward(input_tensor_shape, _prev(prev_rank))
+    return exchange.go()[0]
 
 
 def recv_backward(
@@ -93,27 +103,27 @@ def recv_backward(
     scatter_gather_tensors: bool = False,
 ) -> Object:
     """The gradient that the next stage sends."""
-    move = Move(dtype, scatter_gather_tensors)
-    move.receive_backward(output_grad_shape, _next(next_rank))
-    return move.go()[1]
+    exchange = _Exchange(dtype, scatter_gather_tensors)
+    exchange.receive_backward(output_grad_shape, _next(next_rank))
+    return exchange.go()[1]
 
 
 def send_forward(
     output_tensor: Object, next_rank: int | None = None, scatter_gather_tensors: bool = False
 ) -> None:
     """Send an output to the next stage."""
-    move = Move(None, scatter_gather_tensors)
-    move.send_forward(output_tensor, _next(next_rank))
-    move.go()
+    exchange = _Exchange(None, scatter_gather_tensors)
+    exchange.send_forward(output_tensor, _next(next_rank))
+    exchange.go()
 
 
 def send_backward(
     input_tensor_grad: Object, prev_rank: int | None = None, scatter_gather_tensors: bool = False
 ) -> None:
     """Send the gradient of an input to the previous stage, which it came from."""
-    move = Move(None, scatter_gather_tensors)
-    move.send_backward(input_tensor_grad, _prev(prev_rank))
-    move.go()
+    exchange = _Exchange(None, scatter_gather_tensors)
+    exchange.send_backward(input_tensor_grad, _prev(prev_rank))
+    exchange.go()
 
 
 def send_forward_recv_backward(
@@ -125,10 +135,10 @@ def send_forward_recv_backward(
     scatter_gather_tensors: bool = False,
 ) -> Object:
     """Both with the next stage; returns the gradient, None without `recv_next`."""
-    move, peer = Move(dtype, scatter_gather_tensors), _next(next_rank)
-    move.send_forward(output_tensor, peer)
-    move.receive_backward(output_grad_shape, peer if recv_next else None)
-    return move.go()[1]
+    exchange, peer = _Exchange(dtype, scatter_gather_tensors), _next(next_rank)
+    exchange.send_forward(output_tensor, peer)
+    exchange.receive_backward(output_grad_shape, peer if recv_next else None)
+    return exchange.go()[1]
 
 
 def send_backward_recv_forward(
@@ -140,10 +150,10 @@ def send_backward_recv_forward(
     scatter_gather_tensors: bool = False,
 ) -> Object:
     """Both with the previous stage; returns its output, None without `recv_prev`."""
-    move, peer = Move(dtype, scatter_gather_tensors), _prev(prev_rank)
-    move.send_backward(input_tensor_grad, peer)
-    move.receive_forward(input_tensor_shape, peer if recv_prev else None)
-    return move.go()[0]
+    exchange, peer = _Exchange(dtype, scatter_gather_tensors), _prev(prev_rank)
+    exchange.send_backward(input_tensor_grad, peer)
+    exchange.receive_forward(input_tensor_shape, peer if recv_prev else None)
+    return exchange.go()[0]
 
 
 def send_forward_recv_forward(
@@ -157,10 +167,12 @@ def send_forward_recv_forward(
 ) -> Object:
     """Send to the next stage and receive from the previous one, which may be named beyond the ends
     where ranks run several stages; returns what came."""
-    move = Move(dtype, scatter_gather_tensors)
-    move.send_forward(output_tensor, _next(next_rank, named=True))
-    move.receive_forward(input_tensor_shape, _prev(prev_rank, named=True) if recv_prev else None)
-    return move.go()[0]
+    exchange = _Exchange(dtype, scatter_gather_tensors)
+    exchange.send_forward(output_tensor, _next(next_rank, named=True))
+    exchange.receive_forward(
+        input_tensor_shape, _prev(prev_rank, named=True) if recv_prev else None
+    )
+    return exchange.go()[0]
 
 
 def send_backward_recv_backward(
@@ -173,10 +185,12 @@ def send_backward_recv_backward(
     scatter_gather_tensors: bool = False,
 ) -> Object:
     """Send a gradient to the previous stage and receive one from the next; as above."""
-    move = Move(dtype, scatter_gather_tensors)
-    move.send_backward(input_tensor_grad, _prev(prev_rank, named=True))
-    move.receive_backward(output_grad_shape, _next(next_rank, named=True) if recv_next else None)
-    return move.go()[1]
+    exchange = _Exchange(dtype, scatter_gather_tensors)
+    exchange.send_backward(input_tensor_grad, _prev(prev_rank, named=True))
+    exchange.receive_backward(
+        output_grad_shape, _next(next_rank, named=True) if recv_next else None
+    )
+    return exchange.go()[1]
 
 
 def send_forward_backward_recv_forward_backward(
@@ -192,13 +206,13 @@ def send_forward_backward_recv_forward_backward(
     scatter_gather_tensors: bool = False,
 ) -> tuple[Object, Object]:
     """All four at once; returns (input, gradient of the output)."""
-    move = Move(dtype, scatter_gather_tensors)
+    exchange = _Exchange(dtype, scatter_gather_tensors)
     ahead, behind = _next(next_rank, named=True), _prev(prev_rank, named=True)
-    move.send_forward(output_tensor, ahead)
-    move.send_backward(input_tensor_grad, behind)
-    move.receive_forward(input_tensor_shape, behind if recv_prev else None)
-    move.receive_backward(output_grad_shape, ahead if recv_next else None)
-    return move.go()
+    exchange.send_forward(output_tensor, ahead)
+    exchange.send_backward(input_tensor_grad, behind)
+    exchange.receive_forward(input_tensor_shape, behind if recv_prev else None)
+    exchange.receive_backward(output_grad_shape, ahead if recv_next else None)
+    return exchange.go()
 
 
 def _next(rank: int | None, *, named: bool = False) -> int | None:
@@ -212,3 +226,137 @@ def _prev(rank: int | None, *, named: bool = False) -> int | None:
     if tpc.is_first_in_pipeline_group() and not (named and rank is not None):
         return None
     return tpc.get_prev_global_rank("pipe") if rank is None else rank
+
+
+class _Exchange:
+    """What one call moves, all posted together."""
+
+    def __init__(self, dtype: torch.dtype | None, scatter_gather_tensors: bool):
+        self._dtype = dtype
+        self._parts = resolve_group(None, "tensor") if scatter_gather_tensors else None
+        self._posts: dict[Group, Post] = {}
+        self._forward: Callable[[], Object] = lambda: None
+        self._backward: Callable[[], Object] = lambda: None
+
+    def send_forward(self, obj: Object, peer: int | None) -> None:
+        if peer is not None:
+            _forms(_group_of(peer))["sent", peer] = _form_of(obj)
+            self._send(_members_of(obj), peer)
+
+    def send_backward(self, obj: Object, peer: int | None) -> None:
+        if peer is None:
+            return
+        gradients, group = _members_of(obj), _group_of(peer)
+        form = _forms(group).get(("received", peer))
+        if form is None or len(form) != len(gradients):
+            form = _form_of(obj)
+        sent: list[Tensor | None] = []
+        for x, member in zip(gradients, form, strict=True):
+            if member is None or not member.dtype.is_floating_point:
+                x = None
+            elif x is None:
+                x = torch.zeros(member.shape, dtype=member.dtype, device=device_of(group))
+            sent.append(x)
+        self._send(sent, peer)
+
+    def receive_forward(self, shapes: Shapes, peer: int | None) -> None:
+        if peer is not None:
+            known = _forms(_group_of(peer))
+            form = self._expected(shapes, known.get(("received", peer)), peer)
+            known["received", peer] = form
+            self._forward = self._receive(form, shapes, peer, leaves=True)
+
+    def receive_backward(self, shapes: Shapes, peer: int | None) -> None:
+        if peer is not None:
+            form = self._expected(shapes, _forms(_group_of(peer)).get(("sent", peer)), peer)
+            floats = [m if m is not None and m.dtype.is_floating_point else None for m in form]
+            self._backward = self._receive(floats, shapes, peer, leaves=False)
+
+    def go(self) -> tuple[Object, Object]:
+        """(input, gradient of the output), None for what was not to be received."""
+        for flight in [post.go() for post in self._posts.values()]:
+            flight.wait()
+        return self._forward(), self._backward()
+
+    def _send(self, tensors: Sequence[Tensor | None], peer: int) -> None:
+        sent = [
+            split_tensor_into_1d_equal_chunks(x, group=self._parts)
+            if x is not None and divides(x.numel(), self._parts)
+            else x
+            for x in tensors
+        ]
+        self._post(peer).send(sent, peer)
+
+    def _receive(
+        self, form: Form, shapes: Shapes, peer: int, *, leaves: bool
+    ) -> Callable[[], Object]:
+        """Gives the message once it is here. leaves: its floats require gradients."""
+        parts, device = self._parts, device_of(_group_of(peer))
+
+        def size(member: TensorMeta) -> Sequence[int]:
+            num = math.prod(member.shape)
+            return (num // parts.size(),) if divides(num, parts) else member.shape
+
+        room = [m and torch.empty(size(m), dtype=m.dtype, device=device) for m in form]
+        self._post(peer).receive(room, peer)
+
+        def arrived() -> Object:
+            members: list[Tensor | None] = []
+            for x, member in zip(room, form, strict=True):
+                if x is not None and member is not None:
+                    if divides(math.prod(member.shape), parts):
+                        x = gather_split_1d_tensor(x, group=parts).view(member.shape)
+                    x.requires_grad_(leaves and x.is_floating_point())
+                members.append(x)
+            return members if _is_list(shapes) else members[0]
+
+        return arrived
+
+    def _post(self, peer: int) -> Post:
+        group = _group_of(peer)
+        if group not in self._posts:
+            self._posts[group] = Post(group)
+        return self._posts[group]
+
+    def _expected(self, shapes: Shapes, known: Form | None, peer: int) -> Form:
+        """Members of these shapes; their dtypes as remembered for such, else as given."""
+        if shapes is None:
+            raise CommError(
+                f"what rank {peer} sends has no shape here; give one, or ask recv_obj_meta(None)"
+            )
+        listed = list(shapes) if _is_list(shapes) else [shapes]
+        told = [None if shape is None else tuple(shape) for shape in listed]
+        if known is None or [m and m.shape for m in known] != told:
+            dtype = self._dtype or torch.float
+            return [None if shape is None else TensorMeta(shape, dtype, False) for shape in told]
+        if self._dtype is None:
+            return known
+        return [
+            TensorMeta(m.shape, self._dtype, False) if m and m.dtype.is_floating_point else m
+            for m in known
+        ]
+
+
+def _members_of(obj: Object) -> list[Tensor | None]:
+    return list(obj) if isinstance(obj, list | tuple) else [obj]  # type: ignore[list-item]
+
+
+def _form_of(obj: Object) -> Form:
+    return list(describe(tuple(_members_of(obj))).members)
+
+
+def _is_list(shapes: Shapes) -> bool:
+    """Of several tensors: not one shape, which holds numbers."""
+    if isinstance(shapes, torch.Size) or shapes is None:
+        return False
+    return not all(isinstance(extent, int) for extent in shapes)
+
+
+def _forms(group: Group) -> dict[tuple[str, int], Form]:
+    return _last_forms.setdefault(group, {})
+
+
+def _group_of(peer: int) -> Group:
+    """The pipe group, or that of all ranks for a peer outside it."""
+    pipe = resolve_group(None, "pipe")
+    return pipe if peer in ranks_of(pipe) else world()
