@@ -129,7 +129,7 @@ def crash(operation: str) -> str:
     return (
         "Fatal Python error: Aborted\n\nThread 0x7f (most recent call first):\n"
         '  File "/x/torch/distributed/distributed_c10d.py", line 3252 in ' + operation + "\n"
-        '  File "/x/torchdistpackage/comm/issue.py", line 34 in now\n'
+        '  File "/x/torchdistpackage/comm/work.py", line 34 in now\n'
         '  File "/x/torchdistpackage/comm/primitives.py", line 197 in _' + operation + "\n"
         '  File "/x/torchdistpackage/comm/primitives.py", line 76 in ' + operation + "\n"
         '  File "/home/me/train.py", line 12 in <module>\n'

@@ -17,9 +17,10 @@ from torchdistpackage.comm.messages import (
     header_room,
     rest_room,
 )
-from torchdistpackage.comm.p2p import P2PChannel, P2PWork
+from torchdistpackage.comm.p2p import P2PChannel
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tensor_meta import MessageSpec
+from torchdistpackage.comm.work import Work
 
 _CPU = torch.device("cpu")
 TAG = 0x7DC
@@ -45,7 +46,7 @@ class MetaChannel:
         self._wire = P2PChannel(on_cpu(group), timeout_s, tag=TAG)
         self._written: dict[Description, tuple[list[torch.Tensor], MessageSpec]] = {}
         self._read: dict[bytes, MessageSpec] = {}
-        self._left: list[P2PWork] = []
+        self._left: list[Work] = []
 
     def send(self, description: Description, target: int) -> MessageSpec:
         """Tell global rank `target` what comes next; it need not be there yet."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchdistpackage.comm import debug_checks
 from torchdistpackage.comm.backends import require_host_memory
 from torchdistpackage.comm.dtypes import in_place_of, to_bytes
-from torchdistpackage.comm.flight_recorder import LINE, STATE, WAITING, Call, GroupLog, recorder
+from torchdistpackage.comm.flight_recorder import LINE, Call, GroupLog, recorder
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.work import Work, failed
 from torchdistpackage.errors import CommError
@@ -62,7 +62,7 @@ def start_send(x: Tensor, group: Group, target: int) -> Work:
         work = group.send([to_bytes(x)], peer, 0)
     except RuntimeError as error:
         raise failed(call, error) from error
-    return Work(x, (work,), call, None, call[LINE].limit)
+    return Work(x, (work,), (call,), None, call[LINE].limit)
 
 
 def start_receive(x: Tensor, group: Group, source: int) -> Work:
@@ -78,50 +78,11 @@ def start_receive(x: Tensor, group: Group, source: int) -> Work:
         work = group.recv([room], peer, 0)
     except RuntimeError as error:
         raise failed(call, error) from error
-    return Work(x, (work,), call, in_place_of(x, room), call[LINE].limit)
+    return Work(x, (work,), (call,), in_place_of(x, room), call[LINE].limit)
 
 
 _Posted = tuple[str, Tensor, int, object]
 """(`send` or `receive`, tensor, global rank of the peer, the schedule's action)"""
-
-
-class P2PWork:
-    """Messages that were posted; `wait()` before reading, and before writing what was sent."""
-
-    __slots__ = ("_calls", "_keep", "_timeout", "_works")
-
-    def __init__(
-        self,
-        works: Sequence[dist.Work] = (),
-        keep: object = None,
-        made: Sequence[Call] = (),
-        timeout: timedelta | None = None,
-    ):
-        self._works, self._keep, self._calls, self._timeout = works, keep, made, timeout
-
-    def forget(self) -> None:
-        """Keep no tensor alive: of a queued transport, which keeps what is on its way itself."""
-        self._keep = None
-
-    def wait(self) -> None:
-        """On CUDA the current stream waits, not the host. Safe to call twice.
-
-        Raises:
-            CommError: a message failed, or did not come in time.
-        """
-        if not self._works:
-            return
-        since_s, timeout = recorder.clock_s(), self._timeout
-        # NCCL runs a batch as one, and may give one work for all of its messages
-        for call, work in zip(self._calls, self._works, strict=False):
-            call[STATE] = WAITING
-            try:
-                work.wait() if timeout is None else work.wait(timeout)
-            except RuntimeError as error:
-                raise failed(call, error) from error
-            call[STATE] = call[LINE].passed
-        recorder.waited_s += recorder.clock_s() - since_s
-        self._works, self._keep, self._calls = (), None, ()
 
 
 class Post:
@@ -131,25 +92,25 @@ class Post:
 
     def __init__(self, group: Group, timeout_s: float | None = None):
         self._group, self._line = group, recorder.line(group)
-        self._flight = P2PWork(timeout=_limit(self._line, timeout_s))
+        self._flight = Work(limit=_limit(self._line, timeout_s))
         self._receives: list[_Posted] = []
         self._sends: list[_Posted] = []
 
-    def receive(self, tensors: Sequence[Tensor | None], source: int) -> P2PWork:
+    def receive(self, tensors: Sequence[Tensor | None], source: int) -> Work:
         """Room to be filled by global rank `source`; contiguous. Empty tensors do not travel."""
         for x in tensors:
             if x is not None and x.numel():
                 self._receives.append(("receive", to_bytes(x), source, recorder.action))
         return self._flight
 
-    def send(self, tensors: Sequence[Tensor | None], target: int) -> P2PWork:
+    def send(self, tensors: Sequence[Tensor | None], target: int) -> Work:
         """Tensors for global rank `target`; they must stay as they are until they have left."""
         for x in tensors:
             if x is not None and x.numel():
                 self._sends.append(("send", to_bytes(x), target, recorder.action))
         return self._flight
 
-    def go(self) -> P2PWork:
+    def go(self) -> Work:
         """Begin all; in the debug mode compare them with the peers' first.
 
         Then none leaves before the peers have come to all: two messages of which one is needed for
@@ -234,15 +195,15 @@ class P2PChannel:
         """How long a message may take from now on."""
         self._timeout = _limit(self._line, timeout_s)
 
-    def receive(self, tensors: Sequence[Tensor], source: int) -> P2PWork:
+    def receive(self, tensors: Sequence[Tensor], source: int) -> Work:
         """Room to be filled by global rank `source`."""
         return self._begin("receive", tensors, source)
 
-    def send(self, tensors: Sequence[Tensor], target: int) -> P2PWork:
+    def send(self, tensors: Sequence[Tensor], target: int) -> Work:
         """Tensors for global rank `target`; they must stay as they are until they have left."""
         return self._begin("send", tensors, target)
 
-    def _begin(self, what: str, tensors: Sequence[Tensor], peer: int) -> P2PWork:
+    def _begin(self, what: str, tensors: Sequence[Tensor], peer: int) -> Work:
         line, action, (place, issue) = self._line, recorder.action, self._issue[what, peer]
         made: list[Call] = []
         works: list[dist.Work] = []
@@ -252,7 +213,7 @@ class P2PChannel:
                 works.append(issue([x], place, self._tag))
             except RuntimeError as error:
                 raise failed(made[-1], error) from error
-        return P2PWork(works, tensors, made, self._timeout)
+        return Work(None, works, made, None, self._timeout, tensors)
 
 
 def _limit(line: GroupLog, timeout_s: float | None) -> timedelta | None:

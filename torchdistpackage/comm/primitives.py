@@ -29,9 +29,8 @@ from torchdistpackage.comm.dtypes import (
     to_reducible,
 )
 from torchdistpackage.comm.flight_recorder import recorder
-from torchdistpackage.comm.issue import NO_FACTS, IssueFn, Result, run_async, run_sync
 from torchdistpackage.comm.transport.pairwise import GATHERED, SUMMED, pairwise
-from torchdistpackage.comm.work import Work
+from torchdistpackage.comm.work import NO_FACTS, IssueFn, Result, Work, run_async, run_sync
 from torchdistpackage.comm.world import world
 from torchdistpackage.errors import CommError
 

@@ -1,15 +1,18 @@
-"""A call under way, and what becomes of a backend's error.
+"""How a call is issued, and what is left of one under way: waited for, its error told in full.
 
-One rule: whoever waits says so in the record, and a failure carries the operation, its number,
-the ranks and what of a schedule it was for, whichever call it surfaced in.
+One rule: whatever waits says so in the record, and a failure carries the operation, its number,
+the ranks and what of a schedule it was for, whichever call it surfaced in. `run_sync` and
+`run_async` take the same arguments, so that each collective is written once.
 """
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
+from torchdistpackage.comm import debug_checks
 from torchdistpackage.comm.flight_recorder import (
     ACTION,
     FAILED,
@@ -18,54 +21,114 @@ from torchdistpackage.comm.flight_recorder import (
     PEER,
     SEQUENCE,
     STATE,
+    WAITING,
     Call,
     recorder,
 )
 from torchdistpackage.errors import CommError
 from torchdistpackage.schedule.actions import Action
 
+Group = dist.ProcessGroup
+
 
 class Work:
-    """What a `start_*` function began; `wait()` returns its tensor, which is not ready before.
+    """What a `start_*` function or a post began; `wait()` returns its tensor, ready only then.
 
     On CUDA `wait` makes the current stream wait, not the host.
+    calls: one for all of `works`, or one for each. keep: what must stay in memory until then.
     """
 
-    __slots__ = ("_call", "_finish", "_limit", "_value", "_works")
+    __slots__ = ("_calls", "_finish", "_keep", "_limit", "_value", "_works")
 
     def __init__(
         self,
-        value: Tensor,
+        value: Tensor | None = None,
         works: Sequence[dist.Work] = (),
-        call: Call | None = None,
+        calls: Sequence[Call] = (),
         finish: Callable[[], Tensor] | None = None,
         limit: timedelta | None = None,
+        keep: object = None,
     ):
-        self._value, self._works, self._call = value, works, call
-        self._finish, self._limit = finish, limit
+        self._value, self._works, self._calls = value, works, calls
+        self._finish, self._limit, self._keep = finish, limit, keep
 
     def __del__(self) -> None:
-        call = self._call
-        if call is not None and call[STATE] != FAILED and call[PEER] is None and call[LINE].direct:
-            call[LINE].left += self._works
+        if self._calls:
+            call = self._calls[0]
+            if call[PEER] is None and call[STATE] != FAILED and call[LINE].direct:
+                call[LINE].left += self._works
+
+    def forget(self) -> None:
+        """Keep no tensor alive: of a queued transport, which keeps what is on its way itself."""
+        self._keep = None
 
     def wait(self) -> Tensor:
-        """The result. Safe to call twice.
+        """The tensor; of posted messages None. Safe to call twice.
 
         Raises:
             CommError: the backend failed, or a peer did not come in time.
         """
-        if self._call is not None:
-            since_s = recorder.wait(self._call)
+        if self._calls:
+            call, limit, since_s = self._calls[0], self._limit, recorder.clock_s()
             try:
-                wait_works(self._works, self._limit)
+                if len(self._calls) == 1:
+                    call[STATE] = WAITING
+                    wait_works(self._works, self._limit)
+                else:
+                    # NCCL runs a batch as one, and may give one work for all of its messages
+                    for call, work in zip(self._calls, self._works, strict=False):
+                        call[STATE] = WAITING
+                        work.wait() if limit is None else work.wait(limit)
+                        call[STATE] = call[LINE].passed
             except RuntimeError as error:
-                raise failed(self._call, error) from error
-            recorder.end(self._call, since_s)
-            self._works, self._call = (), None
+                raise failed(call, error) from error
+            recorder.end(call, since_s)
+            self._works, self._calls, self._keep = (), (), None
             if self._finish is not None:
                 self._value, self._finish = self._finish(), None
-        return self._value
+        return self._value  # type: ignore[return-value]
+
+
+Pending = Work
+"""The name of Work before 0.1."""
+
+Result = TypeVar("Result", Tensor, Work)
+IssueFn = Callable[..., Result]
+NO_FACTS = ()
+"""Beside shape and dtype there is nothing to agree on, or nobody asks."""
+
+
+def run_sync(operation: str, group: Group, x, facts, finish, function, *args) -> Tensor:
+    """Call `function` and wait; returns `x`, or what `finish` makes of it.
+
+    facts: what all members must agree on, beside shape and dtype.
+    """
+    if recorder.checks:
+        debug_checks.agree(operation, group, x, facts)
+    call = recorder.begin(operation, group, x)
+    since_s = recorder.wait(call)
+    try:
+        works = function(*args, group=group)
+        if works.__class__ is list:
+            wait_works(works, call[LINE].limit)
+    except RuntimeError as error:
+        raise failed(call, error) from error
+    recorder.end(call, since_s)
+    return x if finish is None else finish()
+
+
+def run_async(operation: str, group: Group, x, facts, finish, function, *args) -> Work:
+    """Call `function` and leave the waiting to the caller."""
+    if recorder.checks:
+        debug_checks.agree(operation, group, x, facts)
+    call = recorder.begin(operation, group, x)
+    try:
+        works = function(*args, group=group, async_op=True)
+    except RuntimeError as error:
+        raise failed(call, error) from error
+    if works.__class__ is list:  # of transport/pairwise.py; each message may take the limit
+        return Work(x, works, (call,), finish, call[LINE].limit)
+    return Work(x, (works,), (call,), finish)
 
 
 def wait_works(works: Sequence[dist.Work], limit: timedelta | None) -> None:
@@ -88,7 +151,3 @@ def failed(call: Call, error: Exception) -> CommError:
         f"{call[OPERATION]}{peer}{f' for {action}' if action else ''} over {where} {line.ranks} "
         f"failed (number {call[SEQUENCE]}): {error}"
     )
-
-
-Pending = Work
-"""The name of Work before 0.1."""

@@ -9,7 +9,7 @@ import torch
 
 from tests.harness.late.programs import PROGRAMS
 from tests.harness.planting import planted
-from torchdistpackage.comm import issue
+from torchdistpackage.comm import work
 from torchdistpackage.comm.work import Work
 from torchdistpackage.ddp.bucket_comm import AllReduceBucket
 from torchdistpackage.ddp.comm_hooks import _Narrowed
@@ -73,7 +73,7 @@ MISTAKES = {
         r"all_reduce \(number \d+\).*written to while in flight",
     ),
     "a lost work": (
-        (issue, "run_async", "return Work(x, (works,), call, finish)", "return Work(x)"),
+        (work, "run_async", "return Work(x, (works,), (call,), finish)", "return Work(x)"),
         "zero1",
         r"(reduce_scatter|all_reduce|all_gather) \(number \d+\).*nobody waited for it",
     ),

@@ -10,8 +10,8 @@ from tests.host_reads import HostReads
 from tests.parallel.pipeline.whole_model import batch, chain, same, same_gradients, squares
 from torchdistpackage import NaiveDDP, Pipeline
 from torchdistpackage.comm.flight_recorder import recorder
-from torchdistpackage.comm.p2p import P2PWork
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.comm.work import Work
 from torchdistpackage.optim.clip import clip_grad_norm_
 from torchdistpackage.parallel.pipeline.functional import forward_backward
 from torchdistpackage.parallel.pipeline.program import RankProgram
@@ -91,10 +91,10 @@ def sends_of_a_step() -> tuple[int, list[str], bool]:
     x, y = batch(6)
     pipe.step(x, targets=y)
     stage.zero_grad()
-    sent: dict[P2PWork, bool] = {}
+    sent: dict[Work, bool] = {}
     early: list[str] = []
     kept = [False]
-    exchange, wait, end = RankProgram._exchange, P2PWork.wait, RankProgram.end
+    exchange, wait, end = RankProgram._exchange, Work.wait, RankProgram.end
 
     def noting(steps: RankProgram, index: int) -> None:
         exchange(steps, index)
@@ -104,19 +104,19 @@ def sends_of_a_step() -> tuple[int, list[str], bool]:
             sent[flight] = all(a.kind.is_send for a in messages)
             kept[0] |= flight._keep is not None
 
-    def waiting(flight: P2PWork) -> None:
+    def waiting(flight: Work) -> torch.Tensor:
         # one that receives as well is waited for where what it brings is needed
         early.extend([str(recorder.action)] * sent.get(flight, False))
-        wait(flight)
+        return wait(flight)
 
     def ending(steps: RankProgram) -> None:
-        patch.setattr(P2PWork, "wait", wait)
+        patch.setattr(Work, "wait", wait)
         end(steps)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RankProgram, "_exchange", noting)
         patch.setattr(RankProgram, "end", ending)
-        patch.setattr(P2PWork, "wait", waiting)
+        patch.setattr(Work, "wait", waiting)
         loss = pipe.step(x, targets=y)
     expected = squares(truth(x), y)
     expected.backward()

@@ -29,10 +29,9 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.dtypes import added, to_reducible
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.groups import Groups
-from torchdistpackage.comm.issue import NO_FACTS, run_async
 from torchdistpackage.comm.primitives import SUM, Group, ranks_of, start_all_reduce
 from torchdistpackage.comm.transport.pairwise import post_receives, post_sends
-from torchdistpackage.comm.work import Work, wait_works
+from torchdistpackage.comm.work import NO_FACTS, Work, run_async, wait_works
 from torchdistpackage.errors import CommError
 
 Start = Callable[[Tensor, Group, dist.ReduceOp.RedOpType], Work]

@@ -22,7 +22,6 @@ from torchdistpackage.comm.backends import require_host_memory
 from torchdistpackage.comm.companions import reverse_group
 from torchdistpackage.comm.dtypes import as_added, to_bytes
 from torchdistpackage.comm.flight_recorder import dtype_name, recorder
-from torchdistpackage.comm.issue import run_async
 from torchdistpackage.comm.primitives import gather_into, scatter_into
 from torchdistpackage.comm.transport.pairwise import (
     EXPECTED_GATHERED,
@@ -31,7 +30,7 @@ from torchdistpackage.comm.transport.pairwise import (
     post_receives,
     post_sends,
 )
-from torchdistpackage.comm.work import Work
+from torchdistpackage.comm.work import Work, run_async
 from torchdistpackage.errors import CommError
 
 Group = dist.ProcessGroup

@@ -13,8 +13,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from torchdistpackage.comm.messages import Message, describe, tensors_of
 from torchdistpackage.comm.meta_channel import MetaChannel
-from torchdistpackage.comm.p2p import P2PChannel, P2PWork, Post
+from torchdistpackage.comm.p2p import P2PChannel, Post
 from torchdistpackage.comm.tensor_meta import MessageSpec
+from torchdistpackage.comm.work import Work
 from torchdistpackage.errors import CommError
 
 Root = Tensor | GradientEdge
@@ -22,7 +23,7 @@ Root = Tensor | GradientEdge
 Output = Message | tuple[Root | None, ...]
 """What a stage gave; once sent, of each member that wants a gradient its place in the graph."""
 
-_LANDED = P2PWork()
+_LANDED = Work()
 
 
 class StageInput:
@@ -92,7 +93,7 @@ class RecvLink(StageInput):
         self.peer, self._headers = peer, headers
         self.templates: list[MessageSpec | None] = [None] * num_microbatches
         self._rooms: list[list[Tensor | None]] = [[]] * num_microbatches
-        self._arrivals: list[P2PWork] = [_LANDED] * num_microbatches
+        self._arrivals: list[Work] = [_LANDED] * num_microbatches
 
     def knows(self, m: int) -> bool:
         return self.templates[m] is not None and not self._headers.always
@@ -124,7 +125,7 @@ class RecvLink(StageInput):
         num = len(self._rooms)
         self._rooms[:], self._arrivals[:] = [[]] * num, [_LANDED] * num
 
-    def send(self, wire: P2PChannel | Post, m: int) -> P2PWork:
+    def send(self, wire: P2PChannel | Post, m: int) -> Work:
         """The gradients of `m` on their way back."""
         return wire.send(self.templates[m].travelling_back(self.owed(m)), self.peer)
 
@@ -143,9 +144,9 @@ class SendLink:
         self._outputs, self._trains, self.keeps_outputs = outputs, trains, False
         num = len(outputs)
         self.templates: list[MessageSpec | None] = [None] * num
-        self._departures: list[P2PWork] = [_LANDED] * num
+        self._departures: list[Work] = [_LANDED] * num
         self._rooms: list[Sequence[Tensor]] = [()] * num
-        self._arrivals: list[P2PWork] = [_LANDED] * num
+        self._arrivals: list[Work] = [_LANDED] * num
 
     def announce(self, m: int) -> None:
         """Send the header of `m`, if the peer waits for one.
@@ -165,7 +166,7 @@ class SendLink:
                 f"set dynamic_shapes"
             )
 
-    def send(self, wire: P2PChannel | Post, m: int) -> P2PWork:
+    def send(self, wire: P2PChannel | Post, m: int) -> Work:
         tensors = tensors_of(self._outputs[m])
         flight = wire.send(self.templates[m].travelling(tensors), self.peer)
         if self.keeps_outputs:

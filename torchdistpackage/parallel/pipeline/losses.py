@@ -14,9 +14,10 @@ from torch import Tensor
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.companions import on_cpu
 from torchdistpackage.comm.flight_recorder import recorder
-from torchdistpackage.comm.p2p import P2PChannel, P2PWork
+from torchdistpackage.comm.p2p import P2PChannel
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.comm.work import Work
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import CommError
 from torchdistpackage.layout.derive import BATCH_AXES
@@ -192,7 +193,7 @@ class LossBroadcast:
         self.dtype: torch.dtype | None = None
         self._mine: tuple[bool, torch.dtype] | None = None
         self._value: Tensor | None = None
-        self._flights: list[P2PWork] = []
+        self._flights: list[Work] = []
 
     def begin(self) -> None:
         """A step begins. Its loss has the dtype of the first step's, or float32 if wider."""

@@ -26,8 +26,9 @@ from torchdistpackage.comm.companions import make_duplex_groups, reverse_group
 from torchdistpackage.comm.connections import connect
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.meta_channel import MetaChannel
-from torchdistpackage.comm.p2p import P2PChannel, P2PWork, Post
+from torchdistpackage.comm.p2p import P2PChannel, Post
 from torchdistpackage.comm.primitives import Group, ranks_of
+from torchdistpackage.comm.work import Work
 from torchdistpackage.parallel.pipeline.clock import ComputeClock
 from torchdistpackage.parallel.pipeline.links import LocalLink, Output, RecvLink, SendLink
 from torchdistpackage.parallel.pipeline.stage_runner import StageRunner
@@ -66,7 +67,7 @@ class RankProgram:
         self._schedule, self._group, self.timeout_s = schedule, group, timeout_s
         self._dynamic, self._trains = dynamic, schedule.has_backward
         self._index, self._knows = group.rank(), False
-        self._sends: deque[P2PWork] = deque()
+        self._sends: deque[Work] = deque()
         self._queued = is_queued(group)
         self._wire = P2PChannel(group, timeout_s)
         place = schedule.placement
@@ -220,7 +221,7 @@ class RankProgram:
             side.announce(m)
         self._await_later(side, side.send(self._wire, m))
 
-    def _await_later(self, side: RecvLink | SendLink, flight: P2PWork) -> None:
+    def _await_later(self, side: RecvLink | SendLink, flight: Work) -> None:
         """What was sent is held by its flight alone, unless the side keeps it."""
         if isinstance(side, SendLink) and side.keeps_outputs:
             return
