@@ -6,8 +6,8 @@ One rule: a name is loaded on first use, so importing this package imports no to
 import importlib
 
 _NAMES: dict[str, tuple[str, ...]] = {
-    # seen by autograd
-    "collectives": (
+    "comm.collectives": (
+        # seen by autograd
         "copy",
         "reduce",
         "scatter",
@@ -17,9 +17,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "all_to_all",
         "broadcast",
         "exchange_sizes",
-    ),
-    # not seen by autograd: in place or under way, messages, objects
-    "by_name": (
+        # not seen by autograd: in place or under way, messages, objects
         "all_reduce",
         "start_all_reduce",
         "start_all_gather",
@@ -35,21 +33,22 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "gather_objects",
         "broadcast_object",
     ),
-    "objects": (
+    "comm.objects": (
         "broadcast_object_list",
         "broadcast_tensor_dict",
         "broadcast_tensors",
         "gather_to",
     ),
-    "primitives": ("Group", "SUM", "AVG", "MAX", "MIN"),
-    "p2p": ("Post",),
-    "work": ("Work", "Pending"),
-    "debug_checks": ("checked_calls",),
+    "comm.primitives": ("Group", "SUM", "AVG", "MAX", "MIN"),
+    "comm.p2p": ("Post",),
+    "comm.work": ("Work", "Pending"),
+    "comm.debug_checks": ("checked_calls",),
+    "layout.partition": ("even_sizes",),
 }
 
 EXPORTS: dict[str, str] = {
-    name: f"torchdistpackage.comm.{module}" for module, names in _NAMES.items() for name in names
-} | {"even_sizes": "torchdistpackage.layout.partition"}
+    name: f"torchdistpackage.{module}" for module, names in _NAMES.items() for name in names
+}
 """Public name -> module that defines it."""
 
 __all__ = list(EXPORTS)

@@ -19,20 +19,22 @@ work of their own; `gather` takes mine, because all ranks go on with the same wo
 
 All members call the same operations in the same order, in the backward too: a tensor needs a
 gradient on all of them or on none, and what comes out is part of every rank's loss.
+
+Below the line: operations that autograd does not see, for users: those of primitives.py and p2p.py,
+whose group may also be the name of an axis.
 """
 
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from torchdistpackage.comm import primitives
-from torchdistpackage.comm.arguments import (
-    Sizes,
-    as_dim,
-    as_group,
-    lengths_of_parts,
-    lengths_to_join,
-    lengths_to_swap,
-)
+from torchdistpackage.comm import p2p, primitives
 from torchdistpackage.comm.autograd import (
     AllGather,
     AllToAll,
@@ -45,6 +47,12 @@ from torchdistpackage.comm.autograd import (
     apply,
 )
 from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.errors import CommError, LaunchError, LayoutError, TopologyError
+
+Sizes = Sequence[int]
+"""Lengths along one dim, one for each rank of a group, in its order; some may be 0."""
+Given, Result = ParamSpec("Given"), TypeVar("Result")
 
 
 def copy(x: Tensor, group: Group | str) -> Tensor:
@@ -176,3 +184,187 @@ def exchange_sizes(x: Tensor, dim: int, group: Group | str) -> tuple[int, ...]:
     group, length = as_group(group), x.shape[as_dim(x, dim)]
     mine = torch.tensor([length], device=x.device)
     return tuple(primitives.all_gather(mine, group).tolist())
+
+
+# -- not seen by autograd ------------------------------------------------------------------
+
+
+def _by_name(operation: Callable[Given, Result]) -> Callable[Given, Result]:
+    """`operation`, whose `group` may be a name."""
+    signature = inspect.signature(operation)
+    place = list(signature.parameters).index("group")
+    may_be_none = signature.parameters["group"].default is None
+
+    def resolved(group):
+        return None if group is None and may_be_none else as_group(group)
+
+    @functools.wraps(operation)
+    def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        if "group" in kwargs:
+            kwargs["group"] = resolved(kwargs["group"])
+        elif len(args) > place:
+            args = (*args[:place], resolved(args[place]), *args[place + 1 :])
+        return operation(*args, **kwargs)
+
+    return call
+
+
+all_reduce = _by_name(primitives.all_reduce)
+start_all_reduce = _by_name(primitives.start_all_reduce)
+start_all_gather = _by_name(primitives.start_all_gather)
+start_reduce_scatter = _by_name(primitives.start_reduce_scatter)
+start_all_to_all = _by_name(primitives.start_all_to_all)
+start_broadcast = _by_name(primitives.start_broadcast)
+
+send = _by_name(p2p.send)
+receive = _by_name(p2p.receive)
+start_send = _by_name(p2p.start_send)
+start_receive = _by_name(p2p.start_receive)
+
+ranks_of = _by_name(primitives.ranks_of)
+barrier = _by_name(primitives.barrier)
+gather_objects = _by_name(primitives.gather_objects)
+broadcast_object = _by_name(primitives.broadcast_object)
+
+
+# -- arguments, checked before anything is sent --------------------------------------------
+#
+# What a rank can see for itself is refused at once, with its numbers. What all ranks were given
+# alike is then refused by all of them alike, so that no rank is left waiting.
+
+
+def as_group(group: Group | str) -> Group:
+    """The group itself, or mine of an axis or mode of tpc: "data", "model", "global", ...
+
+    An axis that tpc's topology leaves out has one rank a group.
+
+    Raises:
+        CommError: this rank is not in it, there is no such name, or it is no group at all.
+    """
+    if isinstance(group, Group):
+        return group
+    if isinstance(group, str):
+        return _named(group)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise CommError(
+            "this rank is not in the group, as torch.distributed.new_group() told it; "
+            "let only the members call"
+        )
+    raise CommError(
+        f"a group was expected, not {group!r}; pass a process group, or the name of one of tpc's "
+        f'axes such as "data"'
+    )
+
+
+def _named(name: str) -> Group:
+    if not tpc.is_set:
+        raise CommError(
+            f"there is no group {name!r}: tpc is not set up; call "
+            f"tpc.setup_process_groups([...]) first, or pass a process group"
+        )
+    try:
+        return tpc.get_group(name)
+    except (LaunchError, TopologyError) as error:
+        raise CommError(str(error)) from error
+
+
+def as_dim(x: Tensor, dim: int) -> int:
+    """`dim` of `x`, counted from the front.
+
+    Raises:
+        LayoutError: there is no such dim.
+    """
+    num_dims = x.dim()
+    if not isinstance(dim, int) or not -num_dims <= dim < num_dims:
+        known = f"use {-num_dims} to {num_dims - 1}" if num_dims else "unsqueeze it first"
+        raise LayoutError(
+            f"there is no dim {dim!r} in a tensor of shape {tuple(x.shape)}, which has {num_dims} "
+            f"dims; {known}"
+        )
+    return dim % num_dims
+
+
+def lengths_of_parts(
+    x: Tensor, dim: int, sizes: Sizes | None, group: Group, name: str = "sizes"
+) -> tuple[int, ...] | None:
+    """`sizes`, into which `dim` of `x` is cut; None stays None: equal parts.
+
+    Raises:
+        LayoutError: they do not add up to the length, or equal parts do not.
+    """
+    length = x.shape[dim]
+    if sizes is None:
+        if length % group.size():
+            raise LayoutError(
+                f"{_place(x, dim)} elements, which {group.size()} ranks cannot share evenly; use a "
+                f"multiple of {group.size()}, or pass {name}=, the length of each rank's part"
+            )
+        return None
+    known = _lengths(sizes, group, name)
+    if sum(known) != length:
+        raise LayoutError(
+            f"{_place(x, dim)} elements, but {name}={known} add up to {sum(known)}; "
+            f"pass lengths that add up to {length}"
+        )
+    return known
+
+
+def lengths_to_join(
+    x: Tensor, dim: int, sizes: Sizes | None, group: Group, name: str = "sizes"
+) -> tuple[int, ...] | None:
+    """`sizes`, of which mine is that of `x` along `dim`; None stays None: all are like mine.
+
+    Raises:
+        LayoutError: mine is another.
+    """
+    if sizes is None:
+        return None
+    known, rank = _lengths(sizes, group, name), group.rank()
+    if known[rank] != x.shape[dim]:
+        raise LayoutError(
+            f"{_place(x, dim)} elements, but {name}={known} give {known[rank]} to this rank, "
+            f"number {rank} of its group; pass what each rank holds, as exchange_sizes() finds it"
+        )
+    return known
+
+
+def lengths_to_swap(
+    x: Tensor, dim: int, split_sizes: Sizes | None, join_sizes: Sizes | None, group: Group
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """What goes to each rank and what comes from each, along one and the same dim of `x`.
+
+    Raises:
+        LayoutError: one is missing, they do not fit `x`, or differ in what stays here.
+    """
+    sent = lengths_of_parts(x, dim, split_sizes, group, "split_sizes")
+    if sent is None and join_sizes is None:
+        return None, None
+    if sent is None or join_sizes is None:
+        raise LayoutError(
+            f"split_sizes={split_sizes} and join_sizes={join_sizes} along the one dim {dim}: pass "
+            f"both, what goes to each rank and what comes from each, or neither"
+        )
+    received, rank = _lengths(join_sizes, group, "join_sizes"), group.rank()
+    if sent[rank] != received[rank]:
+        raise LayoutError(
+            f"split_sizes={sent} keep {sent[rank]} elements for this rank, number {rank} of its "
+            f"group, but join_sizes={received} expect {received[rank]} from it; make them equal"
+        )
+    return sent, received
+
+
+def _lengths(sizes: Sizes, group: Group, name: str) -> tuple[int, ...]:
+    try:
+        known = tuple(map(operator.index, sizes))
+    except TypeError as error:
+        raise LayoutError(f"{name}={sizes!r}: pass one whole number for each rank") from error
+    if len(known) != group.size() or any(length < 0 for length in known):
+        raise LayoutError(
+            f"{name}={known} for a group of {group.size()} ranks; "
+            f"pass one length for each of them, 0 or more"
+        )
+    return known
+
+
+def _place(x: Tensor, dim: int) -> str:
+    return f"dim {dim} of a tensor of shape {tuple(x.shape)} has {x.shape[dim]}"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.arguments import as_dim, as_group
+from torchdistpackage.comm.collectives import as_dim, as_group
 from torchdistpackage.comm.companions import on_cpu
 from torchdistpackage.comm.p2p import start_receive, start_send
 from torchdistpackage.comm.primitives import Group

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from torchdistpackage.comm import collectives, objects, primitives
-from torchdistpackage.comm.arguments import as_group
+from torchdistpackage.comm.collectives import as_group
 from torchdistpackage.comm.companions import leave_cpu, on_cpu
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.objects import TensorMetadata
