@@ -22,8 +22,7 @@ PACKAGE = str(Path(__file__).parent.parent / "torchdistpackage") + "/"
 
 HOST = (
     "comm/debug_checks.py",
-    "comm/meta_channel.py",
-    "comm/messages.py",
+    "comm/tensor_meta.py",
     "comm/objects.py",
     "comm/on_host.py",
     "comm/random.py:differ",

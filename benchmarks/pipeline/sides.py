@@ -21,7 +21,7 @@ from torch.distributed.pipelining import (
 
 from benchmarks.pipeline.bars import OURS, PEER
 from benchmarks.pipeline.models import LOOP, TWO, VEE, Case, Stage
-from torchdistpackage.comm.messages import Message
+from torchdistpackage.comm.tensor_meta import Message
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.partition.layer_costs import (
     PieceCost,

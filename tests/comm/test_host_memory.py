@@ -11,10 +11,8 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm import primitives as p
-from torchdistpackage.comm.messages import describe
-from torchdistpackage.comm.meta_channel import MetaChannel
 from torchdistpackage.comm.p2p import Post, receive, send
-from torchdistpackage.comm.tensor_meta import MessageSpec
+from torchdistpackage.comm.tensor_meta import MessageSpec, MetaChannel, describe
 from torchdistpackage.comm.transport.sharded_flat import start_all_gather_v, start_reduce_scatter_v
 from torchdistpackage.errors import CommError
 

@@ -6,16 +6,16 @@ import torch.distributed as dist
 
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.groups import Groups
-from torchdistpackage.comm.messages import (
+from torchdistpackage.comm.p2p import SMALL_BYTES, Post
+from torchdistpackage.comm.tensor_meta import (
     HEADER_BYTES,
+    MessageSpec,
+    MetaChannel,
     decode,
     describe,
     encode,
     tensors_of,
 )
-from torchdistpackage.comm.meta_channel import MetaChannel
-from torchdistpackage.comm.p2p import SMALL_BYTES, Post
-from torchdistpackage.comm.tensor_meta import MessageSpec
 from torchdistpackage.errors import CommError
 
 CPU = torch.device("cpu")

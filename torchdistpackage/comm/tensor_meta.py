@@ -1,16 +1,163 @@
-"""A description made ready for use: what a program that repeats itself asks of it, at once.
+"""Descriptions of the messages between stages: what they say, how they travel, and their use.
 
-One rule: everything that follows from the description alone is worked out when the template is
-made, so that a message of known form costs its allocation and its posting, and nothing else.
+A message is one tensor, a tuple, or a flat dict of tensors and None. Its `Description` says
+structure, shapes, dtypes and which members want a gradient. A receiver must know it before it can
+post its receive, so it travels ahead (`MetaChannel`), apart from the messages of a pair, whatever
+the order in which those are posted: on gloo it has a tag, and where messages go from GPU to GPU it
+goes through host memory, so that no rank stops a device to read it. Gradients go back in the shape
+of what was sent, so they need no description ever.
+
+A `MessageSpec` is a description made ready for use: everything that follows from it alone is worked
+out once, so that a message of known form costs its allocation and its posting, and nothing else.
 """
 
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from torchdistpackage.comm.backends import require_host_memory
+from torchdistpackage.comm.companions import on_cpu
 from torchdistpackage.comm.dtypes import to_bytes
-from torchdistpackage.comm.messages import Description, Message
+from torchdistpackage.comm.flight_recorder import recorder
+from torchdistpackage.comm.p2p import P2PChannel
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.work import Work
+from torchdistpackage.errors import CommError
+
+Message = Tensor | None | tuple[Tensor | None, ...] | dict[str, Tensor | None]
+
+HEADER_BYTES = 1024
+"""A description that does not fit says so in the first header and follows in a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """One tensor of a message."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def __str__(self) -> str:
+        grad = " requires_grad" if self.requires_grad else ""
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{grad}"
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """Structure of a message: `tensor`, `tuple` or `dict`, with a TensorMeta or None each."""
+
+    form: str
+    keys: tuple[str, ...]
+    members: tuple[TensorMeta | None, ...]
+
+    def __str__(self) -> str:
+        shown = [str(m) for m in self.members]
+        if self.form == "dict":
+            shown = [f"{k}: {m}" for k, m in zip(self.keys, shown, strict=True)]
+        return shown[0] if self.form == "tensor" else f"{self.form}({', '.join(shown)})"
+
+    def build(self, tensors: Sequence[Tensor | None]) -> Message:
+        """The message again, from its members."""
+        if self.form == "tensor":
+            return tensors[0]
+        if self.form == "dict":
+            return dict(zip(self.keys, tensors, strict=True))
+        return tuple(tensors)
+
+
+def tensors_of(message: Message) -> tuple[Tensor | None, ...]:
+    """The members in order."""
+    if isinstance(message, dict):
+        return tuple(message.values())
+    if isinstance(message, tuple | list):
+        return tuple(message)
+    return (message,)
+
+
+def describe(message: Message, device: torch.device | None = None) -> Description:
+    """Description of a message about to be sent.
+
+    device: where the receiver makes room, so where all members must be; None: anywhere.
+
+    Raises:
+        CommError: a member is no tensor, a key no string, or a member is elsewhere.
+    """
+    tensors = tensors_of(message)
+    for position, x in enumerate(tensors):
+        if x is not None and not isinstance(x, Tensor):
+            raise CommError(
+                f"member {position} of a message between stages is a {type(x).__name__}; a message "
+                f"is a tensor, a tuple or a flat dict of tensors and None"
+            )
+    keys = tuple(message) if isinstance(message, dict) else ()
+    if any(not isinstance(key, str) for key in keys):
+        raise CommError(f"keys of a message between stages must be strings, not {keys}")
+    for name, x in zip(keys or range(len(tensors)), tensors, strict=True):
+        if device is not None and x is not None and x.is_cpu is not (device.type == "cpu"):
+            raise CommError(
+                f"member {name!r} of a message between stages is on {x.device}, but messages of "
+                f"this group go from {device.type} to {device.type}; give x.to({device.type!r}), "
+                f"or leave it out of the message and make it on the stage that reads it"
+            )
+    form = "dict" if isinstance(message, dict) else "tensor"
+    if isinstance(message, tuple | list):
+        form = "tuple"
+    members = tuple(
+        None if x is None else TensorMeta(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors
+    )
+    return Description(form, keys, members)
+
+
+def encode(description: Description, device: torch.device) -> list[Tensor]:
+    """Header tensors (HEADER_BYTES,) uint8, and a second one for what does not fit."""
+    members = [
+        None if m is None else [list(m.shape), str(m.dtype).removeprefix("torch."), m.requires_grad]
+        for m in description.members
+    ]
+    text = json.dumps([description.form, list(description.keys), members]).encode()
+    first = bytearray(HEADER_BYTES)
+    first[:8] = len(text).to_bytes(8, "big")
+    fits = text[: HEADER_BYTES - 8]
+    first[8 : 8 + len(fits)] = fits
+    rest = text[HEADER_BYTES - 8 :]
+    parts = [first, bytearray(rest)] if rest else [first]
+    return [torch.frombuffer(part, dtype=torch.uint8).to(device) for part in parts]
+
+
+def header_room(device: torch.device) -> Tensor:
+    return torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device)
+
+
+def rest_room(header: Tensor) -> Tensor | None:
+    """Room for the second header, where the first announces one."""
+    length = int.from_bytes(bytes(header[:8].tolist()), "big")
+    more = length - (HEADER_BYTES - 8)
+    return torch.empty(more, dtype=torch.uint8, device=header.device) if more > 0 else None
+
+
+def decode(header: Tensor, rest: Tensor | None) -> Description:
+    """The description that `encode` wrote."""
+    raw = bytes(header.tolist())
+    text = raw[8 : 8 + int.from_bytes(raw[:8], "big")]
+    if rest is not None:
+        text += bytes(rest.tolist())
+    form, keys, members = json.loads(text)
+    return Description(
+        form,
+        tuple(keys),
+        tuple(None if m is None else TensorMeta(tuple(m[0]), _dtype(m[1]), m[2]) for m in members),
+    )
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CommError(f"a peer sent a tensor of dtype {name!r}, which this torch does not have")
+    return dtype
 
 
 class MessageSpec:
@@ -94,3 +241,70 @@ class MessageSpec:
             ):
                 return False
         return True
+
+
+_CPU = torch.device("cpu")
+TAG = 0x7DC
+_KEPT = 64
+"""Descriptions whose header and template are kept."""
+
+
+class MetaChannel:
+    """Descriptions to and from the ranks of a group, in order by pair; all ranks make it together.
+
+    device: where the messages themselves are. always: each message has one (changing shapes).
+
+    Raises:
+        CommError: messages cannot go from there over this group.
+    """
+
+    def __init__(
+        self, group: Group, device: torch.device, timeout_s: float | None, *, always: bool
+    ):
+        if recorder.line(group).direct:
+            require_host_memory("messages between stages", group, torch.empty(0, device=device))
+        self.always, self.device = always, device
+        self._wire = P2PChannel(on_cpu(group), timeout_s, tag=TAG)
+        self._written: dict[Description, tuple[list[torch.Tensor], MessageSpec]] = {}
+        self._read: dict[bytes, MessageSpec] = {}
+        self._left: list[Work] = []
+
+    def send(self, description: Description, target: int) -> MessageSpec:
+        """Tell global rank `target` what comes next; it need not be there yet."""
+        known = self._written.get(description)
+        if known is None:
+            if len(self._written) == _KEPT:
+                self._written.clear()
+            template = MessageSpec(description, self.device)
+            known = self._written[description] = (encode(description, _CPU), template)
+        self._left.append(self._wire.send(known[0], target))
+        return known[1]
+
+    def receive(self, source: int) -> MessageSpec:
+        """Wait for what global rank `source` says of its next message."""
+        header = header_room(_CPU)
+        self._wire.receive([header], source).wait()
+        rest = rest_room(header)
+        if rest is not None:
+            self._wire.receive([rest], source).wait()
+            return MessageSpec(decode(header, rest), self.device)
+        raw = header.numpy().tobytes()
+        template = self._read.get(raw)
+        if template is None:
+            if len(self._read) == _KEPT:
+                self._read.clear()
+            template = self._read[raw] = MessageSpec(decode(header, None), self.device)
+        return template
+
+    def settle(self) -> None:
+        """Wait until all have left."""
+        while self._left:
+            self._left.pop().wait()
+
+    def reset(self) -> None:
+        """Let go of what an interrupted run has left."""
+        self._left.clear()
+
+    def limit(self, timeout_s: float | None) -> None:
+        """How long a header may take from now on."""
+        self._wire.limit(timeout_s)

@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.messages import Message
 from torchdistpackage.comm.random import seed_from
+from torchdistpackage.comm.tensor_meta import Message
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.schedule.generators.registry import evaluation

@@ -14,7 +14,7 @@ from torchdistpackage.comm.companions import reverse_group
 from torchdistpackage.comm.debug_checks import checked_calls
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.groups import Groups
-from torchdistpackage.comm.meta_channel import MetaChannel
+from torchdistpackage.comm.tensor_meta import MetaChannel
 from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.schedule.generators.registry import build

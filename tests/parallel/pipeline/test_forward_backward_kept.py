@@ -16,7 +16,7 @@ from tests.parallel.pipeline.whole_model import batch, chain, same, same_gradien
 from torchdistpackage import forward_backward, forward_eval
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.groups import Groups
-from torchdistpackage.comm.meta_channel import MetaChannel
+from torchdistpackage.comm.tensor_meta import MetaChannel
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.pipeline import function_call

@@ -17,11 +17,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torchdistpackage.comm.messages import TensorMeta, describe
-from torchdistpackage.comm.meta_channel import MetaChannel
 from torchdistpackage.comm.p2p import Post
 from torchdistpackage.comm.per_group import PerGroup
 from torchdistpackage.comm.primitives import Group, device_of, ranks_of
+from torchdistpackage.comm.tensor_meta import MetaChannel, TensorMeta, describe
 from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.comm.world import world
 from torchdistpackage.errors import CommError

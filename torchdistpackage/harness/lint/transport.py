@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchdistpackage.comm.backends import Transport, register_transport
 from torchdistpackage.comm.flight_recorder import dtype_name
-from torchdistpackage.comm.meta_channel import TAG
+from torchdistpackage.comm.tensor_meta import TAG
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.lint import data_movement
 from torchdistpackage.harness.lint.data_movement import Payload, even_parts, op_name

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.companions import on_cpu
-from torchdistpackage.comm.messages import Message, tensors_of
 from torchdistpackage.comm.primitives import Group, device_of, is_queued, ranks_of
+from torchdistpackage.comm.tensor_meta import Message, tensors_of
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer

@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from torchdistpackage.comm.messages import Message, describe, tensors_of
-from torchdistpackage.comm.meta_channel import MetaChannel
 from torchdistpackage.comm.p2p import P2PChannel, Post
-from torchdistpackage.comm.tensor_meta import MessageSpec
+from torchdistpackage.comm.tensor_meta import (
+    Message,
+    MessageSpec,
+    MetaChannel,
+    describe,
+    tensors_of,
+)
 from torchdistpackage.comm.work import Work
 from torchdistpackage.errors import CommError
 

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from torchdistpackage.comm.messages import Message
+from torchdistpackage.comm.tensor_meta import Message
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import CommError
 from torchdistpackage.layout.partition import even_sizes

@@ -25,9 +25,9 @@ from torchdistpackage.comm.backends import is_queued
 from torchdistpackage.comm.companions import make_duplex_groups, reverse_group
 from torchdistpackage.comm.connections import connect
 from torchdistpackage.comm.flight_recorder import recorder
-from torchdistpackage.comm.meta_channel import MetaChannel
 from torchdistpackage.comm.p2p import P2PChannel, Post
 from torchdistpackage.comm.primitives import Group, ranks_of
+from torchdistpackage.comm.tensor_meta import MetaChannel
 from torchdistpackage.comm.work import Work
 from torchdistpackage.parallel.pipeline.clock import ComputeClock
 from torchdistpackage.parallel.pipeline.links import LocalLink, Output, RecvLink, SendLink

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm import collectives, primitives
-from torchdistpackage.comm.messages import Message
 from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.tensor_meta import Message
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.pipeline.stages import pack_with_skips, unpack_with_skips

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torchdistpackage.comm.messages import Message, tensors_of
+from torchdistpackage.comm.tensor_meta import Message, tensors_of
 from torchdistpackage.parallel.pipeline.clock import ComputeClock
 from torchdistpackage.parallel.pipeline.links import (
     LocalLink,

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.companions import on_cpu
-from torchdistpackage.comm.messages import Message
 from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.tensor_meta import Message
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.agreement import Settings, agree_on_settings
 from torchdistpackage.parallel.pipeline.resolve_schedule import CostsOrder, Order, resolve_schedule
