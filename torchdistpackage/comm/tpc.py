@@ -10,8 +10,10 @@ batch), `global`, and after `build_moe_groups` also `moe_dp` and `moe_ep`.
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -19,10 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.groups import Groups
-from torchdistpackage.comm.primitives import Group
-from torchdistpackage.comm.rank_context import RankContext, current, holder, isolated, using
-from torchdistpackage.comm.rank_queries import RankQueries
-from torchdistpackage.errors import LaunchError, TopologyError
+from torchdistpackage.comm.primitives import Group, ranks_of
+from torchdistpackage.errors import CommError, LaunchError, TopologyError
 from torchdistpackage.layout.groups import creations
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.topology.mesh import Mesh
@@ -37,7 +37,51 @@ from torchdistpackage.topology.views import (
 _LOG = logging.getLogger(__name__)
 
 
-class ProcessTopology(RankQueries):
+@dataclass
+class RankContext:
+    """Who a rank is. groups: None where it only stands in for one. moe: expert groups exist.
+
+    found: groups by mode, once asked for.
+    """
+
+    topology: Topology
+    rank: int
+    groups: Groups | None
+    moe: bool = False
+    mesh: DeviceMesh | None = None
+    found: dict[str, Group] = field(default_factory=dict)
+
+
+@dataclass
+class ContextHolder:
+    """What is set up, or None; all who share it see it change."""
+
+    place: RankContext | None = None
+
+
+_process = ContextHolder()
+_isolated: ContextVar[ContextHolder | None] = ContextVar("tpc_apart", default=None)
+_override: ContextVar[RankContext | None] = ContextVar("tpc_override", default=None)
+
+
+def _holder() -> ContextHolder:
+    """The holder of this thread, which is the process' unless the thread is isolated.
+
+    A new thread has an empty context, so the process' place cannot live in the context variable: it
+    is what is found where that is unset.
+    """
+    return _isolated.get() or _process
+
+
+def _current() -> RankContext | None:
+    """The rank that the caller is now; None once the world has ended in which it was one."""
+    place = _override.get() or _holder().place
+    if place is not None and place.groups is not None and not place.groups.are_there:
+        return None
+    return place
+
+
+class ProcessTopology:
     """The type of `tpc`. Use the instance of this module."""
 
     def setup_process_groups(self, config: Axes, *, expert: int = 1) -> None:
@@ -70,7 +114,7 @@ class ProcessTopology(RankQueries):
         """
         self.destroy()
         moe = topology.expert.axis_size("expert") > 1
-        holder().place = RankContext(topology, rank, Groups(rank, timeout_s), moe)
+        _holder().place = RankContext(topology, rank, Groups(rank, timeout_s), moe)
         self.prepare()
         for mode in (*topology.dense.names, "model", *(("moe_dp", "moe_ep") if moe else ())):
             self.get_group(mode)
@@ -116,7 +160,7 @@ class ProcessTopology(RankQueries):
 
     @property
     def is_set(self) -> bool:
-        return current() is not None
+        return _current() is not None
 
     @property
     def topology(self) -> Topology:
@@ -181,30 +225,120 @@ class ProcessTopology(RankQueries):
             return False
         return self.get_group_size(mode) > 1
 
+    # -- a rank's questions; a known axis that the topology leaves out is one of size 1 --
+
+    def all_dp_ranks(self) -> list[list[int]]:
+        return self.all_ranks("data")
+
+    def get_group_rank(self, mode: str) -> int:
+        """My position in my group; 0 for an axis that the config does not list."""
+        return self.get_ranks_in_group(mode).index(self.rank)
+
+    def get_group_size(self, mode: str) -> int:
+        """Number of ranks in my group; 1 for an axis that the config does not list."""
+        return len(self.get_ranks_in_group(mode))
+
+    def get_tp_rank(self) -> int:
+        return self.get_group_rank("tensor")
+
+    def get_pp_rank(self) -> int:
+        return self.get_group_rank("pipe")
+
+    def get_dp_rank(self) -> int:
+        return self.get_group_rank("data")
+
+    def get_mp_rank(self) -> int:
+        return self.get_group_rank("model")
+
+    def get_tp_size(self) -> int:
+        return self.get_group_size("tensor")
+
+    def get_pp_size(self) -> int:
+        return self.get_group_size("pipe")
+
+    def get_dp_size(self) -> int:
+        return self.get_group_size("data")
+
+    def get_mp_size(self) -> int:
+        return self.get_group_size("model")
+
+    def is_first_in_group(self, mode: str) -> bool:
+        return self.get_group_rank(mode) == 0
+
+    def is_last_in_group(self, mode: str) -> bool:
+        return self.get_group_rank(mode) == self.get_group_size(mode) - 1
+
+    def is_first_in_tensor_group(self) -> bool:
+        return self.is_first_in_group("tensor")
+
+    def is_last_in_tensor_group(self) -> bool:
+        return self.is_last_in_group("tensor")
+
+    def is_first_in_pipeline_group(self) -> bool:
+        return self.is_first_in_group("pipe")
+
+    def is_last_in_pipeline_group(self) -> bool:
+        return self.is_last_in_group("pipe")
+
+    def is_first_in_data_group(self) -> bool:
+        return self.is_first_in_group("data")
+
+    def is_last_in_data_group(self) -> bool:
+        return self.is_last_in_group("data")
+
+    def is_first_in_model_group(self) -> bool:
+        return self.is_first_in_group("model")
+
+    def is_last_in_model_group(self) -> bool:
+        return self.is_last_in_group("model")
+
+    def get_prev_global_rank(self, mode: str = "pipe") -> int:
+        """The rank before me in my group, the last one before the first."""
+        return self._beside(mode, -1)
+
+    def get_next_global_rank(self, mode: str = "pipe") -> int:
+        """The rank after me in my group, the first one after the last."""
+        return self._beside(mode, 1)
+
+    def is_first_group(self, mode: str) -> bool:
+        """Whether mine is the first group of its kind: the one with rank 0."""
+        return 0 in self.get_ranks_in_group(mode)
+
+    def _beside(self, mode: str, step: int) -> int:
+        ranks = self.get_ranks_in_group(mode)
+        return ranks[(ranks.index(self.rank) + step) % len(ranks)]
+
     # -- life ------------------------------------------------------------------------
 
     def destroy(self) -> None:
         """End my groups and forget the topology; the default group stays. Safe to call twice."""
-        place = holder().place
+        place = _holder().place
         if place is not None and place.groups is not None:
             place.groups.destroy()
-        holder().place = None
+        _holder().place = None
 
     @contextmanager
     def using(self, topology: Topology, rank: int) -> Iterator["ProcessTopology"]:
         """Be `rank` of `topology` inside the block, without processes or groups."""
         moe = topology.expert.axis_size("expert") > 1
-        with using(RankContext(topology, rank, None, moe)):
+        token = _override.set(RankContext(topology, rank, None, moe))
+        try:
             yield self
+        finally:
+            _override.reset(token)
 
     @contextmanager
     def isolated(self) -> Iterator["ProcessTopology"]:
         """Be a rank of one's own inside the block, in this thread alone; at first not set up."""
-        with isolated():
+        token, outer = _isolated.set(ContextHolder()), _override.set(None)
+        try:
             yield self
+        finally:
+            _override.reset(outer)
+            _isolated.reset(token)
 
     def _context(self) -> RankContext:
-        place = current()
+        place = _current()
         if place is None:
             raise LaunchError("tpc is not set up; call tpc.setup_process_groups([...]) first")
         return place
@@ -240,3 +374,21 @@ def resolve_group(group: Group | None, mode: str) -> Group:
     if not dist.is_initialized():
         raise LaunchError(f"no {mode} group: call setup_distributed() first, or pass group=")
     return dist.group.WORLD  # type: ignore[return-value]
+
+
+def group_again(ranks: Sequence[int]) -> Group:
+    """The group of these ranks, of which a pickle keeps nothing else.
+
+    Raises:
+        CommError: this process has no such group, or this rank is not in it.
+        LaunchError: torch.distributed is not initialised.
+    """
+    if tpc.is_set:
+        return tpc.groups.of(ranks)
+    everybody = resolve_group(None, "data")
+    if ranks_of(everybody) == tuple(ranks):
+        return everybody
+    raise CommError(
+        f"before it was pickled this module talked over ranks {tuple(ranks)}, the default group "
+        f"has {everybody.size()}: set up tpc here, or make the module anew with a group"
+    )

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from torchdistpackage.comm.primitives import Group, ranks_of
-from torchdistpackage.comm.tpc import resolve_group, tpc
-from torchdistpackage.comm.unpickled import group_again
+from torchdistpackage.comm.tpc import group_again, resolve_group, tpc
 from torchdistpackage.layout.derive import BATCH_AXES
 
 _requires_grad = attrgetter("requires_grad")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm import collectives
 from torchdistpackage.comm.primitives import Group, ranks_of
-from torchdistpackage.comm.unpickled import group_again
+from torchdistpackage.comm.tpc import group_again
 from torchdistpackage.errors import CommError, LaunchError
 from torchdistpackage.layout.collect import Layouts
 from torchdistpackage.layout.mark import mark_of, mark_parameter
