@@ -100,7 +100,7 @@ ONLY_ARGUMENTS = ("ddp", "optim", "parallel", "checkpoint", "tools")
 COMM_MAY_LAUNCH = {
     "comm/runtime.py": "turns what the launcher found out into a process group",
     "comm/devices.py": "agrees on what the launcher found out",
-    "comm/creation_limit.py": "leaves a rank's last words where its launcher looks for them",
+    "comm/creation.py": "leaves a rank's last words where its launcher looks for them",
 }
 
 PLANNERS = ["build", "dry_run", "estimate", "plan", "shrink", "worker"]

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from benchmarks.common import in_turns, rows, slowest
 from benchmarks.data_parallel.link import RATES, Link, enter
 from torchdistpackage.comm import bare
+from torchdistpackage.comm.creation import world
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.comm.transport.sharded_flat import start_all_gather_v, start_reduce_scatter_v
 from torchdistpackage.comm.work import Work
-from torchdistpackage.comm.world import world
 from torchdistpackage.launch.workers import run_local
 
 PRELOAD = ("torch", "torch.distributed", "benchmarks.data_parallel.collectives")

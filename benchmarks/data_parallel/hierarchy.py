@@ -13,10 +13,10 @@ from benchmarks.common import in_turns, slowest
 from benchmarks.data_parallel.collectives import summary
 from benchmarks.data_parallel.link import RATES, Link, enter
 from torchdistpackage.comm import bare
+from torchdistpackage.comm.creation import world
 from torchdistpackage.comm.primitives import SUM
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.comm.transport import hierarchical
-from torchdistpackage.comm.world import world
 from torchdistpackage.launch.workers import run_local
 
 PRELOAD = ("torch", "torch.distributed", "benchmarks.data_parallel.hierarchy")

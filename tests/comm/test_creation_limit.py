@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from torchdistpackage.comm import creation_limit
+from torchdistpackage.comm import creation
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.runtime import join
 from torchdistpackage.errors import CommError, RankError
@@ -42,7 +42,7 @@ def never_returns(folder: str) -> None:
 
     saved = os.dup(2)
     with pytest.MonkeyPatch.context() as patch, path.open("wb") as file:
-        patch.setattr(creation_limit, "MARGIN_S", 0.1)
+        patch.setattr(creation, "MARGIN_S", 0.1)
         patch.setattr(dist, "new_group", lambda *_, **__: released.wait(60) and 1 / 0)
         thread = threading.Thread(target=ask, daemon=True)
         os.dup2(file.fileno(), 2)
@@ -84,7 +84,7 @@ def stuck(*_: object, **__: object) -> None:
 
 def nobody_returns(which: str) -> None:
     """As a rank of `tdp train`: joined, in a process that run_local started."""
-    creation_limit.MARGIN_S = 0.1
+    creation.MARGIN_S = 0.1
     here = detect(os.environ)
     if which == "the default group":
         dist.init_process_group = stuck
@@ -92,7 +92,7 @@ def nobody_returns(which: str) -> None:
     join(here, init_timeout_s=30)
     if which == "a group, under another launcher":
         del os.environ["TDP_FAILURE"]
-        creation_limit.end_processes()
+        creation.end_processes()
     if here.rank == 1:
         time.sleep(120)
     dist.new_group = stuck

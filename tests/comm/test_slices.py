@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm import primitives as p
+from torchdistpackage.comm.creation import world
 from torchdistpackage.comm.debug_checks import checked_calls
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.groups import Groups
@@ -17,7 +18,6 @@ from torchdistpackage.comm.transport.sharded_flat import (
     start_all_gather_v,
     start_reduce_scatter_v,
 )
-from torchdistpackage.comm.world import world
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.lint import lint
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchdistpackage.comm.per_group import PerGroup
+from torchdistpackage.comm.creation import PerGroup
 from torchdistpackage.comm.transport.pairwise import EXPECTED_SUMMED, expected_tag
 from torchdistpackage.errors import LaunchError, RankError
 from torchdistpackage.parallel.pipeline.agreement import step_over

@@ -53,8 +53,8 @@ def _end_rank(code: int) -> None:
     A thread may be stuck in a call of the back end, and the interpreter's own end would wait for
     the communicators to be aborted under it. What was to be said has been said.
     """
-    world = sys.modules.get("torchdistpackage.comm.world")
-    if world is not None and world.is_joined():
+    comm = sys.modules.get("torchdistpackage.comm.creation")
+    if comm is not None and comm.is_joined():
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(code)

@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm.backends import is_queued, transport_of
-from torchdistpackage.comm.creation import create, end
+from torchdistpackage.comm.creation import PerGroup, create, end
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.gloo_threads import deprioritize
-from torchdistpackage.comm.per_group import PerGroup
 from torchdistpackage.errors import CommError
 
 Group = dist.ProcessGroup

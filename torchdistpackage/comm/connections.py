@@ -10,9 +10,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from torchdistpackage.comm.creation import default_store, default_timeout_s
-from torchdistpackage.comm.creation_limit import creation_limit
-from torchdistpackage.comm.per_group import PerGroup
+from torchdistpackage.comm.creation import (
+    PerGroup,
+    creation_limit,
+    default_store,
+    default_timeout_s,
+)
 from torchdistpackage.comm.primitives import Group, device_of, is_queued, ranks_of, transport_of
 from torchdistpackage.errors import CommError
 

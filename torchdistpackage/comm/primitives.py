@@ -19,6 +19,7 @@ from torchdistpackage.comm.backends import is_queued as is_queued
 from torchdistpackage.comm.backends import require_host_memory
 from torchdistpackage.comm.backends import transport_of as transport_of
 from torchdistpackage.comm.companions import on_cpu
+from torchdistpackage.comm.creation import world
 from torchdistpackage.comm.dtypes import (
     added,
     as_added,
@@ -31,7 +32,6 @@ from torchdistpackage.comm.dtypes import (
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.transport.pairwise import GATHERED, SUMMED, pairwise
 from torchdistpackage.comm.work import NO_FACTS, IssueFn, Result, Work, run_async, run_sync
-from torchdistpackage.comm.world import world
 from torchdistpackage.errors import CommError
 
 Group = dist.ProcessGroup

@@ -18,12 +18,10 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.creation import default_timeout_s
-from torchdistpackage.comm.creation_limit import joins_within
+from torchdistpackage.comm.creation import default_timeout_s, joins_within, world
 from torchdistpackage.comm.devices import agree_on_device, publish_gpu
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.rendezvous_store import await_all, connect, find, serve
-from torchdistpackage.comm.world import world
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.device import device_variables
 from torchdistpackage.launch.network import (

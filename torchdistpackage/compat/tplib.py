@@ -15,12 +15,12 @@ from torch import Tensor
 from torchdistpackage.comm import collectives, objects, primitives
 from torchdistpackage.comm.collectives import as_group
 from torchdistpackage.comm.companions import leave_cpu, on_cpu
+from torchdistpackage.comm.creation import is_joined, world
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.objects import TensorMetadata
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.runtime import join, leave
 from torchdistpackage.comm.tpc import resolve_group, tpc
-from torchdistpackage.comm.world import is_joined, world
 from torchdistpackage.compat import paths
 from torchdistpackage.compat.init_method import parse_init_method
 from torchdistpackage.compat.reduction import all_reduce_

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.creation import world
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.comm.world import world
 from torchdistpackage.ddp.bucket_plan import bucket_sizes
 from torchdistpackage.ddp.comm_hooks import bf16_compress, fp16_compress
 from torchdistpackage.ddp.naive_ddp import NaiveDDP

@@ -24,10 +24,10 @@ import torch
 from torch import nn
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.creation import world
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.objects import broadcast_tensors
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.comm.world import world
 from torchdistpackage.ddp.bucket_comm import AllReduceBucket, wait_all
 from torchdistpackage.ddp.bucket_plan import plan_buckets
 from torchdistpackage.ddp.grad_hooks import GradHooks

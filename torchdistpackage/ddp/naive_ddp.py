@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.creation import world
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.comm.transport import hierarchical
-from torchdistpackage.comm.world import world
 from torchdistpackage.ddp.bucket_comm import AllReduceBucket, BucketComm
 from torchdistpackage.ddp.bucket_plan import MIB, Bucket, bucket_sizes
 from torchdistpackage.ddp.bucket_tuning import BucketTuner

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.bulletin import SharedStatus
+from torchdistpackage.comm.creation import world
 from torchdistpackage.comm.limits import limited
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.comm.world import world
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.bench.request import tournament
 from torchdistpackage.harness.comm_test_report import Verdict, attendance_json, check_attendance

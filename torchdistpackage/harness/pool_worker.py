@@ -24,8 +24,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from torchdistpackage.comm.creation import forget
 from torchdistpackage.comm.flight_recorder import recorder
-from torchdistpackage.comm.per_group import forget
 from torchdistpackage.comm.runtime import leave
 from torchdistpackage.harness.late.group import register
 from torchdistpackage.harness.late.orders import LATE, is_late

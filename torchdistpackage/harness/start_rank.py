@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.creation_limit import end_processes
+from torchdistpackage.comm.creation import end_processes
 from torchdistpackage.comm.runtime import join, leave
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.harness.run_on_topology import Axes

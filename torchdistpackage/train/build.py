@@ -14,10 +14,10 @@ from torch import nn
 
 from torchdistpackage.checkpoint.parts import TopologyRank
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.creation import world
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.random import seed_rank
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.comm.world import world
 from torchdistpackage.config.schema import OptimSection, RunConfig
 from torchdistpackage.ddp.bucket_plan import bucket_sizes
 from torchdistpackage.ddp.param_spec import ParamSpec

@@ -9,7 +9,7 @@ from typing import TextIO, cast
 import torch
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.creation_limit import end_processes
+from torchdistpackage.comm.creation import end_processes
 from torchdistpackage.comm.runtime import JoinResult, join, leave
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.harness.hang.dump import remove_traces

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn, optim
 
-from torchdistpackage.comm.world import world
+from torchdistpackage.comm.creation import world
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 
 DIM, PER_RANK, STEPS = 5, 2, 20

@@ -6,9 +6,9 @@ from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.creation import world
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.node_groups import setup_node_groups
-from torchdistpackage.comm.world import world
 from torchdistpackage.compat.torchdistpackage.bf16_zero import Bf16ZeroOptimizer
 from torchdistpackage.ddp.zero.replication import replica_group
 from torchdistpackage.errors import TopologyError

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.ddp.zero.beside_one_process import DIM, compare
 from tests.ddp.zero.test_stages import stages
-from torchdistpackage.comm.world import world
+from torchdistpackage.comm.creation import world
 from torchdistpackage.errors import LayoutError
 
 

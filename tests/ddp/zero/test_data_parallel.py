@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.ddp.zero.beside_one_process import DIM, adamw, batches
-from torchdistpackage.comm.world import world
+from torchdistpackage.comm.creation import world
 from torchdistpackage.ddp import auto as front
 from torchdistpackage.ddp.auto import StepCost, data_parallel, measure
 from torchdistpackage.ddp.naive_ddp import NaiveDDP

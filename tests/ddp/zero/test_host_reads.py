@@ -8,7 +8,7 @@ from torch import Tensor, nn, optim
 
 from tests.ddp.zero.beside_one_process import DIM, TINY
 from tests.host_reads import HostReads
-from torchdistpackage.comm.world import world
+from torchdistpackage.comm.creation import world
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.optim.clip import clip_grad_norm_
 from torchdistpackage.optim.scaler import GradScaler

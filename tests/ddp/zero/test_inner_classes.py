@@ -17,7 +17,7 @@ from tests.ddp.zero.plain_twin import (
 )
 from tests.ddp.zero.shared_out import assert_same
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.world import world
+from torchdistpackage.comm.creation import world
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.ddp.zero.requires_whole import ELEMENTWISE, MATRIXWISE
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn, optim
 
 from tests.ddp.allocated import Meter
-from torchdistpackage.comm.world import world
+from torchdistpackage.comm.creation import world
 from torchdistpackage.ddp.zero.offload import Offload, check_offload
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import LayoutError

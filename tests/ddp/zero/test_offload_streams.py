@@ -8,7 +8,7 @@ import torch
 from torch import nn, optim
 
 from tests.ddp.zero.late_streams import Changed, LateStreams
-from torchdistpackage.comm.world import world
+from torchdistpackage.comm.creation import world
 from torchdistpackage.ddp.zero import offload as offload_module
 from torchdistpackage.ddp.zero import optimizer as optimizer_module
 from torchdistpackage.ddp.zero.offload import AHEAD, PIECE_BYTES, Arena, Offload, cores_of_a_rank

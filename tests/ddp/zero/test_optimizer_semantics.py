@@ -19,7 +19,7 @@ from tests.ddp.zero.plain_twin import (
     plain_loop,
 )
 from tests.ddp.zero.shared_out import assert_same
-from torchdistpackage.comm.world import world
+from torchdistpackage.comm.creation import world
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import CheckpointError, LayoutError
 from torchdistpackage.optim.clip import clip_grad_norm_

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.ddp.zero.beside_one_process import DIM, TINY, compare
-from torchdistpackage.comm.world import world
+from torchdistpackage.comm.creation import world
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.ddp.zero.shard_bounds import SLICE_BYTES
 

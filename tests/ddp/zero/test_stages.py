@@ -19,7 +19,7 @@ from tests.ddp.zero.beside_one_process import (
     compare,
     expect_equal,
 )
-from torchdistpackage.comm.world import world
+from torchdistpackage.comm.creation import world
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import CommError
 

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from tests.ddp.allocated import Meter
 from tests.ddp.zero.shared_out import ByHand, Model, assert_same, gradients
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.creation import world
 from torchdistpackage.comm.groups import Groups
-from torchdistpackage.comm.world import world
 from torchdistpackage.ddp.zero import state_gather
 from torchdistpackage.errors import CheckpointError, CommError
 

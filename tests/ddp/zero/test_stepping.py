@@ -8,7 +8,7 @@ import torch
 from torch import nn, optim
 
 from tests.ddp.zero.beside_one_process import DIM, adamw, compare
-from torchdistpackage.comm.world import world
+from torchdistpackage.comm.creation import world
 from torchdistpackage.ddp.zero import partial_step
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.ddp.zero.partial_step import PartialStep

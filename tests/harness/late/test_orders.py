@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.harness.late.programs import PROGRAMS
+from torchdistpackage.comm.creation import world
 from torchdistpackage.comm.primitives import start_all_reduce
-from torchdistpackage.comm.world import world
 from torchdistpackage.errors import RaceError
 from torchdistpackage.harness.late.mirror import mirror
 

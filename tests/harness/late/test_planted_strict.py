@@ -10,8 +10,8 @@ from tests.harness.late.programs import PROGRAMS
 from tests.harness.planting import planted
 from tests.host_reads import HostReads
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.creation import world as everybody
 from torchdistpackage.comm.tensor_meta import MetaChannel
-from torchdistpackage.comm.world import world as everybody
 from torchdistpackage.ddp.bucket_comm import AllReduceBucket
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.reference import ReferenceDDP

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.harness.planting import planted
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.world import world as everybody
+from torchdistpackage.comm.creation import world as everybody
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.errors import ConfigError, RaceError
 from torchdistpackage.harness.late.marks import DEVICE

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchdistpackage.comm.creation import world
 from torchdistpackage.comm.primitives import Group, is_queued
-from torchdistpackage.comm.world import world
 from torchdistpackage.ddp.bucket_plan import MIB, bucket_sizes
 from torchdistpackage.ddp.weak_hook import WeakHook
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer

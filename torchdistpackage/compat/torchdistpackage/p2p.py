@@ -17,12 +17,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from torchdistpackage.comm.creation import PerGroup, world
 from torchdistpackage.comm.p2p import Post
-from torchdistpackage.comm.per_group import PerGroup
 from torchdistpackage.comm.primitives import Group, device_of, ranks_of
 from torchdistpackage.comm.tensor_meta import MetaChannel, TensorMeta, describe
 from torchdistpackage.comm.tpc import resolve_group, tpc
-from torchdistpackage.comm.world import world
 from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.pipeline.scatter_gather import (
     divides,

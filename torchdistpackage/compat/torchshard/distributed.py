@@ -11,9 +11,9 @@ from collections.abc import Callable
 from torch import Tensor
 
 from torchdistpackage.comm import collectives
+from torchdistpackage.comm.creation import is_joined, world
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group, tpc
-from torchdistpackage.comm.world import is_joined, world
 from torchdistpackage.compat import paths
 from torchdistpackage.compat.reduction import all_reduce_, summed_in_place
 from torchdistpackage.errors import LaunchError, TopologyError

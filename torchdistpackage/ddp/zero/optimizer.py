@@ -16,8 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchdistpackage.comm.companions import make_duplex_groups
+from torchdistpackage.comm.creation import world
 from torchdistpackage.comm.primitives import Group, is_queued
-from torchdistpackage.comm.world import world
 from torchdistpackage.ddp.bucket_plan import MIB, Bucket, bucket_sizes
 from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.ddp.reducer import Reducer

@@ -17,7 +17,7 @@ import torch
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.companions import on_cpu
-from torchdistpackage.comm.per_group import PerGroup
+from torchdistpackage.comm.creation import PerGroup
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import CommError, ScheduleError
 
