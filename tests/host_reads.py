@@ -24,7 +24,7 @@ HOST = (
     "comm/debug_checks.py",
     "comm/tensor_meta.py",
     "comm/objects.py",
-    "comm/on_host.py",
+    "comm/moments.py:OnHost",
     "comm/random.py:differ",
     "parallel/pipeline/agreement.py",
     "parallel/tensor/embedding.py:check_ids",

@@ -13,8 +13,7 @@ from tests.parallel.pipeline.whole_model import DIM
 from torchdistpackage.comm import creation
 from torchdistpackage.comm.backends import Transport
 from torchdistpackage.comm.companions import on_cpu
-from torchdistpackage.comm.connections import connect
-from torchdistpackage.comm.groups import Groups
+from torchdistpackage.comm.groups import Groups, connect
 from torchdistpackage.comm.p2p import Post
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.compat.tplib import create_group_and_assign

@@ -8,8 +8,7 @@ import torch
 
 from tests.streams import Event, Stream
 from tests.streams import stream as stream  # a fixture
-from torchdistpackage.comm.moments import clock_of, seconds
-from torchdistpackage.comm.on_host import OnHost
+from torchdistpackage.comm.moments import OnHost, clock_of, seconds
 
 
 def test_on_the_cpu_a_moment_is_a_reading_of_the_clock():

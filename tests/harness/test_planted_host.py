@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.harness.planting import planted
-from torchdistpackage.comm import connections, creation, groups
+from torchdistpackage.comm import creation, groups
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.config.load import load
 from torchdistpackage.harness.lint import lint
@@ -36,13 +36,11 @@ def step(rank: int) -> None:
 def test_a_pipe_that_connects_in_its_first_batch():
     """Stage 1 is stopped until stage 2 comes, who waits to be told what stage 1 sends."""
     assert lint(step, {"pipe": 3}).ok
-    with planted(connections, "_messages", "ranks, at =", "return; ranks, at ="):
+    with planted(groups, "_messages", "ranks, at =", "return; ranks, at ="):
         finding = lint(step, {"pipe": 3}).finding
     assert finding.kind == "first use" and len(finding.ranks) >= 2
     assert "connects the pair" in str(finding)
-    with planted(
-        connections, "connect", "if group.size() == 1", "return\n    if group.size() == 1"
-    ):
+    with planted(groups, "connect", "if group.size() == 1", "return\n    if group.size() == 1"):
         finding = lint(step, {"pipe": 3}).finding
     assert finding.kind == "first use" and set(finding.ranks) == {1, 2}
     assert "first use, which rank 2 (pipe 2) has not entered" in str(finding)

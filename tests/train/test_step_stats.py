@@ -10,7 +10,7 @@ from tests.streams import Stream
 from tests.streams import stream as stream  # a fixture
 from tests.train import parity
 from tests.train.test_nonfinite import BASE
-from torchdistpackage.comm.on_host import OnHost
+from torchdistpackage.comm.moments import OnHost
 from torchdistpackage.train.step import totals_on
 from torchdistpackage.train.step_stats import Period, StepStats
 

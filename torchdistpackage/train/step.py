@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.backends import is_queued
 from torchdistpackage.comm.companions import on_cpu
-from torchdistpackage.comm.on_host import OnHost
+from torchdistpackage.comm.moments import OnHost
 from torchdistpackage.comm.tensor_meta import Message
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.reducer import Reducer

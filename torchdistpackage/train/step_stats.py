@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.moments import Moment, clock_of, seconds
-from torchdistpackage.comm.on_host import OnHost
+from torchdistpackage.comm.moments import Moment, OnHost, clock_of, seconds
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.parallel.pipeline.clock import Timing
 

@@ -15,7 +15,7 @@ from typing import cast
 import torch
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.connections import connect
+from torchdistpackage.comm.groups import connect
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.bench.report import (

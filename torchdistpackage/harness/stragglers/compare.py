@@ -15,7 +15,7 @@ from types import MappingProxyType
 import torch
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.on_host import OnHost
+from torchdistpackage.comm.moments import OnHost
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.comm.work import Work

@@ -23,8 +23,8 @@ import torch
 
 from torchdistpackage.comm.backends import is_queued
 from torchdistpackage.comm.companions import make_duplex_groups, reverse_group
-from torchdistpackage.comm.connections import connect
 from torchdistpackage.comm.flight_recorder import recorder
+from torchdistpackage.comm.groups import connect
 from torchdistpackage.comm.p2p import P2PChannel, Post
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tensor_meta import MetaChannel
@@ -72,7 +72,7 @@ class RankProgram:
         self._wire = P2PChannel(group, timeout_s)
         place = schedule.placement
         apart = any(a != b for a, b in pairwise(place))
-        if apart:  # before a message: see comm/connections.py
+        if apart:  # before a message: see comm/groups.py
             connect(group, neighbours=True)
         self._headers = MetaChannel(group, device, timeout_s, always=dynamic) if apart else None
         self._inlets: dict[int, RecvLink] = {}
