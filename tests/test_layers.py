@@ -98,8 +98,7 @@ ONLY_ARGUMENTS = ("ddp", "optim", "parallel", "checkpoint", "tools")
 """Folders that take plain arguments and never see the configuration or the launcher."""
 
 COMM_MAY_LAUNCH = {
-    "comm/runtime.py": "turns what the launcher found out into a process group",
-    "comm/devices.py": "agrees on what the launcher found out",
+    "comm/runtime.py": "turns what the launcher found out, once agreed on, into a process group",
     "comm/creation.py": "leaves a rank's last words where its launcher looks for them",
 }
 
