@@ -2,7 +2,7 @@
 
 No rank waits for ever and all learn the same. The operations run in a thread of their
 own, which is left behind where it is stuck; what came of it is told beside the groups, over the
-store (comm/bulletin.py). All ranks walk one list, so groups of one kind are busy at the same time.
+store (harness/store_consensus.py). All ranks walk one list, so groups of one kind are busy at the same time.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.bulletin import SharedStatus
 from torchdistpackage.comm.creation import world
-from torchdistpackage.comm.limits import limited
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.bench.request import tournament
 from torchdistpackage.harness.comm_test_report import Verdict, attendance_json, check_attendance
 from torchdistpackage.harness.guarded import meet_at_end
+from torchdistpackage.harness.store_consensus import SharedStatus
+from torchdistpackage.harness.timeouts import limited
 from torchdistpackage.harness.verify import checks
 from torchdistpackage.harness.verify.checks import Check, GroupMember
 from torchdistpackage.harness.verify.walk import CheckRunner, GroupClass

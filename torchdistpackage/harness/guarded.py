@@ -11,10 +11,10 @@ from collections.abc import Callable
 import torch
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.bulletin import SharedStatus
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.comm_test_report import CommTestError, RankReport, Verdict, judge
+from torchdistpackage.harness.store_consensus import SharedStatus
 
 
 class GuardedThread:

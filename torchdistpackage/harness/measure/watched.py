@@ -1,7 +1,7 @@
 """A rank of `tdp comm bench`: it measures in a thread that is watched, so that none waits for ever.
 
 Who does not come is named by those who do. Who waits in a round for too long, or fails in
-it, raises the alarm beside the groups (comm/bulletin.py), and all who hear it are told the same.
+it, raises the alarm beside the groups (harness/store_consensus.py), and all who hear it are told the same.
 """
 
 import sys
@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from torchdistpackage.comm.bulletin import SharedStatus
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.bench.report import BenchReport, Measurement
@@ -17,6 +16,7 @@ from torchdistpackage.harness.bench.request import Request, Round
 from torchdistpackage.harness.comm_test_report import CommTestError, RankReport, StuckAt
 from torchdistpackage.harness.guarded import GuardedThread, first_line, meet_at_end
 from torchdistpackage.harness.measure.run import DataCorruptionError, measure
+from torchdistpackage.harness.store_consensus import SharedStatus
 from torchdistpackage.launch.files import atomic_write
 
 MARGIN_S = 60.0

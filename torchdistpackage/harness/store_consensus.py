@@ -1,9 +1,9 @@
-"""Words between ranks beside their groups: over the default store, so a stuck group holds up none.
+"""Decisions of all ranks over the default store, beside their groups: a stuck group holds up none.
 
-One rule: nobody waits for ever, not even for the store, which lives in a process that may itself be
-stopped. So a thread of its own asks it, over a connection of its own, and whoever waits for that
-thread has a time limit. At a meeting one rank decides for all: the last to come, or the first that
-has waited in vain.
+One rule: no rank waits for ever, not even for the store, which lives in a process that may itself
+be stopped. So a thread of its own asks it, over a connection of its own, and waits for that thread
+have a time limit. At a meeting one rank decides for all: the last to come, or the first that has
+waited in vain.
 """
 
 import queue

@@ -1,4 +1,4 @@
-"""The calls that somebody would write with torch.distributed alone: the peer of our own.
+"""The calls that a user would write with torch.distributed alone: what ours are measured against.
 
 One rule: nothing is added and nothing left out. Results that are new tensors are allocated in the
 call, as ours are; there is no record, no check and no shortcut for groups of one.
