@@ -2,7 +2,8 @@
 
 No rank waits for ever and all learn the same. The operations run in a thread of their
 own, which is left behind where it is stuck; what came of it is told beside the groups, over the
-store (harness/store_consensus.py). All ranks walk one list, so groups of one kind are busy at the same time.
+store (store_consensus.py). All ranks walk one list, so groups of one kind are busy at the same
+time.
 """
 
 from __future__ import annotations

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchdistpackage.comm import bare, p2p, primitives
+from torchdistpackage.comm import p2p, primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.harness import raw_torch
 from torchdistpackage.harness.coded import Like, expected_sum, rank_pattern, reduce_input
 from torchdistpackage.harness.operations import COLLECTIVES
 
@@ -91,11 +92,11 @@ def torch_call(operation: str, x: Tensor, place: UnitRank) -> Call:
     """The same call of torch.distributed."""
     group = place.group
     if operation == "p2p":
-        return _message(bare.send, bare.receive, x, place)
+        return _message(raw_torch.send, raw_torch.receive, x, place)
     if operation == "p2p_both":
         room = torch.zeros_like(x)
-        return lambda: bare.send_and_receive(x, room, group, place.peer)
-    function = bare.COLLECTIVES[operation]
+        return lambda: raw_torch.send_and_receive(x, room, group, place.peer)
+    function = raw_torch.COLLECTIVES[operation]
     return lambda: function(x, group)
 
 
@@ -103,10 +104,12 @@ def sync(operation: str, place: UnitRank) -> Call:
     """A call after which the ranks of the unit are together, in the order of the device too."""
     x = torch.zeros(1, device=primitives.device_of(place.group))
     if operation not in MESSAGES:
-        return lambda: bare.all_reduce(x, place.group)
+        return lambda: raw_torch.all_reduce(x, place.group)
 
     def there_and_back() -> None:
-        turns = (bare.send, bare.receive) if place.index == 0 else (bare.receive, bare.send)
+        turns = [raw_torch.send, raw_torch.receive]
+        if place.index:
+            turns.reverse()
         for turn in turns:
             turn(x, place.group, place.peer)
 
@@ -119,7 +122,7 @@ def sync_all() -> Call:
     if not primitives.is_queued(whole):
         return lambda: primitives.barrier(whole)  # in log2 of the ranks; a sum goes round all
     x = torch.zeros(1, device=primitives.device_of(whole))
-    return lambda: bare.all_reduce(x, whole)
+    return lambda: raw_torch.all_reduce(x, whole)
 
 
 def _message(

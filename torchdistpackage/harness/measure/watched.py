@@ -1,7 +1,8 @@
 """A rank of `tdp comm bench`: it measures in a thread that is watched, so that none waits for ever.
 
 Who does not come is named by those who do. Who waits in a round for too long, or fails in
-it, raises the alarm beside the groups (harness/store_consensus.py), and all who hear it are told the same.
+it, raises the alarm beside the groups (harness/store_consensus.py), and all who hear it are told
+the same.
 """
 
 import sys
