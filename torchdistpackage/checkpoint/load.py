@@ -15,10 +15,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from torchdistpackage.checkpoint.commit import candidates, damage, warn_skipped
-from torchdistpackage.checkpoint.fail_together import fail_together
 from torchdistpackage.checkpoint.manifest import Fact
 from torchdistpackage.checkpoint.parts import Params, ShardedState, TopologyRank, params_of
-from torchdistpackage.checkpoint.save import EXTRA, degrees_of, file_name
+from torchdistpackage.checkpoint.save import EXTRA, degrees_of, fail_together, file_name
 from torchdistpackage.checkpoint.shard_reader import ShardReader
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group

@@ -3,13 +3,15 @@
 One rule: every element of every tensor is written once, by the rank that owns it
 (layout/derive.py), with its place in the global tensor beside it. The header of a file
 says which boxes it holds, and the manifest is put together from the headers, so the ranks
-exchange nothing but how it went.
+exchange nothing but how it went: all succeed, or all fail (`fail_together`).
 """
 
 import json
 import math
 import shutil
-from collections.abc import Mapping
+import socket
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -20,7 +22,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from torchdistpackage.checkpoint.commit import commit, folder_name, make_temporary, retain, settle
-from torchdistpackage.checkpoint.fail_together import fail_together
 from torchdistpackage.checkpoint.manifest import Fact, FileFacts, Manifest, TensorChunk, TensorEntry
 from torchdistpackage.checkpoint.parts import Params, TopologyRank, held, params_of
 from torchdistpackage.comm import primitives
@@ -175,3 +176,31 @@ def degrees_of(topology: Topology) -> tuple[tuple[str, int], ...]:
 def box_of(where: tuple[slice, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(offset, lengths) of a block."""
     return tuple(s.start for s in where), tuple(s.stop - s.start for s in where)
+
+
+@contextmanager
+def fail_together(group: Group, doing: str) -> Generator[None]:
+    """Run the block on every rank of the group; it holds no collective itself.
+
+    A rank that raised alone would leave its peers waiting in the next collective.
+    doing: what the block does, for the message: `writing the checkpoint of step 400`.
+
+    Raises:
+        CheckpointError: on every rank if the block raised on any; names the first of them.
+    """
+    mine: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        mine = error
+    text = None if mine is None else f"on {socket.gethostname()}: {type(mine).__name__}: {mine}"
+    outcomes = primitives.gather_objects(text, group)
+    failed = [
+        (rank, outcome)
+        for rank, outcome in zip(primitives.ranks_of(group), outcomes, strict=True)
+        if outcome is not None
+    ]
+    if failed:
+        rank, outcome = failed[0]
+        others = f" (and {len(failed) - 1} more failed)" if len(failed) > 1 else ""
+        raise CheckpointError(f"{doing} failed on rank {rank} {outcome}{others}") from mine

@@ -197,11 +197,9 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
             torch.mul(grad, own.float().view([1] * grad.dim()), out=grad)
 
 
-def _alike(
-    grads: Iterable[Tensor],
-) -> Iterable[tuple[tuple[torch.dtype, torch.device], list[Tensor]]]:
+def _alike(grads: Iterable[Tensor]) -> Iterable[tuple[Kind, list[Tensor]]]:
     """By dtype and device, which torch's foreach functions do not mix as one would want."""
-    found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    found: dict[Kind, list[Tensor]] = {}
     for grad in grads:
         found.setdefault((grad.dtype, grad.device), []).append(grad)
     return found.items()
