@@ -1,5 +1,18 @@
 """Communication between ranks, by the name of an axis or over a group of your own.
 
+Read in this order.
+
+Start           runtime (`setup_distributed`), rendezvous_store (where ranks meet).
+Groups          creation (one group, its time limit, the default group), companions (second groups
+                of the same ranks), groups (those of one rank), tpc (their names), node_groups.
+Calls           backends (where gloo and NCCL differ), dtypes, work (a call and what is left of it),
+                primitives (the collectives), transport/ (made of messages on gloo).
+Autograd        autograd (maps and their transposes), collectives (the public functions).
+Messages        p2p, tensor_meta (descriptions of messages), objects (anything that pickles).
+Watching        flight_recorder (the last calls), nccl_flight_recorder, debug_checks (calls are
+                compared), moments (time on a device), gloo_threads.
+Random numbers  random (one stream, forked where activations are split).
+
 One rule: a name is loaded on first use, so importing this package imports no torch.
 """
 
