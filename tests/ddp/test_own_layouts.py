@@ -16,8 +16,8 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.ema import ShardedEMA
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
-from torchdistpackage.layout.collect import collect
 from torchdistpackage.layout.derive import blocks
+from torchdistpackage.layout.mark import collect
 from torchdistpackage.optim.clip import clip_grad_norm_
 from torchdistpackage.parallel.pipeline.functional import forward_backward
 from torchdistpackage.parallel.tensor.classic_block import Transformer

@@ -12,9 +12,8 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.layout.collect import collect
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.layout.mark import mark
+from torchdistpackage.layout.mark import collect, mark
 from torchdistpackage.optim.clip import clip_grad_norm_
 from torchdistpackage.parallel.tensor.linear import ColumnLinear, RowLinear
 from torchdistpackage.parallel.tensor.norm import LayerNorm

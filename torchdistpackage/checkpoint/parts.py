@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.ddp.wrapper_state import unwrap_model
 from torchdistpackage.errors import CheckpointError, LayoutError
-from torchdistpackage.layout.collect import collect
 from torchdistpackage.layout.derive import blocks, local_shape, owner, owns
 from torchdistpackage.layout.flat_slices import Box, parts
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.layout.mark import mark_of
+from torchdistpackage.layout.mark import collect, mark_of
 from torchdistpackage.topology.views import Topology
 
 Params = Mapping[str, tuple[Tensor, Layout]]

@@ -35,8 +35,8 @@ from torchdistpackage.ddp.wrapper_state import batch_group
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.ddp.zero.requires_whole import requires_whole_params
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.layout.collect import collect
 from torchdistpackage.layout.layout import Layout
+from torchdistpackage.layout.mark import collect
 
 Mode = Literal["auto", "ddp", "zero"]
 _LOG = logging.getLogger(__name__)

@@ -17,10 +17,9 @@ from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.bucket_plan import BucketEntry
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.layout.collect import Layouts
 from torchdistpackage.layout.derive import BATCH_AXES, gradient_ranks, num_replicas
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.layout.mark import Mark, layout_of, mark, mark_of
+from torchdistpackage.layout.mark import Layouts, Mark, layout_of, mark, mark_of
 
 Named = Iterable[tuple[str, Tensor]]
 

@@ -15,9 +15,8 @@ from torch._dynamo.testing import CompileCounter
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.param_spec import group_of
-from torchdistpackage.layout.collect import collect
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.layout.mark import layout_of, mark
+from torchdistpackage.layout.mark import collect, layout_of, mark
 from torchdistpackage.models.gpt import GPT
 from torchdistpackage.models.gpt_layout import GPTShape
 from torchdistpackage.parallel.tensor.classic_block import ParallelBlock

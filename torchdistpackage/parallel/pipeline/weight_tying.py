@@ -15,8 +15,8 @@ from torchdistpackage.comm.companions import on_cpu
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.layout.collect import collect
 from torchdistpackage.layout.layout import Layout
+from torchdistpackage.layout.mark import collect
 
 Shapes = dict[str, tuple[int, ...]]
 

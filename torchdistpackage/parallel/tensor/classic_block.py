@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.layout.collect import collect
+from torchdistpackage.layout.mark import collect
 from torchdistpackage.parallel.tensor.attention import attend
 from torchdistpackage.parallel.tensor.classic import (
     ColParallelLinear,

@@ -1,5 +1,5 @@
-"""`collect`, beside the layers whose parameters it speaks of; see layout/collect.py."""
+"""`collect`, beside the layers whose parameters it speaks of; see layout/mark.py."""
 
-from torchdistpackage.layout.collect import collect
+from torchdistpackage.layout.mark import collect
 
 __all__ = ["collect"]

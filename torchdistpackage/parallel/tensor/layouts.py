@@ -11,8 +11,8 @@ under sequence parallelism that is every parameter applied outside the column..r
 from dataclasses import replace
 
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.layout.collect import Layouts, prefixed
 from torchdistpackage.layout.layout import Axes, Layout
+from torchdistpackage.layout.mark import Layouts, prefixed
 
 
 def column(dout: int, din: int, bias: bool, axis: str, parts: tuple[int, ...] = ()) -> Layouts:

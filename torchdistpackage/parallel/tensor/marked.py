@@ -16,8 +16,7 @@ from torchdistpackage.comm import collectives
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import group_again
 from torchdistpackage.errors import CommError, LaunchError
-from torchdistpackage.layout.collect import Layouts
-from torchdistpackage.layout.mark import mark_of, mark_parameter
+from torchdistpackage.layout.mark import Layouts, mark_of, mark_parameter
 
 
 class Marked(nn.Module):

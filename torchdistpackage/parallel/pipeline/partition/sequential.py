@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import nn
 
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.layout.collect import collect
 from torchdistpackage.layout.layout import Layout
+from torchdistpackage.layout.mark import collect
 from torchdistpackage.parallel.pipeline.partition.cost_split import split_by_cost
 
 Piece = nn.Module | Callable[..., object]
