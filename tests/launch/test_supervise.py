@@ -208,7 +208,7 @@ def test_signals_reach_the_rank_and_only_leave_a_note(tmp_path):
         (folder / "ready").touch()
         while not noted.received:
             time.sleep(0.02)
-        print(noted.first)
+        print(noted.received)
         return 0
         """,
     )
@@ -226,7 +226,7 @@ def test_a_signal_while_the_rank_still_imports_is_not_lost(tmp_path):
         (folder / "ready").touch()
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.3)  # as an import takes
-        print(noted.first)
+        print(noted.received)
         return 0
         """,
     )
