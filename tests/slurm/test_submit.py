@@ -313,7 +313,7 @@ def command_line(folder: Path, code: int, seconds: float) -> Path:
     folder.mkdir(parents=True)
     stand_in = folder / "stand_in"
     stand_in.write_text(
-        f'#!/bin/bash\ncase "$*" in *verdict*) echo the verdict; exit {code} ;; esac\n'
+        f'#!/bin/bash\ncase "$*" in *failure_report*) echo the verdict; exit {code} ;; esac\n'
         f"echo hello from $SLURM_PROCID; sleep {seconds}; echo bye; exit 1\n"
     )
     stand_in.chmod(0o755)
