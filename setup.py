@@ -6,10 +6,13 @@ from setuptools import find_packages, setup
 
 PLOT = ["matplotlib>=3.7"]
 TOOLS = ["pytest>=8", "hypothesis>=6", "ruff>=0.9", "pyright[nodejs]>=1.1.390"]
-HF = ["transformers>=4.50"]
+HF = ["transformers>=4.50", "tokenizers>=0.21", "peft>=0.14", "accelerate>=1.2"]
 # The tests also use what it does not promise to keep, so not any later version will do.
 TYPES = ["spmd_types>=0.3.1,<0.4"]
-DEV = [*TOOLS, *PLOT, *HF, *TYPES, "scikit-learn>=1.4"]
+SITE = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]
+PARQUET = ["pyarrow>=15"]
+INT8 = ["bitsandbytes>=0.45"]
+DEV = [*TOOLS, *PLOT, *HF, *TYPES, *SITE, *PARQUET, *INT8, "scikit-learn>=1.4"]
 
 setup(
     name="torchdistpackage",
@@ -33,6 +36,13 @@ setup(
         "submitit>=1.5",
         "cloudpickle>=2.2",
     ],
-    extras_require={"plot": PLOT, "hf": HF, "dev": DEV},
+    extras_require={
+        "plot": PLOT,
+        "hf": HF,
+        "parquet": PARQUET,
+        "int8": INT8,
+        "site": SITE,
+        "dev": DEV,
+    },
     entry_points={"console_scripts": ["tdp=torchdistpackage.cli.main:main"]},
 )

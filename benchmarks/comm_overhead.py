@@ -15,7 +15,7 @@ from common import arguments, local, write
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.runtime import leave
-from torchdistpackage.harness.measure.operations import UnitRank, tdp_call, torch_call
+from torchdistpackage.harness.calls import GroupMember, tdp_call, torch_call
 from torchdistpackage.harness.operations import COLLECTIVES
 
 NUM_CALLS = 500
@@ -30,10 +30,10 @@ def overhead(rounds: int) -> dict[str, dict[str, float]]:
     dist.init_process_group("fake", store=store, rank=0, world_size=2)
     group = dist.group.WORLD
     assert group is not None and primitives.ranks_of(group) == (0, 1)
-    place, found = UnitRank((0, 1), 0, group), {}
+    member, found = GroupMember(group, (0, 1), 0), {}
     for operation in COLLECTIVES:
         x = torch.zeros(2)
-        calls = {"ours": tdp_call(operation, x, place), "bare": torch_call(operation, x, place)}
+        calls = {"ours": tdp_call(operation, x, member), "bare": torch_call(operation, x, member)}
         times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(rounds):
             for name, call in calls.items():

@@ -13,8 +13,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchdistpackage import Pipeline, setup_distributed, tpc
-from torchdistpackage.launch.launch import run_or_launch
+from torchdistpackage import Pipeline, run_or_launch, setup_distributed, tpc
 
 NAMES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 LAYER = {"d_model": 32, "nhead": 4, "dim_feedforward": 64, "dropout": 0.0, "batch_first": True}

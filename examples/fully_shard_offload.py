@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from torchdistpackage import setup_distributed
-from torchdistpackage.launch.launch import run_or_launch
+from torchdistpackage import run_or_launch, setup_distributed
 
 
 def held(model: nn.Module) -> list[Tensor]:

@@ -12,8 +12,13 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchdistpackage import forward_backward, partition_uniform, setup_distributed, tpc
-from torchdistpackage.launch.launch import run_or_launch
+from torchdistpackage import (
+    forward_backward,
+    partition_uniform,
+    run_or_launch,
+    setup_distributed,
+    tpc,
+)
 
 
 def network(device: torch.device) -> nn.Sequential:

@@ -12,8 +12,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
-from torchdistpackage import NaiveDDP, ShardedEMA, setup_distributed
-from torchdistpackage.launch.launch import run_or_launch
+from torchdistpackage import NaiveDDP, ShardedEMA, run_or_launch, setup_distributed
 
 STEPS, BATCH, DECAY = 300, 32, 0.98
 

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchdistpackage import setup_distributed, tpc
-from torchdistpackage.launch.launch import run_or_launch
+from torchdistpackage import run_or_launch, setup_distributed, tpc
 from torchdistpackage.parallel import Block, ParallelBlock
 
 BATCH, LENGTH, DIM, HEADS = 4, 128, 64, 8

@@ -11,7 +11,7 @@ Prints how many different tensors there are at the end: one in each model replic
 import torch
 import torch.distributed as dist
 from torchdistpackage import setup_distributed_slurm,test_comm,tpc
-from torchdistpackage.launch.launch import run_or_launch
+from torchdistpackage import run_or_launch
 
 
 def main():

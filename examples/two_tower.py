@@ -13,8 +13,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
-from torchdistpackage import forward_backward, forward_eval, setup_distributed, tpc
-from torchdistpackage.launch.launch import run_or_launch
+from torchdistpackage import forward_backward, forward_eval, run_or_launch, setup_distributed, tpc
 
 NAMES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 TOWERS = {

@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
 
-from torchdistpackage import ZeroOptimizer, clip_grad_norm_, setup_distributed
-from torchdistpackage.launch.launch import run_or_launch
+from torchdistpackage import ZeroOptimizer, clip_grad_norm_, run_or_launch, setup_distributed
 
 BATCH, STEPS = 64, 200  # a batch is over all ranks, and comes in two halves
 

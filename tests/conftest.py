@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
@@ -21,7 +22,16 @@ hypothesis.settings.load_profile("tests")
 
 
 UNDER_LATE = ("ddp", "comm", "parallel", "optim")
-"""Folders whose bodies run under the late transport too: their first case in the small set."""
+"""Folders whose bodies run under the late transport too: their first case in the small set. So do
+those of torchshard's names (`test_torchshard*`), which are layers as well."""
+PRELOAD = (
+    *("pytest", "torch._dynamo", "torch.testing", "hypothesis"),
+    *("torchdistpackage.train.worker", "torchdistpackage.cli.train", "torchdistpackage.models.gpt"),
+    "torchdistpackage.compat.torchdistpackage.tensor_blocks",
+    *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
+)
+"""What ranks of tests import, once for all: a first optimizer alone imports torch._dynamo, which
+takes seconds."""
 OWN_TRANSPORT = pytest.StashKey[dict[str, str]]()
 """Bodies there that test gloo's own transport -> why."""
 
@@ -30,8 +40,7 @@ OWN_TRANSPORT = pytest.StashKey[dict[str, str]]()
 def pool() -> Generator[RankPool]:
     from torchdistpackage.testing import RankPool
 
-    # A rank's first optimizer imports torch._dynamo, which takes seconds.
-    with RankPool(preload=["pytest", "torch._dynamo"]) as pool:
+    with RankPool(preload=PRELOAD) as pool:
         yield pool
 
 
@@ -60,12 +69,17 @@ class _Under:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[OWN_TRANSPORT] = {}
+    for number in (signal.SIGINT, signal.SIGQUIT):  # a lane of scripts/test has them ignored
+        if signal.getsignal(number) is signal.SIG_IGN:
+            default = signal.SIG_DFL if number is signal.SIGQUIT else signal.default_int_handler
+            signal.signal(number, default)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every body on ranks of these folders, under both transports."""
     path = metafunc.definition.path.relative_to(Path(__file__).parent)
-    if "ranks" not in metafunc.fixturenames or path.parts[0] not in UNDER_LATE:
+    late = path.parts[0] in UNDER_LATE or path.name.startswith("test_torchshard")
+    if "ranks" not in metafunc.fixturenames or not late:
         return
     if mark := metafunc.definition.get_closest_marker("own_transport"):
         (reason,) = mark.args

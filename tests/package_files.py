@@ -1,11 +1,9 @@
 """The package's files as the tests of its rules see them: names, syntax trees, imports."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[1] / "torchdistpackage"
 PACKAGE = ROOT.name
@@ -19,12 +17,22 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-every_file = pytest.mark.parametrize("path", files(), ids=name_of)
+def offences(
+    look: Callable[[Path], Iterable[str]], paths: Iterable[Path] | None = None
+) -> dict[str, list[str]]:
+    """File -> what `look` finds in it, for files in which it finds anything."""
+    found = {name_of(path): list(look(path)) for path in (files() if paths is None else paths)}
+    return {name: what for name, what in found.items() if what}
 
 
 @cache
 def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree(path)))
 
 
 def module_of(path: Path) -> str:
@@ -34,7 +42,7 @@ def module_of(path: Path) -> str:
 
 def imports(path: Path, inside: ast.AST | None = None) -> Iterator[tuple[int, str]]:
     """(line, module) of each import: the module itself where one is imported from its package."""
-    for node in ast.walk(inside or tree(path)):
+    for node in ast.walk(inside) if inside else nodes(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -14,18 +14,21 @@ import pytest
 from tests import package_files
 from tests.package_files import (
     ROOT,
-    every_file,
+    file_of,
     files,
     imports,
     module_of,
     name_of,
+    offences,
     own_imports,
 )
 
 PURE_FOLDERS = (
     "errors",
+    "lazy",
     "bounded",
     "bounded_yaml",
+    "bounded_safetensors",
     "topology",
     "layout",
     "schedule",
@@ -46,35 +49,29 @@ PURE_FILES = (
     "__init__.py",
     "testing.py",
     "compat/init_method.py",
-    "compat/emp/__init__.py",
     "compat/not_available.py",
     "compat/paths.py",
-    "compat/tensor_parallel/__init__.py",
     "compat/torchdistpackage/job_monitor.py",
     "compat/torchdistpackage/ranks.py",
     "compat/torchshard/__init__.py",
     "comm/__init__.py",
     "harness/operations.py",
     "harness/pool.py",
-    "harness/pool_job.py",
     "harness/run_on_topology.py",
     "harness/bench/*.py",
     "harness/hang/*.py",
-    "harness/late/__init__.py",
     "harness/late/orders.py",
-    "harness/lint/__init__.py",
     "harness/lint/matcher.py",
     "harness/lint/replay.py",
     "harness/lint/report.py",
-    "harness/lint/stacks.py",
     "harness/stragglers/find.py",
     "harness/comm_test_report.py",
     "ddp/bucket_plan.py",
     "layout/partition.py",
     "ddp/zero/shard_bounds.py",
-    "ddp/zero/requires_whole.py",
-    "optim/lr.py",
     "parallel/__init__.py",
+    "parallel/placed/__init__.py",
+    "parallel/placed/routes.py",
     "parallel/pipeline/partition/cut_search.py",
     "parallel/pipeline/partition/cost_split.py",
     "parallel/tensor/layouts.py",
@@ -82,7 +79,7 @@ PURE_FILES = (
     "models/*_layout.py",
     "checkpoint/manifest.py",
     "checkpoint/commit.py",
-    "checkpoint/validate.py",
+    "train/documents.py",
     "train/estimate.py",
     "train/plan.py",
     "train/shrink.py",
@@ -90,6 +87,8 @@ PURE_FILES = (
     "train/job.py",
     "train/stop.py",
     "train/submitit_task.py",
+    "train/token_cache.py",
+    "train/trace_file.py",
     "cli/*.py",
 )
 """Outside the pure folders: what planning, and importing the package, need."""
@@ -99,34 +98,35 @@ ONLY_ARGUMENTS = ("ddp", "optim", "parallel", "checkpoint", "tools")
 
 COMM_MAY_LAUNCH = {
     "comm/runtime.py": "turns what the launcher found out, once agreed on, into a process group",
+    "comm/rendezvous_store.py": "where the launcher says that the ranks meet",
     "comm/creation.py": "leaves a rank's last words where its launcher looks for them",
 }
 
-PLANNERS = ["build", "dry_run", "estimate", "plan", "shrink", "worker"]
+MAY_LAUNCH = {
+    "parallel/placed/launcher.py": "a placed program starts its own ranks",
+}
+"""Files of these folders that see the launcher all the same."""
+
+PLANNERS = ["build", "job", "plan", "worker"]
 """Files of train that read the configuration; the others get plain arguments."""
 
 MAY_CALL_TORCH_DISTRIBUTED = {
-    "harness/late/group.py": "a back end of our own",
-    "harness/late/mirror.py": "a default group without peers",
+    "harness/late/group.py": "a back end of our own, and a default group of it without peers",
     "harness/late/transfer.py": "gloo under a back end of our own",
-    "harness/lint/data_movement.py": "reduce operations of a backend of our own",
     "harness/lint/linter.py": "a default group for each thread",
     "harness/lint/transport.py": "a backend of our own",
-    "harness/lint/thread_worlds.py": "a world of groups for each thread",
+    "harness/lint/threads.py": "a world of groups for each thread",
     "harness/lint/own_backend.py": "what both back ends of our own answer",
-    "harness/raw_torch.py": "the bare calls that ours are measured against",
-    "harness/store_consensus.py": "asks the default store, so that a stuck group holds up no word",
-    "harness/timeouts.py": "asks gloo's options for the time limit that it puts back",
+    "harness/calls.py": "the bare calls that ours are measured against",
+    "harness/guarded.py": "asks the default store, so that a stuck group holds up no word",
     "harness/pool_worker.py": "makes and ends the default groups of test ranks, under comm's feet",
 }
 
 MAY_LOAD_BY_NAME = {
     "__init__.py": "public names, on first use",
-    "testing.py": "public names, on first use",
-    "comm/__init__.py": "public names, on first use",
-    "harness/lint/__init__.py": "public names, on first use",
-    "parallel/__init__.py": "public names, on first use",
+    "lazy.py": "public names of the packages below, on first use",
     "compat/paths.py": "old names, on first use",
+    "ddp/extensions.py": "what serves a core class, on first use",
     "launch/entrypoint.py": "the function that a user names",
     "launch/fork_server.py": "the preload list, which is given as names so that it needs no torch",
     "cli/main.py": "a command loads only what it needs",
@@ -161,38 +161,41 @@ def wrong_direction(path: Path) -> list[str]:
     ]
 
 
-@every_file
-def test_imports_point_left(path: Path):
-    assert wrong_direction(path) == []
+def test_imports_point_left():
+    assert offences(wrong_direction) == {}
 
 
-@every_file
-def test_only_the_right_half_knows_configuration_and_launcher(path: Path):
+def configuration_and_launcher_in(path: Path) -> list[str]:
+    """Imports of them in folders that take plain arguments, and in comm."""
     folder = path.relative_to(ROOT).parts[0]
     barred = {"config", "launch"} if folder in ONLY_ARGUMENTS else set()
+    if name_of(path) in MAY_LAUNCH:
+        barred = {"config"}
     if folder == "comm":
         barred = {"config"} if name_of(path) in COMM_MAY_LAUNCH else {"config", "launch"}
-    seen = [
+    return [
         f"line {line}: {name_of(target)}"
         for line, target in own_imports(path)
         if target.relative_to(ROOT).parts[0] in barred
     ]
-    assert seen == []
+
+
+def test_only_the_right_half_knows_configuration_and_launcher():
+    assert offences(configuration_and_launcher_in) == {}
 
 
 def configuration_in(path: Path) -> list[str]:
     """Reads of an attribute `config`."""
     return [
         f"line {node.lineno}: {ast.unparse(node)}"
-        for node in ast.walk(package_files.tree(path))
+        for node in package_files.nodes(path)
         if isinstance(node, ast.Attribute) and node.attr.lstrip("_") == "config"
     ]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "train").glob("*.py")), ids=name_of)
-def test_in_training_only_what_plans_and_builds_reads_the_configuration(path: Path):
-    if path.stem not in PLANNERS:
-        assert configuration_in(path) == []
+def test_in_training_only_what_plans_and_builds_reads_the_configuration():
+    train = [path for path in (ROOT / "train").glob("*.py") if path.stem not in PLANNERS]
+    assert train and offences(configuration_in, train) == {}
 
 
 def test_files_that_promise_to_need_no_torch_are_held_to_it():
@@ -203,16 +206,15 @@ def test_files_that_promise_to_need_no_torch_are_held_to_it():
     assert [name_of(path) for path in promised if not is_pure(path)] == []
 
 
-@pytest.mark.parametrize("path", [p for p in files() if is_pure(p)], ids=name_of)
-def test_pure_files_import_pure_files_and_no_torch(path: Path):
-    torch = [line for line, module in imports(path) if module.split(".")[0] == "torch"]
-    assert torch == []
-    unclean = [
-        f"line {line}: {name_of(target)} needs torch"
-        for line, target in own_imports(path)
-        if not is_pure(target)
-    ]
-    assert unclean == []
+def torch_in(path: Path) -> list[str]:
+    """Imports of it, and of files of ours that are not pure."""
+    torch = [(line, module) for line, module in imports(path) if module.split(".")[0] == "torch"]
+    ours = [(line, name_of(t)) for line, t in own_imports(path) if not is_pure(t)]
+    return [f"line {line}: {name}" for line, name in torch + ours]
+
+
+def test_pure_files_import_pure_files_and_no_torch():
+    assert offences(torch_in, filter(is_pure, files())) == {}
 
 
 def test_pure_modules_load_where_torch_is_refused():
@@ -242,14 +244,14 @@ def torch_distributed_in(path: Path) -> list[str]:
     ]
     by_name = [
         f"line {node.lineno}: from torch import distributed"
-        for node in ast.walk(package_files.tree(path))
+        for node in package_files.nodes(path)
         if isinstance(node, ast.ImportFrom)
         and node.module == "torch"
         and any(alias.name == "distributed" for alias in node.names)
     ]
     by_attribute = [
         f"line {node.lineno}: {ast.unparse(node)}"
-        for node in ast.walk(package_files.tree(path))
+        for node in package_files.nodes(path)
         if isinstance(node, ast.Attribute)
         and ast.unparse(node).startswith("torch.distributed")
         and node.attr == "distributed"
@@ -257,51 +259,92 @@ def torch_distributed_in(path: Path) -> list[str]:
     return by_import + by_name + by_attribute
 
 
-@every_file
-def test_only_comm_talks_to_torch_distributed(path: Path):
+def test_only_comm_talks_to_torch_distributed():
     """Others name the group type by `comm.primitives.Group` and call what comm offers."""
-    if (
-        path.relative_to(ROOT).parts[0] != "comm"
-        and name_of(path) not in MAY_CALL_TORCH_DISTRIBUTED
-    ):
-        assert torch_distributed_in(path) == []
+    found = offences(torch_distributed_in)
+    assert {n for n in found if not n.startswith("comm/")} <= set(MAY_CALL_TORCH_DISTRIBUTED), found
 
 
 def test_exceptions_are_still_needed():
-    assert all(torch_distributed_in(ROOT / name) for name in MAY_CALL_TORCH_DISTRIBUTED)
-    assert all(loads_by_name(ROOT / name) for name in MAY_LOAD_BY_NAME)
-    for name in COMM_MAY_LAUNCH:
+    assert set(MAY_CALL_TORCH_DISTRIBUTED) <= set(offences(torch_distributed_in))
+    assert set(MAY_LOAD_BY_NAME) <= set(offences(loads_by_name))
+    for name in (*COMM_MAY_LAUNCH, *MAY_LAUNCH):
         assert any("launch" in name_of(t) for _, t in own_imports(ROOT / name)), name
     for name in PURE_FILES:
         assert list(ROOT.glob(name)), f"no file {name}"
 
 
-@every_file
-def test_own_modules_are_imported_at_the_top(path: Path):
-    """A late import hides a circle. Optional dependencies, which are not ours, may come late."""
-    late = [
+def late_imports(path: Path) -> list[str]:
+    """Imports of our modules inside functions."""
+    return [
         f"line {line}: {name_of(target)} in {function.name}"
-        for function in ast.walk(package_files.tree(path))
+        for function in package_files.nodes(path)
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         for line, target in own_imports(path, function)
     ]
-    assert late == []
+
+
+def test_own_modules_are_imported_at_the_top():
+    """A late import hides a circle. Optional dependencies, which are not ours, may come late."""
+    assert offences(late_imports) == {}
+
+
+LOADERS = ("import_module", "resolve_name", "__import__")
 
 
 def loads_by_name(path: Path) -> list[str]:
-    """Calls of import_module and __import__."""
+    """Calls of import_module, resolve_name and __import__."""
     return [
         f"line {node.lineno}: {ast.unparse(node.func)}"
-        for node in ast.walk(package_files.tree(path))
-        if isinstance(node, ast.Call)
-        and ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__")
+        for node in package_files.nodes(path)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in LOADERS
     ]
 
 
-@every_file
-def test_modules_are_loaded_by_text_only_where_there_is_a_reason(path: Path):
-    if name_of(path) not in MAY_LOAD_BY_NAME:
-        assert loads_by_name(path) == []
+def test_modules_are_loaded_by_text_only_where_there_is_a_reason():
+    found = offences(loads_by_name)
+    assert set(found) <= set(MAY_LOAD_BY_NAME), found
+
+
+CORES = {
+    "ddp/naive_ddp.py": ("NaiveDDP", "Reducer"),
+    "ddp/zero/optimizer.py": ("ZeroOptimizer", "ShardedOptimizerBase", "Reducer"),
+}
+"""File of a core -> the classes in it, or in what it imports, that are given extensions."""
+
+
+def reachable(start: Path) -> set[Path]:
+    """It and what it imports, at any depth."""
+    found, left = set[Path](), [start]
+    while left:
+        if (path := left.pop()) not in found:
+            found.add(path)
+            left += [target for _, target in own_imports(path)]
+    return found
+
+
+def extensions() -> dict[str, tuple[Path, str]]:
+    """Core class -> file and attribute that `EXTENSIONS` of ddp names."""
+    (table,) = (
+        ast.literal_eval(node.value)
+        for node in package_files.tree(ROOT / "ddp" / "__init__.py").body
+        if isinstance(node, ast.Assign)
+    )
+    named = {core: serving.split(":") for core, serving in table.items()}
+    return {core: (file_of(module) or Path(), name) for core, (module, name) in named.items()}
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_a_core_imports_no_extension(core: str):
+    """None that serves it, and nothing that only such a file imports."""
+    own, serving = reachable(ROOT / core), extensions()
+    for name in CORES[core]:
+        path, attribute = serving[name]
+        assert path not in own, name_of(path)
+        defined = {n.name for n in package_files.tree(path).body if isinstance(n, ast.ClassDef)}
+        assert attribute in defined
+    plugged = {"bucket_tuning", "sparse_grads", "param_sync", "offload", "stage3", "state_gather"}
+    assert not plugged & {path.stem for path in own if path.is_relative_to(ROOT / "ddp")}
 
 
 SAMPLES = {

@@ -1,6 +1,6 @@
 """Mixed-parallelism training for Slurm users, from one YAML file.
 
-One rule: a name is loaded on first use, so that importing this package, or anything in it that
+A name is loaded on first use, so that importing this package, or anything in it that
 only computes (topologies, layouts, schedules, configurations, launching), imports no torch.
 """
 
@@ -15,7 +15,7 @@ NAMES: dict[str, str] = {
     "setup_distributed": "comm.runtime:setup_distributed",
     "setup_distributed_slurm": "comm.runtime:setup_distributed_slurm",
     "find_free_port": "comm.runtime:find_free_port",
-    "setup_node_groups": "comm.node_groups:setup_node_groups",
+    "setup_node_groups": "comm.tpc:setup_node_groups",
     "tpc": "comm.tpc:tpc",
     "is_using_pp": "comm.tpc:is_using_pp",
     "test_comm": "harness.comm_test:test_comm",
@@ -28,8 +28,8 @@ NAMES: dict[str, str] = {
     "gen_inner_ranks": "compat.torchdistpackage.ranks:gen_inner_ranks",
     "gen_groups": "compat.torchdistpackage.ranks:gen_groups",
     "run_local": "launch.workers:run_local",
-    "run_or_launch": "launch.launch:run_or_launch",
-    "run_here": "launch.launch:run_or_launch",  # its earlier name
+    "run_or_launch": "launch.workers:run_or_launch",
+    "run_here": "launch.workers:run_or_launch",  # its earlier name
     # collectives that autograd sees; the rest of communication is in torchdistpackage.comm
     "copy": "comm.collectives:copy",
     "reduce": "comm.collectives:reduce",
@@ -46,7 +46,7 @@ NAMES: dict[str, str] = {
     "Layout": "layout.layout:Layout",
     "Schedule": "schedule.actions:Schedule",
     "Timeline": "schedule.timeline:Timeline",
-    "build_schedule": "schedule.generators.registry:build",
+    "build_schedule": "schedule.generators:build",
     "simulate": "schedule.timeline:simulate",
     "RunConfig": "config.schema:RunConfig",
     "load_config": "config.load:load",
@@ -55,7 +55,7 @@ NAMES: dict[str, str] = {
     "NaiveDDP": "ddp.naive_ddp:NaiveDDP",
     "bf16_compress": "ddp.comm_hooks:bf16_compress",
     "fp16_compress": "ddp.comm_hooks:fp16_compress",
-    "PowerSGD": "ddp.power_sgd:PowerSGD",
+    "PowerSGD": "ddp.comm_hooks:PowerSGD",
     "join": "ddp.join:join",
     "convert_sync_batchnorm": "ddp.sync_batch_norm:convert_sync_batchnorm",
     "check_replicas": "ddp.param_sync:check_replicas",
@@ -74,9 +74,23 @@ NAMES: dict[str, str] = {
     "partition_balanced": "parallel.pipeline.partition.policies:partition_balanced",
     "partition_by_time": "parallel.pipeline.partition.policies:partition_by_time",
     "flatten_model": "parallel.pipeline.partition.sequential:flatten_model",
+    "tensor_parallel": "parallel.auto.factory:tensor_parallel",
+    "save_tensor_parallel": "parallel.auto.saving:save_tensor_parallel",
     "clip_grad_norm_": "optim.clip:clip_grad_norm_",
     "GradScaler": "optim.scaler:GradScaler",
     "NativeScalerPP": "compat.torchdistpackage.native_scaler:NativeScalerPP",
+    # tools around any model; more in torchdistpackage.tools
+    "register_profile_hooks": "tools.module_profiler:register_profile_hooks",
+    "remove_profile_hooks": "tools.module_profiler:remove_profile_hooks",
+    "get_model_profile": "tools.module_profiler:get_model_profile",
+    "report_prof": "tools.module_profiler:report_prof",
+    "propose_recompute": "tools.recompute:propose_recompute",
+    "checkpoint_modules": "tools.recompute:checkpoint_modules",
+    "watch_nonfinite": "tools.debug_nan:watch_nonfinite",
+    "replace_all_module": "tools.module_replace:replace_all_module",
+    "replace_linear_by_bnb": "tools.int8_linear:replace_linear_by_bnb",
+    "replace_linear_by_bminf": "tools.int8_linear:replace_linear_by_bminf",
+    "replace_linear_by_int8": "tools.int8_linear:replace_linear_by_int8",
     # what may be raised
     "TorchDistError": "errors:TorchDistError",
     "ConfigError": "errors:ConfigError",
@@ -88,6 +102,7 @@ NAMES: dict[str, str] = {
     "HeldError": "errors:HeldError",
     "RankError": "errors:RankError",
     "CommError": "errors:CommError",
+    "PlacementError": "errors:PlacementError",
     "DataError": "errors:DataError",
     "CheckpointError": "errors:CheckpointError",
     "NonFiniteError": "errors:NonFiniteError",

@@ -1,7 +1,7 @@
 """Reading what anybody may have written: files and JSON of bounded size, depth and kind.
 
-One rule: the bound is checked before anything is opened or read, so a device or a pipe costs no
-more than its refusal.
+The bound is checked before anything is opened, read or built, so a device or a pipe costs no more
+than its refusal.
 """
 
 import json

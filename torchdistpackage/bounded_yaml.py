@@ -1,6 +1,6 @@
-"""YAML of bounded size and depth: what `config/` and `schedule/` read, and nobody else loads.
+"""YAML of bounded size and depth, apart from bounded.py because `tdp jobs` loads no YAML.
 
-One rule: values are counted while they are composed, before any is built, so a few hundred bytes of
+Values are counted while they are composed, before any is built, so a few hundred bytes of
 aliases cost no more than their refusal.
 """
 

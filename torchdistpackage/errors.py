@@ -11,6 +11,7 @@ TorchDistError
   RankError          a rank that this process started failed, hung or was killed
   CommError          a message or a group is not what the peers agreed on
   RaceError          a program breaks a rule of asynchronous calls, found under the late transport
+  PlacementError     a placed program mixes places, or names a device that is not there
   DataError          the data does not give what the run asks of it
   CheckpointError    a checkpoint is missing, damaged or of another run
   NonFiniteError     a loss or a gradient is not a finite number
@@ -67,6 +68,10 @@ class CommError(TorchDistError, RuntimeError):
 
 class RaceError(TorchDistError, AssertionError):
     """A program breaks a rule of asynchronous calls; the late transport of the tests found it."""
+
+
+class PlacementError(TorchDistError, ValueError, TypeError):
+    """A placed program mixes places, moves what cannot move, or names a device not there."""
 
 
 class DataError(TorchDistError, ValueError):

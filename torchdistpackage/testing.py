@@ -5,13 +5,14 @@
 With `transport="late"` asynchronous calls behave as on NCCL (docs/late_transport.md); `mirror` does
 so in one process, and `ordered_streams` looks at streams there.
 
-One rule: names are loaded on first use, so that importing this module costs nothing.
+Names are loaded on first use, so that importing this module costs nothing.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from torchdistpackage.lazy import homes, load
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,13 +23,17 @@ if TYPE_CHECKING:
     mirror: Callable[..., AbstractContextManager[None]]
     ordered_streams: Callable[[], AbstractContextManager[Any]]
 
+EXPORTS = homes(
+    {
+        "harness.late.group": ("mirror",),
+        "harness.late.streams": ("ordered_streams",),
+        "harness.pool": ("RankPool", "run_ranks"),
+    }
+)
+"""Public name -> module that defines it."""
+
 __all__ = ["RankPool", "mirror", "ordered_streams", "run_ranks"]
-_LATE = "torchdistpackage.harness.late"
-_HOMES = {"mirror": f"{_LATE}.mirror", "ordered_streams": f"{_LATE}.streams"}
-_POOL = "torchdistpackage.harness.pool"
 
 
 def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES.get(name, _POOL)), name)
+    return load(__name__, EXPORTS, name)

@@ -23,7 +23,7 @@ from benchmarks.data_parallel.link import RATES, enter_alone, shape
 from benchmarks.data_parallel.models import CASES, Case
 from benchmarks.data_parallel.sides import CAPS, SIDES, Trained, alone
 from benchmarks.turns import Turn
-from torchdistpackage.comm.gloo_threads import deprioritize
+from torchdistpackage.comm.backends import deprioritize
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.comm.tpc import tpc
 

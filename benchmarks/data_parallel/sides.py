@@ -15,7 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.data_parallel.bars import EARLIER
 from benchmarks.data_parallel.models import Case
+from torchdistpackage.compat.torchdistpackage.bf16_zero import Bf16ZeroOptimizer
 from torchdistpackage.ddp.auto import data_parallel
 from torchdistpackage.ddp.comm_hooks import bf16_compress
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
@@ -117,6 +119,12 @@ def zero(model: nn.Module, case: Case, **options: object) -> Trained:
     return Trained(model, optimizer, finish=optimizer.finish)
 
 
+def earlier(model: nn.Module, case: Case) -> Trained:
+    """The earlier package's name, over an optimizer alone; stage 2."""
+    optimizer = Bf16ZeroOptimizer(adamw(model.parameters()), overlap_comm=True)
+    return Trained(model, optimizer, finish=optimizer.finish)
+
+
 def chosen(model: nn.Module, case: Case) -> Trained:
     batch = case.draw(torch.Generator().manual_seed(0))
     trained, optimizer = data_parallel(
@@ -148,9 +156,9 @@ SIDES = {
     "NaiveDDP, rows": Side(partial(naive, embedding_rows=True), warm_up_steps=4),
     "ZeRO-1": Side(partial(zero, stage=1)),
     "ZeRO-2": Side(partial(zero, stage=2)),
+    EARLIER: Side(earlier),
     "ZeRO-3": Side(partial(zero, stage=3)),
     "ZeRO, chosen": Side(chosen, warm_up_steps=4),
     "ZeRO-1, bf16 wire": Side(_zero_bf16, BF16, share=0.5),
-    "ZeRO-1, bf16 wire, rows": Side(partial(_zero_bf16, embedding_rows=True), BF16, share=0.5),
 }
 CAPS = {f"torch DDP, {cap} MiB": _torch(partial(torch_ddp, cap_mb=cap)) for cap in (1, 2, 4, 8)}

@@ -1,31 +1,18 @@
-"""docs/data_parallel_benchmarks.md, written from the results file: `python -m` this module.
-
-One rule: no number is typed by hand; what stands before the marker is prose.
-"""
+"""The pages of this benchmark, written from the results file: `python -m` this module."""
 
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from benchmarks.data_parallel.bars import BEST, judge
 from benchmarks.judged import bars_table
-
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "data_parallel.json"
-PAGE = ROOT / "docs" / "data_parallel_benchmarks.md"
-MARKER = "<!-- benchmarks/data_parallel/table.py writes everything below this line -->\n"
+from benchmarks.pages import Pages, measured
 
 LINKS = {"1g": "1 Gbit/s", "4g": "4 Gbit/s", "free": "unshaped (veth)"}
 
 
 def page(results: Mapping) -> str:
     """Everything below the marker."""
-    machine = results["machine"]
-    lines = [
-        f"Measured {results['date'][:10]} on {machine['system']}, {machine['cores']} cores, "
-        f"torch {machine['torch']}, load {machine['load'][0]:.1f} when it ended.",
-        *bars_table(judge(results)),
-    ]
+    lines = [measured(results), *bars_table(judge(results))]
     for link, models in results.get("cases", {}).items():
         for model, case in models.items():
             lines += _case(f"{model}, {LINKS[link]}", case)
@@ -77,10 +64,29 @@ def rows(table: Mapping[str, Mapping[str, object]]) -> Iterator[str]:
         yield f"| {name} | {' | '.join(str(row[column]) for column in columns)} |"
 
 
-def write(results: Mapping) -> None:
-    before = PAGE.read_text().partition(MARKER)[0] if PAGE.exists() else ""
-    PAGE.write_text(before + MARKER + "\n" + page(results))
-
+PAGES = Pages(
+    "data_parallel",
+    page,
+    judge,
+    (
+        "NaiveDDP / torch DDP, best cap, 1g mlp",
+        "NaiveDDP / torch DDP, best cap, 4g mlp",
+        "NaiveDDP / torch DDP, best cap, free mlp",
+        "NaiveDDP / torch DDP, best cap, 1g gpts",
+        "NaiveDDP / torch DDP, best cap, free gpts",
+        "NaiveDDP / torch DDP, best cap, free tiny",
+        "NaiveDDP / torch DDP, 1g mlp",
+        "NaiveDDP / torch DDP, 1g gpts",
+        "ZeRO-1 / torch DDP, best cap, 1g mlp",
+        "ZeRO-1 / torch DDP + ZeroRedundancy, 1g mlp",
+        "ZeRO-1 / roofline, 1g mlp",
+        "ZeRO-1, bf16 wire / torch DDP, bf16 hook, 1g mlp",
+        "ZeRO-3 / FSDP2, 1g mlp",
+        "ZeRO-3 / FSDP2, 1g gpts",
+        "NaiveDDP, rows / NaiveDDP, 1g gptu",
+        "all-reduce by node / flat ring, 16 MiB, 2 x 2 ranks",
+    ),
+)
 
 if __name__ == "__main__":
-    write(json.loads(RESULTS.read_text()))
+    PAGES.write(json.loads(PAGES.results.read_text("utf-8")))

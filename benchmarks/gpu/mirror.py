@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.gpu.here import Here
-from torchdistpackage.comm import companions
+from torchdistpackage.comm import groups
 from torchdistpackage.comm.backends import Transport, register_transport
 from torchdistpackage.comm.runtime import leave
 from torchdistpackage.comm.tpc import tpc
@@ -41,11 +41,11 @@ def world(here: Here, size: int) -> Generator[None]:
         register_transport(Transport(HOST))
     _Mirror.here = here
     dist.init_process_group(NAME, store=dist.HashStore(), rank=0, world_size=size)
-    companions._on_cpu[dist.group.WORLD] = dist.new_group(backend=HOST)
+    groups._on_cpu[dist.group.WORLD] = dist.new_group(backend=HOST)
     try:
         yield
     finally:
-        companions._on_cpu.pop(dist.group.WORLD)
+        groups._on_cpu.pop(dist.group.WORLD)
         if tpc.is_set:
             tpc.destroy()
         leave()

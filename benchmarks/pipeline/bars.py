@@ -9,10 +9,12 @@ from benchmarks.turns import ratio
 PEER = "torch Schedule1F1B"
 OURS = ", our threads"
 """Behind a side of torch's: with gloo's reading threads as ours have them
-(comm/gloo_threads.py)."""
+(comm/backends.py)."""
 BY_TIME = "auto, cut by time"
 """The order follows the measured times too."""
-CLOSE = (PEER, "1f1b", "1f1b, cut by time", BY_TIME, "zb-h1")
+CHECKED, FUNCTIONS = "1f1b, checked", "1f1b, functions"
+"""`Pipeline.step` and `forward_backward` as they come: ranks compare what they bring."""
+CLOSE = (PEER, "1f1b", "1f1b, cut by time", BY_TIME, "zb-h1", CHECKED, FUNCTIONS)
 """Sides a few percent from a bar, which take more turns."""
 LINKS, NUMBERS = ("free", "1g"), (4, 8, 16)
 TINY = {
@@ -48,6 +50,7 @@ BARS = [
         for side, (peer, bar, aim) in TINY.items()
         for m in (4, 16)
     ),
+    *(Bar(FUNCTIONS, CHECKED, "free", f"tiny, m {m}", 1.10, 1.00) for m in (4, 16)),
     *(
         Bar(side, f"{peer}{OURS}", "free", f"tiny, m {m}", None, None)
         for side, (peer, *_) in (*TINY.items(), ("1f1b, executor", (PEER,)))

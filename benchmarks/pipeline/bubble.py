@@ -13,7 +13,7 @@ from benchmarks.pipeline.sides import CPU, SIDES, Task, own
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.launch.workers import run_local
 from torchdistpackage.parallel.pipeline.executor import Executor
-from torchdistpackage.schedule.generators.registry import build
+from torchdistpackage.schedule.generators import build
 from torchdistpackage.schedule.trace_costs import attribute_bubble
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "interleaved-zb", "zb-v")

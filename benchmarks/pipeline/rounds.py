@@ -18,7 +18,7 @@ from benchmarks.pipeline.bars import CLOSE
 from benchmarks.pipeline.models import CASES, TWO
 from benchmarks.pipeline.sides import ALONE, SIDES, Running, Task
 from benchmarks.turns import Turn
-from torchdistpackage.comm.gloo_threads import deprioritize
+from torchdistpackage.comm.backends import deprioritize
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.parallel.pipeline.partition.layer_costs import (
     PieceCost,
@@ -26,7 +26,7 @@ from torchdistpackage.parallel.pipeline.partition.layer_costs import (
     measure_link,
     stage_costs,
 )
-from torchdistpackage.schedule.generators.registry import build
+from torchdistpackage.schedule.generators import build
 from torchdistpackage.schedule.timeline import simulate
 
 WARM_UP_STEPS = 2

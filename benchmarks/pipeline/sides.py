@@ -19,17 +19,18 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from benchmarks.pipeline.bars import OURS, PEER
+from benchmarks.pipeline.bars import CHECKED, FUNCTIONS, OURS, PEER
 from benchmarks.pipeline.models import LOOP, TWO, VEE, Case, Stage
 from torchdistpackage.comm.tensor_meta import Message
 from torchdistpackage.parallel.pipeline.executor import Executor
+from torchdistpackage.parallel.pipeline.functional import forward_backward
 from torchdistpackage.parallel.pipeline.partition.layer_costs import (
     PieceCost,
     split_measured,
     stage_costs,
 )
 from torchdistpackage.parallel.pipeline.pipeline import Pipeline
-from torchdistpackage.schedule.generators.registry import build
+from torchdistpackage.schedule.generators import build
 
 CPU = torch.device("cpu")
 
@@ -124,6 +125,22 @@ def ours(
     return Running(lambda: pipe.step(*args, targets=targets), list(stages.values()))
 
 
+def functions(task: Task, placement: Sequence[int], ranges: Sequence[range]) -> Running:
+    """`forward_backward` with an optimizer, of one stage a rank."""
+    ((s, stage),) = own(task, placement, ranges).items()
+    x, y = task.case.draw(task.num_microbatches)
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+
+    def with_loss(given: list) -> Tensor:
+        *received, targets = given
+        return task.case.loss(stage(*received), targets)
+
+    fwd_fn, inputs = (with_loss, y) if s else (stage, x)
+    options = {"num_microbatches": task.num_microbatches, "group": dist.group.WORLD}
+    step = partial(forward_backward, optimizer, fwd_fn, None, inputs, **options)
+    return Running(step, [stage])
+
+
 def bare(
     task: Task, placement: Sequence[int], ranges: Sequence[range], *, schedule: str
 ) -> Running:
@@ -198,7 +215,8 @@ SIDES = {
     **{name: replace(side, yields=False) for name, side in _TORCHS.items()},
     **{f"{name}{OURS}": side for name, side in _TORCHS.items()},
     "1f1b": Side(partial(ours, schedule="1f1b"), TWO),
-    "1f1b, checked": Side(partial(ours, schedule="1f1b", check=True), TWO),
+    CHECKED: Side(partial(ours, schedule="1f1b", check=True), TWO),
+    FUNCTIONS: Side(functions, TWO),
     "1f1b, executor": Side(partial(bare, schedule="1f1b"), TWO),
     "1f1b, cut by time": Side(partial(ours, schedule="1f1b"), TWO, by_time="1f1b"),
     "interleaved": Side(partial(ours, schedule="interleaved"), LOOP),

@@ -1,30 +1,17 @@
-"""docs/pipeline_benchmarks.md, written from the results file: `python -m` this module.
-
-One rule: no number is typed by hand; what stands before the marker is prose.
-"""
+"""The pages of this benchmark, written from the results file: `python -m` this module."""
 
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from benchmarks.data_parallel.table import LINKS, rows
 from benchmarks.judged import bars_table
+from benchmarks.pages import Pages, measured
 from benchmarks.pipeline.bars import PEER, judge
-
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "pipeline.json"
-PAGE = ROOT / "docs" / "pipeline_benchmarks.md"
-MARKER = "<!-- benchmarks/pipeline/table.py writes everything below this line -->\n"
 
 
 def page(results: Mapping) -> str:
     """Everything below the marker."""
-    machine = results["machine"]
-    lines = [
-        f"Measured {results['date'][:10]} on {machine['system']}, {machine['cores']} cores, "
-        f"torch {machine['torch']}, load {machine['load'][0]:.1f} when it ended.",
-        *bars_table(judge(results)),
-    ]
+    lines = [measured(results), *bars_table(judge(results))]
     for link, cases in results.get("cases", {}).items():
         for name, case in cases.items():
             lines += _case(f"{name}, {LINKS[link]}", case)
@@ -64,10 +51,28 @@ def _case(title: str, case: Mapping) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-def write(results: Mapping) -> None:
-    before = PAGE.read_text().partition(MARKER)[0] if PAGE.exists() else ""
-    PAGE.write_text(before + MARKER + "\n" + page(results))
-
+PAGES = Pages(
+    "pipeline",
+    page,
+    judge,
+    (
+        "1f1b / torch Schedule1F1B, free gpt, m 8",
+        "1f1b / torch Schedule1F1B, 1g gpt, m 8",
+        "1f1b, cut by time / torch Schedule1F1B, free gpt, m 8",
+        "1f1b, cut by time / torch Schedule1F1B, 1g gpt, m 8",
+        "auto, cut by time / torch Schedule1F1B, free gpt, m 8",
+        "auto, cut by time / torch Schedule1F1B, 1g gpt, m 8",
+        "zb-h1 / 1f1b, free gpt, m 16",
+        "zb-h1 / 1f1b, 1g gpt, m 16",
+        "1f1b / torch Schedule1F1B, free tiny, m 16",
+        "interleaved / torch Interleaved1F1B, free tiny, m 16",
+        "interleaved-zb / torch InterleavedZeroBubble, free tiny, m 16",
+        "zb-v / torch ZBVZeroBubble, free tiny, m 16",
+        "1f1b / torch Schedule1F1B, our threads, free tiny, m 16",
+        "zb-v / torch ZBVZeroBubble, our threads, free tiny, m 16",
+        "peak memory, 1f1b / torch Schedule1F1B, m 32",
+    ),
+)
 
 if __name__ == "__main__":
-    write(json.loads(RESULTS.read_text()))
+    PAGES.write(json.loads(PAGES.results.read_text("utf-8")))

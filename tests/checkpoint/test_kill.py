@@ -7,6 +7,7 @@ it, and in those that write, also with half of it done.
 import os
 import pathlib
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,21 +103,24 @@ def recover(folder: str) -> tuple[int, int]:
     return loaded.step, loaded.tokens
 
 
+@pytest.mark.parametrize("most", [6, pytest.param(sys.maxsize, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "world_size,victim,next_step",
     [(1, 0, 1), (1, 0, 0), (2, 1, 1)],
     ids=["a new step", "the same step again", "another rank than the first"],
 )
 def test_a_save_that_is_killed_anywhere_leaves_a_complete_checkpoint(
-    ranks, tmp_path: Path, world_size: int, victim: int, next_step: int
+    ranks, tmp_path: Path, world_size: int, victim: int, next_step: int, most: int
 ):
+    """At every moment, or at `most` of them: the first, the last, and some in between."""
     folder, run = str(tmp_path), ranks(world_size).run
     for step in (1, 2, 3, 4):  # the last one replaces as many as those below do
         run(write, folder, step, step)
     step, value = 4 + next_step, 5
     num_moments = run(write, folder, step, value)[victim]
     outcomes: list[bool] = []
-    for kill_at in range(num_moments):
+    num_kills = min(num_moments, most)
+    for kill_at in (i * (num_moments - 1) // (num_kills - 1) for i in range(num_kills)):
         before, after = (step, value), (step + next_step, value + 1)
         with pytest.raises(RankError, match="SIGKILL"):
             run(write, folder, *after, victim, kill_at)

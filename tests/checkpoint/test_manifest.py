@@ -9,8 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchdistpackage.checkpoint import manifest as manifests
-from torchdistpackage.checkpoint.manifest import FileFacts, Manifest, TensorChunk, TensorEntry
-from torchdistpackage.checkpoint.validate import read_manifest
+from torchdistpackage.checkpoint.manifest import (
+    FileFacts,
+    Manifest,
+    TensorChunk,
+    TensorEntry,
+    read_manifest,
+)
 from torchdistpackage.errors import CheckpointError
 
 counts = st.integers(0, 2**40)

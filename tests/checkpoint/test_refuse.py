@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.each import each
 from torchdistpackage.checkpoint import save as saving
 from torchdistpackage.checkpoint.commit import folder_name, latest
 from torchdistpackage.checkpoint.load import Loaded, latest_together, load
@@ -138,20 +139,22 @@ def test_a_manifest_with_a_hole_is_refused(ranks, tmp_path):
     assert "pieces of 'w' at (0, 0) and (0, 0) overlap" in texts[0]
 
 
-@pytest.mark.parametrize(
-    "shapes,dtype,words",
-    [
-        ({"b": (5,)}, torch.float32, "53 elements of parameters, this run has 5"),
-        ({**SHAPES, "more": (2,)}, torch.float32, "more is float32 of shape (2,) in this run"),
-        ({"w": (8, 6), "b": (6,)}, torch.float32, "has float32 of shape (5,)"),
-        ({"w": (8, 6), "b": (5,)}, torch.float64, "is float64 of shape (8, 6) in this run"),
-    ],
-)
-def test_another_model_or_precision_is_refused(ranks, tmp_path, shapes, dtype, words):
+OTHERS = [
+    ({"b": (5,)}, torch.float32, "53 elements of parameters, this run has 5"),
+    ({**SHAPES, "more": (2,)}, torch.float32, "more is float32 of shape (2,) in this run"),
+    ({"w": (8, 6), "b": (6,)}, torch.float32, "has float32 of shape (5,)"),
+    ({"w": (8, 6), "b": (5,)}, torch.float64, "is float64 of shape (8, 6) in this run"),
+]
+"""(shapes, dtype, words of the refusal)"""
+
+
+def test_another_model_or_precision_is_refused(ranks, tmp_path):
     ranks(2).run(save_simple, str(tmp_path), (("data", 2),))
-    texts = ranks(2).run(error_of, "load_simple", str(tmp_path), (("data", 2),), shapes, dtype)
+    load = ("load_simple", str(tmp_path), (("data", 2),))
+    texts = ranks(2).run(each, error_of, [(*load, shapes, dtype) for shapes, dtype, _ in OTHERS])
     assert texts[0] == texts[1]
-    assert words in texts[0]
+    for text, (_, _, words) in zip(texts[0], OTHERS, strict=True):
+        assert words in text
 
 
 def latest_for_all(folder: str) -> tuple[Path | None, list[str]]:
@@ -199,13 +202,10 @@ def save_conflict(folder: str, kind: str) -> None:
     save(folder, step=1, tokens=0, params=params, **common)
 
 
-@pytest.mark.parametrize(
-    "kind,words",
-    [("shared", "share memory"), ("history", "a#history has shape (2, 4)")],
-)
-def test_what_has_no_place_is_refused(ranks, tmp_path, kind, words):
-    texts = ranks(2).run(error_of, "save_conflict", str(tmp_path), kind)
-    assert words in texts[0]
+def test_what_has_no_place_is_refused(ranks, tmp_path):
+    cases = [("save_conflict", str(tmp_path), kind) for kind in ("shared", "history")]
+    shared, history = ranks(2).run(each, error_of, cases)[0]
+    assert "share memory" in shared and "a#history has shape (2, 4)" in history
     assert list(tmp_path.iterdir()) == []
 
 
@@ -221,11 +221,9 @@ def save_disagreeing(folder: str, kind: str) -> None:
     save(folder, step=1, tokens=0, params=params, topology=world, rank=rank)
 
 
-@pytest.mark.parametrize(
-    "kind,words", [("hole", "own 2 elements of 4"), ("shape", "(8,) in rank00001.safetensors")]
-)
-def test_layouts_that_do_not_tile_a_tensor_are_refused(ranks, tmp_path, kind, words):
-    texts = ranks(2).run(error_of, "save_disagreeing", str(tmp_path), kind)
-    assert words in texts[0]
-    assert texts[0] == texts[1]
+def test_layouts_that_do_not_tile_a_tensor_are_refused(ranks, tmp_path):
+    cases = [("save_disagreeing", str(tmp_path), kind) for kind in ("hole", "shape")]
+    first, second = ranks(2).run(each, error_of, cases)
+    assert first == second
+    assert "own 2 elements of 4" in first[0] and "(8,) in rank00001.safetensors" in first[1]
     assert list(tmp_path.iterdir()) == []

@@ -11,8 +11,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from torchdistpackage.checkpoint.load import latest_together, load
+from torchdistpackage.checkpoint.manifest import read_manifest
 from torchdistpackage.checkpoint.save import save
-from torchdistpackage.checkpoint.validate import read_manifest
 from torchdistpackage.comm.random import seed_from
 from torchdistpackage.layout.derive import blocks, local_shape
 from torchdistpackage.layout.layout import Layout

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchdistpackage.cli import comm_test
+from torchdistpackage.cli import comm, comm_ranks
 from torchdistpackage.cli.main import main
 from torchdistpackage.comm.runtime import find_free_port
 from torchdistpackage.errors import AbsentError
@@ -54,19 +54,19 @@ def test_one_rank_has_nothing_to_test(capfd):
     assert capfd.readouterr().out.startswith("1 rank: data=1\n\none rank has nobody to talk to")
 
 
-def stopped_rank(pairs: bool, timeout_s: float, path: str) -> object:
+def stopped_rank(pairs: bool, timeout_s: float) -> object:
     """Rank 1 stops for good, when all have come."""
     from torchdistpackage.comm import primitives
-    from torchdistpackage.harness.comm_test import test_and_note
+    from torchdistpackage.harness.comm_test import run_comm_test
 
     primitives.barrier()
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGSTOP)
-    return test_and_note(pairs, timeout_s, path)
+    return run_comm_test(pairs, timeout_s)
 
 
 def test_a_stopped_rank_is_named_once_and_all_ranks_end(monkeypatch, capfd):
-    monkeypatch.setattr(comm_test, "_TEST", f"{HERE}:stopped_rank")
+    monkeypatch.setattr(comm, "_TEST", f"{HERE}:stopped_rank")
     assert main(["comm", "test", "--axes", "data=3", "--timeout", "3"]) == 1
     said = capfd.readouterr()
     assert said.out == ""
@@ -76,23 +76,23 @@ def test_a_stopped_rank_is_named_once_and_all_ranks_end(monkeypatch, capfd):
     assert "Traceback" not in said.err
 
 
-def damaged_rank(pairs: bool, timeout_s: float, path: str = "verdict") -> object:
+def damaged_rank(pairs: bool, timeout_s: float) -> object:
     """Rank 1 changes what it gathers."""
     from torchdistpackage.comm import primitives
-    from torchdistpackage.harness.comm_test import test_and_note
+    from torchdistpackage.harness.comm_test import run_comm_test
 
     right = primitives.all_gather
     if os.environ["RANK"] == "1":
         primitives.all_gather = lambda x, *rest: right(x, *rest) + 1
-    return test_and_note(pairs, timeout_s, path)
+    return run_comm_test(pairs, timeout_s)
 
 
 BROKEN_UNDER_A_LAUNCHER = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-from torchdistpackage.cli import comm_test
+from torchdistpackage.cli import comm
 from torchdistpackage.cli.main import main
-comm_test._TEST = "{HERE}:damaged_rank"
+comm._TEST = "{HERE}:damaged_rank"
 sys.exit(main(["comm", "test"]))
 """
 
@@ -100,9 +100,9 @@ sys.exit(main(["comm", "test"]))
 STUCK_UNDER_A_LAUNCHER = f"""
 import atexit, sys, time
 sys.path.insert(0, {str(ROOT)!r})
-from torchdistpackage.cli import comm_test
+from torchdistpackage.cli import comm
 from torchdistpackage.cli.main import main
-comm_test._TEST = "{HERE}:damaged_rank"
+comm._TEST = "{HERE}:damaged_rank"
 atexit.register(time.sleep, 100)  # as an abort of communicators that waits for a stuck thread
 sys.argv[1:] = ["comm", "test"]
 sys.exit(main())
@@ -187,7 +187,7 @@ def test_under_a_launcher_the_culprit_is_named_once(tmp_path):
     ids=str,
 )
 def test_all_that_is_wrong_is_refused_before_a_process_starts(words, texts, monkeypatch, capsys):
-    monkeypatch.setattr(comm_test, "run_on_topology", None)
+    monkeypatch.setattr(comm_ranks, "run_on_topology", None)
     assert main(["comm", "test", *words]) == 2
     said = capsys.readouterr()
     assert all(text in said.err for text in texts), said.err
@@ -201,7 +201,7 @@ def test_ranks_that_never_came_are_said_once_with_the_option_that_waits(monkeypa
         waited.append(init_timeout_s)
         raise AbsentError("ranks; launch.init_timeout_s", "rank 0 did not come", speaker=1)
 
-    monkeypatch.setattr(comm_test, "run_on_topology", nobody)
+    monkeypatch.setattr(comm_ranks, "run_on_topology", nobody)
     place = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     said = {}
     for rank in "123":

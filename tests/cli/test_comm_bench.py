@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from torchdistpackage.cli import comm_bench
+from torchdistpackage.cli import comm_ranks
 from torchdistpackage.cli.main import main
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.harness.bench import outputs
 from torchdistpackage.harness.bench.profile import read
+from torchdistpackage.harness.bench.report import BenchReport
 from torchdistpackage.launch.slurm.run_dir import RunDir, read_records
 
 ROOT = Path(__file__).parents[2]
@@ -76,21 +76,21 @@ def test_one_rank_has_nothing_to_measure(capsys):
     ],
 )
 def test_a_wrong_request_is_refused_before_a_process_is_started(words, said, capsys, monkeypatch):
-    monkeypatch.setattr(comm_bench, "run_on_topology", lambda *a, **k: pytest.fail("started"))
+    monkeypatch.setattr(comm_ranks, "run_on_topology", lambda *a, **k: pytest.fail("started"))
     assert main(["comm", "bench", "--axes", "data=2", *words]) == 2
     shown = capsys.readouterr()
     assert said in shown.err and not shown.out
 
 
 def test_without_matplotlib_plots_are_refused_first(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(comm_bench, "run_on_topology", lambda *a, **k: pytest.fail("started"))
+    monkeypatch.setattr(comm_ranks, "run_on_topology", lambda *a, **k: pytest.fail("started"))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["comm", "bench", "--axes", "data=2", "--plots", str(tmp_path)]) == 2
     assert "plots need matplotlib, which" in capsys.readouterr().err
 
 
 def test_a_matplotlib_that_does_not_import_is_refused_first(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(comm_bench, "run_on_topology", lambda *a, **k: pytest.fail("started"))
+    monkeypatch.setattr(comm_ranks, "run_on_topology", lambda *a, **k: pytest.fail("started"))
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     (tmp_path / "matplotlib.py").write_text("raise AttributeError('numpy is another one')\n")
@@ -103,7 +103,7 @@ def test_a_matplotlib_that_does_not_import_is_refused_first(capsys, monkeypatch,
 def test_what_cannot_be_written_afterwards_takes_no_other_file_and_no_limit_with_it(
     tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(outputs.profile, "profile_of", refuse)
+    monkeypatch.setattr(BenchReport, "profile", refuse)
     words = ["--axes", "data=2", "--operations", "p2p", "--sizes", "1KiB,4KiB", *QUICK]
     words += ["--min-busbw", "1000000", "--profile", str(tmp_path / "p.json")]
     assert main(["comm", "bench", *words, "--plots", str(tmp_path / "p")]) == 1
@@ -122,7 +122,7 @@ def refuse(report):
     ids=" ".join,
 )
 def test_a_limit_or_profile_of_one_rank_is_refused(words, capsys, monkeypatch):
-    monkeypatch.setattr(comm_bench, "run_on_topology", lambda *a, **k: pytest.fail("started"))
+    monkeypatch.setattr(comm_ranks, "run_on_topology", lambda *a, **k: pytest.fail("started"))
     assert main(["comm", "bench", "--axes", "data=1", *words]) == 2
     said = capsys.readouterr().err
     assert "nothing is measured at all" in said or "nothing can be measured" in said

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from torchdistpackage.cli.main import main
+from torchdistpackage.ddp import naive_ddp
 from torchdistpackage.harness.lint import linter
-from torchdistpackage.train import build as builder
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "comm_lint.md"
@@ -76,7 +76,7 @@ def test_only_its_groups_are_made_if_asked(small, capsys):
 
 
 def test_a_disagreement_is_code_1_and_a_wrong_file_code_2(small, capsys, monkeypatch):
-    made = builder.Reducer
+    made = naive_ddp.Reducer
 
     def reducer(*args, **options):
         found = made(*args, **options)
@@ -85,7 +85,7 @@ def test_a_disagreement_is_code_1_and_a_wrong_file_code_2(small, capsys, monkeyp
             monkeypatch.setattr(found, "_launch", lambda b: launch(last - b))
         return found
 
-    monkeypatch.setattr(builder, "Reducer", reducer)
+    monkeypatch.setattr(naive_ddp, "Reducer", reducer)
     capsys.readouterr()
     assert main(["comm", "lint", small]) == 1
     out = capsys.readouterr().out
@@ -93,7 +93,10 @@ def test_a_disagreement_is_code_1_and_a_wrong_file_code_2(small, capsys, monkeyp
     assert main(["comm", "lint", small, "--world", "5"]) == 2
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(c, marks=pytest.mark.full) if "--world 4096" in c else c for c in COMMANDS],
+)
 def test_the_commands_of_the_page_are_accepted(command, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert main(shlex.split(command, comments=True)) == 0, capsys.readouterr().err

@@ -117,7 +117,11 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
         main(["train", TINY])
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [p if p.stem == "gpt_slurm" else pytest.param(p, marks=pytest.mark.full) for p in CONFIGS],
+    ids=lambda path: path.stem,
+)
 def test_plan_imports_no_more_than_it_needs(path):
     """This is what keeps `tdp plan` under half a second."""
     slow = {"numpy", "rich", "safetensors", "submitit", "matplotlib", "multiprocessing", "asyncio"}

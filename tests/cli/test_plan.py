@@ -194,7 +194,7 @@ WRONG = {
     ),
     "not yaml": ("train: {steps: 3\nlog: [\n", ["not valid YAML"]),
     "no mapping": ("- 3\n", [":1: wants a mapping of sections"]),
-    "rule": ("parallel:\n  tensor: 3\n", [":2: parallel.tensor: model.heads=4 cannot be shared"]),
+    "rule": ("parallel:\n  tensor: 5\n", [":2: parallel.tensor: model.heads=4 cannot be shared"]),
     "procs": (
         "parallel: {data: 3}\nlaunch: {local: {procs: 4}}\n",
         [":2: launch.local.procs: launch.local.procs=4 does not fit"],
@@ -265,3 +265,14 @@ def test_problems_of_the_job_are_listed_with_the_others(refusal):
     said = refusal("plan", TINY, "launch.slurm.nodes=3")
     assert "the 4 ranks that the degrees ask for cannot be shared evenly by nodes=3" in said
     assert "x 3 tasks" in refusal("plan", TINY, "launch.slurm.ntasks-per-node=3")
+
+
+def test_what_is_recomputed_is_said(plan, refusal):
+    assert "recompute" not in plan(TINY)
+    assert "recompute          every block, in its" in plan(TINY, "train.recompute=blocks")
+    text = plan(TINY, "train.recompute=auto", "train.memory_gb=2", "parallel.pipe=2")
+    assert "auto: chosen at the start from measured times and memory, for 2 GB a rank" in text
+    left = [float(x) for x in re.findall(r"([\d.]+) GB for activations at pipe \d", text)]
+    assert len(left) == 2 and all(1.9 < x < 2 for x in left)
+    text = refusal("plan", TINY, "train.recompute=auto", "train.memory_gb=0.001")
+    assert "leaves nothing of train.memory_gb=0.001 for activations; allow more, split" in text

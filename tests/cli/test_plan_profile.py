@@ -6,7 +6,7 @@ import pytest
 
 from tests.harness.bench.reports import both_links, report
 from torchdistpackage.cli.main import main
-from torchdistpackage.harness.bench.profile import dumps, profile_of
+from torchdistpackage.harness.bench.profile import dumps
 
 TINY = str(Path(__file__).parents[2] / "configs" / "gpt_tiny.yaml")
 
@@ -14,7 +14,7 @@ TINY = str(Path(__file__).parents[2] / "configs" / "gpt_tiny.yaml")
 @pytest.fixture
 def profile(tmp_path) -> str:
     path = tmp_path / "cluster.json"
-    path.write_text(dumps(profile_of(report(*both_links("data", (0, 1), "all_reduce", "p2p")))))
+    path.write_text(dumps(report(*both_links("data", (0, 1), "all_reduce", "p2p")).profile()))
     return str(path)
 
 
@@ -39,7 +39,7 @@ def test_between_nodes_only_what_was_measured_there(profile, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--profile", TINY], "gpt_tiny.yaml is no profile, or a damaged one"),
+        (["--profile", TINY], "gpt_tiny.yaml is no torchdistpackage cluster profile of version 1"),
         (["--profile", "/none.json"], "/none.json cannot be read"),
         (["--forward-s", "1"], "needs --profile"),
     ],

@@ -12,11 +12,11 @@ import pytest
 
 from torchdistpackage.cli.main import main
 from torchdistpackage.schedule.actions import ActionKind
-from torchdistpackage.schedule.autoschedule.synthesize import synthesize
+from torchdistpackage.schedule.autoschedule import synthesize
 from torchdistpackage.schedule.costs import StageCosts, read_costs
 from torchdistpackage.schedule.csv import from_csv, to_csv
 from torchdistpackage.schedule.draw import table
-from torchdistpackage.schedule.generators.registry import GENERATORS, build
+from torchdistpackage.schedule.generators import GENERATORS, build
 from torchdistpackage.schedule.timeline import simulate
 
 PAGE = Path(__file__).parents[2] / "docs" / "pipeline_schedules.md"
@@ -232,3 +232,8 @@ def test_the_page_is_right(capsys):
     assert main(["schedule", "--help"]) == 0
     offered = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
     assert offered == set(re.findall(r"--[a-z][a-z-]+", text))
+
+
+def test_a_name_that_is_none_is_said_before_what_else_is_missing(capsys):
+    assert main(["schedule", "foo"]) == 2
+    assert "no schedule 'foo'" in capsys.readouterr().err

@@ -7,15 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.launch.slurm.scripted import Programs, row
-from torchdistpackage.cli.slurm_job_monitor import command
 
 PROGRAM = [sys.executable, "-m", "torchdistpackage.tools.slurm_job_monitor"]
-
-
-def test_its_option_is_the_monitors_argument():
-    assert command(["--cfg", "job.sbatch"]) == ["jobs", "monitor", "job.sbatch"]
-    with pytest.raises(SystemExit):
-        command([])
 
 
 def test_it_runs_under_its_earlier_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -345,3 +345,16 @@ def test_copies_of_the_code_that_nobody_needs_go_with_a_later_submission(
         os.utime(codes / name, (time.time() - 8 * 86400,) * 2)
     assert submitted("c", 0) == again, "used again, so it counts as new"
     assert {p.name for p in codes.iterdir()} == {kept, again, newer, "notes of mine"}
+
+
+def test_files_that_are_not_there_are_refused_before_the_queue_unless_the_job_fetches_them(
+    work: Path, capsys
+):
+    words = ("submit", "run.yaml", "data.name=text", "data.path=gone")
+    assert main([*words]) == 2
+    assert "data.path: gone is not there" in capsys.readouterr().err
+    assert calls(work) == [] and not (work / "runs").exists()
+    assert main([*words, "launch.slurm.prologue=[mkdir gone]"]) == 0
+    (work / "there").mkdir()
+    assert main(["submit", "run.yaml", "run.name=two", "data.name=text", "data.path=there"]) == 0
+    assert len(calls(work)) == 2

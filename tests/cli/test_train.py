@@ -32,11 +32,20 @@ def test_the_job_gets_file_changes_and_resume_and_gives_the_exit_code(called):
 def test_procs_is_an_override_like_any_other(called, monkeypatch, capsys):
     assert main(["train", TINY, "--procs", "2", "train.steps=3"]) == 7
     assert called == [(TINY, ["train.steps=3", "launch.local.procs=2"], "auto")]
+    assert main(["train", TINY, "-v"]) == 7
+    assert called[1:] == [(TINY, ["log.verbose=true"], "auto")]
     monkeypatch.undo()
     assert main(["train", TINY, "--procs", "3"]) == 2
     assert "launch.local.procs=3 does not fit" in capsys.readouterr().err
     assert main(["train", TINY, "--procs", "4", "launch.local.procs=2"]) == 2
     assert "another override of launch.local.procs" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_is_not_there_is_refused_before_a_rank_starts(tmp_path, capsys):
+    run = f"run.dir={tmp_path / 'runs'}"
+    assert main(["train", TINY, run, "--resume", str(tmp_path / "gone")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("kind", [EOFError, BrokenPipeError, FileNotFoundError])
@@ -52,3 +61,10 @@ def test_a_failure_of_the_run_is_not_taken_for_a_closed_terminal(kind, monkeypat
     assert said.startswith("tdp: Traceback")
     assert "in fail" in said
     assert "the peer is gone" in said
+
+
+def test_data_that_is_not_there_is_refused_before_a_rank_starts(tmp_path, capsys):
+    changes = ("data.name=text", f"data.path={tmp_path / 'gone'}", f"run.dir={tmp_path / 'runs'}")
+    assert main(["train", TINY, *changes]) == 2
+    assert "data.path" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()

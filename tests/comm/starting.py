@@ -14,11 +14,10 @@ from collections.abc import Mapping
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.runtime import leave, setup_distributed
-from torchdistpackage.launch.entrypoint import EntryPoint
+from torchdistpackage.launch.entrypoint import EntryPoint, Result, pack_arguments
 from torchdistpackage.launch.failure import Failure
 from torchdistpackage.launch.fork_server_client import ForkServer
 from torchdistpackage.launch.ipc import unpack
-from torchdistpackage.launch.rank import Result, pack_arguments
 
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "TORCHELASTIC", "TDP_")
 PLAIN = {
@@ -76,7 +75,7 @@ class Start:
         for i, env in enumerate(environments):
             children.append(
                 self._server.spawn(
-                    "torchdistpackage.launch.rank:main",
+                    "torchdistpackage.launch.entrypoint:run_rank",
                     (EntryPoint.of(fn), pack_arguments(*args), i),
                     env={**PLAIN, **env},
                     stdout=sys.__stderr__.fileno(),

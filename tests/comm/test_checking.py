@@ -21,7 +21,7 @@ DIFFERENT = {
     "reduction": lambda g, odd: p.all_reduce(ROWS, g, p.MAX if odd else p.SUM),
     "operation": lambda g, odd: p.broadcast(ROWS, g) if odd else p.all_reduce(ROWS, g),
     "source": lambda g, odd: p.broadcast(ROWS, g, p.ranks_of(g)[int(odd)]),
-    "begun": lambda g, odd: p.start_all_gather(ROWS.int() if odd else ROWS, g).wait(),
+    "begun": lambda g, odd: p.all_gather(ROWS.int() if odd else ROWS, g, None, True).wait(),
     "barrier": lambda g, odd: p.barrier(g) if odd else p.all_reduce(ROWS, g),
 }
 SAYS = {

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.comm.collective_cases import OPERATIONS, Case, cases, draw, my_group, world_of
+from tests.each import each
 from torchdistpackage.comm import collectives as c
 from torchdistpackage.errors import CommError
 
@@ -36,9 +37,8 @@ def any_dtype(name: str) -> None:
                 assert out.view(torch.uint8).max() <= 1, "a byte that is no boolean"
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_integers_booleans_and_narrow_floats_are_exact(ranks, name):
-    ranks(world_of(LAYOUT)).run(any_dtype, name)
+def test_integers_booleans_and_narrow_floats_are_exact(ranks):
+    ranks(world_of(LAYOUT)).run(each, any_dtype, [(name,) for name in OPERATIONS])
 
 
 def only_moved() -> None:
@@ -76,9 +76,8 @@ def nothing_in_it(name: str) -> None:
             assert xs[index].grad.shape == xs[index].shape
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_empty_tensors_keep_their_shapes(ranks, name):
-    ranks(world_of(LAYOUT)).run(nothing_in_it, name)
+def test_empty_tensors_keep_their_shapes(ranks):
+    ranks(world_of(LAYOUT)).run(each, nothing_in_it, [(name,) for name in OPERATIONS])
 
 
 def all_in_one_part() -> None:
@@ -108,9 +107,8 @@ def lazy_views(name: str) -> None:
             assert torch.equal(out.resolve_conj().resolve_neg(), plain.resolve_conj()), case
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_what_is_conjugated_or_negated_only_on_paper_arrives_so(ranks, name):
-    ranks(world_of(LAYOUT)).run(lazy_views, name)
+def test_what_is_conjugated_or_negated_only_on_paper_arrives_so(ranks):
+    ranks(world_of(LAYOUT)).run(each, lazy_views, [(name,) for name in OPERATIONS])
 
 
 def no_dims() -> None:
@@ -148,9 +146,9 @@ def output_is_a_tensor_of_its_own(name: str) -> None:
         assert torch.equal(x, before), case
 
 
-@pytest.mark.parametrize("name", [name for name in OPERATIONS if name != "copy"])
-def test_writing_to_the_output_leaves_the_input(ranks, name):
-    ranks(world_of(LAYOUT)).run(output_is_a_tensor_of_its_own, name)
+def test_writing_to_the_output_leaves_the_input(ranks):
+    names = [(name,) for name in OPERATIONS if name != "copy"]
+    ranks(world_of(LAYOUT)).run(each, output_is_a_tensor_of_its_own, names)
 
 
 def only_where_a_gradient_is_needed(name: str) -> None:
@@ -172,9 +170,10 @@ def only_where_a_gradient_is_needed(name: str) -> None:
         assert torch.equal(x.grad, gradient)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_with_and_without_autograd_and_under_checkpointing(ranks, name):
-    ranks(world_of(LAYOUT)).run(only_where_a_gradient_is_needed, name)
+def test_with_and_without_autograd_and_under_checkpointing(ranks):
+    ranks(world_of(LAYOUT)).run(
+        each, only_where_a_gradient_is_needed, [(name,) for name in OPERATIONS]
+    )
 
 
 def alone() -> None:

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from torchdistpackage.comm import nccl_flight_recorder
+from torchdistpackage.comm import flight_recorder
 
 
 @pytest.fixture
@@ -18,14 +18,14 @@ def recorder(monkeypatch):
 
 def test_a_build_without_nccl_has_none(recorder):
     recorder(None)
-    assert not nccl_flight_recorder.is_there()
-    assert nccl_flight_recorder.take(1.0) is None
+    assert not flight_recorder.has_nccl_trace()
+    assert flight_recorder.nccl_trace(1.0) is None
 
 
 def test_it_is_asked_for_what_has_not_ended(recorder):
     recorder(lambda **asked: json.dumps({"entries": [asked]}).encode())
-    assert nccl_flight_recorder.is_there()
-    assert nccl_flight_recorder.take(10.0) == {
+    assert flight_recorder.has_nccl_trace()
+    assert flight_recorder.nccl_trace(10.0) == {
         "entries": [{"includeCollectives": True, "onlyActive": True}]
     }
 
@@ -33,5 +33,5 @@ def test_it_is_asked_for_what_has_not_ended(recorder):
 def test_a_driver_that_is_stuck_takes_nobody_along(recorder):
     recorder(lambda **_: time.sleep(3))
     began_s = time.monotonic()
-    assert nccl_flight_recorder.take(0.05) is None
+    assert flight_recorder.nccl_trace(0.05) is None
     assert time.monotonic() - began_s < 2

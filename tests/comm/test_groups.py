@@ -12,8 +12,7 @@ from tests.comm.blocking import NAME, Log, blocking_world
 from tests.parallel.pipeline.whole_model import DIM
 from torchdistpackage.comm import creation
 from torchdistpackage.comm.backends import Transport
-from torchdistpackage.comm.companions import on_cpu
-from torchdistpackage.comm.groups import Groups, connect
+from torchdistpackage.comm.groups import Groups, connect, on_cpu
 from torchdistpackage.comm.p2p import Post
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.compat.tplib import create_group_and_assign
@@ -21,7 +20,7 @@ from torchdistpackage.errors import CommError
 from torchdistpackage.harness.bench.request import Request
 from torchdistpackage.harness.measure.run import measure
 from torchdistpackage.parallel.pipeline.executor import Executor
-from torchdistpackage.schedule.generators.registry import build
+from torchdistpackage.schedule.generators import build
 
 LATE_S = 0.3
 

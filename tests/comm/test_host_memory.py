@@ -27,7 +27,7 @@ def post(x: torch.Tensor, group: Group) -> None:
 
 CALLS: dict[str, Callable[[torch.Tensor, Group], object]] = {
     "all_gather": lambda x, g: p.all_gather(x, g),
-    "all_gather of uneven parts": lambda x, g: p.start_all_gather(x, g, [4, 4]),
+    "all_gather of uneven parts": lambda x, g: p.all_gather(x, g, [4, 4], async_op=True),
     "reduce_scatter": lambda x, g: p.reduce_scatter(x, g),
     "all_to_all": lambda x, g: p.all_to_all(x, g),
     "sum": lambda x, g: start_reduce_scatter_v(x, (0, 2, 4), g),

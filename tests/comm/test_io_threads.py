@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.gloo_threads import deprioritize
+from torchdistpackage.comm.backends import deprioritize
 
 
 def policies() -> dict[str, set[int]]:

@@ -5,8 +5,7 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.node_groups import setup_node_groups
-from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.comm.tpc import setup_node_groups, tpc
 from torchdistpackage.errors import LaunchError, TopologyError
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from torchdistpackage.comm import companions, objects, primitives
+from torchdistpackage.comm import groups, objects, primitives
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError, LayoutError
@@ -68,8 +69,7 @@ def dict_arrives(source: int) -> None:
     if rank == source:
         assert got is mine and got["parameter"].requires_grad and got["parameter"]._version == 0
     else:
-        found: list[Tensor] = []
-        objects._taken_apart(got, found)
+        found = [x for x in tree_leaves(got) if isinstance(x, Tensor)]
         places = [x.untyped_storage().data_ptr() for x in found if x.numel()]
         assert len(set(places)) == len(places), "no two share memory"
         assert not any(x.requires_grad for x in found)
@@ -201,11 +201,11 @@ def beside_gpus() -> None:
         return bare(x, source, group=group, **kwargs)
 
     with patch.context() as p:
-        p.setattr(companions, "is_queued", lambda g: g is tpc_group)
+        p.setattr(groups, "is_queued", lambda g: g is tpc_group)
         p.setattr(dist, "broadcast", seen)
-        twin = companions.on_cpu(group)
+        twin = groups.on_cpu(group)
         assert twin is not group and primitives.ranks_of(twin) == primitives.ranks_of(group)
-        assert companions.on_cpu(group) is twin and companions.on_cpu(twin) is twin
+        assert groups.on_cpu(group) is twin and groups.on_cpu(twin) is twin
         got = objects.broadcast_tensor_dict({"x": torch.arange(3)}, group)
         assert got["x"].tolist() == [0, 1, 2]
         assert used == [("broadcast", id(twin))]
@@ -215,7 +215,7 @@ def beside_gpus() -> None:
         assert primitives.broadcast_object(dist.get_rank(), group, members[1]) == members[1]
         assert recorder.line(group).issued == 0 and recorder.line(twin).issued == before + 2
         tpc.destroy()  # and what was made for its groups
-        assert group not in companions._on_cpu
+        assert group not in groups._on_cpu
         assert twin not in dist.distributed_c10d._world.pg_map
 
 

@@ -21,7 +21,7 @@ def talk() -> dict:
     data, tensor = tpc.get_group("data"), tpc.get_group("tensor")
     primitives.all_reduce(torch.ones(2, 3), data)
     primitives.all_reduce(torch.ones(5, dtype=torch.int64), data)
-    pending = primitives.start_all_gather(torch.ones(4), tensor)
+    pending = primitives.all_gather(torch.ones(4), tensor, async_op=True)
     recorder.phase, recorder.step = "forward", 7
     before = recorder.snapshot()["calls"][-1]["state"]
     pending.wait()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.comm.starting import PLAIN, by_hand, in_step, meet, meet_within, two_nodes
-from torchdistpackage.comm import primitives, runtime
+from torchdistpackage.comm import creation, primitives, runtime
 from torchdistpackage.comm.p2p import Post
 from torchdistpackage.comm.runtime import (
     find_free_port,
@@ -66,6 +66,22 @@ def test_under_slurm_the_port_is_in_the_environment(start):
     assert first[0] != first[1]
 
 
+def leave_at_once() -> float:
+    if os.environ["RANK"] == "1":  # as if it were still about to return from making the group
+        made = runtime.mark_made
+        runtime.mark_made = lambda *args: (time.sleep(1.0), made(*args))
+    setup_distributed()
+    begin = time.monotonic()
+    leave()
+    return time.monotonic() - begin
+
+
+def test_who_leaves_at_once_waits_until_all_have_joined(start):
+    port = find_free_port()
+    first, late = start(leave_at_once, [by_hand(r, 2, port) for r in range(2)])
+    assert late < 0.5 < first < 4.0
+
+
 UNSAID = {"GLOO_SOCKET_IFNAME": ""}
 
 
@@ -96,6 +112,14 @@ def test_nodes_that_are_all_this_machine_meet_where_the_user_says_so(start):
     assert [t[:2] for t in told] == [(r, 4) for r in range(4)]
 
 
+def test_an_unknown_backend_is_refused_on_every_rank(start):
+    port = find_free_port()
+    envs = [by_hand(r, 2, port) for r in range(2)]
+    told = start(meet, envs, "glo0")
+    for one in told:
+        assert "there is no backend 'glo0'; use gloo, nccl" in one.error
+
+
 def alone_twice() -> tuple[object, ...]:
     begin = time.monotonic()
     first = setup_distributed()
@@ -112,6 +136,24 @@ def alone_twice() -> tuple[object, ...]:
 def test_one_process_alone_needs_nothing_and_may_come_again(start):
     place = (0, 1, None, "127.0.0.1")
     assert start(alone_twice, [{}]) == [(place, place, 1.0, True)]
+
+
+def leave_without_a_file(path: str) -> float:
+    """Seconds that `leave` takes once the store's file was removed."""
+    creation._LATE_S = 0.5
+    store = dist.FileStore(path, 1)
+    store.set_timeout(timedelta(seconds=20))
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    creation.mark_made(creation.world(), store, "default")
+    Path(path).unlink()
+    begin = time.monotonic()
+    leave()
+    return time.monotonic() - begin
+
+
+def test_leaving_does_not_wait_for_a_store_that_has_gone(start, tmp_path):
+    (seconds,) = start(leave_without_a_file, [{}], str(tmp_path / "store"))
+    assert seconds < 5
 
 
 def ask_for_nccl(call: str) -> tuple[str, list[str]]:
@@ -216,7 +258,8 @@ def limits_after_joining() -> list[float]:
     torch.cuda.set_device = lambda device: None
     dist.init_process_group = init_process_group
     runtime.world = lambda: None
-    primitives.set_timeout = lambda group, seconds: seen.append(seconds)
+    runtime.mark_made = lambda *_: None
+    runtime.set_timeout = lambda group, seconds: seen.append(seconds)
     dist.distributed_c10d.default_pg_nccl_timeout = timedelta(minutes=10)
     join(detect(os.environ), init_timeout_s=7.0)
     return seen
@@ -249,7 +292,7 @@ def threads_and_place() -> tuple[object, ...]:
     return (*place, torch.get_num_threads())
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_ranks_of_the_local_starter_meet_at_a_file_with_the_threads_asked_for(threads: int):
     told = run_local(
         threads_and_place,

@@ -19,7 +19,7 @@ from torchdistpackage.comm.transport.sharded_flat import (
     start_reduce_scatter_v,
 )
 from torchdistpackage.errors import CommError
-from torchdistpackage.harness.lint import lint
+from torchdistpackage.harness.lint.linter import lint
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64]
 

@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 
 from tests.comm.test_slices import there_and_back
-from torchdistpackage.comm import companions
+from torchdistpackage.comm import groups
 from torchdistpackage.comm import primitives as p
-from torchdistpackage.comm.companions import make_duplex_groups, reverse_group
-from torchdistpackage.comm.groups import Groups
+from torchdistpackage.comm.groups import Groups, make_duplex_groups, reverse_group
 from torchdistpackage.comm.transport import sharded_flat
 from torchdistpackage.errors import CommError
 
@@ -82,12 +81,10 @@ def ended() -> None:
     dist.destroy_process_group(reverse_group(other))
     made.set_timeout(80)  # of those that there are
     assert twin._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 80
-    companions._reverse_groups.pop(other)
+    groups._reverse_groups.pop(other)
     dist.barrier()
     made.destroy()
-    assert (
-        twin not in dist.distributed_c10d._world.pg_map and group not in companions._reverse_groups
-    )
+    assert twin not in dist.distributed_c10d._world.pg_map and group not in groups._reverse_groups
 
 
 def test_a_twin_ends_with_its_group(ranks):

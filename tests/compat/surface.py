@@ -44,6 +44,13 @@ def earlier_parameters(signature: str) -> tuple[list[tuple[str, str | None]], di
     return list(zip(names, padded, strict=True)), rest
 
 
+def keyword_only(signature: str) -> set[str]:
+    """Earlier parameters that are passed by name alone."""
+    function = ast.parse(f"def f({signature}): ...").body[0]
+    assert isinstance(function, ast.FunctionDef)
+    return {a.arg for a in function.args.kwonlyargs}
+
+
 def as_text(default: object) -> str:
     return default.__name__ if inspect.isclass(default) else repr(default)
 
@@ -60,7 +67,10 @@ def differences(signature: str, ours: list[inspect.Parameter]) -> set[str]:
             differ.add(name)
     kinds = {p.kind for p in ours}
     differ |= {name for kind, name in rest.items() if kind not in kinds}
-    more = [*positional[len(wanted) :], *(p for p in ours if p.kind is p.KEYWORD_ONLY)]
+    keywords = keyword_only(signature)
+    differ |= keywords - {p.name for p in ours if p.kind is p.KEYWORD_ONLY}
+    own = (p for p in ours if p.kind is p.KEYWORD_ONLY and p.name not in keywords)
+    more = [*positional[len(wanted) :], *own]
     return differ | {p.name for p in more if p.default is p.empty}
 
 

@@ -1,4 +1,4 @@
-"""The snippets of tplib's and torchshard's pages, run one by one with the import changed.
+"""The snippets of other packages' pages, run one by one with the import changed.
 
 A snippet stands here as printed. What else had to change to run it stands in `CHANGES`, with the
 reason, and nowhere else.
@@ -24,6 +24,7 @@ from torchdistpackage.compat import tplib
 IMPORTS = {
     "from tplib import": "from torchdistpackage.compat.tplib import",
     "import torchshard as ts": "import torchdistpackage.compat.torchshard as ts",
+    "import tensor_parallel as tp": "import torchdistpackage.compat.tensor_parallel as tp",
 }
 
 SNIPPETS = {
@@ -122,6 +123,68 @@ tensor([3, 4]) # Rank 1
 tensor([4, 6]) # Rank 0
 tensor([4, 6]) # Rank 1
 """,
+    "tp: start": """
+import transformers
+import tensor_parallel as tp
+tokenizer = transformers.AutoTokenizer.from_pretrained("facebook/opt-13b")
+model = transformers.AutoModelForCausalLM.from_pretrained("facebook/opt-13b")  # use opt-125m for testing
+
+model = tp.tensor_parallel(model, ["cuda:0", "cuda:1"])  # <- each GPU has half the weights
+
+inputs = tokenizer("A cat sat", return_tensors="pt")["input_ids"].to("cuda:0")
+outputs = model.generate(inputs, num_beams=5)
+print(tokenizer.decode(outputs[0])) # A cat sat on my lap for a few minutes ...
+
+model(input_ids=inputs, labels=inputs).loss.backward()  # training works as usual
+""",  # noqa: E501
+    "tp: saving": """
+import torch
+import transformers
+import tensor_parallel as tp
+
+model = tp.tensor_parallel(
+    transformers.AutoModelForCausalLM.from_pretrained("facebook/opt-13b"),
+)
+
+# A whole lot of trainig...
+
+with tp.save_tensor_parallel(model):
+    torch.save(model.state_dict(), "/tmp/")
+    # or
+    model.save_pretrained("/tmp/")
+""",
+    "tp: dispatch": """
+import accelerate
+import transformers
+
+import tensor_parallel as tp
+
+# Initialize a weightless tensor_parallel model from MyModel
+with accelerate.init_empty_weights():
+    model = tp.TensorParallel(
+        MyModel(),
+        device_ids=[0, 1] # and prepare it to be put on GPUs 0 and 1
+    )
+
+# Load partial state_dict for MyModel
+state_dict = torch.load("my_model_part_1_of_5.bin")
+
+# Convert it into a tensor_parallel state_dict
+tensor_parallel_state_dict = tp.convert_state_dict(
+    state_dict,
+    tensor_parallel_config=model.tensor_parallel_config,
+    world_size=len(model.devices),
+)
+
+# Dispatch the partial state_dict (load_state_dict doesn't work with meta so here I use accelerate)
+device_map = tp.infer_sharded_device_map(model)
+for param_name, param in state_dict.items():
+    module_name = param_name
+    while len(module_name) > 0 and module_name not in device_map:
+        module_name = ".".join(module_name.split(".")[:-1])
+    param_device = device_map[module_name]
+    accelerate.utils.set_module_tensor_to_device(model, param_name, param_device, value=param)
+""",
     "ts: copy": """
 >>> import torchshard as ts
 >>> input = torch.Tensor(6, 8)
@@ -144,6 +207,28 @@ CHANGES = {
         ("rank=0 # on Rank 0 / rank=1 on Rank 1", "rank=RANK", "a peer is supplied"),
         ("8000", "PORT", "a port that is free on the machine of the tests"),
         ("\n    ", "\n...     ", "the page leaves out the prompts of continued lines"),
+    ],
+    "tp: start": [
+        ('"facebook/opt-13b"', '"opt"', "a small model of the same architecture"),
+        ('"cuda:0", "cuda:1"', '"cpu", "cpu"', "a machine without GPUs"),
+        ('.to("cuda:0")', "", "a machine without GPUs"),
+    ],
+    "tp: saving": [
+        ('"facebook/opt-13b"),', '"opt"), ["cpu"] * 2', "a small model; no GPUs to find"),
+        ('.state_dict(), "/tmp/"', '.state_dict(), "state.bin"', "a file, as a folder is none"),
+        ('save_pretrained("/tmp/")', 'save_pretrained("saved")', "a folder of the test"),
+    ],
+    "tp: dispatch": [
+        (
+            "device_ids=[0, 1]",
+            'device_ids=["cpu"] * 2, sharded=False',
+            "no GPUs; the page's package refuses to shard a model on the meta device too",
+        ),
+        (
+            "in state_dict.items",
+            "in tensor_parallel_state_dict.items",
+            "the page goes through the names that were not converted, which no shard has",
+        ),
     ],
     "ts: get_rank": [(">>> 0", "0", PROMPT), (">>> 1", "1", PROMPT)],
     "ts: get_world_size": [(">>> 2", "2", PROMPT)],
@@ -212,6 +297,7 @@ def test_the_page_of_tplib(ranks, tmp_path):
     ranks(2).run(page_of_tplib, tmp_path, find_free_port())
 
 
+@pytest.mark.full  # tests/compat/test_worker.py has scripts of its own
 def test_the_worker_of_tplib_as_a_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(as_run("tplib: worker", 0, ""))
@@ -237,6 +323,45 @@ def test_the_script_of_the_page_on_coming_from_tplib(tmp_path):
     command = [sys.executable, str(tmp_path / "script.py")]
     shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert shown.stdout == text.rpartition("# ")[2] == "[(0, 9), (1, 9)]\n"
+
+
+def opt(**options):
+    import transformers as hf
+
+    sizes = {"hidden_size": 24, "word_embed_proj_dim": 24, "ffn_dim": 37, "num_hidden_layers": 2}
+    config = hf.OPTConfig(**sizes, num_attention_heads=4, vocab_size=99, **options)
+    return hf.OPTForCausalLM(config).eval()
+
+
+def test_the_page_of_tensor_parallel(tmp_path, monkeypatch, capsys):
+    import transformers as hf
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    whole = opt()
+    whole.generation_config.max_new_tokens = 5
+    whole.save_pretrained("opt")
+    words = {"[UNK]": 0, "A": 1, "cat": 2, "sat": 3, **{f"w{i}": i for i in range(4, 99)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained("opt")
+
+    def run(name: str) -> dict:
+        (tmp_path / "script.py").write_text(as_run(name, 0, ""))
+        return runpy.run_path("script.py", {"torch": torch, "MyModel": opt})
+
+    left = run("tp: start")
+    expected = whole.generate(left["inputs"], num_beams=5)
+    assert torch.equal(left["outputs"], expected) and "A cat sat" in capsys.readouterr().out
+    assert all(p.grad is not None for p in left["model"].parameters() if p.requires_grad)
+    run("tp: saving")
+    for found in (torch.load("state.bin"), opt().from_pretrained("saved").state_dict()):
+        torch.testing.assert_close(dict(found), dict(whole.state_dict()), atol=0, rtol=0)
+    torch.save(whole.state_dict(), "my_model_part_1_of_5.bin")
+    model = run("tp: dispatch")["model"].eval()
+    logits = [each(left["inputs"]).logits for each in (model, whole)]
+    torch.testing.assert_close(*logits, atol=1e-6, rtol=0)  # float32: sums of two parts
 
 
 def page_of_torchshard(port: str) -> None:

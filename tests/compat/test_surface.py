@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 import torchdistpackage
-from tests.compat.surface import differences, earlier_parameters, import_from, read, refuses_use
+from tests.compat.surface import differences, import_from, read
 from torchdistpackage.compat import paths
-from torchdistpackage.errors import NotAvailableError
 from torchdistpackage.launch.ipc import unpack
 
 TESTS = Path(__file__).parents[1]
@@ -27,7 +26,6 @@ BY_NAME = {entry["name"]: entry for entry in ENTRIES}
 HERE = [entry for entry in ENTRIES if entry["status"] == "here"]
 MODULES = paths._flat()
 """The old paths alone: other libraries' names are announced when they are first imported."""
-LATER = [entry for entry in ENTRIES if entry["status"] == "later"]
 
 
 def places(entry: dict) -> list[str]:
@@ -42,16 +40,16 @@ def by_name(entries: list[dict]) -> object:
 
 def found(entry: dict) -> object:
     owner, _, attribute = entry["name"].partition(".")
-    thing = import_from(places(BY_NAME[owner])[0], owner)
-    return getattr(thing, attribute) if attribute else thing
+    if not attribute:
+        return import_from(places(entry)[0], owner)
+    return getattr(import_from(places(BY_NAME[owner])[0], owner), attribute)
 
 
 def test_the_table_is_well_formed():
     named = [(entry["name"], *entry.get("paths", ())[:1]) for entry in ENTRIES]
     assert len(set(named)) == len(named)
     for entry in ENTRIES:
-        assert entry["status"] in ("here", "later") and entry["kind"]
-        assert (entry["status"] == "later") == bool(entry.get("reason")), entry["name"]
+        assert entry["status"] == "here" and entry["kind"]
         assert all(entry.get("differs", {"": "reason"}).values())
         owner, _, attribute = entry["name"].partition(".")
         assert (entry["kind"] == "method") == bool(attribute)
@@ -59,7 +57,7 @@ def test_the_table_is_well_formed():
         assert attribute or places(entry), f"{entry['name']} was nowhere"
         assert "signature" in entry or entry["kind"] in ("value", "method")
         assert entry["meaning"], entry["name"]
-        assert (entry["status"] == "here") == bool(entry.get("test")), entry["name"]
+        assert entry["test"], entry["name"]
 
 
 @by_name(HERE)
@@ -101,22 +99,13 @@ def test_differences_are_seen(earlier, ours, differ):
     assert differences(earlier, list(inspect.signature(ours).parameters.values())) == differ
 
 
-@by_name([entry for entry in LATER if entry["kind"] != "method"])
-def test_a_name_that_is_still_to_come_is_imported_and_refuses_use(entry: dict):
-    earlier_parameters(entry["signature"])
-    for place in places(entry):
-        if place in SHARED:
-            pytest.importorskip("torch")
-        text = f"{place}.{entry['name']} is not available yet: {entry['reason']}"
-        refuses_use(import_from(place, entry["name"]), text)
-        refuses_use(getattr(importlib.import_module(place), entry["name"]), text)
-
-
 def test_the_table_of_paths_has_no_other_names():
     listed = {(place, e["name"]) for e in ENTRIES if e["kind"] != "method" for place in places(e)}
     served = {(path, name) for path, names in MODULES.items() for name in names}
     assert served <= listed
-    kept = {"torchdistpackage", "torchdistpackage.ddp.naive_ddp", "torchdistpackage.parallel"}
+    files = ("", ".ddp.naive_ddp", ".parallel", ".tools.debug_nan", ".tools.module_replace")
+    files += (".tools.module_profiler",)
+    kept = {f"torchdistpackage{file}" for file in files}
     assert {path for path, _ in listed - served} <= kept, "only real files have names of their own"
 
 
@@ -170,7 +159,6 @@ def test_an_old_path_is_a_module_in_every_way(path: str):
 
 
 def test_a_star_imports_all_names():
-    """Also those that are still to come, whose use then says so."""
     modules = {path: importlib.import_module(path) for path in OLD if path not in SHARED}
     stars = {path: m.__all__ for path, m in modules.items() if not hasattr(m, "__file__")}
     assert {path: set(names) for path, names in stars.items()} == {
@@ -192,19 +180,6 @@ def test_import_statements_work_as_written():
         from torchdistpackage.dist.sharded_ema import ShardedEmu  # noqa: F401
 
 
-def test_a_program_that_imports_what_it_does_not_use_runs():
-    """The first lines of many programs; only the call of the profiler would stop this one."""
-    pytest.importorskip("torch")
-    from torchdistpackage import NaiveDDP, get_model_profile, replace_all_module, report_prof
-
-    def show(model: NaiveDDP, by: get_model_profile | None = None) -> object:
-        return by and report_prof(replace_all_module(model, None, None))
-
-    assert show(None) is None
-    with pytest.raises(NotAvailableError, match="replace_all_module is not available yet"):
-        show(None, get_model_profile)
-
-
 def test_a_pickle_by_an_old_path_loads():
     pytest.importorskip("torch")
     old = b"ctorchdistpackage.parallel.pipeline_helper\nCallableModule\n."
@@ -222,7 +197,7 @@ assert torchdistpackage.dist.process_topo.__name__ == "torchdistpackage.dist.pro
 for path in {OLD!r}:
     if path not in {SHARED!r}:
         importlib.import_module(path)
-loaded = set(sys.modules) - before - set({OLD!r})
+loaded = set(sys.modules) - before - {{*{OLD!r}, "torchdistpackage.lazy"}}
 assert not loaded, loaded
 from torchdistpackage.dist.process_topo import gen_inner_ranks
 assert gen_inner_ranks(4, 2) == [[0, 1], [2, 3]]

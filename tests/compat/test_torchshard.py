@@ -65,6 +65,8 @@ def collectives(group_size: int) -> None:
         x = whole.clone().requires_grad_()
         part = ts.distributed.scatter(x, dim)
         assert torch.equal(part, whole.chunk(group_size, dim)[mine])
+        assert ts.get_parallel_dim(part) == dim
+        ts.register_parallel_dim(part, None)  # else a sum over what is split is refused
         (part * (1 + mine)).sum().backward()
         expected = torch.cat([torch.full_like(part, 1.0 + i) for i in range(group_size)], dim)
         assert torch.equal(x.grad, expected)
@@ -72,6 +74,7 @@ def collectives(group_size: int) -> None:
         x = (whole + rank).requires_grad_()
         joined = ts.distributed.gather(x, dim)
         assert torch.equal(joined, torch.cat([whole + r for r in members], dim))
+        assert ts.get_parallel_dim(joined) is None
         weights = torch.arange(joined.numel(), dtype=torch.float64).reshape(joined.shape)
         (joined * weights).sum().backward()
         assert torch.equal(x.grad, weights.chunk(group_size, dim)[mine])

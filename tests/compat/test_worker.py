@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.compat.tplib import Worker, init_dist_env
-from torchdistpackage.compat.worker import _packed
 from torchdistpackage.errors import LaunchError, RankError
+from torchdistpackage.launch.by_value import PackedCall
 from torchdistpackage.launch.ipc import unpack
 
 
@@ -182,9 +182,9 @@ def test_a_function_is_sent_by_name_where_it_can_be_and_else_by_value():
         return rank + shift
 
     shift = 5
-    reference, packed = _packed(by_name, (5,), {})
-    assert reference is not None and reference.resolve() is by_name
-    assert unpack(packed) == ((5,), {})
+    call = PackedCall.of(by_name, 5)
+    assert call.reference is not None and call.reference.resolve() is by_name
+    assert unpack(call.packed) == ((5,), {})
     given = [
         nested,
         lambda rank: rank + shift,
@@ -192,13 +192,12 @@ def test_a_function_is_sent_by_name_where_it_can_be_and_else_by_value():
         functools.partial(by_name, shift=5),
     ]
     for func in given:
-        reference, packed = _packed(func, (), {})
-        assert reference is None
-        function, args, kwargs = unpack(packed)
-        assert function is not func and function(2, *args, **kwargs) == 7
-    reference, packed = _packed(by_name, (lambda: 5,), {})
-    function, (shift_of,), _ = unpack(packed)
-    assert reference is None and function is by_name and shift_of() == 5
+        call = PackedCall.of(func)
+        assert call.reference is None and unpack(call.packed)[0] is not func
+        assert call.load()(2) == 7
+    call = PackedCall.of(by_name, lambda: 5)
+    function, (shift_of,), _ = unpack(call.packed)
+    assert call.reference is None and function is by_name and shift_of() == 5
 
 
 def test_what_cannot_be_sent_is_refused_before_anything_starts():

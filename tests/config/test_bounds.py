@@ -14,7 +14,7 @@ from torchdistpackage.config.errors import MAX_PROBLEMS, ConfigErrors, Problem
 from torchdistpackage.config.load import KEYS, load, loads
 from torchdistpackage.config.rules import divisors
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.config.types import MAX_NAME_BYTES
+from torchdistpackage.config.types import MAX_NAME_BYTES, expected_of
 from torchdistpackage.config.yaml_loader import MAX_BYTES
 from torchdistpackage.schedule import costs as costs_file
 from torchdistpackage.train.plan import local_procs, make_plan
@@ -84,11 +84,7 @@ def most(key: str, schema: dict[str, Any]) -> int | None:
     return next((x["maximum"] for x in (field, *field.get("anyOf", ())) if "maximum" in x), None)
 
 
-COUNTS = [
-    key
-    for key, field in KEYS.items()
-    if any("whole number" in getattr(m, "text", "") for m in field.metadata)
-]
+COUNTS = [key for key, field in KEYS.items() if "whole number" in expected_of(field).text]
 
 
 def test_every_count_has_a_bound_that_the_schema_shows():

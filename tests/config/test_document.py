@@ -60,7 +60,7 @@ def test_anchors_stand_for_their_values() -> None:
 def test_what_is_written_reads_back(text: str) -> None:
     value = {"a": text, text: [text, {"b": text}, 1e-5, 1e22, -0.0, True, None]}
     document = read(write(value), "r.yaml")
-    assert (document.value, document.problems) == (value, ())
+    assert (document.value, document.problems) == (value, [])
 
 
 PIECES = [

@@ -117,7 +117,7 @@ def test_any_file_ends_in_a_plan_or_in_problems(tmp_path: Path, examples: int) -
 
 @pytest.mark.parametrize(
     ("keys", "values"),
-    [(20, 1), pytest.param(len(KEYS), len(HOSTILE), marks=pytest.mark.full)],
+    [(20, 2), pytest.param(len(KEYS), len(HOSTILE), marks=pytest.mark.full)],
 )
 def test_any_key_takes_or_refuses_any_value(tmp_path: Path, keys: int, values: int) -> None:
     (tmp_path / "run.yaml").write_text("")

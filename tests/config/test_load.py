@@ -35,7 +35,7 @@ def problems(text: str, *overrides: str) -> list[str]:
         ),
         ("launch:\n  local: {prcs: 2}", "r.yaml:2: launch.local.prcs: unknown key; did you mean"),
         ("\noptimizer: {lr: 1}", "r.yaml:2: optimizer: unknown key; did you mean optim?"),
-        ("log: {qqqq: 1}", "r.yaml:1: log.qqqq: unknown key; valid here: every, plot"),
+        ("log: {qqqq: 1}", "r.yaml:1: log.qqqq: unknown key; valid here: every, verbose, plot"),
         ("tensr: 2", "r.yaml:1: tensr: unknown key; did you mean parallel.tensor?"),
         ("tensor: 2", "r.yaml:1: tensor: misplaced key; did you mean parallel.tensor?"),
         ("train:\n  lr: 2", "r.yaml:2: train.lr: misplaced key; did you mean optim.lr?"),

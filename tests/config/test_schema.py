@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torchdistpackage.config.check import violations
 from torchdistpackage.config.load import KEYS, SECTIONS, load, loads
 from torchdistpackage.config.schema import ModelSection, ParallelSection, RunConfig
-from torchdistpackage.config.types import SCHEDULES, Expected
+from torchdistpackage.config.types import SCHEDULES, expected_of
 from torchdistpackage.config.yaml_loader import write
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.schedule.generators.registry import GENERATORS
+from torchdistpackage.schedule.generators import GENERATORS
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -58,6 +58,11 @@ def runs(draw: st.DrawFn) -> RunConfig:
         "layers": layers,
         "dim": heads * 2 * draw(count),
         "heads": heads,
+        "kv_heads": draw(st.sampled_from([None, heads])),
+        "head_dim": draw(st.sampled_from([None, 2, 64])),
+        "mlp_hidden": draw(st.none() | st.integers(1, 9).map(lambda n: n * tensor)),
+        "mlp": draw(st.sampled_from(["gelu", "gelu_tanh", "swiglu"])),
+        "norm": draw(st.sampled_from(["layer", "rms"])),
         "mlp_ratio": 4,
         "vocab": draw(st.integers(256, 70000)),
         "dropout": draw(st.floats(0, 0.999)),
@@ -166,7 +171,7 @@ def test_gpt_tiny_is_there() -> None:
 def test_every_key_is_described_and_says_what_it_wants(path: str) -> None:
     info = KEYS[path]
     assert info.description and info.description.endswith(".") and "\n" not in info.description
-    assert any(isinstance(mark, Expected) for mark in info.metadata)
+    assert expected_of(info).text
 
 
 @pytest.mark.parametrize("path", KEYS)

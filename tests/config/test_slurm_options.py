@@ -12,10 +12,10 @@ from torchdistpackage.config.slurm import (
     RESERVED,
     extra_of,
     header,
+    job_geometry,
     node_counts,
     problems,
 )
-from torchdistpackage.config.slurm_shape import job_geometry
 
 
 def wrong(text: str, *overrides: str, job: bool = True) -> list[str]:
@@ -62,7 +62,7 @@ def test_everything_wrong_is_in_one_list_with_its_place():
         *("command line", "command line"),
     ]
     assert "launch.slurm.time: wants a time: MM, MM:SS" in found[1] and "'1:99'" in found[1]
-    assert "launch.slurm.output: is not for a run to set: the output goes to" in found[2]
+    assert "launch.slurm.output: " in found[2] and "logs/main.log" in found[2]
     assert "wants a number of MB" in found[3]
     assert "launch.slurm.nodes=8-4: wants a number, a range" in found[4]
     assert "set run.name" in found[5]

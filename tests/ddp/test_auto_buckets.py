@@ -56,7 +56,8 @@ def follows_gradients(set_to_none: bool, keep_order: bool) -> None:
         assert [name.split(".")[1] for name in order] == [str(i) for i in range(4) for _ in "wb"]
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.late_in_full
+@pytest.mark.parametrize("set_to_none", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_after_the_first_step_buckets_follow_the_gradients(ranks, set_to_none):
     ranks(2).run(follows_gradients, set_to_none, False)
 

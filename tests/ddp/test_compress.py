@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm import backends, primitives
 from torchdistpackage.comm.backends import Transport
-from torchdistpackage.ddp.comm_hooks import BucketMember, bf16_compress, bind, fp16_compress
+from torchdistpackage.ddp.bucket_comm import BucketMember, bind
+from torchdistpackage.ddp.comm_hooks import PowerSGD, bf16_compress, fp16_compress
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.ddp.power_sgd import PowerSGD
 
 SHAPES = {"wide": (12, 30), "tall": (40, 8), "conv": (10, 6, 3, 3), "bias": (12,), "scalar": ()}
 NUM_MARKS = len(SHAPES)
@@ -164,9 +164,8 @@ def warm_start() -> None:
     for _ in range(8):
         flat = torch.zeros(num_elements).double()
         flat[: truth.numel()] = truth.flatten() / dist.get_world_size()
-        start._matrices[0].lost = (
-            None if start._matrices[0].lost is None else torch.zeros(20, 24).double()
-        )
+        matrix = start.args[0][0]
+        matrix.lost = None if matrix.lost is None else torch.zeros(20, 24).double()
         start(flat, dist.group.WORLD, primitives.SUM).wait()
         distances.append((flat[: truth.numel()].view(20, 24) - best).norm().item())
     assert distances[-1] < 1e-3 * best.norm() and distances[-1] < 0.01 * distances[0]

@@ -9,9 +9,8 @@ from torch import nn
 
 from tests.ddp.against_reference import both, descend, follow, part, squares
 from torchdistpackage.comm import primitives
-from torchdistpackage.ddp.comm_hooks import bf16_compress, fp16_compress
+from torchdistpackage.ddp.comm_hooks import PowerSGD, bf16_compress, fp16_compress
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.ddp.power_sgd import PowerSGD
 
 WIDTH = 32
 

@@ -8,7 +8,7 @@ from torchdistpackage import comm
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp import expert_grads
 from torchdistpackage.ddp.expert_grads import ExpertReducer
-from torchdistpackage.harness.lint import lint
+from torchdistpackage.harness.lint.linter import lint
 
 DIM, STEPS = 2, 2
 WITHOUT = (1, 2)

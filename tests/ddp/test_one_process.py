@@ -19,6 +19,7 @@ from tests.ddp.one_process import (
     train,
     under_checkpoint,
 )
+from tests.each import each
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 
 
@@ -41,24 +42,21 @@ def same_as_one_process(mode: str, wrap: dict, options: dict) -> None:
 MODES = ["plain", "reentrant", "non-reentrant", "nested", "two outputs", "outer checkpoint"]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("cap", [25, 0.0002])
-def test_gradients_are_those_of_one_process(ranks, mode, cap):
-    ranks(2).run(same_as_one_process, mode, {"bucket_cap_mb": cap}, {})
+@pytest.mark.parametrize("cap", [0.0002, 25])
+def test_gradients_are_those_of_one_process(ranks, cap):
+    ranks(2).run(each, same_as_one_process, [(mode, {"bucket_cap_mb": cap}, {}) for mode in MODES])
 
 
-@pytest.mark.parametrize(
-    ("wrap", "options"),
-    [
-        ({"sync": True}, {}),
-        ({}, {"set_to_none": False}),
-        ({}, {"between": True}),
-        ({"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}, {"set_to_none": False}),
-    ],
-    ids=["sync", "zeroed in place", "set to none between forward and backward", "view"],
-)
-def test_every_way_of_zeroing_and_waiting_is_right(ranks, wrap, options):
-    ranks(3).run(same_as_one_process, "plain", wrap, options)
+WAYS = [
+    ({"sync": True}, {}),
+    ({}, {"set_to_none": False}),
+    ({}, {"between": True}),  # set to none between forward and backward
+    ({"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}, {"set_to_none": False}),
+]
+
+
+def test_every_way_of_zeroing_and_waiting_is_right(ranks):
+    ranks(3).run(each, same_as_one_process, [("plain", *way) for way in WAYS])
 
 
 def no_sync_accumulates(num_quiet: int) -> None:
@@ -81,9 +79,8 @@ def no_sync_accumulates(num_quiet: int) -> None:
             torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("num_quiet", [0, 1, 2])
-def test_no_sync_accumulates_and_the_next_backward_reduces_once(ranks, num_quiet):
-    ranks(2).run(no_sync_accumulates, num_quiet)
+def test_no_sync_accumulates_and_the_next_backward_reduces_once(ranks):
+    ranks(2).run(each, no_sync_accumulates, [(0,), (1,), (2,)])
 
 
 def two_forwards_one_backward() -> None:
@@ -173,7 +170,6 @@ def gradients_with_other_memory(change, set_to_none: bool) -> None:
         change(one), change(ddp)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("change", [moved, replaced])
-def test_gradients_that_were_given_other_memory_come_back(ranks, change, set_to_none):
-    ranks(2).run(gradients_with_other_memory, change, set_to_none)
+def test_gradients_that_were_given_other_memory_come_back(ranks):
+    cases = [(change, to_none) for change in (moved, replaced) for to_none in (True, False)]
+    ranks(2).run(each, gradients_with_other_memory, cases)

@@ -1,15 +1,18 @@
 """Gradients that travel as rows are those of the dense way, exactly, whatever is looked up."""
 
+import gc
+from weakref import ref
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchdistpackage.comm.flight_recorder import recorder
-from torchdistpackage.ddp.embedding_rows import Embeddings
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.param_spec import ParamSpec
-from torchdistpackage.ddp.zero.rows import TiedEmbeddings
+from torchdistpackage.ddp.sparse_grads import SparseRows
+from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 
 VOCAB, DIM, STEPS = 40, 4, 3
 
@@ -120,14 +123,63 @@ def test_all_ranks_end_with_the_same_bits(ranks):
 def on_a_device() -> None:
     net = Words("tied").to("meta")
     shared = [ParamSpec(n, p, dist.group.WORLD) for n, p in net.named_parameters()]
-    for looks in (
-        lambda: Embeddings(net, shared, lookups=True, counts=lambda: True),
-        lambda: TiedEmbeddings(net, shared, net),  # no optimizer is needed to refuse
-    ):
-        with pytest.raises(ValueError, match=r"embedding_rows: table\.weight is on meta"):
-            looks()
-    assert Embeddings(net, shared, lookups=False, counts=lambda: True).after == []
+    with pytest.raises(ValueError, match=r"embedding_rows: table\.weight is on meta"):
+        SparseRows(net, shared, lookups=True, counts=lambda: True)
+    assert SparseRows(net, shared, lookups=False, counts=lambda: True).after == []
 
 
 def test_rows_are_refused_where_the_host_would_wait_for_a_device(ranks):
     ranks(2).run(on_a_device)
+
+
+def in_zero() -> None:
+    net = Words("tied")
+    with pytest.raises(ValueError, match="embedding_rows is an option of NaiveDDP"):
+        ZeroOptimizer(torch.optim.AdamW(net.parameters()), net, embedding_rows=True)
+
+
+def test_a_zero_optimizer_refuses_the_option(ranks):
+    ranks(2).run(in_zero)
+
+
+def fail_half_way() -> None:
+    """Rows of a backward that failed are not in the next sum."""
+    nets = [Words("own").double() for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    rows, dense = NaiveDDP(nets[0], embedding_rows=True), NaiveDDP(nets[1])
+    for step in range(STEPS):
+        for ddp in (rows, dense):
+            if step == 1:
+                tokens = ddp(tokens_of(7, 3))
+                handle = tokens.register_hook(_fail)
+                with pytest.raises(ValueError, match="half-way"):
+                    tokens.square().mean().backward()
+                handle.remove()
+            ddp.zero_grad()
+            ddp(tokens_of(step, 3)).square().mean().backward()
+        for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-13)
+
+
+def _fail(*_: object) -> None:
+    raise ValueError("half-way")
+
+
+def test_a_backward_that_fails_half_way_leaves_no_rows(ranks):
+    ranks(2).run(fail_half_way)
+
+
+def drop() -> None:
+    net, plain = Words("own").double(), Words("own").double()
+    plain.load_state_dict(net.state_dict())
+    ddp = ref(NaiveDDP(net, embedding_rows=True))
+    gc.collect()
+    assert ddp() is None
+    for each in (plain, net):
+        each(tokens_of(0, 3)).sum().backward()
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_the_hooks_of_lookups_do_not_keep_a_wrapper(ranks):
+    ranks(2).run(drop)

@@ -56,7 +56,8 @@ def unused_patterns(seed: int, rounds: int) -> None:
                 torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.late_in_full
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_200_random_patterns_of_use_neither_hang_nor_differ(ranks, seed):
     ranks(3).run(unused_patterns, seed, 100)
 

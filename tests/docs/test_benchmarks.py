@@ -12,8 +12,10 @@ from benchmarks.common import take_turns
 from benchmarks.data_parallel import table as data_parallel
 from benchmarks.data_parallel.limits import CAP_BYTES, Trace, bound_s, roofline_s
 from benchmarks.pipeline import table as pipeline
+from benchmarks.tensor_parallel import table as tensor_parallel
 from benchmarks.turns import ratio, rounds_s, spread_ms
 
+SUMMARIES = sorted((Path(__file__).parents[2] / "docs").glob("*_benchmarks.md"))
 SCRIPTS = sorted(Path(data_parallel.__file__).parents[1].glob("*.py"))
 
 
@@ -27,10 +29,22 @@ def test_what_a_script_imports_is_there(script, monkeypatch):
     assert [m for m in sorted(ours) if find_spec(m) is None] == []
 
 
-@pytest.mark.parametrize("table", [data_parallel, pipeline], ids=["data_parallel", "pipeline"])
+@pytest.mark.parametrize(
+    "table", [data_parallel, pipeline, tensor_parallel], ids=lambda table: table.PAGES.name
+)
 def test_the_tables_follow_the_results(table):
-    shown = table.PAGE.read_text(encoding="utf-8").partition(table.MARKER)[2]
-    assert shown == "\n" + table.page(json.loads(table.RESULTS.read_text(encoding="utf-8")))
+    pages = table.PAGES
+    written = pages.texts(json.loads(pages.results.read_text(encoding="utf-8")))
+    assert len(written) == 2
+    for path, text in written.items():
+        assert path.read_text(encoding="utf-8").partition(pages.marker)[2] == "\n" + text
+
+
+@pytest.mark.parametrize("page", SUMMARIES, ids=lambda page: page.stem)
+def test_a_page_on_a_benchmark_is_short_and_has_one_table(page):
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 60
+    assert sum(line.startswith("|---") for line in lines) == 1
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ def run(out: Path, *parts: str) -> int:
     return command.main(["--cpu", "--out", str(out), "--only", ",".join(parts)])
 
 
+@pytest.mark.full
 def test_a_part_that_dies_keeps_its_rows_and_takes_no_other(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(PARTS, "dies", Part("tests.docs.failing_part", "nothing", 60))
     assert run(tmp_path, "dies", "memory") == 1

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import torchdistpackage
+from torchdistpackage.config.schema import RunConfig
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
@@ -42,6 +45,20 @@ def test_what_is_to_be_touched_for_something_new_is_there():
     assert [x for x in files if not any((home / x).exists() for home in homes)] == []
     tables = re.findall(r"`([A-Z_]{4,})`", text)
     assert tables == ["GENERATORS", "TWO_CHUNKS", "COMMANDS"]
-    homes_of_tables = ("schedule/generators/registry.py", "cli/main.py")
+    homes_of_tables = ("schedule/generators.py", "cli/main.py")
     code = "\n".join((ROOT / "torchdistpackage" / x).read_text("utf-8") for x in homes_of_tables)
     assert all(re.search(rf"^{name}\b", code, re.MULTILINE) for name in tables)
+
+
+def test_what_frameworks_are_translated_to_is_there():
+    text = (ROOT / "docs" / "coming_from_frameworks.md").read_text(encoding="utf-8")
+    sections = "|".join(RunConfig.model_fields)
+    keys = set(re.findall(rf"`((?:{sections})\.\w+)", text))
+    assert len(keys) > 12
+    for key in keys:
+        section, _, name = key.partition(".")
+        assert name in RunConfig.model_fields[section].annotation.model_fields, key
+    here = [row.split("|")[2] for row in text.splitlines() if row.startswith("| ")]
+    calls = {x for cell in here for x in re.findall(r"\b([A-Z]\w+|\w+_\w+)\(", cell)}
+    assert calls >= {"NaiveDDP", "ZeroOptimizer", "setup_distributed", "data_parallel"}
+    assert calls - {"AdamW", "state_dict", "no_sync", "get_group"} <= set(torchdistpackage.NAMES)

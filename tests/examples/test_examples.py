@@ -1,28 +1,89 @@
-"""Each example as a user runs it: by hand, which starts its ranks, and under torchrun."""
+"""Each example as a user runs it: by hand, which starts its ranks, and under torchrun; in the small
+set mostly as ranks that are forked from a process which has imported all that they need."""
 
+import os
 import re
+import runpy
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import PRELOAD
+from torchdistpackage.comm.runtime import find_free_port
+from torchdistpackage.launch.fork_server_client import ForkServer
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FLOAT64_NOISE = 1e-11
 """Sums of a few thousand products, added in another order."""
+LIMIT_S = 120
 
 
-def printed(name: str, folder: Path, num_procs: int | None = None) -> str:
-    """What the example writes; `num_procs`: under torchrun, else by hand. It runs in `folder`."""
-    launcher = []
-    if num_procs is not None:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_procs}"]
-    command = [sys.executable, *launcher, str(EXAMPLES / f"{name}.py")]
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer([*PRELOAD, "sklearn.datasets"]) as server:
+        yield server
+
+
+class Start:
+    """Runs an example in a folder of its own, one way or another."""
+
+    def __init__(self, how: str, size: int, folder: Path, server: ForkServer | None):
+        self.how, self.size, self.folder, self.server = how, size, folder, server
+
+    def printed(self, name: str, *args: str) -> str:
+        """What the example writes, called with `args`."""
+        if self.server is not None:
+            return self._forked(self.server, name, args)
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.size}"]
+        command = [sys.executable, *(launcher if self.how == "torchrun" else [])]
+        done = subprocess.run(
+            [*command, str(EXAMPLES / f"{name}.py"), *args], cwd=self.folder,
+            capture_output=True, text=True, timeout=LIMIT_S, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def _forked(self, server: ForkServer, name: str, args: tuple[str, ...]) -> str:
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
+        size, children, outputs = str(self.size), [], []
+        for rank in map(str, range(self.size)):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+            outputs.append(self.folder / f"output{rank}")
+            with outputs[-1].open("wb") as output:
+                env = {**os.environ, **meeting, **place}
+                call = (name, str(self.folder), args)
+                children.append(server.spawn(run, call, env=env, stdout=output, stderr=output))
+        end_s = time.monotonic() + LIMIT_S
+        while any(child.exit is None for child in children) and time.monotonic() < end_s:
+            time.sleep(0.02)
+            server.reap()
+        told = "".join(output.read_text() for output in outputs)
+        assert [child.exit and child.exit.exit_code for child in children] == [0] * self.size, told
+        return told
+
+
+def run(name: str, folder: str, args: tuple[str, ...]) -> None:
+    os.chdir(folder)
+    sys.argv[:] = [name, *args]
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+
+
+@pytest.fixture
+def start(request: pytest.FixtureRequest, tmp_path: Path) -> Start:
+    how, size = request.param
+    server = request.getfixturevalue("server") if how == "forked" else None
+    return Start(how, size, tmp_path, server)
+
+
+def started(forked: int, by_hand: int, *torchrun: int) -> pytest.MarkDecorator:
+    """Each way with so many ranks; `by_hand` is the example's own choice."""
+    full = [("by hand", by_hand), *(("torchrun", size) for size in torchrun)]
+    cases = [("forked", forked), *(pytest.param(case, marks=pytest.mark.full) for case in full)]
+    return pytest.mark.parametrize("start", cases, indirect=True, ids=str)
 
 
 def numbers(pattern: str, text: str) -> list[float]:
@@ -31,97 +92,161 @@ def numbers(pattern: str, text: str) -> list[float]:
     return [float(group) for group in found.groups()]
 
 
-started = pytest.mark.parametrize(
-    "num_procs",
-    [
-        None,
-        pytest.param(2, marks=pytest.mark.full),
-        pytest.param(3, marks=pytest.mark.full),
-    ],
-)
-
-
-@started
-def test_own_loop_ddp_learns_the_digits(num_procs: int | None, tmp_path: Path):
-    text = printed("own_loop_ddp", tmp_path, num_procs)
+@started(2, 4, 2, 3)
+def test_own_loop_ddp_learns_the_digits(start: Start):
+    text = start.printed("own_loop_ddp")
     world_size, accuracy = numbers(r"(\d+) ranks: accuracy ([\d.]+) on 360 held-out", text)
-    assert world_size == (num_procs or 4)
+    assert world_size == start.size
     assert accuracy > 0.93
 
 
-@started
-def test_zero_keeps_a_part_of_the_state(num_procs: int | None, tmp_path: Path):
-    text = printed("zero", tmp_path, num_procs)
+@started(2, 4, 2, 3)
+def test_zero_keeps_a_part_of_the_state(start: Start):
+    text = start.printed("zero")
     pattern = r"(\d+) ranks: accuracy ([\d.]+), (\d+) of (\d+) numbers of state"
     world_size, accuracy, here, whole = numbers(pattern, text)
-    assert world_size == (num_procs or 4)
+    assert world_size == start.size
     assert accuracy > 0.93
     assert here / whole < 1.02 / world_size
 
 
-@started
-def test_own_loop_pipeline_trains_as_one_piece_does(num_procs: int | None, tmp_path: Path):
-    text = printed("own_loop_pipeline", tmp_path, num_procs)
+@started(3, 4, 2, 3)
+def test_own_loop_pipeline_trains_as_one_piece_does(start: Start):
+    text = start.printed("own_loop_pipeline")
     stages, loss, whole = numbers(r"(\d+) stages: loss ([\d.]+), in one piece ([\d.]+)", text)
-    assert stages == (num_procs or 4)
+    assert stages == start.size
     assert loss == pytest.approx(whole, abs=FLOAT64_NOISE)
     assert loss < 1.8  # it did learn: ten equally likely digits cost ln 10 = 2.303
 
 
-@pytest.mark.parametrize("num_procs", [None, pytest.param(3, marks=pytest.mark.full)])
-def test_two_tower_brings_images_and_names_together(num_procs: int | None, tmp_path: Path):
-    text = printed("two_tower", tmp_path, num_procs)
+@started(3, 3, 3)
+def test_two_tower_brings_images_and_names_together(start: Start):
+    text = start.printed("two_tower")
     (accuracy,) = numbers(r"([\d.]+) of 360 held-out digits", text)
     assert accuracy > 0.9  # by chance 0.1
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("num_procs", [None, 4])
-def test_encoder_decoder_spells_the_digits(num_procs: int | None, tmp_path: Path):
-    text = printed("encoder_decoder", tmp_path, num_procs)
+@started(4, 4, 4)
+def test_encoder_decoder_spells_the_digits(start: Start):
+    text = start.printed("encoder_decoder")
     (accuracy,) = numbers(r"([\d.]+) of 360 held-out digits", text)
     assert accuracy > 0.85  # letters before are told, but the first one only the image tells
 
 
-@pytest.mark.parametrize("num_procs", [None, pytest.param(2, marks=pytest.mark.full)])
-def test_tensor_parallel_block_is_its_serial_twin(num_procs: int | None, tmp_path: Path):
-    text = printed("tensor_parallel_block", tmp_path, num_procs)
+@started(2, 4, 2)
+def test_tensor_parallel_block_is_its_serial_twin(start: Start):
+    text = start.printed("tensor_parallel_block")
     here, all_of_them = numbers(r"(\d+) of (\d+) weights on each", text)
     (difference,) = numbers(r"largest difference (\S+)", text)
     assert difference < FLOAT64_NOISE
-    assert here / all_of_them < 1.05 / (num_procs or 4)  # norms and row biases stay whole
+    assert here / all_of_them < 1.05 / start.size  # norms and row biases stay whole
 
 
-@pytest.mark.parametrize("num_procs", [None, pytest.param(4, marks=pytest.mark.full)])
-def test_topology_gives_each_model_replica_one_tensor(num_procs: int | None, tmp_path: Path):
-    text = printed("topology", tmp_path, num_procs)
+@started(4, 8, 4)
+def test_topology_gives_each_model_replica_one_tensor(start: Start):
+    text = start.printed("topology")
     found = numbers(r"(\d+) ranks hold (\d+) different tensors in (\d+) model", text)
-    world_size = num_procs or 8
-    assert found == [world_size, world_size // 4, world_size // 4]
+    assert found == [start.size, start.size // 4, start.size // 4]
 
 
-@pytest.mark.parametrize("num_procs", [None, pytest.param(2, marks=pytest.mark.full)])
-def test_sharded_ema_tries_out_and_saves_averages(num_procs: int | None, tmp_path: Path):
-    text = printed("sharded_ema", tmp_path, num_procs)
+@started(2, 4, 2)
+def test_sharded_ema_tries_out_and_saves_averages(start: Start):
+    text = start.printed("sharded_ema")
     last, averaged = numbers(r"accuracy ([\d.]+) with the last weights, ([\d.]+) with their", text)
     assert averaged > max(last, 0.93)
     mine, whole = numbers(r"rank 0 keeps (\d+) of (\d+) bytes", text)
-    assert mine < 1.1 * whole / (num_procs or 4)
-    assert (tmp_path / "averages.pt").stat().st_size > whole
+    assert mine < 1.1 * whole / start.size
+    assert (start.folder / "averages.pt").stat().st_size > whole
 
 
-@pytest.mark.parametrize("num_procs", [None, pytest.param(3, marks=pytest.mark.full)])
-def test_fully_shard_offload_gives_memory_back_and_changes_nothing(
-    num_procs: int | None, tmp_path: Path
-):
-    text = printed("fully_shard_offload", tmp_path, num_procs)
+@started(2, 2, 3)
+def test_fully_shard_offload_gives_memory_back_and_changes_nothing(start: Start):
+    text = start.printed("fully_shard_offload")
     size, whole, mine = numbers(r"1/(\d) of ([\d.]+) MiB: ([\d.]+) MiB on the", text)
-    assert size == (num_procs or 2)
+    assert size == start.size
     assert mine == pytest.approx(whole / size, abs=0.02)
     assert numbers(r"offloaded: ([\d.]+) MiB on the \w+, ([\d.]+) MiB", text) == [0, mine]
     assert numbers(r"change ([\d.e-]+): ([\d.]+) MiB on the", text) == [0, mine]
 
 
+SPLIT = "--enable-model-parallel"
+FLOAT32_NOISE = 1e-4
+"""Of a loss after some dozens of steps whose sums are added in another order."""
+
+
+def arcface_bytes(classes: int, batch: int, size: int) -> int:
+    """What a rank holds at most, counted from the example's shapes in float32, 4 bytes a number.
+
+    A large head peaks in the backward of its normalised weight: weight, momentum, gradient, the
+    normalised one, and three terms of its gradient, beside the cosines. A large batch peaks in
+    that of cross entropy: five of the size of my logits, beside weight, momentum and the
+    normalised one. The backbone is whole: weight, momentum, gradient and the bucket in which it
+    is sent. So are the input and what each layer gives of my samples, and the features of all
+    samples, gathered, normalised, and their gradient.
+    """
+    bits, hidden, width = 20, 256, 128
+    mine = -(-classes // size)
+    head, logits, norms = mine * width, mine * batch, 4 * mine
+    backbone = bits * hidden + hidden + 1 + hidden * width + width
+    samples = batch // size * (bits + 2 * hidden + width) + 3 * batch * width
+    return 4 * (max(7 * head + logits, 3 * head + 5 * logits) + norms + 4 * backbone + samples)
+
+
+@started(2, 2, 4)
+def test_torchshard_arcface_learns_as_one_process_and_holds_its_share(start: Start):
+    classes, batch, steps = (500, 64, 30) if start.size < 4 else (1000, 256, 60)
+    text = start.printed("torchshard_arcface", *map(str, (classes, batch, steps)))
+    pattern = r"{} ranks: loss ([\d.]+), accuracy ([\d.]+), ([\d.]+) MiB"
+    whole = numbers(pattern.format(1), text)
+    loss, accuracy, mib = numbers(pattern.format(start.size), text)
+    assert loss == pytest.approx(whole[0], abs=FLOAT32_NOISE)
+    assert accuracy == pytest.approx(whole[1], abs=0.02)
+    assert accuracy > 0.2  # by chance 1 in 500
+    for size, found in ((1, whole[2]), (start.size, mib)):
+        assert 0.7 < found * 2**20 / arcface_bytes(classes, batch, size) < 1
+
+
+@started(2, 2, 4)
+def test_torchshard_classifier_learns_alike_under_its_flags(start: Start):
+    def found(*flags: str) -> list[float]:
+        text = start.printed("torchshard_classifier", *flags)
+        steps = ["10", "20"] * 3 if "--print-freq" in flags else []
+        assert re.findall(r"step (\d+): loss", text) == steps
+        return numbers(r"accuracy ([\d.]+), loss ([\d.]+)", text)
+
+    plain = found("--print-freq", "10")
+    assert plain[0] > 0.9
+    if start.how != "forked":
+        for name, value in {"seed": "1", "momentum": "0.8", "weight-decay": "0.1"}.items():
+            assert abs(found(f"--{name}", value)[1] - plain[1]) > 10 * FLOAT32_NOISE, name
+        assert found("--print-freq", "10") == plain  # and checkpoint.pt is that of these flags
+    cases = [("-1", "--enable-zero-optim")] if start.how == "forked" else [("1",), ("0",)]
+    for dim, *flags in cases:
+        split = found(SPLIT, "--model-parallel-dim", dim, *flags)
+        assert split == pytest.approx(plain, abs=FLOAT32_NOISE)
+    read = found("--evaluate", "--resume", "checkpoint.pt")  # a file like any other
+    assert read == pytest.approx(plain, abs=FLOAT32_NOISE)
+
+
+@started(2, 2, 4)
+def test_torchshard_mini_gpt_learns_alike_under_its_flags(start: Start):
+    def found(*flags: str) -> float:
+        return numbers(r"([\d.]+) nats", start.printed("torchshard_mini_gpt", *flags))[0]
+
+    plain = found("--enable-zero-optim")
+    assert plain < 2.8  # ln 256 = 5.5; 3.2 by how frequent each byte is
+    assert found(SPLIT) == pytest.approx(plain, abs=FLOAT32_NOISE)
+    if start.how != "forked":
+        assert found(SPLIT, "--enable-one-data-group") == pytest.approx(plain, abs=FLOAT32_NOISE)
+        assert found(SPLIT, "--enable-amp-mode") == pytest.approx(plain, abs=0.02)
+
+
+def test_an_example_starts_its_own_ranks(tmp_path: Path):
+    """What `topology` prints was looked at above."""
+    assert "8 ranks hold 2 different" in Start("by hand", 8, tmp_path, None).printed("topology")
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_an_example_is_short(path: Path):
-    assert len(path.read_text().splitlines()) <= 84
+    assert len(path.read_text().splitlines()) <= 105

@@ -22,7 +22,7 @@ from torchdistpackage.comm.runtime import setup_distributed
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.harness.hang import dump
 from torchdistpackage.harness.watchdog import watch
-from torchdistpackage.launch.signals import SignalFlag
+from torchdistpackage.launch.process import SignalFlag
 from torchdistpackage.launch.supervisor import WatchedRank, supervise
 
 STEPS, AT = 50, 3

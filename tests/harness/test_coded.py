@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchdistpackage.harness.coded import (
+from torchdistpackage.harness.calls import (
     compare,
     expected_max,
     expected_sum,

@@ -12,7 +12,8 @@ from tests.harness import lint_steps as steps
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError, LaunchError, TopologyError
-from torchdistpackage.harness.lint import LintReport, lint
+from torchdistpackage.harness.lint.linter import lint
+from torchdistpackage.harness.lint.report import LintReport
 
 
 @pytest.mark.parametrize("step", [steps.collectives, steps.messages])

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.harness.lint import lint
+from torchdistpackage.harness.lint.linter import lint
 
 
 def test_a_group_that_a_member_does_not_make():

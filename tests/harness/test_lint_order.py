@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
-from torchdistpackage.harness.lint import LintReport, lint
+from torchdistpackage.harness.lint.linter import lint
 from torchdistpackage.harness.lint.matcher import (
     LintGroup,
     Matcher,
@@ -17,7 +17,7 @@ from torchdistpackage.harness.lint.matcher import (
     PendingOp,
 )
 from torchdistpackage.harness.lint.replay import drive
-from torchdistpackage.harness.lint.report import GroupKind, group_name, rank_name
+from torchdistpackage.harness.lint.report import GroupKind, LintReport, group_name, rank_name
 from torchdistpackage.topology.views import Topology, topology
 
 GRID = topology([("data", 2), ("tensor", 2)], 4)
@@ -140,7 +140,7 @@ def test_a_way_longer_than_pythons_stack_is_told():
     group = LintGroup(range(size), "data")
 
     def ring(board: Matcher, rank: int) -> Iterator[PendingOp]:
-        entry = PendingOp(rank, group, num_messages=1, is_batch=True)
+        entry = PendingOp(rank, group, num_open=1, is_batch=True)
         board.issue(entry)
         board.post(entry, P2POp(OpSignature("receive"), (rank + 1) % size, rank))
         yield entry

@@ -13,7 +13,7 @@ from tests.harness.planting import planted
 from torchdistpackage.comm import creation, groups
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.config.load import load
-from torchdistpackage.harness.lint import lint
+from torchdistpackage.harness.lint.linter import lint
 from torchdistpackage.harness.lint.report import LintReport
 from torchdistpackage.layout import groups as order
 from torchdistpackage.parallel.pipeline.functional import forward_backward

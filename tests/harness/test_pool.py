@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm.creation import PerGroup
+from torchdistpackage.comm.interrupted import step_over
 from torchdistpackage.comm.transport.pairwise import EXPECTED_SUMMED, expected_tag
 from torchdistpackage.errors import LaunchError, RankError
-from torchdistpackage.parallel.pipeline.agreement import step_over
 from torchdistpackage.testing import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -319,7 +319,12 @@ def test_copies_run_side_by_side_and_leave_nobody(tmp_path: Path, num_copies: in
         subprocess.Popen(
             [sys.executable, str(script), mode],
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "TMPDIR": str(tmp_path),
+                "PYTHONDONTWRITEBYTECODE": "1",  # no file of the interpreter itself is left
+            },
             text=True,
         )
         for mode in modes

@@ -11,7 +11,6 @@ from torchdistpackage.harness.comm_test_report import (
     RankReport,
     StuckAt,
     Verdict,
-    attendance_json,
 )
 
 
@@ -19,8 +18,13 @@ def host_of(rank: int) -> str:
     return f"node{rank // 2}"
 
 
-judge = partial(comm_test_report.judge, host_of=host_of, world_size=4, limit_s=30)
-judge_roll = partial(comm_test_report.check_attendance, host_of=host_of, world_size=4, limit_s=30)
+judge = partial(
+    comm_test_report.judge,
+    host_of=host_of,
+    world_size=4,
+    limit_s=30,
+    meeting="the end of the test",
+)
 OK = RankReport(times_s=(0.5, 0.25))
 
 
@@ -57,9 +61,8 @@ def test_what_a_backend_says_of_the_absent_is_told():
 
 
 def test_who_is_missed_by_nobody_is_missed_at_the_end():
-    assert judge({0: OK, 1: OK, 2: OK}).problems == (
-        "the end of the test: rank 3 on node1 did not come within 30 s",
-    )
+    (line,) = judge({0: OK, 1: OK, 2: OK}).problems
+    assert line.startswith("the end of the test: rank 3 on node1 did not come within 30 s; ranks")
 
 
 def test_a_failure_explains_those_who_wait():
@@ -85,14 +88,13 @@ def test_the_lowest_rank_that_came_speaks_for_all():
 
 
 def test_a_roll_call_names_the_absent_and_those_with_other_plans():
-    same, other = (
-        attendance_json("data=4", []),
-        attendance_json("data=2", ["rank 2 holds another group"]),
-    )
-    assert judge_roll(dict.fromkeys(range(4), same)).problems == ()
-    wrong, absent, differs = judge_roll({0: same, 1: same, 2: other}).problems
+    same = RankReport(plan="data=4")
+    other = RankReport(("rank 2 holds another group",), plan="data=2")
+    assert judge(dict.fromkeys(range(4), same)).problems == ()
+    found = judge({0: same, 1: same, 2: other}, meeting="the roll call").problems
+    absent, differs, wrong = found
     assert wrong == "rank 2 holds another group"
-    assert "roll call over the global group of 4 ranks: rank 3 on node1 did not come" in absent
+    assert "the roll call: rank 3 on node1 did not come" in absent
     assert "ranks 0, 1 on node0: data=4; rank 2 on node1: data=2" in differs
 
 
@@ -107,11 +109,9 @@ def test_the_advice_is_for_what_was_found():
         judge(
             {0: OK, 1: OK, 2: OK, 3: RankReport(("got 9",))}
         ).advice: "exclude the hosts that got",
-        judge_roll(
-            dict.fromkeys(range(4), attendance_json("a", ["other ranks"]))
-        ).advice: "give all",
-        judge_roll(
-            {r: attendance_json("ab"[r % 2], []) for r in range(4)}
+        judge(dict.fromkeys(range(4), RankReport(("other ranks",), plan="a"))).advice: "give all",
+        judge(
+            {r: RankReport(plan="ab"[r % 2]) for r in range(4)}
         ).advice: "give all ranks the same CONFIG or --axes",
     }
     for (said,), text in table.items():

@@ -6,15 +6,16 @@ import socket
 from functools import partial
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.harness.failing import fails
 from torchdistpackage.comm import p2p, primitives
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError, LaunchError
-from torchdistpackage.harness.coded import compare
+from torchdistpackage.harness import comm_checks as checks
+from torchdistpackage.harness.calls import compare
 from torchdistpackage.harness.comm_test import test_comm
-from torchdistpackage.harness.verify import checks
 
 HOST = socket.gethostname()
 
@@ -141,7 +142,7 @@ def damage(name: str, broken: int, patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "broken", "text"),
     [
-        ("all_reduce", 2, "all_reduce sum of float32 over the pipe group of ranks [0, 2]:"),
+        ("all_reduce", 2, "all_reduce of float32 over the pipe group of ranks [0, 2]:"),
         ("all_gather", 0, "all_gather of uneven int64 over the tensor group of ranks [0, 1]:"),
         ("reduce_scatter", 3, "reduce_scatter of float32 over the tensor group of ranks [2, 3]:"),
         ("all_to_all", 1, "all_to_all of uneven uint8 over the pipe group of ranks [1, 3]:"),
@@ -180,8 +181,9 @@ def damage_pair(patch: pytest.MonkeyPatch) -> None:
     """Rank 2 sends nonsense to rank 1 alone, which no pipeline would notice."""
     right = checks.rank_pattern
 
-    def written_by(rank, number, like):
-        return right(rank, number, like) + (dist.get_rank() == 1 and rank == 2)
+    def written_by(rank, number, like, first=0):
+        wrong = dist.get_rank() == 1 and rank == 2 and like[0] == torch.int64
+        return right(rank, number, like, first) + wrong
 
     patch.setattr(checks, "rank_pattern", written_by)
 

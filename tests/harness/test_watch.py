@@ -23,12 +23,10 @@ from tests.harness.hanging import AXES, FAULTS
 from tests.processes import survivors
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.hang import dump
-from torchdistpackage.harness.hang.heartbeat import Heartbeat, StepClock
-from torchdistpackage.harness.hang.nearby import Nearby
+from torchdistpackage.harness.hang.dump import Nearby
 from torchdistpackage.harness.hang.shutdown import Shutdown
 from torchdistpackage.harness.hang.stacks import FOREIGN
-from torchdistpackage.harness.watch_start import agree_on_start
-from torchdistpackage.harness.watchdog import HangWatchdog
+from torchdistpackage.harness.watchdog import HangWatchdog, Heartbeat, StepClock, agree_on_start
 from torchdistpackage.launch.failure import FailureKind, read_failure_reports, root_cause
 from torchdistpackage.launch.fork_server_client import ForkedChild, ForkServer
 from torchdistpackage.launch.slurm.node_blocklist import incident_of
@@ -336,7 +334,7 @@ def test_a_mark_costs_less_than_5_us():
 
 def test_the_clock_leaves_out_what_the_job_was_suspended(monkeypatch):
     now_s = [100.0]
-    monkeypatch.setattr("torchdistpackage.harness.hang.heartbeat._now_s", lambda: now_s[0])
+    monkeypatch.setattr("torchdistpackage.harness.watchdog._now_s", lambda: now_s[0])
     marks = Heartbeat()
     clock = StepClock(marks)
     for passed_s in (1.0, 1.0, 3600.0, 1.0):

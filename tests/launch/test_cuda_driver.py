@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.cuda_driver import why_initialised
+from torchdistpackage.launch.process import why_cuda_initialised
 from torchdistpackage.launch.workers import run_local
 
 DRIVER = """
@@ -38,7 +38,7 @@ def preload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **bodies: str) -> t
 
 
 def nvml_check() -> tuple[str | None, str]:
-    return os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"), why_initialised()
+    return os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"), why_cuda_initialised()
 
 
 def test_a_driver_that_is_loaded_and_not_initialised_is_no_obstacle(
@@ -71,6 +71,6 @@ def test_the_module_that_initialised_the_driver_is_named(
 def test_what_only_cuda_opens_is_a_sign_and_what_nvml_opens_is_none(tmp_path: Path):
     for number, name in enumerate(("/dev/null", "/dev/nvidiactl", "/dev/nvidia0")):
         (tmp_path / str(number)).symlink_to(name)
-    assert why_initialised(tmp_path) == ""
+    assert why_cuda_initialised(tmp_path) == ""
     (tmp_path / "9").symlink_to("/dev/nvidia-uvm")
-    assert "/dev/nvidia-uvm is open" in why_initialised(tmp_path)
+    assert "/dev/nvidia-uvm is open" in why_cuda_initialised(tmp_path)

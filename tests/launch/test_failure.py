@@ -81,7 +81,7 @@ def test_an_exception_keeps_its_traceback_cause_and_notes() -> None:
             inner.add_note("look here")
             raise ValueError("outer\nsecond line") from inner
     except ValueError as outer:
-        failure = from_exception(3, "n1", 7, 1.5, outer)
+        failure = from_exception(3, outer)
     assert (failure.kind, failure.exit_code) == (FailureKind.ERROR, 1)
     assert failure.error == "ValueError: outer"
     assert failure.detail.endswith("ValueError: outer\nsecond line")
@@ -98,6 +98,6 @@ def test_an_exception_keeps_its_traceback_cause_and_notes() -> None:
     ],
 )
 def test_sys_exit_is_an_exit_code_and_no_traceback(end: SystemExit, code: int, text: str) -> None:
-    failure = from_exception(0, "n1", 7, 1.5, end)
+    failure = from_exception(0, end)
     assert (failure.kind, failure.exit_code, failure.error) == (FailureKind.EXIT, code, text)
     assert failure.detail == ""

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from torchdistpackage.errors import LaunchError, RankError
+from torchdistpackage.errors import CommError, LaunchError, RankError
+from torchdistpackage.launch.failure import Failure, FailureKind, to_json
 from torchdistpackage.launch.fork_server_client import ForkServer
 from torchdistpackage.launch.workers import run_local
 
@@ -351,3 +352,16 @@ def test_a_server_forks_and_reports_ends() -> None:
             time.sleep(0.01)
         assert [child.exit and child.exit.exit_code for child in children] == [5] * 8
     server.close()
+
+
+def told_of_a_hang_and_raises() -> None:
+    """Rank 0 has written the report of a hang, and then meets the end of a peer."""
+    if rank() == 0:
+        hung = Failure(1, socket.gethostname(), 7, time.time(), FailureKind.HUNG, 1, "sleeps")
+        Path(os.environ["TDP_FAILURE"]).write_text(to_json(hung))
+    raise CommError("receive from rank 1 failed: Connection closed by peer")
+
+
+def test_the_report_of_a_hang_outlives_what_is_raised_after_it():
+    with pytest.raises(RankError, match="rank 1 of 2 failed: hang: it sleeps"):
+        run_local(told_of_a_hang_and_raises, num_procs=2)

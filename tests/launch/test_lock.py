@@ -15,8 +15,17 @@ from pathlib import Path
 import pytest
 
 from torchdistpackage.errors import HeldError, LaunchError
-from torchdistpackage.launch.holder import STALE_S, LockHolder, from_json, this_process, to_json
-from torchdistpackage.launch.lock import hold, holder_of, take, take_away
+from torchdistpackage.launch.lock import (
+    STALE_S,
+    LockHolder,
+    from_json,
+    hold,
+    holder_of,
+    take,
+    take_away,
+    this_process,
+    to_json,
+)
 from torchdistpackage.launch.slurm.query import CompletedCommand
 
 NO_FLOCK = """

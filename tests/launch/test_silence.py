@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from torchdistpackage.launch.failure import Failure, FailureKind, to_json
-from torchdistpackage.launch.signals import SignalFlag
+from torchdistpackage.launch.process import SignalFlag
 from torchdistpackage.launch.supervisor import wait_for_word
 
 LOST = "Connection closed by peer"
 PROGRAM = """
 import sys
 from pathlib import Path
-from torchdistpackage.launch.signals import SignalFlag
+from torchdistpackage.launch.process import SignalFlag
 from torchdistpackage.launch.supervisor import WatchedRank, supervise
 
 folder, noted = Path(sys.argv[1]), SignalFlag()

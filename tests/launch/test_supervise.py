@@ -26,7 +26,7 @@ HOST = socket.gethostname()
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
-from torchdistpackage.launch.signals import SignalFlag
+from torchdistpackage.launch.process import SignalFlag
 from torchdistpackage.launch.supervisor import WatchedRank, supervise
 
 folder = Path(sys.argv[1])
@@ -311,7 +311,7 @@ def test_a_process_with_threads_forks_no_rank(tmp_path):
         import sys, threading, time
         from pathlib import Path
         from torchdistpackage.errors import LaunchError
-        from torchdistpackage.launch.signals import SignalFlag
+        from torchdistpackage.launch.process import SignalFlag
         from torchdistpackage.launch.supervisor import WatchedRank, supervise
         threading.Thread(target=time.sleep, args=(1,), name="sleeper").start()
         try:

@@ -10,13 +10,16 @@ from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.derive import (
     blocks,
     gradient_axes,
+    gradient_ranks,
     local_shape,
     local_slices,
     num_replicas,
+    owner,
     owns,
     placements,
+    replica_ranks,
 )
-from torchdistpackage.layout.layout import Layout
+from torchdistpackage.layout.layout import HeadSplit, Layout
 from torchdistpackage.topology.mesh import Mesh
 
 MESH = Mesh((("data", 2), ("pipe", 2), ("context", 3), ("tensor", 2)))
@@ -31,6 +34,11 @@ LAYOUTS = [
     Layout("one stage", (12, 6), (("tensor",), ()), stages=(1,)),
     Layout("tied", (12, 6), (("tensor",), ()), stages=(0, 1)),
     Layout("scalar", ()),
+    Layout("heads", (8, 6), (("context",), ()), heads=HeadSplit(2, 2)),
+    Layout("fused heads", (16, 6), (("context",), ()), parts=((8, 8), ()), heads=HeadSplit(4)),
+    Layout("shared by some", (4, 6), (("context",), ()), heads=HeadSplit(2, shared=True)),
+    Layout("shared by all", (6, 4), ((), ("context",)), heads=HeadSplit(1, shared=True)),
+    Layout("shared, tied", (4,), (("context",),), stages=(0, 1), heads=HeadSplit(1, shared=True)),
 ]
 
 
@@ -87,6 +95,22 @@ def test_gradients_are_summed_where_tokens_differ_and_where_partial(layout, axes
     assert num_replicas(layout, MESH) == replicas
 
 
+def test_ranks_with_the_same_heads_sum_and_hold_them_together():
+    mesh = Mesh((("data", 2), ("tensor", 4)))
+    q = Layout("q", (12,), (("tensor",),), heads=HeadSplit(2, 3))
+    kv = Layout("kv", (4,), (("tensor",),), heads=HeadSplit(2, shared=True))
+    assert [local_slices(q, mesh, r)[0] for r in range(4)] == [
+        (slice(0, 4),),
+        (slice(4, 6),),
+        (slice(6, 10),),
+        (slice(10, 12),),
+    ]
+    assert [local_slices(kv, mesh, r)[0] for r in (1, 2)] == [(slice(0, 2),), (slice(2, 4),)]
+    assert gradient_ranks(kv, mesh, 6) == replica_ranks(kv, mesh, 6) == (2, 3, 6, 7)
+    assert (owner(kv, mesh, 7), owner(q, mesh, 7)) == (2, 3)
+    assert num_replicas(kv, mesh) == 2
+
+
 def test_placements_are_the_dims_that_each_axis_shards():
     layout = Layout("w", (12, 6), (("data", "tensor"), ("context",)))
     assert placements(layout, MESH.names) == (0, None, 1, 0)
@@ -97,6 +121,14 @@ def test_placements_are_the_dims_that_each_axis_shards():
     [
         (lambda: Layout("w", (4, 4), (("tensor",),)), "has 2 dims, but split names 1"),
         (lambda: Layout("w", (4, 4), (("data",), ("data",))), "uses an axis twice"),
+        (
+            lambda: Layout("w", (5,), (("tensor",),), heads=HeadSplit(2)),
+            r"dim 0, of parts \(5,\), is to hold 2 heads",
+        ),
+        (
+            lambda: Layout("w", (4,), (("data", "tensor"),), heads=HeadSplit(2)),
+            r"heads are cut over the axes",
+        ),
         (lambda: Layout("w", (4,), parts=((1, 2),)), r"parts \(1, 2\) sum to 3"),
         (
             lambda: local_slices(Layout("w", (5,), (("tensor",),)), MESH, 0),

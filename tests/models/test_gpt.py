@@ -13,15 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.each import each
 from torchdistpackage.comm.random import seed_rank
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import DataError, LayoutError
 from torchdistpackage.layout.derive import blocks, chunk, local_shape
+from torchdistpackage.layout.mark import collect
+from torchdistpackage.layout.rope import Rope
 from torchdistpackage.models import gpt_layout
 from torchdistpackage.models.gpt import GPT
 from torchdistpackage.models.gpt_layout import GPTShape
 from torchdistpackage.models.registry import model
-from torchdistpackage.parallel.tensor.collect import collect
 from torchdistpackage.parallel.tensor.init import Initial, collect_initials, initialize
 from torchdistpackage.parallel.tensor.layouts import prefixed
 from torchdistpackage.topology.mesh import Mesh
@@ -33,6 +35,21 @@ SHAPES = {
     for position in ("rotary", "learned")
     for tied in (True, False)
 }
+SHAPES["rms, no biases"] = replace(
+    SHAPE,
+    tied=False,
+    norm="rms",
+    norm_eps=1e-2,
+    mlp="gelu_tanh",
+    mlp_hidden=20,
+    attention_bias=False,
+    mlp_bias=False,
+    rope=Rope(theta=50.0),
+)
+LLAMA = replace(SHAPES["rms, no biases"], kv_heads=2, head_width=6, mlp="swiglu")
+SHAPES["llama"] = LLAMA
+SHAPES["one kv head, tied"] = replace(LLAMA, kv_heads=1, tied=True, attention_bias=True)
+SHAPES["learned, more positions"] = replace(SHAPE, position="learned", max_seq_len=12)
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 RANDOM = Initial("normal", 0.3)
 
@@ -65,11 +82,27 @@ def step(net: GPT) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 
 class PlainBlock(nn.Module):
-    def __init__(self, dim: int, hidden: int):
+    def __init__(self, shape: GPTShape):
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+        dim, bias = shape.dim, shape.attention_bias
+        self.norm1, self.norm2 = plain_norm(shape), plain_norm(shape)
+        width = shape.head_width or dim // shape.heads
+        q, kv = shape.heads * width, (shape.kv_heads or shape.heads) * width
+        if q == kv:
+            self.qkv = nn.Linear(dim, q + 2 * kv, bias)
+        else:
+            self.q, self.kv = nn.Linear(dim, q, bias), nn.Linear(dim, 2 * kv, bias)
+        self.out = nn.Linear(q, dim, bias)
+        hidden = shape.mlp_hidden or int(dim * shape.mlp_ratio)
+        if shape.mlp == "swiglu":
+            self.gate_up = nn.Linear(dim, 2 * hidden, shape.mlp_bias)
+        else:
+            self.up = nn.Linear(dim, hidden, shape.mlp_bias)
+        self.down = nn.Linear(hidden, dim, shape.mlp_bias)
+
+
+def plain_norm(shape: GPTShape) -> nn.Module:
+    return (nn.RMSNorm if shape.norm == "rms" else nn.LayerNorm)(shape.dim, shape.norm_eps)
 
 
 class Plain(nn.Module):
@@ -80,10 +113,9 @@ class Plain(nn.Module):
         self.shape = shape
         self.embed = nn.Embedding(shape.vocab, shape.dim)
         if shape.position == "learned":
-            self.position = nn.Embedding(shape.seq_len, shape.dim)
-        hidden = int(shape.dim * shape.mlp_ratio)
-        self.blocks = nn.ModuleList(PlainBlock(shape.dim, hidden) for _ in range(shape.layers))
-        self.norm = nn.LayerNorm(shape.dim)
+            self.position = nn.Embedding(shape.max_seq_len or shape.seq_len, shape.dim)
+        self.blocks = nn.ModuleList(PlainBlock(shape) for _ in range(shape.layers))
+        self.norm = plain_norm(shape)
         self.head = nn.Linear(shape.dim, shape.vocab, bias=False)
         if shape.tied:
             self.head.weight = self.embed.weight
@@ -93,13 +125,27 @@ class Plain(nn.Module):
         if self.shape.position == "learned":
             x = x + self.position(torch.arange(ids.shape[1]))
         for block in self.blocks:
-            q, k, v = block.qkv(block.norm1(x)).split(self.shape.dim, -1)
-            width = self.shape.dim // self.shape.heads
-            pieces = zip(q.split(width, -1), k.split(width, -1), v.split(width, -1), strict=True)
-            x = x + block.out(torch.cat([self.attend(*piece) for piece in pieces], -1))
-            x = x + block.down(F.gelu(block.up(block.norm2(x))))
+            q, k, v = self.heads(block, block.norm1(x))
+            shared = len(q) // len(k)
+            mixed = [self.attend(x, k[i // shared], v[i // shared]) for i, x in enumerate(q)]
+            x = x + block.out(torch.cat(mixed, -1))
+            x = x + block.down(self.activated(block, block.norm2(x)))
         logits = self.head(self.norm(x))
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+    def heads(self, block: PlainBlock, x: Tensor) -> list[tuple[Tensor, ...]]:
+        shape = self.shape
+        width = shape.head_width or shape.dim // shape.heads
+        kv_heads = shape.kv_heads or shape.heads
+        fused = (block.qkv(x),) if kv_heads == shape.heads else (block.q(x), block.kv(x))
+        heads = torch.cat(fused, -1).split(width, -1)
+        return [heads[: shape.heads], heads[shape.heads : -kv_heads], heads[-kv_heads:]]
+
+    def activated(self, block: PlainBlock, x: Tensor) -> Tensor:
+        if self.shape.mlp == "swiglu":
+            gate, up = block.gate_up(x).chunk(2, -1)
+            return gate * torch.sigmoid(gate) * up
+        return F.gelu(block.up(x), approximate="tanh" if self.shape.mlp == "gelu_tanh" else "none")
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.shape.position == "rotary":
@@ -110,7 +156,9 @@ class Plain(nn.Module):
 
     def turn(self, x: Tensor) -> Tensor:
         half = x.shape[-1] // 2
-        angle = torch.arange(x.shape[1])[:, None] / 10000 ** (torch.arange(half) / half)
+        angle = torch.arange(x.shape[1])[:, None] / self.shape.rope.theta ** (
+            torch.arange(half) / half
+        )
         turned = torch.complex(x[..., :half], x[..., half:]) * torch.exp(1j * angle)
         return torch.cat((turned.real, turned.imag), -1)
 
@@ -139,9 +187,8 @@ def check_against_plain(shape: GPTShape) -> None:
         torch.testing.assert_close(grads[names[name]], parameter.grad, **CLOSE)
 
 
-@pytest.mark.parametrize("kind", SHAPES)
-def test_one_process_equals_plain_torch(ranks, kind):
-    ranks(1).run(check_against_plain, SHAPES[kind])
+def test_one_process_equals_plain_torch(ranks):
+    ranks(1).run(each, check_against_plain, [(shape,) for shape in SHAPES.values()])
 
 
 def check_against_one(world, shape: GPTShape) -> None:
@@ -155,21 +202,36 @@ def check_against_one(world, shape: GPTShape) -> None:
     torch.testing.assert_close(loss, expected_loss, **CLOSE)
     layouts = net.layouts()
     assert grads.keys() == whole.keys() == layouts.keys()
+    alone = dict(make(shape, alone=True).named_parameters())
+    for name, parameter in net.named_parameters():
+        for at, local in blocks(layouts[name], mesh, tpc.rank):
+            assert torch.equal(parameter[local], alone[name][at]), name
     for name, grad in grads.items():
         for at, local in blocks(layouts[name], mesh, tpc.rank):
             torch.testing.assert_close(grad[local], whole[name][at], **CLOSE)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
+def both(shape: GPTShape) -> list[GPTShape]:
+    """Without and with sequence parallelism."""
+    return [replace(shape, sequence_parallel=sequence) for sequence in (False, True)]
+
+
 @pytest.mark.parametrize(
-    ("world", "kind"),
-    [((("tensor", 2),), kind) for kind in SHAPES]
-    + [((("tensor", 2), ("data", 2)), "rotary, tied"), ((("tensor", 4),), "learned, untied")],
+    ("world", "kinds"),
+    [
+        ((("tensor", 2),), [*SHAPES]),
+        ((("tensor", 2), ("data", 2)), ["rotary, tied"]),
+        ((("tensor", 4),), ["learned, untied", "llama", "one kv head, tied"]),
+        ((("tensor", 3),), ["rotary, tied"]),
+        pytest.param((("tensor", 4),), [*SHAPES], marks=pytest.mark.full),
+    ],
     ids=str,
 )
-def test_tensor_ranks_equal_one_process(ranks, world, kind, sequence_parallel):
-    shape = replace(SHAPES[kind], sequence_parallel=sequence_parallel)
-    ranks(Mesh(world).size).run(check_against_one, world, shape)
+def test_tensor_ranks_equal_one_process(ranks, world, kinds):
+    fits = [False, True] if S % dict(world)["tensor"] == 0 else [False]
+    shapes = [s for kind in kinds for s in both(SHAPES[kind]) if s.sequence_parallel in fits]
+    cases = [(world, shape) for shape in shapes]
+    ranks(Mesh(world).size).run(each, check_against_one, cases)
 
 
 def check_stages(shape: GPTShape, stage_of: tuple[int, ...]) -> None:
@@ -198,10 +260,9 @@ def check_stages(shape: GPTShape, stage_of: tuple[int, ...]) -> None:
         torch.testing.assert_close(grad, whole[name], **CLOSE)
 
 
-@pytest.mark.parametrize("kind", SHAPES)
-def test_stages_in_a_row_equal_the_whole(ranks, kind):
-    shape = replace(SHAPES[kind], sequence_parallel=True)
-    ranks(2).run(check_stages, shape, (0, 0, 1, 1, 1, 2))
+def test_stages_in_a_row_equal_the_whole(ranks):
+    shapes = [both(shape)[True] for shape in SHAPES.values()]
+    ranks(2).run(each, check_stages, [(shape, (0, 0, 1, 1, 1, 2)) for shape in shapes])
 
 
 def check_tying() -> None:
@@ -240,10 +301,8 @@ def check_layouts(shape: GPTShape) -> None:
     assert collect_initials(net).keys() == own.keys()
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
-@pytest.mark.parametrize("kind", SHAPES)
-def test_modules_hold_what_the_pure_table_says(ranks, kind, sequence_parallel):
-    ranks(4).run(check_layouts, replace(SHAPES[kind], sequence_parallel=sequence_parallel))
+def test_modules_hold_what_the_pure_table_says(ranks):
+    ranks(4).run(each, check_layouts, [(s,) for shape in SHAPES.values() for s in both(shape)])
 
 
 def residual_masks(sequence_parallel: bool) -> list[bool]:
@@ -283,6 +342,9 @@ def refuse_mistakes() -> None:
         GPT(SHAPE, pieces=range(2, 8))
     with pytest.raises(LayoutError, match="2 heads, which 4 tensor ranks cannot share"):
         GPT(replace(SHAPE, heads=2))
+    both = r"(?s)gpt: 2 problems.*2 heads, which 4 .* MLP has 5 elements, which 4 .* use 4 or 7"
+    with pytest.raises(LayoutError, match=both):
+        GPT(replace(SHAPE, heads=2, mlp_hidden=5))
 
 
 def test_mistakes_are_named(ranks):

@@ -25,6 +25,7 @@ SHAPES = [
     SHAPE,
     replace(SHAPE, tied=False, position="learned"),
     replace(SHAPE, sequence_parallel=True, mlp_ratio=2.5),
+    replace(SHAPE, heads=4, kv_heads=2, head_width=6, mlp="swiglu", norm="rms", mlp_bias=False),
 ]
 
 
@@ -39,14 +40,15 @@ def test_pieces_are_embed_halves_of_blocks_head():
     ]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=range(3))
+@pytest.mark.parametrize("shape", SHAPES, ids=range(4))
 def test_names_and_cuts_do_not_depend_on_the_stages(shape: GPTShape):
     alone = layouts(shape)
     staged = layouts(shape, [0, 0, 1, 1, 1, 1, 2, 2])
     assert {name: replace(layout, stages=()) for name, layout in staged.items()} == alone
     assert all(name == layout.name for name, layout in alone.items())
-    assert staged["blocks.0.attention.qkv.weight"].stages == (0,)
-    assert staged["blocks.0.mlp.up.weight"].stages == staged["blocks.0.norm2.weight"].stages == (1,)
+    assert staged["blocks.0.attention.out.weight"].stages == (0,)
+    assert staged["blocks.0.mlp.down.weight"].stages == (1,)
+    assert staged["blocks.0.norm2.weight"].stages == (1,)
     assert staged["head.norm.weight"].stages == (2,)
 
 
@@ -65,7 +67,7 @@ def test_a_tied_weight_is_listed_once_on_both_stages():
     assert (apart["embed.weight"].stages, apart["head.weight"].stages) == ((0,), (3,))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=range(3))
+@pytest.mark.parametrize("shape", SHAPES, ids=range(4))
 def test_pieces_count_every_parameter_once(shape: GPTShape):
     total = sum(math.prod(layout.shape) for layout in layouts(shape).values())
     assert sum(piece_parameters(shape)) == total
@@ -87,6 +89,27 @@ def test_known_sizes_of_a_small_gpt():
     assert flops_per_token(small) == 6 * products + 12 * 12 * 768 * 1024
 
 
+def test_known_sizes_of_a_small_llama():
+    """Llama 3.2 1B: heads of 64 channels share 8 of keys and values, and the head is tied."""
+    shape = GPTShape(
+        layers=16,
+        dim=2048,
+        heads=32,
+        vocab=128256,
+        seq_len=8192,
+        kv_heads=8,
+        mlp_hidden=8192,
+        norm="rms",
+        mlp="swiglu",
+        attention_bias=False,
+        mlp_bias=False,
+    )
+    assert sum(piece_parameters(shape)) == 1_235_814_400
+    block = 2048 * (2 * 2048 + 2 * 512) + 3 * 2048 * 8192
+    products = 16 * block + 128256 * 2048
+    assert flops_per_token(shape) == 6 * products + 12 * 16 * 2048 * 8192
+
+
 def test_costs_follow_the_blocks():
     costs = piece_costs(SHAPE)
     assert costs[0] == 0
@@ -101,6 +124,10 @@ def test_costs_follow_the_blocks():
     [
         (lambda: replace(SHAPE, heads=3), r"gpt: dim 8 cannot be cut into 3 heads"),
         (lambda: replace(SHAPE, heads=8), r"8 heads of dim 8 are 1 wide, but rotary"),
+        (
+            lambda: replace(SHAPE, dim=9, heads=4, kv_heads=3, mlp_hidden=0, position="learned"),
+            r"(?s)gpt: 2 problems.*dim 9 cannot be cut into 4 heads.*4 query heads cannot share 3",
+        ),
         (lambda: layouts(SHAPE, [0, 1]), r"gives 2 stages for the 8 pieces"),
     ],
 )

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.each import each
 from tests.train import parity
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.node_groups import setup_node_groups
-from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.comm.tpc import setup_node_groups, tpc
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.ddp.zero.replication import replica_group
 from torchdistpackage.layout.layout import Layout
@@ -52,9 +52,11 @@ def test_norms_and_clipped_gradients_are_those_of_one_process(ranks, degrees):
     extra = [f"parallel.{axis}={size}" for axis, size in degrees.items()]
     if "tensor" in degrees:
         extra.append("parallel.sequence_parallel=true")
-    for p in (1.0, 2.0, math.inf):
-        truth, grads = ranks(1).run(one_process, p)[0]
-        results = ranks(math.prod(degrees.values())).run(clipped, extra, p, truth / 3)
+    norms = (1.0, 2.0, math.inf)
+    (truths,) = ranks(1).run(each, one_process, [(p,) for p in norms])
+    limits = [(extra, p, truth / 3) for p, (truth, _) in zip(norms, truths, strict=True)]
+    of_ranks = ranks(math.prod(degrees.values())).run(each, clipped, limits)
+    for (truth, grads), results in zip(truths, zip(*of_ranks, strict=True), strict=True):
         assert [norm for norm, _ in results] == pytest.approx([truth] * len(results), rel=1e-9)
         mine = parity.whole(held for _, held in results)
         for name, grad in grads.items():
@@ -90,9 +92,8 @@ def with_an_empty_stage(p: float) -> None:
         clip_grad_norm_(own, 0.5, p, error_if_nonfinite=True)
 
 
-@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
-def test_an_empty_stage_counts_as_zero_and_a_bad_gradient_is_seen_by_all(ranks, p):
-    ranks(3).run(with_an_empty_stage, p)
+def test_an_empty_stage_counts_as_zero_and_a_bad_gradient_is_seen_by_all(ranks):
+    ranks(3).run(each, with_an_empty_stage, [(1.0,), (2.0,), (math.inf,)])
 
 
 def sent_by_each_stage() -> list[tuple[str, torch.dtype]]:
@@ -203,10 +204,15 @@ def of_a_layout(
     return norm, again
 
 
-@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
-@pytest.mark.parametrize("degrees", [(4, 1, False), (2, 2, False), (2, 2, True)], ids=str)
-def test_the_norm_of_shards_under_layouts_is_that_of_one_process(ranks, degrees, p):
-    (truth, _), *_ = ranks(1).run(of_a_layout, 1, 1, False, p, 1e9)
-    for norm, again in ranks(4).run(of_a_layout, *degrees, p, truth / 3):
-        assert norm == pytest.approx(truth, rel=1e-9)
-        assert again == pytest.approx(truth / 3, rel=1e-5)
+def test_the_norm_of_shards_under_layouts_is_that_of_one_process(ranks):
+    """Replicas, or two tensor ranks with and without sequence parallelism."""
+    norms = (1.0, 2.0, math.inf)
+    (alone,) = ranks(1).run(each, of_a_layout, [(1, 1, False, p, 1e9) for p in norms])
+    degrees = [(4, 1, False), (2, 2, False), (2, 2, True)]
+    truths = [(p, truth) for p, (truth, _) in zip(norms, alone, strict=True)]
+    cases = [(*case, p, truth / 3) for case in degrees for p, truth in truths]
+    expected = [(truth, truth / 3) for _ in degrees for _, truth in truths]
+    for found in ranks(4).run(each, of_a_layout, cases):
+        for case, (norm, again), (truth, limit) in zip(cases, found, expected, strict=True):
+            assert norm == pytest.approx(truth, rel=1e-9), case
+            assert again == pytest.approx(limit, rel=1e-5), case

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchdistpackage.optim.lr import warmup_cosine
+from torchdistpackage.train.update import warmup_cosine
 
 
 def test_the_turning_points():

@@ -27,7 +27,7 @@ from torchdistpackage.parallel.pipeline.partition.layer_costs import (
     split_measured,
     stage_costs,
 )
-from torchdistpackage.schedule.generators.registry import build
+from torchdistpackage.schedule.generators import build
 from torchdistpackage.schedule.timeline import simulate
 
 

@@ -11,7 +11,7 @@ from torchdistpackage.schedule.actions import (
     parse,
     parse_action,
 )
-from torchdistpackage.schedule.generators.registry import GENERATORS, build
+from torchdistpackage.schedule.generators import GENERATORS, build
 
 
 @pytest.mark.parametrize("name", GENERATORS)

@@ -8,7 +8,7 @@ import pytest
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import Action, ActionKind, Batch, Schedule, flatten, parse
 from torchdistpackage.schedule.check import check, check_computations
-from torchdistpackage.schedule.generators.registry import build
+from torchdistpackage.schedule.generators import build
 
 
 def edited(schedule: Schedule, rank: int, edit: Callable[[list], object]) -> Schedule:

@@ -14,9 +14,9 @@ from torchdistpackage.errors import ConfigError
 from torchdistpackage.schedule import draw
 from torchdistpackage.schedule.actions import Action, ActionKind, flatten
 from torchdistpackage.schedule.costs import StageCosts
-from torchdistpackage.schedule.generators.registry import GENERATORS, build
+from torchdistpackage.schedule.draw import trace
+from torchdistpackage.schedule.generators import GENERATORS, build
 from torchdistpackage.schedule.timeline import Span, Timeline, simulate
-from torchdistpackage.schedule.trace import trace, trace_pair
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -104,7 +104,7 @@ def test_short_times_get_wide_boxes_and_long_pictures_stay_in_bounds():
 
 def test_predicted_stands_above_measured_on_one_time_axis():
     first, second = predicted(), measured()
-    root = ET.fromstring(draw.svg_pair(first, second))
+    root = ET.fromstring(draw.svg(first, second))
     panels = {g.get("data-timeline"): g for g in root.iter(f"{SVG}g")}
     assert list(panels) == ["predicted", "measured"]
     px = draw.px_per_unit(first, second)
@@ -210,7 +210,7 @@ def test_the_png_shows_the_kinds_in_proportion():
 
 
 def test_the_png_of_a_pair_has_both_panels_and_the_waits():
-    alone, both = pixels(draw.png(predicted())), pixels(draw.png_pair(predicted(), measured()))
+    alone, both = pixels(draw.png(predicted())), pixels(draw.png(predicted(), measured()))
     assert both.shape[0] > 1.8 * alone.shape[0]
     assert share(both, draw.WAIT_COLOUR) > 0.02
     half = both.shape[0] // 2
@@ -262,7 +262,7 @@ def test_the_trace_has_a_thread_a_rank_a_slice_an_action_and_an_arrow_a_message(
 
 
 def test_the_trace_of_a_pair_has_a_process_for_each_with_the_waits():
-    text = trace_pair(predicted(), measured())
+    text = trace(predicted(), measured())
     assert len(events(text, "X", 0)) == 4
     waits = [e["name"] for e in events(text, "X", 1) if e["cat"] == "wait"]
     assert waits == ["0RECV_B0", "1RECV_F0"]

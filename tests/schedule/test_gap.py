@@ -13,7 +13,7 @@ from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import Action, ActionKind, Schedule
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.csv import from_csv
-from torchdistpackage.schedule.generators.registry import build
+from torchdistpackage.schedule.generators import build
 from torchdistpackage.schedule.timeline import Span, busy, simulate
 from torchdistpackage.schedule.trace_costs import (
     BubbleAttribution,

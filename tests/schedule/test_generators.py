@@ -7,16 +7,16 @@ import pytest
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import ActionKind, Schedule, flatten
 from torchdistpackage.schedule.check import check
-from torchdistpackage.schedule.generators.one_f_one_b import looped
-from torchdistpackage.schedule.generators.registry import (
+from torchdistpackage.schedule.generators import (
     GENERATORS,
     TWO_CHUNKS,
     build,
     canonical,
     evaluation,
 )
-from torchdistpackage.schedule.generators.v_shape import zigzag
+from torchdistpackage.schedule.one_f_one_b import looped
 from torchdistpackage.schedule.timeline import simulate
+from torchdistpackage.schedule.v_shape import zigzag
 
 WHOLE = ["gpipe", "1f1b", "interleaved", "looped-bfs"]
 SPLIT = ["zb-h1", "zb-h2", "interleaved-zb", "zb-v", "dualpipe-v"]

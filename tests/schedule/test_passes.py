@@ -9,7 +9,7 @@ from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import Action, ActionKind, Batch, Schedule, Step, flatten
 from torchdistpackage.schedule.check import check
 from torchdistpackage.schedule.costs import StageCosts
-from torchdistpackage.schedule.generators.registry import GENERATORS, build
+from torchdistpackage.schedule.generators import GENERATORS, build
 from torchdistpackage.schedule.passes import add_messages, fuse_messages, receives_ahead
 from torchdistpackage.schedule.timeline import simulate
 

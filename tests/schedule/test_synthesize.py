@@ -11,19 +11,19 @@ import pytest
 
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import ActionKind, Program, Schedule, flatten
-from torchdistpackage.schedule.autoschedule.list_scheduling import (
+from torchdistpackage.schedule.autoschedule import synthesize
+from torchdistpackage.schedule.check import check
+from torchdistpackage.schedule.costs import StageCosts, costs_text, read_costs
+from torchdistpackage.schedule.engine import TaskGraph
+from torchdistpackage.schedule.generators import GENERATORS, build
+from torchdistpackage.schedule.list_scheduling import (
     Rules,
     deepest_first,
     list_order,
     merge_backward,
 )
-from torchdistpackage.schedule.autoschedule.local_search import local_search
-from torchdistpackage.schedule.autoschedule.synthesize import synthesize
-from torchdistpackage.schedule.check import check
-from torchdistpackage.schedule.costs import StageCosts, costs_text, read_costs
-from torchdistpackage.schedule.engine import TaskGraph
-from torchdistpackage.schedule.generators.one_f_one_b import looped
-from torchdistpackage.schedule.generators.registry import GENERATORS, build
+from torchdistpackage.schedule.local_search import local_search
+from torchdistpackage.schedule.one_f_one_b import looped
 from torchdistpackage.schedule.timeline import simulate
 from torchdistpackage.schedule.trace_costs import costs_of
 
@@ -154,7 +154,7 @@ def test_a_run_is_solved_anew_from_its_own_timings(tmp_path):
 
 def test_the_same_on_every_rank():
     code = (
-        "from torchdistpackage.schedule.autoschedule.synthesize import synthesize\n"
+        "from torchdistpackage.schedule.autoschedule import synthesize\n"
         "from torchdistpackage.schedule.costs import StageCosts\n"
         "costs = StageCosts.uniform(6, input=1.3, weight=0.8, backward=2, message=0.1)\n"
         "print(synthesize(3, 7, costs, chunks=2))"

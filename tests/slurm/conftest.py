@@ -20,8 +20,9 @@ starts all its slow ones at once, before the first test of the session:
 nodes, preempts, or needs an empty queue takes `own_cluster`, which is emptied and repaired
 before each test, or a sibling of another shape. Jobs that burn CPU (ranks with torch) take
 `-J heavy --dependency=singleton`, so that Slurm runs them one after the other. The environment
-variable TDP_REQUIRE_SLURM=1 installs packages that are missing, and turns a skip of these tests
-into a failure. Daemons' logs are kept in pytest's temporary folder, slurm/logs.
+variable TDP_REQUIRE_SLURM=1, which `scripts/test --slurm` sets, installs packages that are missing
+and turns a skip of these tests into a failure. Daemons' logs are kept in pytest's temporary
+folder, slurm/logs.
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ import pytest
 
 from tests.slurm.cluster import Cluster
 from tests.slurm.lives import CONFIG, ONE_NODE, RUN, Lived, ending, send
-from torchdistpackage.launch.holder import STALE_S, from_json, to_json
-from torchdistpackage.launch.lock import holder_of
+from torchdistpackage.launch.lock import STALE_S, from_json, holder_of, to_json
 from torchdistpackage.launch.slurm.failure_report import CANNOT_WRITE
 from torchdistpackage.launch.slurm.query import run_command
 from torchdistpackage.launch.slurm.run_dir import RunDir
@@ -71,7 +70,9 @@ def written_to_by_a_job(cluster: Cluster, folder: Path) -> dict[str, Any]:
         return holder_of(copy, {}, lambda args, env=None: run_command(args, cluster.env))
 
     found["while it runs"] = seen_elsewhere()
-    shutil.rmtree(files.run)
+    # at once: the job still writes into it, and a folder that fills up cannot be removed
+    files.run.rename(folder / ".removed")
+    shutil.rmtree(folder / ".removed", ignore_errors=True)
     found["state"] = cluster.wait_end(job, 60)
     found["after it"] = seen_elsewhere()
     copy.unlink()

@@ -50,9 +50,34 @@ def _tdp(words: Sequence[str]) -> None:
     sys.exit(main())
 
 
-def only_rank() -> dict[str, str]:
-    """What a launcher tells the one rank of a world."""
+def places(num_ranks: int) -> list[dict[str, str]]:
+    """What a launcher tells each rank of a world on this machine."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    return {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+    size = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    ranks = map(str, range(num_ranks))
+    return [{**meeting, **size, "RANK": rank, "LOCAL_RANK": rank} for rank in ranks]
+
+
+class ForkedRanks:
+    """`tdp words...` as all ranks of a world, which a launcher would have started."""
+
+    def __init__(self, server: ForkServer, folder: Path, words: Sequence[str], num_ranks: int):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.ranks = [
+            Forked(server, folder / f"said{rank}", words, place)
+            for rank, place in enumerate(places(num_ranks))
+        ]
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            rank.send_signal(signal.SIGKILL)
+        self.ended()
+
+    def ended(self, timeout: float = 180) -> str:
+        """What they said, when all have ended."""
+        return "".join(rank.communicate(timeout)[0] for rank in self.ranks)
+
+    @property
+    def returncodes(self) -> list[int | None]:
+        return [rank.poll() for rank in self.ranks]

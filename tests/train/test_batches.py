@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchdistpackage.errors import DataError
-from torchdistpackage.train.batches import Batches
+from torchdistpackage.train.data import Batches
 from torchdistpackage.train.step import Trainer
 
 

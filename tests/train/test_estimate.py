@@ -4,7 +4,6 @@ import pytest
 
 from tests.harness.bench.reports import LATENCY_S, PER_BYTE_S, both_links, report, row
 from torchdistpackage.config.load import loads
-from torchdistpackage.harness.bench.profile import profile_of
 from torchdistpackage.train.estimate import estimates, timeline_with_messages
 from torchdistpackage.train.plan import make_plan, num_parameters
 
@@ -13,7 +12,7 @@ model: {layers: 4, dim: 64, heads: 4, vocab: 256, tied: false}
 data: {seq_len: 32, global_batch: 64}
 pipeline: {microbatches: 4}
 """
-PROFILE = profile_of(report(*both_links("data", (0, 1), "all_reduce", "p2p")))
+PROFILE = report(*both_links("data", (0, 1), "all_reduce", "p2p")).profile()
 
 
 def planned(world_size: int, *degrees: str):
@@ -43,7 +42,7 @@ def test_gradients_are_summed_once_a_step_in_buckets():
 def test_zero_sums_in_parts_and_brings_parameters_back():
     """Together what one sum of whole gradients takes, and a latency more."""
     rows = (*both_links("data", (0, 1), "all_reduce", "reduce_scatter", "all_gather"),)
-    profile = profile_of(report(*rows))
+    profile = report(*rows).profile()
     for stage, num_sums in ((1, 1), (2, 2), (3, 2)):
         plan = planned(4, "data=4", f"zero={stage}")
         section = plan.config.train.model_copy(update={"accumulate": 2})
@@ -53,7 +52,7 @@ def test_zero_sums_in_parts_and_brings_parameters_back():
         once_s = LATENCY_S + 0.75 * 4 * num_parameters(plan) * PER_BYTE_S
         assert found.time_s == pytest.approx((num_sums + num_gathers) * once_s)
         assert "reduce_scatter" in found.what and "all_gather" in found.what
-    without = profile_of(report(*both_links("data", (0, 1), "all_reduce", "reduce_scatter")))
+    without = report(*both_links("data", (0, 1), "all_reduce", "reduce_scatter")).profile()
     (found,) = estimates(planned(4, "data=4", "zero=1"), without, None)
     assert found.time_s is None and "no all_gather" in found.what
 
@@ -84,7 +83,7 @@ def test_an_axis_that_crosses_nodes_takes_what_that_link_takes():
 def test_what_nobody_knows_is_not_estimated():
     sequence = by_axis(planned(2, "tensor=2", "sequence_parallel=true"))["tensor"]
     assert sequence.time_s is None and "sequence parallelism" in sequence.what
-    only_near = profile_of(report(*both_links("data", (0, 1), "p2p")[:3]))
+    only_near = report(*both_links("data", (0, 1), "p2p")[:3]).profile()
     (found,) = estimates(planned(4, "data=4"), only_near, 2)
     assert (found.time_s, found.what) == (None, "the profile has no all_reduce between nodes")
     own = loads("model: {target: 'my.net:build'}\nparallel: {data: 2}", world_size=2)
@@ -94,7 +93,7 @@ def test_what_nobody_knows_is_not_estimated():
 
 
 def test_beyond_the_sizes_that_were_measured_it_says_so():
-    short = profile_of(report(*both_links("data", (0, 1), "all_reduce")))
+    short = report(*both_links("data", (0, 1), "all_reduce")).profile()
     (near,) = estimates(planned(2, "data=2"), short, None)
     wide = make_plan(loads(RUN, overrides=["model.dim=1024", "parallel.data=4"], world_size=4), 4)
     (far,) = estimates(wide, short, None)
@@ -103,7 +102,7 @@ def test_beyond_the_sizes_that_were_measured_it_says_so():
 
 
 def test_beyond_sizes_that_made_no_difference_nothing_is_estimated():
-    flat = profile_of(report(*(row("p2p", n, ranks=(0, 1), p50_s=1e-5) for n in (512, 1024))))
+    flat = report(*(row("p2p", n, ranks=(0, 1), p50_s=1e-5) for n in (512, 1024))).profile()
     plan = planned(4, "pipe=4")
     (found,) = estimates(plan, flat, None)
     assert found.time_s is None and "profile ends at 0.00 MB, up to which" in found.what
@@ -119,7 +118,7 @@ def test_bf16_sums_gradients_in_float32():
     ]
     words = ["parallel.pipe=2", "parallel.data=2", "precision.dtype=bf16"]
     plan = make_plan(loads(RUN, overrides=words, world_size=4), 4)
-    found = {x.axis: x.time_s for x in estimates(plan, profile_of(report(*rows)), None)}
+    found = {x.axis: x.time_s for x in estimates(plan, report(*rows).profile(), None)}
     assert found["data"] == pytest.approx(4.0, abs=0.1)
     assert found["pipe"] == pytest.approx(8 * 2.0, abs=0.1)
 

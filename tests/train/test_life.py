@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from tests.train import parity
 from torchdistpackage.config.schema import RequeueSection
-from torchdistpackage.launch.signals import SignalFlag
-from torchdistpackage.launch.slurm.requeue import RequeueDecision, RequeueLimits
+from torchdistpackage.launch.process import SignalFlag
+from torchdistpackage.launch.slurm.requeue import RequeueDecision
 from torchdistpackage.launch.slurm.run_dir import RunDir, append_start, this_start
 from torchdistpackage.train.build import make_loop
 from torchdistpackage.train.job import _resume
@@ -146,7 +146,7 @@ def test_word_is_left_for_the_batch_script_and_saves_are_remembered(tmp_path):
     env = {"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "2"}
     files = RunDir(tmp_path)
     append_start(files, this_start(files, env, 5))
-    life = StopController(RequeueLimits(max_requeues=9), clock=True, end_s=1.0, save_s=[0.5, 0.25])
+    life = StopController(RequeueSection(max_requeues=9), clock=True, end_s=1.0, save_s=[0.5, 0.25])
     life.should_stop()
     decision = end(life, tmp_path, 9, env)
     assert decision.word is RequeueDecision.REQUEUE
@@ -160,7 +160,7 @@ def test_word_is_left_for_the_batch_script_and_saves_are_remembered(tmp_path):
 )
 def test_a_job_is_chained_only_where_a_script_does_it(tmp_path, batch, word):
     env = {"SLURM_JOB_ID": "12", **batch}
-    decision = end(StopController(RequeueLimits("chain")), tmp_path, 9, env)
+    decision = end(StopController(RequeueSection(mode="chain")), tmp_path, 9, env)
     assert decision.word is word and ("tdp submit" in decision.reason) is (
         word is RequeueDecision.STOP
     )

@@ -11,7 +11,15 @@ import sys
 import pytest
 
 from torchdistpackage.errors import DataError
-from torchdistpackage.train.log import MetricsLog, ProgressDisplay, Tee, plot_loss, read_metrics
+from torchdistpackage.train.log import (
+    MetricsLog,
+    ProgressDisplay,
+    StepLog,
+    plot_loss,
+    read_metrics,
+)
+from torchdistpackage.train.step_stats import StepResult
+from torchdistpackage.train.worker import Tee
 
 
 def steps(path) -> list[int]:
@@ -111,13 +119,30 @@ def test_a_run_without_a_pipeline_shows_no_bubble():
     assert out.getvalue() == "step 1/1  loss 2.5000  99 tokens/s\n"
 
 
+@pytest.mark.parametrize("verbose", [False, True])
+def test_a_step_is_one_line_and_causes_of_the_bubble_are_in_its_row(tmp_path, capsys, verbose):
+    log = StepLog(tmp_path, 2, rank=0, predicted_bubble=0.2, verbose=verbose)
+    with log.opened(0):
+        for step in (1, 2):
+            log.note(pipeline="waits for messages")
+            log.write(StepResult(step, 2.5, 1.0, 8, 0.5, 0.1, 0.25, False, False), 8 * step, {})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines if line.startswith("step")] == [
+        ["step", "1/2"],
+        ["step", "2/2"],
+    ]
+    assert len(lines) == (4 if verbose else 2)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["pipeline"] for row in rows] == ["waits for messages"] * 2
+
+
 def test_a_terminal_gets_a_bar_with_the_same_numbers(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("COLUMNS", "80")
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w") as terminal:
         with ProgressDisplay(20, every=10, stream=terminal, done=4) as progress:
-            progress.update(7, loss=2.5, tokens_per_s=500, bubble=0.25)
+            progress.update(7, loss=2.5, tokens_per_s=500, bubble=0.25, predicted_bubble=0.2)
             progress.say("[validation] loss 2.4")
         terminal.flush()
         shown = ""
@@ -128,7 +153,7 @@ def test_a_terminal_gets_a_bar_with_the_same_numbers(monkeypatch):
     assert "step 7/20" in shown
     assert "loss 2.5000  500 tokens/s  bubble 25.0%" in shown
     assert "[validation] loss 2.4" in shown
-    assert "\r" in shown
+    assert "\r" in shown and "…" not in shown
 
 
 def test_the_curve_is_drawn_from_the_metrics_file_alone(tmp_path):

@@ -13,7 +13,7 @@ import torch
 
 from torchdistpackage.harness.stragglers.phases import Phases
 from torchdistpackage.train import loop as loops
-from torchdistpackage.train.log import read_metrics
+from torchdistpackage.train.log import StepLog, read_metrics
 from torchdistpackage.train.loop import Loop
 from torchdistpackage.train.step_stats import Period, StepResult
 from torchdistpackage.train.stop import StopController
@@ -82,7 +82,8 @@ def saved(monkeypatch) -> list[tuple[int, int]]:
 
 
 def loop_of(trainer: Counting, folder: Path, life: StopController) -> Loop:
-    return Loop(trainer, TrainState(), folder, life, call_timeout_s=1.0, save_every_min=1.0)
+    log = StepLog(folder, trainer.num_steps, rank=trainer.rank)
+    return Loop(trainer, TrainState(), folder, log, life, call_timeout_s=1.0, save_every_min=1.0)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

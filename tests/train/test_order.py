@@ -10,7 +10,8 @@ from tests.train import parity
 from tests.train.test_parity import cases, overrides
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.harness.lint import lint
+from torchdistpackage.ddp.param_spec import ParamSpec
+from torchdistpackage.harness.lint.linter import lint
 from torchdistpackage.harness.lint.report import LintReport
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.pipeline.functional import forward_backward
@@ -147,8 +148,12 @@ def trial_of(plan: Plan) -> LintReport:
 def test_a_tied_gradient_that_does_not_leave_last_is_found(case, kind, monkeypatch):
     """It leaves on the last stage before the message that the first one waits for: with one
     replica on the group of the messages, with more on one that may share the device with it."""
-    made = builder.ParamSpec
-    monkeypatch.setattr(builder, "ParamSpec", lambda *args, deferred: made(*args))
+    made = ParamSpec.from_layout
+
+    def early(*args, **options) -> ParamSpec:
+        return replace(made(*args, **options), deferred=False)
+
+    monkeypatch.setattr(ParamSpec, "from_layout", early)
     report = trial_of(plan_of(case))
     assert report.finding.kind == kind
     assert "all_reduce" in str(report) and "waits in receive" in str(report)

@@ -32,7 +32,7 @@ run: {name: shadowed}
 model: {target: "mine:build", loss: "mine:loss"}
 data: {target: "mine:Ones", global_batch: 8}
 parallel: {data: 2}
-train: {steps: 2}
+train: {steps: 2, recompute: blocks}
 optim: {warmup_steps: 1}
 """
 MODEL = """
@@ -80,5 +80,6 @@ def test_ranks_train_beside_files_in_the_names_of_pythons_modules(tmp_path: Path
         command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
+    assert "recomputed in the backward on rank 0: nothing" in done.stdout  # there are no blocks
     rows = (tmp_path / "runs" / "shadowed" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows if "loss" in json.loads(row)] == [1, 2]

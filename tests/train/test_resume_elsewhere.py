@@ -8,7 +8,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tests.train import parity
-from torchdistpackage.checkpoint.validate import read_manifest
+from torchdistpackage.checkpoint.manifest import read_manifest
 from torchdistpackage.train.train_state import TrainState, resume, save_state
 
 BASE = [

@@ -70,8 +70,11 @@ def train_with(extra: list[str], evaluate: bool) -> tuple[parity.Held, list[floa
 @pytest.mark.parametrize(
     "extra",
     [
-        ["parallel.data=2", "parallel.pipe=2", "pipeline.microbatches=3"],
         ["parallel.data=2", "parallel.pipe=2", "pipeline.schedule=zb-v"],
+        pytest.param(
+            ["parallel.data=2", "parallel.pipe=2", "pipeline.microbatches=3"],
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             ["parallel.pipe=2", "parallel.tensor=2", "parallel.sequence_parallel=true"],
             marks=pytest.mark.full,
@@ -119,10 +122,19 @@ LAYOUTS = [
     {"data": 2}, {"pipe": 2}, {"tensor": 2}, {"pipe": 4}, {"tensor": 4}, {"data": 2, "tensor": 2},
     {"pipe": 2, "tensor": 2}, {"data": 2, "pipe": 2, "tensor": 2},
 ]  # fmt: skip
+SMALL_SET = [{"data": 2}, {"tensor": 2}, {"pipe": 4}, {"pipe": 2, "tensor": 2}]
 
 
 @pytest.mark.parametrize(
-    ("degrees", "schedule"), [*((d, "1f1b") for d in LAYOUTS), ({"pipe": 2}, "zb-v")], ids=str
+    ("degrees", "schedule"),
+    [
+        *(
+            pytest.param(d, "1f1b", marks=[] if d in SMALL_SET else pytest.mark.full)
+            for d in LAYOUTS
+        ),
+        ({"pipe": 2}, "zb-v"),
+    ],
+    ids=str,
 )
 def test_initial_weights_are_bitwise_equal_under_every_layout(ranks, degrees, schedule):
     size = 1
@@ -209,10 +221,13 @@ def checked(extra: list[str]) -> list[float]:
 @pytest.mark.parametrize(
     "extra",
     [
-        ["parallel.pipe=4", "pipeline.microbatches=6"],
         ["parallel.data=2", "parallel.pipe=2", "model.tied=true", "pipeline.microbatches=3"],
         ["parallel.pipe=2", "parallel.tensor=2", "parallel.sequence_parallel=true"],
-        ["parallel.data=2", "parallel.pipe=2", "pipeline.schedule=zb-v"],
+        pytest.param(["parallel.pipe=4", "pipeline.microbatches=6"], marks=pytest.mark.full),
+        pytest.param(
+            ["parallel.data=2", "parallel.pipe=2", "pipeline.schedule=zb-v"],
+            marks=pytest.mark.full,
+        ),
     ],
     ids=str,
 )

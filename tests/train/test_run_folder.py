@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.forked import Forked, only_rank, until
+from tests.train.forked import Forked, places, until
 from torchdistpackage.checkpoint.commit import latest
 from torchdistpackage.config.load import load
 from torchdistpackage.harness.pool import RankPool
@@ -53,7 +53,7 @@ def train(
 
 def alone_under_a_launcher(pool: RankPool, folder: Path, *changes: str) -> Forked:
     told = ["train", str(CONFIG), *words(folder, *changes)]
-    return Forked(pool.server, folder / "said", told, only_rank())
+    return Forked(pool.server, folder / "said", told, places(1)[0])
 
 
 def on_this_machine(pool: RankPool, folder: Path, *changes: str) -> subprocess.Popen[str]:
@@ -79,7 +79,8 @@ def test_a_second_run_is_refused_and_the_first_loses_nothing(tmp_path, pool, sta
     until(lambda: began.exists() or first.poll() is not None, "the first run")
     held = holder_of(RunDir(tmp_path / "run").run_lock)
     assert held is not None and held.pid == first.pid, first.poll()
-    second = train(tmp_path, "train.steps=60", "run.seed=99")
+    told = ["train", str(CONFIG), *words(tmp_path, "train.steps=60", "run.seed=99")]
+    second = Forked(pool.server, tmp_path / "second", told, {})
     out, _ = second.communicate(timeout=120)
     assert second.returncode == 2 and f"process {first.pid}" in out, out
     until(lambda: rows(tmp_path) or first.poll() is not None, "a step")

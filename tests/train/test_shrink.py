@@ -7,7 +7,7 @@ import pytest
 from tests.train import parity
 from torchdistpackage.config.load import load
 from torchdistpackage.schedule.csv import to_csv
-from torchdistpackage.schedule.generators.registry import build
+from torchdistpackage.schedule.generators import build
 from torchdistpackage.train.plan import Plan, make_plan
 from torchdistpackage.train.shrink import MOST_RANKS, is_small, shrunk
 
@@ -47,6 +47,15 @@ def test_every_axis_keeps_several_ranks(given, expected):
     assert degrees(small) == dict(zip(AXES, expected, strict=True))
     assert small.world_size <= MOST_RANKS
     assert small.schedule.name == plan.schedule.name
+
+
+@pytest.mark.parametrize(("kv_heads", "expected"), [(8, (4, 2)), (4, (4, 2)), (1, (2, 1))])
+def test_key_value_heads_stay_shared(kv_heads, expected):
+    """By queries and, where they were, by ranks: the calls are those of the large model."""
+    options = ("model.head_dim=64", "model.mlp=swiglu", "model.mlp_hidden=11008")
+    small = shrunk(large(f"model.kv_heads={kv_heads}", *options))
+    assert (small.shape.heads, small.shape.num_kv_heads) == expected
+    assert degrees(small)["tensor"] == 2 and is_small(small)
 
 
 def test_a_large_model_of_ours_becomes_a_small_one():

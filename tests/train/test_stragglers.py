@@ -16,7 +16,7 @@ from tests.train import parity
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.harness.stragglers.find import SPOKEN
 from torchdistpackage.train.build import make_loop
-from torchdistpackage.train.callbacks import comparison
+from torchdistpackage.train.callbacks import StragglerCheck
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.train_state import TrainState
 
@@ -73,7 +73,7 @@ def lines(changes: list[str], plan: list[Slow], num_steps: int) -> list[tuple[in
     """(step, line) of what was said."""
     run = parity.trainer([*TINY, *changes])
     delay(run, plan)
-    compare = comparison(run, every=10)
+    compare = StragglerCheck(run, every=10).compare
     said: list[tuple[int, str]] = []
     for step in range(1, num_steps + 1):
         run.train_step(step).wait()

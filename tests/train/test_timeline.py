@@ -10,7 +10,7 @@ from tests.train import parity
 from torchdistpackage.config.load import loads
 from torchdistpackage.schedule.actions import flatten
 from torchdistpackage.schedule.costs import read_costs
-from torchdistpackage.schedule.generators.registry import build
+from torchdistpackage.schedule.generators import build
 from torchdistpackage.train.build import make_loop
 from torchdistpackage.train.finish import generate
 from torchdistpackage.train.log import read_metrics

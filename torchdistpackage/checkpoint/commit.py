@@ -1,10 +1,9 @@
 """From files to a checkpoint that counts, in one step that cannot be half done.
 
-One rule: a checkpoint counts if its folder is called `step_000400` and its manifest agrees with
-its files. Everything is written and flushed under another name (`step_000400.tmp-<token>`), the
-manifest last, and a rename makes it count; what is taken away is renamed first too. A kill at
-any moment leaves either what was there before or the new one, and leftovers with names that
-nobody reads.
+A checkpoint counts if its folder is called `step_000400` and its manifest agrees with
+its files. All is written and flushed under another name, the manifest last, and a rename makes it
+count; what is taken away is renamed first too. So a kill leaves what was there before or the new
+one, and leftovers with names that no reader takes.
 """
 
 import logging
@@ -13,11 +12,14 @@ import re
 import secrets
 import shutil
 import zlib
+from collections.abc import Collection
 from pathlib import Path
 
 from torchdistpackage.checkpoint import manifest as manifests
-from torchdistpackage.checkpoint.manifest import FileFacts, Manifest
-from torchdistpackage.checkpoint.validate import (
+from torchdistpackage.checkpoint.manifest import (
+    Claim,
+    FileFacts,
+    Manifest,
     check_header,
     check_size,
     claims,
@@ -51,10 +53,7 @@ def make_temporary(folder: Path, step: int) -> Path:
 
 
 def settle(path: Path) -> FileFacts:
-    """Flush a file that was just written, open it to whom its run's folder is open, measure it.
-
-    The run's folder is the one that the temporary folder lies in.
-    """
+    """Flush a file that was just written, open it as its run's folder is, and measure it."""
     path.chmod(path.parent.parent.stat().st_mode & 0o666)
     with path.open("rb") as file:
         os.fsync(file.fileno())
@@ -100,7 +99,7 @@ def retain(folder: Path, keep_last: int, newest: Path) -> None:
     """Remove leftovers and all but the last `keep_last` complete checkpoints.
 
     Damaged ones are left alone. `newest` was just written and stays, even where later steps of an
-    earlier attempt lie beside it.
+    earlier attempt are there.
     """
     remove_leftovers(folder)
     complete = [path for path in candidates(folder) if path != newest and not damage(path)]
@@ -168,12 +167,7 @@ def damage(path: Path, *, checksums: bool = False, share: tuple[int, int] = (0, 
         manifest = read_manifest(path)
         claimed = claims(manifest) if checksums else {}
         for name in sorted(manifest.files)[share[0] :: share[1]]:
-            expected, file = manifest.files[name], path / name
-            check_size(file, expected)
-            if checksums and (crc32 := measure(file).crc32) != expected.crc32:
-                return f"{name} has checksum {crc32:08x}, the manifest says {expected.crc32:08x}"
-            if checksums and claimed[name]:
-                check_header(file, claimed[name])
+            check_file(path / name, manifest.files[name], claimed.get(name))
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except OSError as error:
@@ -183,8 +177,26 @@ def damage(path: Path, *, checksums: bool = False, share: tuple[int, int] = (0, 
     return None
 
 
+def check_file(path: Path, expected: FileFacts, claimed: Collection[Claim] | None) -> None:
+    """Whether a file is what the manifest says; claimed: its pieces, None: look at its size alone.
+
+    Raises:
+        OSError: it is not there, or cannot be read.
+        CheckpointError: it is another.
+    """
+    check_size(path, expected)
+    if claimed is None:
+        return
+    if (crc32 := measure(path).crc32) != expected.crc32:
+        raise CheckpointError(
+            f"{path.name} has checksum {crc32:08x}, the manifest says {expected.crc32:08x}"
+        )
+    if claimed:
+        check_header(path, claimed)
+
+
 def _remove(path: Path) -> None:
-    """What cannot be removed (held open on a network disk, say) is left for the next save."""
+    # what cannot be removed (held open on a network disk, say) is left for the next save
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
         log.warning("cannot remove %s entirely; it is no longer needed", path)

@@ -1,37 +1,63 @@
 """Read a checkpoint into a model and optimizer, on the layout it was written on or another.
 
-One rule: all ranks succeed or fail. Everything is checked before the first element is changed
-(shard_reader.py), and what only one layout can use, the random state of each rank, is read only
-there.
+All ranks succeed or fail. Everything is checked before the first element is changed. A
+rank asks for the boxes of the global tensors that it holds, and each comes together from whatever
+pieces overlap it; nothing is guessed from names or ranks. What only one layout can use, the random
+state of each rank, is read only there.
 """
 
 import json
+import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from torchdistpackage.checkpoint.commit import candidates, damage, warn_skipped
-from torchdistpackage.checkpoint.manifest import Fact
-from torchdistpackage.checkpoint.parts import Params, ShardedState, TopologyRank, params_of
+from torchdistpackage.checkpoint.commit import candidates, check_file, damage, warn_skipped
+from torchdistpackage.checkpoint.manifest import (
+    Fact,
+    Manifest,
+    TensorEntry,
+    claims,
+    read_manifest,
+)
+from torchdistpackage.checkpoint.parts import (
+    MASTER,
+    Params,
+    SavedTensor,
+    ShardedState,
+    TopologyRank,
+    has_master,
+    params_of,
+)
 from torchdistpackage.checkpoint.save import EXTRA, degrees_of, fail_together, file_name
-from torchdistpackage.checkpoint.shard_reader import ShardReader
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.flight_recorder import dtype_name
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.errors import CheckpointError
+from torchdistpackage.layout.flat_slices import Box
+from torchdistpackage.layout.layout import Layout
 from torchdistpackage.topology.views import Topology
+
+STEP = "step"
+"""Key of torch.optim's step counts: a number even for a parameter without dims."""
+
+Read = tuple[str, Box, Tensor]
+"""(key in the file, box in that piece, where it goes)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """What a checkpoint says beside the tensors.
+    """What a checkpoint says besides the tensors.
 
     degrees: (axis, size) of the run that wrote it. extras: those this rank saved; none where this
-    run has other degrees, because each then has another place.
+    run has other degrees.
     """
 
     path: Path
@@ -87,7 +113,7 @@ def load(
     """Fill the parameters, and the optimizer's state for them, from a checkpoint folder.
 
     The run may have other degrees, and more or less ZeRO, than the one that wrote it: every rank
-    reads what it needs of whichever pieces hold it. Under ZeRO parameters are whole afterwards.
+    reads what it needs of whichever pieces hold it. Under ZeRO parameters are full afterwards.
 
     params: as in `save`.
     with_extras: also read what this rank saved for itself, if the degrees are equal.
@@ -126,3 +152,161 @@ def _read_extras(file: Path) -> dict[str, int | Tensor]:
             if key.startswith(EXTRA):
                 extras[key.removeprefix(EXTRA)] = shard.get_tensor(key)
     return extras
+
+
+class ShardReader:
+    """What one rank reads. Nothing of the run is changed before `read`.
+
+    Raises:
+        CheckpointError: the checkpoint does not have what the run asks for.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        params: Params,
+        place: TopologyRank,
+        optimizer: torch.optim.Optimizer | None,
+    ):
+        self.path = path
+        self.manifest: Manifest = read_manifest(path)
+        self.num_owned = 0
+        self._place, self._optimizer = place, optimizer
+        self._reads: dict[str, list[Read]] = defaultdict(list)
+        self._states: dict[Tensor, dict[str, Tensor]] = {}
+        self._keys: dict[str, list[str]] = defaultdict(list)
+        for name in self.manifest.tensors:
+            owner, _, key = name.rpartition("#")
+            if key != MASTER:
+                self._keys[owner].append(key)
+        layouts = dict(params.values())
+        is_sharded = isinstance(optimizer, ShardedState)
+        masters = self._ask_states(layouts) if is_sharded else set[Tensor]()
+        counted: set[str] = set()
+        for param, layout in params.values():
+            mine = place.whole(layout, param)
+            self._ask(mine, layout.name, rounds=param in masters)
+            if mine.is_owner and layout.name not in counted:
+                self.num_owned += sum(tensor.numel() for _, tensor in mine.parts)
+            counted.add(layout.name)
+        if optimizer is not None and not is_sharded:
+            self._ask_states(layouts)
+
+    def check_files(self, checksums: bool, more: set[str]) -> None:
+        """That the files to read, and `more`, are what the manifest says."""
+        claimed = claims(self.manifest) if checksums else {}
+        for name in sorted({*self._reads, *more}):
+            expected, file = self.manifest.files.get(name), self.path / name
+            try:
+                if expected is None:
+                    raise CheckpointError("the manifest does not list it")
+                check_file(file, expected, claimed.get(name))
+            except (FileNotFoundError, CheckpointError) as error:
+                raise CheckpointError(
+                    f"{file} is damaged: {error}; use another checkpoint"
+                ) from error
+
+    def check_total(self, asked: int) -> None:
+        """Raises CheckpointError if the checkpoint has weights that no rank asked for."""
+        entries = self.manifest.tensors.items()
+        saved = sum(math.prod(entry.shape) for name, entry in entries if "#" not in name)
+        if saved != asked:
+            raise CheckpointError(
+                f"{self.path} holds {saved} elements of parameters, this run has {asked}: "
+                f"it is of another model; use the model section it was written with"
+            )
+
+    def read(self) -> None:
+        for file, reads in self._reads.items():
+            with safe_open(self.path / file, framework="pt") as shard:
+                for key, box, target in reads:
+                    piece = shard.get_slice(key)[box] if box else shard.get_tensor(key)
+                    target.copy_(piece)
+        for of, state in self._states.items():
+            assert self._optimizer is not None
+            self._optimizer.state[of] = state
+
+    # -- the optimizer -----------------------------------------------------------------
+
+    def _ask_states(self, layouts: Mapping[Tensor, Layout]) -> set[Tensor]:
+        """State of each parameter, or of each shard, and the shard itself, written down by every
+        gather, whether or not it is a wide copy; the parameters of which it is one."""
+        assert self._optimizer is not None
+        masters: set[Tensor] = set()
+        groups = self._optimizer.param_groups
+        hyper: dict[Tensor, Mapping[str, Any]] = {x: g for g in groups for x in g["params"]}
+        shards: dict[Tensor, Any] = dict.fromkeys(hyper)
+        if isinstance(self._optimizer, ShardedState):
+            shards = {shard.tensor: shard for shard in self._optimizer.shards}
+        for tensor, shard in shards.items():
+            layout = layouts.get(tensor if shard is None else shard.parameter)
+            if shard is not None:
+                self._states[tensor] = {}
+            if layout is None:
+                continue
+            if shard is not None:
+                is_wide = has_master(shard)
+                masters |= {shard.parameter} if is_wide else set()
+                one = layout.named(f"{layout.name}#{MASTER}")
+                self._ask(self._place.sliced(one, shard, tensor), layout.name, rounds=is_wide)
+            self._states[tensor] = {
+                key: self._ask_state(key, tensor, shard, layout, hyper.get(tensor, {}))
+                for key in self._keys[layout.name]
+            }
+        return masters
+
+    def _ask_state(
+        self, key: str, of: Tensor, shard: Any, layout: Layout, hyper: Mapping[str, Any]
+    ) -> Tensor:
+        """Memory for one piece of state: in the shape of its tensor, or a number, on the device
+        where torch.optim has it."""
+        name = f"{layout.name}#{key}"
+        one, entry, place = layout.named(name), self.manifest.tensors[name], self._place
+        dtype = getattr(torch, entry.dtype)
+        if key == STEP or entry.shape != layout.shape:
+            on_device = hyper.get("capturable") or hyper.get("fused")
+            room = torch.empty((), dtype=dtype, device=of.device if on_device else "cpu")
+            self._ask(place.number(one, shard, room), layout.name)
+        else:
+            room = torch.empty_like(of, dtype=dtype, requires_grad=False)
+            self._ask(place.part(one, shard, room), layout.name)
+        return room
+
+    # -- boxes -------------------------------------------------------------------------
+
+    def _ask(self, mine: SavedTensor, of: str, rounds: bool = False) -> None:
+        """Note where each part of what I hold for the parameter `of` is to come from.
+
+        A wide copy stands in for weights and the other way round; rounds: what was saved may be
+        of another width, because the optimizer keeps two.
+        """
+        entry = self._found(mine, of, rounds)
+        for where, target in mine.parts:
+            covered = 0
+            for piece, of_piece, of_box in entry.covering(where):
+                room = target[of_box]
+                covered += room.numel()
+                self._reads[piece.file].append((piece.key, of_piece, room))
+            if covered != target.numel():
+                box = ", ".join(f"{s.start}:{s.stop}" for s in where)
+                raise CheckpointError(
+                    f"{self.path} has {covered} of the {target.numel()} elements of "
+                    f"{mine.name}[{box}], which rank {self._place.rank} holds; use a checkpoint "
+                    f"that is complete"
+                )
+
+    def _found(self, mine: SavedTensor, of: str, rounds: bool) -> TensorEntry:
+        tensors, dtype = self.manifest.tensors, dtype_name(mine.dtype)
+        wide = f"{of}#{MASTER}"
+        names = {of: (of, wide), wide: (wide, of)}.get(mine.name, (mine.name,))
+        found = [tensors[name] for name in names if name in tensors]
+        for entry in found:
+            if (entry.shape, entry.dtype) == (mine.shape, dtype):
+                return entry
+        if found and rounds and found[0].shape == mine.shape:
+            return found[0]
+        has = f"{found[0].dtype} of shape {found[0].shape}" if found else "no such tensor"
+        raise CheckpointError(
+            f"{mine.name} is {dtype} of shape {mine.shape} in this run, but {self.path} "
+            f"has {has}; use the model and precision it was written with"
+        )

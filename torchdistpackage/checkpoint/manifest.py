@@ -1,18 +1,25 @@
-"""What a checkpoint holds, as one JSON file in global coordinates.
+"""What a checkpoint holds, as one JSON file in global coordinates, and whether it can be true.
 
-One rule: nothing here speaks of ranks or local tensors. Each tensor has its global shape and a
-list of boxes that tile it, each with the file it is in, so a reader needs to know its own
-layout and not the writer's. A file that is not listed is no part of the checkpoint, and one that
-is listed has the size and checksum given here.
+Nothing here speaks of ranks or local tensors. Each tensor has its global shape and a
+list of boxes that tile it, each with its file, so a reader needs to know its own layout only.
+
+Before a tensor is read all of it is checked: names are plain names in the folder, files are
+regular and of their size, pieces tile tensors once, and headers agree with both. No torch.
 """
 
 import json
+import math
+import re
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any
 
-from torchdistpackage.bounded import parse_json
+from pydantic import Field, TypeAdapter, ValidationError
+
+from torchdistpackage.bounded import check_regular, parse_json, read_regular
+from torchdistpackage.bounded_safetensors import DTYPES, read_header
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.flat_slices import Box, overlap, shifted
 
@@ -21,6 +28,15 @@ NAME = "manifest.json"
 MAX_BYTES = 1 << 28
 """Of the file; that of a run on ten thousand ranks has about half."""
 
+_FOLDER = re.compile(r"step_(\d{6,})(?:\.|\Z)", re.ASCII)
+_MAX_NAME_BYTES = 255
+
+Claim = tuple[str, str, tuple[int, ...]]
+"""(key in a file, torch's dtype, shape) of a piece."""
+
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+Text = Annotated[str, Field(strict=True)]
+Counts = tuple[Count, ...]
 Fact = str | int | float | bool | None
 
 
@@ -28,10 +44,10 @@ Fact = str | int | float | bool | None
 class TensorChunk:
     """A box of a tensor: `key` in `file` holds [offset, offset + lengths) of the global one."""
 
-    file: str
-    key: str
-    offset: tuple[int, ...]
-    lengths: tuple[int, ...]
+    file: Text
+    key: Text
+    offset: Counts
+    lengths: Counts
 
     @property
     def box(self) -> Box:
@@ -42,15 +58,12 @@ class TensorChunk:
 class TensorEntry:
     """One tensor: global shape, dtype (`float32`) and the pieces that tile it."""
 
-    shape: tuple[int, ...]
-    dtype: str
+    shape: Counts
+    dtype: Text
     pieces: tuple[TensorChunk, ...]
 
     def covering(self, box: Box) -> Iterator[tuple[TensorChunk, Box, Box]]:
-        """(piece, what of it is in `box`, in its own coordinates, and where that lies in `box`).
-
-        Pieces that were checked to tile the tensor cover every box in it exactly once.
-        """
+        """(piece, what of it is in `box`, in its own coordinates, and where that lies in `box`)."""
         for piece in self.pieces:
             common = overlap(piece.box, box)
             if common is not None:
@@ -63,8 +76,8 @@ class TensorEntry:
 class FileFacts:
     """What a file must be, to the byte."""
 
-    size_bytes: int
-    crc32: int
+    size_bytes: Count
+    crc32: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +88,9 @@ class Manifest:
     facts: what else the writer says of its run (seed, name, ...), plain values.
     """
 
-    step: int
-    tokens: int
-    degrees: tuple[tuple[str, int], ...]
+    step: Count
+    tokens: Count
+    degrees: tuple[tuple[Text, Count], ...]
     tensors: Mapping[str, TensorEntry]
     files: Mapping[str, FileFacts]
     facts: Mapping[str, Fact] = field(default_factory=dict[str, Fact])
@@ -94,63 +107,162 @@ class Manifest:
 
         Raises:
             CheckpointError: not JSON, altered, of another format, or with something missing or of
-                another type. Whether it can be true is not looked at (validate.py).
+                another type. Whether it can be true `read_manifest` checks.
         """
         try:
-            whole: dict[str, Any] = parse_json(text)
-            data: dict[str, Any] = whole["manifest"]
+            document: dict[str, Any] = parse_json(text)
+            data: dict[str, Any] = document["manifest"]
             if data["format"] != FORMAT:
                 raise CheckpointError(
                     f"it is of format {str(data['format'])[:40]}, this version reads {FORMAT}"
                 )
-            if _checksum(data) != whole["crc32"]:
+            if _checksum(data) != document["crc32"]:
                 raise CheckpointError(
-                    f"its checksum is {_checksum(data)}, and it says {str(whole['crc32'])[:40]}"
+                    f"its checksum is {_checksum(data)}, and it says {str(document['crc32'])[:40]}"
                 )
-            return cls(
-                step=_count(data["step"]),
-                tokens=_count(data["tokens"]),
-                degrees=tuple((_text(axis), _count(size)) for axis, size in data["degrees"]),
-                tensors={name: _entry(entry) for name, entry in data["tensors"].items()},
-                files={
-                    name: FileFacts(_count(x["size_bytes"]), _count(x["crc32"]))
-                    for name, x in data["files"].items()
-                },
-                facts={name: _fact(x) for name, x in data["facts"].items()},
-            )
+            if missing := {x.name for x in fields(cls)} - data.keys():
+                raise CheckpointError(f"it lacks {', '.join(sorted(missing))}")
+            return _MANIFEST.validate_python(data)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            why = f"{where[:80]}: {first['msg']}, got {str(first['input'])[:40]}"
+            raise CheckpointError(f"it is no manifest: {why}") from error
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"it is no manifest: {error!r}") from error
+
+
+_MANIFEST = TypeAdapter(Manifest)
 
 
 def _checksum(body: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(body).encode())
 
 
-def _entry(data: dict[str, Any]) -> TensorEntry:
-    pieces = tuple(
-        TensorChunk(_text(p["file"]), _text(p["key"]), _counts(p["offset"]), _counts(p["lengths"]))
-        for p in data["pieces"]
-    )
-    return TensorEntry(_counts(data["shape"]), _text(data["dtype"]), pieces)
+# -- whether it can be true ------------------------------------------------------------------
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{str(value)[:40]} is where a text belongs")
-    return value
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint folder, checked.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be true.
+    """
+    path = folder / NAME
+    try:
+        manifest = Manifest.from_json(read_regular(path, MAX_BYTES, follow=False).decode())
+        check_manifest(manifest, folder)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{folder} has no {NAME}, so it is no complete checkpoint; name one that has"
+        ) from error
+    except (OSError, UnicodeDecodeError, CheckpointError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(
+            f"{path} does not parse: {why}; use another checkpoint, or the version that wrote it"
+        ) from error
+    return manifest
 
 
-def _count(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise TypeError(f"{str(value)[:40]} is where a number of things belongs")
-    return value
+def check_manifest(manifest: Manifest, folder: Path) -> None:
+    """Raises CheckpointError if a manifest that was read from `folder` cannot be true."""
+    named = _FOLDER.match(folder.name)
+    if named and int(named[1]) != manifest.step:
+        raise CheckpointError(f"it is of step {manifest.step}, and its folder of {folder.name}")
+    for name in manifest.files:
+        if not _is_plain(name):
+            raise CheckpointError(f"{name[:80]!r} is no plain name of a file in its folder")
+    for name, entry in manifest.tensors.items():
+        if entry.dtype not in DTYPES:
+            raise CheckpointError(f"{name[:80]!r} has the type {entry.dtype[:40]!r}")
+        for piece in entry.pieces:
+            if piece.file not in manifest.files:
+                raise CheckpointError(f"{name[:80]!r} is in {piece.file[:80]!r}, which it lacks")
+        _check_tiles(name, entry)
 
 
-def _counts(values: list[object]) -> tuple[int, ...]:
-    return tuple(map(_count, values))
+def claims(manifest: Manifest) -> dict[str, list[Claim]]:
+    """By file what pieces it must hold."""
+    found: dict[str, list[Claim]] = {name: [] for name in manifest.files}
+    for entry in manifest.tensors.values():
+        for piece in entry.pieces:
+            found[piece.file].append((piece.key, entry.dtype, piece.lengths))
+    return found
 
 
-def _fact(value: object) -> Fact:
-    if not isinstance(value, Fact):
-        raise TypeError(f"{str(value)[:40]} is where a plain value belongs")
-    return value
+def check_size(path: Path, expected: FileFacts) -> None:
+    """Check, without opening it, that a file is a regular one of its size.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CheckpointError: it is something else.
+    """
+    try:
+        size_bytes = check_regular(path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path.name} {error.strerror}") from error
+    if size_bytes != expected.size_bytes:
+        raise CheckpointError(
+            f"{path.name} has {size_bytes} bytes, the manifest says {expected.size_bytes}"
+        )
+
+
+def check_header(path: Path, claimed: Iterable[Claim]) -> None:
+    """Raises CheckpointError if a safetensors file has not these pieces, or lies about itself."""
+    try:
+        held = read_header(path)
+        for key, dtype, shape in claimed:
+            if (held[key].dtype, held[key].shape) != (DTYPES[dtype][0], shape):
+                raise ValueError(f"{key[:80]!r} is no {dtype} of shape {shape}")
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(f"{path.name} has a header that is not true: {error}") from error
+
+
+def _is_plain(name: str) -> bool:
+    """A name of a file and no way to another: it is joined to the folder's."""
+    try:
+        fits = 0 < len(name.encode()) <= _MAX_NAME_BYTES
+    except UnicodeEncodeError:
+        return False
+    return fits and name.isprintable() and "/" not in name and not name.startswith(".")
+
+
+def _check_tiles(name: str, entry: TensorEntry) -> None:
+    covered = 0
+    for piece in entry.pieces:
+        dims = zip(piece.offset, piece.lengths, entry.shape, strict=False)
+        same = len(piece.offset) == len(piece.lengths) == len(entry.shape)
+        if not same or any(first + number > size for first, number, size in dims):
+            raise CheckpointError(
+                f"a piece of {name[:80]!r} at {piece.offset} of {piece.lengths} lies outside its "
+                f"shape {entry.shape}"
+            )
+        covered += math.prod(piece.lengths)
+    if covered != math.prod(entry.shape):
+        raise CheckpointError(
+            f"pieces have {covered} of the {math.prod(entry.shape)} elements of {name[:80]!r}"
+        )
+    for one, other in _overlaps(entry.pieces):
+        raise CheckpointError(
+            f"pieces of {name[:80]!r} at {one.offset} and {other.offset} overlap, so it has a hole"
+        )
+
+
+def _overlaps(pieces: Iterable[TensorChunk]) -> Iterator[tuple[TensorChunk, TensorChunk]]:
+    """Pairs that share elements. Along the first dim only neighbours are compared."""
+    active: list[TensorChunk] = []
+    for piece in sorted((p for p in pieces if math.prod(p.lengths)), key=lambda p: p.offset):
+        if not piece.offset:
+            yield from ((other, piece) for other in active)
+        active = [p for p in active if p.offset and _end(p) > piece.offset[0]]
+        for other in active:
+            dims = zip(other.offset, other.lengths, piece.offset, piece.lengths, strict=True)
+            if all(a < b + m and b < a + n for a, n, b, m in dims):
+                yield other, piece
+        active.append(piece)
+
+
+def _end(piece: TensorChunk) -> int:
+    return piece.offset[0] + piece.lengths[0]

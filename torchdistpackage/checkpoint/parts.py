@@ -1,8 +1,7 @@
-"""What a rank holds of a run's tensors, as parts in global coordinates, whole or sharded by ZeRO.
+"""What a rank holds of a run's tensors, as parts in global coordinates, full or sharded by ZeRO.
 
-One rule: a part is a box of a global tensor and the elements that lie there, as a view of memory
-that the run uses. Whoever writes copies out of the views, whoever reads copies into them; neither
-asks again how a tensor is cut.
+A part is a box of a global tensor and the elements that lie there, as a view of memory that the run
+uses: a writer copies out of the views, a reader into them.
 """
 
 import math
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group, ranks_of
-from torchdistpackage.ddp.wrapper_state import unwrap_model
+from torchdistpackage.ddp.module_names import unwrap_model
 from torchdistpackage.errors import CheckpointError, LayoutError
 from torchdistpackage.layout.derive import blocks, local_shape, owner, owns
 from torchdistpackage.layout.flat_slices import Box, parts
@@ -77,7 +76,7 @@ class ShardedState(Protocol):
     """An optimizer over shards, as ddp/zero has it.
 
     held: for each param group its parameters; `bounds` of each say who has which elements, all
-    zero where it is frozen. finish: parameters are whole and current.
+    zero where it is frozen. finish: parameters are full and current.
     """
 
     state: Any
@@ -116,12 +115,13 @@ class TopologyRank:
     def sliced(self, layout: Layout, shard: OptimizerShard, tensor: Tensor) -> SavedTensor:
         """The elements of a shard; `tensor` is its own, or the optimizer's state for it.
 
-        Of groups that hold the same elements the one with the owner of the whole tensor speaks.
+        Of groups that hold the same elements the one with the owner of the full tensor speaks.
         """
         mesh = self.topology.view(layout.view)
         order = _memory_order(shard.parameter)
         back = sorted(range(len(order)), key=order.__getitem__)
-        flat = _flat(tensor.detach())
+        flat = tensor.detach()
+        flat = flat.permute(_memory_order(flat)).view(-1)
         found: list[tuple[Box, Tensor]] = []
         for part in parts(layout, mesh, self.rank, shard.start, shard.stop, order):
             at = part.run.start - shard.start
@@ -130,14 +130,19 @@ class TopologyRank:
         speaks = self.is_owner(layout, shard)
         return SavedTensor(layout.name, layout.shape, tensor.dtype, tuple(found), speaks)
 
-    def number(self, layout: Layout, tensor: Tensor) -> SavedTensor:
-        """A number kept beside a parameter, such as its step."""
-        return self.whole(_scalar(layout), tensor)
-
-    def number_of(self, layout: Layout, shard: OptimizerShard, tensor: Tensor) -> SavedTensor:
-        """The same beside a shard: who has the parameter's first element speaks."""
-        speaks = shard.start == 0 and self.is_owner(_scalar(layout), shard)
+    def number(self, layout: Layout, shard: OptimizerShard | None, tensor: Tensor) -> SavedTensor:
+        """A number kept for a parameter or a shard, such as its step; the owner of the parameter's
+        first element speaks."""
+        scalar = Layout(layout.name, (), view=layout.view, stages=layout.stages)
+        if shard is None:
+            return self.whole(scalar, tensor)
+        speaks = shard.start == 0 and self.is_owner(scalar, shard)
         return SavedTensor(layout.name, (), tensor.dtype, (((), tensor.detach()),), speaks)
+
+    def part(self, layout: Layout, shard: OptimizerShard | None, tensor: Tensor) -> SavedTensor:
+        """`sliced`, or `whole` without a shard."""
+        whole = shard is None
+        return self.whole(layout, tensor) if whole else self.sliced(layout, shard, tensor)
 
     def is_owner(self, layout: Layout, shard: OptimizerShard) -> bool:
         """Whether this rank answers for the elements of a shard, over all ranks and stages."""
@@ -145,19 +150,9 @@ class TopologyRank:
         return owner(layout, mesh, self.rank) in ranks_of(shard.group)
 
 
-def _scalar(layout: Layout) -> Layout:
-    """Of a number: no axis cuts it."""
-    return Layout(layout.name, (), view=layout.view, stages=layout.stages)
-
-
 def _memory_order(x: Tensor) -> tuple[int, ...]:
     """The dims from the slowest varying in memory to the fastest."""
     return tuple(sorted(range(x.dim()), key=lambda dim: -x.stride(dim)))
-
-
-def _flat(x: Tensor) -> Tensor:
-    """A dense tensor as one dim, in memory order."""
-    return x.permute(_memory_order(x)).view(-1)
 
 
 def held(
@@ -173,40 +168,24 @@ def held(
     first: dict[str, tuple[Tensor, Layout]] = {}
     for param, layout in params.values():
         first.setdefault(layout.name, (param, layout))
-    sharded = _sharded(optimizer)
-    for param, layout in first.values():
-        if param not in sharded:
-            yield place.whole(layout, param)
+    layouts = dict(first.values())
+    from_shards: set[Tensor] = set()  # of which this rank may have none
     if isinstance(optimizer, ShardedState):
-        yield from _of_shards(optimizer, dict(first.values()), place)
+        members = (h for group in optimizer.held for h in group if any(h.bounds))
+        from_shards = {h.shared.parameter for h in members}
+    yield from (place.whole(x, p) for p, x in first.values() if p not in from_shards)
+    if isinstance(optimizer, ShardedState):
+        for shard in optimizer.shards:
+            layout = layouts.get(shard.parameter)
+            if layout is None:
+                continue
+            yield place.sliced(layout, shard, shard.tensor.to(shard.parameter.dtype))
+            if has_master(shard):
+                yield place.sliced(layout.named(f"{layout.name}#{MASTER}"), shard, shard.tensor)
+            yield from _state(optimizer, shard.tensor, shard, layout, place)
     elif optimizer is not None:
         for param, layout in first.values():
-            for name, tensor in _state(optimizer, param, layout):
-                one = layout.named(name)
-                yield place.whole(one, tensor) if tensor.ndim else place.number(one, tensor)
-
-
-def _sharded(optimizer: torch.optim.Optimizer | None) -> set[Tensor]:
-    """Parameters that are saved from shards, of which this rank may have none."""
-    if not isinstance(optimizer, ShardedState):
-        return set()
-    return {h.shared.parameter for members in optimizer.held for h in members if any(h.bounds)}
-
-
-def _of_shards(
-    optimizer: ShardedState, layouts: Mapping[Tensor, Layout], place: TopologyRank
-) -> Iterator[SavedTensor]:
-    """The parameters too: nobody needs to have one whole to save it."""
-    for shard in optimizer.shards:
-        layout = layouts.get(shard.parameter)
-        if layout is None:
-            continue
-        yield place.sliced(layout, shard, shard.tensor.to(shard.parameter.dtype))
-        if has_master(shard):
-            yield place.sliced(layout.named(f"{layout.name}#{MASTER}"), shard, shard.tensor)
-        for name, tensor in _state(optimizer, shard.tensor, layout):
-            one = layout.named(name)
-            yield (place.sliced if tensor.ndim else place.number_of)(one, shard, tensor)
+            yield from _state(optimizer, param, None, layout, place)
 
 
 def has_master(shard: OptimizerShard) -> bool:
@@ -214,8 +193,10 @@ def has_master(shard: OptimizerShard) -> bool:
     return shard.tensor.dtype != shard.parameter.dtype
 
 
-def _state(optimizer: Any, of: Tensor, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-    """(name in the checkpoint, tensor) of all that the optimizer keeps for one of its tensors."""
+def _state(
+    optimizer: Any, of: Tensor, shard: OptimizerShard | None, layout: Layout, place: TopologyRank
+) -> Iterator[SavedTensor]:
+    """All that the optimizer keeps for one of its tensors."""
     for key, value in optimizer.state.get(of, {}).items():
         if value is None:
             continue
@@ -226,4 +207,4 @@ def _state(optimizer: Any, of: Tensor, layout: Layout) -> Iterator[tuple[str, Te
                 f"optimizer state {name} has shape {tuple(tensor.shape)}, its parameter "
                 f"{tuple(of.shape)}; only state of that shape and scalars can be saved"
             )
-        yield name, tensor
+        yield (place.part if tensor.ndim else place.number)(layout.named(name), shard, tensor)

@@ -1,9 +1,8 @@
 """Write a checkpoint: each rank what it owns, into one safetensors file of its own.
 
-One rule: every element of every tensor is written once, by the rank that owns it
-(layout/derive.py), with its place in the global tensor beside it. The header of a file
-says which boxes it holds, and the manifest is put together from the headers, so the ranks
-exchange nothing but how it went: all succeed, or all fail (`fail_together`).
+Every element of every tensor is written once, by the rank that owns it
+(layout/derive.py), with its place in the global tensor. The manifest is put together from the
+headers of the files, so ranks exchange nothing but how it went: all succeed, or all fail.
 """
 
 import json
@@ -56,7 +55,7 @@ def save(
 
     params: with their layouts, or the module, whose layers say them.
 
-    Optimizer state is saved beside each parameter, as `name#exp_avg` with the parameter's layout
+    Optimizer state is saved with each parameter, as `name#exp_avg` with the parameter's layout
     or, for scalars, `name#step`. Under ZeRO both are written by the ranks that hold their slices,
     and wide copies of narrow parameters as `name#master`. Afterwards only the last `keep_last`
     complete checkpoints stay. group: all ranks (default).
@@ -117,7 +116,7 @@ def write_shard(
         pieces = list(known.pieces)
         for where, tensor in each.parts:
             key = f"{each.name}[{len(pieces)}]"
-            # safetensors writes contiguous memory that nobody shares
+            # safetensors writes contiguous memory that is not shared
             tensors[key] = tensor.cpu().contiguous()
             pieces.append(TensorChunk(file, key, *box_of(where)))
         entries[each.name] = replace(known, pieces=tuple(pieces))
@@ -180,10 +179,7 @@ def box_of(where: tuple[slice, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 @contextmanager
 def fail_together(group: Group, doing: str) -> Generator[None]:
-    """Run the block on every rank of the group; it holds no collective itself.
-
-    A rank that raised alone would leave its peers waiting in the next collective.
-    doing: what the block does, for the message: `writing the checkpoint of step 400`.
+    """Run the block, without collectives, on every rank of the group; doing: what it does.
 
     Raises:
         CheckpointError: on every rank if the block raised on any; names the first of them.

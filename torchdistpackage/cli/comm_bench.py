@@ -1,7 +1,7 @@
 """`tdp comm bench`: how fast the links of a cluster are, by the groups that a run would use.
 
-One rule: what cannot be measured or written is refused before a process is started. The ranks
-measure and return one value; all files and texts are made of it here.
+What cannot be measured or written is refused before a process is started. The ranks measure and
+return one value; all files and tables are made of it here.
 """
 
 import math
@@ -9,55 +9,62 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import typer
 
-from torchdistpackage.cli._common import Axes, CommTarget, Procs, Words, parse_target
+from torchdistpackage.cli._common import text_table
+from torchdistpackage.cli.comm_ranks import (
+    Axes,
+    CommTarget,
+    Procs,
+    Words,
+    parse_target,
+    run_ranks,
+)
 from torchdistpackage.config.load import load
-from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.errors import CommError, ConfigError, RankError
+from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.bench.outputs import Outputs, into
-from torchdistpackage.harness.bench.pairs import find_suspects
+from torchdistpackage.harness.bench.pairs import SlowLinks, find_suspects
+from torchdistpackage.harness.bench.profile import CostModel
 from torchdistpackage.harness.bench.report import (
     EVERY,
     PAIRS,
     BenchReport,
-    pairs_text,
+    Pairs,
+    Row,
     parse_limits,
-    report_text,
+    rate,
+    size_text,
     violations,
 )
 from torchdistpackage.harness.bench.request import (
+    ELEMENT_BYTES,
+    ISOLATED,
     Request,
-    parse_dtypes,
-    parse_operations,
+    parse_names,
     parse_sizes,
 )
-from torchdistpackage.harness.comm_test_report import CommTestError
 from torchdistpackage.harness.operations import COLLECTIVES
-from torchdistpackage.harness.run_on_topology import INIT_TIMEOUT_S, run_on_topology
+from torchdistpackage.harness.run_on_topology import INIT_TIMEOUT_S
 from torchdistpackage.launch.lock import hold
+from torchdistpackage.launch.process import SignalFlag
 from torchdistpackage.launch.rendezvous import detect
-from torchdistpackage.launch.signals import SignalFlag
 from torchdistpackage.launch.slurm.job import absolute, interpreter_of, job_shape
 from torchdistpackage.launch.slurm.run_dir import RunDir, attempt_id
-from torchdistpackage.launch.slurm.submit import (
-    Prepared,
-    ensure_not_running,
-    prepare,
-    submit_prepared,
-)
+from torchdistpackage.launch.slurm.submit import ensure_not_running, prepare, submit_prepared
 from torchdistpackage.launch.supervisor import WatchedRank, supervise
 from torchdistpackage.topology.mesh import describe
 from torchdistpackage.topology.views import topology
 
-_RANK = "torchdistpackage.harness.measure.watched:bench"
+_RANK = "torchdistpackage.harness.measure.run:bench"
 Sizes = Sequence[tuple[str, int | None]]
 _SIZES, _DTYPES = "1KiB:4MiB:x16", "float32"
 _SUFFIX = "-bench"
 _BENCH = ("-u", "-P", "-m", "torchdistpackage", "comm", "bench")
+_HEAD = ("operation", "dtype", "size", "p50", "p95", "max", "algbw", "busbw", "bare p50", "ours")
+_MATRIX = 16
+"""Ranks whose matrix is printed; the file has all of it."""
 
 
 def bench(
@@ -103,12 +110,12 @@ def bench(
     """Measure latency and bandwidth of every operation over every group.
 
     Starts local processes when alone, and is a rank under torchrun or srun. Every element that
-    arrives is compared; each figure stands beside that of a bare torch.distributed loop.
+    arrives is compared, and each figure is printed with that of a bare torch.distributed loop.
     """
     request = Request(
-        operations=parse_operations(operations or ",".join(COLLECTIVES)),
+        operations=parse_names(operations or ",".join(COLLECTIVES), "operation", COLLECTIVES),
         sizes_bytes=parse_sizes(sizes),
-        dtypes=parse_dtypes(dtypes),
+        dtypes=parse_names(dtypes.replace("bfloat16", "bf16"), "dtype", ELEMENT_BYTES),
         over=tuple(dict.fromkeys(name.strip() for name in axis.split(",") if name.strip())),
         iterations=iterations,
         warmup=warmup,
@@ -138,10 +145,9 @@ def bench(
 
 
 def _run(request: Request, want: CommTarget, outputs: Outputs, limits: Mapping[str, float]) -> int:
-    """Measure, write and print; the exit code. Of several ranks only the first says anything."""
+    """Measure, write and print; the exit code. Of several ranks only the first prints."""
     outputs.check(request)
-    with TemporaryDirectory() as folder:
-        found = _measured(request, want, Path(folder) / "error")
+    found = run_ranks(_RANK, (request,), want, init_timeout_s=INIT_TIMEOUT_S)
     if found is None:
         return 0
     report = cast(BenchReport, found[0])
@@ -152,7 +158,7 @@ def _run(request: Request, want: CommTarget, outputs: Outputs, limits: Mapping[s
     else:
         typer.echo(report_text(report))
     if report.pairs is not None:
-        suspects = find_suspects({(a, b): t for a, b, t in report.pairs.times}, report.hosts)
+        suspects = find_suspects(report.pairs.times, report.hosts)
         typer.echo("\n" + pairs_text(report.pairs, suspects, report.hosts))
     written, problems = outputs.write(report)
     for path in written:
@@ -162,27 +168,6 @@ def _run(request: Request, want: CommTarget, outputs: Outputs, limits: Mapping[s
     for line in problems:
         typer.echo(f"not written: {line}", err=True)
     return 1 if slow or problems else 0
-
-
-def _measured(request: Request, want: CommTarget, note: Path) -> list[Any] | None:
-    """What `run_on_topology` returns; an error of all ranks is told once, without traceback."""
-    try:
-        return run_on_topology(
-            _RANK,
-            (request, str(note)),
-            axes=want.axes,
-            procs=want.num_ranks,
-            expert=want.expert,
-            init_timeout_s=want.init_timeout_s or INIT_TIMEOUT_S,
-        )
-    except CommTestError as error:
-        if error.speaker in (None, detect(os.environ).rank):
-            raise
-        raise typer.Exit(1) from error
-    except RankError as error:
-        if not note.exists():
-            raise
-        raise CommError(note.read_text(encoding="utf-8")) from error
 
 
 def _check_names(
@@ -218,6 +203,110 @@ def _options(request: Request, sizes: str, min_busbw: Sequence[str]) -> list[str
     return words + [word for limit in min_busbw for word in ("--min-busbw", limit)]
 
 
+# -- tables -------------------------------------------------------------------------------
+
+
+def report_text(report: BenchReport) -> str:
+    """All tables, one for each axis, link and mode."""
+    num_hosts = len(set(report.hosts))
+    parts = [
+        f"{report.backend} on {len(report.hosts)} ranks of {num_hosts} "
+        f"host{'s' if num_hosts > 1 else ''} ({describe(report.topology)}), {report.date}; "
+        f"{report.iterations} iterations after {report.warmup}, every element verified"
+    ]
+    kinds = dict.fromkeys((row.axis, row.link, row.mode) for row in report.rows)
+    for kind in kinds:
+        rows = [row for row in report.rows if (row.axis, row.link, row.mode) == kind]
+        lines = [x for x in report.lines if (x.axis, x.link, x.mode) == kind]
+        parts.append(f"{_title(rows)}\n{text_table(_cells(rows), num_left=1)}" + _fits(lines))
+    return "\n\n".join(parts)
+
+
+def pairs_text(pairs: Pairs, suspects: SlowLinks, hosts: Sequence[str]) -> str:
+    """The matrix where it is small, the slowest pair, and what to leave out."""
+    num_ranks = len(hosts)
+    lines = [f"pairs, both ways at once, {size_text(pairs.size_bytes)} of {pairs.dtype}"]
+    if num_ranks <= _MATRIX:
+        rows: list[Sequence[str]] = [("GB/s", *map(str, range(num_ranks)), "")]
+        for a in range(num_ranks):
+            found = [(min(a, b), max(a, b)) for b in range(num_ranks)]
+            shown = (rate(pairs.busbw_bytes_per_s(x)) if x in pairs.times else "" for x in found)
+            rows.append((str(a), *shown, hosts[a]))
+        lines.append(text_table(rows, num_left=1))
+    a, b = suspects.slowest
+    lines.append(
+        f"slowest pair: rank {a} ({hosts[a]}) and rank {b} ({hosts[b]}), "
+        f"{rate(pairs.busbw_bytes_per_s((a, b)))} GB/s, {suspects.times_slower:.1f} x the "
+        f"median time"
+    )
+    for rank, slower in suspects.ranks:
+        lines.append(
+            f"slow rank: {rank} on {hosts[rank]}, to other hosts {slower:.1f} x the time of the "
+            f"others there"
+        )
+    if suspects.partitions:
+        sides = " | ".join(" ".join(members) for members in suspects.partitions)
+        lines.append(f"slow between these sets of hosts, and not within: {sides}")
+    for (first, second), slower in suspects.links:
+        where = f"inside {first}" if first == second else f"between {first} and {second}"
+        lines.append(f"slow link: {where}, {slower:.1f} x the time of the fast ones")
+    lines.append(suspects.exclude or "no host stands out, so none is to be excluded")
+    return "\n".join(lines)
+
+
+def duration(seconds: float) -> str:
+    """Three or more digits, in us, ms or s."""
+    for factor, unit in ((1e6, "us"), (1e3, "ms")):
+        if seconds * factor < 1000:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def _title(rows: Sequence[Row]) -> str:
+    row = rows[0]
+    link = "on one host" if row.link == "node" else "between hosts"
+    if row.mode == ISOLATED:
+        return f"{row.axis}, {link}: one group at a time, others silent (GB/s)"
+    return f"{row.axis}, {link}: all groups at once, the slowest of them (GB/s)"
+
+
+def _cells(rows: Sequence[Row]) -> list[Sequence[str]]:
+    queues = any(row.host_p50_s is not None for row in rows)
+    cells: list[Sequence[str]] = [(*_HEAD, *["host"] * queues, "slowest ranks")]
+    for row in rows:
+        ranks = " ".join(map(str, row.ranks[:4])) + (" ..." if row.num_ranks > 4 else "")
+        cells.append(
+            (
+                row.operation,
+                row.dtype,
+                size_text(row.size_bytes),
+                *map(duration, (row.p50_s, row.p95_s, row.max_s)),
+                *map(rate, (row.algbw_bytes_per_s, row.busbw_bytes_per_s)),
+                duration(row.bare_p50_s),
+                f"{row.p50_s / row.bare_p50_s:.2f} x",
+                *[duration(row.host_p50_s or 0.0)] * queues,
+                f"{ranks} (of {row.num_units})" if row.num_units > 1 else ranks,
+            )
+        )
+    return cells
+
+
+def _fits(lines: Sequence[CostModel]) -> str:
+    if not lines:
+        return ""
+    shown = [
+        f"  {x.operation} {x.dtype}: {duration(x.fit.latency_s)}"
+        + (
+            f" + bytes x bus factor / {rate(x.fit.bytes_per_s)} GB/s, "
+            if x.fit.bytes_per_s
+            else ", bandwidth not seen, use larger sizes; "
+        )
+        + ("two sizes" if x.fit.deviation is None else f"{x.fit.deviation:.0%} off")
+        for x in lines
+    ]
+    return "\nfitted\n" + "\n".join(shown)
+
+
 # With --slurm: everything but the command of the tasks is that of `tdp submit`, in a run folder of
 # its own. Inside the job each task is watched as a training rank is, so a rank that fails is named
 # at the end of the main log, and the job has its exit code.
@@ -230,59 +319,35 @@ def _submit(
     limits: Mapping[str, float],
     options: Sequence[str],
 ) -> None:
-    config = _bench_run(path, overrides)
-    _check_names(request, limits, _axes_of(config), config.parallel.expert)
-    prepared = _prepare_bench(config, options)
-    for note in prepared.notes:
-        print(f"note: {note}", file=sys.stderr)
-    job, folder = _submit_bench(prepared)
-    files = into(folder, request)
-    figures = " and ".join(str(path) for path in (files.json, files.profile) if path is not None)
-    typer.echo(
-        f"job {job}  {folder}\non {prepared.job.shape}; its figures will be in {figures}, "
-        f"its tables in {RunDir(folder).main_log}"
-    )
-
-
-def _bench_run(path: str, overrides: Sequence[str]) -> RunConfig:
-    """The run at `path` under a name of its own, its folder from the root on.
+    """Hand the bench to Slurm, with the ranks and nodes of the run at `path`.
 
     Raises:
-        ConfigError: it cannot be a job.
+        ConfigError: the run cannot be a job.
+        LaunchError: the code cannot be gathered, a bench of this run waits or runs already, or
+            Slurm does not take the job.
     """
     config = load(path, overrides, job=True)
     own = config.run.model_copy(update={"name": f"{config.run.name}{_SUFFIX}"})
-    return absolute(config.model_copy(update={"run": own}), Path.cwd())
-
-
-def _axes_of(config: RunConfig) -> tuple[tuple[str, int], ...]:
-    """Its axes on the smallest number of nodes that the job may get."""
-    return config.resolve(job_shape(config).world_sizes[0]).parallel.axes()
-
-
-def _prepare_bench(config: RunConfig, options: Sequence[str]) -> Prepared:
-    """The job that runs `tdp comm bench OPTIONS` with the ranks and nodes of `config`.
-
-    Raises:
-        LaunchError: the code cannot be gathered.
-    """
+    config = absolute(config.model_copy(update={"run": own}), Path.cwd())
+    # its axes on the smallest number of nodes that the job may get
+    axes = config.resolve(job_shape(config).world_sizes[0]).parallel.axes()
+    _check_names(request, limits, axes, config.parallel.expert)
     folder = Path(config.run.dir) / config.run.name
-    words = [interpreter_of(config, sys.executable), *_BENCH, *options]
-    words += ["--run-folder", str(folder)]
-    return prepare([config], Path.cwd(), os.environ, command=words)
-
-
-def _submit_bench(prepared: Prepared) -> tuple[str, Path]:
-    """Hand it to Slurm: the job's id and its run folder.
-
-    Raises:
-        LaunchError: a bench of this run waits or runs already, or Slurm does not take the job.
-    """
+    command = [interpreter_of(config, sys.executable), *_BENCH, *options]
+    command += ["--run-folder", str(folder)]
+    prepared = prepare([config], Path.cwd(), os.environ, command=command)
+    for note in prepared.notes:
+        print(f"note: {note}", file=sys.stderr)
     folder = prepared.runs[0][0]
     with hold(RunDir(folder).lock, f"a submission of {folder.name}"):
         ensure_not_running(prepared)
         sent = submit_prepared(prepared, os.environ)
-    return sent.records[0].job, folder
+    files = into(folder, request)
+    figures = " and ".join(str(path) for path in (files.json, files.profile) if path is not None)
+    typer.echo(
+        f"job {sent.records[0].job}  {folder}\non {prepared.job.shape}; its figures will be in "
+        f"{figures}, its tables in {RunDir(folder).main_log}"
+    )
 
 
 def _launch_bench(body: Callable[[], int], folder: Path) -> int:

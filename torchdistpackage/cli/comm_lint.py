@@ -1,7 +1,4 @@
-"""`tdp comm lint`: whether all ranks of a run make their calls in one order, without a cluster.
-
-The proof is train/dry_run.py's, which runs the real step with a thread for each rank.
-"""
+"""`tdp comm lint`: whether all ranks of a run make their calls in one order (train/dry_run.py)."""
 
 import os
 from typing import Annotated

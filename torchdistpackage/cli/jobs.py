@@ -1,8 +1,10 @@
 """`tdp jobs`: what became of the runs that were submitted, and what can be done about them.
 
-One rule: a run is meant by its name, its folder or a job id, and its folder knows the rest.
+A run is named by its name, its folder or a job id; its folder has the rest. As a program this file
+is the earlier `python -m torchdistpackage.tools.slurm_job_monitor --cfg FILE`.
 """
 
+import argparse
 import os
 import sys
 import time
@@ -13,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from torchdistpackage.cli._common import text_table
 from torchdistpackage.launch.failure import root_cause, summary
 from torchdistpackage.launch.lock import holder_of
 from torchdistpackage.launch.slurm import jobs as submitted
@@ -70,7 +73,7 @@ def ls(folder: Dir = RUNS) -> None:
                 now.reason if now.outcome is not Outcome.SUCCEEDED else "",
             )
         )
-    typer.echo(_table(rows) if runs else f"no run in {folder} was submitted")
+    typer.echo(text_table(rows, num_left=9) if runs else f"no run in {folder} was submitted")
     _notes(looked.notes)
 
 
@@ -116,11 +119,9 @@ def logs(
         sys.stdout.flush()
 
     if not follow_on:
-        write(LogTail().read_new(paths()))
-        return
+        return write(LogTail().read_new(paths()))
     last = follow(run, paths, write)
-    reason = f": {last.reason}" if last.reason else ""
-    typer.echo(f"tdp: {run.name} is {last.word}{reason}", err=True)
+    typer.echo(f"tdp: {run.name} is {last.word}{last.suffix}", err=True)
     raise typer.Exit(0 if last.outcome is Outcome.SUCCEEDED else 1)
 
 
@@ -162,10 +163,9 @@ def monitor(
 
     Later each time, not without end, and never after scancel. Ctrl-C ends the watching alone.
     """
-    script = Path(name)
     limits = ResubmitLimits(max_resubmits=max_resubmits, first_wait_s=delay, query_s=interval)
-    if script.is_file():
-        target = ScriptTarget(script, os.environ)
+    if Path(name).is_file():
+        target = ScriptTarget(Path(name), os.environ)
     else:
         target = RunTarget(single(find(name, folder)), os.environ)
     stop = watch(target, limits=limits, say=_say)
@@ -178,20 +178,17 @@ def _say(line: str) -> None:
 
 def _story(run: SubmittedRun, info: JobInfo) -> str:
     now, got, latest = status(run, info, time.time()), progress(run.files), run.latest
-    earlier = ", ".join(record.job for record in run.records[:-1])
-    reason = f": {now.reason}" if now.reason else ""
     loss = "" if got.loss is None else f", loss {got.loss:.4f}"
+    elapsed = "" if info.elapsed_s is None else str(timedelta(seconds=int(info.elapsed_s)))
     facts = {
         "run": run.name,
         "folder": str(run.folder.resolve()),
         "job": f"{latest.job}, submitted {_when(latest.time_s)} on {latest.host} by {latest.via}",
-        "earlier jobs": earlier,
-        "state": f"{now.word}{reason}",
+        "earlier jobs": ", ".join(record.job for record in run.records[:-1]),
+        "state": f"{now.word}{now.suffix}",
         "exit code": "" if info.exit_code is None else str(info.exit_code),
         "nodes": info.nodes or f"{latest.nodes} asked for",
-        "running for": ""
-        if info.elapsed_s is None
-        else str(timedelta(seconds=int(info.elapsed_s))),
+        "running for": elapsed,
         "restarts": str(restarts(run, info)),
         "step": _steps(got.step, got.num_steps) + loss,
         "written by": str(holder_of(run.files.run_lock) or ""),
@@ -205,7 +202,7 @@ def _story(run: SubmittedRun, info: JobInfo) -> str:
     if ends := attempt_results(run):
         rows: list[Sequence[str]] = [("START", "WHEN", "NODES", "STEP", "ENDED")]
         rows += [_start(end) for end in ends]
-        lines += ["", _table(rows)]
+        lines += ["", text_table(rows, num_left=len(rows[0]))]
     if text := node_blocklist.explain(run.files.suspects, time.time()):
         lines += ["", text]
     return "\n".join(lines)
@@ -236,10 +233,11 @@ def _notes(notes: Iterable[str]) -> None:
         typer.echo(f"note: {note}", err=True)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
+if __name__ == "__main__":
+    from torchdistpackage.cli.main import main
+
+    parser = argparse.ArgumentParser(
+        prog="slurm_job_monitor", description="Submit a batch script and keep it going."
     )
+    parser.add_argument("--cfg", required=True, metavar="FILE", help="batch script")
+    sys.exit(main(["jobs", "monitor", parser.parse_args().cfg]))

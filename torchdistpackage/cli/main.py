@@ -1,6 +1,6 @@
 """`tdp`: finds the command, runs it, and says in the exit code how it went.
 
-One rule: only the module of the command that was asked for is imported, so a plan does not
+Only the module of the command that was asked for is imported, so a plan does not
 wait for what training needs. A mistake of the user ends in its text and code 2, a run that
 failed in its report and code 1; a traceback of this process is a bug in this package.
 """
@@ -9,6 +9,8 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 from typer.core import TyperGroup
@@ -22,7 +24,10 @@ from torchdistpackage.errors import (
     TorchDistError,
 )
 
-COMMANDS = ("train", "submit", "jobs", "plan", "comm", "schedule", "schema")
+COMMANDS = (
+    *("train", "submit", "jobs", "plan", "data", "export", "comm", "schedule", "profile"),
+    "schema",
+)
 """Each a function, or commands of its own, in the module of its name; in the order of the help."""
 
 _EARLIER_OPTIONS = {
@@ -85,6 +90,12 @@ def _of_today(args: list[str]) -> list[str]:
     return args
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        print(", ".join(f"{name} {version(name)}" for name in ("torchdistpackage", "torch")))
+        raise typer.Exit
+
+
 def _command(names: Sequence[str]) -> TyperGroup:
     # Plain help and plain tracebacks: rich takes longer to import than a plan to make.
     app = typer.Typer(
@@ -95,7 +106,12 @@ def _command(names: Sequence[str]) -> TyperGroup:
     )
 
     @app.callback()
-    def tdp() -> None:
+    def tdp(
+        _: Annotated[
+            bool,
+            typer.Option("--version", is_eager=True, callback=_version, help="Print versions."),
+        ] = False,
+    ) -> None:
         """Mixed-parallelism training from one YAML file."""
 
     for name in names:

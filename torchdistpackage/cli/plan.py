@@ -1,33 +1,31 @@
-"""`tdp plan`: what a run is on so many ranks, in plain text, before anything is queued or started.
-
-One rule: it prints the value that training builds from, and works nothing out anew.
-"""
+"""`tdp plan`: what a run is on so many ranks, before it is queued: the value it is built from."""
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from torchdistpackage.cli._common import PROCS, Config, Overrides
+from torchdistpackage.cli._common import PROCS, Config, Overrides, text_table
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.config.slurm_shape import JobGeometry
+from torchdistpackage.config.slurm import JobGeometry
 from torchdistpackage.harness.bench.profile import Profile
 from torchdistpackage.harness.bench.profile import read as read_profile
 from torchdistpackage.launch.slurm.job import job_shape
 from torchdistpackage.launch.slurm.submit import preview
 from torchdistpackage.schedule.actions import ActionKind, flatten
-from torchdistpackage.topology.mesh import Mesh, Ranks, describe
+from torchdistpackage.topology.mesh import Mesh, describe
+from torchdistpackage.topology.placement import advice
 from torchdistpackage.train.estimate import estimates, timeline_with_messages
 from torchdistpackage.train.plan import (
     Plan,
+    activation_budget_gb,
     local_procs,
     make_plan,
     num_parameters,
-    placement_advice,
     stage_loads,
 )
 
@@ -89,13 +87,16 @@ def plan(
         world, ranks_per_node = shape.world_sizes[0], ranks_per_node or shape.tasks_per_node
     planned = make_plan(run, world or local_procs(run), config)
     limit = planned.world_size if show_all else LIMIT
+    mesh = describe(planned.topology.dense.axes)
     parts = [
-        _head(planned),
+        f"{run.run.name} on {planned.world_size} ranks: {mesh}, outermost first",
         _coordinates(planned, limit),
         _groups(planned, limit),
         _stages(planned),
         _schedule(planned),
     ]
+    if run.train.recompute != "none":
+        parts.append(_recompute(planned))
     if cluster is not None:
         parts.append(_communication(planned, cluster, ranks_per_node, forward_s))
     if ranks_per_node is not None:
@@ -105,18 +106,13 @@ def plan(
     typer.echo("\n\n".join(parts))
 
 
-def _head(plan: Plan) -> str:
-    mesh = describe(plan.topology.dense.axes)
-    return f"{plan.config.run.name} on {plan.world_size} ranks: {mesh}, outermost first"
-
-
 def _coordinates(plan: Plan, limit: int) -> str:
     shown = range(min(limit, plan.world_size))
     rows: list[Sequence[object]] = [("rank", *AXES)]
     for rank in shown:
         coord = plan.topology.expert.coord(rank) | plan.topology.dense.coord(rank)
         rows.append((rank, *(coord[axis] for axis in AXES)))
-    return _table(rows) + _more(plan.world_size - len(shown), "ranks")
+    return text_table(rows) + _more(plan.world_size - len(shown), "ranks")
 
 
 def _groups(plan: Plan, limit: int) -> str:
@@ -140,14 +136,12 @@ def _kind(mesh: Mesh, axes: tuple[str, ...], limit: int) -> str:
     size = mesh.axis_size(*axes)
     if size == 1:
         return "each rank alone"
-    number = mesh.size // size
-    shown = [_ranks(ranks, limit) for ranks in islice(mesh.groups(axes), max(limit // size, 1))]
+    number, more = mesh.size // size, ", ..." if size > limit else ""
+    shown = [
+        f"[{', '.join(map(str, ranks[:limit]))}{more}]"
+        for ranks in islice(mesh.groups(axes), max(limit // size, 1))
+    ]
     return f"{number} of {size}: {' '.join(shown)}" + _more(number - len(shown), "groups", " ")
-
-
-def _ranks(ranks: Ranks, limit: int) -> str:
-    more = ", ..." if len(ranks) > limit else ""
-    return f"[{', '.join(map(str, ranks[:limit]))}{more}]"
 
 
 def _more(number: int, what: str, before: str = "\n") -> str:
@@ -162,7 +156,10 @@ def _stages(plan: Plan) -> str:
         m = held.memory
         parts = (m.weights_bytes, m.gradients_bytes, m.optimizer_bytes, m.state_bytes)
         counts = [f"{n:,}" for n in (held.num_parameters, *parts)]
-        first, *more = [(s, _span(names)) for s, names in held.stages.items()]
+        first, *more = [
+            (s, " to ".join(dict.fromkeys((*names[:1], *names[-1:]))) or "none")
+            for s, names in held.stages.items()
+        ]
         rows.append((held.index, *first, *counts, f"{held.share:.1%}"))
         rows += [("", *chunk, *[""] * 6) for chunk in more]
     zero, note = plan.config.parallel.zero, ""
@@ -172,12 +169,8 @@ def _stages(plan: Plan) -> str:
         note += "; gradients of a round's microbatches add up whole"
     return (
         f"{num_parameters(plan):,} parameters; on each rank along pipe, with bytes of weights, "
-        f"gradients and optimizer state{note}\n{_table(rows)}"
+        f"gradients and optimizer state{note}\n{text_table(rows)}"
     )
-
-
-def _span(names: Sequence[str]) -> str:
-    return " to ".join(dict.fromkeys((*names[:1], *names[-1:]))) or "none"
 
 
 def _schedule(plan: Plan) -> str:
@@ -185,10 +178,13 @@ def _schedule(plan: Plan) -> str:
     number, samples = schedule.num_microbatches, plan.samples_per_microbatch
     chunks = max(len(schedule.stages_of(i)) for i in range(len(schedule.programs)))
     ranks = " ".join(map(str, timeline.peak_live_of_rank))
+    by = "" if plan.model is None else "   (by operations)"
+    if plan.config.pipeline.costs is not None:
+        by = f"   (by the costs in {plan.config.pipeline.costs})"
     lines = [
         f"schedule           {schedule.name}, {number} x {samples} samples on a data rank",
         f"chunks             {chunks}   (stages on a pipe rank, {schedule.num_stages} in all)",
-        f"predicted bubble   {timeline.bubble:.1%}{_by_costs(plan)}",
+        f"predicted bubble   {timeline.bubble:.1%}{by}",
         f"live microbatches  {' '.join(map(str, timeline.peak_live))}   (at most, by stage)",
     ]
     if chunks > 1:
@@ -198,10 +194,18 @@ def _schedule(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _by_costs(plan: Plan) -> str:
-    if plan.config.pipeline.costs is not None:
-        return f"   (by the costs in {plan.config.pipeline.costs})"
-    return "" if plan.model is None else "   (by operations)"
+def _recompute(plan: Plan) -> str:
+    train, loads = plan.config.train, stage_loads(plan)
+    if train.recompute == "blocks":
+        return "recompute          every block, in its backward"
+    lines = [
+        f"recompute          auto: chosen at the start from measured times and memory, for "
+        f"{train.memory_gb:g} GB a rank"
+    ]
+    for held in loads:
+        left_gb = activation_budget_gb(plan.config, held.memory, f"pipe {held.index}")
+        lines.append(f"                   {left_gb:.4g} GB for activations at pipe {held.index}")
+    return "\n".join(lines)
 
 
 def _communication(
@@ -215,13 +219,13 @@ def _communication(
         lines.append("  none: every rank is alone")
     if forward_s is not None:
         timeline = timeline_with_messages(plan, profile, ranks_per_node, forward_s)
-        told = "not estimated" if timeline is None else f"{timeline.bubble:.1%}"
-        lines.append(f"bubble with messages, a forward taking {forward_s:g} s   {told}")
+        shown = "not estimated" if timeline is None else f"{timeline.bubble:.1%}"
+        lines.append(f"bubble with messages, a forward taking {forward_s:g} s   {shown}")
     return "\n".join(lines)
 
 
 def _placement(plan: Plan, ranks_per_node: int) -> str:
-    warnings = placement_advice(plan, ranks_per_node)
+    warnings = advice(plan.topology.dense, ranks_per_node)
     if not warnings:
         return f"placement: tensor and context groups stay inside nodes of {ranks_per_node} ranks"
     return "\n".join(f"warning: {text}" for text in warnings)
@@ -233,14 +237,4 @@ def _script(run: RunConfig, shape: JobGeometry) -> str:
     text = preview(run, Path.cwd())
     return (
         f"batch script, as tdp submit writes it but for the folder of the code{granted}\n\n{text}"
-    )
-
-
-def _table(rows: Iterable[Sequence[object]]) -> str:
-    """Columns aligned to the right."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in cells
     )

@@ -10,18 +10,18 @@ import typer
 from torchdistpackage.errors import ConfigError, ScheduleError
 from torchdistpackage.schedule import draw
 from torchdistpackage.schedule.actions import ActionKind, Schedule
-from torchdistpackage.schedule.autoschedule.synthesize import synthesize
+from torchdistpackage.schedule.autoschedule import synthesize
 from torchdistpackage.schedule.costs import StageCosts, read_costs
 from torchdistpackage.schedule.csv import csv_text, from_csv, to_csv
-from torchdistpackage.schedule.generators.registry import GENERATORS, build
+from torchdistpackage.schedule.draw import trace
+from torchdistpackage.schedule.generators import GENERATORS, build, canonical
 from torchdistpackage.schedule.timeline import DEFAULT_COSTS, Timeline, simulate
-from torchdistpackage.schedule.trace import trace
 
 WIDEST_CELLS = 200
 
 
 def _cost(of: ActionKind, words: str) -> typer.models.OptionInfo:
-    # Whole numbers, because a cell of the table is one unit; any ratio can be written with two.
+    # Integers, because a cell of the table is one unit; any ratio can be written with two.
     text = f"Time units of one {words} on every stage; {DEFAULT_COSTS[of]:g} if not given."
     return typer.Option(metavar="N", min=1, help=text)
 
@@ -104,6 +104,8 @@ def _schedule(
     costs: Callable[[int], StageCosts],
 ) -> Schedule:
     if Path(name).suffix.lower() != ".csv":
+        if name != "auto":
+            name = canonical(name)
         if ranks is None or microbatches is None:
             raise ConfigError(f"{name} needs --stages P (pipe ranks) and --microbatches M")
         if name != "auto":
@@ -155,7 +157,7 @@ def _unit(timeline: Timeline) -> float:
 
 def _report(made: Schedule, timeline: Timeline, costs: str, unit: float, steps: int) -> list[str]:
     ranks, microbatches = len(made.programs), made.num_microbatches
-    idle, turns = ranks - 1, microbatches + ranks - 1
+    idle, slots = ranks - 1, microbatches + ranks - 1
     chunks = "" if made.num_stages == ranks else f" on {ranks} pipe ranks"
     repeated = "" if steps == 1 else f", {steps} steps"
     lines = [
@@ -167,7 +169,7 @@ def _report(made: Schedule, timeline: Timeline, costs: str, unit: float, steps: 
         f"total              {timeline.total:g} units",
         f"bubble             {timeline.bubble:.1%}",
         f"by pipe rank       {' '.join(f'{bubble:.1%}' for bubble in timeline.bubbles)}",
-        f"(p-1)/(m+p-1)      {idle}/{turns} = {idle / turns:.1%}",
+        f"(p-1)/(m+p-1)      {idle}/{slots} = {idle / slots:.1%}",
         f"live microbatches  {' '.join(map(str, timeline.peak_live))}   (at most, by stage)",
     ]
     if chunks:

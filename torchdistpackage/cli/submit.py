@@ -1,6 +1,6 @@
 """`tdp submit`: checks a run as `tdp plan` does and hands it to Slurm.
 
-One rule: what cannot run is refused before sbatch sees it, with everything that is wrong.
+What cannot run is refused before sbatch sees it, with everything that is wrong.
 """
 
 import os
@@ -15,6 +15,7 @@ import typer
 
 from torchdistpackage.cli._common import Config, Overrides
 from torchdistpackage.config.errors import ConfigErrors, Problem
+from torchdistpackage.config.files import absent_files
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm import extra_of
@@ -23,7 +24,6 @@ from torchdistpackage.launch.entrypoint import missing_module
 from torchdistpackage.launch.lock import hold
 from torchdistpackage.launch.slurm.by_submitit import check as check_submitit
 from torchdistpackage.launch.slurm.by_submitit import submit as submitit_submit
-from torchdistpackage.launch.slurm.environment import scrub_slurm_env
 from torchdistpackage.launch.slurm.job import SweepRun, job_shape, points
 from torchdistpackage.launch.slurm.query import Outcome, query_jobs
 from torchdistpackage.launch.slurm.run_dir import RunDir
@@ -36,6 +36,7 @@ from torchdistpackage.launch.slurm.submit import (
     prepare,
     submit_prepared,
 )
+from torchdistpackage.launch.slurm_env import scrub_slurm_env
 from torchdistpackage.train.job import prepare_folder
 from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.submitit_task import TrainingTask
@@ -135,8 +136,8 @@ def _checked(
             run = load(path, [*overrides, *point.overrides], job=True)
             for world_size in job_shape(run).world_sizes:
                 make_plan(run, world_size, path)
-            if unknown := _unknown_modules(run):
-                raise ConfigErrors(path, unknown)
+            if absent := _unknown_modules(run) + _absent_files(run, path):
+                raise ConfigErrors(path, absent)
         except ConfigErrors as error:
             problems |= dict.fromkeys(error.problems)
             continue
@@ -155,12 +156,19 @@ def _checked(
     return names[0], runs
 
 
+def _absent_files(run: RunConfig, path: str) -> list[Problem]:
+    """A container sees other folders, and a prologue may fetch them."""
+    slurm = run.launch.slurm
+    may_come = extra_of(slurm, "container") or extra_of(slurm, "prologue")
+    return [] if may_come else absent_files(run, path)
+
+
 def _unknown_modules(run: RunConfig) -> list[Problem]:
     """Import paths that lead nowhere from here; in a container or conda they may lead somewhere."""
     if extra_of(run.launch.slurm, "container") or extra_of(run.launch.slurm, "conda"):
         return []
-    paths = {"model.target": run.model.target, "model.loss": run.model.loss}
-    paths["data.target"] = run.data.target
+    model, data = run.model, run.data
+    paths = {"model.target": model.target, "model.loss": model.loss, "data.target": data.target}
     where = [str(Path.cwd()), *sys.path]
     return [
         Problem("", None, name, f"{path}: there is no module {missing} here or on the import path")
@@ -184,13 +192,10 @@ def _summary(prepared: Prepared, submitted: Submitted) -> str:
     size = f"{len(prepared.snapshot.items)} files, {prepared.snapshot.num_bytes / 1e6:.1f} MB"
     pairs = zip(submitted.records, prepared.runs, strict=True)
     lines = [f"job {record.job}  {folder}" for record, (folder, _) in pairs]
-    return "\n".join(
-        [
-            *lines,
-            f"on {job.shape}; code: {commit}{changed}; {size}",
-            *(f"    tdp jobs {what} {shlex.quote(name)}" for what in ("show", "logs -f", "cancel")),
-        ]
-    )
+    lines.append(f"on {job.shape}; code: {commit}{changed}; {size}")
+    for what in ("show", "logs -f", "cancel"):
+        lines.append(f"    tdp jobs {what} {shlex.quote(name)}")
+    return "\n".join(lines)
 
 
 def _follow(run: SubmittedRun, tail: LogTail) -> int:
@@ -207,6 +212,5 @@ def _follow(run: SubmittedRun, tail: LogTail) -> int:
     except KeyboardInterrupt:
         print(f"\nno longer following; job {run.latest.job} goes on", file=sys.stderr)
         return INTERRUPTED
-    reason = f": {ended.reason}" if ended.reason else ""
-    print(f"job {latest.job} is {ended.word}{reason}", file=sys.stderr)
+    print(f"job {latest.job} is {ended.word}{ended.suffix}", file=sys.stderr)
     return (code or 0) or (0 if ended.outcome is Outcome.SUCCEEDED else 1)

@@ -1,6 +1,6 @@
 """`tdp train`: hands the file and the changes to it over to the job.
 
-One rule: the job starts nothing before it knows the file to be right, so a mistake costs no
+The job starts nothing before it knows the file to be right, so a mistake costs no
 time and leaves nothing behind.
 """
 
@@ -26,12 +26,20 @@ def train(
             metavar="auto|never|PATH", help="Go on from the newest checkpoint, none, or this one."
         ),
     ] = "auto",
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="Show what the pipeline waited for, as log.verbose."),
+    ] = False,
 ) -> None:
     """Train on local processes, or join as one rank.
 
     Under torchrun or srun this process becomes a rank; else it starts the processes.
     """
-    changes = [*(overrides or []), *([f"{PROCS}={procs}"] if procs is not None else [])]
+    changes = list(overrides or [])
+    if procs is not None:
+        changes.append(f"{PROCS}={procs}")
+    if verbose:
+        changes.append("log.verbose=true")
     try:
         code = job.launch(config, changes, resume)
     except (EOFError, OSError) as error:

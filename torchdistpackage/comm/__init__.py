@@ -3,20 +3,20 @@
 Read in this order.
 
 Start           runtime (`setup_distributed`), rendezvous_store (where ranks meet).
-Groups          creation (one group, its time limit, the default group), companions (second groups
-                of the same ranks), groups (those of one rank), tpc (their names), node_groups.
+Groups          creation (one group, its time limit, the default group), groups (those of one rank,
+                and their companions), tpc (their names), interrupted (which lost messages).
 Calls           backends (where gloo and NCCL differ), dtypes, work (a call and what is left of it),
                 primitives (the collectives), transport/ (made of messages on gloo).
 Autograd        autograd (maps and their transposes), collectives (the public functions).
 Messages        p2p, tensor_meta (descriptions of messages), objects (anything that pickles).
-Watching        flight_recorder (the last calls), nccl_flight_recorder, debug_checks (calls are
-                compared), moments (time on a device), gloo_threads.
+Watching        flight_recorder (the last calls), debug_checks (calls are compared), moments (time
+                on a device).
 Random numbers  random (one stream, forked where activations are split).
 
-One rule: a name is loaded on first use, so importing this package imports no torch.
+A name is loaded on first use, so importing this package imports no torch.
 """
 
-import importlib
+from torchdistpackage.lazy import homes, load
 
 _NAMES: dict[str, tuple[str, ...]] = {
     "comm.collectives": (
@@ -59,18 +59,14 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "layout.partition": ("even_sizes",),
 }
 
-EXPORTS: dict[str, str] = {
-    name: f"torchdistpackage.{module}" for module, names in _NAMES.items() for name in names
-}
+EXPORTS = homes(_NAMES)
 """Public name -> module that defines it."""
 
 __all__ = list(EXPORTS)
 
 
 def __getattr__(name: str) -> object:
-    if name not in EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(EXPORTS[name]), name)
+    return load(__name__, EXPORTS, name)
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,6 @@
 """The collectives as linear maps over the ranks of a group, and how autograd goes through one.
 
-One rule: a map is a value that knows its transpose, and the backward of a map is the forward of
+A map is a value that knows its transpose, and the backward of a map is the forward of
 its transpose, gone through in the same way. So gradients of gradients need nothing more.
 
 Two kinds of tensors meet here. *Replicated*: equal on all ranks, and one thing, whose gradient is
@@ -24,7 +24,8 @@ Lengths = tuple[int, ...] | None
 
 
 class LinearMap(Protocol):
-    """What it computes, never writing to its argument, and the map of its gradients."""
+    """What it computes, not writing to its argument (but see `Reduce`), and the map of its
+    gradients."""
 
     @property
     def group(self) -> Group: ...
@@ -49,6 +50,8 @@ class _LinearMapFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, linear: LinearMap) -> Tensor:
         ctx.linear = linear
+        if isinstance(linear, Reduce) and linear.in_place:
+            ctx.mark_dirty(x)
         return linear(x)
 
     @staticmethod
@@ -71,12 +74,16 @@ class IdentityForward:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Own to replicated: the sum over the group."""
+    """Own to replicated: the sum over the group.
+
+    in_place: x is a contiguous tensor that nobody else reads, so its memory takes the sum.
+    """
 
     group: Group
+    in_place: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        return primitives.all_reduce(_fresh(x), self.group)
+        return primitives.all_reduce(x if self.in_place else _fresh(x), self.group)
 
     def transposed(self) -> LinearMap:
         return IdentityForward(self.group)
@@ -93,7 +100,7 @@ class Scatter:
     def __call__(self, x: Tensor) -> Tensor:
         sizes = self.sizes or even_sizes(x.shape[self.dim], self.group.size())
         mine = self.group.rank()
-        # a part that were a view would keep the whole alive
+        # a part that were a view would keep all of it alive
         return _fresh(x.narrow(self.dim, sum(sizes[:mine]), sizes[mine]))
 
     def transposed(self) -> LinearMap:

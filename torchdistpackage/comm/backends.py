@@ -1,10 +1,12 @@
 """Transports: how a group's back end carries its calls, and where its tensors live.
 
-One rule: gloo and NCCL differ here. Whoever asks how calls of a group behave asks for its
-`Transport`; a back end of another name says its own by `register_transport`.
+Gloo and NCCL differ here. How calls of a group behave is asked of its `Transport`; a back
+end of another name says its own by `register_transport`.
 """
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,8 +24,8 @@ class Transport:
     direct: parts of a collective go by point-to-point messages, each with a time limit.
     averages: ReduceOp.AVG is there for floats.
     device_type: where tensors must be.
-    beside: the back end of a group of the same ranks for what is in host memory, where calls of
-        this one are queued.
+    host_backend: that of a group of the same ranks for what is in host memory, where calls of this
+        one are queued.
     """
 
     name: str
@@ -31,7 +33,7 @@ class Transport:
     direct: bool = False
     averages: bool = False
     device_type: str = "cpu"
-    beside: str = "gloo"
+    host_backend: str = "gloo"
 
 
 GLOO = Transport("gloo", direct=True)
@@ -89,3 +91,37 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     if transport_of(group).device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(transport_of(group).device_type)
+
+
+# -- gloo's threads ------------------------------------------------------------------------
+
+_READERS = "gloo_tcp_loop"
+"""What gloo calls the threads in which it reads its sockets, one for each group."""
+_TASKS = Path("/proc/self/task")
+
+
+def deprioritize(yielding: bool = True) -> int:
+    """Let gloo's reading threads yield to computing ones, or (False) interrupt as others do.
+
+    gloo's thread wakes with every byte that comes. Where all cores compute, it takes the core of a
+    thread that is often just about to post a message, finds the lock of that connection taken,
+    leaves the event to its next look at the socket (`Pair::handleEvents` in gloo's
+    transport/tcp/pair.cc), which comes at once, and so polls until the scheduler has mercy. On two
+    cores a pipeline step of small messages takes 1.6 to 2.3 times as long by that
+    (benchmarks/results/pipeline.md). A batch thread (SCHED_BATCH) waits for an idle core or the
+    end of a time slice; where a core is idle nothing changes. No rights are needed.
+
+    Returns how many there are: none without Linux's list of them.
+    """
+    policy = getattr(os, "SCHED_BATCH" if yielding else "SCHED_OTHER", None)
+    if policy is None or not _TASKS.is_dir():
+        return 0
+    number = 0
+    for task in _TASKS.iterdir():
+        try:
+            if (task / "comm").read_text().strip() == _READERS:
+                os.sched_setscheduler(int(task.name), policy, os.sched_param(0))
+                number += 1
+        except OSError:
+            continue  # it has ended, or a sandbox forbids it: then all stays as it was
+    return number

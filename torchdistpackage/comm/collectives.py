@@ -1,10 +1,10 @@
-"""Collectives that autograd can see, each beside its transpose.
+"""Collectives that autograd can see, each with its transpose.
 
 forward          backward         where
 copy             reduce           replicated input of a column-split product
 reduce           copy             partial output of a row-split product
 scatter          gather           replicated tensor of which each rank goes on with its part
-gather           scatter          parts to a whole that every rank then uses alike
+gather           scatter          parts to a full tensor that every rank then uses alike
 all_gather       reduce_scatter   sequence-split input of a column-split product
 reduce_scatter   all_gather       sequence-split output of a row-split product
 all_to_all       all_to_all       heads split <-> sequence split; tokens to their experts and back
@@ -12,22 +12,22 @@ broadcast        sum to source    what one rank made, for all to go on with
 
 A group is a process group or the name of one of tpc's axes. `sizes` are lengths along the dim, one
 for each rank of the group and the same on all ranks; without it all are equal. No collective
-writes to its input, which a group of one gives back.
+writes to its input, which a group of one gives back. All raise CommError where this rank is not in
+the group, and LayoutError where the tensor has no such dim or `sizes` do not fit it.
 
-`all_gather` sums the gradients of all ranks, which each saw the whole in a part of the
+`all_gather` sums the gradients of all ranks, which each saw all of it in a part of the
 work of their own; `gather` takes mine, because all ranks go on with the same work.
 
 All members call the same operations in the same order, in the backward too: a tensor needs a
 gradient on all of them or on none, and what comes out is part of every rank's loss.
 
-Below the line: operations that autograd does not see, for users: those of primitives.py and p2p.py,
-whose group may also be the name of an axis.
+Below the line: operations that autograd does not see, those of primitives.py and p2p.py, for groups
+and names of axes alike.
 """
 
 import functools
 import inspect
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -46,21 +46,15 @@ from torchdistpackage.comm.autograd import (
     Scatter,
     apply,
 )
-from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.primitives import Group, Sizes, check_sizes, sizes_of_ranks
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError, LaunchError, LayoutError, TopologyError
 
-Sizes = Sequence[int]
-"""Lengths along one dim, one for each rank of a group, in its order; some may be 0."""
 Given, Result = ParamSpec("Given"), TypeVar("Result")
 
 
 def copy(x: Tensor, group: Group | str) -> Tensor:
-    """x itself; its gradient is summed over the group.
-
-    Raises:
-        CommError: it is not a group that this rank is in.
-    """
+    """x itself; its gradient is summed over the group."""
     return apply(IdentityForward(as_group(group)), x)
 
 
@@ -70,7 +64,7 @@ def reduce(x: Tensor, group: Group | str) -> Tensor:
     Of booleans: whether any is true.
 
     Raises:
-        CommError: it is not a group that this rank is in, or x cannot be summed.
+        CommError: x cannot be summed.
     """
     return apply(Reduce(as_group(group)), x)
 
@@ -80,39 +74,27 @@ def scatter(x: Tensor, dim: int, group: Group | str, sizes: Sizes | None = None)
 
     x (..., n, ...), equal on all ranks -> (..., sizes[rank], ...), or n / size without `sizes`.
     Nothing is sent before the backward.
-
-    Raises:
-        CommError: it is not a group that this rank is in.
-        LayoutError: there is no such dim, or the parts do not add up to it.
     """
     group, dim = as_group(group), as_dim(x, dim)
-    return apply(Scatter(group, dim, lengths_of_parts(x, dim, sizes, group)), x)
+    return apply(Scatter(group, dim, check_sizes(x, dim, sizes, group, cut=True)), x)
 
 
 def gather(x: Tensor, dim: int, group: Group | str, sizes: Sizes | None = None) -> Tensor:
     """Join the parts along `dim`; the gradient of my part passes back. Transpose of `scatter`.
 
     x (..., sizes[rank], ...) -> (..., sum of sizes, ...), in group order.
-
-    Raises:
-        CommError: it is not a group that this rank is in.
-        LayoutError: there is no such dim, or x is not as long as `sizes` says.
     """
     group, dim = as_group(group), as_dim(x, dim)
-    return apply(Gather(group, dim, lengths_to_join(x, dim, sizes, group)), x)
+    return apply(Gather(group, dim, check_sizes(x, dim, sizes, group, cut=False)), x)
 
 
 def all_gather(x: Tensor, dim: int, group: Group | str, sizes: Sizes | None = None) -> Tensor:
     """Join the parts along `dim`; gradients are summed and scattered back.
 
     x (..., sizes[rank], ...) -> (..., sum of sizes, ...), in group order.
-
-    Raises:
-        CommError: it is not a group that this rank is in.
-        LayoutError: there is no such dim, or x is not as long as `sizes` says.
     """
     group, dim = as_group(group), as_dim(x, dim)
-    return apply(AllGather(group, dim, lengths_to_join(x, dim, sizes, group)), x)
+    return apply(AllGather(group, dim, check_sizes(x, dim, sizes, group, cut=False)), x)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Group | str, sizes: Sizes | None = None) -> Tensor:
@@ -121,11 +103,10 @@ def reduce_scatter(x: Tensor, dim: int, group: Group | str, sizes: Sizes | None 
     x (..., n, ...) -> (..., sizes[rank], ...), or n / size without `sizes`.
 
     Raises:
-        CommError: it is not a group that this rank is in, or x cannot be summed.
-        LayoutError: there is no such dim, or the parts do not add up to it.
+        CommError: x cannot be summed.
     """
     group, dim = as_group(group), as_dim(x, dim)
-    return apply(ReduceScatter(group, dim, lengths_of_parts(x, dim, sizes, group)), x)
+    return apply(ReduceScatter(group, dim, check_sizes(x, dim, sizes, group, cut=True)), x)
 
 
 def all_to_all(
@@ -144,18 +125,14 @@ def all_to_all(
 
     Where the two are one dim, each rank has sizes of its own, both or none: what it sends to each
     rank and what it gets from each.
-
-    Raises:
-        CommError: it is not a group that this rank is in.
-        LayoutError: there is no such dim, or sizes do not fit it or are missing.
     """
     group = as_group(group)
     split_dim, join_dim = as_dim(x, split_dim), as_dim(x, join_dim)
     if split_dim == join_dim:
         sent, joined = lengths_to_swap(x, split_dim, split_sizes, join_sizes, group)
     else:
-        sent = lengths_of_parts(x, split_dim, split_sizes, group, "split_sizes")
-        joined = lengths_to_join(x, join_dim, join_sizes, group, "join_sizes")
+        sent = check_sizes(x, split_dim, split_sizes, group, cut=True, name="split_sizes")
+        joined = check_sizes(x, join_dim, join_sizes, group, cut=False, name="join_sizes")
     return apply(AllToAll(group, split_dim, join_dim, sent, joined), x)
 
 
@@ -166,7 +143,7 @@ def broadcast(x: Tensor, group: Group | str, source: int | None = None) -> Tenso
     gradients are zero.
 
     Raises:
-        CommError: it is not a group that this rank is in, or `source` is not in it.
+        CommError: `source` is not in the group.
     """
     group = as_group(group)
     return apply(Broadcast(group, primitives.source_in(group, source)), x)
@@ -176,10 +153,6 @@ def exchange_sizes(x: Tensor, dim: int, group: Group | str) -> tuple[int, ...]:
     """Lengths along `dim` on all ranks of the group, in its order: `sizes` for the functions above.
 
     The numbers come back to the host, so on CUDA this waits for the device.
-
-    Raises:
-        CommError: it is not a group that this rank is in.
-        LayoutError: there is no such dim.
     """
     group, length = as_group(group), x.shape[as_dim(x, dim)]
     mine = torch.tensor([length], device=x.device)
@@ -189,8 +162,10 @@ def exchange_sizes(x: Tensor, dim: int, group: Group | str) -> tuple[int, ...]:
 # -- not seen by autograd ------------------------------------------------------------------
 
 
-def _by_name(operation: Callable[Given, Result]) -> Callable[Given, Result]:
-    """`operation`, whose `group` may be a name."""
+def _by_name(
+    operation: Callable[Given, Result], name: str = "", **fixed: bool
+) -> Callable[Given, Result]:
+    """`operation` with `fixed` arguments, whose `group` may be a name; itself called `name`."""
     signature = inspect.signature(operation)
     place = list(signature.parameters).index("group")
     may_be_none = signature.parameters["group"].default is None
@@ -204,17 +179,18 @@ def _by_name(operation: Callable[Given, Result]) -> Callable[Given, Result]:
             kwargs["group"] = resolved(kwargs["group"])
         elif len(args) > place:
             args = (*args[:place], resolved(args[place]), *args[place + 1 :])
-        return operation(*args, **kwargs)
+        return operation(*args, **kwargs, **fixed)
 
+    call.__name__ = name or operation.__name__
     return call
 
 
 all_reduce = _by_name(primitives.all_reduce)
 start_all_reduce = _by_name(primitives.start_all_reduce)
-start_all_gather = _by_name(primitives.start_all_gather)
-start_reduce_scatter = _by_name(primitives.start_reduce_scatter)
-start_all_to_all = _by_name(primitives.start_all_to_all)
-start_broadcast = _by_name(primitives.start_broadcast)
+start_all_gather = _by_name(primitives.all_gather, "start_all_gather", async_op=True)
+start_reduce_scatter = _by_name(primitives.reduce_scatter, "start_reduce_scatter", async_op=True)
+start_all_to_all = _by_name(primitives.all_to_all, "start_all_to_all", async_op=True)
+start_broadcast = _by_name(primitives.broadcast, "start_broadcast", async_op=True)
 
 send = _by_name(p2p.send)
 receive = _by_name(p2p.receive)
@@ -284,50 +260,6 @@ def as_dim(x: Tensor, dim: int) -> int:
     return dim % num_dims
 
 
-def lengths_of_parts(
-    x: Tensor, dim: int, sizes: Sizes | None, group: Group, name: str = "sizes"
-) -> tuple[int, ...] | None:
-    """`sizes`, into which `dim` of `x` is cut; None stays None: equal parts.
-
-    Raises:
-        LayoutError: they do not add up to the length, or equal parts do not.
-    """
-    length = x.shape[dim]
-    if sizes is None:
-        if length % group.size():
-            raise LayoutError(
-                f"{_place(x, dim)} elements, which {group.size()} ranks cannot share evenly; use a "
-                f"multiple of {group.size()}, or pass {name}=, the length of each rank's part"
-            )
-        return None
-    known = _lengths(sizes, group, name)
-    if sum(known) != length:
-        raise LayoutError(
-            f"{_place(x, dim)} elements, but {name}={known} add up to {sum(known)}; "
-            f"pass lengths that add up to {length}"
-        )
-    return known
-
-
-def lengths_to_join(
-    x: Tensor, dim: int, sizes: Sizes | None, group: Group, name: str = "sizes"
-) -> tuple[int, ...] | None:
-    """`sizes`, of which mine is that of `x` along `dim`; None stays None: all are like mine.
-
-    Raises:
-        LayoutError: mine is another.
-    """
-    if sizes is None:
-        return None
-    known, rank = _lengths(sizes, group, name), group.rank()
-    if known[rank] != x.shape[dim]:
-        raise LayoutError(
-            f"{_place(x, dim)} elements, but {name}={known} give {known[rank]} to this rank, "
-            f"number {rank} of its group; pass what each rank holds, as exchange_sizes() finds it"
-        )
-    return known
-
-
 def lengths_to_swap(
     x: Tensor, dim: int, split_sizes: Sizes | None, join_sizes: Sizes | None, group: Group
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
@@ -336,7 +268,7 @@ def lengths_to_swap(
     Raises:
         LayoutError: one is missing, they do not fit `x`, or differ in what stays here.
     """
-    sent = lengths_of_parts(x, dim, split_sizes, group, "split_sizes")
+    sent = check_sizes(x, dim, split_sizes, group, cut=True, name="split_sizes")
     if sent is None and join_sizes is None:
         return None, None
     if sent is None or join_sizes is None:
@@ -344,27 +276,10 @@ def lengths_to_swap(
             f"split_sizes={split_sizes} and join_sizes={join_sizes} along the one dim {dim}: pass "
             f"both, what goes to each rank and what comes from each, or neither"
         )
-    received, rank = _lengths(join_sizes, group, "join_sizes"), group.rank()
+    received, rank = sizes_of_ranks(join_sizes, group, "join_sizes"), group.rank()
     if sent[rank] != received[rank]:
         raise LayoutError(
             f"split_sizes={sent} keep {sent[rank]} elements for this rank, number {rank} of its "
             f"group, but join_sizes={received} expect {received[rank]} from it; make them equal"
         )
     return sent, received
-
-
-def _lengths(sizes: Sizes, group: Group, name: str) -> tuple[int, ...]:
-    try:
-        known = tuple(map(operator.index, sizes))
-    except TypeError as error:
-        raise LayoutError(f"{name}={sizes!r}: pass one whole number for each rank") from error
-    if len(known) != group.size() or any(length < 0 for length in known):
-        raise LayoutError(
-            f"{name}={known} for a group of {group.size()} ranks; "
-            f"pass one length for each of them, 0 or more"
-        )
-    return known
-
-
-def _place(x: Tensor, dim: int) -> str:
-    return f"dim {dim} of a tensor of shape {tuple(x.shape)} has {x.shape[dim]}"

@@ -1,13 +1,13 @@
 """Makes and ends one process group, by its members alone, within a time limit.
 
-One rule: all members meet under one name in the store, and nobody else takes part. torch would do
+All members meet under one name in the store, and no other rank takes part. torch would do
 otherwise in two places, and both are held here while a group is made: its names count the groups of
 a process, which differ between ranks; and while the default group is bound to a device it splits
-the communicator of everybody, which is a collective of everybody (pytorch#129965).
+that one's communicator, which is a collective of all ranks (pytorch#129965).
 
-And no rank waits for ever: what blocks the host until others come (making a group, connecting it)
-has a limit, after which the rank says which members have not come. No back end on devices has such
-a limit, and the host cannot be called back from it, so another thread speaks. A process that this
+No rank waits for ever: what blocks the host until others come (making a group, connecting it) has a
+limit, after which the rank names the members that have not come. No back end on devices has such a
+limit, and the host cannot be called back from it, so another thread speaks. A process that this
 package started is then ended; in a user's own the text is all.
 """
 
@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 from weakref import WeakKeyDictionary, ref
@@ -57,7 +56,7 @@ def forget(group: Group) -> None:
 
 _complete: PerGroup[tuple[dist.Store, str]] = PerGroup()
 """Group -> the key that its last member sets once it has the group, too, and in which store."""
-_LATE_S = 2.0
+_LATE_S = 5.0
 """How long a group waits for such a member before it ends; one that failed never comes."""
 
 
@@ -84,12 +83,15 @@ def create(
     rank, store = whole.rank(), default_store()
     members = hashlib.sha1(f"{key}{use}".encode(), usedforsecurity=False).hexdigest()
     times = store.add(f"made/{members}/{rank}", 1)
-    called = f"{members}-{times}"
+    called, what = f"{members}-{times}", f"the group of ranks {key}"
     transport = transport_of(whole)
     # only a back end that is asked to connects when it is made
     eager = connects and backend is None and transport.device_type == "cuda"
-    came, what = partial(_came, members, times), f"the group of ranks {key}"
     longest_s = limit_s or default_timeout_s(backend or transport.name)
+
+    def came(store: dist.Store, rank: int) -> bool:
+        return store.add(f"made/{members}/{rank}", 0) >= times
+
     with (
         creation_limit(what, key, came, store, longest_s),
         _named(called),
@@ -109,25 +111,42 @@ def create(
             f"torch {torch.__version__} calls {what} {group.group_name!r}, not {called!r}, so its "
             f"members may not meet; use torch 2.11 to 2.13, or report this"
         )
-    complete = f"complete/{called}"
-    if store.add(f"has/{called}", 1) == len(key):
-        store.set(complete, "")
-    _complete[group] = store, complete
+    mark_made(group, store, called)
     return group
 
 
+def mark_made(group: Group, store: dist.Store, name: str) -> None:
+    """This rank has the group: `end` waits until each member has said so in the store."""
+    complete = f"complete/{name}"
+    if store.add(f"has/{name}", 1) == group.size():
+        store.set(complete, "")
+    _complete[group] = store, complete
+
+
 def end(group: Group) -> None:
-    """End a group, but not while a member is still making it.
+    """End a group, once each member has it."""
+    await_members(group)
+    recorder.forget(group)
+    dist.destroy_process_group(group)
+
+
+def await_members(group: Group) -> None:
+    """Wait a moment for members that are still making the group.
 
     A gloo member that is about to return from making the group finds it broken ("Connection closed
     by peer") where another one, which needed no message, has already ended it.
     """
+    if group not in _complete:  # not made here
+        return
     store, complete = _complete.pop(group)
-    with suppress(RuntimeError):  # too late, or the store has gone: this is no reason to stay
-        if not store.check([complete]):
-            store.wait([complete], timedelta(seconds=_LATE_S))
-    recorder.forget(group)
-    dist.destroy_process_group(group)
+    usual, late = store.timeout, timedelta(seconds=_LATE_S)
+    store.set_timeout(late)  # a look into a file that has gone waits for it to come back
+    try:
+        with suppress(RuntimeError):  # too late, or the store has gone: this is no reason to stay
+            if not store.check([complete]):
+                store.wait([complete], late)
+    finally:
+        store.set_timeout(usual)
 
 
 # -- the default group, with every rank in it ---------------------------------------------
@@ -168,20 +187,34 @@ def default_timeout_s(backend: str) -> float:
     return dist.distributed_c10d._get_default_timeout(dist.Backend(backend)).total_seconds()
 
 
-def _came(members: str, times: int, store: dist.Store, rank: int) -> bool:
-    return store.add(f"made/{members}/{rank}", 0) >= times
+def ranks_of(group: Group) -> tuple[int, ...]:
+    """Global ranks of the group, in group order.
+
+    Raises:
+        CommError: this is no group, or one that has ended.
+    """
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except (KeyError, AttributeError) as error:
+        raise CommError(
+            f"{group!r} is no process group of this process, or has ended; give one such as "
+            f"tpc.get_group('data')"
+        ) from error
+
+
+def set_timeout(group: Group, seconds: float) -> None:
+    """How long a later operation of the group may take before it fails."""
+    limit = timedelta(seconds=seconds)
+    dist.distributed_c10d._set_pg_timeout(limit, group)
+    if recorder.line(group).direct:  # with a limit, a wait on NCCL would block the host
+        recorder.limit(group, limit)
 
 
 # -- the name ----------------------------------------------------------------------------
 
 
-class _Naming(threading.local):
-    """How this thread's next group is called; None: as torch likes."""
-
-    name: str | None = None
-
-
-_naming = _Naming()
+_naming = threading.local()
+"""`name`: how this thread's next group is called; without one as torch likes."""
 _lock = threading.Lock()
 """Never held while a group waits for its members: these may be threads of this process."""
 _num_inside = 0
@@ -190,7 +223,7 @@ _torch_naming = getattr(dist.distributed_c10d, "_hash_ranks_to_str", None)
 
 def _name_of(ranks: list[int]) -> str:
     assert _torch_naming is not None
-    return _torch_naming(ranks) if _naming.name is None else _naming.name
+    return getattr(_naming, "name", None) or _torch_naming(ranks)
 
 
 @contextmanager
@@ -210,11 +243,11 @@ def _named(name: str) -> Iterator[None]:
     with _lock:
         _num_inside += 1
         dist.distributed_c10d._hash_ranks_to_str = _name_of
-    before, _naming.name = _naming.name, name
+    _naming.name = name
     try:
         yield
     finally:
-        _naming.name = before
+        del _naming.name
         with _lock:
             _num_inside -= 1
             if not _num_inside:
@@ -228,47 +261,79 @@ _bound: PerGroup[tuple[int, torch.device]] = PerGroup()
 
 
 @contextmanager
-def _unbound(whole: Group) -> Iterator[torch.device | None]:
+def _unbound(default: Group) -> Iterator[torch.device | None]:
     """Inside, the default group is bound to no device; gives the one that it is bound to."""
     with _lock:
-        num, device = _bound.get(whole, (0, whole.bound_device_id))
+        num, device = _bound.get(default, (0, default.bound_device_id))
         if device is not None:
-            _bound[whole], whole.bound_device_id = (num + 1, device), None
+            _bound[default], default.bound_device_id = (num + 1, device), None
     try:
         yield device
     finally:
         if device is not None:
             with _lock:
-                num, _ = _bound.pop(whole)
+                num, _ = _bound.pop(default)
                 if num > 1:
-                    _bound[whole] = num - 1, device
+                    _bound[default] = num - 1, device
                 else:
-                    whole.bound_device_id = device
+                    default.bound_device_id = device
 
 
 # -- the time limit ----------------------------------------------------------------------
 
 HasCome = Callable[[dist.Store, int], bool]
-"""(store, rank) -> whether the rank has come. Blocks nobody."""
+"""(store, rank) -> whether the rank has come. Never blocks."""
 
 MARGIN_S = 5.0
 """Back ends with a limit of their own (gloo) have the first word."""
 _NAMED = 20
+_ends = False
+
+
+def end_processes() -> None:
+    """This process is ours, though another launcher started it: a wait in vain ends it."""
+    global _ends
+    _ends = True
 
 
 @contextmanager
 def creation_limit(
     what: str, ranks: Sequence[int], has_come: HasCome, store: dist.Store, limit_s: float
 ) -> Iterator[None]:
-    """Inside, who waits for more than `limit_s` says which of `ranks` have not come.
+    """Inside, a wait of more than `limit_s` names those of `ranks` that have not come.
 
     what: is being made, for the text.
 
     Raises:
         CommError: the back end gave up, and some had not come; names them.
     """
-    wait = _TimedWait(what, tuple(ranks), has_come, store, limit_s)
-    timer = threading.Timer(limit_s + MARGIN_S, wait.is_over)
+    since_s = time.monotonic()
+
+    def absent() -> str:
+        """The ranks that have not come, as far as the store says; "" where none is known."""
+        with suppress(RuntimeError):  # gone with its keeper
+            other = store.clone()  # the thread that waits may hold the connection
+            missing = [_with_host(other, rank) for rank in ranks if not has_come(other, rank)]
+            if missing:
+                return (
+                    f"{what}: {len(missing)} of {len(ranks)} ranks did not come in "
+                    f"{time.monotonic() - since_s:.1f} s, with a time limit of {limit_s:g} s "
+                    f"(rank{'s' * (len(missing) > 1)} {', '.join(missing[:_NAMED])}"
+                    f"{', ...' * (len(missing) > _NAMED)}); see what they do instead, and whether "
+                    f"all ranks ask for their groups in one order"
+                )
+        return ""
+
+    def over() -> None:
+        text = absent() or (
+            f"{what}: its {len(ranks)} ranks came, but are not connected after the time limit of "
+            f"{limit_s:g} s; see whether they reach each other (NCCL_SOCKET_IFNAME, a firewall; "
+            f"NCCL_DEBUG=INFO tells more)"
+        )
+        if not ended.is_set():
+            _give_up(text)
+
+    ended, timer = threading.Event(), threading.Timer(limit_s + MARGIN_S, over)
     timer.daemon = True
     timer.start()
     try:
@@ -276,11 +341,11 @@ def creation_limit(
     except CommError:  # it says what is wrong
         raise
     except RuntimeError as error:
-        if text := wait.absent():
+        if text := absent():
             raise CommError(text) from error
         raise
     finally:
-        wait.ended = True
+        ended.set()
         timer.cancel()
 
 
@@ -288,73 +353,28 @@ def creation_limit(
 def joins_within(store: dist.Store, rank: int, world_size: int, limit_s: float) -> Iterator[None]:
     """`creation_limit` of the default group, at the store where its ranks meet."""
     store.set(f"joins/{rank}", "")
-    with creation_limit("the default group", range(world_size), _has_joined, store, limit_s):
+
+    def joined(store: dist.Store, rank: int) -> bool:
+        return store.check([f"joins/{rank}"])
+
+    with creation_limit("the default group", range(world_size), joined, store, limit_s):
         yield
 
 
-def _has_joined(store: dist.Store, rank: int) -> bool:
-    return store.check([f"joins/{rank}"])
-
-
-class _TimedWait:
-    """ended: nobody waits any more."""
-
-    def __init__(
-        self,
-        what: str,
-        ranks: tuple[int, ...],
-        has_come: HasCome,
-        store: dist.Store,
-        limit_s: float,
-    ):
-        self._what, self._ranks, self._has_come = what, ranks, has_come
-        self._store, self._limit_s, self.ended = store, limit_s, False
-        self._since_s = time.monotonic()
-
-    def absent(self) -> str:
-        """Who has not come, as far as the store says; "" where nobody is known to be absent."""
-        with suppress(RuntimeError):  # gone with its keeper
-            store = self._store.clone()  # the thread that waits may hold the connection
-            absent = [rank for rank in self._ranks if not self._has_come(store, rank)]
-            if absent:
-                return self._told([_with_host(store, rank) for rank in absent])
-        return ""
-
-    def is_over(self) -> None:
-        """Say so, and end the process if it is ours."""
-        text = self.absent() or self._all_came()
-        if self.ended:
-            return
-        rank, host = _rank(), socket.gethostname()
-        message = f"rank {rank} on {host} waits in vain: {text}"
-        if path := os.environ.get("TDP_FAILURE"):
-            failure = Failure(
-                rank, host, os.getpid(), time.time(), FailureKind.ERROR, 1, text, message
-            )
-            with suppress(OSError):
-                atomic_write(Path(path), to_json(failure))
-        with suppress(OSError, ValueError):
-            sys.stderr.flush()
-        os.write(2, f"{message}\n".encode())
-        if path or _ends:
-            os._exit(1)
-
-    def _told(self, absent: Sequence[str]) -> str:
-        many = "s" * (len(absent) > 1)
-        listed = ", ".join(absent[:_NAMED]) + ", ..." * (len(absent) > _NAMED)
-        return (
-            f"{self._what}: {len(absent)} of {len(self._ranks)} ranks did not come in "
-            f"{time.monotonic() - self._since_s:.1f} s, with a time limit of {self._limit_s:g} s "
-            f"(rank{many} {listed}); see what they do instead, and whether all ranks ask for "
-            f"their groups in one order"
-        )
-
-    def _all_came(self) -> str:
-        return (
-            f"{self._what}: its {len(self._ranks)} ranks came, but are not connected after the "
-            f"time limit of {self._limit_s:g} s; see whether they reach each other "
-            f"(NCCL_SOCKET_IFNAME, a firewall; NCCL_DEBUG=INFO tells more)"
-        )
+def _give_up(text: str) -> None:
+    """Say so, and end the process if it is ours."""
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    host = socket.gethostname()
+    message = f"rank {rank} on {host} waits in vain: {text}"
+    if path := os.environ.get("TDP_FAILURE"):
+        failure = Failure(rank, host, os.getpid(), time.time(), FailureKind.ERROR, 1, text, message)
+        with suppress(OSError):
+            atomic_write(Path(path), to_json(failure))
+    with suppress(OSError, ValueError):
+        sys.stderr.flush()
+    os.write(2, f"{message}\n".encode())
+    if path or _ends:
+        os._exit(1)
 
 
 def _with_host(store: dist.Store, rank: int) -> str:
@@ -365,16 +385,3 @@ def _with_host(store: dist.Store, rank: int) -> str:
                 return f"{rank} on {store.get(f'here/{rank}').decode()}"
             store = store.underlying_store  # type: ignore[attr-defined]
     return f"{rank}"
-
-
-_ends = False
-
-
-def end_processes() -> None:
-    """This process is ours, whoever started it: a wait in vain ends it."""
-    global _ends
-    _ends = True
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))

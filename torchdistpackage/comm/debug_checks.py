@@ -1,8 +1,8 @@
 """Debug mode: before a call, its members compare what they are about to do.
 
-One rule: who differs is told on every member alike, with both sides, before any data moves; a
-backend would give wrong numbers, or wait for ever. It costs one small collective a call, and the
-texts are exchanged only when their digests differ.
+A difference is raised on every member alike, with both sides, before any data moves; a backend
+would give wrong numbers, or wait for ever. It costs one small collective a call, and the texts are
+exchanged only when their digests differ.
 """
 
 import hashlib
@@ -41,17 +41,21 @@ def agree(
 ) -> None:
     """Compare a collective that is about to be issued, over its group.
 
-    facts: what must be equal beside the shape; where they say that rows vary, or give the rows of
+    facts: what must be equal besides the shape; where they say that rows vary, or give the rows of
     each rank, the first dim may differ.
 
     Raises:
         CommError: on all members, if any differs.
     """
-    told = _told(operation, x, facts)
-    digest = int.from_bytes(hashlib.sha1(told.encode(), usedforsecurity=False).digest()[:7], "big")
-    seen = _gathered(torch.tensor([digest], dtype=torch.int64), group, told)
+    described = _told(operation, x, facts)
+    digest = int.from_bytes(
+        hashlib.sha1(described.encode(), usedforsecurity=False).digest()[:7], "big"
+    )
+    seen = _gathered(torch.tensor([digest], dtype=torch.int64), group, described)
     if len({int(x) for x in seen}) > 1:
-        raise _difference(group, [_read(x) for x in _gathered(_written(told), group, told)])
+        raise _difference(
+            group, [_read(x) for x in _gathered(_written(described), group, described)]
+        )
 
 
 def agree_pairs(
@@ -92,10 +96,10 @@ def agree_messages(group: dist.ProcessGroup, messages: Sequence[tuple[str, Tenso
     # both sides of a pair in one order, what goes up first: NCCL knows no tags
     messages = sorted(messages, key=lambda m: (m[0] == "send") != (me < m[2]))
     tags = (_SENDS, _RECEIVES) if recorder.line(group).direct else (0, 0)
-    told = [f"{what} {dtype_name(x.dtype)}{list(x.shape)}" for what, x, _ in messages]
+    described = [f"{what} {dtype_name(x.dtype)}{list(x.shape)}" for what, x, _ in messages]
     rooms = [torch.empty(TEXT_BYTES, dtype=torch.uint8, device=device) for _ in messages]
     operations: list[dist.P2POp] = []
-    for (what, _, peer), room, text in zip(messages, rooms, told, strict=True):
+    for (what, _, peer), room, text in zip(messages, rooms, described, strict=True):
         here, there = tags if what == "send" else reversed(tags)
         operations.append(dist.P2POp(dist.irecv, room, peer, group, there))
         operations.append(dist.P2POp(dist.isend, _written(text).to(device), peer, group, here))
@@ -107,11 +111,11 @@ def agree_messages(group: dist.ProcessGroup, messages: Sequence[tuple[str, Tenso
         peers = sorted({peer for _, _, peer in messages})
         raise CommError(
             f"rank {me} and ranks {peers} could not compare their messages "
-            f"({', '.join(told)}); whoever did not come says why: {error}"
+            f"({', '.join(described)}); whoever did not come says why: {error}"
         ) from error
     wrong = [
         f"rank {me} is about to {mine}, rank {peer} to {theirs}"
-        for (_, _, peer), mine, theirs in zip(messages, told, map(_read, rooms), strict=True)
+        for (_, _, peer), mine, theirs in zip(messages, described, map(_read, rooms), strict=True)
         if theirs != _mirrored(mine)
     ]
     if wrong:
@@ -120,7 +124,7 @@ def agree_messages(group: dist.ProcessGroup, messages: Sequence[tuple[str, Tenso
         )
 
 
-def _gathered(mine: Tensor, group: dist.ProcessGroup, told: str) -> list[Tensor]:
+def _gathered(mine: Tensor, group: dist.ProcessGroup, described: str) -> list[Tensor]:
     """`mine` of all members."""
     mine = mine.to(device_of(group))
     seen = [torch.empty_like(mine) for _ in range(group.size())]
@@ -129,19 +133,19 @@ def _gathered(mine: Tensor, group: dist.ProcessGroup, told: str) -> list[Tensor]
     except RuntimeError as error:
         line = recorder.line(group)
         raise CommError(
-            f"call number {line.issued + 1} of ranks {line.ranks}, here {told}, could not be "
+            f"call number {line.issued + 1} of ranks {line.ranks}, here {described}, could not be "
             f"compared: a member did not come to it, or refused it, and says why itself: {error}"
         ) from error
     return seen
 
 
 def _told(operation: str, x: Tensor | None, facts: Sequence[object]) -> str:
-    told = operation
+    described = operation
     if x is not None:
         varies = bool(facts) and str(facts[0]).startswith("rows")
         shape = ["rows", *x.shape[1:]] if varies else list(x.shape)
-        told += f" of {dtype_name(x.dtype)}[{', '.join(map(str, shape))}]"
-    return told + "".join(f", {fact}" for fact in facts)
+        described += f" of {dtype_name(x.dtype)}[{', '.join(map(str, shape))}]"
+    return described + "".join(f", {fact}" for fact in facts)
 
 
 def _difference(group: dist.ProcessGroup, texts: list[str]) -> CommError:
@@ -161,9 +165,9 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}:" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}:"
 
 
-def _mirrored(told: str) -> str:
-    """What the peer says of the message of which this rank says `told`."""
-    what, _, of = told.partition(" ")
+def _mirrored(described: str) -> str:
+    """What the peer says of the message of which this rank says `described`."""
+    what, _, of = described.partition(" ")
     return f"{'receive' if what == 'send' else 'send'} {of}"
 
 

@@ -1,11 +1,10 @@
 """How a tensor of any dtype travels: as numbers that the back ends add, or as bytes.
 
-One rule: moving needs no arithmetic, so what a back end does not know goes as bytes; adding
+Moving needs no arithmetic, so what a back end does not know goes as bytes; adding
 does, so it goes as the nearest type that has the same sums, or is refused.
 """
 
 from collections.abc import Callable, Sequence
-from operator import index
 
 import torch
 import torch.distributed as dist
@@ -106,43 +105,6 @@ def added(parts: Sequence[Tensor]) -> Tensor:
     for part in parts[1:]:
         total += part
     return total
-
-
-def rows(x: Tensor, group: dist.ProcessGroup, sizes: Sequence[int] | None, held: str) -> list[int]:
-    """Rows of each rank. `held`: whether x is "mine", or "all" parts one after the other.
-
-    Raises:
-        CommError: x is not what the sizes say, or does not divide.
-    """
-    size = group.size()
-    if x.dim() == 0:
-        raise CommError("a tensor of no dims has no rows to gather or scatter; use x.reshape(1)")
-    num = x.shape[0]
-    if sizes is None:
-        if held == "mine":
-            return [num] * size
-        if num % size:
-            raise CommError(
-                f"{num} rows cannot be shared evenly by {size} ranks; use a multiple of {size}, "
-                f"or say the rows of each rank in sizes="
-            )
-        return [num // size] * size
-    sizes = [index(size) for size in sizes]
-    if len(sizes) != size or min(sizes) < 0:
-        raise CommError(
-            f"sizes {sizes} must be {size} counts of rows, one for each rank of the group"
-        )
-    expected, where = (
-        (sizes[group.rank()], f"rank {group.rank()} of the group")
-        if held == "mine"
-        else (sum(sizes), "all ranks together")
-    )
-    if num != expected:
-        raise CommError(
-            f"sizes {sizes} say that {where} has {expected} rows, but this tensor has shape "
-            f"{tuple(x.shape)}; give each rank's rows in the order of the group"
-        )
-    return sizes
 
 
 def _nearest(x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:

@@ -1,10 +1,12 @@
-"""The last calls of this rank, in a ring: what a hang report reads.
+"""The last calls of this rank, in a ring, and NCCL's own record: what a hang report reads.
 
-One rule: an entry is a list put into a deque, and nothing else happens on the way to the network;
-numbers and texts are made when somebody asks. A call is `WAITING` while the host is blocked in
-it. On a device queue the host is not blocked: there a call that returned counts as issued.
+An entry is a list put into a deque, and nothing else happens on the way to the network;
+numbers and texts are made by `snapshot`. A call is `WAITING` while the host is blocked in it. On a
+device queue the host is not blocked: there a call that returned counts as issued.
 """
 
+import json
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchdistpackage.comm.backends import Transport, transport_of
-from torchdistpackage.comm.gloo_threads import deprioritize
+from torchdistpackage.comm.backends import Transport, deprioritize, transport_of
 
 SIZE = 512
 """Calls that are kept."""
@@ -36,8 +37,8 @@ class GroupLog:
 
     queued: calls return before they are done; passed: the state of one that has returned.
     direct: parts go by messages (comm/transport/pairwise.py), each of which may take `limit`; None:
-    as long as the back end says. left: messages for which nobody waits any more. expected: calls
-    whose receives were posted ahead (comm/transport/sharded_flat.py).
+    as long as the back end says. left: messages that are waited for no more. expected: calls whose
+    receives were posted ahead (comm/transport/sharded_flat.py).
     """
 
     __slots__ = (
@@ -63,57 +64,33 @@ class GroupLog:
             work.wait() if self.limit is None else work.wait(self.limit)
 
 
-class GroupFacts(TypedDict):
-    """`done` is None where only the device knows."""
-
-    ranks: list[int]
-    axis: str
-    issued: int
-    done: int | None
-
-
-class PeerFacts(TypedDict):
-    """Messages issued so far to and from global rank `peer` in groups[group]."""
-
-    group: int
-    peer: int
-    sent: int
-    received: int
-
-
-class CallFacts(TypedDict):
-    """`sequence` counts collectives of the group, or messages of one direction with `peer`."""
-
-    group: int
-    operation: str
-    sequence: int
-    shape: list[int]
-    dtype: str
-    peer: int | None
-    action: str | None
-    state: str
-    age_s: float
-
-
 class RecorderSnapshot(TypedDict):
-    """What this rank did last, oldest call first; nothing in it but JSON."""
+    """What this rank did last, oldest call first; nothing in it but JSON.
+
+    groups: `ranks`, `axis`, and how many collectives were `issued` and `done` (None where only the
+    device knows). peers: messages `sent` to and `received` from global rank `peer` in
+    groups[`group`]. calls: see `FlightRecorder.begin`; `sequence` counts collectives of the group,
+    or messages of one direction with `peer`.
+    """
 
     time_s: float
     step: int
     phase: str
-    groups: list[GroupFacts]
-    peers: list[PeerFacts]
-    calls: list[CallFacts]
+    groups: list[dict[str, Any]]
+    peers: list[dict[str, Any]]
+    calls: list[dict[str, Any]]
 
 
 class FlightRecorder:
-    """Use the instance of this module, `calls`.
+    """Use the instance of this module, `recorder`.
 
     phase: what this rank does between calls ("data", "forward", ...); step: of the run.
     action: of the schedule, that is being run or whose messages are being posted.
     waited_s: for how long the host has been blocked in calls, in all; it only grows.
     clock_s: what that is measured with.
     checks: compare what the members of a group are about to do (comm/debug_checks.py).
+    ended: a list to note calls in when the host no longer waits for them, with the time and for how
+        long it did; or None.
     """
 
     def __init__(self) -> None:
@@ -123,6 +100,7 @@ class FlightRecorder:
         self.waited_s = 0.0
         self.clock_s: Callable[[], float] = _monotonic_s
         self.checks = False
+        self.ended: list[tuple[Call, float, float]] | None = None
         # By id and not by group: a group that its users let go must end, threads and all.
         self._lines: dict[int, GroupLog] = {}
         self._ring: deque[Call] = deque(maxlen=SIZE)
@@ -158,7 +136,10 @@ class FlightRecorder:
         call[STATE] = line.passed
         if call[PEER] is None:
             line.done += 1
-        self.waited_s += self.clock_s() - since_s
+        waited_s = self.clock_s() - since_s
+        self.waited_s += waited_s
+        if self.ended is not None:
+            self.ended.append((call, _monotonic_s(), waited_s))
 
     def line(self, group: dist.ProcessGroup) -> GroupLog:
         """What is known of the group."""
@@ -181,7 +162,7 @@ class FlightRecorder:
     def forget_all(self) -> None:
         """The world has ended, and with it what was set for it: the clock of waits, the checks."""
         self._lines.clear()
-        self.clock_s, self.checks = _monotonic_s, False
+        self.clock_s, self.checks, self.ended = _monotonic_s, False, None
 
     def snapshot(self, num: int = 64) -> RecorderSnapshot:
         """The last `num` calls, and where this rank is in each group. From any thread."""
@@ -211,9 +192,21 @@ class FlightRecorder:
                 for peer in sorted({*line.sent, *line.received})
             ],
             "calls": [
-                _facts(call, index[id(call[LINE])], now_s)
-                for call in list(self._ring)[-num:]
-                if id(call[LINE]) in index
+                {
+                    "group": index[id(line)],
+                    "operation": operation,
+                    "sequence": sequence,
+                    "shape": [] if shape is None else list(shape),
+                    "dtype": "" if dtype is None else dtype_name(dtype),
+                    "peer": peer,
+                    "action": None if action is None else str(action),
+                    "state": state,
+                    "age_s": now_s - began_s,
+                }
+                for line, operation, sequence, shape, dtype, peer, action, began_s, state in list(
+                    self._ring
+                )[-num:]
+                if id(line) in index
             ],
         }
 
@@ -225,23 +218,8 @@ class FlightRecorder:
         line = lines[key] = GroupLog(ranks, transport_of(group))
         line.group = ref(group, lambda _: lines.pop(key, None))
         if line.direct:
-            deprioritize()  # here, as every group comes by before its first call, whoever made it
+            deprioritize()  # here, as every group comes by before its first call, whatever made it
         return line
-
-
-def _facts(call: Call, group: int, now_s: float) -> CallFacts:
-    shape, dtype, action = call[SHAPE], call[DTYPE], call[ACTION]
-    return {
-        "group": group,
-        "operation": call[OPERATION],
-        "sequence": call[SEQUENCE],
-        "shape": [] if shape is None else list(shape),
-        "dtype": "" if dtype is None else dtype_name(dtype),
-        "peer": call[PEER],
-        "action": None if action is None else str(action),
-        "state": call[STATE],
-        "age_s": now_s - call[BEGAN_S],
-    }
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -250,3 +228,34 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 recorder = FlightRecorder()
+
+
+# -- NCCL's record -------------------------------------------------------------------------
+
+
+def _nccl_dump() -> Any:
+    return getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace_json", None)
+
+
+def has_nccl_trace() -> bool:
+    """Whether this build of torch keeps one: those with NCCL do."""
+    return _nccl_dump() is not None
+
+
+def nccl_trace(limit_s: float) -> dict[str, Any] | None:
+    """Calls that a device has not ended, as torch has them; None without a record, or too late.
+
+    Asked in a thread of its own: a driver that is stuck must not take the caller along.
+    """
+    dump, found = _nccl_dump(), list[dict[str, Any]]()
+    if dump is None:
+        return None
+
+    def ask() -> None:
+        if text := dump(includeCollectives=True, onlyActive=True):
+            found.append(json.loads(text))
+
+    asking = threading.Thread(target=ask, name="flight recorder", daemon=True)
+    asking.start()
+    asking.join(limit_s)
+    return found[0] if found else None

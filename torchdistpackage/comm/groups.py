@@ -1,9 +1,12 @@
 """Process groups from rank lists: only those this rank is in, one for each different list.
 
 Groups are scarce (threads, memory, and seconds to start and stop), so identical lists share
-one, all axes of size 1 share one group of one, and a list of everybody is the default
+one, all axes of size 1 share one group of one, and a list of all ranks is the default
 group. Members alone take part in making a group, and wait for each other, so all must ask for
 their groups in one order: that of layout/groups.py.
+
+A group may have companions of the same ranks, for what is in host memory and for the way back. All
+members make one together when they ask for it first; it ends with its group.
 
 A back end on devices connects the ranks of a group in their first collective, and two ranks in
 their first message, and the host is blocked meanwhile. In the middle of a pipeline that is too
@@ -11,14 +14,16 @@ late: a first batch of messages needs all ranks of the group, of which some wait
 groups are connected when they are made.
 """
 
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from operator import attrgetter
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from torchdistpackage.comm.companions import companions, leave_cpu, leave_reverse_group, on_cpu
+from torchdistpackage.comm.backends import deprioritize, device_of, is_queued, transport_of
 from torchdistpackage.comm.creation import (
+    Group,
     PerGroup,
     create,
     creation_limit,
@@ -26,18 +31,15 @@ from torchdistpackage.comm.creation import (
     default_timeout_s,
     end,
     is_alive,
-)
-from torchdistpackage.comm.primitives import (
-    Group,
-    device_of,
-    is_queued,
     ranks_of,
     set_timeout,
-    transport_of,
 )
+from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.errors import CommError
 from torchdistpackage.layout.groups import Creation
 from torchdistpackage.topology.mesh import Mesh
+
+Item = TypeVar("Item")
 
 
 class Groups:
@@ -97,7 +99,7 @@ class Groups:
     def set_timeout(self, seconds: float) -> None:
         """Time limit of every later operation, on the default group too."""
         self._timeout_s = seconds
-        for group in (_world(), *self._made.values(), *companions()):
+        for group in (_world(), *self._made.values(), *_on_cpu.values(), *_reverse_groups.values()):
             if is_alive(group):  # companions may be of a world that ended
                 set_timeout(group, seconds)
 
@@ -109,7 +111,7 @@ class Groups:
     def destroy(self) -> None:
         """End all groups made here, unless their world has ended; the default group stays."""
         for group in self._made.values() if self.are_there else ():
-            leave_reverse_group(group)
+            _leave(group, _reverse_groups)
             leave_cpu(group)
             end(group)
         self._made.clear()
@@ -118,6 +120,89 @@ class Groups:
 def _world() -> Group | None:
     return dist.group.WORLD if dist.is_initialized() else None
 
+
+def for_each_group(
+    items: Iterable[Item],
+    group_of: Callable[[Item], Group] = attrgetter("group"),
+    *,
+    min_size: int = 1,
+) -> list[tuple[Group, list[Item]]]:
+    """Each group of at least `min_size` ranks with its items, in their order.
+
+    Groups come in the order of their rank lists, which is the same on all ranks. A rank that calls
+    one collective a group never deadlocks: a rank that waits in a group waits for one that is still
+    at an earlier group, and none is earlier than the first (layout/groups.py).
+    """
+    found: dict[tuple[int, ...], tuple[Group, list[Item]]] = {}
+    for item in items:
+        group = group_of(item)
+        if group.size() >= min_size:
+            found.setdefault(ranks_of(group), (group, []))[1].append(item)
+    return [found[ranks] for ranks in sorted(found)]
+
+
+# -- companions ----------------------------------------------------------------------------
+
+_on_cpu: PerGroup[Group] = PerGroup()
+"""Group of GPUs -> the gloo group of the same ranks."""
+_reverse_groups: PerGroup[Group] = PerGroup()
+"""Gloo group -> another of the same ranks, over connections of its own."""
+
+
+def on_cpu(group: Group) -> Group:
+    """A group of the same ranks that moves what is in host memory: `group` itself unless NCCL.
+
+    Made when all of its ranks ask for the first time, and ended with `group` or by `leave_cpu`.
+    """
+    return _companion(group, _on_cpu, "cpu", None) if is_queued(group) else group
+
+
+def make_duplex_groups(groups: Iterable[Group]) -> None:
+    """For each gloo group of several ranks another one of the same ranks, over other connections.
+
+    All members call it, for whichever groups they are in. A twin ends with its group.
+
+    Raises:
+        CommError: a member did not come within the time limit of its group.
+    """
+    for group, _ in for_each_group(groups, lambda group: group, min_size=2):
+        if recorder.line(group).direct:
+            limit = group._get_backend(torch.device("cpu")).options._timeout
+            _companion(group, _reverse_groups, "twin", limit.total_seconds())
+            deprioritize()  # it is in no record, where others come by
+
+
+def reverse_group(group: Group) -> Group | None:
+    """What `make_duplex_groups` made for `group`."""
+    return _reverse_groups.get(group)
+
+
+def leave_cpu(group: Group) -> None:
+    """End what `on_cpu` made for `group`, if it made one, and that one's twin."""
+    if group in _on_cpu:
+        _leave(_on_cpu[group], _reverse_groups)
+    _leave(group, _on_cpu)
+
+
+def _companion(
+    group: Group, among: MutableMapping[Group, Group], use: str, limit_s: float | None
+) -> Group:
+    if group not in among:
+        ranks = ranks_of(group)
+        try:
+            backend = transport_of(group).host_backend
+            among[group] = create(ranks, use, limit_s=limit_s, backend=backend)
+        except RuntimeError as error:
+            raise CommError(f"ranks {ranks} could not make a second group: {error}") from error
+    return among[group]
+
+
+def _leave(group: Group, among: MutableMapping[Group, Group]) -> None:
+    if (made := among.pop(group, None)) is not None:
+        end(made)
+
+
+# -- connections ---------------------------------------------------------------------------
 
 _connected: PerGroup[bool] = PerGroup()
 """Group -> whether neighbours are connected for messages, too."""
@@ -139,7 +224,10 @@ def connect(group: Group, *, neighbours: bool = False, limit_s: float | None = N
         return
     ranks, store, key = ranks_of(group), default_store(), f"connect/{group.group_name}"
     store.set(f"{key}/{dist.get_rank()}", "")
-    came = partial(_came, key)
+
+    def came(store: dist.Store, rank: int) -> bool:
+        return store.check([f"{key}/{rank}"])
+
     limit_s = limit_s or default_timeout_s(transport_of(group).name)
     with creation_limit(f"connecting ranks {ranks}", ranks, came, store, limit_s):
         if known is None:
@@ -147,10 +235,6 @@ def connect(group: Group, *, neighbours: bool = False, limit_s: float | None = N
         if neighbours:
             _messages(group)
     _connected[group] = neighbours
-
-
-def _came(key: str, store: dist.Store, rank: int) -> bool:
-    return store.check([f"{key}/{rank}"])
 
 
 def _sum(group: Group) -> None:

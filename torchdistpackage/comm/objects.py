@@ -1,22 +1,23 @@
-"""What one rank holds and the rest of its group gets: objects, tensors, dicts of tensors; and back.
+"""Broadcasts of objects, tensors and dicts of tensors from one rank, and a gather to one rank.
 
-One rule: nobody waits for what will never come. The source says first what follows, or that nothing
-does and why, and then every rank raises. Descriptions and what lives in host memory go over a group
+No rank waits for what will never come: the source says first what follows, or that nothing does and
+why, and then every rank raises. Descriptions and what lives in host memory go over a group
 that moves host memory, also where the group itself joins GPUs. A group is a process group or the
 name of one of tpc's axes.
 """
 
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.collectives import as_dim, as_group
-from torchdistpackage.comm.companions import on_cpu
+from torchdistpackage.comm.groups import on_cpu
 from torchdistpackage.comm.p2p import start_receive, start_send
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import CommError
@@ -77,7 +78,7 @@ def broadcast_tensors(
         # in one piece, so that nothing is written back: autograd may hold the source's tensors
         carried = x.detach().resolve_conj().resolve_neg().contiguous() if mine else x.detach()
         staged = carried.to(_reach(x, through))
-        begun.append((x, primitives.start_broadcast(staged, through, source)))
+        begun.append((x, primitives.broadcast(staged, through, source, async_op=True)))
     for x, pending in begun:
         arrived = pending.wait()
         if not mine and arrived.device != x.device:
@@ -91,8 +92,8 @@ def broadcast_tensor_dict(
     """The dict that global rank `source` holds, on every rank; the others may give None.
 
     Values are tensors of any dtype, on CPU or CUDA, or anything that pickles; dicts, lists and
-    tuples may hold more of both. The source gets its own dict back, the others plain dicts with
-    new tensors that share no memory, on CUDA where the source has them there.
+    tuples may hold more of both. The source gets its own dict back, the others the same containers
+    with new tensors that share no memory, on CUDA where the source has them there.
 
     Raises:
         CommError: `source` is not in the group, has no dict, or has in it what cannot be sent.
@@ -101,10 +102,14 @@ def broadcast_tensor_dict(
     source = primitives.source_in(group, source)
     found: list[Tensor] = []
 
+    def take_out(x: Tensor) -> _TensorPlaceholder:
+        found.append(x)
+        return _TensorPlaceholder(len(found) - 1)
+
     def describe() -> tuple[object, list[TensorMetadata]]:
         if not isinstance(tensors, dict):
             raise CommError(f"a dict was expected of the source, not a {type(tensors).__name__}")
-        structure = _taken_apart(tensors, found)
+        structure = tree_map_only(Tensor, take_out, tensors)
         return structure, [_metadata(x) for x in found]
 
     structure, metadata = cast(
@@ -112,7 +117,9 @@ def broadcast_tensor_dict(
     )
     mine = source == primitives.ranks_of(group)[group.rank()]
     broadcast_tensors(received := found if mine else [_room(m) for m in metadata], group, source)
-    return cast(dict, tensors if mine else _put_together(structure, received))
+    if mine:
+        return cast(dict, tensors)
+    return tree_map_only(_TensorPlaceholder, lambda slot: received[slot.index], structure)
 
 
 def gather_to(x: Tensor, dim: int, group: Group | str, target: int) -> Tensor | None:
@@ -158,31 +165,6 @@ def _announced(make: Callable[[], object], group: Group, source: int | None) -> 
     if isinstance(word, _SendError):
         raise CommError(word.why) from cause
     return word
-
-
-def _taken_apart(value: object, found: list[Tensor]) -> object:
-    """The structure with a slot for each tensor, which goes to `found`."""
-    if isinstance(value, Tensor):
-        found.append(value)
-        return _TensorPlaceholder(len(found) - 1)
-    if isinstance(value, dict):
-        return {key: _taken_apart(inner, found) for key, inner in value.items()}
-    if type(value) in (list, tuple):
-        inside = [_taken_apart(inner, found) for inner in cast(Iterable[object], value)]
-        return inside if type(value) is list else tuple(inside)
-    return value
-
-
-def _put_together(value: object, tensors: Sequence[Tensor]) -> object:
-    """Inverse of `_taken_apart`."""
-    if isinstance(value, _TensorPlaceholder):
-        return tensors[value.index]
-    if type(value) is dict:
-        return {key: _put_together(inner, tensors) for key, inner in value.items()}
-    if type(value) in (list, tuple):
-        inside = [_put_together(inner, tensors) for inner in cast(Iterable[object], value)]
-        return inside if type(value) is list else tuple(inside)
-    return value
 
 
 def _metadata(x: Tensor) -> TensorMetadata:

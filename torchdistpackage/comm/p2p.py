@@ -165,7 +165,7 @@ class P2PChannel:
     The k-th `send` to a rank meets its k-th `receive` from this one. Tensors are contiguous, of
     plain dtypes, and want no gradient (`dtypes.to_bytes`). tag: messages of another one are apart.
     down: a group of the same ranks, on all of them, for what goes to a rank before the sender
-    (`companions.make_duplex_groups`): whoever posts on a connection waits while gloo reads from it.
+    (`groups.make_duplex_groups`): a rank that posts on a connection waits while gloo reads from it.
     """
 
     __slots__ = ("_issue", "_line", "_tag", "_timeout")

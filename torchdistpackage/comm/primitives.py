@@ -2,12 +2,13 @@
 
 Groups of one rank are legal everywhere: here, and only here, they are short-circuited.
 Rank arguments are global, as torch has them. Every call is noted in the record; errors of a
-backend become CommError with the operation and the group's ranks in the text. Each collective
-has a form that waits and a `start_` form that returns a `Work`.
+backend become CommError with the operation and the group's ranks in the text. With `async_op` a
+collective returns a `Work`; what goes in must stay as it is until its `wait()`.
 """
 
 from collections.abc import Sequence
-from datetime import timedelta
+from operator import index
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,21 +19,21 @@ from torchdistpackage.comm.backends import is_nccl as is_nccl
 from torchdistpackage.comm.backends import is_queued as is_queued
 from torchdistpackage.comm.backends import require_host_memory
 from torchdistpackage.comm.backends import transport_of as transport_of
-from torchdistpackage.comm.companions import on_cpu
-from torchdistpackage.comm.creation import world
+from torchdistpackage.comm.creation import ranks_of, world
+from torchdistpackage.comm.creation import set_timeout as set_timeout
 from torchdistpackage.comm.dtypes import (
     added,
     as_added,
     from_added,
     in_place_of,
-    rows,
     to_bytes,
     to_reducible,
 )
 from torchdistpackage.comm.flight_recorder import recorder
+from torchdistpackage.comm.groups import on_cpu
 from torchdistpackage.comm.transport.pairwise import GATHERED, SUMMED, pairwise
-from torchdistpackage.comm.work import NO_FACTS, IssueFn, Result, Work, run_async, run_sync
-from torchdistpackage.errors import CommError
+from torchdistpackage.comm.work import NO_FACTS, Work, run_async, run_sync
+from torchdistpackage.errors import CommError, LayoutError
 
 Group = dist.ProcessGroup
 SUM, AVG, MAX, MIN = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN
@@ -42,12 +43,9 @@ gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Sizes = Sequence[int]
-"""Rows of each rank of the group, in its order."""
-
-
-def ranks_of(group: Group) -> tuple[int, ...]:
-    """Global ranks of the group, in group order."""
-    return tuple(dist.get_process_group_ranks(group))
+"""Lengths along one dim, one for each rank of a group, in its order; some may be 0."""
+Result = Tensor | Any
+"""The tensor; a `Work` that gives it, of a call with `async_op`."""
 
 
 def source_in(group: Group, source: int | None) -> int:
@@ -67,24 +65,93 @@ def source_in(group: Group, source: int | None) -> int:
     return source
 
 
-# -- collectives -------------------------------------------------------------------------
+def check_sizes(
+    x: Tensor,
+    dim: int,
+    sizes: Sizes | None,
+    group: Group,
+    *,
+    cut: bool,
+    name: str = "sizes",
+    error: type[Exception] = LayoutError,
+) -> tuple[int, ...] | None:
+    """`sizes` of the parts of `dim` of x where it is `cut`, else of all ranks of which mine is x.
+
+    None stays None: all are equal.
+
+    Raises:
+        error: they do not fit the length, or equal parts do not.
+    """
+    size, rank, length = group.size(), group.rank(), x.shape[dim]
+    place = f"dim {dim} of a tensor of shape {tuple(x.shape)} has {length} elements"
+    if sizes is None:
+        if cut and length % size:
+            raise error(
+                f"{place}, which {size} ranks cannot share evenly; use a multiple of {size}, or "
+                f"pass {name}=, the length of each rank's part"
+            )
+        return None
+    known = sizes_of_ranks(sizes, group, name, error)
+    if cut and sum(known) != length:
+        raise error(
+            f"{place}, but {name}={known} add up to {sum(known)}; pass lengths that add up to "
+            f"{length}"
+        )
+    if not cut and known[rank] != length:
+        raise error(
+            f"{place}, but {name}={known} give {known[rank]} to this rank, number {rank} of its "
+            f"group; pass what each rank holds, as exchange_sizes() finds it"
+        )
+    return known
 
 
-def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = SUM) -> Tensor:
+def sizes_of_ranks(
+    sizes: Sizes, group: Group, name: str, error: type[Exception] = LayoutError
+) -> tuple[int, ...]:
+    """`sizes` as one length, 0 or more, for each rank of the group.
+
+    Raises:
+        error: they are something else.
+    """
+    try:
+        known = tuple(map(index, sizes))
+    except TypeError as cause:
+        raise error(f"{name}={sizes!r}: pass one whole number for each rank") from cause
+    if len(known) != group.size() or min(known) < 0:
+        raise error(
+            f"{name}={known} for a group of {group.size()} ranks; pass one length for each of "
+            f"them, 0 or more"
+        )
+    return known
+
+
+# -- collectives, along dim 0 ------------------------------------------------------------
+
+
+def all_reduce(
+    x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = SUM, async_op: bool = False
+) -> Result:
     """Reduce `x` in place over the group and return it.
 
     Raises:
         CommError: the dtype cannot be reduced, or the backend failed.
     """
-    return x if group.size() == 1 else _all_reduce(x, group, op, run_sync)
+    if group.size() == 1:
+        return Work(x) if async_op else x
+    wire, finish = to_reducible(x, op)
+    facts = (str(op),) if recorder.checks else NO_FACTS
+    go = run_async if async_op else run_sync
+    return go("all_reduce", group, x, facts, finish, dist.all_reduce, wire, op)
 
 
 def start_all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = SUM) -> Work:
-    """Begin to reduce `x` in place; it is ready after `wait()`."""
-    return Work(x) if group.size() == 1 else _all_reduce(x, group, op, run_async)
+    """`all_reduce` with `async_op`: the communication hook of a bucket that names no other."""
+    return all_reduce(x, group, op, True)
 
 
-def all_gather(x: Tensor, group: Group, sizes: Sizes | None = None) -> Tensor:
+def all_gather(
+    x: Tensor, group: Group, sizes: Sizes | None = None, async_op: bool = False
+) -> Result:
     """(n, ...) on each rank -> (sum of all n, ...), in group order.
 
     sizes: the n of all ranks, where they differ.
@@ -92,15 +159,25 @@ def all_gather(x: Tensor, group: Group, sizes: Sizes | None = None) -> Tensor:
     Raises:
         CommError: `sizes` does not say what this rank holds.
     """
-    return x if group.size() == 1 else _all_gather(x, group, sizes, run_sync)
+    if group.size() == 1:
+        return Work(x) if async_op else x
+    direct, lengths = recorder.line(group).direct, _rows(x, group, sizes, cut=False)
+    if direct:
+        require_host_memory("all_gather", group, x)
+    out = x.new_empty((sum(lengths), *x.shape[1:]))
+    mine, joined = to_bytes(x), to_bytes(out)
+    facts = NO_FACTS if sizes is None else ("rows of each rank", *lengths)
+    go, ask = run_async if async_op else run_sync, ("all_gather", group, x, facts, lambda: out)
+    if direct:
+        return go(*ask, pairwise, GATHERED, [mine] * len(lengths), joined.split(lengths))
+    if sizes is None:
+        return go(*ask, gather_into, joined, mine)
+    return go(*ask, dist.all_gather, list(joined.split(lengths)), mine)
 
 
-def start_all_gather(x: Tensor, group: Group, sizes: Sizes | None = None) -> Work:
-    """`all_gather`, begun; `x` must stay as it is until `wait()`."""
-    return Work(x) if group.size() == 1 else _all_gather(x, group, sizes, run_async)
-
-
-def reduce_scatter(x: Tensor, group: Group, sizes: Sizes | None = None) -> Tensor:
+def reduce_scatter(
+    x: Tensor, group: Group, sizes: Sizes | None = None, async_op: bool = False
+) -> Result:
     """(sum of all n, ...) -> my (n, ...) of the sum over the group.
 
     sizes: the n of all ranks, where they differ.
@@ -108,121 +185,14 @@ def reduce_scatter(x: Tensor, group: Group, sizes: Sizes | None = None) -> Tenso
     Raises:
         CommError: the rows of `x` are not those of `sizes`, or do not divide evenly.
     """
-    return x if group.size() == 1 else _reduce_scatter(x, group, sizes, run_sync)
-
-
-def start_reduce_scatter(x: Tensor, group: Group, sizes: Sizes | None = None) -> Work:
-    """`reduce_scatter`, begun; `x` must stay as it is until `wait()`."""
-    return Work(x) if group.size() == 1 else _reduce_scatter(x, group, sizes, run_async)
-
-
-def all_to_all(
-    x: Tensor, group: Group, send_sizes: Sizes | None = None, receive_sizes: Sizes | None = None
-) -> Tensor:
-    """(sum of all n, ...): piece i goes to rank i of the group; returns the pieces received.
-
-    send_sizes: rows to each rank; receive_sizes: rows from each, both where they are not even.
-
-    Raises:
-        CommError: the rows of `x` are not those of `send_sizes`, or do not divide evenly.
-    """
-    return x if group.size() == 1 else _all_to_all(x, group, send_sizes, receive_sizes, run_sync)
-
-
-def start_all_to_all(
-    x: Tensor, group: Group, send_sizes: Sizes | None = None, receive_sizes: Sizes | None = None
-) -> Work:
-    """`all_to_all`, begun; `x` must stay as it is until `wait()`."""
     if group.size() == 1:
-        return Work(x)
-    return _all_to_all(x, group, send_sizes, receive_sizes, run_async)
-
-
-def broadcast(x: Tensor, group: Group, source: int | None = None) -> Tensor:
-    """Overwrite `x` on all ranks with that of global rank `source` (default: the group's first).
-
-    Raises:
-        CommError: `source` is not in the group.
-    """
-    return x if group.size() == 1 else _broadcast(x, group, source, run_sync)
-
-
-def start_broadcast(x: Tensor, group: Group, source: int | None = None) -> Work:
-    """`broadcast`, begun."""
-    return Work(x) if group.size() == 1 else _broadcast(x, group, source, run_async)
-
-
-def barrier(group: Group | None = None) -> None:
-    """Return when every rank of the group (default: all) has come here."""
-    group = _whole(group)
-    if group.size() > 1:
-        run_sync("barrier", group, None, (), None, dist.barrier)
-
-
-# -- objects: pickled, so only between own ranks -----------------------------------------
-
-
-def gather_objects(value: object, group: Group | None = None) -> list[object]:
-    """Small values of every rank, in group order; no device is waited for."""
-    group = _whole(group)
-    values: list[object] = [value] * group.size()
-    if group.size() > 1:
-        run_sync(
-            "gather_objects", on_cpu(group), None, (), None, dist.all_gather_object, values, value
-        )
-    return values
-
-
-def broadcast_object(
-    value: object, group: Group | None = None, source: int | None = None
-) -> object:
-    """The value that global rank `source` (default: the group's first) holds, on every rank."""
-    group, box = _whole(group), [value]
-    if group.size() > 1:
-        source = source_in(group, source)
-        send = dist.broadcast_object_list
-        run_sync("broadcast_object", on_cpu(group), None, (source,), None, send, box, source)
-    return box[0]
-
-
-def set_timeout(group: Group, seconds: float) -> None:
-    """How long a later operation of the group may take before it fails."""
-    limit = timedelta(seconds=seconds)
-    dist.distributed_c10d._set_pg_timeout(limit, group)
-    if recorder.line(group).direct:  # with a limit, a wait on NCCL would block the host
-        recorder.limit(group, limit)
-
-
-# -- what each gives to the back end ------------------------------------------------------
-
-
-def _all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType, go: IssueFn) -> Result:
-    wire, finish = to_reducible(x, op)
-    facts = (str(op),) if recorder.checks else NO_FACTS
-    return go("all_reduce", group, x, facts, finish, dist.all_reduce, wire, op)
-
-
-def _all_gather(x: Tensor, group: Group, sizes: Sizes | None, go: IssueFn) -> Result:
-    direct, lengths = recorder.line(group).direct, rows(x, group, sizes, "mine")
-    if direct:
-        require_host_memory("all_gather", group, x)
-    out = x.new_empty((sum(lengths), *x.shape[1:]))
-    mine, whole = to_bytes(x), to_bytes(out)
-    facts = NO_FACTS if sizes is None else ("rows of each rank", *lengths)
-    ask = "all_gather", group, x, facts, lambda: out
-    if direct:
-        return go(*ask, pairwise, GATHERED, [mine] * len(lengths), whole.split(lengths))
-    if sizes is None:
-        return go(*ask, gather_into, whole, mine)
-    return go(*ask, dist.all_gather, list(whole.split(lengths)), mine)
-
-
-def _reduce_scatter(x: Tensor, group: Group, sizes: Sizes | None, go: IssueFn) -> Result:
-    direct, lengths = recorder.line(group).direct, rows(x, group, sizes, "all")
+        return Work(x) if async_op else x
+    direct, lengths = recorder.line(group).direct, _rows(x, group, sizes, cut=True)
     if direct:
         require_host_memory("reduce_scatter", group, x)
     facts = NO_FACTS if sizes is None else ("rows of each rank", *lengths)
     wire, ask = as_added(x), ("reduce_scatter", group, x, facts)
+    go = run_async if async_op else run_sync
     length, shape = lengths[group.rank()], wire.shape[1:]
     if direct:
         room = [wire.new_empty((length, *shape)) for _ in lengths]
@@ -235,15 +205,28 @@ def _reduce_scatter(x: Tensor, group: Group, sizes: Sizes | None, go: IssueFn) -
     return go(*ask, finish, dist.reduce_scatter, out, list(wire.split(lengths)))
 
 
-def _all_to_all(
-    x: Tensor, group: Group, send_sizes: Sizes | None, receive_sizes: Sizes | None, go: IssueFn
+def all_to_all(
+    x: Tensor,
+    group: Group,
+    send_sizes: Sizes | None = None,
+    receive_sizes: Sizes | None = None,
+    async_op: bool = False,
 ) -> Result:
+    """(sum of all n, ...): piece i goes to rank i of the group; returns the pieces received.
+
+    send_sizes: rows to each rank; receive_sizes: rows from each, both where they are not even.
+
+    Raises:
+        CommError: the rows of `x` are not those of `send_sizes`, or do not divide evenly.
+    """
+    if group.size() == 1:
+        return Work(x) if async_op else x
     if (send_sizes is None) != (receive_sizes is None):
         raise CommError("all_to_all needs both send_sizes and receive_sizes, or neither")
-    sent = rows(x, group, send_sizes, "all")
-    received = sent if receive_sizes is None else list(receive_sizes)
-    if len(received) != len(sent) or min(received) < 0:
-        raise CommError(f"receive_sizes {received} must be {len(sent)} counts, one for each rank")
+    sent = _rows(x, group, send_sizes, cut=True, name="send_sizes")
+    received = sent
+    if receive_sizes is not None:
+        received = list(sizes_of_ranks(receive_sizes, group, "receive_sizes", CommError))
     if recorder.line(group).direct:
         require_host_memory("all_to_all", group, x)
     out = x.new_empty((sum(received), *x.shape[1:]))
@@ -252,15 +235,64 @@ def _all_to_all(
     facts = NO_FACTS if send_sizes is None else ("rows vary",)
     ask = "all_to_all", group, x, facts, lambda: out
     splits = () if send_sizes is None else (received, sent)
+    go = run_async if async_op else run_sync
     return go(*ask, dist.all_to_all_single, to_bytes(out), to_bytes(x), *splits)
 
 
-def _broadcast(x: Tensor, group: Group, source: int | None, go: IssueFn) -> Result:
-    source = source_in(group, source)
-    wire = to_bytes(x)
+def broadcast(x: Tensor, group: Group, source: int | None = None, async_op: bool = False) -> Result:
+    """Overwrite `x` on all ranks with that of global rank `source` (default: the group's first).
+
+    Raises:
+        CommError: `source` is not in the group.
+    """
+    if group.size() == 1:
+        return Work(x) if async_op else x
+    source, wire = source_in(group, source), to_bytes(x)
     finish = in_place_of(x, wire)
+    go = run_async if async_op else run_sync
     return go("broadcast", group, x, (source,), finish, dist.broadcast, wire, source)
 
 
-def _whole(group: Group | None) -> Group:
-    return world() if group is None else group
+def barrier(group: Group | None = None) -> None:
+    """Return when every rank of the group (default: all) has come here."""
+    group = group or world()
+    if group.size() > 1:
+        run_sync("barrier", group, None, (), None, dist.barrier)
+
+
+def _rows(
+    x: Tensor, group: Group, sizes: Sizes | None, *, cut: bool, name: str = "sizes"
+) -> list[int]:
+    """Rows of each rank."""
+    if x.dim() == 0:
+        raise CommError("a tensor of no dims has no rows to gather or scatter; use x.reshape(1)")
+    size, num = group.size(), x.shape[0]
+    if sizes is None and not (cut and num % size):
+        return [num // size if cut else num] * size
+    return list(check_sizes(x, 0, sizes, group, cut=cut, name=name, error=CommError) or ())
+
+
+# -- objects: pickled, so only between own ranks -----------------------------------------
+
+
+def gather_objects(value: object, group: Group | None = None) -> list[object]:
+    """Small values of every rank, in group order; no device is waited for."""
+    group = group or world()
+    values: list[object] = [value] * group.size()
+    if group.size() > 1:
+        run_sync(
+            "gather_objects", on_cpu(group), None, (), None, dist.all_gather_object, values, value
+        )
+    return values
+
+
+def broadcast_object(
+    value: object, group: Group | None = None, source: int | None = None
+) -> object:
+    """The value that global rank `source` (default: the group's first) holds, on every rank."""
+    group, box = group or world(), [value]
+    if group.size() > 1:
+        source = source_in(group, source)
+        send = dist.broadcast_object_list
+        run_sync("broadcast_object", on_cpu(group), None, (source,), None, send, box, source)
+    return box[0]

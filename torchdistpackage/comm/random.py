@@ -48,13 +48,21 @@ def differ(index: int, device: torch.device | str = "cpu") -> Iterator[None]:
     draw. No device synchronisation.
     """
     draw = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+    with seeded(seed_from(draw, index), device):
+        yield
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device | str = "cpu") -> Iterator[None]:
+    """Inside, the default generators of the CPU and of `device` begin at `seed`; afterwards they go
+    on as if nothing had been drawn. No device synchronisation."""
     on_cuda = torch.device(device).type == "cuda"
     cpu_state = torch.get_rng_state()
     cuda_state = torch.cuda.get_rng_state(device) if on_cuda else None
-    fork = seed_from(draw, index)
-    torch.default_generator.manual_seed(fork)
+    torch.default_generator.manual_seed(seed)
     if on_cuda:
-        torch.cuda.manual_seed(fork)
+        with torch.cuda.device(device):  # which need not be the current one
+            torch.cuda.manual_seed(seed)
     try:
         yield
     finally:

@@ -1,8 +1,7 @@
 """The store where the ranks of one start meet, and the roll call at it.
 
-The one rule: nobody waits for ever, and whoever waited in vain says for whom. Rank 0 listens on the
-first candidate port that is free; the others know its store by the token. All arguments are
-plain: who is who was found out by `launch.rendezvous`.
+No rank waits for ever, and one that waited in vain names those that did not come. Rank 0 listens on
+the first candidate port that is free; the others know its store by the token.
 """
 
 import contextlib
@@ -15,6 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from torchdistpackage.errors import AbsentError, LaunchError
+from torchdistpackage.launch.rendezvous import Rendezvous
 
 TOKEN_WAIT_S = 2.0
 """How long a candidate port may take to show its token before the next one is tried."""
@@ -29,7 +29,7 @@ _REFUSED = "refused: "
 
 
 def serve(
-    ports: Sequence[int], *, world_size: int, token: str, timeout_s: float
+    rendezvous: Rendezvous, ports: Sequence[int], *, timeout_s: float
 ) -> tuple[dist.Store, int]:
     """Rank 0 listens on the first candidate port that is free: its store and the port.
 
@@ -42,14 +42,14 @@ def serve(
             store = dist.TCPStore(
                 "127.0.0.1",
                 port,
-                world_size,
+                rendezvous.world_size,
                 True,
                 timedelta(seconds=timeout_s),
                 wait_for_workers=False,
             )
         except RuntimeError:
             continue
-        store.set("token", token)
+        store.set("token", rendezvous.token)
         return store, port
     raise LaunchError(
         f"rank 0 cannot listen on {socket.gethostname()}: port{'s' * (len(ports) > 1)} "
@@ -59,19 +59,14 @@ def serve(
 
 
 def find(
-    address: str,
-    ports: Sequence[int],
-    *,
-    rank: int,
-    world_size: int,
-    token: str,
-    timeout_s: float,
+    rendezvous: Rendezvous, ports: Sequence[int], *, timeout_s: float
 ) -> tuple[dist.Store, int]:
-    """The others try the candidates in turn until one shows `token`: the store and its port.
+    """The others try the candidates in turn until one shows the token: the store and its port.
 
     Raises:
         LaunchError: none did within `timeout_s`, or a stranger keeps the only port.
     """
+    address, rank = rendezvous.address, rendezvous.rank
     end = time.monotonic() + timeout_s
     stranger_since: float | None = None
     seen, pause_s = "nobody listened", 0.05
@@ -86,12 +81,14 @@ def find(
                 continue
             tried = time.monotonic()
             try:
-                store = connect(address, port, world_size=world_size, timeout_s=TOKEN_WAIT_S)
+                store = connect(
+                    address, port, world_size=rendezvous.world_size, timeout_s=TOKEN_WAIT_S
+                )
                 shown = store.get("token").decode()
             except (OSError, RuntimeError) as error:
                 seen = f"port {port}: {error}"
             else:
-                if shown == token:
+                if shown == rendezvous.token:
                     store.set_timeout(timedelta(seconds=timeout_s))
                     return store, port
                 seen = f"port {port} belongs to another job"
@@ -112,13 +109,13 @@ def find(
 
 
 def connect(address: str, port: int, *, world_size: int, timeout_s: float) -> dist.TCPStore:
-    """The store that somebody else serves at this port.
+    """The store that another process serves at this port.
 
     In a thread: a server of another kind may accept and then stay silent, for which torch has no
     time limit; the thread is then left to its wait.
 
     Raises:
-        OSError, RuntimeError: nobody listens, or not a store.
+        OSError, RuntimeError: nothing listens, or not a store.
     """
     found: list[dist.TCPStore | RuntimeError] = []
 
@@ -149,33 +146,27 @@ def connect(address: str, port: int, *, world_size: int, timeout_s: float) -> di
 
 def await_all(
     store: dist.Store,
+    rendezvous: Rendezvous,
     *,
-    rank: int,
-    world_size: int,
     timeout_s: float,
     since: float,
-    keeper: bool,
-    hosts: Sequence[str] = (),
-    source: str = "",
     judge: Callable[[], str] = str,
 ) -> None:
     """Return when every rank has signed in at the store; if one gives up, all do.
 
     since: when the `timeout_s` began, as time.monotonic() says.
-    keeper: the store lives in this process, which stays a moment longer so that the others hear.
-    hosts: the host of each rank, or () if not known. source: who launched, for the message.
     judge: called on the last to come, for why all must not go on; "" if they may.
 
     Raises:
         AbsentError: some did not sign in within `timeout_s`; names them.
         LaunchError: on every rank, what `judge` found.
     """
-    here = socket.gethostname()
+    rank, here = rendezvous.rank, socket.gethostname()
     cause: Exception | None = None
     try:
         store.set(f"here/{rank}", here)
         # one word for all: the last to come and the first to give up may meet
-        if store.add("arrived", 1) == world_size and store.add("decided", 1) == 1:
+        if store.add("arrived", 1) == rendezvous.world_size and store.add("decided", 1) == 1:
             found = judge()
             store.set("complete", f"{_REFUSED}{found}" if found else "yes")
         # a rank 0 that came late still needs a moment to count the others
@@ -184,39 +175,44 @@ def await_all(
         said = store.get("complete").decode()
     except RuntimeError as error:  # a file store has no narrower one for a wait in vain
         cause = error
-        said = _give_up(store, world_size, hosts)
+        said = _give_up(store, rendezvous)
     if said == "yes":
         return
-    speaker = _lowest_here(store, rank)
-    _hear(store, keeper)
+    speaker = rank
+    with contextlib.suppress(RuntimeError):  # gone with its keeper
+        speaker = next((r for r in range(rank) if store.check([f"here/{r}"])), rank)
+    _hear(store, rendezvous.keeps_store)
     if said.startswith(_REFUSED):
         raise LaunchError(said.removeprefix(_REFUSED)) from cause
-    found = f"{said} within {timeout_s:g} s (I am rank {rank} on {here}, launched by {source})"
+    found = (
+        f"{said} within {timeout_s:g} s (I am rank {rank} on {here}, launched by "
+        f"{rendezvous.source})"
+    )
     raise AbsentError(
         f"{found}; look at their logs, or allow more with launch.init_timeout_s", found, speaker
     ) from cause
 
 
-def _give_up(store: dist.Store, world_size: int, hosts: Sequence[str]) -> str:
-    """Who is missing, as told to all, or "yes" if the last one came this moment."""
+def _give_up(store: dist.Store, rendezvous: Rendezvous) -> str:
+    """Which ranks are missing, as said to all, or "yes" if the last one came this moment."""
+    world_size, hosts = rendezvous.world_size, rendezvous.hosts
     try:
         if store.add("decided", 1) == 1:
-            store.set("complete", _who_is_missing(store, world_size, hosts))
+            missing = [r for r in range(world_size) if not store.check([f"here/{r}"])]
+            shown = [f"{r} on {hosts[r]}" if hosts else f"{r}" for r in missing]
+            many = "s" * (len(missing) > 1)
+            store.set(
+                "complete",
+                f"{len(missing)} of {world_size} ranks did not come (rank{many} {_listed(shown)})",
+            )
         store.wait(["complete"], timedelta(seconds=TOKEN_WAIT_S))
         return store.get("complete").decode()
     except RuntimeError:
         return f"rank 0, which keeps the list of the {world_size} ranks, left: not all had come"
 
 
-def _lowest_here(store: dist.Store, rank: int) -> int:
-    """The lowest rank that came, as far as `rank` can see."""
-    with contextlib.suppress(RuntimeError):  # gone with its keeper
-        return next((r for r in range(rank) if store.check([f"here/{r}"])), rank)
-    return rank
-
-
 def _hear(store: dist.Store, keeper: bool) -> None:
-    """Note that this rank knows; the keeper waits until all who came do."""
+    """Note that this rank knows; the store's keeper stays until all that came do."""
     end = time.monotonic() + _HEARD_WAIT_S
     with contextlib.suppress(RuntimeError):  # gone with its keeper
         store.add("heard", 1)
@@ -224,13 +220,6 @@ def _hear(store: dist.Store, keeper: bool) -> None:
             if time.monotonic() > end:
                 return
             time.sleep(0.05)
-
-
-def _who_is_missing(store: dist.Store, world_size: int, hosts: Sequence[str]) -> str:
-    missing = [r for r in range(world_size) if not store.check([f"here/{r}"])]
-    shown = [f"{r} on {hosts[r]}" if hosts else f"{r}" for r in missing]
-    many = "s" * (len(missing) > 1)
-    return f"{len(missing)} of {world_size} ranks did not come (rank{many} {_listed(shown)})"
 
 
 def _listed(values: Sequence[object]) -> str:

@@ -1,4 +1,4 @@
-"""From a Rendezvous to an initialised default group on the right device, or a clear refusal.
+"""From a Rendezvous to an initialised default group on the right device.
 
 Ranks meet through one store: a file when this package started them on one machine, the agent's
 under torchrun, else TCP on a candidate port. On several nodes they talk over the network on which
@@ -21,8 +21,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torchdistpackage.comm import primitives
-from torchdistpackage.comm.creation import default_timeout_s, joins_within, world
+from torchdistpackage.comm.creation import (
+    await_members,
+    default_timeout_s,
+    joins_within,
+    mark_made,
+    set_timeout,
+    world,
+)
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.rendezvous_store import await_all, connect, find, serve
 from torchdistpackage.errors import LaunchError
@@ -45,8 +51,8 @@ from torchdistpackage.launch.network import (
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
 
 _starts = itertools.count()
-_told: dict[str, str] = {}
-"""Variables that `setup_distributed` has set: not the user's word when it is called again."""
+_our_variables: dict[str, str] = {}
+"""Set by `setup_distributed`: not the user's word when it is called again."""
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +93,7 @@ def setup_distributed(
         LaunchError: the environment is contradictory, ranks are missing, or they cannot all run
             on the same kind of device with one backend; then on every rank.
     """
-    rendezvous = detect({k: v for k, v in os.environ.items() if _told.get(k) != v})
+    rendezvous = detect({k: v for k, v in os.environ.items() if _our_variables.get(k) != v})
     joined = join(
         rendezvous, backend=backend, port=port, init_timeout_s=init_timeout_s, timeout_s=timeout_s
     )
@@ -104,8 +110,8 @@ def setup_distributed(
         log.warning("backend nccl was asked for, but there is no GPU for each rank: gloo it is")
     if rendezvous.source != "alone":
         for name, value in defaults.items():
-            if os.environ.get(name) in (None, _told.get(name)):
-                os.environ[name] = _told[name] = str(value)
+            if os.environ.get(name) in (None, _our_variables.get(name)):
+                os.environ[name] = _our_variables[name] = str(value)
     return rendezvous.rank, rendezvous.world_size, joined.port, rendezvous.address
 
 
@@ -152,13 +158,15 @@ def join(
             timeout=timedelta(seconds=init_timeout_s),
             device_id=device if chosen == "nccl" else None,
         )
-    primitives.set_timeout(world(), timeout_s or default_timeout_s(chosen))
+        mark_made(world(), store, "default")
+    set_timeout(world(), timeout_s or default_timeout_s(chosen))
     return JoinResult(rendezvous, device, chosen, at, notes + ((network,) if network else ()))
 
 
 def leave() -> None:
-    """End the default group, if there is one."""
+    """End the default group, if there is one, and with it all groups."""
     if dist.is_initialized():
+        await_members(world())
         dist.destroy_process_group()
     recorder.forget_all()
 
@@ -184,17 +192,9 @@ def _meet(
         if master:
             store.set("master", master)
     network = _choose_network(master) if master else ""
-    _publish_gpu(store, rendezvous)
-    await_all(
-        store,
-        rank=rendezvous.rank,
-        world_size=rendezvous.world_size,
-        timeout_s=timeout_s,
-        since=begin,
-        keeper=rendezvous.keeps_store,
-        hosts=rendezvous.hosts,
-        source=rendezvous.source,
-    )
+    # which GPU this rank sees, if it is a single one
+    store.set(_gpu_key(rendezvous, rendezvous.local_rank), _only_gpu(rendezvous))
+    await_all(store, rendezvous, timeout_s=timeout_s, since=begin)
     if several_nodes and not master and store.check(["master"]):
         network = _choose_network(store.get("master").decode())
     return store, at, network
@@ -218,21 +218,11 @@ def _open_store(
         return dist.FileStore(rendezvous.store, rendezvous.world_size), None
     if rendezvous.world_size == 1:
         return dist.HashStore(), None
-    ports = (port,) if port is not None else rendezvous.ports
     if rendezvous.served:
         return _agents_store(rendezvous, timeout_s), rendezvous.ports[0]
-    world_size, token = rendezvous.world_size, rendezvous.token
-    if rendezvous.rank == 0:
-        store, at = serve(ports, world_size=world_size, token=token, timeout_s=timeout_s)
-    else:
-        store, at = find(
-            rendezvous.address,
-            ports,
-            rank=rendezvous.rank,
-            world_size=world_size,
-            token=token,
-            timeout_s=timeout_s,
-        )
+    ports = (port,) if port is not None else rendezvous.ports
+    meet = serve if rendezvous.rank == 0 else find
+    store, at = meet(rendezvous, ports, timeout_s=timeout_s)
     return dist.PrefixStore("tdp", store), at
 
 
@@ -244,8 +234,8 @@ def _agents_store(rendezvous: Rendezvous, timeout_s: float) -> dist.Store:
     except (OSError, RuntimeError) as error:
         raise LaunchError(
             f"rank {rendezvous.rank}: torchrun's store at {host}, port {port}, did not answer "
-            f"within {timeout_s:g} s ({_first_line(error)}); see whether torchrun still runs "
-            f"there, and whether {host} can be reached from {socket.gethostname()}"
+            f"within {timeout_s:g} s ({str(error).splitlines()[0]}); see whether torchrun still "
+            f"runs there, and whether {host} can be reached from {socket.gethostname()}"
         ) from error
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the agent's store outlives us
     return dist.PrefixStore(f"tdp/{rendezvous.token}/{restart}", store)
@@ -270,18 +260,9 @@ def _choose_network(master: str) -> str:
     return network.note
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
-
-
 # -- the device --------------------------------------------------------------------------
 
 _UNKNOWN = "?"
-
-
-def _publish_gpu(store: dist.Store, rendezvous: Rendezvous) -> None:
-    """Say which GPU this rank sees, if it is a single one, before the ranks meet."""
-    store.set(_gpu_key(rendezvous, rendezvous.local_rank), _only_gpu(rendezvous))
 
 
 def _agree_on_device(
@@ -306,6 +287,9 @@ def _agree_on_device(
         )
     except LaunchError as error:
         problem = str(error)
+    known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+    if asked and not {part.rpartition(":")[2] for part in asked.lower().split(",")} <= {*known}:
+        problem = f"there is no backend {asked!r}; use {', '.join(known)}, or None"
     device = torch.device("cpu") if choice.index is None else torch.device("cuda", choice.index)
     by_device = "nccl" if device.type == "cuda" else "gloo"
     # programs that name nccl, as each earlier library did by default, run on a CPU too
@@ -325,31 +309,18 @@ def _agree_on_device(
         num_given=int(given) if by_slurm else 0,
         problem=problem,
     )
-    _agree(dist.PrefixStore("devices", store), rendezvous, mine, timeout_s)
+    said = dist.PrefixStore("devices", store)
+    said.set(str(rendezvous.rank), mine.to_json())
+
+    def judge() -> str:
+        texts = said.multi_get([str(rank) for rank in range(rendezvous.world_size)])
+        return disagreement([RankDevice.from_json(text) for text in texts])
+
+    await_all(said, rendezvous, timeout_s=timeout_s, since=time.monotonic(), judge=judge)
     if device.type == "cuda":
         # before any collective: NCCL binds a communicator to the current device
         torch.cuda.set_device(device)
     return device, backend, tuple(note for note in (rendezvous.note, choice.note) if note)
-
-
-def _agree(store: dist.Store, rendezvous: Rendezvous, mine: RankDevice, timeout_s: float) -> None:
-    store.set(str(rendezvous.rank), mine.to_json())
-
-    def judge() -> str:
-        texts = store.multi_get([str(rank) for rank in range(rendezvous.world_size)])
-        return disagreement([RankDevice.from_json(text) for text in texts])
-
-    await_all(
-        store,
-        rank=rendezvous.rank,
-        world_size=rendezvous.world_size,
-        timeout_s=timeout_s,
-        since=time.monotonic(),
-        keeper=rendezvous.keeps_store,
-        hosts=rendezvous.hosts,
-        source=rendezvous.source,
-        judge=judge,
-    )
 
 
 def _only_gpu(rendezvous: Rendezvous) -> str:

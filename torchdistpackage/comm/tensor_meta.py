@@ -5,10 +5,10 @@ structure, shapes, dtypes and which members want a gradient. A receiver must kno
 post its receive, so it travels ahead (`MetaChannel`), apart from the messages of a pair, whatever
 the order in which those are posted: on gloo it has a tag, and where messages go from GPU to GPU it
 goes through host memory, so that no rank stops a device to read it. Gradients go back in the shape
-of what was sent, so they need no description ever.
+of what was sent, so they need no description.
 
-A `MessageSpec` is a description made ready for use: everything that follows from it alone is worked
-out once, so that a message of known form costs its allocation and its posting, and nothing else.
+A `MessageSpec` is a description made ready for use: what follows from it alone is worked out once,
+so that a message of known form costs its allocation and its posting alone.
 """
 
 import json
@@ -19,15 +19,16 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm.backends import require_host_memory
-from torchdistpackage.comm.companions import on_cpu
 from torchdistpackage.comm.dtypes import to_bytes
 from torchdistpackage.comm.flight_recorder import recorder
+from torchdistpackage.comm.groups import on_cpu
 from torchdistpackage.comm.p2p import P2PChannel
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.work import Work
 from torchdistpackage.errors import CommError
 
-Message = Tensor | None | tuple[Tensor | None, ...] | dict[str, Tensor | None]
+Members = dict[str, Tensor | None]
+Message = Tensor | None | tuple[Tensor | None, ...] | Members
 
 HEADER_BYTES = 1024
 """A description that does not fit says so in the first header and follows in a second."""
@@ -86,18 +87,19 @@ def describe(message: Message, device: torch.device | None = None) -> Descriptio
     Raises:
         CommError: a member is no tensor, a key no string, or a member is elsewhere.
     """
-    tensors = tensors_of(message)
-    for position, x in enumerate(tensors):
-        if x is not None and not isinstance(x, Tensor):
-            raise CommError(
-                f"member {position} of a message between stages is a {type(x).__name__}; a message "
-                f"is a tensor, a tuple or a flat dict of tensors and None"
-            )
     keys = tuple(message) if isinstance(message, dict) else ()
     if any(not isinstance(key, str) for key in keys):
         raise CommError(f"keys of a message between stages must be strings, not {keys}")
+    tensors = tensors_of(message)
     for name, x in zip(keys or range(len(tensors)), tensors, strict=True):
-        if device is not None and x is not None and x.is_cpu is not (device.type == "cpu"):
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise CommError(
+                f"member {name!r} of a message between stages is a {type(x).__name__}; a message "
+                f"is a tensor, a tuple or a flat dict of tensors and None"
+            )
+        if device is not None and x.is_cpu is not (device.type == "cpu"):
             raise CommError(
                 f"member {name!r} of a message between stages is on {x.device}, but messages of "
                 f"this group go from {device.type} to {device.type}; give x.to({device.type!r}), "
@@ -112,44 +114,26 @@ def describe(message: Message, device: torch.device | None = None) -> Descriptio
     return Description(form, keys, members)
 
 
-def encode(description: Description, device: torch.device) -> list[Tensor]:
+def encode(description: Description) -> list[Tensor]:
     """Header tensors (HEADER_BYTES,) uint8, and a second one for what does not fit."""
     members = [
-        None if m is None else [list(m.shape), str(m.dtype).removeprefix("torch."), m.requires_grad]
+        m and [list(m.shape), str(m.dtype).removeprefix("torch."), m.requires_grad]
         for m in description.members
     ]
-    text = json.dumps([description.form, list(description.keys), members]).encode()
-    first = bytearray(HEADER_BYTES)
-    first[:8] = len(text).to_bytes(8, "big")
-    fits = text[: HEADER_BYTES - 8]
-    first[8 : 8 + len(fits)] = fits
-    rest = text[HEADER_BYTES - 8 :]
-    parts = [first, bytearray(rest)] if rest else [first]
-    return [torch.frombuffer(part, dtype=torch.uint8).to(device) for part in parts]
+    text = json.dumps([description.form, description.keys, members]).encode()
+    raw = len(text).to_bytes(8, "big") + text
+    first, rest = raw[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0"), raw[HEADER_BYTES:]
+    parts = [first, rest] if rest else [first]
+    return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts]
 
 
-def header_room(device: torch.device) -> Tensor:
-    return torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device)
-
-
-def rest_room(header: Tensor) -> Tensor | None:
-    """Room for the second header, where the first announces one."""
-    length = int.from_bytes(bytes(header[:8].tolist()), "big")
-    more = length - (HEADER_BYTES - 8)
-    return torch.empty(more, dtype=torch.uint8, device=header.device) if more > 0 else None
-
-
-def decode(header: Tensor, rest: Tensor | None) -> Description:
+def decode(raw: bytes) -> Description:
     """The description that `encode` wrote."""
-    raw = bytes(header.tolist())
-    text = raw[8 : 8 + int.from_bytes(raw[:8], "big")]
-    if rest is not None:
-        text += bytes(rest.tolist())
-    form, keys, members = json.loads(text)
+    form, keys, members = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "big")])
     return Description(
         form,
         tuple(keys),
-        tuple(None if m is None else TensorMeta(tuple(m[0]), _dtype(m[1]), m[2]) for m in members),
+        tuple(m and TensorMeta(tuple(m[0]), _dtype(m[1]), m[2]) for m in members),
     )
 
 
@@ -243,7 +227,18 @@ class MessageSpec:
         return True
 
 
-_CPU = torch.device("cpu")
+def receive_header(channel: P2PChannel, source: int) -> bytes:
+    """Wait for what `encode` wrote on global rank `source`."""
+    header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
+    channel.receive([header], source).wait()
+    num_more = int.from_bytes(header[:8].numpy().tobytes(), "big") + 8 - HEADER_BYTES
+    if num_more > 0:
+        rest = torch.empty(num_more, dtype=torch.uint8, device="cpu")
+        channel.receive([rest], source).wait()
+        header = torch.cat([header, rest])
+    return header.numpy().tobytes()
+
+
 TAG = 0x7DC
 _KEPT = 64
 """Descriptions whose header and template are kept."""
@@ -265,7 +260,7 @@ class MetaChannel:
             require_host_memory("messages between stages", group, torch.empty(0, device=device))
         self.always, self.device = always, device
         self._wire = P2PChannel(on_cpu(group), timeout_s, tag=TAG)
-        self._written: dict[Description, tuple[list[torch.Tensor], MessageSpec]] = {}
+        self._written: dict[Description, tuple[list[Tensor], MessageSpec]] = {}
         self._read: dict[bytes, MessageSpec] = {}
         self._left: list[Work] = []
 
@@ -276,24 +271,18 @@ class MetaChannel:
             if len(self._written) == _KEPT:
                 self._written.clear()
             template = MessageSpec(description, self.device)
-            known = self._written[description] = (encode(description, _CPU), template)
+            known = self._written[description] = (encode(description), template)
         self._left.append(self._wire.send(known[0], target))
         return known[1]
 
     def receive(self, source: int) -> MessageSpec:
         """Wait for what global rank `source` says of its next message."""
-        header = header_room(_CPU)
-        self._wire.receive([header], source).wait()
-        rest = rest_room(header)
-        if rest is not None:
-            self._wire.receive([rest], source).wait()
-            return MessageSpec(decode(header, rest), self.device)
-        raw = header.numpy().tobytes()
+        raw = receive_header(self._wire, source)
         template = self._read.get(raw)
         if template is None:
             if len(self._read) == _KEPT:
                 self._read.clear()
-            template = self._read[raw] = MessageSpec(decode(header, None), self.device)
+            template = self._read[raw] = MessageSpec(decode(raw), self.device)
         return template
 
     def settle(self) -> None:
@@ -308,3 +297,27 @@ class MetaChannel:
     def limit(self, timeout_s: float | None) -> None:
         """How long a header may take from now on."""
         self._wire.limit(timeout_s)
+
+
+def pack_message(message: Message, more: Members) -> Members:
+    """`message` and `more` as one flat dict, whose keys say what the message was.
+
+    `=` a tensor, `(0`, `(1`, ... a tuple, `.name` a dict; `+name` a member of `more`.
+    """
+    if isinstance(message, dict):
+        sealed = {f".{key}": x for key, x in message.items()}
+    elif isinstance(message, tuple | list):
+        sealed = {f"({i}": x for i, x in enumerate(message)}
+    else:
+        sealed = {"=": message}
+    return sealed | {f"+{key}": x for key, x in more.items()}
+
+
+def unpack_message(sealed: Members) -> tuple[Message, Members]:
+    """What `pack_message` was given; a list comes back as a tuple."""
+    more = {key[1:]: x for key, x in sealed.items() if key[0] == "+"}
+    kept = {key: x for key, x in sealed.items() if key[0] != "+"}
+    form = next(iter(kept), "(")[0]
+    if form == ".":
+        return {key[1:]: x for key, x in kept.items()}, more
+    return kept["="] if form == "=" else tuple(kept.values()), more

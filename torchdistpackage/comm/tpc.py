@@ -1,4 +1,4 @@
-"""`tpc`: who this process is in the grid of ranks, and the groups it talks over.
+"""`tpc`: the place of this process in the grid of ranks, and its groups.
 
 The one piece of process-wide state in the package. It is set once from a declarative config,
 may be destroyed and set anew, and may be replaced for a while by `using(topology, rank)`, which
@@ -14,18 +14,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partialmethod
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchdistpackage.comm.creation import Group, is_joined, ranks_of, world
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.groups import Groups
-from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.errors import CommError, LaunchError, TopologyError
 from torchdistpackage.layout.groups import creations
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.topology.mesh import Mesh
+from torchdistpackage.topology.mesh import Mesh, whole_size
 from torchdistpackage.topology.views import (
     DEFAULT_ORDER,
     Axes,
@@ -39,7 +40,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class RankContext:
-    """Who a rank is. groups: None where it only stands in for one. moe: expert groups exist.
+    """A rank of a topology. groups: None where it stands in for one. moe: expert groups exist.
 
     found: groups by mode, once asked for.
     """
@@ -87,7 +88,7 @@ class ProcessTopology:
     def setup_process_groups(self, config: Axes, *, expert: int = 1) -> None:
         """Tile the world by `[(axis, size), ...]`, outermost first, and make my groups.
 
-        config: or a mapping, in the same order. One size may be None or -1; whole floats pass.
+        config: or a mapping, in the same order. One size may be None or -1; integral floats pass.
         The product is checked against the world on every rank before any group is made. A second
         call replaces the first. Rank 0 logs the groups, and warns of axes that are not known.
 
@@ -95,15 +96,10 @@ class ProcessTopology:
             LaunchError: torch.distributed is not initialised.
             TopologyError: the axes do not tile the world.
         """
-        if not dist.is_initialized():
-            raise LaunchError(
-                "tpc.setup_process_groups needs the default process group; "
-                "call setup_distributed() first"
-            )
-        tiled = topology(config, dist.get_world_size(), expert=expert)
-        self.setup(tiled, dist.get_rank())
+        group = world()
+        self.setup(topology(config, group.size(), expert=expert), group.rank())
         if self.rank == 0:
-            if strange := unknown_axes(tiled.dense.names):
+            if strange := unknown_axes(self.topology.dense.names):
                 _LOG.warning("%s", strange)
             _LOG.info("%s", self.describe())
 
@@ -227,9 +223,6 @@ class ProcessTopology:
 
     # -- a rank's questions; a known axis that the topology leaves out is one of size 1 --
 
-    def all_dp_ranks(self) -> list[list[int]]:
-        return self.all_ranks("data")
-
     def get_group_rank(self, mode: str) -> int:
         """My position in my group; 0 for an axis that the config does not list."""
         return self.get_ranks_in_group(mode).index(self.rank)
@@ -238,59 +231,29 @@ class ProcessTopology:
         """Number of ranks in my group; 1 for an axis that the config does not list."""
         return len(self.get_ranks_in_group(mode))
 
-    def get_tp_rank(self) -> int:
-        return self.get_group_rank("tensor")
-
-    def get_pp_rank(self) -> int:
-        return self.get_group_rank("pipe")
-
-    def get_dp_rank(self) -> int:
-        return self.get_group_rank("data")
-
-    def get_mp_rank(self) -> int:
-        return self.get_group_rank("model")
-
-    def get_tp_size(self) -> int:
-        return self.get_group_size("tensor")
-
-    def get_pp_size(self) -> int:
-        return self.get_group_size("pipe")
-
-    def get_dp_size(self) -> int:
-        return self.get_group_size("data")
-
-    def get_mp_size(self) -> int:
-        return self.get_group_size("model")
-
     def is_first_in_group(self, mode: str) -> bool:
         return self.get_group_rank(mode) == 0
 
     def is_last_in_group(self, mode: str) -> bool:
         return self.get_group_rank(mode) == self.get_group_size(mode) - 1
 
-    def is_first_in_tensor_group(self) -> bool:
-        return self.is_first_in_group("tensor")
-
-    def is_last_in_tensor_group(self) -> bool:
-        return self.is_last_in_group("tensor")
-
-    def is_first_in_pipeline_group(self) -> bool:
-        return self.is_first_in_group("pipe")
-
-    def is_last_in_pipeline_group(self) -> bool:
-        return self.is_last_in_group("pipe")
-
-    def is_first_in_data_group(self) -> bool:
-        return self.is_first_in_group("data")
-
-    def is_last_in_data_group(self) -> bool:
-        return self.is_last_in_group("data")
-
-    def is_first_in_model_group(self) -> bool:
-        return self.is_first_in_group("model")
-
-    def is_last_in_model_group(self) -> bool:
-        return self.is_last_in_group("model")
+    all_dp_ranks = partialmethod(all_ranks, "data")
+    get_tp_rank = partialmethod(get_group_rank, "tensor")
+    get_pp_rank = partialmethod(get_group_rank, "pipe")
+    get_dp_rank = partialmethod(get_group_rank, "data")
+    get_mp_rank = partialmethod(get_group_rank, "model")
+    get_tp_size = partialmethod(get_group_size, "tensor")
+    get_pp_size = partialmethod(get_group_size, "pipe")
+    get_dp_size = partialmethod(get_group_size, "data")
+    get_mp_size = partialmethod(get_group_size, "model")
+    is_first_in_tensor_group = partialmethod(is_first_in_group, "tensor")
+    is_last_in_tensor_group = partialmethod(is_last_in_group, "tensor")
+    is_first_in_pipeline_group = partialmethod(is_first_in_group, "pipe")
+    is_last_in_pipeline_group = partialmethod(is_last_in_group, "pipe")
+    is_first_in_data_group = partialmethod(is_first_in_group, "data")
+    is_last_in_data_group = partialmethod(is_last_in_group, "data")
+    is_first_in_model_group = partialmethod(is_first_in_group, "model")
+    is_last_in_model_group = partialmethod(is_last_in_group, "model")
 
     def get_prev_global_rank(self, mode: str = "pipe") -> int:
         """The rank before me in my group, the last one before the first."""
@@ -371,9 +334,9 @@ def resolve_group(group: Group | None, mode: str) -> Group:
         return group
     if tpc.is_set:
         return tpc.get_group(mode)
-    if not dist.is_initialized():
+    if not is_joined():
         raise LaunchError(f"no {mode} group: call setup_distributed() first, or pass group=")
-    return dist.group.WORLD  # type: ignore[return-value]
+    return world()
 
 
 def group_again(ranks: Sequence[int]) -> Group:
@@ -385,10 +348,36 @@ def group_again(ranks: Sequence[int]) -> Group:
     """
     if tpc.is_set:
         return tpc.groups.of(ranks)
-    everybody = resolve_group(None, "data")
-    if ranks_of(everybody) == tuple(ranks):
-        return everybody
+    default = world()
+    if ranks_of(default) == tuple(ranks):
+        return default
     raise CommError(
         f"before it was pickled this module talked over ranks {tuple(ranks)}, the default group "
-        f"has {everybody.size()}: set up tpc here, or make the module anew with a group"
+        f"has {default.size()}: set up tpc here, or make the module anew with a group"
     )
+
+
+def setup_node_groups(num_per_node: int = 8) -> Group | None:
+    """My node's group where ranks fill nodes in order, `num_per_node` each.
+
+    None where there is one node: its group is the default group, as None is to the optimizers that
+    take such a group. All ranks call it. Where tpc is set up the group is one of its, shared and
+    ended with them.
+
+    Raises:
+        LaunchError: torch.distributed is not initialised.
+        TopologyError: the nodes would not be equally full.
+    """
+    size, default = whole_size("node", num_per_node), world()
+    world_size, rank = default.size(), default.rank()
+    if world_size <= size:
+        return None
+    if world_size % size:
+        raise TopologyError(
+            f"{world_size} ranks do not fill nodes of {size} ranks each: {world_size % size} would "
+            f"be left over; set num_per_node to a divisor of {world_size}, or start a multiple of "
+            f"{size} ranks"
+        )
+    first = rank - rank % size
+    groups = tpc.groups if tpc.is_set else Groups(rank)
+    return groups.of(range(first, first + size), name=f"node {first // size}")

@@ -1,13 +1,12 @@
-"""How a call is issued, and what is left of one under way: waited for, its error told in full.
+"""How a call is issued, and `Work`, what is left of one under way.
 
-One rule: whatever waits says so in the record, and a failure carries the operation, its number,
+Whatever waits notes it in the record, and a failure carries the operation, its number,
 the ranks and what of a schedule it was for, whichever call it surfaced in. `run_sync` and
 `run_async` take the same arguments, so that each collective is written once.
 """
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -32,7 +31,7 @@ Group = dist.ProcessGroup
 
 
 class Work:
-    """What a `start_*` function or a post began; `wait()` returns its tensor, ready only then.
+    """What a call with `async_op`, or a post, began; `wait()` returns its tensor, ready only then.
 
     On CUDA `wait` makes the current stream wait, not the host.
     calls: one for all of `works`, or one for each. keep: what must stay in memory until then.
@@ -92,16 +91,14 @@ class Work:
 Pending = Work
 """The name of Work before 0.1."""
 
-Result = TypeVar("Result", Tensor, Work)
-IssueFn = Callable[..., Result]
 NO_FACTS = ()
-"""Beside shape and dtype there is nothing to agree on, or nobody asks."""
+"""Nothing to agree on but shape and dtype, or no debug mode that asks."""
 
 
 def run_sync(operation: str, group: Group, x, facts, finish, function, *args) -> Tensor:
     """Call `function` and wait; returns `x`, or what `finish` makes of it.
 
-    facts: what all members must agree on, beside shape and dtype.
+    facts: what all members must agree on besides shape and dtype.
     """
     if recorder.checks:
         debug_checks.agree(operation, group, x, facts)

@@ -1,7 +1,8 @@
-"""The value of a name that is still to come: it can be imported and handed on, and refuses use.
+"""Names that are still to come: their value.
 
-An import must never fail because of such a name, as the program may not use it at all. What an
-import statement or a type annotation does to a value therefore passes; a use raises.
+Such a name can be imported and handed on, and refuses use. An import must never fail because of it,
+as the program may not use it at all. What an import statement or a type annotation does to a value
+therefore passes; a use raises.
 """
 
 from typing import NoReturn, Union
@@ -36,3 +37,9 @@ class NotAvailable:
 
     def __repr__(self) -> str:
         return f"<{self._name}, not available yet>"
+
+
+class UnavailableReason(str):
+    """Why a name is not available yet; the text ends a sentence."""
+
+    __slots__ = ()

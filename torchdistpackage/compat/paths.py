@@ -1,8 +1,8 @@
 """Where every name of the earlier TorchDistPackage lives now, by its old module path.
 
-One rule: one table, and nothing is loaded before a name is asked for. An old path imports as a
-module whose names are looked up here; a module of this package at an old path keeps its own names
-and gets the missing ones. A name that is still to come can be imported, and says so at its use.
+Nothing is loaded before a name is asked for. An old path imports as a module whose names are looked
+up here; a module of this package at an old path keeps its own names and gets the missing ones. A
+name that is still to come can be imported, and says so at its use.
 """
 
 import importlib
@@ -13,21 +13,10 @@ from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-from torchdistpackage.compat.not_available import NotAvailable
+from torchdistpackage.compat.not_available import NotAvailable, UnavailableReason
 
 PACKAGE = __name__.partition(".")[0]
 
-
-class UnavailableReason(str):
-    """Why a name is not available yet; the text ends a sentence."""
-
-    __slots__ = ()
-
-
-_TRACES = UnavailableReason("profiler ranges and per-rank printing are not offered yet")
-_PROFILE = UnavailableReason("modules cannot be profiled yet")
-_NAN = UnavailableReason("tracing of NaN and Inf is not offered yet")
-_REPLACE = UnavailableReason("modules cannot be replaced by rule yet")
 
 Names = dict[str, tuple[str, ...]]
 """Module of this package, or why not yet (a `UnavailableReason`), -> names."""
@@ -69,18 +58,8 @@ _P2P: Names = {
     ),
 }
 _ZERO_OPTIMIZER: Names = {"compat.torchdistpackage.bf16_zero": ("Bf16ZeroOptimizer",)}
-_PROFILER = (
-    "register_profile_hooks",
-    "report_prof",
-    "sort_mem_time_ratio",
-    "get_model_profile",
-)
 
 OLD_PATHS: dict[str, Names] = {
-    "": {
-        _PROFILE: tuple(name for name in _PROFILER if name != "sort_mem_time_ratio"),
-        _REPLACE: ("replace_all_module", "replace_linear_by_bnb", "replace_linear_by_bminf"),
-    },
     "dist.launch_from_slurm": {
         "comm.runtime": ("setup_distributed", "setup_distributed_slurm", "find_free_port"),
     },
@@ -89,21 +68,16 @@ OLD_PATHS: dict[str, Names] = {
         "compat.torchdistpackage.ranks": ("gen_inner_ranks", "gen_groups"),
         "harness.comm_test": ("test_comm",),
     },
-    "dist.node_group": {"comm.node_groups": ("setup_node_groups",)},
+    "dist.node_group": {"comm.tpc": ("setup_node_groups",)},
     "dist.model_parallel_ckpt": {"compat.torchdistpackage.suffix": ("get_mp_ckpt_suffix",)},
     "dist.sharded_ema": {"ddp.ema": ("ShardedEMA",)},
     "dist.py_comm_test": {
         "compat.torchdistpackage.py_comm_test": ("test_collection", "test_all2all_balanced")
     },
     "dist.utils": {
-        _TRACES: (
-            "cu_prof_start",
-            "cu_prof_stop",
-            "nvtx_decorator",
-            "NVTXContext",
-            "disable_non_master_print",
-        ),
-        _NAN: ("_has_inf_or_nan",),
+        "tools.ranges": ("cu_prof_start", "cu_prof_stop", "nvtx_decorator", "NVTXContext"),
+        "tools.printing": ("disable_non_master_print",),
+        "tools.debug_nan": ("_has_inf_or_nan",),
     },
     "utils": {"comm.random": ("fix_rand",), "layout.partition": ("partition_params",)},
     "ddp.naive_ddp": {"ddp.expert_grads": ("MoEDP", "create_moe_dp_hooks", "moe_dp_iter_step")},
@@ -118,7 +92,7 @@ OLD_PATHS: dict[str, Names] = {
     "parallel.pipeline_parallel.clip_grad_parallel": _CLIP,
     "parallel.pipeline_parallel.comm": _P2P,
     "parallel.tensor_parallel.tp_utils": {
-        "parallel.tensor.classic": (
+        "compat.torchdistpackage.tensor_layers": (
             "set_tp_group",
             "get_tp_group",
             "get_tensor_model_parallel_world_size",
@@ -133,28 +107,15 @@ OLD_PATHS: dict[str, Names] = {
             "is_squence_parallel_tensor",
         ),
     },
-    "parallel.tensor_parallel.mlp": {"parallel.tensor.classic_block": ("Mlp", "TpMlp")},
+    "parallel.tensor_parallel.mlp": {"compat.torchdistpackage.tensor_blocks": ("Mlp", "TpMlp")},
     "parallel.tensor_parallel.attn": {
-        "parallel.tensor.classic_block": ("Attention", "TpAttention"),
+        "compat.torchdistpackage.tensor_blocks": ("Attention", "TpAttention"),
     },
     "parallel.tensor_parallel.transformer": {
-        "parallel.tensor.classic_block": ("Block", "ParallelBlock", "Transformer"),
+        "compat.torchdistpackage.tensor_blocks": ("Block", "ParallelBlock", "Transformer"),
     },
-    "tools.module_profiler": {
-        _PROFILE: (*_PROFILER, "fwd_pre_hook_wrapper", "fwd_hook_wrapper"),
-    },
-    "tools.debug_nan": {
-        _NAN: (
-            "check_tensor_inf_nan",
-            "check_tensors",
-            "check_model_params",
-            "fwd_hook_wrapper",
-            "bwd_hook_wrapper",
-        ),
-    },
-    "tools.module_replace": {_REPLACE: ("replace_all_module",)},
-    "tools.bnb_fc": {_REPLACE: ("replace_linear_by_bnb",)},
-    "tools.bminf_int8": {_REPLACE: ("replace_linear_by_bminf",)},
+    "tools.bnb_fc": {"tools.int8_linear": ("replace_linear_by_bnb",)},
+    "tools.bminf_int8": {"tools.int8_linear": ("replace_linear_by_bminf",)},
     "tools.slurm_job_monitor": {
         "compat.torchdistpackage.job_monitor": (
             "launch_job",
@@ -168,7 +129,7 @@ OLD_PATHS: dict[str, Names] = {
 }
 """Old path below the package -> where its names are; a file that is there now has its own."""
 
-PROGRAMS = {"tools.slurm_job_monitor": "cli/slurm_job_monitor.py"}
+PROGRAMS = {"tools.slurm_job_monitor": "cli/jobs.py"}
 """Old path that was run with `python -m` -> the file of this package that is run now."""
 
 

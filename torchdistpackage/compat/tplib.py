@@ -14,9 +14,8 @@ from torch import Tensor
 
 from torchdistpackage.comm import collectives, objects, primitives
 from torchdistpackage.comm.collectives import as_group
-from torchdistpackage.comm.companions import leave_cpu, on_cpu
 from torchdistpackage.comm.creation import is_joined, world
-from torchdistpackage.comm.groups import Groups
+from torchdistpackage.comm.groups import Groups, leave_cpu, on_cpu
 from torchdistpackage.comm.objects import TensorMetadata
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.runtime import join, leave

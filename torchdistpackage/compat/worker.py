@@ -6,22 +6,15 @@ defined inside another, travels by value. One rule: pickles of either kind trave
 channels of `run_local` alone.
 """
 
-import inspect
-import pickle
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import cast
-
-import cloudpickle
 
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.entrypoint import EntryPoint, StopLoading, main_is_loading
-from torchdistpackage.launch.ipc import pack, unpack
-from torchdistpackage.launch.rank import pack_arguments
-from torchdistpackage.launch.workers import run_local
+from torchdistpackage.launch.by_value import PackedCall
+from torchdistpackage.launch.entrypoint import StopLoading, main_is_loading
+from torchdistpackage.launch.workers import run_local, show_line
 
 # once, before the ranks are forked
 _PRELOAD = ("torch", "torch.distributed", __name__)
@@ -62,64 +55,22 @@ class Worker:
         if main_is_loading():
             # a script without a guard, in a rank: it is here to be read, not to start more
             raise StopLoading
-        reference, packed = _packed(func, args, kwargs)
+        call = PackedCall.of(func, *args, **kwargs)
         results = run_local(
             _as_rank,
-            (reference, self.backend, packed),
+            (call, self.backend),
             num_procs=self.world_size,
             preload=_PRELOAD,
-            on_line=_show,
+            on_line=show_line,
         )
-        aliases = reference.aliases if reference else None
-        return [unpack(cast(bytes, result), aliases) for result in results]
+        return [call.unpack_result(cast(bytes, result)) for result in results]
 
 
-def _show(rank: int, line: str) -> None:
-    """Rank 0 has this process's output, and the others get it line by line."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
-Call = tuple[Callable[..., object], tuple[object, ...], dict[str, object]]
-
-
-def _packed(
-    func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
-) -> tuple[EntryPoint | None, bytes]:
-    """The function by name and its arguments, or None and all of them by value."""
-    try:
-        reference = EntryPoint.of(func)
-        if _is_found(func, reference):
-            return reference, pack_arguments(*args, **kwargs)
-    except (LaunchError, pickle.PicklingError, AttributeError, TypeError):
-        pass  # pickle has all three for what has no name to be found by
-    try:
-        return None, cloudpickle.dumps((func, args, kwargs))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise LaunchError(
-            f"{func!r} cannot be run in another process: {error}; make what cannot be sent inside "
-            f"of the function"
-        ) from error
-
-
-def _is_found(func: Callable[..., object], reference: EntryPoint) -> bool:
-    """Whether the file of a script has it: a session that began with a script goes on by hand."""
-    code = getattr(inspect.unwrap(func), "__code__", None)
-    if code is None or not reference.is_main or reference.file is None:
-        return True
-    return Path(code.co_filename).resolve() == Path(reference.file)
-
-
-def _as_rank(reference: EntryPoint | None, backend: str, packed: bytes) -> bytes:
-    """In each process. Packed here, as only the caller knows a script's classes by their names."""
-    if reference is None:
-        function, args, kwargs = cast(Call, unpack(packed))
-    else:
-        function = reference.resolve()
-        args, kwargs = cast(tuple[tuple[object, ...], dict[str, object]], unpack(packed))
+def _as_rank(call: PackedCall, backend: str) -> bytes:
+    """In each process."""
+    function = call.load()
     rank, *_ = setup_distributed(backend)
-    value = function(rank, *args, **kwargs)
-    result = pack(value) if reference else cloudpickle.dumps(value)
+    result = call.pack_result(function(rank))
     tpc.destroy()
     leave()
     return result

@@ -1,42 +1,48 @@
-"""All rules across sections at once, each violation as a problem.
+"""All rules across sections at once, on every world that a run may have.
 
-One rule: every rule is tried and all violations are reported; only a rule whose own keys are
-already wrong is left out, because what it would say is noise.
+All violations are reported; only a rule whose own keys are already wrong is left out,
+because what it would say is noise.
 """
 
 import contextlib
 from collections.abc import Collection, Iterator
 
+from torchdistpackage.config import rules
 from torchdistpackage.config.errors import Problem
-from torchdistpackage.config.rules import DEGREES, LAYOUT_RULES, SIZE_RULES, Rule
+from torchdistpackage.config.rules import DEGREES
+from torchdistpackage.config.rules_model import MODEL_RULES
 from torchdistpackage.config.rules_pipeline import PIPELINE_RULES
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.config.slurm import Found, canonical_name, problems
-from torchdistpackage.config.slurm_shape import GPUS, LAYOUT, JobGeometry, job_geometry
+from torchdistpackage.config.slurm import (
+    GPUS,
+    LAYOUT,
+    Found,
+    JobGeometry,
+    canonical_name,
+    job_geometry,
+    problems,
+)
 from torchdistpackage.errors import ConfigError
 
-RULES = (*LAYOUT_RULES, *PIPELINE_RULES, *SIZE_RULES)
-"""In the order in which they are reported."""
+_SECTIONS = tuple(RunConfig.model_fields)
+RULES = sorted(
+    (*MODEL_RULES, *rules.RULES, *PIPELINE_RULES),
+    key=lambda rule: _SECTIONS.index(rule.fields[0].partition(".")[0]),
+)
+"""In the order in which they are reported: that of the sections of the file."""
 _SLURM = "launch.slurm"
 
 
-def violations(
-    config: RunConfig,
-    world_size: int | None = None,
-    bad: Collection[str] = (),
-    *,
-    job: bool = False,
-) -> tuple[Problem, ...]:
-    """Every rule across sections that `config` breaks.
+Violation = tuple[tuple[str, ...], str]
+"""The keys that are read, the first the one to change, and what is wrong with them."""
 
-    Args:
-        world_size: number of ranks; None is not known yet, then `launch.local.procs` has to fit.
-        bad: dotted paths already known to be wrong; rules that read them are left out.
-        job: without a world_size the run is a Slurm job, and has to fit every world that
-            `launch.slurm` allows.
-    """
-    found = failed_rules(config, world_size, bad, job=job)
-    return tuple(Problem("", None, rule.fields[0], text) for rule, text in found)
+
+def violations(
+    config: RunConfig, world_size: int | None = None, *, job: bool = False
+) -> tuple[Problem, ...]:
+    """Every rule across sections that `config` breaks; arguments as in `failed_rules`."""
+    found = failed_rules(config, world_size, job=job)
+    return tuple(Problem("", None, keys[0], text) for keys, text in found)
 
 
 def failed_rules(
@@ -45,19 +51,25 @@ def failed_rules(
     bad: Collection[str] = (),
     *,
     job: bool = False,
-) -> Iterator[tuple[Rule, str]]:
-    """Each broken rule with its text; arguments as in `violations`."""
+) -> Iterator[Violation]:
+    """Every rule across sections that `config` breaks.
+
+    Args:
+        world_size: number of ranks; None is not known yet, then `launch.local.procs` has to fit.
+        bad: dotted paths already known to be wrong; rules that read them are left out.
+        job: without a world_size the run is a Slurm job, and has to fit every world that
+            `launch.slurm` allows.
+    """
     wrong = problems(config.launch.slurm)
     yield from _of_options(config, wrong, bad)
     if world_size or not job:
         yield from _on(config, world_size, bad)
         return
     bad = [*bad, *(f"{_SLURM}.{canonical_name(key)}" for key, _ in wrong)]
-    if _touches((*DEGREES, *(f"{_SLURM}.{name}" for name in (*LAYOUT, *GPUS))), bad):
-        yield from _on(config, config.launch.local.procs, bad)
-        return
-    shape, wrong = job_geometry(config)
-    yield from _of_options(config, wrong, bad)
+    shape = None
+    if not _touches((*DEGREES, *(f"{_SLURM}.{name}" for name in (*LAYOUT, *GPUS))), bad):
+        shape, wrong = job_geometry(config)
+        yield from _of_options(config, wrong, bad)
     if shape is None:
         yield from _on(config, config.launch.local.procs, bad)
     else:
@@ -66,36 +78,32 @@ def failed_rules(
 
 def _of_options(
     config: RunConfig, wrong: Collection[Found], bad: Collection[str]
-) -> Iterator[tuple[Rule, str]]:
-    """Problems of `launch.slurm` as broken rules, each under its key as it is written."""
+) -> Iterator[Violation]:
+    """Problems of `launch.slurm`, each under its key as it is written."""
     written = {canonical_name(key): key for key in config.launch.slurm}
     for key, text in wrong:
-        path = f"{_SLURM}.{written.get(key, key)}"
-        if not _touches((path,), bad):
-            yield Rule((path,), lambda config, world_size: None), text
+        keys = (f"{_SLURM}.{written.get(key, key)}",)
+        if not _touches(keys, bad):
+            yield keys, text
 
 
-def _on_each(
-    config: RunConfig, shape: JobGeometry, bad: Collection[str]
-) -> Iterator[tuple[Rule, str]]:
+def _on_each(config: RunConfig, shape: JobGeometry, bad: Collection[str]) -> Iterator[Violation]:
     """The rules on every world of a job; each once, with the numbers of nodes that break it."""
-    texts: dict[tuple[str, ...], tuple[Rule, str, list[int]]] = {}
+    texts: dict[tuple[str, ...], tuple[str, list[int]]] = {}
     for nodes, world_size in zip(shape.nodes, shape.world_sizes, strict=True):
-        for rule, text in _on(config, world_size, bad):
-            texts.setdefault(rule.fields, (rule, text, []))[2].append(nodes)
-    for rule, text, nodes in texts.values():
+        for keys, text in _on(config, world_size, bad):
+            texts.setdefault(keys, (text, []))[1].append(nodes)
+    for keys, (text, nodes) in texts.items():
         if len(shape.nodes) > 1:
             left = [n for n in shape.nodes if n not in nodes]
             text = f"not on {_some(nodes)} of nodes={shape.nodes_text}: {text}"
             text += f"; nodes={','.join(map(str, left))} would do" if left else ""
-        elif rule.fields[0] in DEGREES:
+        elif keys[0] in DEGREES:
             text += f" (the job has {shape})"
-        yield rule, text
+        yield keys, text
 
 
-def _on(
-    config: RunConfig, world_size: int | None, bad: Collection[str]
-) -> Iterator[tuple[Rule, str]]:
+def _on(config: RunConfig, world_size: int | None, bad: Collection[str]) -> Iterator[Violation]:
     world = world_size or config.launch.local.procs
     if world and not _touches(DEGREES, bad):
         # If it fails a rule below says so, and the others take the degrees as they are written.
@@ -103,13 +111,13 @@ def _on(
             config = config.resolve(world)
     for rule in RULES:
         if not _touches(rule.fields, bad) and (text := rule.message(config, world_size)):
-            yield rule, text
+            yield rule.fields, text
 
 
-def _touches(fields: tuple[str, ...], bad: Collection[str]) -> bool:
+def _touches(keys: tuple[str, ...], bad: Collection[str]) -> bool:
     return any(
-        not b or field == b or field.startswith(f"{b}.") or b.startswith((f"{field}.", f"{field}["))
-        for field in fields
+        not b or key == b or key.startswith(f"{b}.") or b.startswith((f"{key}.", f"{key}["))
+        for key in keys
         for b in bad
     )
 

@@ -1,8 +1,4 @@
-"""What is wrong with a configuration: problems as values, and the one error that lists them.
-
-One rule: a problem says where (file:line or command line), what (dotted path) and why, and
-nobody raises for the first one; problems are collected and raised together.
-"""
+"""What is wrong with a configuration: problems as values, and the one error that lists them all."""
 
 import difflib
 from collections.abc import Iterable
@@ -12,7 +8,7 @@ from typing import NamedTuple
 from torchdistpackage.errors import ConfigError
 
 MAX_PROBLEMS = 100
-"""After so many nobody reads on, and advice for each of thousands takes minutes."""
+"""Advice for each of thousands takes minutes."""
 _MAX_LINE = 4000
 
 

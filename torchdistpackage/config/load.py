@@ -1,8 +1,7 @@
 """A YAML file and `section.key=value` overrides become a RunConfig, or one list of problems.
 
-One rule: nothing stops at the first problem. Text, names, types and the rules across sections
-are all looked at, each rule on the values that are in order, and one error names every problem
-with file:line (or command line) and dotted path.
+Nothing stops at the first problem. Text, names, types and the rules across sections
+are all looked at, each rule on the values that are in order.
 """
 
 import os
@@ -22,10 +21,12 @@ from torchdistpackage.config.errors import (
     SourceLocation,
     nearest,
 )
-from torchdistpackage.config.rules import Rule
+from torchdistpackage.config.hugging_face import FILE as CONFIG
+from torchdistpackage.config.hugging_face import FREE_KEYS, model_keys, read_config
 from torchdistpackage.config.schema import RunConfig, Section
 from torchdistpackage.config.types import expected_of
-from torchdistpackage.config.yaml_loader import MAX_BYTES, MAX_KEY, Document, Keys, dotted, read
+from torchdistpackage.config.yaml_loader import MAX_BYTES, MAX_KEY, Keys, YamlDocument, dotted, read
+from torchdistpackage.errors import ConfigError
 
 _OVERRIDE = "command line: "
 
@@ -39,9 +40,9 @@ def load(
 ) -> RunConfig:
     """Read a run from a YAML file; `overrides` such as "optim.lr=1e-4" win over the file.
 
-    An empty file is a run of defaults. No process, group or device is touched. With a world_size,
-    that many ranks are there already, and launch.local.procs is not looked at. Without one, a `job`
-    has to fit every world that launch.slurm allows; None: it is a job if that section has keys.
+    An empty file is a run of defaults. With a world_size, that many ranks are there already, and
+    launch.local.procs is not looked at. Without one, a `job` has to fit every world that
+    launch.slurm allows; None: it is a job if that section has keys.
 
     Raises:
         ConfigErrors: lists all that is wrong, each with its place; also `.problems`.
@@ -76,20 +77,21 @@ def loads(
     *,
     job: bool | None = False,
 ) -> RunConfig:
-    """Read a run from YAML text; `source` names it in errors. The rest is as in `load`.
-
-    Raises:
-        ConfigErrors: lists all that is wrong, each with its place; also `.problems`.
-    """
+    """Read a run from YAML text, which errors call `source`; the rest is as in `load`."""
     draft = _PartialConfig(source, read(text, source))
     for override in overrides:
         draft.override(override)
+    draft.fill_from_weights()
     config = draft.validate()
     draft.check(config, world_size, bool(config.launch.slurm) if job is None else job)
-    if not draft.problems and ("&" in text or len(text) > MAX_BYTES // 8):
-        draft.check_written_out(config)
-    if draft.problems:
-        in_order = sorted(draft.problems, key=lambda p: (p.file.startswith(_OVERRIDE), p.line or 0))
+    problems = draft.problems
+    # the run folder holds it without aliases, and its job reads it again
+    may_grow = not problems and ("&" in text or len(text) > MAX_BYTES // 8)
+    if may_grow and (size := len(config.to_yaml().encode())) > MAX_BYTES:
+        why = f"has {size:,} bytes with its aliases written out; {MAX_BYTES:,} are allowed"
+        problems.append(Problem(source, None, "", why))
+    if problems:
+        in_order = sorted(problems, key=lambda p: (p.file.startswith(_OVERRIDE), p.line or 0))
         raise ConfigErrors(source, in_order)
     return config
 
@@ -97,11 +99,10 @@ def loads(
 class _PartialConfig:
     """Values with their places on the way to a RunConfig, and the problems met so far."""
 
-    def __init__(self, source: str, document: Document) -> None:
+    def __init__(self, source: str, document: YamlDocument) -> None:
         self.source = source
-        self.problems = list(document.problems)
-        self.places = dict(document.places)
-        self.invalid = set(document.invalid)
+        self.problems, self.places = document.problems, document.places
+        self.invalid = document.invalid
         self.values: dict[str, Any] = {}
         self._overridden: list[str] = []
         value = document.value
@@ -120,12 +121,6 @@ class _PartialConfig:
         return next(
             (self.places[p] for p in around if p in self.places), SourceLocation(self.source)
         )
-
-    def check_written_out(self, config: RunConfig) -> None:
-        """The run folder holds the configuration without aliases, which its job reads again."""
-        if (size := len(config.to_yaml().encode())) > MAX_BYTES:
-            why = f"has {size:,} bytes with its aliases written out; {MAX_BYTES:,} are allowed"
-            self._report(SourceLocation(self.source), "", why)
 
     def override(self, text: str) -> None:
         """Set one value over those of the file."""
@@ -152,7 +147,7 @@ class _PartialConfig:
         if not document.problems:
             self._set(path, document, place)
 
-    def _set(self, path: tuple[str, ...], document: Document, place: SourceLocation) -> None:
+    def _set(self, path: tuple[str, ...], document: YamlDocument, place: SourceLocation) -> None:
         parent = self.values
         for end in range(1, len(path)):
             inside = parent.get(path[end - 1])
@@ -167,6 +162,28 @@ class _PartialConfig:
         for old in stale:
             del self.places[old]
         self.places |= {path: place, **document.places}
+
+    def fill_from_weights(self) -> None:
+        """Give the model section the sizes of the model whose weights it names."""
+        value = self.values.get("model")
+        section = cast(dict[str, Any], value) if isinstance(value, dict) else {}
+        folder = section.get("weights")
+        if not isinstance(folder, str) or section.get("target") is not None:
+            return
+        place = self._place(("model", "weights"))
+        try:
+            found = model_keys(read_config(folder), f"{folder}/{CONFIG}")
+        except ConfigError as error:
+            self._report(place, "model.weights", str(error))
+            return
+        for key, value in found.items():
+            if key not in section:
+                section[key], self.places["model", key] = value, place
+            elif section[key] != value and key not in FREE_KEYS:
+                why = (
+                    f"{_shown(section[key])}, but {folder}/{CONFIG} has {_shown(value)}; remove it"
+                )
+                self._report(self._place(("model", key)), f"model.{key}", why)
 
     def validate(self) -> RunConfig:
         """The run; what pydantic refuses is reported in our words and replaced by its default."""
@@ -185,41 +202,33 @@ class _PartialConfig:
                 if len(self.problems) >= MAX_PROBLEMS:
                     more = Problem(self.source, None, "", f"more than {MAX_PROBLEMS} problems")
                     raise ConfigErrors(self.source, [*self.problems, more])
-                value = self._take(cast(tuple[str, ...], path))
+                inside: Any = self.values
+                for key in path[:-1]:
+                    inside = inside[key]
+                value, name = inside.pop(path[-1]), dotted(path)  # the rest is looked at without it
                 if unknown:
                     text, meant = unknown_key(dotted(path[:-1]), str(path[-1]))
                     self.invalid |= meant
-                elif self._is_void(dotted(path)):
-                    continue
-                elif dotted(path) in SECTIONS:
-                    text = _unfit_section(dotted(path), value)
+                elif any(b == name or b.startswith((f"{name}.", f"{name}[")) for b in self.invalid):
+                    continue  # it, or a part of it, could not be read, which has been said
+                elif name in SECTIONS:
+                    text = _unfit_section(name, value)
                 else:
-                    text = _unfit_value(dotted(path), value)
-                self._report(self._place(loc), dotted(path), text)
-
-    def _is_void(self, path: str) -> bool:
-        """Whether the value, or a part of it, could not be read, which has been said."""
-        return any(b == path or b.startswith((f"{path}.", f"{path}[")) for b in self.invalid)
-
-    def _take(self, path: tuple[str, ...]) -> Any:
-        """Remove a value, so that the rest can be looked at."""
-        inside = self.values
-        for key in path[:-1]:
-            inside = inside[key]
-        return inside.pop(path[-1])
+                    text = _unfit_value(name, value)
+                self._report(self._place(loc), name, text)
 
     def check(self, config: RunConfig, world_size: int | None, job: bool) -> None:
         """Report the rules across sections that the run breaks."""
-        for rule, text in failed_rules(config, world_size, frozenset(self.invalid), job=job):
-            path = self._culprit(rule)
+        for keys, text in failed_rules(config, world_size, frozenset(self.invalid), job=job):
+            path = self._culprit(keys)
             self.problems.append(Problem(*self._place(tuple(path.split("."))), path, text))
 
-    def _culprit(self, rule: Rule) -> str:
-        """The key to point at: one given as an override, or in the file, or the rule's first."""
-        places = {field: self.places.get(tuple(field.split("."))) for field in rule.fields}
-        written = {field: place for field, place in places.items() if place}
-        late = [field for field, place in written.items() if place.file.startswith(_OVERRIDE)]
-        return [*late, *written, rule.fields[0]][0]
+    def _culprit(self, keys: Sequence[str]) -> str:
+        """The key to point at: one given as an override, or in the file, or the first."""
+        places = {key: self.places.get(tuple(key.split("."))) for key in keys}
+        written = {key: place for key, place in places.items() if place}
+        late = [key for key, place in written.items() if place.file.startswith(_OVERRIDE)]
+        return [*late, *written, keys[0]][0]
 
 
 def _key_of(loc: Keys) -> Keys:
@@ -260,31 +269,28 @@ def _shown(value: object) -> str:
             return "a mapping"
 
 
-def _walk(
-    section: type[Section], path: str
-) -> tuple[dict[str, type[Section]], dict[str, FieldInfo]]:
-    sections: dict[str, type[Section]] = {path: section}
-    keys: dict[str, FieldInfo] = {}
-    for name, info in section.model_fields.items():
-        full = f"{path}.{name}" if path else name
-        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
-            inner_sections, inner_keys = _walk(info.annotation, full)
-            sections |= inner_sections
-            keys |= inner_keys
-        else:
-            keys[full] = info
-    return sections, keys
-
-
-SECTIONS, KEYS = _walk(RunConfig, "")
+SECTIONS: dict[str, type[Section]] = {}
+KEYS: dict[str, FieldInfo] = {}
 """Dotted path -> section class ("" is the whole file), and dotted path -> key."""
+
+
+def _collect(section: type[Section], path: str) -> None:
+    SECTIONS[path] = section
+    for name, info in section.model_fields.items():
+        full = f"{path}.{name}".removeprefix(".")
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            _collect(info.annotation, full)
+        else:
+            KEYS[full] = info
+
+
+_collect(RunConfig, "")
 
 
 def unknown_key(section: str, key: str) -> tuple[str, frozenset[str]]:
     """What to say of a key that `section` does not have, and the paths it may stand for.
 
-    A key that exists elsewhere is told where it belongs; a misspelt one gets the nearest name
-    of its own section, or else of all sections; failing all that, the valid names are listed.
+    Where a key of that name belongs, else the nearest of the section, or of all, or valid names.
     """
     here = SECTIONS[section].model_fields
     last = {path: path.rpartition(".")[2] for path in (*SECTIONS, *KEYS) if path}

@@ -1,20 +1,17 @@
-"""The rules that join keys of several sections, each a pure function of the whole run.
-
-One rule: what it says gives names, values and the nearest values that would do.
-"""
+"""The rules that join keys; each names the values, and the nearest that would do."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchdistpackage.config.schema import DataSection, ModelSection, RunConfig
-from torchdistpackage.config.types import MAX_MLP_RATIO, MAX_RANKS
+from torchdistpackage.config.types import MAX_RANKS
 from torchdistpackage.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`fields`: the keys it reads; `says`: what is wrong, given the run and the world size."""
+    """fields: the keys it reads; message: what is wrong, given the run and the world size."""
 
     fields: tuple[str, ...]
     message: Callable[[RunConfig, int | None], str | None]
@@ -42,7 +39,6 @@ def multiples(number: int, near: int) -> str:
 
 DEGREES = ("parallel.data", "parallel.pipe", "parallel.context", "parallel.tensor")
 _NUM_BYTES = 256
-_GPT_KEYS = ("layers", "dim", "heads", "mlp_ratio", "dropout", "tied", "position", "norm_eps")
 
 
 @rule("parallel.order", *DEGREES)
@@ -58,17 +54,6 @@ def _order_names_axes(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
-@rule(*DEGREES, "parallel.order")
-def _degrees_fill_world(c: RunConfig, world_size: int | None) -> str | None:
-    if world_size is None:
-        return None
-    try:
-        c.parallel.resolve(world_size)
-    except ConfigError as error:
-        return str(error).removeprefix("parallel: ")
-    return None
-
-
 @rule(*DEGREES)
 def _world_is_no_slip(c: RunConfig, world_size: int | None) -> str | None:
     p = c.parallel
@@ -79,6 +64,17 @@ def _world_is_no_slip(c: RunConfig, world_size: int | None) -> str | None:
         f"a world of {max(world, p.model_size):,} ranks is more than the {MAX_RANKS:,} that a run "
         f"may have; use smaller degrees"
     )
+
+
+@rule(*DEGREES, "parallel.order")
+def _degrees_fill_world(c: RunConfig, world_size: int | None) -> str | None:
+    if world_size is None:
+        return None
+    try:
+        c.parallel.resolve(world_size)
+    except ConfigError as error:
+        return str(error).removeprefix("parallel: ")
+    return None
 
 
 @rule("launch.local.procs", *DEGREES, "parallel.order")
@@ -94,52 +90,6 @@ def _degrees_fill_procs(c: RunConfig, world_size: int | None) -> str | None:
     return None
 
 
-@rule("model.heads", "parallel.tensor", "model.name")
-def _heads_over_tensor(c: RunConfig, world_size: int | None) -> str | None:
-    heads, tensor = c.model.heads, c.parallel.tensor
-    if c.model.name is None or heads % tensor == 0:
-        return None
-    return (
-        f"model.heads={heads} cannot be shared evenly by parallel.tensor={tensor} ranks; set "
-        f"tensor to {divisors(heads, tensor)}, or heads to {multiples(tensor, heads)}"
-    )
-
-
-@rule("model.dim", "model.heads", "model.position", "model.name")
-def _dim_over_heads(c: RunConfig, world_size: int | None) -> str | None:
-    dim, heads = c.model.dim, c.model.heads
-    unit = 2 if c.model.position == "rotary" else 1
-    if c.model.name is None or dim % (heads * unit) == 0:
-        return None
-    why = f"model.dim={dim} is not a multiple of model.heads={heads}"
-    if dim % heads == 0:
-        why = f"model.dim={dim} / model.heads={heads} gives heads of {dim // heads}, an odd width, "
-        why += "but model.position=rotary turns pairs"
-    offers = f"set dim to {multiples(heads * unit, dim)}"
-    if dim % unit == 0:
-        offers += f", or heads to {divisors(dim // unit, heads)}"
-    return f"{why}; {offers}"
-
-
-@rule("model.mlp_ratio", "model.dim", "parallel.tensor", "model.name")
-def _hidden_over_tensor(c: RunConfig, world_size: int | None) -> str | None:
-    hidden, tensor = c.model.hidden, c.parallel.tensor
-    if c.model.name is None or hidden % tensor == 0:
-        return None
-    good = min(max(round(hidden / tensor), 1), c.model.dim * MAX_MLP_RATIO // tensor) * tensor
-    return (
-        f"the MLP is model.dim={c.model.dim} x model.mlp_ratio={c.model.mlp_ratio:g} = {hidden} "
-        f"wide, which parallel.tensor={tensor} ranks cannot share evenly; set mlp_ratio to "
-        f"{_ratio(good, c.model.dim)}, which gives {good}, or change dim"
-    )
-
-
-def _ratio(hidden: int, dim: int) -> str:
-    """The mlp_ratio that gives `hidden`, in as few digits as that takes, 6 or more."""
-    texts = (f"{hidden / dim:.{digits}g}" for digits in range(6, 18))
-    return next(text for text in texts if round(dim * float(text)) == hidden)
-
-
 @rule("data.seq_len", "parallel.tensor", "parallel.sequence_parallel")
 def _sequence_over_tensor(c: RunConfig, world_size: int | None) -> str | None:
     seq_len, tensor = c.data.seq_len, c.parallel.tensor
@@ -152,9 +102,19 @@ def _sequence_over_tensor(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
-@rule("model.vocab", "data.name", "model.name")
+@rule("parallel.tp_comm_overlap", "parallel.sequence_parallel")
+def _overlap_of_a_sequence(c: RunConfig, world_size: int | None) -> str | None:
+    if not c.parallel.tp_comm_overlap or c.parallel.sequence_parallel:
+        return None
+    return (
+        "parallel.tp_comm_overlap hides the gathers and scatters of sequence parallelism, which is "
+        "off; set parallel.sequence_parallel to true, or tp_comm_overlap to false"
+    )
+
+
+@rule("model.vocab", "data.name", "model.name", "data.tokenizer")
 def _vocab_holds_bytes(c: RunConfig, world_size: int | None) -> str | None:
-    if c.model.name is None or c.data.name not in ("python_stdlib", "text"):
+    if c.model.name is None or c.data.name not in ("python_stdlib", "text") or c.data.tokenizer:
         return None
     if c.model.vocab >= _NUM_BYTES:
         return None
@@ -211,6 +171,27 @@ def _microbatches_are_equal(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
+@rule("train.recompute", "train.memory_gb")
+def _auto_recompute_has_a_limit(c: RunConfig, world_size: int | None) -> str | None:
+    if c.train.recompute != "auto" or c.train.memory_gb is not None:
+        return None
+    return (
+        "train.recompute=auto needs train.memory_gb, the memory of a rank for weights, gradients, "
+        "optimizer state and activations; set memory_gb to 16, say, or recompute to blocks"
+    )
+
+
+@rule("train.profile.steps", "train.steps")
+def _profiled_steps_come(c: RunConfig, world_size: int | None) -> str | None:
+    last, steps = c.train.profile.range.stop - 1, c.train.steps
+    if last <= steps:
+        return None
+    return (
+        f"train.profile.steps={c.train.profile.steps} ends after train.steps={steps}; name steps "
+        f"up to {steps}"
+    )
+
+
 @rule("optim.warmup_steps", "train.steps")
 def _warmup_fits(c: RunConfig, world_size: int | None) -> str | None:
     warmup, steps = c.optim.warmup_steps, c.train.steps
@@ -221,31 +202,31 @@ def _warmup_fits(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
-@rule("model.name", "model.target", "model.args")
-def _model_is_named_once(c: RunConfig, world_size: int | None) -> str | None:
-    return _named_once(c.model, "model")
-
-
-@rule(*(f"model.{key}" for key in _GPT_KEYS), "model.name", "model.target")
-def _model_keys_are_read(c: RunConfig, world_size: int | None) -> str | None:
-    default = ModelSection()
-    unread = [f"model.{k}" for k in _GPT_KEYS if getattr(c.model, k) != getattr(default, k)]
-    if c.model.name is not None or c.model.target is None or not unread:
-        return None
-    return (
-        f"{', '.join(unread)} would not be read, because model.target={c.model.target} builds the "
-        f"model; move to model.args what it takes"
-    )
+@rule("data.name", "data.target", "data.tokenizer", "data.field", "data.cache")
+def _tokenizer_is_for_text(c: RunConfig, world_size: int | None) -> str | None:
+    d, plain = c.data, DataSection()
+    source = f"data.name={d.name}" if d.name else f"data.target={d.target}"
+    takes_field = d.name in ("jsonl", "parquet")
+    if takes_field and d.tokenizer is None:
+        return f"{source} needs data.tokenizer, a folder with tokenizer.json"
+    if d.tokenizer is not None and not (takes_field or d.name == "text"):
+        return f"data.tokenizer={d.tokenizer} would not be read with {source}; remove it"
+    if d.field != plain.field and not takes_field:
+        return f"data.field={d.field} would not be read with {source}; remove it"
+    if d.cache is not None and d.tokenizer is None:
+        return f"data.cache={d.cache} would not be used without data.tokenizer; remove it"
+    return None
 
 
 @rule("data.name", "data.target", "data.args", "data.path", "data.dtype")
 def _data_is_named_once(c: RunConfig, world_size: int | None) -> str | None:
-    if text := _named_once(c.data, "data"):
+    if text := named_once(c.data, "data"):
         return text
     source = f"data.name={c.data.name}" if c.data.name else f"data.target={c.data.target}"
-    reads_path = c.data.name in ("text", "tokens")
+    reads_path = c.data.name in ("text", "jsonl", "parquet", "tokens")
     if reads_path and c.data.path is None:
-        return f"{source} needs data.path, the file{' or folder' * (c.data.name == 'text')} to read"
+        folder = " or folder" * (c.data.name != "tokens")
+        return f"{source} needs data.path, the file{folder} to read"
     if not reads_path and c.data.path is not None:
         return f"data.path={c.data.path} would not be read with {source}; remove it"
     if c.data.name != "tokens" and c.data.dtype != DataSection().dtype:
@@ -253,7 +234,7 @@ def _data_is_named_once(c: RunConfig, world_size: int | None) -> str | None:
     return None
 
 
-def _named_once(section: ModelSection | DataSection, where: str) -> str | None:
+def named_once(section: ModelSection | DataSection, where: str) -> str | None:
     name, target = section.name, section.target
     if name is not None and target is not None:
         return f"{where}.name={name} and {where}.target={target} exclude each other; remove one"
@@ -265,36 +246,17 @@ def _named_once(section: ModelSection | DataSection, where: str) -> str | None:
     return None
 
 
-def _not_yet(key: str, only: int) -> Rule:
-    def says(c: RunConfig, world_size: int | None) -> str | None:
-        value = getattr(c.parallel, key)
-        if value == only:
-            return None
-        return f"parallel.{key}={value} is not available yet; set it to {only}"
-
-    return Rule((f"parallel.{key}",), says)
+@rule("parallel.context")
+def _no_context_yet(c: RunConfig, world_size: int | None) -> str | None:
+    value = c.parallel.context
+    return None if value == 1 else f"parallel.context={value} is not available yet; set it to 1"
 
 
-LAYOUT_RULES: tuple[Rule, ...] = (
-    _order_names_axes,
-    _world_is_no_slip,
-    _degrees_fill_world,
-    _degrees_fill_procs,
-    _not_yet("context", 1),
-    _not_yet("expert", 1),
-    _heads_over_tensor,
-    _dim_over_heads,
-    _hidden_over_tensor,
-    _sequence_over_tensor,
-)
+@rule("parallel.expert")
+def _no_expert_yet(c: RunConfig, world_size: int | None) -> str | None:
+    value = c.parallel.expert
+    return None if value == 1 else f"parallel.expert={value} is not available yet; set it to 1"
 
-SIZE_RULES: tuple[Rule, ...] = (
-    _narrow_weights_have_copies,
-    _model_is_named_once,
-    _model_keys_are_read,
-    _data_is_named_once,
-    _vocab_holds_bytes,
-    _batch_over_data,
-    _microbatches_are_equal,
-    _warmup_fits,
-)
+
+RULES = tuple(x for x in tuple(globals().values()) if isinstance(x, Rule))
+"""In the order of this file."""

@@ -1,8 +1,4 @@
-"""The rules of the pipeline section: pieces for its stages, chunks, and the files that it names.
-
-One rule: whatever a schedule or a file would refuse once processes run is refused here, where
-none does.
-"""
+"""The rules of the pipeline section: pieces for its stages, chunks, and the files it names."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +10,7 @@ from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs import CostsFile, read_costs
 from torchdistpackage.schedule.csv import csv_text, from_csv
-from torchdistpackage.schedule.generators.registry import TWO_CHUNKS
+from torchdistpackage.schedule.generators import TWO_CHUNKS
 
 MAX_CELLS = (1 << 15, 1 << 12)
 """Microbatches times stages of a schedule that is made, by name or by a search (`auto`): larger
@@ -28,7 +24,7 @@ def piece_names(layers: int) -> tuple[str, ...]:
 
 
 def num_stages(config: RunConfig) -> int:
-    """Of the whole pipeline; under auto the fewest that it may choose.
+    """Of the entire pipeline; under auto the fewest that it may choose.
 
     Raises:
         ScheduleError: they stand in a file that does not read.
@@ -157,17 +153,18 @@ def _stages_have_pieces(c: RunConfig, world_size: int | None) -> str | None:
 
 @rule("pipeline.costs", "pipeline.partition")
 def _costs_are_there(c: RunConfig, world_size: int | None) -> str | None:
-    by_time = c.pipeline.partition == "time"
     try:
         found = measured_costs(c)
     except ScheduleError as error:
         return str(error)
-    if by_time and found is None:
+    if c.pipeline.partition != "time":
+        return None
+    if found is None:
         return (
             "pipeline.partition=time needs pipeline.costs, a file with the seconds of each piece, "
             "such as the costs.yaml that a run leaves in its folder"
         )
-    if by_time and found is not None and not found.pieces:
+    if not found.pieces:
         return (
             f"pipeline.partition=time needs the seconds of each piece, but {c.pipeline.costs} has "
             f"no `pieces`; take the costs.yaml of a run, or set partition to cost"
@@ -207,11 +204,4 @@ def _costs_are_of_this_run(c: RunConfig, world_size: int | None) -> str | None:
     return None
 
 
-PIPELINE_RULES: tuple[Rule, ...] = (
-    _file_is_a_schedule,
-    _schedule_is_no_slip,
-    _chunks_fit_schedule,
-    _stages_have_pieces,
-    _costs_are_there,
-    _costs_are_of_this_run,
-)
+PIPELINE_RULES = tuple(x for x in tuple(globals().values()) if isinstance(x, Rule))

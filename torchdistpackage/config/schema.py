@@ -1,54 +1,19 @@
 """The run as a value: sections and keys of the YAML file, in its order, each with its default.
 
-One rule: a key is one line here (kind, default, description); help, JSON schema, error texts
-and the resolved file follow from it. Sections know nothing of each other: rules that join
-keys stand in rules.py. A section may be left out, be empty, or name our own thing or the user's.
+A key is one line here (kind, default, description); help, JSON schema, error texts
+and the resolved file follow from it. Rules that join keys stand in rules.py.
 """
 
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
 
 from torchdistpackage.config import types as k
+from torchdistpackage.config.model_section import ModelSection
+from torchdistpackage.config.section import NamedSection, Section, default
 from torchdistpackage.config.yaml_loader import write
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.topology.views import DEFAULT_ORDER
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, unknown keys refused, types strict."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _empty_means_defaults(cls, value: object) -> object:
-        """`log:` with nothing under it, because all its keys are commented out."""
-        return {} if value is None else value
-
-    def __hash__(self) -> int:
-        return hash(tuple(v for v in self.__dict__.values() if not isinstance(v, dict)))
-
-
-SectionT = TypeVar("SectionT", bound=Section)
-
-
-def default(section: type[SectionT]) -> SectionT:
-    """A section as a key: left out it holds its defaults; its docstring describes it."""
-    return Field(default_factory=section, description=section.__doc__)
-
-
-class NamedSection(Section):
-    """A section that takes one of our names, or the user's own code by import path."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _target_needs_no_name(cls, value: Any) -> Any:
-        """The default name steps back for a target; a name that was written does not."""
-        if not isinstance(value, dict):
-            return value
-        keys = cast(dict[str, Any], value)
-        return keys if "name" in keys or keys.get("target") is None else {**keys, "name": None}
 
 
 class RunSection(Section):
@@ -70,8 +35,12 @@ class ParallelSection(Section):
     context: k.Count = Field(default=1, le=1024, description="Ranks that share one sequence.")
     tensor: k.Count = Field(default=1, le=1024, description="Ranks that share each weight matrix.")
     expert: k.Count = Field(default=1, le=1024, description="Ranks that share the experts.")
-    sequence_parallel: k.Flag = Field(
+    sequence_parallel: bool = Field(
         default=False, description="Split norms and residuals along the sequence."
+    )
+    tp_comm_overlap: bool = Field(
+        default=False,
+        description="Gather and scatter the sequence in chunks, under the products.",
     )
     zero: k.ZeroStage = Field(
         default=0,
@@ -142,48 +111,29 @@ class PipelineSection(Section):
     )
 
 
-class ModelSection(NamedSection):
-    """What is trained: one of our models, or your own by import path."""
-
-    name: k.ModelName = Field(default="gpt", description="Our model; not with target.")
-    layers: k.Count = Field(default=4, le=2048, description="Transformer blocks.")
-    dim: k.Count = Field(default=128, le=1 << 20, description="Width of the residual stream.")
-    heads: k.Count = Field(default=4, le=1 << 16, description="Attention heads, dim / heads wide.")
-    mlp_ratio: k.Positive = Field(
-        default=4.0, le=k.MAX_MLP_RATIO, description="Width of the MLP over dim."
-    )
-    vocab: k.Count = Field(default=256, le=1 << 24, description="Number of token ids.")
-    dropout: k.BelowOne = Field(default=0.0, description="Part of activations dropped.")
-    tied: k.Flag = Field(default=True, description="Embedding and output head share one weight.")
-    position: k.Position = Field(default="rotary", description="How blocks know positions.")
-    norm_eps: k.Positive = Field(default=1e-5, description="Added to the variance in every norm.")
-    target: k.ImportPath = Field(
-        default=None, description="Your model, pkg.module:build; not with name."
-    )
-    args: k.FreeForm = Field(default_factory=dict, description="Keyword arguments of target.")
-    loss: k.ImportPath = Field(
-        default=None, description="Your loss, pkg.module:fn; null: token cross entropy."
-    )
-
-    @property
-    def hidden(self) -> int:
-        """Width of the MLP: dim * mlp_ratio, to the nearest whole number."""
-        return max(round(self.dim * self.mlp_ratio), 1)
-
-
 class DataSection(NamedSection):
     """What it is trained on: one of our sources, or your own by import path."""
 
     name: k.DataName = Field(default="python_stdlib", description="Our source; not with target.")
     path: k.PathOrNull = Field(
-        default=None, description="File or folder of text, or file of token ids."
+        default=None,
+        description="File or folder of text, JSON lines or parquet; file of token ids.",
+    )
+    tokenizer: k.PathOrNull = Field(
+        default=None, description="Folder with tokenizer.json; null: the tokens of text are bytes."
+    )
+    field: k.TextField = Field(
+        default="text", description="Of JSON lines and parquet; prompt+completion masks prompts."
+    )
+    cache: k.PathOrNull = Field(
+        default=None, description="Folder of tokenized texts; null: tokens in run.dir."
     )
     dtype: k.TokenDtype = Field(default="uint16", description="Type of the ids of tokens.")
     target: k.ImportPath = Field(
         default=None, description="Your data, pkg.module:build; not with name."
     )
     args: k.FreeForm = Field(default_factory=dict, description="Keyword arguments of target.")
-    seq_len: k.Count = Field(default=128, le=1 << 27, description="Tokens in one sample.")
+    seq_len: k.Count = Field(default=128, le=k.MAX_LENGTH, description="Tokens in one sample.")
     global_batch: k.Count = Field(
         default=32, le=1 << 24, description="Samples in a step, of all ranks."
     )
@@ -218,6 +168,20 @@ class PrecisionSection(Section):
     )
 
 
+class ProfileSection(Section):
+    """Steps of which every rank records what it does, for one trace in the run folder."""
+
+    steps: k.StepRangeOrNull = Field(
+        default=None, description="First and last of them, as 10..12; null is off."
+    )
+
+    @property
+    def range(self) -> range:
+        """The steps; empty if off."""
+        first, _, last = (self.steps or "1..0").partition("..")
+        return range(int(first), int(last) + 1)
+
+
 class TrainSection(Section):
     """Length of the run and what happens on the way."""
 
@@ -230,7 +194,7 @@ class TrainSection(Section):
     step_timeout_s: k.Seconds = Field(
         default=120.0, description="Seconds after which a step counts as hung."
     )
-    check_calls: k.Flag = Field(default=False, description="Compare calls between ranks; slow.")
+    check_calls: bool = Field(default=False, description="Compare calls between ranks; slow.")
     on_nonfinite: k.OnNonfinite = Field(
         default="stop", description="On a loss or gradient that is no finite number, on any rank."
     )
@@ -240,6 +204,14 @@ class TrainSection(Section):
     straggler_every: k.StepsOrZero = Field(
         default=10, description="Steps between searches for a slow rank; 0 is off."
     )
+    recompute: k.Recompute = Field(
+        default="none",
+        description="What is computed again in the backward; auto: as memory_gb needs.",
+    )
+    memory_gb: k.GigabytesOrNull = Field(
+        default=None, description="GB (1e9 bytes) a rank has for recompute=auto, weights included."
+    )
+    profile: ProfileSection = default(ProfileSection)
     generate_tokens: k.CountOrZero = Field(
         default=200, le=1 << 17, description="Tokens written at the end; 0 is off."
     )
@@ -300,7 +272,10 @@ class LogSection(Section):
     """What is reported."""
 
     every: k.Steps = Field(default=10, description="Steps between lines of the log.")
-    plot: k.Flag = Field(default=True, description="Draw the loss curve.")
+    verbose: bool = Field(
+        default=False, description="Show with each line what the pipeline waited for."
+    )
+    plot: bool = Field(default=True, description="Draw the loss curve.")
 
 
 class RunConfig(Section):

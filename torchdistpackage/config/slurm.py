@@ -1,26 +1,26 @@
-"""The options of a Slurm job under Slurm's own names, and ours beside them: `launch.slurm`.
+"""The options of a Slurm job under Slurm's own names, with ours, and its size: `launch.slurm`.
 
-One rule: a job that cannot be is refused here, not in a queue. What is in OPTIONS goes into the
+A job that cannot be is refused here, not in a queue. What is in OPTIONS goes into the
 header of the batch script as it is written, EXTRA says what the script does around it, and RESERVED
-is refused with what to use instead. Dashes and underscores are the same.
+is refused with what to use instead. Dashes and underscores are the same. Every node has the same
+number of tasks, so the number of ranks follows from the number of nodes that Slurm grants.
 """
 
-import difflib
 import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
-from torchdistpackage.config.errors import MAX_PROBLEMS
+from torchdistpackage.config.errors import MAX_PROBLEMS, nearest
+
+if TYPE_CHECKING:
+    from torchdistpackage.config.schema import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
 class OptionType:
-    """What an option takes, in words, and whether a text is that.
-
-    flag: true stands for the bare option. many: a list is joined with commas.
-    """
+    """What an option takes. flag: true is the bare option. many: a list is joined with commas."""
 
     expected: str
     fits: Callable[[str], bool]
@@ -41,8 +41,6 @@ def _is_time(text: str) -> bool:
 
 
 _SPAN = r"[1-9]\d{0,5}(-[1-9]\d{0,5}(:[1-9]\d{0,5})?)?"
-
-
 MAX_CHOICES = 1024
 """Different numbers of nodes; each is a world on which the rules are tried."""
 _MAX_TEXT = 4096
@@ -82,10 +80,8 @@ _SIGNAL = OptionType(
     "a signal and how many seconds before the end it comes, such as USR1@120; it goes to the ranks",
     _matching(r"(R:)?(SIG)?([A-Z]+[12]?|\d{1,2})(@\d{1,5})?"),
 )
-_BLOCK = OptionType(
-    "block, or block: and more, because ranks that follow each other share a node",
-    _matching(r"block(:.+)?"),
-)
+_CONTIGUOUS = "block, or block: and more, because ranks that follow each other share a node"
+_BLOCK = OptionType(_CONTIGUOUS, _matching(r"block(:.+)?"))
 
 
 def _all(kind: OptionType, names: str) -> dict[str, OptionType]:
@@ -124,10 +120,9 @@ EXTRA: dict[str, str] = {
 """What is no option of sbatch."""
 
 _LAYOUT = "every task sees all GPUs of its node"
-_QUIET = "its answer is read by this package"
+_CLEAN = "the job gets a clean environment; set variables in launch.slurm.prologue"
 RESERVED: dict[str, str] = {
-    "output": "the output goes to logs/main.log in the run folder; set run.dir",
-    "error": "errors go to logs/main.log in the run folder; set run.dir",
+    **dict.fromkeys(("output", "error"), "both go to logs/main.log in the run folder; set run.dir"),
     "input": "no rank reads an input; use data.path",
     "open-mode": "the main log is always appended to, or a requeue would erase it",
     "job-name": "the job has the name of the run; set run.name",
@@ -136,19 +131,16 @@ RESERVED: dict[str, str] = {
     "no-requeue": "set launch.requeue.mode to never or chain",
     "no-kill": "a job that lost a node cannot go on; set launch.requeue.mode to requeue",
     "wrap": "the script is written for you; lines of your own go to launch.slurm.prologue",
-    "export": "the job gets a clean environment; set variables in launch.slurm.prologue",
-    "export-file": "the job gets a clean environment; set variables in launch.slurm.prologue",
-    "get-user-env": "the job gets a clean environment; set variables in launch.slurm.prologue",
+    **dict.fromkeys(("export", "export-file", "get-user-env"), _CLEAN),
     "chdir": "the job works in the folder that you submit from; change to it first",
     "test-only": "use tdp submit --dry-run",
     "wait": "use tdp submit --follow",
-    **dict.fromkeys(("parsable", "quiet", "verbose"), _QUIET),
+    **dict.fromkeys(("parsable", "quiet", "verbose"), "its answer is read by this package"),
     "clusters": "a job is looked for where it was submitted; submit on that cluster's login node",
     "cpus-per-gpu": "use launch.slurm.cpus-per-task",
     "ntasks-per-gpu": "use launch.slurm.ntasks-per-node",
     "gpus-per-socket": f"{_LAYOUT}; use launch.slurm.gpus-per-node",
-    "gpu-bind": f"{_LAYOUT}, which is how they reach each other fastest; leave it out",
-    "tres-bind": f"{_LAYOUT}, which is how they reach each other fastest; leave it out",
+    **dict.fromkeys(("gpu-bind", "tres-bind"), f"{_LAYOUT}, the fastest way; leave it out"),
     "tres-per-task": "use launch.slurm.cpus-per-task and launch.slurm.gpus-per-node",
     **dict.fromkeys(("uid", "gid"), "the job is yours"),
 }
@@ -178,27 +170,26 @@ def problems(section: Mapping[str, object]) -> tuple[Found, ...]:
     seen: dict[str, str] = {}
     for key, value in section.items():
         name = canonical_name(key)
-        if name in seen:
-            found.append((key, f"says the same as {seen[name]}; keep one of them"))
-        elif text := _problem(name, value):
+        first = seen.setdefault(name, key)
+        same = f"says the same as {first}; keep one of them"
+        if text := _problem(name, value) if first == key else same:
             found.append((key, text))
-        seen.setdefault(name, key)
         if len(found) >= MAX_PROBLEMS:  # the advice for a name takes long
             break
     return tuple(found)
 
 
-def _problem(name: str, value: object) -> str | None:
+def _problem(name: str, value: Any) -> str | None:
     if name in RESERVED:
         return f"is not for a run to set: {RESERVED[name]}"
     if name in EXTRA:
         return None if value is None else _problem_of_extra(name, value)
     if name not in OPTIONS:
         valid = (*OPTIONS, *EXTRA)
-        close = difflib.get_close_matches(name, [*valid, *RESERVED], n=1)
-        if close and close[0] in RESERVED:
-            return f"unknown option; {close[0]} {_problem(close[0], None)}"
-        meant = f"did you mean {close[0]}? " if close else ""
+        close = nearest(name, [*valid, *RESERVED])
+        if close in RESERVED:
+            return f"unknown option; {close} {_problem(close, None)}"
+        meant = f"did you mean {close}? " if close else ""
         return f"unknown option; {meant}valid: {', '.join(sorted(valid))}"
     kind = OPTIONS[name]
     if value is None or (kind.flag and isinstance(value, bool)):
@@ -206,40 +197,24 @@ def _problem(name: str, value: object) -> str | None:
     text = _plain(value, kind.many)
     if text is None or len(text) > _MAX_TEXT or not kind.fits(text):
         return f"wants {kind.expected}, got {_shown(value)}"
-    if not text.isprintable():
-        return (
-            f"cannot be a line of the script: {_shown(value)} has a character that is not printable"
-        )
-    return None
+    return None if text.isprintable() else _UNPRINTABLE.format(_shown(value))
 
 
-def _shown(value: object) -> str:
-    """In a message, whatever its length."""
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
+_UNPRINTABLE = "cannot be a line of the script: {} has a character that is not printable"
 
 
-def _plain(value: object, many: bool) -> str | None:
-    if isinstance(value, list) and many:
-        items = [_plain(item, False) for item in cast(list[object], value)]
-        return ",".join(x for x in items if x) if items and all(items) else None
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        return None
-    return str(value)
-
-
-def _problem_of_extra(name: str, value: object) -> str | None:
-    items = cast(list[object], value) if isinstance(value, list) else [value]
-    wants_one = name == "conda"
-    if (wants_one and isinstance(value, list)) or not all(isinstance(x, str) and x for x in items):
-        kind = "a text" if wants_one else "texts in a list"
-        return f"wants {kind}: {EXTRA[name]}; got {_shown(cast(object, value))}"
+def _problem_of_extra(name: str, value: Any) -> str | None:
+    is_list, shown = type(value) is list, _shown(value)
+    items: list[object] = value if is_list else [value]
+    if (is_list and name == "conda") or not all(isinstance(x, str) and x for x in items):
+        kind = "a text" if name == "conda" else "texts in a list"
+        return f"wants {kind}: {EXTRA[name]}; got {shown}"
     try:
-        words = words_of(name, cast(object, value))
+        words = words_of(name, value)
     except ValueError as error:
-        return f"is not a command: {error}; got {_shown(cast(object, value))}"
+        return f"is not a command: {error}; got {shown}"
     if bad := [word for word in words if not word.replace("\t", " ").isprintable()]:
-        return f"cannot be a line of the script: {bad[0]!r} has a character that is not printable"
+        return _UNPRINTABLE.format(repr(bad[0]))
     for word in words if name == "srun" else ():
         option = word.partition("=")[0]
         stated = option[2:] if option.startswith("--") else option[1:2]
@@ -250,7 +225,19 @@ def _problem_of_extra(name: str, value: object) -> str | None:
     return None
 
 
-def words_of(name: str, value: object) -> tuple[str, ...]:
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _plain(value: Any, many: bool) -> str | None:
+    if isinstance(value, list) and many:
+        items = [_plain(item, False) for item in cast(list[object], value)]
+        return ",".join(x for x in items if x) if items and all(items) else None
+    return str(value) if isinstance(value, str | int) and not isinstance(value, bool) else None
+
+
+def words_of(name: str, value: Any) -> tuple[str, ...]:
     """The value of one of EXTRA as words, or as lines for the prologue.
 
     Raises:
@@ -258,25 +245,154 @@ def words_of(name: str, value: object) -> tuple[str, ...]:
     """
     if value is None:
         return ()
-    texts = cast(list[str], value) if isinstance(value, list) else [str(value)]
+    is_list = type(value) is list
+    texts = cast(list[str], value) if is_list else [str(value)]
     if name == "prologue":  # may be one text of several lines
         return tuple(line for text in texts for line in text.splitlines())
-    if name in ("container", "srun") and not isinstance(value, list):
+    if name in ("container", "srun") and not is_list:
         return tuple(shlex.split(texts[0]))
     return tuple(texts)
 
 
 def header(section: Mapping[str, object]) -> dict[str, str | None]:
     """Options of sbatch with their texts in Slurm's spelling; None: the bare option."""
-    lines: dict[str, str | None] = {}
-    for key, value in section.items():
-        kind = OPTIONS.get(canonical_name(key))
-        if kind is None or value is None or value is False:
-            continue
-        lines[canonical_name(key)] = None if value is True else _plain(value, kind.many)
-    return lines
+    known = ((canonical_name(key), value) for key, value in section.items())
+    return {
+        name: None if value is True else _plain(value, OPTIONS[name].many)
+        for name, value in known
+        if name in OPTIONS and value is not None and value is not False
+    }
 
 
 def extra_of(section: Mapping[str, object], name: str) -> tuple[str, ...]:
     """Words or lines of one of EXTRA; () where it is left out."""
     return words_of(name, next((v for k, v in section.items() if canonical_name(k) == name), None))
+
+
+# -- how many nodes, tasks and GPUs -----------------------------------------------------------
+
+LAYOUT = ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task")
+"""Options that a geometry stands for."""
+GPUS = ("gpus", "gpus-per-task", "gpus-per-node", "gres")
+
+
+@dataclass(frozen=True, slots=True)
+class JobGeometry:
+    """nodes: every count that Slurm may grant, ascending; nodes_text: the same for sbatch.
+
+    gpus_per_node: as [type:]number, if the job asks by `gpus` or `gpus-per-task`, else None.
+    """
+
+    nodes: tuple[int, ...]
+    nodes_text: str
+    tasks_per_node: int
+    cpus_per_task: int
+    gpus_per_node: str | None = None
+
+    @property
+    def world_sizes(self) -> tuple[int, ...]:
+        """Number of ranks for each count of nodes."""
+        return tuple(n * self.tasks_per_node for n in self.nodes)
+
+    def __str__(self) -> str:  # 2-4 nodes x 8 tasks
+        nodes = "node" if self.nodes == (1,) else "nodes"
+        tasks = "task" if self.tasks_per_node == 1 else "tasks"
+        return f"{self.nodes_text} {nodes} x {self.tasks_per_node} {tasks}"
+
+
+def job_geometry(config: "RunConfig") -> tuple[JobGeometry | None, tuple[Found, ...]]:
+    """The size of the job, or why it has none. The options are in order each by itself."""
+    options = {k: v for k, v in header(config.launch.slurm).items() if v is not None}
+    nodes_text = options.get("nodes", "1")
+    nodes = node_counts(nodes_text)
+    found: list[Found] = []
+    tasks = _tasks(config, options, nodes, found)
+    gpus = _gpus_per_node(options, nodes, tasks, found)
+    if found or tasks is None:
+        return None, tuple(found)
+    cpus = int(options.get("cpus-per-task", "1"))
+    return JobGeometry(nodes, nodes_text, tasks, cpus, gpus), ()
+
+
+def _tasks(
+    config: "RunConfig", options: dict[str, str], nodes: tuple[int, ...], found: list[Found]
+) -> int | None:
+    """Of a node; by default as many as GPUs where the data axis takes what there is, else as the
+    degrees ask."""
+    per_node, fewest = int(options.get("ntasks-per-node", "0")), nodes[0]
+    if "ntasks" not in options:
+        return per_node or _default_tasks(config, options, fewest, found)
+    tasks = int(options["ntasks"])
+    if len(nodes) > 1:
+        choice = f"nodes={options['nodes']} is a choice"
+        text = f"is one number of ranks, but {choice}; use ntasks-per-node instead"
+    elif tasks % fewest:
+        text = f"cannot be shared evenly by nodes={fewest}; use a multiple of {fewest}"
+    elif per_node and per_node * fewest != tasks:
+        product = f"nodes={fewest} x ntasks-per-node={per_node} = {fewest * per_node}"
+        text = f"is not {product}; leave one of them out"
+    else:
+        return tasks // fewest
+    found.append(("ntasks", f"ntasks={tasks} {text}"))
+    return None
+
+
+def _default_tasks(
+    config: "RunConfig", options: dict[str, str], nodes: int, found: list[Found]
+) -> int | None:
+    data, world = config.parallel.data, config.parallel.model_size
+    if data == "auto":
+        if gpus := _known_gpus(options, nodes):
+            return gpus
+        world = config.launch.local.procs or world
+    else:
+        world *= data
+    if world % nodes == 0:
+        return world // nodes
+    many = options.get("nodes", "1")
+    why = f"the {world} ranks that the degrees ask for cannot be shared evenly by nodes={many}"
+    fix = "set it, or change nodes or the degrees"
+    found.append(("ntasks-per-node", f"is not given, and {why}; {fix}"))
+    return None
+
+
+def _known_gpus(options: dict[str, str], nodes: int) -> int | None:
+    """GPUs on each node, as far as the options say so whatever the number of tasks."""
+    if "gpus-per-node" in options:
+        return _number(options["gpus-per-node"])
+    if "gpus" in options:
+        share, rest = divmod(_number(options["gpus"]), nodes)
+        return None if rest else share
+    gpu = r"(?:^|,)gpu(?::[A-Za-z_][^:,]*)?(?::(\d+))?(?=,|$)"
+    numbers = re.findall(gpu, options.get("gres", ""))
+    return sum(int(number or 1) for number in numbers) or None
+
+
+def _number(gpus: str) -> int:
+    return int(gpus.rpartition(":")[2])
+
+
+def _gpus_per_node(
+    options: dict[str, str], nodes: tuple[int, ...], tasks: int | None, found: list[Found]
+) -> str | None:
+    """`gpus` and `gpus-per-task` by node; the others stay as they are."""
+    given = [name for name in GPUS if name in options]
+    if "gres" in given and not re.search(r"(^|,)gpu\b", options["gres"]):
+        given.remove("gres")
+    if len(given) > 1:
+        both = " and ".join(f"{name}={options[name]}" for name in given)
+        found.append((given[0], f"{both} all ask for GPUs; keep one of them"))
+        return None
+    if tasks is None or not given or given[0] in ("gpus-per-node", "gres"):
+        return None
+    name, fewest = given[0], nodes[0]
+    number, kind = _number(options[name]), options[name].rpartition(":")[0]
+    if name == "gpus-per-task":
+        number *= tasks
+    elif len(nodes) > 1 or number % fewest:
+        text = f"gpus={number} cannot be shared evenly by nodes={options.get('nodes', '1')}"
+        found.append((name, f"{text}; use gpus-per-node instead"))
+        return None
+    else:
+        number //= fewest
+    return f"{kind}:{number}".removeprefix(":")

@@ -1,21 +1,21 @@
-"""The kinds of value a key may hold: a type, its limits, and the words for what it wants.
+"""The kinds of value a key may hold: a type with its limits, and the words for them.
 
-One rule: every kind carries its own `Expected`, so an error text is made of our words, whatever
-pydantic found. Types are strict: a string is no number, a bool is no int; an int will do for
-a float, and a whole float such as 4.0 for a count. How large a number may be stands with its key
-in the schema.
+Types are strict: a string is no number, a bool is no int; an int will do for a float, and an
+integral float such as 4.0 for a count. How large a number may be stands with its key in the schema.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, cast, get_args
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
-from annotated_types import Le
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
 from pydantic.fields import FieldInfo
 
 from torchdistpackage.config.slurm import EXTRA, OPTIONS
-from torchdistpackage.schedule.generators.registry import GENERATORS, canonical
+from torchdistpackage.schedule.generators import GENERATORS, canonical
 from torchdistpackage.topology.views import DEFAULT_ORDER
 
 AUTO, CUSTOM = "auto", "custom"
@@ -32,17 +32,32 @@ class Expected:
 
 
 def expected_of(field: FieldInfo) -> Expected:
-    """What a key takes; the most that its line in the schema allows comes first in the metadata."""
-    wants = next(m for m in reversed(field.metadata) if isinstance(m, Expected))
-    first = field.metadata[0]
-    if not isinstance(first, Le):
-        return wants
-    return Expected(f"{wants.text}, up to {first.le:,}", wants.choices)
+    """What a key takes: the `Expected` of its type, else as the type and its limits say."""
+    return _expected(field.annotation, field.metadata)
 
 
-def _names(literal: Any) -> Expected:
-    choices: tuple[str, ...] = get_args(literal)
-    return Expected(" or ".join(choices), choices)
+def _expected(kind: Any, limits: Iterable[Any]) -> Expected:
+    limits = [x for m in limits for x in (m.metadata if isinstance(m, FieldInfo) else [m])]
+    if said := [x for x in limits if isinstance(x, Expected)]:
+        return said[-1]
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _expected(args[0], (*args[1:], *limits))
+    if origin in (Union, UnionType):
+        found = [_expected(arg, ()) for arg in args]
+        text = ", or ".join(x.text for x in found)
+        return Expected(text, tuple(choice for x in found for choice in x.choices))
+    if kind is NoneType:
+        return Expected("null")
+    if kind is bool or origin is Literal:
+        choices: tuple[str, ...] = ("true", "false") if kind is bool else args
+        return Expected(" or ".join(choices), choices)
+    text = "a whole number" if kind is int else "a number"
+    text += "".join(f", {x.ge:,} or more" for x in limits if isinstance(x, Ge))
+    text += "".join(f" above {x.gt:,}" for x in limits if isinstance(x, Gt))
+    text += "".join(f", below {x.lt:,}" for x in limits if isinstance(x, Lt))
+    most = min((cast(float, x.le) for x in limits if isinstance(x, Le)), default=None)
+    return Expected(text if most is None else f"{text}, up to {most:,}")
 
 
 def _whole(value: object) -> object:
@@ -54,10 +69,19 @@ def _sequence(value: object) -> object:
     return tuple(cast(list[object], value)) if isinstance(value, list) else value
 
 
-def _different(value: tuple[str, ...]) -> tuple[str, ...]:
-    if len(set(value)) != len(value):
-        raise ValueError("a name is given twice")
-    return value
+def _different(names: tuple[str, ...]) -> AfterValidator:
+    """Each of `names` at most once."""
+
+    def check(value: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(value)) != len(value) or not set(value) <= set(names):
+            raise ValueError("another name, or one twice")
+        return value
+
+    return AfterValidator(check)
+
+
+def _enum(names: tuple[str, ...]) -> FieldInfo:
+    return cast(FieldInfo, Field(json_schema_extra={"enum": list[JsonValue](names)}))
 
 
 def _schedule(value: str) -> str:
@@ -90,12 +114,6 @@ def _short(value: str) -> str:
     return value
 
 
-def _axis(value: str) -> str:
-    if value not in DEFAULT_ORDER:
-        raise ValueError("no such axis")
-    return value
-
-
 def _bf16(value: object) -> object:
     return "bf16" if value == "bfloat16" else value
 
@@ -103,6 +121,11 @@ def _bf16(value: object) -> object:
 MAX_RANKS = 1 << 18
 MAX_CHUNKS = 64
 MAX_MLP_RATIO = 1024
+MAX_HEADS = 1 << 16
+MAX_LENGTH = 1 << 27
+"""Tokens of a sequence."""
+MAX_WIDTH = 1 << 28
+"""Channels between the two products of an MLP."""
 MAX_PROCS = 4096
 """Processes on one machine."""
 MAX_STEPS = 1_000_000_000
@@ -110,60 +133,35 @@ MAX_TIME = 1_000_000
 """In seconds more than 11 days: what waits longer waits for ever, and the clocks of systems end."""
 
 _Whole = BeforeValidator(_whole)
-Count = Annotated[int, Field(ge=1), _Whole, Expected("a whole number, 1 or more")]
-CountOrZero = Annotated[int, Field(ge=0), _Whole, Expected("a whole number, 0 or more")]
-Degree = Annotated[
-    Annotated[int, Field(ge=1, le=MAX_RANKS), _Whole] | Literal["auto"],
-    Expected(f"a whole number, 1 or more, or auto, up to {MAX_RANKS:,}", ("auto",)),
-]
-ChunksOrNull = Annotated[
-    Annotated[int, Field(ge=1, le=MAX_CHUNKS), _Whole] | None,
-    Expected(f"a whole number, 1 or more, or null, up to {MAX_CHUNKS}"),
-]
-ProcsOrNull = Annotated[
-    Annotated[int, Field(ge=1, le=MAX_PROCS), _Whole] | None,
-    Expected(f"a whole number, 1 or more, or null, up to {MAX_PROCS:,}"),
-]
-Steps = Annotated[
-    int,
-    Field(ge=1, le=MAX_STEPS),
-    _Whole,
-    Expected(f"a whole number, 1 or more, up to {MAX_STEPS:,}"),
-]
-StepsOrZero = Annotated[
-    int,
-    Field(ge=0, le=MAX_STEPS),
-    _Whole,
-    Expected(f"a whole number, 0 or more, up to {MAX_STEPS:,}"),
-]
-Restarts = Annotated[
-    int, Field(ge=0, le=1000), _Whole, Expected("a whole number, 0 or more, up to 1,000")
-]
+Count = Annotated[int, Field(ge=1), _Whole]
+CountOrZero = Annotated[int, Field(ge=0), _Whole]
+Degree = Annotated[int, Field(ge=1, le=MAX_RANKS), _Whole] | Literal["auto"]
+ChunksOrNull = Annotated[int, Field(ge=1, le=MAX_CHUNKS), _Whole] | None
+ProcsOrNull = Annotated[int, Field(ge=1, le=MAX_PROCS), _Whole] | None
+Steps = Annotated[int, Field(ge=1, le=MAX_STEPS), _Whole]
+StepsOrZero = Annotated[int, Field(ge=0, le=MAX_STEPS), _Whole]
+Restarts = Annotated[int, Field(ge=0, le=1000), _Whole]
 ZeroStage = Annotated[int, Field(ge=0, le=3), _Whole, Expected("0, 1, 2 or 3")]
 Seed = Annotated[int, Field(ge=0, lt=2**63), _Whole, Expected("a whole number from 0 to 2**63 - 1")]
 
 _Finite = Field(allow_inf_nan=False)
-Positive = Annotated[float, _Finite, Field(gt=0), Expected("a number above 0")]
-NotNegative = Annotated[float, _Finite, Field(ge=0), Expected("a number, 0 or more")]
-_TIME = f"up to {MAX_TIME:,}"
-Seconds = Annotated[Positive, Field(le=MAX_TIME), Expected(f"a number above 0, {_TIME}")]
-SecondsOrZero = Annotated[
-    NotNegative, Field(le=MAX_TIME), Expected(f"a number, 0 or more, {_TIME}")
-]
-MinutesOrNull = Annotated[Seconds | None, Expected(f"a number above 0, or null, {_TIME}")]
-Fraction = Annotated[float, _Finite, Field(ge=0, le=1), Expected("a number from 0 to 1")]
-BelowOne = Annotated[float, _Finite, Field(ge=0, lt=1), Expected("a number from 0 to below 1")]
-UpToHalf = Annotated[float, _Finite, Field(gt=0, le=0.5), Expected("a number above 0, up to 0.5")]
+Positive = Annotated[float, _Finite, Field(gt=0)]
+NotNegative = Annotated[float, _Finite, Field(ge=0)]
+Seconds = Annotated[Positive, Field(le=MAX_TIME)]
+SecondsOrZero = Annotated[NotNegative, Field(le=MAX_TIME)]
+MinutesOrNull = Seconds | None
+Fraction = Annotated[float, _Finite, Field(ge=0, le=1)]
+BelowOne = Annotated[float, _Finite, Field(ge=0, lt=1)]
+UpToHalf = Annotated[float, _Finite, Field(gt=0, le=0.5)]
 Betas = Annotated[
     tuple[BelowOne, BelowOne],
     BeforeValidator(_sequence),
     Expected("a list of two numbers from 0 to below 1, e.g. [0.9, 0.95]"),
 ]
 
-Flag = Annotated[bool, Expected("true or false", ("true", "false"))]
 _A_PATH = "a path: a text without control characters, in names of up to 255 bytes"
 Path = Annotated[str, Field(min_length=1), AfterValidator(_path), Expected(_A_PATH)]
-PathOrNull = Annotated[Path | None, Expected(f"{_A_PATH}, or null")]
+PathOrNull = Path | None
 FolderName = Annotated[
     str,
     Field(pattern=r"^\w[\w.+=@-]*$", max_length=MAX_NAME_BYTES),
@@ -173,10 +171,14 @@ FolderName = Annotated[
         f"{MAX_NAME_BYTES} bytes"
     ),
 ]
-ImportPath = Annotated[
-    Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$", max_length=200)] | None,
-    Expected("an import path such as pkg.module:build, of at most 200 characters, or null"),
-]
+ImportPath = (
+    Annotated[
+        str,
+        Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$", max_length=200),
+        Expected("an import path such as pkg.module:build, of at most 200 characters"),
+    ]
+    | None
+)
 FreeForm = Annotated[dict[str, JsonValue], Expected("a mapping of names to plain YAML values")]
 SlurmOptions = Annotated[
     dict[str, JsonValue],
@@ -194,13 +196,10 @@ SlurmOptions = Annotated[
     ),
 ]
 
-Axis = Annotated[
-    str, AfterValidator(_axis), Field(json_schema_extra={"enum": list[JsonValue](DEFAULT_ORDER)})
-]
 Order = Annotated[
-    tuple[Axis, ...],
+    tuple[Annotated[str, _enum(DEFAULT_ORDER)], ...],
     BeforeValidator(_sequence),
-    AfterValidator(_different),
+    _different(DEFAULT_ORDER),
     Expected(
         f"a list of different axes out of {', '.join(DEFAULT_ORDER)}, outermost first",
         DEFAULT_ORDER,
@@ -209,7 +208,7 @@ Order = Annotated[
 ScheduleName = Annotated[
     str,
     AfterValidator(_schedule),
-    Field(json_schema_extra={"enum": list[JsonValue](SCHEDULES)}),
+    _enum(SCHEDULES),
     Expected(" or ".join(SCHEDULES), SCHEDULES),
 ]
 
@@ -217,41 +216,59 @@ SIGNALS = ("USR1", "USR2", "TERM", "HUP")
 """Signals that may mean: save and end. The others have meanings of their own."""
 
 
-def _signal(value: str) -> str:
-    if value not in SIGNALS:
-        raise ValueError("no such signal")
+Signals = Annotated[
+    tuple[Annotated[str, _enum(SIGNALS)], ...],
+    BeforeValidator(_sequence),
+    _different(SIGNALS),
+    Expected(f"a list of different signals out of {', '.join(SIGNALS)}", SIGNALS),
+]
+ModelName = Literal["gpt"] | None
+DataName = Literal["python_stdlib", "text", "jsonl", "parquet", "tokens"] | None
+OptimizerName = Literal["adamw"]
+Partition = Literal["cost", "parameters", "uniform", "time"]
+RequeueMode = Literal["requeue", "chain", "never"]
+Dtype = Annotated[Literal["float32", "float64", "bf16"], BeforeValidator(_bf16)]
+WeightDtype = Annotated[Literal["float32", "bf16"], BeforeValidator(_bf16)]
+OnNonfinite = Literal["stop", "skip"]
+_STEP_RANGE = re.compile(r"([1-9]\d{0,8})\.\.([1-9]\d{0,8})")
+
+
+def _step_range(value: object) -> object:
+    """10 is 10..10."""
+    return f"{value}..{value}" if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _ascends(value: str) -> str:
+    found = _STEP_RANGE.fullmatch(value)
+    if found is None or int(found[1]) > int(found[2]) or int(found[2]) >= int(found[1]) + 100:
+        raise ValueError("no range of steps")
     return value
 
 
-Signal = Annotated[
-    str, AfterValidator(_signal), Field(json_schema_extra={"enum": list[JsonValue](SIGNALS)})
+StepRangeOrNull = (
+    Annotated[
+        str,
+        BeforeValidator(_step_range),
+        AfterValidator(_ascends),
+        Expected("steps as FIRST..LAST, such as 10..12, at most 100 of them"),
+    ]
+    | None
+)
+Recompute = Literal["none", "blocks", "auto"]
+GigabytesOrNull = Annotated[Positive, Field(le=1_000_000)] | None
+Matmul = Literal["highest", "high", "medium"]
+Position = Literal["rotary", "learned"]
+Norm = Literal["layer", "rms"]
+Mlp = Literal["gelu", "gelu_tanh", "swiglu"]
+RopeScaling = Literal["default", "linear", "llama3", "yarn"]
+PositiveOrNull = Positive | None
+LengthOrNull = Annotated[int, Field(ge=1, le=MAX_LENGTH), _Whole] | None
+HeadsOrNull = Annotated[int, Field(ge=1, le=MAX_HEADS), _Whole] | None
+WidthOrNull = Annotated[int, Field(ge=1, le=MAX_WIDTH), _Whole] | None
+BoolOrNull = bool | None
+TextField = Annotated[
+    str,
+    Field(min_length=1, max_length=200),
+    Expected("the name of a field, or prompt+completion"),
 ]
-Signals = Annotated[
-    tuple[Signal, ...],
-    BeforeValidator(_sequence),
-    AfterValidator(_different),
-    Expected(f"a list of different signals out of {', '.join(SIGNALS)}", SIGNALS),
-]
-
-_RequeueMode = Literal["requeue", "chain", "never"]
-_ModelName = Literal["gpt"]
-_Partition = Literal["cost", "parameters", "uniform", "time"]
-_DataName = Literal["python_stdlib", "text", "tokens"]
-_Optimizer = Literal["adamw"]
-_Dtype = Literal["float32", "float64", "bf16"]
-_OnNonfinite = Literal["stop", "skip"]
-_WeightDtype = Literal["float32", "bf16"]
-_Matmul = Literal["highest", "high", "medium"]
-_Position = Literal["rotary", "learned"]
-_TokenDtype = Literal["uint8", "uint16"]
-ModelName = Annotated[_ModelName | None, _names(_ModelName)]
-DataName = Annotated[_DataName | None, _names(_DataName)]
-OptimizerName = Annotated[_Optimizer, _names(_Optimizer)]
-Partition = Annotated[_Partition, _names(_Partition)]
-RequeueMode = Annotated[_RequeueMode, _names(_RequeueMode)]
-Dtype = Annotated[_Dtype, BeforeValidator(_bf16), _names(_Dtype)]
-OnNonfinite = Annotated[_OnNonfinite, _names(_OnNonfinite)]
-WeightDtype = Annotated[_WeightDtype, BeforeValidator(_bf16), _names(_WeightDtype)]
-Matmul = Annotated[_Matmul, _names(_Matmul)]
-Position = Annotated[_Position, _names(_Position)]
-TokenDtype = Annotated[_TokenDtype, _names(_TokenDtype)]
+TokenDtype = Literal["uint8", "uint16", "uint32"]

@@ -1,13 +1,10 @@
 """YAML text to plain values and the place of every key, and back.
 
-One rule: a scalar means what YAML 1.2 says, read or written: `1e-4` is a float, `yes` and
-`2024-01-01` are strings, `010` is ten. Reading goes over composed nodes, which still know
-their lines, and builds only null, bool, int, float, str, list and dict, no more and no deeper than
-the bounds below: an alias counts as often as it is used.
+A scalar means what YAML 1.2 says, read or written: `1e-4` is a float, `yes` and
+`2024-01-01` are strings, `010` is ten. Reading goes over composed nodes, which know their lines.
 """
 
 import re
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import yaml
@@ -42,19 +39,11 @@ _SCALARS = {
 }
 """Plain scalars that are no text, by kind: what they look like, and their first characters."""
 
-_Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
-
-
-def _resolvers() -> _Resolvers:
-    """The table in the shape PyYAML wants: first character -> (tag, pattern) in order."""
-    out: _Resolvers = {}
-    for kind, (pattern, first) in _SCALARS.items():
-        for character in first:
-            out.setdefault(character, []).append((_TAG + kind, re.compile(pattern)))
-    return out
-
-
-_RESOLVERS = _resolvers()
+_RESOLVERS: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+"""The table in the shape PyYAML wants: first character -> (tag, pattern) in order."""
+for _kind, (_pattern, _first) in _SCALARS.items():
+    for _character in _first:
+        _RESOLVERS.setdefault(_character, []).append((_TAG + _kind, re.compile(_pattern)))
 
 
 class _DocumentLoader(BoundedLoader):
@@ -88,55 +77,50 @@ def write(value: dict[str, Any]) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000)
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """What a text says: its value, where each key stands, and what is wrong with it."""
-
-    value: Any = None
-    places: dict[Keys, SourceLocation] = field(default_factory=dict[Keys, SourceLocation])
-    problems: tuple[Problem, ...] = ()
-    invalid: frozenset[str] = frozenset()
-    """Dotted paths whose values cannot be trusted, e.g. keys given twice."""
-
-
 def dotted(path: Keys) -> str:
     """("optim", "betas", 0) is optim.betas[0]."""
     return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).removeprefix(".")
 
 
-def read(text: str, file: str, root: Keys = (), given: SourceLocation | None = None) -> Document:
+def read(
+    text: str, file: str, root: Keys = (), given: SourceLocation | None = None
+) -> "YamlDocument":
     """Read one YAML document; never raises, what is wrong is in `problems`.
 
     Args:
         root: path of the value, when it is an override.
         given: place of an override; its own lines mean nothing.
     """
-    reader = _Reader(file, given)
-    value = None
+    document = YamlDocument(file, given)
     if (size := len(text.encode(errors="surrogatepass"))) > MAX_BYTES:
-        reader.report(1, root, f"has {size:,} bytes; {MAX_BYTES:,} are allowed")
-        return Document(None, {}, tuple(reader.problems), frozenset(reader.invalid))
+        document.report(1, root, f"has {size:,} bytes; {MAX_BYTES:,} are allowed")
+        return document
     try:
         node = _DocumentLoader(text).get_single_node()
-        value = None if node is None else reader.convert(node, root)
+        document.value = None if node is None else document.convert(node, root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         why = ", ".join(part for part in (error.problem, error.context) if part)
         what = "usable" if isinstance(error, BoundError) else "valid"
-        reader.report(None if mark is None else mark.line + 1, root, f"not {what} YAML: {why}")
+        document.report(None if mark is None else mark.line + 1, root, f"not {what} YAML: {why}")
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        reader.report(line, root, f"not valid YAML: character {error.character:#x} is not allowed")
+        why = f"character {error.character:#x} is not allowed"
+        document.report(line, root, f"not valid YAML: {why}")
     except (ValueError, OverflowError) as error:  # an escape such as "\U00110000"
-        reader.report(1, root, f"not valid YAML: {error}")
-    return Document(value, reader.places, tuple(reader.problems), frozenset(reader.invalid))
+        document.report(1, root, f"not valid YAML: {error}")
+    return document
 
 
-class _Reader:
-    """Walks composed nodes; collects places and problems."""
+class YamlDocument:
+    """What a text says: its value, where each key stands, and what is wrong with it.
+
+    invalid: dotted paths whose values cannot be trusted, e.g. keys given twice.
+    """
 
     def __init__(self, file: str, given: SourceLocation | None) -> None:
         self.file, self.given = file, given
+        self.value: Any = None
         self.places: dict[Keys, SourceLocation] = {}
         self.problems: list[Problem] = []
         self.invalid: set[str] = set()

@@ -1,19 +1,32 @@
 """Data parallelism: ranks with equal parameters and different batches average their gradients.
 
-Read in this order.
+The core, in the order in which to read it. No file of it imports an extension.
 
 Reference       reference: DDP and ZeRO-1 in the plainest way; tests hold everything else equal.
 Wrapper         naive_ddp (NaiveDDP), wrapper_state (names, copies, pickles, changed modules).
-One backward    reducer (which backward counts); it is called by grad_hooks (on parameters and on
-                what a forward returns) and asks ready when buckets may be launched (several
-                reducers in one backward; a pipeline that knows the last microbatch).
+One backward    reducer (which backward counts, when a bucket is launched), ready (which gradients
+                are final; several reducers in one backward), grad_hooks (on parameters and on what
+                a forward returns).
 Buckets         param_spec (a parameter, its group and its layout), bucket_plan (which gradients
-                share one, and its size), bucket_tuning (measures the first steps and chooses a
-                plan), grad_bucket (a bucket's memory), bucket_comm (its all-reduce, and the slots
-                of gradients in all buckets).
-Fewer bytes     comm_hooks, power_sgd; sparse_grads and embedding_rows (only rows that were used).
+                share one, and its size), grad_bucket (a bucket's memory), bucket_comm (its
+                all-reduce, and the slots of gradients in all buckets).
+
+Extensions enter at three seams: `ReadyPolicy` (ready), `BucketComm` with its `CommHook`
+(bucket_comm) and `BucketPlanner` (bucket_plan). `EXTENSIONS` below says who plugs them in.
+
+Options         options: makes of what a user asked for what the core of NaiveDDP is given.
+Sizes           bucket_tuning: measures the first steps and chooses a plan.
+Fewer bytes     comm_hooks (bf16, fp16, PowerSGD), sparse_grads (only rows that were used).
 Checks          param_sync (initial values, buffers, replicas that differ, unused parameters), join
-                (uneven inputs), weak_hook (hooks that copies do not have), sync_batch_norm.
+                (uneven inputs), sync_batch_norm.
 More            expert_grads (experts), ema (averages of parameters), auto (NaiveDDP or ZeRO, by
-                measurement), zero/ (sharded optimizers).
+                measurement), module_names, weak_hook, zero/ (sharded optimizers).
 """
+
+EXTENSIONS = {
+    "NaiveDDP": "torchdistpackage.ddp.options:ResolvedOptions",
+    "ZeroOptimizer": "torchdistpackage.ddp.zero.options:ResolvedZeroOptions",
+    "ShardedOptimizerBase": "torchdistpackage.ddp.zero.state_dict:StateSaver",
+    "Reducer": "torchdistpackage.ddp.scheduled_ready:LastBackwardPolicy",
+}
+"""Core class -> "module:attribute" that makes what it is given, loaded when it is first made."""

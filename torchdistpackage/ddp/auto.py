@@ -9,8 +9,7 @@ the backward and the optimizer waits for the last; ZeRO's sums and gathers use t
 meet at its boundary, where one bucket's sum and gather are waited for. So slow links want ZeRO and
 fast ones all-reduces.
 
-One rule: a trial leaves nothing behind. Gradients, buffers and the state of torch's random numbers
-are afterwards what they were, so training begins as if there had been none.
+A trial leaves gradients, buffers and the state of torch's random numbers as they were.
 """
 
 import logging
@@ -26,14 +25,15 @@ from torch.optim import Optimizer
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.creation import world
+from torchdistpackage.comm.moments import clock_of, seconds
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.ddp.bucket_plan import bucket_sizes
 from torchdistpackage.ddp.comm_hooks import bf16_compress, fp16_compress
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.ddp.param_spec import is_cut
-from torchdistpackage.ddp.wrapper_state import batch_group
+from torchdistpackage.ddp.param_spec import batch_group
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
-from torchdistpackage.ddp.zero.requires_whole import requires_whole_params
+from torchdistpackage.ddp.zero.shard_bounds import requires_whole_params
+from torchdistpackage.ddp.zero.sharing import is_cut
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import collect
@@ -71,9 +71,7 @@ def data_parallel(
 ) -> tuple[nn.Module, Optimizer]:
     """What to train with: NaiveDDP(module) and `optimizer`, or `module` and a ZeroOptimizer.
 
-    All ranks call it, with an optimizer over the module's parameters. Stage 1 of ZeRO gathers
-    parameters under the next forward, which is faster where the link is slow; on a fast one the
-    all-reduces of NaiveDDP are.
+    All ranks call it, with an optimizer over the module's parameters.
 
     loss_of: computes the loss of a typical batch, as `lambda net: loss_fn(net(x), y)`. It runs
         four times, forward and backward; gradients, buffers and torch's random numbers are left
@@ -93,34 +91,25 @@ def data_parallel(
     if wire_dtype not in _COMPRESSED:
         raise ValueError(f"wire_dtype is {wire_dtype}; use torch.bfloat16 or torch.float16")
     if mode == "auto":
-        shares = _is_faster_shared(module, optimizer, loss_of, group, layouts, wire_dtype)
-    else:
-        shares = mode == "zero"
-    if shares:
-        return module, ZeroOptimizer(
-            optimizer,
-            module,
-            stage=1,
-            group=group,
-            layouts=layouts,
-            bucket_cap_mb=bucket_cap_mb,
-            wire_dtype=wire_dtype,
-            num_grad_acc_iter=num_grad_acc_iter,
-            reduce_op=reduce_op,
+        mode = (
+            "zero"
+            if _zero_is_faster(module, optimizer, loss_of, group, layouts, wire_dtype)
+            else "ddp"
         )
-    wrapped = NaiveDDP(
-        module,
-        process_group=group,
-        layouts=layouts,
-        bucket_cap_mb=bucket_cap_mb,
-        comm_hook=_COMPRESSED[wire_dtype],
-        num_grad_acc_iter=num_grad_acc_iter,
-        reduce_op=reduce_op,
-    )
-    return wrapped, optimizer
+    common = {
+        "layouts": layouts,
+        "bucket_cap_mb": bucket_cap_mb,
+        "num_grad_acc_iter": num_grad_acc_iter,
+        "reduce_op": reduce_op,
+    }
+    if mode == "zero":
+        sharded = ZeroOptimizer(optimizer, module, group=group, wire_dtype=wire_dtype, **common)
+        return module, sharded
+    hook = _COMPRESSED[wire_dtype]
+    return NaiveDDP(module, process_group=group, comm_hook=hook, **common), optimizer
 
 
-def _is_faster_shared(
+def _zero_is_faster(
     module: nn.Module,
     optimizer: Optimizer,
     loss_of: Callable[[nn.Module], Tensor],
@@ -135,25 +124,19 @@ def _is_faster_shared(
         return False
     work, bytes_per_s = measure(module, loss_of, among, wire)
     why = _unshareable(module, optimizer, layouts)
-    shares = not why and scatters(work, bytes_per_s, among.size())
-    shares = bool(primitives.broadcast_object(shares, everybody))
+    shards = not why and scatters(work, bytes_per_s, among.size())
+    shards = bool(primitives.broadcast_object(shards, everybody))
     if everybody.rank() == 0:
         _LOG.info(
             "data parallel: %s of %d ranks%s; expected ms a step: all-reduces %.1f, ZeRO-1 %.1f, "
             "from forward %.1f, backward %.1f, optimizer %.1f, messages %.1f, %.1f MB at %.0f MB/s",
-            "ZeRO-1" if shares else "all-reduces",
-            among.size(),
-            why,
+            *("ZeRO-1" if shards else "all-reduces", among.size(), why),
             all_reduced_s(work, bytes_per_s) * 1e3,
             scattered_s(work, bytes_per_s, among.size()) * 1e3,
-            work.forward_s * 1e3,
-            work.backward_s * 1e3,
-            work.optimizer_s * 1e3,
-            work.exchange_s * 1e3,
-            work.num_bytes / 1e6,
-            bytes_per_s / 1e6,
+            *(work.forward_s * 1e3, work.backward_s * 1e3, work.optimizer_s * 1e3),
+            *(work.exchange_s * 1e3, work.num_bytes / 1e6, bytes_per_s / 1e6),
         )
-    return shares
+    return shards
 
 
 def _unshareable(
@@ -259,29 +242,30 @@ def _times_s(
     """Seconds of a forward, a backward, and reading and writing each gradient once."""
     for p in trained:
         p.grad = None
-    at_s = [_now_s(device)]
+    now = clock_of(device)
+    at = [now()]
     loss = loss_of(module)
-    at_s.append(_now_s(device))
+    at.append(now())
     loss.backward()
-    at_s.append(_now_s(device))
+    at.append(now())
     dense = [p.grad for p in trained if p.grad is not None and not p.grad.is_sparse]
     if dense:  # as optimizers do it: many small ones take a call or two
         torch._foreach_mul_(dense, 1)
-    at_s.append(_now_s(device))
-    return at_s[1] - at_s[0], at_s[2] - at_s[1], at_s[3] - at_s[2]
+    at.append(now())
+    return seconds(at[0], at[1]), seconds(at[1], at[2]), seconds(at[2], at[3])
 
 
 def _wire(group: Group, device: torch.device, bucket_bytes: int) -> tuple[float, float]:
     """Bytes a second, and seconds a byte that this rank's processor is busy with it."""
     buckets = [torch.zeros(bucket_bytes // 4, device=device) for _ in range(NUM_BUCKETS)]
     num_bytes = sum(bucket.nbytes for bucket in buckets)
-    times, busy = [], []
+    now, times, busy = clock_of(device), [], []
     for _ in range(1 + NUM_TRIALS):
         primitives.all_reduce(buckets[0][:1], group)  # all ranks are there
-        begin_s, begin_busy_s = _now_s(device), time.process_time()
+        begin, begin_busy_s = now(), time.process_time()
         for pending in [primitives.start_all_reduce(bucket, group) for bucket in buckets]:
             pending.wait()
-        times.append(_now_s(device) - begin_s)
+        times.append(seconds(begin, now()))
         busy.append(time.process_time() - begin_busy_s)
     # a device's own engines do it, and its host only waits
     busy_s = 0.0 if device.type != "cpu" else min(busy[1:]) / num_bytes
@@ -308,9 +292,3 @@ def _untouched(module: nn.Module, trained: Sequence[nn.Parameter]) -> Iterator[N
                 if buffer is not None:
                     buffer.copy_(values)
                 owner._buffers[name] = buffer
-
-
-def _now_s(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -1,68 +1,87 @@
 """Buckets of gradients: what becomes of each, and the slots in which gradients lie.
 
 The reducer says when a bucket is launched; its `BucketComm` says how, and how its sum arrives.
-`AllReduceBucket` leaves the mean in every rank's bucket.
+`AllReduceBucket` leaves the mean in every rank's bucket, by a communication hook.
 
-Narrow or wide. Gradients of bf16 and fp16 parameters are summed in fp32; with `keep_wide` their
-`.grad` stays so, else it becomes a copy in the parameter's dtype as its bucket arrives.
-
-Used or not. A parameter without gradient contributes zeros and an unset mark at the bucket's
-end. After the sum the mark tells whether any rank used it; if none did, `.grad` stays
-None, as in one process. Marks are read only for parameters this rank did not use, those of all
-buckets at once: the usual step has no device synchronisation, and any other has one.
-
-In memory once. Gradients that must move when buckets are packed anew go through memory of their own
-while the old buckets go one by one, and give it back as the new ones come; small fresh ones are
-copied many at a time, and only so many wait.
+A parameter without gradient contributes zeros, and an unset flag at the bucket's end. After the sum
+the flag tells whether any rank used it; if none did, `.grad` stays None, as in one process. Flags
+are read only where this rank did not use one, those of all buckets at once: the usual step has no
+device synchronisation, and any other has one.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.primitives import Group
-from torchdistpackage.ddp.bucket_plan import Bucket, BucketPlan, plan_buckets
-from torchdistpackage.ddp.comm_hooks import BucketMember, CommHook, CommWork, bind
+from torchdistpackage.ddp.bucket_plan import Bucket, BucketPlan, BucketPlanner, plan_buckets
 from torchdistpackage.ddp.grad_bucket import GradBucket, move
+from torchdistpackage.ddp.grad_hooks import Removable
 from torchdistpackage.ddp.param_spec import ParamSpec
 
 SMALL_BYTES, STAGED_BYTES = 8 * 2**10, 64 * 2**10
 """Fresh gradients up to the one size are copied to their buckets when they reach the other."""
 
 
+class CommWork(Protocol):
+    """A reduction under way. wait: until the bucket holds the result; on CUDA, the stream waits."""
+
+    def wait(self) -> object: ...
+
+
+Start = Callable[..., CommWork]
+"""(flat, group, op) -> CommWork: begins to reduce `flat` in place."""
+
+
+class BucketMember(NamedTuple):
+    """A gradient in a bucket: `flat.as_strided(shape, stride, offset)`, all in elements.
+
+    parameter: by which it is known again when buckets are packed anew.
+    """
+
+    name: str
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    parameter: Tensor
+
+
+class BindableHook(Protocol):
+    """A hook that makes the `start` of each bucket, of `num_elements` with used flags."""
+
+    def bind(self, members: Sequence[BucketMember], num_elements: int) -> Start: ...
+
+
+CommHook = Start | BindableHook
+"""How buckets travel: all ranks start, and wait for, the same ones in the same order."""
+
+
+def bind(hook: CommHook, members: Sequence[BucketMember], num_elements: int) -> Start:
+    """What begins the reductions of one bucket under `hook`."""
+    make = getattr(hook, "bind", None)
+    return hook if make is None else make(members, num_elements)  # type: ignore[return-value]
+
+
 class BucketComm(Protocol):
-    """One bucket under way. All ranks of its group launch the same ones in the same order."""
+    """One bucket under way. All ranks of its group launch the same ones in the same order.
+
+    launch: begin the sum of the gradients as they are. wait: for the sum, and leave it where it
+    belongs. abandon: the backward failed; wait for what was launched, and forget it.
+    """
 
     gradients: GradBucket
 
-    @property
-    def launched(self) -> bool:
-        """Whether it has left and not been settled."""
-        ...
-
-    def launch(self) -> None:
-        """Begin the sum; the gradients are as complete as they will be."""
-        ...
-
-    def wait(self) -> None:
-        """Wait for the sum and leave it where it belongs."""
-        ...
-
-    def abandon(self) -> None:
-        """The backward failed: let what has left arrive, and forget it."""
-        ...
-
-
-MakeBucketComm = Callable[[Bucket, Sequence[ParamSpec]], BucketComm]
+    def launch(self) -> None: ...
+    def wait(self) -> None: ...
+    def abandon(self) -> None: ...
 
 
 class AllReduceBucket:
-    """Each rank gets the whole sum, in the bucket itself.
+    """All ranks get the sum, in the bucket itself, by `hook`.
 
-    hook: begins the reduction (comm_hooks.py).
+    without: places of members without gradient here; after the sum `learn` needs their `flags`.
     """
 
     def __init__(
@@ -73,35 +92,28 @@ class AllReduceBucket:
         hook: CommHook = primitives.start_all_reduce,
         keep_wide: bool = False,
     ):
-        self._group: Group = members[0].group
-        divide = members[0].divide
+        group, divide = members[0].group, members[0].divide
         # NCCL takes the mean on the way
-        averages = primitives.transport_of(self._group).averages
-        self._averages = divide == self._group.size() > 1 and averages
-        self.gradients = GradBucket(
-            members, bucket.offsets, bucket.num_elements, divide=1 if self._averages else divide
-        )
-        self._start = bind(hook, _facts(bucket, self.gradients), bucket.num_elements)
+        averages = divide == group.size() > 1 and primitives.transport_of(group).averages
+        self._group, self._op = group, primitives.AVG if averages else primitives.SUM
+        divide, offsets = 1 if averages else divide, bucket.offsets
+        self.gradients = GradBucket(members, offsets, bucket.num_elements, divide=divide)
+        facts = [
+            BucketMember(member.name, view.shape, view.stride(), offset, member.parameter)
+            for member, view, offset in zip(members, self.gradients.views, offsets, strict=True)
+        ]
+        self._start = bind(hook, facts, bucket.num_elements)
         self._narrows = self.gradients.is_wider and not keep_wide
-        self._marks = self.gradients.flat[bucket.used_flags :]
+        self._flags = self.gradients.flat[bucket.used_flags :]
         self._without: list[int] = []
         self._pending: CommWork | None = None
-
-    @property
-    def launched(self) -> bool:
-        return self._pending is not None
 
     def launch(self) -> None:
         without = self.gradients.complete()
         if self._group.size() > 1:
             self._without = without
-            self._marks.fill_(1)
-            if without:
-                is_pinned = self._marks.is_cuda  # so that the host does not wait for the copy
-                places = torch.tensor(without, pin_memory=is_pinned)
-                self._marks.index_fill_(0, places.to(self._marks.device, non_blocking=True), 0)
-        op = primitives.AVG if self._averages else primitives.SUM
-        self._pending = self._start(self.gradients.flat, self._group, op)
+            set_used_flags(self._flags, without)
+        self._pending = self._start(self.gradients.flat, self._group, self._op)
 
     def wait(self) -> None:
         assert self._pending is not None
@@ -110,15 +122,10 @@ class AllReduceBucket:
         if self._narrows and not self._without:
             self.gradients.cast_grads()
 
-    @property
-    def unread(self) -> Tensor | None:
-        """The marks, once settled, if some of them must be read for `learn`."""
-        return self._marks if self._without else None
-
-    def learn(self, marks: Sequence[complex]) -> None:
-        """Whom any rank used; the others are left without gradient."""
+    def learn(self, flags: Sequence[complex]) -> None:
+        """Which members any rank used; the others are left without gradient."""
         for place in self._without:
-            if marks[place] != 0:
+            if flags[place] != 0:
                 self.gradients.members[place].parameter.grad = self.gradients.views[place]
         self._without = []
         if self._narrows:
@@ -131,41 +138,46 @@ class AllReduceBucket:
         self.gradients.undivide()
 
 
-def wait_all(
-    carriers: Sequence[BucketComm], settled: Callable[[int], object] | None = None
-) -> None:
-    """Settle them in order, then read all marks that must be: the host waits at most once.
+def set_used_flags(flags: Tensor, without: Sequence[int]) -> None:
+    """Set these to 1, and to 0 at the places `without` gradient; the host waits for no device."""
+    flags.fill_(1)
+    if without:
+        places = torch.tensor(without, pin_memory=flags.is_cuda)
+        flags.index_fill_(0, places.to(flags.device, non_blocking=True), 0)
 
-    settled: called with the number of each.
-    """
-    for b, carrier in enumerate(carriers):
-        carrier.wait()
-        if settled is not None:
-            settled(b)
-    unread: dict[torch.device, list[tuple[AllReduceBucket, Tensor]]] = {}
+
+def read_used_flags(carriers: Sequence[BucketComm]) -> None:
+    """Read the flags that must be, of buckets whose sums are there: the host waits at most once."""
+    unread: dict[torch.device, list[AllReduceBucket]] = {}
     for carrier in carriers:
-        if isinstance(carrier, AllReduceBucket) and (marks := carrier.unread) is not None:
-            unread.setdefault(marks.device, []).append((carrier, marks))
+        if isinstance(carrier, AllReduceBucket) and carrier._without:
+            unread.setdefault(carrier._flags.device, []).append(carrier)
     for on_device in unread.values():
-        read = torch.cat([marks for _, marks in on_device]).tolist()
-        for carrier, marks in on_device:
-            carrier.learn(read[: len(marks)])
-            del read[: len(marks)]
+        read = torch.cat([carrier._flags for carrier in on_device]).tolist()
+        for carrier in on_device:
+            carrier.learn(read[: len(carrier._flags)])
+            del read[: len(carrier._flags)]
 
 
-def _facts(bucket: Bucket, gradients: GradBucket) -> list[BucketMember]:
-    return [
-        BucketMember(shared.name, view.shape, view.stride(), offset, shared.parameter)
-        for shared, view, offset in zip(
-            gradients.members, gradients.views, bucket.offsets, strict=True
-        )
-    ]
+class ReducerParts(NamedTuple):
+    """What extensions give a reducer.
+
+    make_bucket_comm: makes what becomes of a bucket. after: launched last, without parameters.
+    planner: chooses order and sizes of buckets. check_used: called after each reduction with the
+    parameters and whether each got a gradient here. handles: of hooks, removed with ours.
+    """
+
+    make_bucket_comm: Callable[[Bucket, Sequence[ParamSpec]], BucketComm] = AllReduceBucket
+    after: Sequence[BucketComm] = ()
+    planner: BucketPlanner | None = None
+    check_used: Callable[[Sequence[ParamSpec], Sequence[bool]], object] | None = None
+    handles: Sequence[Removable] = ()
 
 
 class GradSlot:
-    """One parameter: its bucket and place in it, the view that is its `.grad`, what was seen of it.
+    """One parameter: its bucket, its place in it, and `home`, the view that is its `.grad`.
 
-    has_grad: it has a gradient since the last reduction. may_repeat: its gradients may come again.
+    has_grad: a gradient came since the last reduction. may_repeat: more may come in a backward.
     """
 
     __slots__ = (
@@ -178,45 +190,37 @@ class GradSlot:
     def __init__(self, index: int, shared: ParamSpec):
         self.index, self.shared, self.has_grad, self.may_repeat = index, shared, False, False
         self.bucket = self.place = 0
-        self.home = None
-        # what must be added up in fp32 goes to its bucket at once
         self.num_bytes = shared.parameter.numel() * shared.parameter.element_size()
-        self.is_small = self.num_bytes <= SMALL_BYTES and not (
-            shared.is_wider or shared.sparse_rows
-        )
+        # what must be added up in fp32 goes to its bucket at once
+        waits = not (shared.is_wider or shared.sparse_rows)
+        self.is_small = waits and self.num_bytes <= SMALL_BYTES
 
 
 class GradBuckets:
     """Slots in the order of `shared`, buckets and their carriers in that of leaving.
 
-    num_early: how many of these may leave while a backward runs. after: carriers without
-    parameters, behind all others. staged: slots whose small gradients wait to be copied with
-    others, and their bytes; where they reach STAGED_BYTES, all are copied.
+    num_early: how many of these may leave while a backward runs. staged: slots of small gradients
+    that wait to be copied together.
     """
 
     def __init__(
         self,
         shared: Sequence[ParamSpec],
+        parts: ReducerParts,
         packing: BucketPlan,
-        make_bucket_comm: MakeBucketComm,
-        after: Sequence[BucketComm] = (),
-        moving: Collection[nn.Parameter] = (),
+        moving: Collection[nn.Parameter],
     ):
-        self._shared, self._make_bucket_comm, self._after = shared, make_bucket_comm, after
+        self._shared, self._parts = shared, parts
         self.staged: list[GradSlot] = []
         self.staged_bytes = 0
         self.slots = [GradSlot(i, s) for i, s in enumerate(shared)]
         if len({s.parameter.device for s in shared}) > 1:  # gradients come in a thread for each
             for slot in self.slots:
                 slot.is_small = False
-        self._pack(packing, set(moving))
-
-    def repack(self, packing: BucketPlan) -> None:
-        """Go over to another packing, between two reductions."""
-        self._pack(packing, self.leave())
+        self.pack(packing, moving)
 
     def leave(self) -> set[nn.Parameter]:
-        """Give up all buckets; those of the parameters whose gradients were in them."""
+        """Give up all buckets, one by one; returns the parameters whose gradients were in them."""
         moving: set[nn.Parameter] = set()
         self.carriers.clear()
         for bucket in self.buckets:
@@ -224,8 +228,7 @@ class GradBuckets:
             left = slots[0].carrier.gradients.detach_views()
             moving.update(slots[place].shared.parameter for place in left)
             for slot in slots:
-                del slot.carrier
-                slot.home = None
+                del slot.carrier, slot.home
         return moving
 
     def num_bytes(self, b: int) -> int:
@@ -248,23 +251,18 @@ class GradBuckets:
                 carrier.gradients.allocate()  # ZeRO's memory goes between reductions
             move([slot.home for slot in slots], [slot.shared for slot in slots])
 
-    def discard_staged(self) -> None:
-        """After a backward that failed: what waits stays where it is."""
-        self.staged.clear()
-        self.staged_bytes = 0
-
-    def _pack(self, packing: BucketPlan, moving: set[nn.Parameter]) -> None:
-        """moving: those who bring a gradient."""
-        entries = [s.entry(i) for i, s in enumerate(self._shared)]
-        early = [entry for entry in entries if self._shared[entry.index].is_early]
-        later = [entry for entry in entries if not self._shared[entry.index].is_early]
-        order, first_bytes = packing.order, packing.first_bytes
-        first = plan_buckets(early, packing.cap_bytes, order=order, first_bytes=first_bytes)
+    def pack(self, packing: BucketPlan, moving: Collection[nn.Parameter]) -> None:
+        """Make buckets by this plan, between two reductions. moving: those with a gradient."""
+        early = [s.entry(i) for i, s in enumerate(self._shared) if s.is_early]
+        later = [s.entry(i) for i, s in enumerate(self._shared) if not s.is_early]
+        cap, order, first_bytes = packing.cap_bytes, packing.order, packing.first_bytes
+        first = plan_buckets(early, cap, order=order, first_bytes=first_bytes)
         self.num_early = len(first)
-        self.buckets = [*first, *plan_buckets(later, packing.cap_bytes)]
+        self.buckets = [*first, *plan_buckets(later, cap)]
         self.carriers: list[BucketComm] = []
         for b, bucket in enumerate(self.buckets):
-            carrier = self._make_bucket_comm(bucket, [self._shared[i] for i in bucket.members])
+            members = [self._shared[i] for i in bucket.members]
+            carrier = self._parts.make_bucket_comm(bucket, members)
             self.carriers.append(carrier)
             views = carrier.gradients.views
             for place, (i, view) in enumerate(zip(bucket.members, views, strict=True)):
@@ -272,4 +270,4 @@ class GradBuckets:
                 slot.bucket, slot.carrier, slot.place, slot.home = b, carrier, place, view
                 if self._shared[i].parameter in moving:
                     carrier.gradients.absorb(place)
-        self.carriers += self._after
+        self.carriers += self._parts.after

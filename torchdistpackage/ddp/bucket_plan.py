@@ -2,14 +2,12 @@
 
 Parameters are taken in the order in which a backward finishes them, roughly the reverse of that
 of registration, and packed into flat buckets by (dtype, device, group). A bucket ends with one
-extra element for each member: the mark by which ranks tell each other whom they used.
-
-`NaiveDDP`, `ZeroOptimizer` and `tdp train` take their sizes from `bucket_sizes`, by the transport
-of the job's default group. This file is arithmetic on sizes and imports no torch.
+extra element for each member, its used flag. This file is arithmetic and imports no torch.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 MIB = 2**20
 
@@ -53,10 +51,7 @@ class BucketEntry:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Members in order, where each starts, where the marks start, and the length of it all.
-
-    All in elements.
-    """
+    """Members in order, and in elements: where each and the used flags start, and the length."""
 
     key: Hashable
     members: tuple[int, ...]
@@ -72,6 +67,24 @@ class BucketPlan:
     cap_bytes: int
     first_bytes: int | None = None
     order: tuple[int, ...] | None = None
+
+
+class BucketPlanner(Protocol):
+    """Chooses plans by what it sees of reductions; bucket_tuning.py has one.
+
+    is_over: it needs to see no more. begin: a reduction begins. came: the gradient of parameter
+    `index` is there. arrived: all buckets were launched, if `num_bytes` is 0; then, for each in
+    order: its sum has arrived. decide: after a reduction, the plan from here on, the same on all
+    ranks, None as it is; `late` are indices whose gradients may come again until the end of a
+    backward.
+    """
+
+    @property
+    def is_over(self) -> bool: ...
+    def begin(self) -> None: ...
+    def came(self, index: int) -> None: ...
+    def arrived(self, num_bytes: int) -> None: ...
+    def decide(self, late: Collection[int]) -> BucketPlan | None: ...
 
 
 def plan_buckets(
@@ -91,28 +104,21 @@ def plan_buckets(
     by_index = {entry.index: entry for entry in entries}
     coming = list(entries)[::-1] if order is None else [by_index[index] for index in order]
     place = {entry.index: n for n, entry in enumerate(coming)}
-    open_buckets: dict[Hashable, list[BucketEntry]] = {}
-    closed: list[list[BucketEntry]] = []
+    found: list[list[BucketEntry]] = []
+    last: dict[Hashable, list[BucketEntry]] = {}  # those that still take members
     used_bytes: dict[Hashable, int] = {}
-    first_key = coming[0].key if coming and first_bytes is not None else None
     for entry in coming:
-        size = _aligned(entry) * entry.element_bytes
-        is_first = first_key is not None and entry.key == first_key
-        limit = first_bytes if is_first and first_bytes is not None else cap_bytes
-        held = open_buckets.setdefault(entry.key, [])
+        size, held = _aligned(entry) * entry.element_bytes, last.get(entry.key)
         used = used_bytes.get(entry.key, 0)
-        if held and used + size > limit and used > limit * SLIGHT:
-            closed.append(held)
-            held = open_buckets[entry.key] = []
-            if is_first:
-                first_key = None
-        if not held:
-            used_bytes[entry.key] = 0
+        is_first = bool(found) and held is found[0]
+        limit = first_bytes if is_first and first_bytes is not None else cap_bytes
+        if held is None or (used + size > limit and used > limit * SLIGHT):
+            held, used = last[entry.key], used_bytes[entry.key] = [], 0
+            found.append(held)
         held.append(entry)
-        used_bytes[entry.key] += size
-    closed += [held for held in open_buckets.values() if held]
-    closed.sort(key=lambda held: place[held[-1].index])
-    return tuple(_bucket(held) for held in closed)
+        used_bytes[entry.key] = used + size
+    found.sort(key=lambda held: place[held[-1].index])
+    return tuple(_bucket(held) for held in found)
 
 
 def _bucket(entries: Sequence[BucketEntry]) -> Bucket:

@@ -1,8 +1,8 @@
 """Bucket order and sizes that fit a run: measured in its first reductions, chosen by a model.
 
-One rule: ranks measure different times, so one of them decides for all whose gradients meet: the
-first of the widest group. Where that group does not contain all groups of all its ranks, the order
-stays that of registration.
+Ranks measure different times, so one of them decides for all whose gradients meet: the first of the
+widest group. Where that group does not contain all groups of all its ranks, the order stays that of
+registration.
 
 The first reduction, in which nothing leaves early, shows the order of gradients and the rate of the
 link. From when gradients are there, at the soonest of a few (other work on the machine only makes
@@ -11,7 +11,6 @@ travel one after another, and each can begin when its last gradient is there. Sm
 early and cost a call each.
 """
 
-import time
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from math import inf
 import torch
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.moments import Moment, clock_of, seconds
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.ddp.bucket_plan import Bucket, BucketEntry, BucketPlan, plan_buckets
 from torchdistpackage.ddp.param_spec import ParamSpec
@@ -33,8 +33,6 @@ NUM_CALLS = 8
 
 NOT_WORTH_IT = 0.005
 """Part of the time by which fewer buckets may be slower and still be taken."""
-
-Stamp = float | torch.cuda.Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +54,8 @@ class BucketTuner:
         self, shared: Sequence[ParamSpec], cap_bytes: int, candidates_bytes: Sequence[int]
     ):
         self._shared = [(i, s) for i, s in enumerate(shared) if s.is_early]
+        self._device = self._shared[0][1].parameter.device
+        self._now = clock_of(self._device)
         self._cap_bytes, self._candidates_bytes = cap_bytes, candidates_bytes
         self._rounds = 0
         self._group: Group | None = None
@@ -70,16 +70,16 @@ class BucketTuner:
 
     def begin(self) -> None:
         """A reduction begins."""
-        self._came: dict[int, Stamp] = {}
-        self._stops: list[tuple[Stamp, int]] = []
+        self._came: dict[int, Moment] = {}
+        self._stops: list[tuple[Moment, int]] = []
 
     def came(self, index: int) -> None:
         """The gradient of parameter `index` is there."""
-        self._came[index] = self._stamp()
+        self._came[index] = self._now()
 
     def arrived(self, num_bytes: int) -> None:
         """All buckets have been sent, if 0; then, for each in order: its sum has arrived."""
-        self._stops.append((self._stamp(), num_bytes))
+        self._stops.append((self._now(), num_bytes))
 
     def decide(self, late: Collection[int]) -> BucketPlan | None:
         """The packing from here on, the same on all ranks; None: as it is.
@@ -138,45 +138,26 @@ class BucketTuner:
 
     # -- what was measured ---------------------------------------------------------------
 
-    @property
-    def _device(self) -> torch.device:
-        return self._shared[0][1].parameter.device
-
-    def _stamp(self) -> Stamp:
-        if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            return event
-        return time.perf_counter()
-
     def _note_soonest(self) -> None:
         zero = next(iter(self._came.values()), 0.0)
         for index, at in self._came.items():
-            took_s = _between_s(zero, at)
+            took_s = seconds(zero, at)
             self._soonest_s[index] = min(took_s, self._soonest_s.get(index, took_s))
 
     def _measure(self, group: Group) -> LinkModel:
         """The rate of buckets that were all sent at once, and what a small call takes."""
         # when the first has arrived, all ranks are there
         stops = self._stops[1:] if len(self._stops) > 2 else self._stops
-        took_s = _between_s(stops[0][0], stops[-1][0])
+        took_s = seconds(stops[0][0], stops[-1][0])
         num_bytes = sum(size for _, size in stops[1:])
         word = torch.zeros(1, device=self._device)
-        times = [self._stamp()]
+        times = [self._now()]
         for _ in range(NUM_CALLS):
             primitives.all_reduce(word, group)
-            times.append(self._stamp())
+            times.append(self._now())
         # other work on the machine only makes a call longer
-        call_s = min(_between_s(before, after) for before, after in pairwise(times))
+        call_s = min(seconds(before, after) for before, after in pairwise(times))
         return LinkModel(max(num_bytes, 1) / max(took_s, 1e-6), call_s)
-
-
-def _between_s(begin: Stamp, end: Stamp) -> float:
-    if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        end.synchronize()
-        return begin.elapsed_time(end) / 1000
-    assert isinstance(begin, float) and isinstance(end, float)
-    return end - begin
 
 
 def arrival_order(

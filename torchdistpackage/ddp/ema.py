@@ -1,14 +1,14 @@
 """Averages of a model's parameters over time, each kept by one of the ranks that hold the model.
 
-One rule: an average is whole and has one owner, so the shards of all ranks are together a plain
-state dict. Parameters are shared out by size (layout/partition.py). A cut to the element would
-balance a model with one huge parameter better, but no shard could be read without the others.
+An average has one owner, so the shards of all ranks are together a plain state dict. Parameters
+are shared out by size (layout/partition.py). A cut to the element would balance a model with one
+huge parameter better, but no shard could be read without the others.
 
 Averages are float32 at least: bf16 would round a ten-thousandth of a difference away. Buffers
 are not averaged: the group's first rank, whose buffers its replicas follow, keeps copies.
 
-Every rank knows what every other owns, so the first rank gets all averages without asking, tensor
-by tensor: no rank needs room for more than a few that are not its own.
+Every rank knows what every other owns, so the first rank gets all averages tensor by tensor: no
+rank needs room for more than a few that are not its own.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.companions import on_cpu
+from torchdistpackage.comm.groups import on_cpu
 from torchdistpackage.comm.objects import broadcast_tensors
 from torchdistpackage.comm.p2p import send, start_receive
 from torchdistpackage.comm.primitives import Group, Work
 from torchdistpackage.comm.tpc import resolve_group
+from torchdistpackage.ddp.module_names import aliases, unwrap_model
 from torchdistpackage.ddp.param_spec import refuse_cut
-from torchdistpackage.ddp.wrapper_state import ModuleWatch, aliases, unwrap_model
+from torchdistpackage.ddp.wrapper_state import ModuleWatch
 from torchdistpackage.errors import CheckpointError, LayoutError
 from torchdistpackage.layout.partition import greedy_partition
 
@@ -170,17 +171,13 @@ class ShardedEMA:
     # -- saving and resuming -----------------------------------------------------------
 
     def state_dict_shard(self) -> dict[str, Tensor]:
-        """Name -> average of those that I keep, and on the group's first rank the buffers.
-
-        The tensors themselves, not copies.
-        """
+        """Name -> average kept here, and on the group's first rank the buffers; not copies."""
         return {**self._averages, **self._buffers}
 
     def state_dict_cpu(self) -> dict[str, Tensor]:
-        """All of it in host memory on the group's first rank, nothing on the others.
+        """All of it, which loads into the plain module, in host memory on the group's first rank.
 
-        Loads into the plain module. All ranks of the group call it. What the first rank does not
-        keep comes to it tensor by tensor, so that no other ever has more than its shard.
+        All ranks of the group call it; the others get an empty dict. Tensors travel one by one.
         """
         if not self._is_first:
             for x in self._averages.values():
@@ -210,7 +207,7 @@ class ShardedEMA:
             yield name, pending.wait()
 
     def _group_for(self, device: torch.device) -> Group:
-        """The group over which a tensor of this device travels."""
+        """Over which a tensor of this device travels."""
         return on_cpu(self._group) if device.type == "cpu" else self._group
 
     @torch.no_grad()

@@ -1,8 +1,8 @@
 """Gradients of experts, averaged over the ranks that hold the same ones while a backward runs.
 
-Experts sit deep in a model that somebody else wraps, so no outputs are seen here and nothing says
-which backward is the last. One rule: a gradient is complete when its parameter has got one as
-often as it did in the first iteration. In that one nothing leaves early, and `moe_dp_iter_step`
+Experts sit deep in a model with a wrapper of its own, so no outputs are seen here and nothing says
+which backward is the last: `CountReady` takes a gradient for final when its parameter has got one
+as often as it did in the first iteration. In that one nothing leaves early, and `moe_dp_iter_step`
 ends every iteration: it sends the rest, also of experts that no token came to, and waits.
 
 What leaves early leaves when this rank is ready, so each set of experts has a group of its own:
@@ -10,31 +10,32 @@ on a shared one, calls of others would come before it here and after it there. W
 queued, as over NCCL, a group of its own does not help: a device may run the queues of all groups
 one after another, and must be given them in one order on all ranks. There nothing leaves early.
 
-Its parameters keep what averages them, and nothing else does, so that a model goes with its hooks.
-But `moe_dp_iter_step` is a collective of what is still there, and ranks collect garbage each at its
-own time: so what was dropped is found in the same call on all of them.
+Only its parameters keep an `ExpertReducer`, so that a model goes with its hooks. But
+`moe_dp_iter_step` is a collective of those that are left, and ranks collect garbage each at its own
+time: so what was dropped is found in the same call on all of them.
 """
 
 import gc
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from weakref import ReferenceType, ref
+from functools import partial
+from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.creation import world
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.objects import broadcast_tensors
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.ddp.bucket_comm import AllReduceBucket, wait_all
-from torchdistpackage.ddp.bucket_plan import plan_buckets
-from torchdistpackage.ddp.grad_hooks import GradHooks
+from torchdistpackage.ddp.bucket_comm import AllReduceBucket, GradSlot, ReducerParts
+from torchdistpackage.ddp.bucket_plan import MIB
+from torchdistpackage.ddp.options import reduce_op_problems, refuse
 from torchdistpackage.ddp.param_spec import ParamSpec
+from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import CommError
 
-BUCKET_BYTES = 25 * 2**20
+BUCKET_BYTES = 25 * MIB
 
 LOOK_EVERY = 1000
 """Iterations after which a model that was dropped is found: garbage is collected for that."""
@@ -55,18 +56,18 @@ def create_moe_dp_hooks(
 ) -> "ExpertReducer":
     """Equalise these parameters over `moe_dp_group` now, and their gradients in every iteration.
 
-    All ranks of the group call it, with the same names in the same order; all experts of a model
-    are best given in one call. End each iteration by `moe_dp_iter_step()` or by the returned
-    object's `reduce_gradients()`. A wrapper around the whole model must leave these parameters
-    alone (`_ddp_params_and_buffers_to_ignore`). A model that is dropped is freed after the 1st,
-    and else after every 1000th iteration, or at once by `remove()`.
+    All ranks of the group call it, with the same names in the same order, best once for all experts
+    of a model. End each iteration by `moe_dp_iter_step()` or the returned object's
+    `reduce_gradients()`. A wrapper around the model must leave these parameters alone
+    (`_ddp_params_and_buffers_to_ignore`). A model that is dropped is freed after the 1st and every
+    1000th iteration, or at once by `remove()`.
 
     params: name -> parameter, or pairs of them.
     moe_dp_group: ranks that hold the same experts, `tpc.get_group("moe_dp")`.
     moe_dp_rank0: global rank in it whose values all start from; None is the group's first.
     overlap_comm: send gradients while the backward runs, but over NCCL; `sync` sends all at the
-        end instead, as is needed where several reentrant checkpoints share a weight that not all of
-        them use in the first iteration.
+        end, as is needed where several reentrant checkpoints share a weight that not all of them
+        use in the first iteration.
     reduce_op: "avg", or "sum" (then zero gradients every iteration).
     num_grad_acc_iter: backwards in one iteration.
     fp32_grads: the gradients of bf16 and fp16 parameters, which are added up in fp32, stay so;
@@ -102,7 +103,7 @@ def moe_dp_iter_step() -> None:
 
 
 def _drop_unheld(due: set[int]) -> None:
-    """Free those of `_made` with these ids that nobody but it holds: the same on all ranks."""
+    """Free those of `_made` with these ids that only it holds: the same on all ranks."""
     kept = [(ref(made), None if id(made) in due else made, made._groups) for made in _made]
     _made.clear()
     gc.collect()
@@ -127,6 +128,45 @@ class _KeepAlive:
         return OrderedDict, ()
 
 
+class CountReady:
+    """A gradient is final when it has come as often as in the first iteration.
+
+    num_backwards: in one iteration; a further one is counted in full.
+    """
+
+    def __init__(self, reducer: Reducer, num_backwards: int):
+        self._reducer, self._num_backwards = reducer, num_backwards
+        self._expected: list[int] = []
+        self._times = [0] * len(reducer.shared)
+        for slot in reducer.grad_buckets.slots:
+            slot.may_repeat = True
+
+    def is_last(self, slot: GradSlot, parameter: Tensor) -> bool:
+        i = slot.index
+        self._times[i] += 1
+        if not self._reducer.leaves_early:
+            return False
+        if self._times[i] == self._expected[i] + 1:
+            self._expected[i] += self._num_backwards
+            self._reducer.pending_counts[slot.bucket] += 1
+        return self._times[i] == self._expected[i]
+
+    def late(self, slot: GradSlot) -> CommError:
+        return CommError(
+            f"expert parameter {slot.shared.name} got gradient {self._times[slot.index] + 1} of "
+            f"this iteration after its bucket had left: call moe_dp_iter_step() after every "
+            f"{self._num_backwards} backwards (num_grad_acc_iter), or give sync=True"
+        )
+
+    def end_iteration(self) -> None:
+        """Expect as many gradients in the next one as came in the first."""
+        if not self._expected:
+            n = self._num_backwards
+            # no token may have come in some of the backwards: full ones are counted
+            self._expected = [n * max(1, -(-times // n)) for times in self._times]
+        self._times = [0] * len(self._times)
+
+
 class ExpertReducer:
     """Owns the gradients of some experts; see the module's text and `create_moe_dp_hooks`."""
 
@@ -141,37 +181,28 @@ class ExpertReducer:
         num_backwards: int = 1,
         fp32_grads: bool = False,
     ):
-        if reduce_op.lower() not in ("avg", "sum"):
-            raise ValueError(f"reduce_op is {reduce_op!r}; use 'avg' or 'sum'")
+        refuse(reduce_op_problems(reduce_op))
         once = {id(p): (name, p) for name, p in reversed(params.items())}
         named = list(reversed(once.values()))
         with torch.no_grad():
             broadcast_tensors([p for _, p in named], group, source)
-        self._world = world()
         ranks = primitives.ranks_of(group)
         overlap = overlap and not primitives.is_queued(group)
         self._groups = Groups(ranks[group.rank()])
         if overlap and len(ranks) > 1:
             group = self._groups.of(ranks, use="experts")
         divide = len(ranks) if reduce_op.lower() == "avg" else 1
-        shared = [ParamSpec(name, p, group, divide) for name, p in named if p.requires_grad]
-        self._overlap, self._num_backwards = overlap, num_backwards
-        self._names = [s.name for s in shared]
-        self._buckets = plan_buckets([s.entry(i) for i, s in enumerate(shared)], BUCKET_BYTES)
-        self._bucket_comms = [
-            AllReduceBucket(b, [shared[i] for i in b.members], keep_wide=fp32_grads)
-            for b in self._buckets
-        ]
-        self._place_of = {
-            i: (b, place)
-            for b, bucket in enumerate(self._buckets)
-            for place, i in enumerate(bucket.members)
-        }
-        self._expected: list[int] | None = None  # gradients in an iteration, once that is known
+        self._reducer = Reducer(
+            [ParamSpec(name, p, group, divide) for name, p in named if p.requires_grad],
+            cap_bytes=BUCKET_BYTES,
+            overlap=overlap,
+            parts=ReducerParts(partial(AllReduceBucket, keep_wide=fp32_grads)),
+        )
+        self._ready = CountReady(self._reducer, num_backwards)
+        self._queue = self._reducer.follow(self._ready)
+        self._reducer.begin()
         self.num_iterations = 0
-        self._begin()
-        self._parameters = [s.parameter for s in shared]
-        self._grad_hooks = GradHooks(_accumulated, self, self._parameters)
+        self._parameters = self._reducer.parameters
         for parameter in self._parameters:
             setattr(parameter, _HOLDER, _KeepAlive(self))
 
@@ -182,61 +213,19 @@ class ExpertReducer:
 
     def reduce_gradients(self) -> None:
         """Send what has not left, wait, and begin the next iteration. All ranks call it."""
-        for carrier in self._bucket_comms[self._next_bucket :]:
-            carrier.launch()
-        wait_all(self._bucket_comms)
-        if self._expected is None:
-            n = self._num_backwards
-            # no token may have come in some of the backwards: full ones are counted
-            self._expected = [n * max(1, -(-times // n)) for times in self._times]
+        self._reducer.finish()
+        self._ready.end_iteration()
         self.num_iterations += 1
-        self._begin()
+        self._reducer.begin()
 
     def remove(self) -> None:
         """Take the hooks off and end the group; gradients stay. All ranks call it."""
-        self._grad_hooks.remove()
+        self._reducer.remove()
         for parameter in self._parameters:
             if getattr(vars(parameter).get(_HOLDER), "held", None) is self:
                 delattr(parameter, _HOLDER)
-        self._parameters = []
+        self._parameters = ()
         self._groups.destroy()
-
-    def _begin(self) -> None:
-        self._times = [0] * len(self._names)
-        self._pending_counts = [len(bucket.members) for bucket in self._buckets]
-        self._next_bucket = 0
-
-    def _accumulated(self, i: int, parameter: torch.Tensor) -> None:
-        """Hook of a parameter: a backward, or one nested in it, has added to its gradient."""
-        b, place = self._place_of[i]
-        carrier = self._bucket_comms[b]
-        if carrier.launched:
-            raise CommError(
-                f"expert parameter {self._names[i]} got gradient {self._times[i] + 1} of this "
-                f"iteration after its bucket had left: call moe_dp_iter_step() after every "
-                f"{self._num_backwards} backwards (num_grad_acc_iter), or give sync=True"
-            )
-        if parameter.grad is not carrier.gradients.views[place]:
-            carrier.gradients.absorb(place)
-        self._times[i] += 1
-        if self._expected is None or not self._overlap:
-            return
-        if self._times[i] == self._expected[i] + 1:
-            self._expected[i] += self._num_backwards
-            self._pending_counts[b] += 1
-        if self._times[i] == self._expected[i]:
-            self._pending_counts[b] -= 1
-        while (
-            self._next_bucket < len(self._pending_counts)
-            and self._pending_counts[self._next_bucket] == 0
-        ):
-            self._bucket_comms[self._next_bucket].launch()
-            self._next_bucket += 1
-
-
-def _accumulated(me: "ReferenceType[ExpertReducer]", index: int, parameter: torch.Tensor) -> None:
-    if (made := me()) is not None:
-        made._accumulated(index, parameter)
 
 
 MoEDP = ExpertReducer

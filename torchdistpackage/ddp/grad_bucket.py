@@ -5,17 +5,16 @@ instead (a fresh one, after `set_to_none`) is copied in and dropped. Where anoth
 parameter too, its gradient stays in whichever bucket it came to until the other one sends.
 
 A mean is divided before it is summed, while a gradient is copied in: that costs no pass of its own.
-Gradients of bf16 and fp16 parameters live here in fp32, in which autograd then adds up
-microbatches; `cast_grads` gives an optimizer that wants them in the parameters' dtype a copy, and
-lets go of the memory meanwhile.
+Gradients of bf16 and fp16 parameters live here in fp32, in which autograd then adds up; for an
+optimizer that wants them in the parameters' dtype `cast_grads` makes copies and frees the memory.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import is_
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.errors import CommError
@@ -81,31 +80,20 @@ class GradBucket:
         self._divided.clear()
 
     def complete(self) -> list[int]:
-        """Bring in what is elsewhere, zeros for members without gradient, and divide the rest.
-
-        Returns the members without gradient.
-        """
+        """Bring in what is elsewhere, or zeros, and divide; returns members without gradient."""
         self.allocate()
         self._come_back()
         grads = [parameter.grad for parameter in self._parameters]
         without: list[int] = []
         if not all(map(is_, grads, self.views)):  # two thousand times one look is quick in C alone
-            without = self._bring(grads)
+            for place, (grad, view) in enumerate(zip(grads, self.views, strict=True)):
+                if grad is None:
+                    view.zero_()
+                    without.append(place)
+                elif (grad := _taken(view, self.members[place], shared_too=True)) is not None:
+                    view.copy_(grad)
         if self._divide > 1:
             self._divide_rest()
-        return without
-
-    def _bring(self, grads: Sequence[Tensor | None]) -> list[int]:
-        """What `complete` does where a gradient is not here."""
-        without: list[int] = []
-        for place, (grad, view) in enumerate(zip(grads, self.views, strict=True)):
-            if grad is None:
-                view.zero_()
-                without.append(place)
-            elif grad is not view:
-                grad = _taken(view, self.members[place], shared_too=True)
-                if grad is not None:
-                    view.copy_(grad)
         return without
 
     def _divide_rest(self) -> None:
@@ -155,16 +143,11 @@ class GradBucket:
 
 
 def move(views: Sequence[Tensor], members: Sequence[ParamSpec]) -> None:
-    """Copy each member's gradient to its view, which takes its place, many at a time.
-
-    Raises:
-        CommError: a gradient is sparse.
-    """
+    """Copy each member's gradient to its view, which takes its place, many at a time."""
     homes: list[Tensor] = []
     grads: list[Tensor] = []
     for view, shared in zip(views, members, strict=True):
-        parameter = shared.parameter
-        grad = parameter.grad
+        parameter, grad = shared.parameter, shared.parameter.grad
         # a call for each would be as long as the copy, and nearly all are plain
         if grad is None or grad.is_sparse or grad.requires_grad or grad._base is not None:
             grad = _taken(view, shared)
@@ -182,43 +165,17 @@ def _taken(view: Tensor, shared: ParamSpec, *, shared_too: bool = False) -> Tens
 
     shared_too: also one in the bucket of another reducer.
     """
-    parameter = shared.parameter
-    grad = parameter.grad
+    parameter, grad = shared.parameter, shared.parameter.grad
     if grad is None or grad is view:
         return None
     if grad.is_sparse:
-        raise _sparse(shared)
-    if not shared_too and _is_of_another(grad, view):
+        raise CommError(
+            f"parameter {shared.name} has a sparse gradient, which no Embedding(sparse=True) of "
+            f"the wrapped module announced; look it up through one, or use sparse=False"
+        )
+    base = grad._base
+    if not shared_too and base is not None and base is not view._base and id(base) in _living:
         return None
     parameter.grad = view
     # after backward(create_graph=True) it is part of a graph, which no sum can be
     return grad.detach() if grad.requires_grad else grad
-
-
-def _is_of_another(grad: Tensor, view: Tensor) -> bool:
-    base = grad._base
-    return base is not None and base is not view._base and id(base) in _living
-
-
-def gives_any(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether the backward that runs gives any of them its `.grad`."""
-    edges = map(torch.autograd.graph.get_gradient_edge, parameters)
-    try:
-        return any(torch._C._will_engine_execute_node(edge.node) for edge in edges)
-    except RuntimeError:  # so torch answers of a leaf that autograd.grad was asked for
-        return False
-
-
-def came_late(shared: ParamSpec) -> CommError:
-    return CommError(
-        f"parameter {shared.name} received a gradient after it was taken for complete: call "
-        f"finish() before the next backward, and where reentrant checkpointing uses it at times, "
-        f"give torch.utils.checkpoint use_reentrant=False"
-    )
-
-
-def _sparse(shared: ParamSpec) -> CommError:
-    return CommError(
-        f"parameter {shared.name} has a sparse gradient, which no Embedding(sparse=True) of "
-        f"the wrapped module announced; look it up through one, or use sparse=False"
-    )

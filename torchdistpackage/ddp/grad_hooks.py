@@ -1,13 +1,11 @@
-"""Hooks on parameters, which tell of gradients, and on outputs, which tell when a backward begins.
+"""Hooks on parameters, for gradients that have come, and on outputs, for backwards that begin.
 
-One rule: torch keeps the hooks of a parameter where the garbage collector does not look. A hook
-that held its listener, and so the model, would keep both for ever; these hold it weakly, and go
-with it. Hooks on outputs leave nothing on tensors and containers that live longer than the forward.
+torch keeps the hooks of a parameter where the garbage collector does not look. A hook that held its
+owner, and so the model, would keep both for ever; these hold it weakly, and go with it.
 
-Gradients may come on several streams of a device, as where a user's forward has several, while a
-collective waits only for the stream that launches it. So all that is done with the gradients of one
-backward is done on one stream of each device, that of its first gradient, which waits for what the
-others bring. On a CPU there is nothing to do.
+Gradients may come on several streams of a device, while a collective waits only for the stream that
+launches it. So all that is done with the gradients of one backward is done on one stream of each
+device, that of its first gradient, which waits for the rest.
 """
 
 import gc
@@ -25,14 +23,9 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from torchdistpackage.ddp.param_spec import ParamSpec
-from torchdistpackage.errors import CommError
 
 OnGradReady = Callable[[ReferenceType, int, Tensor], None]
 """Takes a weak reference to the hooks' owner, the number of a parameter, and the parameter."""
-
-BackwardStartHook = Callable[[Tensor], None]
-"""Takes the gradient of an output."""
-
 StreamId = tuple[int, int, int]
 """A stream, as torch has it: its id, and the index and kind of its device."""
 
@@ -42,10 +35,9 @@ class Removable(Protocol):
 
 
 class GradHooks:
-    """Hooks on `parameters` until `remove`, or the end of this.
+    """Hooks on `parameters` until `remove`, or the end of this. also: removed with them.
 
-    on_grad_ready: called when a gradient is there, with a weak reference to `owner`. exclusive:
-    whether no other owner may hook these parameters. also: removed with them.
+    on_grad_ready: called when a gradient is there. exclusive: no other may hook these parameters.
     """
 
     def __init__(
@@ -56,8 +48,7 @@ class GradHooks:
         exclusive: bool = False,
         also: Iterable[Removable] = (),
     ):
-        me, self.exclusive = ref(owner), exclusive
-        self._ids = frozenset(map(id, parameters))
+        me, self.exclusive, self.ids = ref(owner), exclusive, frozenset(map(id, parameters))
         on_grad_ready = on_one_stream(on_grad_ready, parameters)
         handles: list[Removable] = [
             p.register_post_accumulate_grad_hook(partial(on_grad_ready, me, i))
@@ -72,47 +63,24 @@ class GradHooks:
         self._end()
         _all.discard(self)
 
-    def has(self, parameter: nn.Parameter) -> bool:
-        return id(parameter) in self._ids
-
 
 _all: WeakSet[GradHooks] = WeakSet()
 
 
-def already_hooked(
-    parameters: Iterable[nn.Parameter], *, exclusive: bool = False
-) -> list[nn.Parameter]:
-    """Those of `parameters` on which hooks of an owner that is still in use lie.
+def hooked_names(shared: Sequence[ParamSpec], *, exclusive: bool = False) -> list[str]:
+    """Names of the parameters that hooks of an owner in use lie on.
 
     exclusive: only hooks that must stay the only ones.
     """
-    parameters = list(parameters)
-    found = _hooked_by(parameters, exclusive)
-    if found:
-        gc.collect()  # an owner that was dropped may only wait for this
-        found = _hooked_by(parameters, exclusive)
-    return found
 
+    def find() -> list[str]:
+        hooks = [h for h in _all if h.exclusive or not exclusive]
+        return [s.name for s in shared if any(id(s.parameter) in h.ids for h in hooks)]
 
-def refuse_sharded(shared: Sequence[ParamSpec]) -> None:
-    """None may belong to a ZeroOptimizer.
-
-    Raises:
-        CommError: some does.
-    """
-    found = set(map(id, already_hooked((s.parameter for s in shared), exclusive=True)))
-    if found:
-        names = [s.name for s in shared if id(s.parameter) in found]
-        raise CommError(
-            f"{len(names)} of {len(shared)} parameters belong to a ZeroOptimizer, which reduces "
-            f"their gradients itself: {', '.join(names[:3])}; train the module without NaiveDDP, "
-            f"or call the remove() of that optimizer first"
-        )
-
-
-def _hooked_by(parameters: Sequence[nn.Parameter], exclusive: bool) -> list[nn.Parameter]:
-    hooks = [h for h in _all if h.exclusive or not exclusive]
-    return [p for p in parameters if any(h.has(p) for h in hooks)]
+    if not find():
+        return []
+    gc.collect()  # an owner that was dropped may only wait for this
+    return find()
 
 
 def remove_hooks(handles: Iterable[Removable]) -> None:
@@ -130,24 +98,22 @@ def on_one_stream(on_grad_ready: OnGradReady, parameters: Iterable[Tensor]) -> O
     def on_main(me: ReferenceType, index: int, parameter: Tensor) -> None:
         place, task = device_index(parameter), torch._C._current_graph_task_id()
         if place is None:  # of a model that is on a device in part
-            on_grad_ready(me, index, parameter)
-            return
+            return on_grad_ready(me, index, parameter)
         here = current_stream(place)
         main = mains.get(place)
         if main is None or main[0] != task:
-            if main is not None and main[1] != here:  # of a backward that this one is nested in,
-                # or nested in it, as checkpoints have them: its gradients lie in the same buckets
+            if main is not None and main[1] != here:  # of a backward that is nested in this one,
+                # or around it, as checkpoints have them: its gradients lie in the same buckets
                 stream_of(here).wait_stream(stream_of(main[1]))
             main = mains[place] = task, here
         if main[1] == here:  # the usual way: no stream has become an object
-            on_grad_ready(me, index, parameter)
-            return
+            return on_grad_ready(me, index, parameter)
         stream = stream_of(main[1])
         stream.wait_stream(stream_of(here))
         if parameter.grad is not None:
             parameter.grad.record_stream(stream)  # its memory may go once it is copied there
         with torch.cuda.stream(stream):
-            on_grad_ready(me, index, parameter)
+            return on_grad_ready(me, index, parameter)
 
     return on_main
 
@@ -171,7 +137,7 @@ def stream_of(numbers: StreamId) -> torch.cuda.Stream:
 # -- outputs of a forward --------------------------------------------------------------------
 
 
-def on_backward_start(outputs: object, hook: BackwardStartHook) -> object:
+def on_backward_start(outputs: object, hook: Callable[[Tensor], None]) -> object:
     """The same outputs; `hook(gradient)` runs when a backward comes to one of their tensors.
 
     outputs: as `map_tensors` has them. Where no tensor requires a gradient, each is replaced by
@@ -184,16 +150,11 @@ def on_backward_start(outputs: object, hook: BackwardStartHook) -> object:
 def tensors_in(outputs: object) -> list[Tensor]:
     """All that `map_tensors` finds."""
     found: list[Tensor] = []
-
-    def note(x: Tensor) -> Tensor:
-        found.append(x)
-        return x
-
-    map_tensors(outputs, note)
+    map_tensors(outputs, lambda x: found.append(x) or x)
     return found
 
 
-def _hooked(hook: BackwardStartHook, output: Tensor) -> Tensor:
+def _hooked(hook: Callable[[Tensor], None], output: Tensor) -> Tensor:
     if output.requires_grad:
         # a parameter that is returned is there in the next forward too, its hooks would add up
         output = output.view_as(output) if output.is_leaf else output
@@ -201,7 +162,7 @@ def _hooked(hook: BackwardStartHook, output: Tensor) -> Tensor:
     return output
 
 
-def _anchored(hook: BackwardStartHook, output: Tensor) -> Tensor:
+def _anchored(hook: Callable[[Tensor], None], output: Tensor) -> Tensor:
     if output.is_floating_point() or output.is_complex():
         output = _GraphAnchor.apply(output, torch.empty(0, requires_grad=True))
         output.register_hook(hook)
@@ -224,8 +185,8 @@ def map_tensors(value, apply: Callable[[Tensor], Tensor]):
     """`apply` on every tensor inside tuples, lists, dicts, dataclasses, SimpleNamespace and
     torch.distributions, in any nest; other values as they are.
 
-    A container in which `apply` replaces a tensor becomes a copy of its own class with the new
-    one: the caller's may be its cache. One in which nothing is replaced is returned itself.
+    A container in which a tensor is replaced becomes a copy of its own class, since the caller's
+    may be its cache. One in which none is replaced is returned itself.
     """
     if isinstance(value, Tensor):
         return apply(value)

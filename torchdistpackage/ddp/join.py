@@ -1,8 +1,8 @@
 """Ranks with fewer batches than others: they stay and shadow what the others send.
 
-One rule: before anything of a wrapper that all ranks take part in, those with data say so to all,
-and who has none left answers with the same, until nobody speaks. A shadow sends its gradients
-not yet reduced, then zeros. At the end all follow a rank that went on longest.
+Before each collective of a wrapper the ranks with data announce it to all, and those without any
+take part in it, until no rank announces one. A shadow sends its gradients not yet reduced, then
+zeros. At the end all follow a rank that went on longest.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,18 +15,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.companions import on_cpu
+from torchdistpackage.comm.groups import for_each_group, on_cpu
 from torchdistpackage.comm.objects import broadcast_tensor_dict, broadcast_tensors
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.ddp.grad_hooks import map_tensors
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.ddp.param_sync import by_group
 from torchdistpackage.errors import CommError
 
 
 class _JoinState(IntEnum):
-    """What a rank says: it has no data left, or what it does next. BUFFERS: a forward before
-    which buffers follow."""
+    """What a rank announces; BUFFERS: a forward before which buffers follow."""
 
     DONE = 0
     FORWARD = 1
@@ -137,7 +135,7 @@ class _JoinContext:
 
     def follow(self, optimizers: Sequence[Optimizer]) -> None:
         """All as on a rank of each group that had data for longest."""
-        for group, held in by_group(self._ddp.replicas()):
+        for group, held in for_each_group(self._ddp.replicas(), min_size=2):
             broadcast_tensors([replica.tensor for replica in held], group, self._last(group))
         group = self._ddp.group
         for optimizer in optimizers:
@@ -201,8 +199,7 @@ class _JoinContext:
 
 
 def _scaled(by: float, output: Tensor) -> Tensor:
-    """Of this view all gradients from outside come scaled, once: those that reach `output` from
-    another output, as logits get them from their loss, have been scaled there."""
+    """A view whose gradients from outside are scaled; those from another output have been."""
     if output.requires_grad:
         output = output.view_as(output)
         output.register_hook(partial(torch.mul, other=by))

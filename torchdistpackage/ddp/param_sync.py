@@ -1,6 +1,6 @@
 """Equal parameters and buffers on the ranks of a group: sent once, and compared.
 
-One rule: what differs raises on every rank of its group, and says which tensor, on which ranks.
+A difference raises on every rank of its group, and says which tensor, on which ranks.
 
 Before values are sent, the ranks compare names and shapes by 16 bytes each, and exchange lists only
 where these differ. Values go in one broadcast for many tensors of a dtype and device, cut where it
@@ -14,15 +14,16 @@ result, and so do two small changes that a plain sum would let cancel.
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeVar, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.groups import for_each_group
 from torchdistpackage.comm.primitives import Group, ranks_of
-from torchdistpackage.ddp.param_spec import ParamSpec
+from torchdistpackage.ddp.param_spec import ParamSpec, ReplicatedTensor
 from torchdistpackage.errors import CommError
 
 MESSAGE_BYTES = 8 * 2**20
@@ -30,14 +31,6 @@ COLUMNS, WORD_BYTES = 4096, 8
 LAZY, EXPANDED = "not yet initialised", "expanded"
 MAX_NAMES = 20
 _ODD = 0x5851F42D4C957F2D
-
-
-class ReplicatedTensor(NamedTuple):
-    """A tensor of which every rank of `group` holds a copy."""
-
-    name: str
-    tensor: Tensor
-    group: Group
 
 
 class Difference(NamedTuple):
@@ -61,7 +54,7 @@ def verify_params_match(replicas: Iterable[ReplicatedTensor]) -> None:
         CommError: they do not; with the first difference and both sides, on all ranks of the group.
             Or one of them cannot be sent.
     """
-    for group, held in by_group(replicas):
+    for group, held in for_each_group(replicas, min_size=2):
         facts = [(r.name, _kind(r.tensor)) for r in held]
         digest = hashlib.sha256(repr(facts).encode()).digest()
         mine = [int.from_bytes(digest[at : at + 8], "big", signed=True) for at in (0, 8)]
@@ -79,7 +72,7 @@ def sync_module_states(replicas: Iterable[ReplicatedTensor], source: int | None 
     Raises:
         CommError: `source` is not in one of the groups.
     """
-    for group, held in by_group(replicas):
+    for group, held in for_each_group(replicas, min_size=2):
         # not through autograd's count of changes: batch norm saves buffers that it never reads
         for tensors in _messages([r.tensor.data for r in held if r.tensor.numel()]):
             _broadcast(tensors, group, primitives.source_in(group, source))
@@ -91,7 +84,7 @@ def find_differences(replicas: Iterable[ReplicatedTensor]) -> list[Difference]:
     Reads every tensor twice, on its device, and waits for that device once for each group.
     """
     found: list[Difference] = []
-    for group, held in by_group(replicas):
+    for group, held in for_each_group(replicas, min_size=2):
         table = torch.stack([_hash(r.tensor).to(primitives.device_of(group)) for r in held])
         if _all_equal((table * _odd_numbers(len(held), table)[:, None]).sum(0), group):
             continue
@@ -131,12 +124,9 @@ def check_unused_parameters(shared: Sequence[ParamSpec], has_grad: Sequence[bool
     """
     used_here = {id(s): used for s, used in zip(shared, has_grad, strict=True)}
     unused: list[str] = []
-    for group, members in by_group(shared, min_size=1):
-        used = torch.tensor(
-            [used_here[id(s)] for s in members],
-            dtype=torch.int32,
-            device=members[0].parameter.device,
-        )
+    for group, members in for_each_group(shared):
+        flags, device = [used_here[id(s)] for s in members], members[0].parameter.device
+        used = torch.tensor(flags, dtype=torch.int32, device=device)
         primitives.all_reduce(used, group, primitives.MIN)
         unused += [s.name for s, by_all in zip(members, used.tolist(), strict=True) if not by_all]
     if unused:
@@ -144,26 +134,6 @@ def check_unused_parameters(shared: Sequence[ParamSpec], has_grad: Sequence[bool
             f"{len(unused)} of {len(shared)} parameters got no gradient on some rank in this step: "
             f"{', '.join(sorted(unused)[:MAX_NAMES])}; freeze them, use them, or leave strict off"
         )
-
-
-class HasGroup(Protocol):
-    """A tensor or parameter with the ranks that share it."""
-
-    @property
-    def group(self) -> Group: ...
-
-
-SharedT = TypeVar("SharedT", bound=HasGroup)
-
-
-def by_group(members: Iterable[SharedT], min_size: int = 2) -> list[tuple[Group, list[SharedT]]]:
-    """Those of each group of at least `min_size` ranks, in one order of groups on all ranks, so
-    that no rank waits in one group for a rank that waits in another."""
-    found: dict[tuple[int, ...], list[SharedT]] = {}
-    for member in members:
-        if member.group.size() >= min_size:
-            found.setdefault(ranks_of(member.group), []).append(member)
-    return [(found[ranks][0].group, found[ranks]) for ranks in sorted(found)]
 
 
 def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -219,27 +189,24 @@ def _all_equal(mine: Tensor, group: Group) -> bool:
 
 
 def _first_difference(lists: Sequence[Sequence[tuple[str, str]]], group: Group) -> str:
-    ranks = ranks_of(group)
-    for rank, theirs in zip(ranks, lists, strict=True):
-        if theirs == lists[0]:
-            continue
-        ours, others = dict(lists[0]), dict(theirs)
-        where = f"ranks {ranks[0]} and {rank} do not hold the same parameters and buffers"
-        for name in [*ours, *others]:
-            if ours.get(name) != others.get(name):
-                return (
-                    f"{where}: {name} is {ours.get(name, 'absent')} on rank {ranks[0]} and "
-                    f"{others.get(name, 'absent')} on rank {rank} ({len(ours)} and {len(others)} "
-                    f"in all); build the same module on both"
-                )
-        place = next(
-            i for i, pair in enumerate(zip(lists[0], theirs, strict=True)) if pair[0] != pair[1]
-        )
-        return (
-            f"{where}: number {place} is {lists[0][place][0]} on rank {ranks[0]} and "
-            f"{theirs[place][0]} on rank {rank}; register them in the same order on both"
-        )
-    raise AssertionError("lists differ as texts and not as values")
+    ranks, first = ranks_of(group), lists[0]
+    rank, theirs = next((r, x) for r, x in zip(ranks, lists, strict=True) if x != first)
+    ours, others = dict(first), dict(theirs)
+    where = f"ranks {ranks[0]} and {rank} do not hold the same parameters and buffers"
+    for name in [*ours, *others]:
+        if ours.get(name) != others.get(name):
+            return (
+                f"{where}: {name} is {ours.get(name, 'absent')} on rank {ranks[0]} and "
+                f"{others.get(name, 'absent')} on rank {rank} ({len(ours)} and {len(others)} "
+                f"in all); build the same module on both"
+            )
+    place, (mine, other) = next(
+        (i, pair) for i, pair in enumerate(zip(first, theirs, strict=True)) if pair[0] != pair[1]
+    )
+    return (
+        f"{where}: number {place} is {mine[0]} on rank {ranks[0]} and {other[0]} on rank {rank}; "
+        f"register them in the same order on both"
+    )
 
 
 def _hash(x: Tensor) -> Tensor:

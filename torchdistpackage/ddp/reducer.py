@@ -1,21 +1,17 @@
 """Sums gradients over groups while the backward still runs, in one fixed order of buckets.
 
-A parameter's hook runs when its gradient is complete for this backward; its home is the memory
-of its bucket (grad_bucket.py). A bucket leaves when its members are complete and all before it have
-left, or, if it is `deferred` (param_spec.py), in `finish`: every rank issues the same collectives
-in the same order, whatever order gradients come in. Buckets are packed anew between two reductions
-only, as all ranks have agreed. What becomes of a bucket is its carrier's (bucket_comm.py).
+The way of a gradient: `watch` hooks a module's outputs; the first such hook to run in a backward
+*arms* the reducer for that backward (autograd calls it a graph task); `_accumulated` runs for each
+gradient that is there; a bucket is launched when its members are complete and all before it were
+launched, or, if it is `deferred` (param_spec.py), in `finish`, which waits for all. So every rank
+issues the same collectives in the same order, whatever order gradients come in.
 
-Which backward counts. `watch` hangs a hook on a module's outputs. The first such hook to run in
-a backward *arms* the reducer for that backward (autograd calls it a graph task) and asks the
-engine to say when all of it is done (ready.py). Gradients that arrive in a backward nested inside,
-as reentrant checkpointing has them, may come again, so their buckets wait for the end; which
-parameters do so is learned in the first reduction, in which therefore nothing leaves early.
-Or the caller of the backwards says which are the last (`scheduled`), and no output is watched.
+Gradients of a backward nested inside, as reentrant checkpointing has them, may come again, so their
+buckets wait for the end; which parameters do so is learned in the first reduction, in which
+therefore nothing leaves early. Or a `ReadyPolicy` (ready.py) says which gradients are final.
 
-Whose it is. Nothing that outlives a call keeps the reducer, neither what it owns nor an output that
-it watches: a layer whose partial sums it has taken on sums them again as soon as its owner is
-dropped, and not only when Python collects garbage.
+Nothing that outlives a call keeps the reducer, neither what it owns nor an output that it watches:
+a layer whose partial sums it sums instead does so again as soon as the reducer is dropped.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -29,29 +25,30 @@ from torch import Tensor, nn
 
 from torchdistpackage.ddp.bucket_comm import (
     STAGED_BYTES,
-    AllReduceBucket,
-    BucketComm,
     GradBuckets,
-    GradSlot,
-    MakeBucketComm,
-    wait_all,
+    ReducerParts,
+    read_used_flags,
 )
 from torchdistpackage.ddp.bucket_plan import BucketPlan
-from torchdistpackage.ddp.bucket_tuning import BucketTuner
-from torchdistpackage.ddp.grad_bucket import came_late, gives_any
-from torchdistpackage.ddp.grad_hooks import GradHooks, on_backward_start
+from torchdistpackage.ddp.extensions import extensions_of
+from torchdistpackage.ddp.grad_hooks import GradHooks, OnGradReady, on_backward_start
 from torchdistpackage.ddp.param_spec import ParamSpec, take_over
-from torchdistpackage.ddp.param_sync import check_unused_parameters
-from torchdistpackage.ddp.ready import ARMING, NO_QUEUE, ScheduledReady, queue_of, single_queue
+from torchdistpackage.ddp.ready import (
+    ARMING,
+    BackwardQueue,
+    ReadyPolicy,
+    ScheduledReady,
+    came_late,
+    gives_any,
+    queue_of,
+)
 from torchdistpackage.errors import CommError
 
 
 class ReductionPhase(Enum):
-    """IDLE: no bucket has left. REDUCING: buckets may leave. SENT: all early ones have left."""
+    """IDLE: nothing was launched. REDUCING: buckets may be. SENT: all early ones were."""
 
-    IDLE = "idle"
-    REDUCING = "reducing"
-    SENT = "sent"
+    IDLE, REDUCING, SENT = "idle", "reducing", "sent"
 
 
 _IDLE, _REDUCING, _SENT = ReductionPhase  # on the way of every gradient names are looked up once
@@ -62,20 +59,12 @@ class Reducer:
     """Owns the gradients of its parameters; see the module's text.
 
     cap_bytes: size of a bucket. num_backwards: a reduction is due in every so manieth backward.
-    overlap: False lets all leave at the end. strict: raise on every rank, by name, for parameters
-    that some rank did not use. make_bucket_comm: makes the carrier of a bucket. after: carriers
-    without parameters, which leave after all others. tuner: lets order and sizes follow what is
-    measured; None keeps both, as on a plan on paper. exclusive: no wrapper may have a reducer of
-    its own for these parameters.
+    overlap: False launches all at the end. exclusive: no wrapper may own these parameters too.
 
-    next_bucket: the first that has not left. pending_counts: of each bucket, gradients that are not
-    complete; what counts that of `next_bucket` down to none calls `launch_complete`. on_launch:
-    called with the number of each bucket that leaves.
+    next_bucket: the first that was not launched. pending_counts: of each bucket, gradients that are
+    not complete. on_launch: called with the number of each bucket that is launched. held: backwards
+    of forwards made meanwhile only accumulate. open: a forward or a gradient waits for a reduction.
     """
-
-    phase: ReductionPhase
-    next_bucket: int
-    pending_counts: list[int]
 
     def __init__(
         self,
@@ -84,122 +73,20 @@ class Reducer:
         cap_bytes: int,
         num_backwards: int = 1,
         overlap: bool = True,
-        strict: bool = False,
-        make_bucket_comm: MakeBucketComm = AllReduceBucket,
-        after: Sequence[BucketComm] = (),
-        tuner: BucketTuner | None = None,
         exclusive: bool = False,
+        parts: ReducerParts | None = None,
     ):
-        self._num_backwards, self._overlap, self._strict = num_backwards, overlap, strict
-        self._make_bucket_comm = make_bucket_comm
+        self._num_backwards, self._overlap = num_backwards, overlap
         self._cap_bytes, self._exclusive = cap_bytes, exclusive
         self.on_launch: Callable[[int], object] = lambda b: None
-        self._held, self._queue = False, ref(NO_QUEUE)
+        self.held = self.open = False
+        self._policy: ReadyPolicy | None = None
+        self._queue: Callable[[], BackwardQueue | None] = lambda: None
         self._task = -1  # the graph task that armed us, -1 for none
-        self._scheduled: ScheduledReady | None = None
-        # backwards since the last reduction; whether a forward or a gradient waits for one
-        self._num_done, self._open = 0, False
-        self._own(shared, after, tuner, ())
+        self._num_done = 0  # backwards since the last reduction
+        self._own(shared, parts or ReducerParts())
 
-    def renew(
-        self,
-        shared: Sequence[ParamSpec],
-        *,
-        make_bucket_comm: MakeBucketComm,
-        after: Sequence[BucketComm] = (),
-        tuner: BucketTuner | None = None,
-    ) -> None:
-        """Own these parameters from here on, on all ranks; gradients that are there stay.
-
-        Raises:
-            CommError: a reduction has begun that nobody has finished.
-        """
-        if self.phase is not _IDLE:
-            raise CommError("parameters changed during a reduction; call finish() before")
-        self.remove()
-        self._make_bucket_comm = make_bucket_comm
-        self._own(shared, after, tuner, self.grad_buckets.leave())
-
-    def _own(
-        self,
-        shared: Sequence[ParamSpec],
-        after: Sequence[BucketComm],
-        tuner: BucketTuner | None,
-        moving: Collection[nn.Parameter],
-    ) -> None:
-        self.shared, self.leaves_early = list(shared), False
-        self.grad_buckets = GradBuckets(
-            self.shared, BucketPlan(self._cap_bytes), self._make_bucket_comm, after, moving
-        )
-        self._tuner, self._next_plan = tuner, None
-        self._reset(_IDLE)
-        self._grad_hooks = GradHooks(
-            _accumulated, self, self.parameters, self._exclusive, take_over(shared)
-        )
-
-    # -- what callers use --------------------------------------------------------------
-
-    @property
-    def num_buckets(self) -> int:
-        return len(self.grad_buckets.carriers)
-
-    @property
-    def parameters(self) -> tuple[nn.Parameter, ...]:
-        return tuple(s.parameter for s in self.shared)
-
-    @property
-    def open(self) -> bool:
-        """Whether a forward or a gradient waits for a reduction."""
-        return self._open
-
-    @property
-    def is_reducing(self) -> bool:
-        """Whether gradients of the backward that runs are for a reduction of their own."""
-        return self.phase is _REDUCING
-
-    @property
-    def held(self) -> bool:
-        return self._held
-
-    def hold(self) -> None:
-        """Backwards of forwards made from now on only accumulate, until `release`."""
-        self._held = True
-
-    def release(self) -> None:
-        self._held = False
-
-    @contextmanager
-    def scheduled(self) -> Iterator[ScheduledReady]:
-        """A run of backwards of which the caller says which are the last, by what this yields.
-
-        Backwards of the block only accumulate where it does not say so. What is complete leaves
-        at once, the rest at the end of the block, in `finish()` what is deferred.
-        """
-        self.watch(())  # nothing runs: forget a backward that failed
-        if self.phase is not _IDLE:
-            self.finish()
-        held, self._held, self._open = self._held, True, True
-        queue = single_queue(self)
-        self._scheduled, self._queue = ScheduledReady(self), ref(queue)
-        is_over = False
-        try:
-            yield self._scheduled
-            is_over = True
-        finally:
-            self._scheduled, self._held = None, held
-            if not is_over:
-                self._abandon()
-            elif self.phase is _REDUCING:
-                self._launch_until(self.grad_buckets.num_early)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """`hold` inside the block; what held before holds after."""
-        before, self._held = self._held, True
-        try:
-            yield
-        finally:
-            self._held = before
+    # -- one backward: watched, reached, launched, finished ---------------------------------
 
     def watch(self, outputs: object, *, wait: bool = True) -> object:
         """The same outputs, whose backward will reduce; call it on what a forward returns.
@@ -215,42 +102,17 @@ class Reducer:
             # no backward is running, so whatever is still armed ended in an exception
             if self._task != -1:
                 self._abandon()
-            if self._held and self.phase is _SENT:
+            if self.held and self.phase is _SENT:
                 self.finish()  # what accumulates now is not of the sums under way
-            if not self._open and self.phase is _IDLE:
+            if not self.open and self.phase is _IDLE:
                 self._repack()
-        elif self._task == -1 and not self._held:
+        elif self._task == -1 and not self.held:
             # recomputed inside the backward of another: that one is the outermost
             self._arm(current, wait)
-        if self._held or not torch.is_grad_enabled():
+        if self.held or not torch.is_grad_enabled():
             return outputs
-        self._open = True
+        self.open = True
         return on_backward_start(outputs, partial(_reached, ref(self), current, wait))
-
-    def finish(self) -> None:
-        """Send what has not left and wait for all sums. Idempotent: a second call does nothing."""
-        if self.phase is _IDLE and not self._open:
-            return
-        self.begin()
-        buckets, tuner = self.grad_buckets, self._tuner
-        self._launch_until(len(buckets.carriers))
-        if tuner is None:
-            wait_all(buckets.carriers)
-        else:
-            tuner.arrived(0)
-            wait_all(buckets.carriers, self._settled)
-            self._next_plan = tuner.decide([s.index for s in buckets.slots if s.may_repeat])
-            self._tuner = None if tuner.is_over else tuner
-        self._reset(_IDLE)
-        self.leaves_early, self._open, self._num_done = self._overlap, False, 0
-        if self._strict:
-            check_unused_parameters(self.shared, buckets.take_has_grad())
-
-    def remove(self) -> None:
-        """Take the hooks off the parameters; gradients stay where they are."""
-        self._grad_hooks.remove()
-
-    # -- the life of one backward ------------------------------------------------------
 
     def reached(self, made_in: int, wait: bool) -> None:
         """A backward is at an output that a forward made in graph task `made_in`."""
@@ -275,41 +137,12 @@ class Reducer:
         self._queue = ref(queue)
         queue.enqueue(self, wait)
 
-    def launch_early(self, task: int) -> None:
-        """The outermost backward, graph task `task`, is over: launch the early buckets, complete
-        or not."""
-        if self._task == task and self.phase is _REDUCING:
-            self._launch_until(self.grad_buckets.num_early)
-
-    def end(self, task: int, wait: bool) -> None:
-        """All reducers of graph task `task` have launched their early buckets."""
-        if self._task == task:
-            self._task = -1
-            if wait and self.phase is _SENT:
-                self.finish()
-
-    def _abandon(self) -> None:
-        """An exception ended a backward: let what has left arrive, and start over."""
-        self._task, self._num_done = -1, 0
-        for carrier in self.grad_buckets.carriers:
-            carrier.abandon()
-        self.grad_buckets.discard_staged()
-        self._reset(_IDLE)
-
-    def _comes_again(self, slot: GradSlot) -> None:
-        """This gradient is of a backward inside the one that armed us, and so may be others."""
-        slot.may_repeat = True
-        if slot.carrier.gradients.is_divided(slot.place):
-            raise came_late(self.shared[slot.index])
-
-    # -- how far the buckets of a reduction have come ----------------------------------
-
     def begin(self) -> None:
         """Buckets may leave from here on, if they may not already."""
         if self.phase is _IDLE:
             self._repack()
-            if self._tuner is not None:
-                self._tuner.begin()
+            if self._planner is not None:
+                self._planner.begin()
             self._reset(_REDUCING)
 
     @property
@@ -333,16 +166,147 @@ class Reducer:
         self.on_launch(b)
         self.grad_buckets.carriers[b].launch()
 
-    def _settled(self, b: int) -> None:
-        assert self._tuner is not None
-        if b < self.grad_buckets.num_early:
-            self._tuner.arrived(self.grad_buckets.num_bytes(b))
+    def launch_early(self, task: int) -> None:
+        """Graph task `task`, the outermost, is over: launch the early buckets, complete or not."""
+        if self._task == task and self.phase is _REDUCING:
+            self._launch_until(self.grad_buckets.num_early)
+
+    def end(self, task: int, wait: bool) -> None:
+        """All reducers of graph task `task` have launched their early buckets."""
+        if self._task == task:
+            self._task = -1
+            if wait and self.phase is _SENT:
+                self.finish()
+
+    def finish(self) -> None:
+        """Launch what was not and wait for all sums. Idempotent: a second call does nothing."""
+        if self.phase is _IDLE and not self.open:
+            return
+        self.begin()
+        buckets, planner = self.grad_buckets, self._planner
+        self._launch_until(len(buckets.carriers))
+        if planner is not None:
+            planner.arrived(0)
+        for b, carrier in enumerate(buckets.carriers):
+            carrier.wait()
+            if planner is not None and b < buckets.num_early:
+                planner.arrived(buckets.num_bytes(b))
+        read_used_flags(buckets.carriers)
+        if planner is not None:
+            self._next_plan = planner.decide([s.index for s in buckets.slots if s.may_repeat])
+            self._planner = None if planner.is_over else planner
+        self._reset(_IDLE)
+        self.leaves_early, self.open, self._num_done = self._overlap, False, 0
+        if self._check_used is not None:
+            self._check_used(self.shared, buckets.take_has_grad())
+
+    def _abandon(self) -> None:
+        """An exception ended a backward: let what has left arrive, and start over."""
+        self._task, self._num_done = -1, 0
+        for carrier in self.grad_buckets.carriers:
+            carrier.abandon()
+        self.grad_buckets.staged, self.grad_buckets.staged_bytes = [], 0
+        self._reset(_IDLE)
+
+    # -- what else callers use ---------------------------------------------------------------
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self.grad_buckets.carriers)
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether gradients of the backward that runs are for a reduction of their own."""
+        return self.phase is _REDUCING
+
+    def hold(self) -> None:
+        """Backwards of forwards made from now on only accumulate, until `release`."""
+        self.held = True
+
+    def release(self) -> None:
+        """End `hold`."""
+        self.held = False
+
+    def follow(self, policy: ReadyPolicy) -> BackwardQueue:
+        """Let `policy` say which gradients are final, while what this returns is kept."""
+        queue = BackwardQueue(-1)
+        queue.enqueue(self, False)
+        self._policy, self._queue = policy, ref(queue)
+        return queue
+
+    @contextmanager
+    def scheduled(self) -> Iterator[ScheduledReady]:
+        """A run of backwards of which the caller says which are the last, by what this yields.
+
+        Backwards of the block only accumulate where it does not say so. What is complete leaves
+        at once, the rest at the end of the block, in `finish()` what is deferred.
+        """
+        self.watch(())  # nothing runs: forget a backward that failed
+        if self.phase is not _IDLE:
+            self.finish()
+        policy = extensions_of("Reducer")(self)
+        queue, is_over = self.follow(policy), False
+        try:
+            with self.no_sync():
+                self.open = True
+                yield policy
+            is_over = True
+        finally:
+            del queue
+            self._policy = None
+            if not is_over:
+                self._abandon()
+            elif self.phase is _REDUCING:
+                self._launch_until(self.grad_buckets.num_early)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """`hold` inside the block; what held before holds after."""
+        before, self.held = self.held, True
+        try:
+            yield
+        finally:
+            self.held = before
+
+    def grad_ready_hook(self) -> OnGradReady:
+        """Called for each gradient that is there."""
+        return _accumulated
+
+    def renew(self, shared: Sequence[ParamSpec], parts: ReducerParts) -> None:
+        """Own these parameters from here on, on all ranks; gradients that are there stay.
+
+        Raises:
+            CommError: a reduction has begun that is not finished.
+        """
+        if self.phase is not _IDLE:
+            raise CommError("parameters changed during a reduction; call finish() before")
+        self.remove()
+        self._own(shared, parts, self.grad_buckets.leave())
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters; gradients stay where they are."""
+        self._grad_hooks.remove()
+
+    def _own(
+        self,
+        shared: Sequence[ParamSpec],
+        parts: ReducerParts,
+        moving: Collection[nn.Parameter] = (),
+    ) -> None:
+        self.shared, self.leaves_early = list(shared), False
+        self.parameters = tuple(s.parameter for s in shared)
+        self.grad_buckets = GradBuckets(self.shared, parts, BucketPlan(self._cap_bytes), moving)
+        self._planner, self._check_used = parts.planner, parts.check_used
+        self._next_plan: BucketPlan | None = None
+        self._reset(_IDLE)
+        on_grad_ready, also = self.grad_ready_hook(), [*take_over(shared), *parts.handles]
+        self._grad_hooks = GradHooks(on_grad_ready, self, self.parameters, self._exclusive, also)
 
     def _repack(self) -> None:
         """Go over to the plan that was agreed on last, before anything leaves in the old one."""
         plan, self._next_plan = self._next_plan, None
         if plan is not None:
-            self.grad_buckets.repack(plan)
+            self.grad_buckets.pack(plan, self.grad_buckets.leave())
             self._reset(_IDLE)
 
     def _reset(self, phase: ReductionPhase) -> None:
@@ -351,33 +315,35 @@ class Reducer:
 
 
 def _accumulated(me: "ref[Reducer]", index: int, parameter: Tensor) -> None:
-    """Hook of a parameter, as quick as can be: this graph task has added all to its gradient."""
+    """Hook of a parameter, as quick as can be: this backward has added all to its gradient."""
     if (self := me()) is None:
         return
     buckets, phase = self.grad_buckets, self.phase
     slot = buckets.slots[index]
-    bucket = slot.bucket
+    bucket, policy = slot.bucket, self._policy
     if bucket < self.next_bucket:
-        raise came_late(self.shared[index])
-    self._open = slot.has_grad = True
+        raise came_late(slot.shared) if policy is None else policy.late(slot)
+    self.open = slot.has_grad = True
     if phase is _IDLE:
         is_final = False
-    elif self._scheduled is not None:
-        is_final = self._scheduled.is_last(slot, parameter)
+    elif policy is not None:
+        is_final = policy.is_last(slot, parameter)
     elif _current_graph_task_id() == self._task:
         is_final = self.leaves_early and phase is _REDUCING and not slot.may_repeat
-    else:
-        is_final = False
-        self._comes_again(slot)
+    else:  # of a backward inside the one that armed us, and so may be others
+        is_final, slot.may_repeat = False, True
+        if slot.carrier.gradients.is_divided(slot.place):
+            raise came_late(slot.shared)
     if slot.is_small and phase is _REDUCING:
         buckets.staged.append(slot)
         buckets.staged_bytes += slot.num_bytes
         if buckets.staged_bytes >= STAGED_BYTES:
             buckets.flush_staged()
     elif parameter.grad is not slot.home:
-        slot.carrier.gradients.absorb(slot.place, is_final=is_final)
-    if self._tuner is not None and phase is not _IDLE:
-        self._tuner.came(index)
+        is_divided = is_final and not slot.may_repeat
+        slot.carrier.gradients.absorb(slot.place, is_final=is_divided)
+    if self._planner is not None and phase is not _IDLE:
+        self._planner.came(index)
     if is_final:
         self.pending_counts[bucket] -= 1
         if not self.pending_counts[bucket] and bucket == self.next_bucket:
@@ -391,6 +357,6 @@ def _reached(me: "ref[Reducer]", made_in: int, wait: bool, grad: Tensor) -> None
     if (self := me()) is None:
         raise CommError(
             "a backward came to what a NaiveDDP or ZeroOptimizer returned that was dropped since, "
-            "so nobody would reduce its gradients; keep it until the backward is over"
+            "so that its gradients would not be reduced; keep it until the backward is over"
         )
     self.reached(made_in, wait)

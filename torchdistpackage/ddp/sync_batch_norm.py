@@ -1,7 +1,7 @@
 """Batch normalisation over the batches of all ranks.
 
-One rule: every rank normalises with the mean and variance of the whole batch, as one process would
-that sees all of it, however unevenly it is cut. Means and variances of the parts are joined as
+Every rank normalises with the mean and variance of all batches together, as one process would that
+sees all of them, however unevenly they are cut. Means and variances of the parts are joined as
 in Chan, Golub, LeVeque (1983), through a collective that autograd sees, so that the backward needs
 no formula of its own.
 """
@@ -21,7 +21,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     """torch's module of that name, which on CUDA it is; on the CPU it works too.
 
     x (N, C, ...) -> the same shape; N may differ between the ranks and be 0 on some. `eval()` needs
-    no other rank. All ranks call it in the same order, in the backward too: beside a wrapper whose
+    no other rank. All ranks call it in the same order, in the backward too: with a wrapper whose
     ranks use different parameters, give it a `process_group` of its own.
 
     process_group: default tpc's data ranks, or everybody, where a forward first needs it; so it

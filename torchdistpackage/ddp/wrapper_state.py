@@ -1,32 +1,27 @@
 """A module that wraps another and communicates over a group: names, copies, pickles, changes.
 
-One rule: names are those of the plain module, in `state_dict` and `load_state_dict` as everywhere,
-so that what is saved under them loads with any wrapper and with none. A copy, or what comes out of
-a pickle, is a wrapper of its own over the same ranks: groups and hooks can be neither copied nor
-pickled, so what belongs to a process is made anew there.
+Names are those of the plain module everywhere, so that what is saved under them loads with any
+wrapper and with none. A copy, also from a pickle, is a wrapper of its own over the same ranks:
+groups and hooks can be neither copied nor pickled, so what belongs to a process is made anew there.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from itertools import chain
 from operator import attrgetter, is_
 
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from torchdistpackage.comm.primitives import Group, ranks_of
-from torchdistpackage.comm.tpc import group_again, resolve_group, tpc
-from torchdistpackage.layout.derive import BATCH_AXES
+from torchdistpackage.comm.tpc import group_again
+from torchdistpackage.ddp.param_spec import batch_group
 
 _requires_grad = attrgetter("requires_grad")
 
 
 class Wrapper(nn.Module):
-    """Holds `module`.
-
-    process_group: default tpc's data (and context) ranks, or everybody where tpc is not set up.
-    """
+    """Holds `module`. process_group: default tpc's batch ranks, or everybody without tpc."""
 
     _of_this_process: tuple[str, ...] = ("_group",)
     """Attributes that are None after unpickling, until they are needed."""
@@ -53,8 +48,7 @@ class Wrapper(nn.Module):
         state: OrderedDict[str, Tensor] = OrderedDict(state_dict)
         versions = getattr(state_dict, "_metadata", None)
         if versions is not None:
-            known = self._own_names()
-            if not any(f"{name}.".startswith(known) for name in versions):
+            if not any(f"{name}.".startswith(self._own_names()) for name in versions):
                 inside = {f"module.{n}".removesuffix("."): v for n, v in versions.items()}
                 versions = {**versions, **inside}
             state._metadata = versions
@@ -81,10 +75,7 @@ class Wrapper(nn.Module):
 
 
 class ModuleWatch:
-    """Whether `module` has gained parameters since this was made, and whether it has buffers.
-
-    Each is one pass over the module's tables, in C, so that every forward can afford it.
-    """
+    """Whether `module` has gained parameters, and has buffers: one pass in C for every forward."""
 
     def __init__(self, module: nn.Module):
         modules = list(module.modules())
@@ -96,49 +87,15 @@ class ModuleWatch:
     def has_changed(self) -> bool:
         """Whether modules or parameters came, went or were replaced, or frozen ones are no more."""
         now = self._all()
-        return (
-            len(now) != len(self._held)
-            or not all(map(is_, now, self._held))
-            or any(map(_requires_grad, self._frozen))
-        )
+        is_same = len(now) == len(self._held) and all(map(is_, now, self._held))
+        return not is_same or any(map(_requires_grad, self._frozen))
 
     def has_buffers(self) -> bool:
         """Whether there are any; those of modules that came later do not count."""
         return any(self._buffers)
 
     def _all(self) -> list[object]:
-        values: Iterable[Iterable[object]] = (table.values() for table in self._tables)
-        return list(chain.from_iterable(values))
-
-
-def unwrap_model(model: nn.Module) -> nn.Module:
-    """`model` without NaiveDDP, torch's data parallel and torch.compile, in any order."""
-    while True:
-        # torch.compile's wrapper is known by what it holds: importing its class takes seconds
-        inside = getattr(model, "_orig_mod", None)
-        if isinstance(model, Wrapper | DistributedDataParallel | DataParallel):
-            inside = model.module
-        if not isinstance(inside, nn.Module):
-            return model
-        model = inside
-
-
-def aliases(module: nn.Module) -> dict[str, str]:
-    """Further name -> first name, of the parameters and buffers that have several."""
-    first: dict[object, str] = {}
-    more: dict[str, str] = {}
-    for held in (module.named_parameters, module.named_buffers):
-        for name, x in held(remove_duplicate=False):
-            if first.setdefault(x, name) != name:
-                more[name] = first[x]
-    return more
-
-
-def batch_group() -> Group:
-    """Ranks that see different tokens: tpc's data and context axes, else everybody."""
-    if tpc.is_set:
-        return tpc.groups.along(tpc.topology.dense, BATCH_AXES)
-    return resolve_group(None, "data")
+        return list(chain.from_iterable(table.values() for table in self._tables))
 
 
 def _strip(module: nn.Module, state: dict[str, Tensor], prefix: str, local: dict) -> None:

@@ -1,36 +1,39 @@
 """`test_comm`: every operation over every group that `tpc` made, on the device that they use.
 
-No rank waits for ever and all learn the same. The operations run in a thread of their
-own, which is left behind where it is stuck; what came of it is told beside the groups, over the
-store (store_consensus.py). All ranks walk one list, so groups of one kind are busy at the same
-time.
+No rank waits for ever, and all learn the same. The operations run in a guarded thread, and
+what came of them is decided over the store (guarded.py). All ranks walk one list, so groups of one
+kind are busy at the same time.
 """
-
-from __future__ import annotations
 
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+
+import torch
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.creation import world
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
+from torchdistpackage.harness import comm_checks
 from torchdistpackage.harness.bench.request import tournament
-from torchdistpackage.harness.comm_test_report import Verdict, attendance_json, check_attendance
-from torchdistpackage.harness.guarded import meet_at_end
-from torchdistpackage.harness.store_consensus import SharedStatus
-from torchdistpackage.harness.timeouts import limited
-from torchdistpackage.harness.verify import checks
-from torchdistpackage.harness.verify.checks import Check, GroupMember
-from torchdistpackage.harness.verify.walk import CheckRunner, GroupClass
-from torchdistpackage.launch.files import atomic_write
+from torchdistpackage.harness.calls import GroupMember, compare
+from torchdistpackage.harness.comm_checks import Check
+from torchdistpackage.harness.comm_test_report import RankReport
+from torchdistpackage.harness.guarded import (
+    GuardedThread,
+    SharedStatus,
+    limited,
+    run_guarded,
+)
 from torchdistpackage.topology.mesh import describe
 from torchdistpackage.topology.views import topology
+
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,21 @@ class CommTest:
     time_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class GroupClass:
+    """Groups that are busy at the same time: those of some modes, which have the same ranks.
+
+    which: what one of them is called. size: its ranks.
+    steps: what this rank does in turn, as many as any other rank.
+    """
+
+    modes: tuple[str, ...]
+    which: str
+    size: int
+    num_groups: int
+    steps: tuple[tuple[Check, GroupMember], ...]
+
+
 def test_comm(*, pairs: bool = False, timeout_s: float = 30.0) -> CommTest:
     """Use each of tpc's groups in every way, and compare each element that arrives.
 
@@ -66,7 +84,7 @@ def test_comm(*, pairs: bool = False, timeout_s: float = 30.0) -> CommTest:
             operation, group, ranks, hosts, element and values, on every rank alike.
         LaunchError: the ranks have not joined.
     """
-    tested = _test(pairs, timeout_s)
+    tested = run_comm_test(pairs, timeout_s)
     if world().rank() == 0:
         shown = ", ".join(f"{row.name} {row.size}" for row in tested.rows)
         sys.stdout.write(f"test_comm passed: {shown or 'one rank, nothing to test'}\n")
@@ -78,20 +96,8 @@ def test_comm(*, pairs: bool = False, timeout_s: float = 30.0) -> CommTest:
 test_comm.__test__ = False  # type: ignore[attr-defined]
 
 
-def test_and_note(pairs: bool, timeout_s: float, path: str) -> CommTest:
-    """`test_comm` without its line; leaves the text of an error at `path` too, for a parent that
-    ends this rank."""
-    try:
-        return _test(pairs, timeout_s)
-    except CommError as error:
-        atomic_write(Path(path), str(error))
-        raise
-
-
-test_and_note.__test__ = False  # type: ignore[attr-defined]
-
-
-def _test(pairs: bool, timeout_s: float) -> CommTest:
+def run_comm_test(pairs: bool, timeout_s: float) -> CommTest:
+    """`test_comm` without its line."""
     begin_s = time.monotonic()
     if timeout_s <= 0:
         raise CommError(f"timeout_s is {timeout_s:g}; give the ranks some seconds, e.g. 30")
@@ -106,7 +112,8 @@ def _test(pairs: bool, timeout_s: float) -> CommTest:
 def _topology() -> Iterator[tuple[list[str], list[GroupClass]]]:
     """Modes to test, and more: of the user's tpc, or of one that is the default group alone."""
     if tpc.is_set:
-        yield _used_modes(), []
+        modes = [*tpc.topology.dense.names, "model", "moe_dp", "moe_ep", "global"]
+        yield [mode for mode in modes if tpc.is_mode_inited(mode)], []
         return
     group = world()
     with tpc.isolated():
@@ -117,45 +124,53 @@ def _topology() -> Iterator[tuple[list[str], list[GroupClass]]]:
             tpc.destroy()
 
 
-def _used_modes() -> list[str]:
-    modes = [*tpc.topology.dense.names, "model", "moe_dp", "moe_ep", "global"]
-    return [mode for mode in modes if tpc.is_mode_inited(mode)]
-
-
 def _test_together(
     used: list[str], extra: list[GroupClass], timeout_s: float
 ) -> tuple[Tested, ...]:
     """used: modes of tpc. extra: kinds beyond theirs."""
-    size = tpc.topology.world_size
-    # of the limit a part is kept for telling each other
+    # of the limit a part is kept for the decision at the end
     settle_s = min(3.0, timeout_s / 4)
-    patience_s = timeout_s - settle_s
-    with SharedStatus("test_comm") as bulletin:
-        more = "".join(f" and {name}" for kind in extra for name in kind.modes)
-        plan = f"{describe(tpc.topology.dense.axes)}{more}, {', '.join(used)}"
-        roll = bulletin.meet(
-            "roll",
-            attendance_json(plan, [text for mode in used for text in _wrong_members(mode)]),
-            lambda texts, host_of: check_attendance(
-                texts, host_of, world_size=size, limit_s=timeout_s
-            ).to_json(),
-            wait_s=patience_s,
-            settle_s=settle_s / 3,
+    step_s = timeout_s - settle_s
+    status = SharedStatus("test_comm")
+    more = "".join(f" and {name}" for kind in extra for name in kind.modes)
+    plan = f"{describe(tpc.topology.dense.axes)}{more}, {', '.join(used)}"
+    wrong = tuple(text for mode in used for text in _wrong_members(mode))
+    roll_call = f"the roll call over the global group of {tpc.topology.world_size} ranks"
+    report = RankReport(wrong, plan=plan)
+    status.meet(
+        roll_call, report, limit_s=timeout_s, wait_s=step_s, settle_s=settle_s / 3
+    ).raise_problems()
+    kinds = [*_kinds(used), *extra]
+    groups = [member.group for kind in kinds for _, member in kind.steps]
+    with limited(groups, timeout_s):
+        end = run_guarded(
+            partial(_walk, kinds),
+            status,
+            groups[0],
+            limit_s=timeout_s,
+            step_s=step_s,
+            settle_s=settle_s,
+            look_s=_LOOK_S,
         )
-        Verdict.from_json(roll).raise_problems()
-        kinds = [*_kinds(used), *extra]
-        with limited((kind.seat.group for kind in kinds), timeout_s):
-            walk = CheckRunner(
-                kinds, bulletin.alarmed, patience_s=patience_s, settle_s=settle_s / 4
-            )
-            end = meet_at_end(bulletin, walk.report(), limit_s=timeout_s, settle_s=settle_s)
-        end.raise_problems()
     return tuple(
-        Tested(
-            ", ".join(kind.modes), kind.num_groups, len(kind.seat.ranks), len(kind.steps), time_s
-        )
+        Tested(", ".join(kind.modes), kind.num_groups, kind.size, len(kind.steps), time_s)
         for kind, time_s in zip(kinds, end.times_s, strict=True)
     )
+
+
+@torch.no_grad()
+def _walk(kinds: Sequence[GroupClass], thread: GuardedThread) -> None:
+    """Run all steps, and leave what is wrong and the times of each kind in `thread`."""
+    host = socket.gethostname()
+    for kind in kinds:
+        begin_s = time.monotonic()
+        for check, member in kind.steps:
+            what = f"{check.name} over the {kind.which} of ranks {list(member.ranks)}"
+            thread.begin(what, member.ranks)
+            for got, expected, source in check.run(member):
+                if problem := compare(got, expected):
+                    thread.wrong.append(f"{what}{source}: rank {member.rank} on {host} {problem}")
+        thread.times_s.append(time.monotonic() - begin_s)
 
 
 def _wrong_members(mode: str) -> Iterator[str]:
@@ -176,42 +191,37 @@ def _kinds(used: list[str]) -> list[GroupClass]:
     kinds = []
     for modes in same.values():
         ranks = tuple(tpc.get_ranks_in_group(modes[0]))
-        seat = GroupMember(tpc.get_group(modes[0]), ranks, tpc.rank)
-        listed = checks.collectives() + (checks.neighbours() if "pipe" in modes else [])
+        member = GroupMember(tpc.get_group(modes[0]), ranks, tpc.rank)
+        checks = comm_checks.collectives() + (comm_checks.neighbours() if "pipe" in modes else [])
+        steps = tuple((check, member) for check in checks)
         num_groups = tpc.topology.world_size // len(ranks)
-        steps = tuple((check, seat) for check in listed)
-        kinds.append(GroupClass(tuple(modes), f"{modes[0]} group", seat, num_groups, steps))
+        kinds.append(GroupClass(tuple(modes), f"{modes[0]} group", len(ranks), num_groups, steps))
     return kinds
 
 
 def _all_pairs() -> GroupClass:
-    """Everybody with everybody, as a tournament: in each round all meet another one."""
+    """Each rank with each other one, as a tournament."""
     size, mine = tpc.topology.world_size, tpc.rank
-    rounds = tournament(size)
     # of an odd number one sits out
-    peers = [next((a + b - mine for a, b in pairs if mine in (a, b)), None) for pairs in rounds]
+    peers = [next((a + b - mine for a, b in x if mine in (a, b)), None) for x in tournament(size)]
     return _pairs("all pairs", peers, size * (size - 1) // 2)
 
 
 def _with_rank_0() -> GroupClass:
     """Rank 0 with each other rank in turn."""
     size, mine = tpc.topology.world_size, tpc.rank
-    turns = range(1, size)
-    peers = [other if mine == 0 else 0 if mine == other else None for other in turns]
+    peers = [r if mine == 0 else 0 if mine == r else None for r in range(1, size)]
     return _pairs("pairs with rank 0", peers, size - 1)
 
 
-def _pairs(name: str, peers: list[int | None], number: int) -> GroupClass:
+def _pairs(name: str, peers: list[int | None], num_pairs: int) -> GroupClass:
     """Messages both ways with each of my peers in turn; None: a turn in which I have none."""
-    mine = tpc.rank
-    seat = GroupMember(tpc.get_group("global"), tuple(range(tpc.topology.world_size)), mine)
-    steps = []
-    for peer in peers:
-        if peer is None:
-            steps.append((Check("nothing", lambda _: iter(())), seat))
-        else:
-            first, second = sorted((mine, peer))
-            steps.append(
-                (checks.pair(first, second), GroupMember(seat.group, (first, second), mine))
-            )
-    return GroupClass((name,), "pair", GroupMember(seat.group, (0, 1), mine), number, tuple(steps))
+    group, mine, everyone = tpc.get_group("global"), tpc.rank, range(tpc.topology.world_size)
+    nothing = Check("nothing", lambda _: iter(())), GroupMember(group, tuple(everyone), mine)
+    steps = [
+        nothing
+        if peer is None
+        else (comm_checks.pair(), GroupMember(group, (min(mine, peer), max(mine, peer)), mine))
+        for peer in peers
+    ]
+    return GroupClass((name,), "pair", 2, num_pairs, tuple(steps))

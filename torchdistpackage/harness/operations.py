@@ -1,13 +1,11 @@
-"""The operations that are measured, one row each, and how the NCCL tests count their bytes.
+"""The table of collective operations: what is tested and measured, and how its bytes are counted.
 
-One rule: a bandwidth is comparable only where bytes and factor are counted alike, so both are
-taken from the tables of nccl-tests (doc/PERFORMANCE.md) and from nowhere else. The *counted* bytes
-are those of the larger buffer of a rank. The algorithm bandwidth is counted bytes by time; the bus
-bandwidth is that times `bus_factor(size)`, which makes it the speed of the busiest link whatever
-the size of the group, so that it may be held against the hardware's.
+`tdp comm test`, `tdp comm bench` and benchmarks/comm_overhead.py iterate it; its data and calls
+follow from a row in harness/calls.py. Bytes and factors are those of nccl-tests
+(doc/PERFORMANCE.md), or a bandwidth could not be compared with others'. The *counted* bytes are
+those of the larger buffer of a rank; the algorithm bandwidth is counted bytes by time, and the bus
+bandwidth that times `bus_factor(size)`: the speed of the busiest link at any size of the group.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,12 +15,15 @@ from torchdistpackage.errors import LayoutError
 
 @dataclass(frozen=True, slots=True)
 class CollectiveSpec:
-    """One operation over a group of `size` ranks.
+    """One operation over a group of `size` ranks; `name` is its function in comm/primitives.py.
 
     bus_factor: of the group's size; 0 where a group of one moves nothing.
     input_is_part, output_is_part: that buffer of a rank is one of `size` equal parts of what is
         counted, else all of it.
     in_parts: what is counted falls into `size` equal parts.
+    is_sum: inputs are added; else they are moved.
+    is_message: between two ranks.
+    tested: element types that `tdp comm test` sends; () where harness/comm_checks.py has a check.
     """
 
     name: str
@@ -30,6 +31,9 @@ class CollectiveSpec:
     input_is_part: bool = False
     output_is_part: bool = False
     in_parts: bool = False
+    is_sum: bool = False
+    is_message: bool = False
+    tested: tuple[str, ...] = ("float32",)
 
     def input_bytes(self, counted_bytes: int, size: int) -> int:
         """What each rank gives.
@@ -42,10 +46,6 @@ class CollectiveSpec:
     def output_bytes(self, counted_bytes: int, size: int) -> int:
         """What each rank gets; raises as `input_bytes`."""
         return self._buffer_bytes(self.output_is_part, counted_bytes, size)
-
-    def counted_bytes(self, input_bytes: int, size: int) -> int:
-        """What is counted where each rank gives `input_bytes`."""
-        return input_bytes * size if self.input_is_part else input_bytes
 
     def bus_bytes_per_s(self, counted_bytes: int, size: int, time_s: float) -> float:
         """The bus bandwidth of one run that took `time_s`."""
@@ -68,20 +68,25 @@ def _others_share(size: int) -> float:
     return (size - 1) / size
 
 
-def _twice_others_share(size: int) -> float:
-    return 2 * (size - 1) / size
-
-
 COLLECTIVES: dict[str, CollectiveSpec] = {
-    case.name: case
-    for case in (
-        CollectiveSpec("p2p", _one),
-        CollectiveSpec("p2p_both", _one),
-        CollectiveSpec("all_reduce", _twice_others_share),
-        CollectiveSpec("all_gather", _others_share, input_is_part=True, in_parts=True),
-        CollectiveSpec("reduce_scatter", _others_share, output_is_part=True, in_parts=True),
-        CollectiveSpec("all_to_all", _others_share, in_parts=True),
-        CollectiveSpec("broadcast", _one),
+    spec.name: spec
+    for spec in (
+        CollectiveSpec("p2p", _one, is_message=True, tested=()),
+        CollectiveSpec("p2p_both", _one, is_message=True, tested=()),
+        CollectiveSpec(
+            "all_reduce",
+            lambda size: 2 * _others_share(size),
+            is_sum=True,
+            tested=("float32", "int64", "bfloat16"),
+        ),
+        CollectiveSpec(
+            "all_gather", _others_share, input_is_part=True, in_parts=True, tested=("bfloat16",)
+        ),
+        CollectiveSpec(
+            "reduce_scatter", _others_share, output_is_part=True, in_parts=True, is_sum=True
+        ),
+        CollectiveSpec("all_to_all", _others_share, in_parts=True, tested=("float64",)),
+        CollectiveSpec("broadcast", _one, tested=()),
     )
 }
 """By name. `p2p` sends from one rank to another; `p2p_both` both ways at once, counted one way."""

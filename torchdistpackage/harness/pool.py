@@ -1,40 +1,58 @@
 """Ranks for tests: processes that start once and then run one function after another.
 
-One rule: a test sees fresh ranks without paying for them. What a function leaves behind is cleaned
-up in the ranks; where that is not possible (it raised, hung or died), the ranks are killed and the
-next run gets new ones. They meet through a file in a private folder, never through a port, so any
-number of pools run side by side. This file needs no torch: only the ranks do.
+A test sees fresh ranks without paying for them. What a function leaves behind is cleaned up in the
+ranks; where that is not possible (it raised, hung or died), the ranks are killed and the next run
+gets new ones. They meet through a file in a private folder, never through a port, so any number of
+pools run side by side. This file needs no torch: only the ranks do.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import selectors
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, cast
 
 from torchdistpackage.errors import LaunchError, RankError
 from torchdistpackage.harness.late.orders import is_late
-from torchdistpackage.harness.pool_job import Answer, Job
-from torchdistpackage.launch.entrypoint import EntryPoint
-from torchdistpackage.launch.failure import Failure, FailureKind, report
+from torchdistpackage.launch.entrypoint import EntryPoint, Result, pack_arguments
+from torchdistpackage.launch.failure import Failure, report
 from torchdistpackage.launch.files import tail
-from torchdistpackage.launch.fork_server_client import ForkedChild, ForkServer
-from torchdistpackage.launch.ipc import Channel, unpack
-from torchdistpackage.launch.rank import Result, pack_arguments
-from torchdistpackage.launch.workers import NEWS_S
+from torchdistpackage.launch.fork_server_client import ForkServer
+from torchdistpackage.launch.ipc import unpack
+from torchdistpackage.launch.workers import NEWS_S, WorkerGroup
 
 # Called in every rank after every run, where its module is loaded.
 CLEANUPS = ("torchdistpackage.comm.tpc:tpc.destroy",)
 _PRELOAD = ("torch", "torch.distributed", "numpy", "torchdistpackage.harness.pool_worker")
 _STACKS_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run, as a rank gets it.
+
+    store: meet there first, as the old default group is gone, or of another back end.
+    transport: `gloo`, or an order of the late transport (harness/late/orders.py).
+    """
+
+    reference: EntryPoint
+    args: bytes
+    cleanups: tuple[str, ...]
+    store: str | None
+    transport: str = "gloo"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of a job. `keeps_group`: the default group is still the one it found."""
+
+    outcome: Result | Failure
+    keeps_group: bool
 
 
 class RankPool:
@@ -82,12 +100,7 @@ class RankPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -97,7 +110,7 @@ class Ranks:
     def __init__(self, pool: RankPool, world_size: int) -> None:
         self.world_size = world_size
         self._pool = pool
-        self._children: list[ForkedChild] = []
+        self._group = WorkerGroup(pool.server)
         self._num_stores = 0
         self._met_late: bool | None = None  # under the late transport or not; None: not at all
 
@@ -133,9 +146,15 @@ class Ranks:
             answers = self._answers(job, deadline_s)
             outcomes = {rank: answer.outcome for rank, answer in answers.items()}
             failures = [o for o in outcomes.values() if isinstance(o, Failure)]
-            failures += [self._death(r) for r in self._dead() if r not in outcomes]
+            failures += [
+                worker.with_output(ended)
+                for worker in self._group.ranks
+                if worker.rank not in outcomes and (ended := worker.exit_failure())
+            ]
             if failures:
-                text = self._failed(failures, set(outcomes))
+                waiting = set(range(self.world_size)) - set(outcomes) - {f.rank for f in failures}
+                text = f"ranks {sorted(waiting)} were still running then\n" if waiting else ""
+                text += report(failures, self.world_size)
                 raise RankError(f"{text}\ntransport: {transport}" if late else text)
             if len(outcomes) < self.world_size:
                 raise RankError(self._hung(fn, limit_s, set(outcomes)))
@@ -147,13 +166,12 @@ class Ranks:
         return [unpack(value, reference.aliases) for value in values]
 
     def _ready(self) -> None:
-        """Have all ranks running, anew if somebody ended one since the last run."""
-        if self._children:
+        """Have all ranks running, anew if one has ended since the last run."""
+        if self._group.ranks:
             self._pool.server.reap()
-            if self._dead():
+            if self._group.ended:
                 self._kill()
-        while len(self._children) < self.world_size:
-            rank = len(self._children)
+        for rank in range(len(self._group.ranks), self.world_size):
             environment = {
                 **os.environ,
                 # A host name may lead to an address that is not up; the loopback always is.
@@ -161,17 +179,11 @@ class Ranks:
                 "RANK": str(rank),
                 "WORLD_SIZE": str(self.world_size),
             }
-            self._stacks(rank).write_bytes(b"")
-            with self._output(rank).open("wb") as output:
-                child = self._pool.server.spawn(
-                    "torchdistpackage.harness.pool_worker:serve",
-                    (rank, self.world_size, str(self._stacks(rank))),
-                    env=environment,
-                    stdout=output,
-                    stderr=output,
-                    with_channel=True,
-                )
-            self._children.append(child)
+            for file in (self._stacks(rank), self._output(rank)):
+                file.write_bytes(b"")
+            args = (rank, self.world_size, str(self._stacks(rank)))
+            target = "torchdistpackage.harness.pool_worker:serve"
+            self._group.start(target, args, environment, self._output(rank))
 
     def _next_store(self) -> str:
         self._num_stores += 1
@@ -180,63 +192,33 @@ class Ranks:
     def _answers(self, job: Job, deadline_s: float) -> dict[int, Answer]:
         """Answers by rank, until all are in, the time is up, or no more are to be expected."""
         answers: dict[int, Answer] = {}
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._pool.server, selectors.EVENT_READ)
-            for rank, child in enumerate(self._children):
-                assert child.channel is not None
-                selector.register(child.channel, selectors.EVENT_READ, rank)
-                limit_s = max(deadline_s - time.monotonic(), 0.1)
-                try:
-                    child.channel.send(job, timeout_s=limit_s)
-                except (BrokenPipeError, ConnectionResetError):
-                    continue  # it just died, which the server will tell
-                except TimeoutError:
-                    return answers
-            while len(answers) < self.world_size and time.monotonic() < deadline_s:
-                for key, _ in selector.select(deadline_s - time.monotonic()):
-                    if key.data is None:
-                        self._pool.server.reap()
-                        continue
-                    channel = cast(Channel, key.fileobj)
-                    messages, open_ = channel.recv_ready()
-                    answers.update((key.data, cast(Answer, m)) for m in messages)
-                    if not open_:
-                        selector.unregister(channel)
-                if self._dead() or any(isinstance(a.outcome, Failure) for a in answers.values()):
-                    # Its peers now wait for it in vain, unless they are about to fail as well.
-                    deadline_s = min(deadline_s, time.monotonic() + NEWS_S)
-                if set(self._dead()) | set(answers) == set(range(self.world_size)):
-                    break
+        for worker in self._group.ranks:
+            try:
+                worker.channel.send(job, timeout_s=max(deadline_s - time.monotonic(), 0.1))
+            except (BrokenPipeError, ConnectionResetError):
+                continue  # it just died, which the server will tell
+            except TimeoutError:
+                return answers
+        while len(self._group.ended | answers.keys()) < self.world_size:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                break
+            answers |= cast(dict[int, Answer], dict(self._group.poll(left_s)))
+            if self._group.ended or any(isinstance(a.outcome, Failure) for a in answers.values()):
+                # Its peers now wait for it in vain, unless they are about to fail as well.
+                deadline_s = min(deadline_s, time.monotonic() + NEWS_S)
         return answers
-
-    def _dead(self) -> list[int]:
-        return [rank for rank, child in enumerate(self._children) if child.exit is not None]
-
-    def _death(self, rank: int) -> Failure:
-        gone = self._children[rank].exit
-        assert gone is not None
-        kind = FailureKind.SIGNAL if gone.exit_code < 0 else FailureKind.EXIT
-        text = tail(self._output(rank))
-        detail = f"its last output:\n{text}" if text else ""
-        return Failure(
-            rank, socket.gethostname(), gone.pid, gone.time_s, kind, gone.exit_code, detail=detail
-        )
-
-    def _failed(self, failures: list[Failure], answered: set[int]) -> str:
-        failed = {failure.rank for failure in failures}
-        waiting = sorted(set(range(self.world_size)) - answered - failed)
-        running = f"ranks {waiting} were still running then\n" if waiting else ""
-        return running + report(failures, self.world_size)
 
     def _hung(self, fn: Callable[..., Any], limit_s: float, answered: set[int]) -> str:
         """The error text of a hang: every rank's stack, asked for now."""
         waiting = sorted(set(range(self.world_size)) - answered)
+        children = [worker.child for worker in self._group.ranks]
         for rank in waiting:
-            self._children[rank].signal(signal.SIGUSR1)
+            children[rank].signal(signal.SIGUSR1)
         end_s = time.monotonic() + _STACKS_S
         sizes = None
         while time.monotonic() < end_s:  # until all have written, and none is still writing
-            able = [rank for rank in waiting if not self._children[rank].is_stopped]
+            able = [rank for rank in waiting if not children[rank].is_stopped]
             now = [self._stacks(rank).stat().st_size for rank in able]
             if all(now) and now == sizes:
                 break
@@ -247,28 +229,18 @@ class Ranks:
             f"{name} did not return within {limit_s:g} s on ranks {waiting} of "
             f"{self.world_size}; their stacks, innermost call first:"
         ]
-        for rank, child in enumerate(self._children):
-            if rank in answered:
-                lines.append(f"--- rank {rank} (pid {child.pid}): had returned ---")
-                continue
+        for rank, child in enumerate(children):
             state = "stopped, so it shows none" if child.is_stopped else "running"
+            if rank in answered:
+                state = "had returned"
             lines.append(f"--- rank {rank} (pid {child.pid}): {state} ---")
-            stacks = self._stacks(rank).read_text("utf-8", errors="replace").rstrip()
-            lines += [text for text in (stacks, tail(self._output(rank))) if text]
+            if rank not in answered:
+                stacks = self._stacks(rank).read_text("utf-8", errors="replace").rstrip()
+                lines += [text for text in (stacks, tail(self._output(rank))) if text]
         return "\n".join(lines)
 
     def _kill(self) -> None:
-        for child in self._children:
-            child.signal(signal.SIGKILL)
-        with selectors.DefaultSelector() as selector, contextlib.suppress(LaunchError):
-            selector.register(self._pool.server, selectors.EVENT_READ)
-            while len(self._dead()) < len(self._children):
-                selector.select()
-                self._pool.server.reap()
-        for child in self._children:
-            if child.channel is not None:
-                child.channel.close()
-        self._children.clear()
+        self._group.kill()
         self._met_late = None
 
     def _output(self, rank: int) -> Path:

@@ -1,7 +1,8 @@
-"""The rank's side of `harness/pool.py`: wait for a job, run it, clean up, answer.
+"""The ranks' side of `harness/pool.py`, wait for a job, run it, clean up, answer; and of
+`harness/run_on_topology.py`.
 
-One rule: the next job must find what the first one found. Torch is imported here, once, in the
-fork server, before the ranks exist.
+The next job of a pool must find what the first one found. Torch is imported here, once, in the fork
+server, before the ranks exist.
 """
 
 from __future__ import annotations
@@ -18,27 +19,67 @@ import warnings
 from collections.abc import Generator
 from datetime import timedelta
 from pathlib import Path
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchdistpackage.comm.creation import forget
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.creation import end_processes, forget
 from torchdistpackage.comm.flight_recorder import recorder
-from torchdistpackage.comm.runtime import leave
+from torchdistpackage.comm.interrupted import is_interrupted
+from torchdistpackage.comm.runtime import join, leave
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.errors import CommError
 from torchdistpackage.harness.late.group import register
 from torchdistpackage.harness.late.orders import LATE, is_late
 from torchdistpackage.harness.late.strict import strictness
 from torchdistpackage.harness.late.world import world
-from torchdistpackage.harness.pool_job import Answer, Job
-from torchdistpackage.launch.entrypoint import EntryPoint
+from torchdistpackage.harness.pool import Answer, Job
+from torchdistpackage.harness.run_on_topology import Axes
+from torchdistpackage.launch.entrypoint import EntryPoint, Result, load_and_call, run_catching
 from torchdistpackage.launch.failure import Failure
+from torchdistpackage.launch.files import atomic_write
 from torchdistpackage.launch.ipc import Channel
-from torchdistpackage.launch.rank import load_and_call, run_catching
+from torchdistpackage.launch.rendezvous import detect
 
 # Longer than any test may take: a hang is the pool's to report, with stacks, and not gloo's.
 _GROUP_TIMEOUT = timedelta(hours=1)
+
+
+def run_worker(
+    reference: EntryPoint,
+    args: tuple[object, ...],
+    axes: Axes,
+    expert: int,
+    init_timeout_s: float,
+    note: str,
+    *,
+    together: bool = False,
+) -> Any:
+    """Join, set up `tpc`, call, leave; the function's result on this rank, or with `together` those
+    of all ranks, on rank 0 alone.
+
+    After an exception the end of the process ends the groups: their members may be stuck.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # the ranks of a node would otherwise each take all its cores
+    end_processes()
+    join(detect(os.environ), init_timeout_s=init_timeout_s)
+    tpc.setup_process_groups(axes, expert=expert)
+    try:
+        result: object = reference.resolve()(*args)
+    except CommError as error:
+        if note:
+            atomic_write(Path(note), str(error))
+        raise
+    if together:
+        results = primitives.gather_objects(result)
+        result = results if tpc.rank == 0 else None
+    tpc.destroy()
+    leave()
+    return result
 
 
 def serve(channel: Channel, rank: int, world_size: int, stacks: str) -> None:
@@ -65,17 +106,12 @@ class _PoolWorker:
 
     def do(self, job: Job) -> Answer:
         with self._fresh_process_state():
-            if job.store is not None:
-                met = run_catching(self._rank, self._meet, job.store, is_late(job.transport))
-                if isinstance(met, Failure):
-                    return Answer(met, keeps_group=False)
-            outcome = run_catching(self._rank, self._call, job)
-            if isinstance(outcome, Failure):
-                return Answer(outcome, keeps_group=False)
-            cleaned = run_catching(self._rank, self._clean, job)
-            if isinstance(cleaned, Failure):
-                return Answer(cleaned, keeps_group=False)
-        return Answer(outcome, keeps_group=self._default is not None)
+            outcomes: list[Result | Failure] = []
+            for part in (self._meet, self._call, self._clean):
+                outcomes.append(run_catching(self._rank, part, job))
+                if isinstance(outcomes[-1], Failure):
+                    return Answer(outcomes[-1], keeps_group=False)
+        return Answer(outcomes[1], keeps_group=self._default is not None)
 
     @contextlib.contextmanager
     def _fresh_process_state(self) -> Generator[None]:
@@ -98,13 +134,15 @@ class _PoolWorker:
             torch.set_default_dtype(torch.float32)
             torch.set_grad_enabled(True)
 
-    def _meet(self, store_path: str, late: bool) -> None:
+    def _meet(self, job: Job) -> None:
+        if job.store is None:
+            return
         self._leave()  # a rank may have kept what another one lost
-        self._store = store = _loopback_store(store_path, self._rank, self._world_size)
+        self._store = store = _loopback_store(job.store, self._rank, self._world_size)
         self._num_jobs = 0
         register()
         dist.init_process_group(
-            LATE if late else "gloo",
+            LATE if is_late(job.transport) else "gloo",
             store=dist.PrefixStore("world", store),
             rank=self._rank,
             world_size=self._world_size,
@@ -118,7 +156,7 @@ class _PoolWorker:
         """Give the next job keys of its own.
 
         Names of groups come again, and what their first owners wrote to the store would lead the
-        next ones to addresses where nobody listens any more.
+        next ones to addresses where no one listens any more.
         """
         assert self._default is not None and self._store is not None
         self._num_jobs += 1
@@ -169,10 +207,8 @@ class _PoolWorker:
     def _lost_messages(self) -> bool:
         """What is under way in the world would be taken for messages of the next job."""
         assert self._default is not None
-        pipeline = sys.modules.get("torchdistpackage.parallel.pipeline.agreement")
-        interrupted = pipeline is not None and pipeline.is_interrupted(self._default)
         # A receive posted ahead of a call may still wait for the message of that number.
-        return interrupted or recorder.line(self._default).expected > 0
+        return is_interrupted(self._default) or recorder.line(self._default).expected > 0
 
     def _leave(self) -> None:
         self._default = None

@@ -1,8 +1,8 @@
 """A function on the ranks of a topology: those of a launcher, or new ones on this machine.
 
-One rule: the function finds the default group joined and `tpc` set up, and need not know who
-started it. What can be refused is refused before a process is started. This file needs no torch:
-only the ranks do, so the function may be given by its name.
+The function finds the default group joined and `tpc` set up. What can be refused is refused before
+a process is started. This file needs no torch: only the ranks do, so the function may be given by
+its name.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Axes = Sequence[tuple[str, int | None]]
 
 INIT_TIMEOUT_S = 60.0
 """For the ranks to meet, which may start one after the other."""
-RANK = "torchdistpackage.harness.start_rank:run_worker"
-PRELOAD = ("torch", "torch.distributed", "numpy", "torchdistpackage.harness.start_rank")
+RANK = "torchdistpackage.harness.pool_worker:run_worker"
+PRELOAD = ("torch", "torch.distributed", "numpy", "torchdistpackage.harness.pool_worker")
 
 
 def run_on_topology(
@@ -36,6 +36,7 @@ def run_on_topology(
     procs: int | None = None,
     expert: int = 1,
     init_timeout_s: float = INIT_TIMEOUT_S,
+    note: str = "",
 ) -> list[Any] | None:
     """Call `fn(*args)` on every rank, in groups along `axes`.
 
@@ -44,6 +45,7 @@ def run_on_topology(
     fn: "module:function", or a function at the top level of a module.
     procs: ranks; None: as the launcher says, or as the axes multiply to.
     expert: ranks along the data axis that share the experts.
+    note: a file for the text of a CommError of a rank, which the parent may end before it is heard.
 
     Returns the results by rank, in one process: the one that started the ranks, or under a
     launcher rank 0. None in all others.
@@ -56,7 +58,7 @@ def run_on_topology(
     here = detect(os.environ)
     world_size = num_ranks(axes, procs, here)
     topology(axes, world_size, expert=expert)
-    call = (EntryPoint.of(fn), tuple(args), tuple(axes), expert, init_timeout_s)
+    call = (EntryPoint.of(fn), tuple(args), tuple(axes), expert, init_timeout_s, note)
     if here.source != "alone":
         return EntryPoint.of(RANK).resolve()(*call, together=True)  # type: ignore[return-value]
     return run_local(RANK, call, num_procs=world_size, preload=PRELOAD)

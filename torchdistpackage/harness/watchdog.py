@@ -1,36 +1,38 @@
 """A thread in each rank that notices a hang, says who is to blame, and ends the run.
 
-One rule: out of band. Ranks talk through files in a folder that all of them see, never through
-what may be stuck: no collective, no store. A rank that cannot run Python any more is spoken for by
-the C side of faulthandler, and by the other ranks of its host.
+Out of band. Ranks talk through files in a folder that all of them see, never through
+what may be stuck: no collective, no store. For a rank that cannot run Python any more speak the C
+side of faulthandler and the other ranks of its host.
 """
 
 import contextlib
 import os
+import re
+import shutil
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count, dropwhile
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
-from torchdistpackage.comm import nccl_flight_recorder
-from torchdistpackage.comm.flight_recorder import recorder
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.flight_recorder import has_nccl_trace, nccl_trace, recorder
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.hang import flights
-from torchdistpackage.harness.hang.dump import Dump, Folder, Process, State
-from torchdistpackage.harness.hang.heartbeat import Heartbeat, StepClock
-from torchdistpackage.harness.hang.nearby import Nearby
+from torchdistpackage.harness.hang.dump import Dump, Folder, Nearby, Process, State
 from torchdistpackage.harness.hang.shutdown import END_S, Shutdown
 from torchdistpackage.harness.hang.stacks import FOREIGN, CStacks
-from torchdistpackage.harness.watch_start import agree_on_start
+from torchdistpackage.harness.hang.waits import SHOWN
 from torchdistpackage.launch.failure import from_exception, is_secondary, to_json
 from torchdistpackage.launch.rendezvous import detect
+from torchdistpackage.launch.slurm.run_dir import attempt_id
 from torchdistpackage.topology.views import Topology
 
 LOOK_S = 1.0
@@ -40,12 +42,12 @@ PEEKS = 4
 FLIGHTS_S = 2.0
 """For the flight recorder's word."""
 _FRAMES = 64
-_CALLERS = ("<frozen runpy>", "/torchdistpackage/launch/")
+_CALLERS = re.compile(r".*(<frozen runpy>|/torchdistpackage/launch/)")
 """Frames that stand before the user's in every stack and tell nothing."""
+_SUSPENDED_S = 5.0
+"""A watch that did not run for so long was suspended with its job, which is no hang."""
 
-
-def _is_caller(frame: str) -> bool:
-    return any(caller in frame.partition("\n")[0] for caller in _CALLERS)
+_now_s = time.monotonic
 
 
 def watch(
@@ -64,7 +66,7 @@ def watch(
 
     folder: seen by all ranks. A step that takes longer than `timeout_s`, the first one longer
     than `first_timeout_s`, is a hang: within 15 s more `hang.<start>.txt` is there and on stderr,
-    and all processes are gone. All ranks enter `slow()` together.
+    and all processes are gone. All ranks enter `allow_slow()` together.
 
     Raises:
         ConfigError: a limit is not above 0, or the ranks do not see one folder.
@@ -87,13 +89,93 @@ def watch(
     )
 
 
+def agree_on_start(folder: str | Path, *, rank: int, world_size: int) -> str:
+    """A name for what begins now, the same on all ranks and never used before.
+
+    Collective. The files of that name are in `folder` afterwards.
+
+    Raises:
+        ConfigError: some ranks do not see the folder of rank 0; raised on all.
+        OSError: rank 0 cannot write there.
+    """
+    now_s, us = divmod(time.time_ns() // 1000, 10**6)
+    when = time.strftime("%Y%m%d-%H%M%S", time.localtime(now_s))
+    start, parent = f"{attempt_id(os.environ)}.{when}.{us:06}", Path(folder).absolute()
+    if rank == 0:
+        Folder(parent, start).make()
+    if world_size == 1:
+        return start
+    start = str(primitives.broadcast_object(start))
+    # a new name, so no file system remembers that it was not there
+    files = Folder(parent, start)
+    mine = (files.path.is_dir(), f"{socket.gethostname()} at {parent}")
+    seen = cast(list[tuple[bool, str]], primitives.gather_objects(mine))
+    blind = [f"rank {rank} on {where}" for rank, (sees, where) in enumerate(seen) if not sees]
+    if blind:  # each would report, in the first hang, that the others have never come
+        if rank == 0:
+            shutil.rmtree(files.path, ignore_errors=True)
+        many = f", ... ({len(blind)} ranks)" if len(blind) > SHOWN else ""
+        raise ConfigError(
+            f"watch: what rank 0 on {seen[0][1]} makes is not seen by {', '.join(blind[:SHOWN])}"
+            f"{many}; name one folder, on a file system that all hosts share"
+        )
+    return start
+
+
+class Heartbeat:
+    """The progress of a loop: `step()` at the beginning of each step, `with allow_slow():` around
+    what may take longer. A mark is an assignment; a watch reads it when it likes."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_slow = 0
+        self.since_s = _now_s()
+
+    def step(self) -> None:
+        """A step begins, so the one before is over."""
+        self.num_steps += 1
+        self.since_s = _now_s()
+
+    @contextmanager
+    def allow_slow(self) -> Iterator[None]:
+        """Inside, a step may take longer: a validation, a save."""
+        self.num_slow += 1
+        self.since_s = _now_s()
+        try:
+            yield
+        finally:
+            self.num_slow -= 1
+            self.since_s = _now_s()
+
+    slow = allow_slow
+
+
+class StepClock:
+    """How long the step under way has taken, asked often, without times of suspension."""
+
+    def __init__(self, marks: Heartbeat) -> None:
+        self._marks, self._lost_s = marks, 0.0
+        self._mark_s = self._last_s = marks.since_s
+
+    def over_s(self) -> float:
+        now_s = _now_s()
+        gap_s, self._last_s = now_s - self._last_s, now_s
+        if self._marks.since_s != self._mark_s:
+            # the mark may have come in the gap, just before the suspension
+            self._mark_s = self._marks.since_s
+            self._lost_s = min(gap_s, now_s - self._mark_s) if gap_s > _SUSPENDED_S else 0.0
+        elif gap_s > _SUSPENDED_S:
+            self._lost_s += gap_s
+        return now_s - self._mark_s - self._lost_s
+
+
 class HangWatchdog(Heartbeat):
     """`with` it around the loop; see `watch`.
 
-    topology: gives ranks their coordinates. slow_timeout_s: for what `slow()` holds;
-    first_timeout_s: for the first step; both 10 times timeout_s, and 10 minutes at least. start:
-    names the files; see `agree_on_start`. failure: a file where a supervisor looks for the failure
-    of this rank (default: TDP_FAILURE of the environment); without one the report goes to stderr.
+    topology: gives ranks their coordinates. slow_timeout_s: for what `allow_slow()`
+    holds; first_timeout_s: for the first step; both 10 times timeout_s, and 10 minutes at least.
+    start: names the files; see `agree_on_start`. failure: a file where a supervisor looks for the
+    failure of this rank (default: $TDP_FAILURE); without one the report goes to stderr.
     c_stacks: use faulthandler, also its one timer; False for code that calls dump_traceback_later
     itself.
 
@@ -125,13 +207,10 @@ class HangWatchdog(Heartbeat):
                 raise ConfigError(f"watch: {name} is {limit_s:g}; give it more than 0 seconds")
         self._folder = Folder(Path(folder).absolute(), start)
         failure = failure or os.environ.get("TDP_FAILURE")
-        mesh = None if topology is None else topology.dense
-        self._ending = Shutdown(
-            self._folder, rank, world_size, mesh, Path(failure) if failure else None
-        )
-        self._dump = Dump(
-            rank, State.HERE, Process.mine(), time.time(), failure=str(failure) if failure else None
-        )
+        mesh, path = topology and topology.dense, Path(failure) if failure else None
+        self._ending = Shutdown(self._folder, rank, world_size, mesh, path)
+        own = str(path) if path else None
+        self._dump = Dump(rank, State.HERE, Process.mine(), time.time(), failure=own)
         self._clock = StepClock(self)
         self._peek_s = min(LOOK_S, timeout_s / 4, self.first_timeout_s / 4) / PEEKS
         self._nearby = Nearby(self._folder.path, (PEEKS - 1) * self._peek_s)
@@ -159,12 +238,7 @@ class HangWatchdog(Heartbeat):
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if os.getpid() != self._dump.process.pid:
             return  # a fork of the rank, which ends by itself
         self._c_stacks.close()
@@ -174,8 +248,7 @@ class HangWatchdog(Heartbeat):
                 self._nearby.leave()
                 self._folder.remove_if_all_left(self.world_size)
             return
-        process = self._dump.process
-        failure = from_exception(self._dump.rank, process.host, process.pid, time.time(), error)
+        failure = from_exception(self._dump.rank, error)
         with contextlib.suppress(OSError):
             self._write(state=State.RAISED, error=to_json(failure))
         if is_secondary(failure) and self._dump.failure is None:
@@ -205,7 +278,7 @@ class HangWatchdog(Heartbeat):
             with contextlib.suppress(OSError):
                 self._folder.raise_alarm()
             with contextlib.suppress(OSError):
-                more = nccl_flight_recorder.is_there()
+                more = has_nccl_trace()
                 self._write(answering=True, more=more)
                 if more:
                     self._write(more=False, flights=_flights())
@@ -257,7 +330,7 @@ class HangWatchdog(Heartbeat):
         frames.pop(self._thread.ident or 0, None)
         for ident in sorted(frames, key=lambda i: i != self._loop_thread):
             stack = traceback.extract_stack(frames[ident], limit=-_FRAMES)
-            text = "".join(dropwhile(_is_caller, stack.format()))
+            text = "".join(dropwhile(_CALLERS.match, stack.format()))
             yield text if ident == self._loop_thread else f"{names.get(ident, FOREIGN)}:\n{text}"
 
 
@@ -267,7 +340,7 @@ def _named(thread: threading.Thread) -> str:
 
 
 def _flights() -> list[dict[str, Any]] | None:
-    trace = nccl_flight_recorder.take(FLIGHTS_S)
+    trace = nccl_trace(FLIGHTS_S)
     # what cannot be read must not keep the report from being written
     with contextlib.suppress(KeyError, TypeError, ValueError):
         return None if trace is None else flights.to_json(flights.of_trace(trace))

@@ -1,12 +1,12 @@
 """Which of the visible GPUs is mine, what to set for it, and whether all ranks may run on theirs.
 
-One rule: a process takes an index among the devices it can see and never changes what it sees.
-CUDA_VISIBLE_DEVICES belongs to whoever set it; a process that narrows it to its own device takes
-the direct links to the other GPUs of the node away from NCCL.
+A process takes an index among the devices it can see and never changes what it sees: a process that
+narrows CUDA_VISIBLE_DEVICES to its own device takes the direct links to the other GPUs of the node
+away from NCCL.
 
 What the ranks chose is judged once, from what each published: a rank without a GPU among ranks with
-one would wait on gloo for peers that wait in NCCL, and a whole run on the CPU where GPUs were meant
-costs a night. So both are refused, with the hosts that are short of a GPU. One machine with too few
+one would wait on gloo for peers that wait in NCCL, and a run on the CPU where GPUs were meant costs
+a night. So both are refused, with the hosts that are short of a GPU. One machine with too few
 GPUs may run on the CPU: that is how people try things.
 
 Pure: what the launcher, the driver and the ranks say are arguments.
@@ -25,6 +25,11 @@ _NAMED = 8
 _ADVICE = (
     "look at `nvidia-smi` there and leave such hosts out (Slurm: --exclude), or set "
     "CUDA_VISIBLE_DEVICES to nothing for all ranks to run on the CPU"
+)
+_HIDDEN = (
+    "each of {} local ranks sees only its own GPU: NCCL may have to do without direct links "
+    "between them; let each see all of the node's, with --gpus-per-node instead of "
+    "--gpus-per-task, and leave CUDA_VISIBLE_DEVICES alone"
 )
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -78,7 +83,8 @@ def choose_device(
     if num_visible == 0:
         return DeviceChoice(None, "no GPU is visible: running on CPU with gloo")
     if exclusive:
-        return DeviceChoice(0, _cgroup_hides_others(local_world_size) if num_visible == 1 else "")
+        hidden = num_visible == 1 and local_world_size != 1
+        return DeviceChoice(0, _HIDDEN.format(local_world_size) if hidden else "")
     if local_world_size <= local_rank and num_visible == 1:
         return DeviceChoice(0, "")
     num_ranks = max(local_world_size, local_rank + 1)
@@ -95,7 +101,7 @@ def exclusive_device(env: Mapping[str, str]) -> bool:
     """Whether Slurm bound GPUs to this task alone (`--gpus-per-task`, `--gpu-bind`).
 
     Under a binding SLURM_STEP_GPUS holds the task's own devices, without one those of the
-    whole node. Own devices for everybody need as many GPUs as tasks: `--gpu-bind=single:2`
+    entire node. Own devices for everybody need as many GPUs as tasks: `--gpu-bind=single:2`
     gives two tasks the same one. A variable that is not there means no, and so does a starter
     inside the task (torchrun, this package's own), whose ranks share what the task was given.
 
@@ -135,18 +141,8 @@ def _num_named(visible: str | None, num_visible: int) -> tuple[int, int]:
     return least, len(names)
 
 
-def _cgroup_hides_others(local_world_size: int) -> str:
-    if local_world_size == 1:
-        return ""
-    return (
-        f"each of {local_world_size} local ranks sees only its own GPU: NCCL may have to do "
-        f"without direct links between them; let each see all of the node's, with --gpus-per-node "
-        f"instead of --gpus-per-task, and leave CUDA_VISIBLE_DEVICES alone"
-    )
-
-
 def device_variables(env: Mapping[str, str], dump_folder: Path | None = None) -> dict[str, str]:
-    """What to set beside `env`.
+    """What to set besides `env`.
 
     dump_folder: where NCCL's flight recorder leaves a file for each rank when a call timed out.
     """
@@ -190,9 +186,8 @@ class RankDevice:
 
 def disagreement(ranks: Sequence[RankDevice]) -> str:
     """Why these ranks must not begin, or "" if they may."""
-    if wrong := [r for r in ranks if r.problem]:
-        shown = "; ".join(f"rank {r.rank} on {r.host}: {r.problem}" for r in wrong[:_NAMED])
-        return shown + (f"; and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else "")
+    if wrong := [f"rank {r.rank} on {r.host}: {r.problem}" for r in ranks if r.problem]:
+        return _some(wrong, "")
     on_cpu = [r for r in ranks if r.device == "cpu"]
     if on_cpu and len(on_cpu) < len(ranks):
         return (
@@ -226,7 +221,11 @@ def _shortage(ranks: Sequence[RankDevice]) -> str:
         many = "s" * (r.num_local > 1)
         numbers = _listed([s.rank for s in those])
         shown.append(f"{r.host} shows {gpus}{given} to {r.num_local} rank{many} ({numbers})")
-    more = f"; and {len(shown) - _NAMED} more hosts" if len(shown) > _NAMED else ""
+    return _some(shown, " hosts")
+
+
+def _some(shown: Sequence[str], what: str) -> str:
+    more = f"; and {len(shown) - _NAMED} more{what}" if len(shown) > _NAMED else ""
     return "; ".join(shown[:_NAMED]) + more
 
 

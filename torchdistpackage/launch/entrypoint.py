@@ -1,9 +1,12 @@
-"""A function by name and file, so that another process can find the same one.
+"""A function by name and file, found and called in another process, and how its result returns.
 
-One rule: the rank loads the file that the caller loaded, under the name that the caller knows it
-by. Only a script run as `__main__` gets another name, because its `if __name__ == "__main__":`
-part must not run again. Where a script has no such part, the place at which it starts its ranks may
-end its loading in them: what was defined by then is what the caller had.
+The rank loads the file that the caller loaded, under the name that the caller knows it by. Only a
+script run as `__main__` gets another name, because its `if __name__ == "__main__":` part must not
+run again. Where a script has no such part, the place at which it starts its ranks may end its
+loading in them: what was defined by then is what the caller had.
+
+The supervisor hears of a result or an exception before the process ends, over the private channel,
+so that no exit code has to be guessed at and no log parsed.
 """
 
 from __future__ import annotations
@@ -16,8 +19,11 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import cast
 
 from torchdistpackage.errors import LaunchError
+from torchdistpackage.launch.failure import Failure, from_exception
+from torchdistpackage.launch.ipc import Channel, pack, unpack
 
 MAIN_ALIAS = "__tdp_main__"
 _CUT = "__tdp_cut__"
@@ -184,3 +190,42 @@ def missing_module(target: str, folders: Sequence[str]) -> str:
 def main_is_loading() -> bool:
     """Whether this process is a rank that still runs the top level of what holds its function."""
     return bool(_loading)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What the function returned, pickled: only the caller knows its classes by the right names."""
+
+    value: bytes
+
+
+def pack_arguments(*args: object, **kwargs: object) -> bytes:
+    """Arguments for `load_and_call`."""
+    return pack((args, kwargs))
+
+
+def load_and_call(reference: EntryPoint, args: bytes) -> object:
+    """What the function returns for these arguments of `pack_arguments`; it is loaded first."""
+    function = reference.resolve()
+    positional, named = cast(tuple[tuple[object, ...], dict[str, object]], unpack(args))
+    return function(*positional, **named)
+
+
+def run_catching(rank: int, function: Callable[..., object], *args: object) -> Result | Failure:
+    """What `function` returns or how it fails, either of them ready to be sent."""
+    try:
+        return Result(pack(function(*args)))
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            return Result(pack(None))
+        return from_exception(rank, error)
+
+
+def run_rank(channel: Channel, reference: EntryPoint, args: bytes, rank: int) -> None:
+    """Entry point of a rank of `run_local`."""
+    outcome = run_catching(rank, load_and_call, reference, args)
+    channel.send(outcome)
+    if isinstance(outcome, Failure):
+        if rank:  # rank 0 shares the caller's terminal, where the supervisor's report ends the run
+            sys.stderr.write(outcome.detail + "\n")
+        raise SystemExit(outcome.exit_code)

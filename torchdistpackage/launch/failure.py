@@ -1,13 +1,16 @@
 """What went wrong in which rank, and which rank went wrong first.
 
-One rule: when a rank fails, its peers fail too, by a closed connection or a time limit, and often
-they are the first to say so. The culprit is the failure that no other one explains.
+When a rank fails, its peers fail too, by a closed connection or a time limit, and often they are
+the first to say so. The culprit is the failure that no other one explains.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -48,23 +51,14 @@ class Failure:
 
 # Texts by which gloo, NCCL, the stores and the kernel say that the other side is gone or silent.
 _CONSEQUENCES = (
-    "connection closed",
-    "connection reset",
-    "connection refused",
-    "connection was closed",
-    "broken pipe",
-    "socket closed",
-    "remote process exited",
-    "peer closed",
-    "timed out",
-    "timeout",
-    "time limit",
+    *("connection closed", "connection reset", "connection refused", "connection was closed"),
+    *("broken pipe", "socket closed", "remote process exited", "peer closed"),
+    *("timed out", "timeout", "time limit"),
 )
-
 
 # Modules whose frames stand before the user's in every traceback and tell nothing.
 _CALLERS = (
-    "torchdistpackage.launch.rank",
+    "torchdistpackage.launch.entrypoint",
     "torchdistpackage.launch.supervisor",
     "torchdistpackage.train.job",
     "torchdistpackage.train.worker",
@@ -73,15 +67,16 @@ _CALLERS = (
 )
 
 
-def from_exception(rank: int, host: str, pid: int, time_s: float, error: BaseException) -> Failure:
-    """The record of an exception that left the rank's function.
+def from_exception(rank: int, error: BaseException) -> Failure:
+    """The record of an exception that left the function of this process's rank, made now.
 
     SystemExit with another code than 0 counts as an exit, and needs no traceback.
     """
+    host, pid, now_s = socket.gethostname(), os.getpid(), time.time()
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
         text = "" if error.code is None or isinstance(error.code, int) else str(error.code)
-        return Failure(rank, host, pid, time_s, FailureKind.EXIT, code & 0xFF, error=text)
+        return Failure(rank, host, pid, now_s, FailureKind.EXIT, code & 0xFF, error=text)
     last_line = traceback.format_exception_only(error)[-1].strip()
     first_line = str(error).strip().partition("\n")[0]
     error_line = f"{type(error).__name__}: {first_line}" if first_line else last_line
@@ -89,7 +84,21 @@ def from_exception(rank: int, host: str, pid: int, time_s: float, error: BaseExc
     while trace and trace.tb_next and trace.tb_frame.f_globals["__name__"] in _CALLERS:
         trace = trace.tb_next
     detail = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
-    return Failure(rank, host, pid, time_s, FailureKind.ERROR, 1, error=error_line, detail=detail)
+    return Failure(rank, host, pid, now_s, FailureKind.ERROR, 1, error_line, detail)
+
+
+def from_exit(
+    rank: int, pid: int, exit_code: int | None, time_s: float, detail: str = ""
+) -> Failure:
+    """The record of a rank of this host that left none.
+
+    exit_code: minus the signal that killed it; None: it is stopped.
+    """
+    if exit_code is None:
+        return Failure(rank, socket.gethostname(), pid, time_s, FailureKind.STOPPED)
+    kind = FailureKind.SIGNAL if exit_code < 0 else FailureKind.EXIT
+    error = "" if exit_code else "the process ended before its function returned"
+    return Failure(rank, socket.gethostname(), pid, time_s, kind, exit_code, error, detail)
 
 
 def is_secondary(failure: Failure) -> bool:
@@ -110,9 +119,7 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
     alarm_s = min((f.time_s for f in failures if f.kind is FailureKind.HUNG), default=float("inf"))
 
     def order(failure: Failure) -> tuple[int, float]:
-        if failure.time_s > alarm_s:
-            return 4, failure.time_s
-        if failure.kind is FailureKind.ENDED:
+        if failure.time_s > alarm_s or failure.kind is FailureKind.ENDED:
             return 4, failure.time_s
         if is_secondary(failure):
             return 3, failure.time_s
@@ -134,7 +141,8 @@ def summary(failure: Failure) -> str:
     code = failure.exit_code
     if failure.kind is FailureKind.SIGNAL and code is not None:
         hint = " (perhaps the kernel, out of memory)" if code == -signal.SIGKILL else ""
-        return f"killed by {_signal_name(-code)}{hint}"
+        name = {s.value: f" ({s.name})" for s in signal.Signals}.get(-code, "")
+        return f"killed by signal {-code}{name}{hint}"
     error = f": {failure.error}" if failure.error else ""
     return f"exit code {code}{error}"
 
@@ -156,13 +164,6 @@ def report(failures: Sequence[Failure], num_ranks: int) -> str:
     if first.detail:
         lines.append(first.detail)
     return "\n".join(lines)
-
-
-def _signal_name(signum: int) -> str:
-    try:
-        return f"signal {signum} ({signal.Signals(signum).name})"
-    except ValueError:
-        return f"signal {signum}"
 
 
 def read_failure(path: Path) -> Failure | None:

@@ -1,7 +1,7 @@
-"""Small files that others read while they are written: replaced as a whole, or grown by a line.
+"""Small files that others read while they are written: replaced atomically, or grown by a line.
 
-One rule: a file is on the disk before it has its name, so nobody acts on what a crash takes back,
-and a line that is not whole is passed over.
+A file is on the disk before it has its name, so that no reader acts on what a crash takes back, and
+a line that is not complete is passed over.
 """
 
 import contextlib

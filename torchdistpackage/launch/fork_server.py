@@ -5,16 +5,15 @@ Run as `python -m torchdistpackage.launch.fork_server FD FOLDER MODULE ...` by
 thread and cannot copy a CUDA context, so the one rule here is: no threads and no CUDA in this
 process, checked before every fork.
 
-Nobody outlives anybody: the server ends with its client (end of file on FD), each child with the
-server (PR_SET_PDEATHSIG), and what a child leaves behind in its process group with the child.
-FOLDER, which they share, is removed last.
+The server ends with its client (end of file on FD), each child with the server (PR_SET_PDEATHSIG),
+and what a child leaves behind in its process group with the child. FOLDER, which they share, is
+removed last.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -26,30 +25,32 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
-from pathlib import Path
-from typing import NoReturn, TextIO, cast
+from typing import NamedTuple, NoReturn, cast
 
-from torchdistpackage.launch.cuda_driver import why_initialised
-from torchdistpackage.launch.ipc import (
-    Channel,
+from torchdistpackage.launch.fork_server_client import (
     Exited,
-    Forked,
-    ForkRefused,
+    ForkReply,
     ForkRequest,
     SignalRequest,
-    unpack,
+)
+from torchdistpackage.launch.ipc import Channel, unpack
+from torchdistpackage.launch.process import (
+    die_with_parent,
+    line_stream,
+    num_threads,
+    thread_names,
+    why_cuda_initialised,
 )
 
-_PR_SET_PDEATHSIG = 1
 # What a terminal or a batch system sends to every process it can see. The server must outlast the
 # ranks, which get these from their supervisor and have a grace period.
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_IGNORED_TOO = (signal.SIGUSR1, signal.SIGUSR2)
+_IGNORED = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
+    *(signal.SIGUSR1, signal.SIGUSR2),
+)
 
 
-@dataclass(frozen=True, slots=True)
-class _ChildRequest:
+class _Child(NamedTuple):
     """What a new child knows about itself when it comes back from the fork."""
 
     request: ForkRequest
@@ -61,7 +62,6 @@ class _Server:
     def __init__(self, channel: Channel, preload: list[str]) -> None:
         self._channel = channel
         self._children: set[int] = set()
-        self._libc = ctypes.CDLL(None, use_errno=True)
         self._wake_read, self._wake_write = socket.socketpair()
         self._problem = _import_all(preload)
         for stream in (sys.stdout, sys.stderr):  # or every child would write it again
@@ -69,36 +69,41 @@ class _Server:
         gc.collect()
         gc.freeze()  # or the first collection in each child would copy every page it looks at
 
-    def serve(self) -> _ChildRequest | None:
+    def serve(self) -> _Child | None:
         """Answer requests until the client is gone (None); in a child, return what it is to be."""
         for sock in (self._wake_read, self._wake_write):
             sock.setblocking(False)
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda signum, frame: None)
-        for signum in (*_IGNORED, *_IGNORED_TOO):
+        for signum in _IGNORED:
             signal.signal(signum, signal.SIG_IGN)
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
             selector.register(self._wake_read, selectors.EVENT_READ)
-            try:
-                while True:
+            with contextlib.suppress(OSError):  # the client is gone
+                open_ = True
+                while open_:
                     ready = {key.fileobj for key, _ in selector.select()}
                     if self._wake_read in ready:
                         self._wake_read.recv(4096)
                     self._reap()
-                    if self._channel in ready and (child := self._answer()) is not None:
-                        return child
-            except (EOFError, OSError):
-                self._end_all()
-                return None
+                    requests, open_ = self._channel.recv_ready()
+                    for request in requests:
+                        if isinstance(request, SignalRequest):
+                            self._signal(request)
+                        elif child := self._fork(cast(ForkRequest, request)):
+                            return child
+        for pid in self._children:
+            _kill_group(pid)
+        for pid in self._children:
+            os.waitpid(pid, 0)
+        return None
 
-    def become(self, child: _ChildRequest) -> None:
+    def become(self, child: _Child) -> None:
         """Turn this fresh copy of the server into the child that was asked for."""
-        self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != child.server_pid:  # it died before the line above
-            os._exit(1)
+        die_with_parent(child.server_pid)
         signal.set_wakeup_fd(-1)
-        for signum in (signal.SIGCHLD, *_IGNORED, *_IGNORED_TOO):
+        for signum in (signal.SIGCHLD, *_IGNORED):
             signal.signal(signum, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for end in (self._channel, self._wake_read, self._wake_write):
@@ -107,7 +112,7 @@ class _Server:
         for source, fd in ((devnull, 0), (child.fds[0], 1), (child.fds[1], 2)):
             os.dup2(source, fd)
             os.close(source)
-        sys.stdout, sys.stderr = _line_stream(1), _line_stream(2)
+        sys.stdout, sys.stderr = line_stream(1), line_stream(2)
         request = child.request
         os.environ.clear()
         os.environ.update(request.env)
@@ -116,34 +121,25 @@ class _Server:
         sys.path[:] = request.sys_path
         sys.argv[:] = request.argv
 
-    def _answer(self) -> _ChildRequest | None:
-        request, fds = self._channel.recv_with_fds()
-        if isinstance(request, SignalRequest):
-            self._signal(request)
-            return None
-        assert isinstance(request, ForkRequest)
-        try:
-            if reason := self._problem or _why_not_fork():
-                self._channel.send(ForkRefused(reason))
-                return None
-            server_pid = os.getpid()
+    def _fork(self, request: ForkRequest) -> _Child | None:
+        """In the child what it is to be; in the server None, after its answer."""
+        fds, server_pid = self._channel.take_fds(), os.getpid()
+        pid, reason = 0, self._problem or _why_not_fork()
+        if not reason:
             try:
                 pid = os.fork()
             except OSError as error:
-                self._channel.send(ForkRefused(f"the kernel made no new process: {error}"))
-                return None
-            if pid == 0:
-                os.setpgid(0, 0)
-                kept, fds = fds, []
-                return _ChildRequest(request, kept, server_pid)
-            with contextlib.suppress(OSError):
-                os.setpgid(pid, pid)  # in both processes: whoever comes first
-            self._children.add(pid)
-            self._channel.send(Forked(pid))
-            return None
-        finally:
-            for fd in fds:
-                os.close(fd)
+                reason = f"the kernel made no new process: {error}"
+            else:
+                with contextlib.suppress(OSError):  # in both processes: whichever comes first
+                    os.setpgid(pid, pid)
+                if pid == 0:
+                    return _Child(request, fds, server_pid)
+                self._children.add(pid)
+        for fd in fds:
+            os.close(fd)
+        self._channel.send(ForkReply(pid, reason))
+        return None
 
     def _signal(self, request: SignalRequest) -> None:
         if request.pid not in self._children:
@@ -163,24 +159,6 @@ class _Server:
             self._children.discard(gone.si_pid)
             self._channel.send(Exited(gone.si_pid, os.waitstatus_to_exitcode(status), time.time()))
 
-    def _end_all(self) -> None:
-        for pid in self._children:
-            _kill_group(pid)
-        for pid in self._children:
-            os.waitpid(pid, 0)
-
-
-def _line_stream(fd: int) -> TextIO:
-    """A text stream on `fd` that keeps no whole line back: a killed rank's last words count."""
-    return os.fdopen(
-        fd,
-        "w",
-        buffering=1,
-        encoding=sys.stderr.encoding,
-        errors="backslashreplace",
-        closefd=False,
-    )
-
 
 def _kill_group(pid: int) -> None:
     """Kill the child `pid` and what it started, also when it moved to another group."""
@@ -189,60 +167,36 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _num_threads() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
-def _import_all(modules: list[str]) -> str | None:
-    """Import `modules`; the reason why this process must not fork afterwards, if there is one."""
+def _import_all(modules: list[str]) -> str:
+    """Import `modules`; why this process must not fork afterwards, or ""."""
     for module in modules:
-        num_before = _num_threads()
         try:
             importlib.import_module(module)
         except Exception:
             return f"preloading {module!r} failed:\n{traceback.format_exc()}"
-        if (num_after := _num_threads()) > num_before:
-            return (
-                f"importing {module!r} started {num_after - num_before} thread(s) "
-                f"({_thread_names()}), and a process with threads must not fork; "
-                f"leave {module!r} out of the preload list or keep it from starting threads"
-            )
-        if sign := why_initialised():
-            return (
-                f"importing {module!r} touched a GPU: {sign}, and a forked rank cannot use the "
-                f"driver then; leave {module!r} out of the preload list, or let it ask for devices "
-                f"only when it is called"
-            )
-    return None
+        if reason := _why_not_fork(f"importing {module!r}"):
+            return reason
+    return ""
 
 
-def _thread_names() -> str:
-    native = [
-        (task / "comm").read_text().strip()
-        for task in Path("/proc/self/task").iterdir()
-        if task.name != str(os.getpid())
-    ]
-    python = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
-    return f"native names {native}, Python names {python}"
-
-
-def _why_not_fork() -> str | None:
-    if (num := _num_threads()) > 1:
+def _why_not_fork(cause: str = "a preloaded module, after its import,") -> str:
+    if (num := num_threads()) > 1:
         return (
-            f"the fork server has {num} threads ({_thread_names()}), and a process with threads "
-            "must not fork; a preloaded module started them after its import"
+            f"{cause} started {num - 1} thread(s) ({thread_names()}), and a process with threads "
+            "must not fork; leave the module out of the preload list or keep it from starting "
+            "threads"
         )
-    torch, sign = sys.modules.get("torch"), why_initialised()
+    torch, sign = sys.modules.get("torch"), why_cuda_initialised()
     if sign or (torch is not None and torch.cuda.is_initialized()):
         return (
-            f"CUDA is initialised in the fork server ({sign or 'as torch says'}), and a CUDA "
-            "context does not survive a fork; leave the module that touches the GPU when imported "
-            "out of the preload list"
+            f"{cause} touched a GPU: {sign or 'torch says so'}, and a forked rank cannot use the "
+            "driver then; leave the module out of the preload list, or let it ask for devices only "
+            "when it is called"
         )
-    return None
+    return ""
 
 
-def _run(child: _ChildRequest) -> NoReturn:
+def _run(child: _Child) -> NoReturn:
     """Call the target with its arguments (the channel first, if one came), and exit."""
     code = 1
     try:

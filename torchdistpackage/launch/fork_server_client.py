@@ -1,8 +1,8 @@
 """Child processes by fork from a server that has imported everything once.
 
-A rank costs a fork (30 ms) instead of an interpreter with its imports (1.1 s with torch). The rule
-it rests on: this process never forks itself, so it may have threads and CUDA as it likes; the
-server (`launch/fork_server.py`) is a fresh interpreter that forks before it has either.
+A rank costs a fork (30 ms) instead of an interpreter with its imports (1.1 s with torch). This
+process never forks itself, so it may have threads and CUDA; the server (`launch/fork_server.py`) is
+a fresh interpreter that forks before it has either.
 """
 
 from __future__ import annotations
@@ -15,31 +15,58 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Self
 
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.entrypoint import EntryPoint, main_is_loading
-from torchdistpackage.launch.ipc import (
-    Channel,
-    Exited,
-    Forked,
-    ForkRefused,
-    ForkRequest,
-    SignalRequest,
-    pack,
-)
-from torchdistpackage.launch.signals import stopped
+from torchdistpackage.launch.ipc import Channel, pack
+from torchdistpackage.launch.process import stopped
 
 # Importing a numerical library must not start its threads: that would end forking for good.
 _THREAD_COUNTS = (
-    "OMP_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "NUMEXPR_NUM_THREADS",
+    *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"),
     "VECLIB_MAXIMUM_THREADS",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ForkRequest:
+    """Client to server: fork, become this, call the target; with stdout, stderr[, channel]."""
+
+    target: EntryPoint
+    args: bytes  # a pickled tuple, which only the child opens
+    env: dict[str, str]
+    cwd: str
+    sys_path: tuple[str, ...]
+    argv: tuple[str, ...]
+    umask: int
+
+
+@dataclass(frozen=True, slots=True)
+class SignalRequest:
+    """Client to server: signal a child, if it is still there (SIGKILL reaches its entire group)."""
+
+    pid: int
+    signum: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForkReply:
+    """Server to client: the child of the last request, or why there is none."""
+
+    pid: int
+    refused: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """Server to client: a child is gone. `exit_code` is minus the signal when one killed it."""
+
+    pid: int
+    exit_code: int
+    time_s: float  # time.time() when the server saw it
 
 
 class ForkedChild:
@@ -52,8 +79,12 @@ class ForkedChild:
         self.exit: Exited | None = None
 
     def signal(self, signum: int) -> None:
-        """Send `signum`, if the process is still there; SIGKILL also reaches what it started."""
-        self._server.signal(self, signum)
+        """Send `signum`, if the process is still there; SIGKILL also reaches what it started.
+
+        The server sends it: only it knows whether the pid is still the child's.
+        """
+        if self.exit is None:
+            self._server.request(SignalRequest(self.pid, signum))
 
     @property
     def is_stopped(self) -> bool:
@@ -97,7 +128,7 @@ class ForkServer:
     ) -> ForkedChild:
         """Fork a child that calls `target(*args)`, or `target(channel, *args)` `with_channel`.
 
-        `env` is its whole environment (default: this process's). `stdout` and `stderr` are open
+        `env` is its entire environment (default: this process's). `stdout` and `stderr` are open
         descriptors or files; stdin is empty. Working folder, sys.path, sys.argv and umask are this
         process's. The child leads its own process group and its exit code is 0, the argument of
         sys.exit, or 1 after another exception, whose traceback goes to its stderr.
@@ -113,29 +144,21 @@ class ForkServer:
         reference = target if isinstance(target, EntryPoint) else EntryPoint.of(target)
         umask = os.umask(0o077)
         os.umask(umask)
-        request = ForkRequest(
-            target=reference,
-            args=pack(args),
-            env=dict(os.environ if env is None else env),
-            cwd=str(Path.cwd()),
-            sys_path=tuple(_absolute_path()),
-            argv=tuple(sys.argv),
-            umask=umask,
-        )
+        place = dict(os.environ if env is None else env), str(Path.cwd())
+        search, argv = tuple(_absolute_path()), tuple(sys.argv)
+        request = ForkRequest(reference, pack(args), *place, search, argv, umask)
         fds = [f if isinstance(f, int) else f.fileno() for f in (stdout, stderr)]
-        mine, theirs = Channel.pair() if with_channel else (None, None)
-        if theirs is not None:
-            fds.append(theirs.fileno())
-        try:
-            pid = self._fork(request, fds)
-        except BaseException:
-            if mine is not None:
+        if not with_channel:
+            pid, mine = self._fork(request, fds), None
+        else:
+            mine, theirs = Channel.pair()
+            try:
+                pid = self._fork(request, [*fds, theirs.fileno()])
+            except BaseException:
                 mine.close()
-            raise
-        finally:
-            if theirs is not None:
+                raise
+            finally:
                 theirs.close()
-        if mine is not None:
             self._channels.append(mine)
         child = self._running[pid] = ForkedChild(self, pid, mine)
         return child
@@ -153,15 +176,15 @@ class ForkServer:
         messages, open_ = self._start().recv_ready()
         for message in messages:
             if isinstance(message, Exited):
-                self._record(message)
+                self._running.pop(message.pid).exit = message
         if not open_:
             raise LaunchError(self._death())
 
-    def signal(self, child: ForkedChild, signum: int) -> None:
-        """As `ForkedChild.signal`. The server sends it: only it knows whose the pid still is."""
-        if self._channel is not None and child.exit is None:
+    def request(self, message: SignalRequest) -> None:
+        """Send it, if the server is still there."""
+        if self._channel is not None:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                self._channel.send(SignalRequest(child.pid, signum))
+                self._channel.send(message)
 
     def close(self) -> None:
         """Kill all children and the server, and wait until they are gone. Harmless twice."""
@@ -171,7 +194,7 @@ class ForkServer:
         self._channel.close()
         try:
             self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:  # somebody stopped it; its children die with it
+        except subprocess.TimeoutExpired:  # someone stopped it; its children die with it
             self._process.kill()
             self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)  # if the server was killed
@@ -184,12 +207,7 @@ class ForkServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _start(self) -> Channel:
@@ -226,16 +244,13 @@ class ForkServer:
         try:
             channel.send(request, fds)
             while isinstance(answer := channel.recv(), Exited):
-                self._record(answer)
+                self._running.pop(answer.pid).exit = answer
         except (EOFError, ConnectionError) as error:
             raise LaunchError(self._death()) from error
-        if isinstance(answer, ForkRefused):
-            raise LaunchError(f"cannot start {request.target} by fork: {answer.reason}")
-        assert isinstance(answer, Forked)
+        assert isinstance(answer, ForkReply)
+        if answer.refused:
+            raise LaunchError(f"cannot start {request.target} by fork: {answer.refused}")
         return answer.pid
-
-    def _record(self, exited: Exited) -> None:
-        self._running.pop(exited.pid).exit = exited
 
     def _death(self) -> str:
         code = self._process.wait() if self._process is not None else None

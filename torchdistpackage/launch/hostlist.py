@@ -92,10 +92,8 @@ def _expand_one(text: str, host: str, *, room: int) -> list[str]:
         _refuse(text, f"{_short(rest)} follows the last bracket of {_short(host)}")
     prefixes = pieces[0::2]
     brackets = [_ranges(text, inside) for inside in pieces[1::2]]
-    if (
-        sum(map(len, prefixes)) + sum(max(w for _, _, w in ranges) for ranges in brackets)
-        > MAX_NAME
-    ):
+    widths = [max(width for _, _, width in ranges) for ranges in brackets]
+    if sum(map(len, prefixes)) + sum(widths) > MAX_NAME:
         _refuse(text, f"it has host names of more than {MAX_NAME} characters")
     size = math.prod(sum(hi - lo + 1 for lo, hi, _ in ranges) for ranges in brackets)
     if size > room:

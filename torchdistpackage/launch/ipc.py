@@ -1,8 +1,7 @@
 """Messages between a process and the children it started: framed pickles over a private socket.
 
-One rule: a pickle travels only over a socket pair whose both ends this program made itself, never
-over a file or an address that somebody else could write to. This file is the one place that reads
-pickles, and `ForkRequest` and its answers are all that a fork server understands.
+A pickle travels only over a socket pair whose both ends this program made itself, never over a file
+or an address that others could write to. This file is the one place that reads pickles.
 """
 
 from __future__ import annotations
@@ -12,56 +11,9 @@ import pickle
 import socket
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from torchdistpackage.launch.entrypoint import EntryPoint
-
-_LENGTH = struct.Struct("!Q")
+_LENGTH, _FD = struct.Struct("!Q"), struct.Struct("i")
 _MAX_FDS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class ForkRequest:
-    """Client to server: fork, become this, call the target; with stdout, stderr[, channel]."""
-
-    target: EntryPoint
-    args: bytes  # a pickled tuple, which only the child opens
-    env: dict[str, str]
-    cwd: str
-    sys_path: tuple[str, ...]
-    argv: tuple[str, ...]
-    umask: int
-
-
-@dataclass(frozen=True, slots=True)
-class SignalRequest:
-    """Client to server: signal a child, if it is still there (SIGKILL reaches its whole group)."""
-
-    pid: int
-    signum: int
-
-
-@dataclass(frozen=True, slots=True)
-class Forked:
-    """Server to client: the child of the last request."""
-
-    pid: int
-
-
-@dataclass(frozen=True, slots=True)
-class ForkRefused:
-    """Server to client: no child was made, and why."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Exited:
-    """Server to client: a child is gone. `exit_code` is minus the signal when one killed it."""
-
-    pid: int
-    exit_code: int
-    time_s: float  # time.time() when the server saw it
 
 
 class _Unpickler(pickle.Unpickler):
@@ -84,11 +36,12 @@ def pack(message: object) -> bytes:
 
 
 class Channel:
-    """One end of a private stream socket that carries whole objects."""
+    """One end of a private stream socket that carries objects."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._received = bytearray()
+        self._fds: list[int] = []
 
     @staticmethod
     def pair() -> tuple[Channel, Channel]:
@@ -117,14 +70,11 @@ class Channel:
                 (TimeoutError).
         """
         data = pack(message)
-        head = _LENGTH.pack(len(data))
+        data = _LENGTH.pack(len(data)) + data
         self._socket.settimeout(timeout_s)
         try:
-            if fds:  # they arrive with the first byte, so the head alone carries them
-                socket.send_fds(self._socket, [head], list(fds))
-                self._socket.sendall(data)
-            else:
-                self._socket.sendall(head + data)
+            sent = socket.send_fds(self._socket, [data], list(fds)) if fds else 0
+            self._socket.sendall(data[sent:])
         finally:
             self._socket.settimeout(None)
 
@@ -138,19 +88,6 @@ class Channel:
             if not self._fill(0):
                 raise EOFError("the other end of this channel is closed")
         return unpack(data)
-
-    def recv_with_fds(self) -> tuple[object, list[int]]:
-        """The next object and the descriptors sent with it; not to be mixed with the others.
-
-        Raises:
-            EOFError: the peer is gone.
-        """
-        head, fds, _, _ = socket.recv_fds(
-            self._socket, _LENGTH.size, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
-        )
-        head += self._exactly(_LENGTH.size - len(head))
-        (length,) = _LENGTH.unpack(head)
-        return unpack(self._exactly(length)), fds
 
     def recv_ready(self) -> tuple[list[object], bool]:
         """All objects that have wholly arrived, and whether the peer may send more. Never waits.
@@ -168,12 +105,22 @@ class Channel:
             messages.append(unpack(data))
         return messages, open_
 
+    def take_fds(self) -> list[int]:
+        """The descriptors that came with the messages read so far, now the caller's to close."""
+        fds, self._fds = self._fds, []
+        return fds
+
     def _fill(self, flags: int) -> bool:
         try:
-            chunk = self._socket.recv(1 << 20, flags)
+            # not socket.recv_fds, which ignores its flags
+            chunk, ancillary, _, _ = self._socket.recvmsg(
+                1 << 20, socket.CMSG_LEN(_MAX_FDS * _FD.size), flags | socket.MSG_CMSG_CLOEXEC
+            )
         except ConnectionResetError:
             return False
         self._received += chunk
+        for _, _, fds in ancillary:
+            self._fds += [fd for (fd,) in _FD.iter_unpack(fds)]
         return bool(chunk)
 
     def _next_frame(self) -> bytes | None:
@@ -186,12 +133,3 @@ class Channel:
         data = bytes(self._received[_LENGTH.size : end])
         del self._received[:end]
         return data
-
-    def _exactly(self, num_bytes: int) -> bytes:
-        data = bytearray()
-        while len(data) < num_bytes:
-            chunk = self._socket.recv(num_bytes - len(data))
-            if not chunk:
-                raise EOFError("the other end of this channel is closed")
-            data += chunk
-        return bytes(data)

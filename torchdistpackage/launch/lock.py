@@ -1,9 +1,10 @@
 """A lock file that says who holds it, for folders that several machines share. No torch.
 
-Its holder touches it every HEARTBEAT_S, and the kernel locks it too where it can. One rule: the
-file of a holder that is gone (`holder.why_gone`) is taken away by the next process that wants it,
-so no kill and no crash leaves an obstacle; a holder that finds another's word in its file ends at
-once.
+Its holder touches it every HEARTBEAT_S, and the kernel locks it too where it can. A holder counts
+as gone only by proof (its process, its Slurm step or its job has ended, or it was this one's
+predecessor), or by silence: no heartbeat for STALE_S by the clock of the file system. Its file is
+taken away by the next process that wants it, so no kill and no crash leaves an obstacle; a holder
+that finds another's word in its file ends at once.
 
 The file appears with all that it says, by a hard link, which is atomic also where flock does
 nothing (Lustre, some NFS) or works between processes of one machine only.
@@ -11,38 +12,165 @@ nothing (Lustre, some NFS) or works between processes of one machine only.
 
 import contextlib
 import fcntl
+import json
 import logging
 import os
+import re
+import socket
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+from torchdistpackage.bounded import parse_json
 from torchdistpackage.errors import HeldError, LaunchError
 from torchdistpackage.launch.files import beside, make_folder, remove_empty
-from torchdistpackage.launch.holder import (
-    HEARTBEAT_S,
-    STALE_S,
-    LockHolder,
-    from_json,
-    this_process,
-    to_json,
-    why_gone,
-)
-from torchdistpackage.launch.slurm.query import Runner
+from torchdistpackage.launch.process import started_ticks
+from torchdistpackage.launch.slurm.query import Outcome, Runner, limited, query_jobs
+from torchdistpackage.launch.slurm_env import in_step
 
 log = logging.getLogger(__name__)
 
+HEARTBEAT_S = 10.0
+STALE_S = 60.0
+"""Without a heartbeat for so long a holder that nothing else is known of counts as gone."""
+ASK_S = 5.0
+"""For Slurm's answer, of which a start must not depend."""
 LOST = 1
 """Exit code of a holder whose lock was given to another."""
 _PATIENCE_S = 5.0
 """For others that are taking the same file away at this moment."""
 _RETRY_S = 0.05
 _MAX_BYTES = 1 << 14
+_IS_ID = re.compile(r"\d*")
 _HANDLES: set[int] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class LockHolder:
+    """What a lock file says.
+
+    doing: in words. boot, namespace, born: the kernel's boot, the namespace of `pid` and when the
+    process was started, in clock ticks since that boot. job, restart, step: of Slurm, "" without;
+    batch: the steps of that job run one after the other. elastic, round: id and restart of
+    torchrun. flocked: the file is locked by the kernel as well. token: of this lock alone.
+    """
+
+    doing: str
+    host: str
+    boot: str
+    namespace: int
+    pid: int
+    born: int
+    time_s: float
+    job: str
+    restart: int
+    step: str
+    batch: bool
+    elastic: str
+    round: int
+    flocked: bool
+    token: str
+
+    def __str__(self) -> str:
+        job = f"job {self.job}{f'.{self.step}' if self.step else ''} of Slurm, " if self.job else ""
+        since = time.strftime("%d %b %H:%M:%S", time.localtime(self.time_s))
+        return f"{self.doing} on {self.host} ({job}process {self.pid}, since {since})"
+
+    @property
+    def advice(self) -> str:
+        """How to end it."""
+        kill = f"`kill {self.pid}` on {self.host}"
+        return f"{f'`scancel {self.job}`' if self.job else kill} ends it"
+
+
+def this_process(doing: str, env: Mapping[str, str]) -> LockHolder:
+    """What this process would write into a lock file; not flocked yet."""
+    boot, namespace = "", 0
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        namespace = Path("/proc/self/ns/pid").stat().st_ino
+    elastic = env.get("TORCHELASTIC_RUN_ID", "")
+
+    def number(name: str) -> int:
+        text = env.get(name, "")
+        return int(text) if text.isdecimal() else 0
+
+    pid, job = os.getpid(), env.get("SLURM_JOB_ID", "")
+    step = env.get("SLURM_STEP_ID", "") if job and in_step(env) else ""
+    return LockHolder(
+        *(doing, socket.gethostname(), boot, namespace, pid, started_ticks(pid) or 0, time.time()),
+        *(job, number("SLURM_RESTART_COUNT"), step, bool(env.get("TDP_BATCH"))),
+        *("" if elastic == "none" else elastic, number("TORCHELASTIC_RESTART_COUNT")),
+        flocked=False,
+        token=uuid.uuid4().hex,
+    )
+
+
+def to_json(holder: LockHolder) -> str:
+    return json.dumps(asdict(holder)) + "\n"
+
+
+def from_json(text: str) -> LockHolder | None:
+    """Back from `to_json`; None of what is none, or not complete yet."""
+    try:
+        holder = LockHolder(**parse_json(text))
+    except (ValueError, TypeError):
+        return None
+    typed = all(type(getattr(holder, field.name)) is field.type for field in fields(LockHolder))
+    return holder if typed and all(map(_IS_ID.fullmatch, (holder.job, holder.step))) else None
+
+
+def _why_gone(
+    holder: LockHolder | None, own: LockHolder, silent_s: float, freed: bool, runner: Runner | None
+) -> str:
+    """Why the holder writes no more; "" if it may.
+
+    own: the process that asks. silent_s: since the holder's last heartbeat. freed: the kernel no
+    longer locks the file.
+    """
+    silent = f"it gave no sign of life for {silent_s:.0f} s" if silent_s > STALE_S else ""
+    if holder is None:
+        return silent
+    if _precedes(holder, own):
+        return "it was an earlier start of the same"
+    if holder.boot and holder.boot == own.boot:
+        if holder.namespace == own.namespace:
+            return "" if started_ticks(holder.pid) == holder.born else "its process is gone"
+        if holder.flocked:
+            return "its process is gone" if freed else ""
+    # outside of a step a process may outlive its job, as under salloc
+    word = _slurm_says(holder, own, runner or limited(ASK_S)) if holder.step else ""
+    return "" if word is None else word or silent
+
+
+def _precedes(holder: LockHolder, own: LockHolder) -> bool:
+    """Whether what started `own` has ended `holder` before."""
+    if holder.job and holder.job == own.job:
+        if own.restart != holder.restart:
+            return own.restart > holder.restart
+        both = own.step.isdecimal() and holder.step.isdecimal() and own.batch and holder.batch
+        return both and int(own.step) > int(holder.step)
+    return bool(holder.elastic) and holder.elastic == own.elastic and own.round > holder.round
+
+
+def _slurm_says(holder: LockHolder, own: LockHolder, runner: Runner) -> str | None:
+    """Why the holder's step is over; None if it is not, "" if no one knows."""
+    try:
+        if holder.job == own.job:
+            ran = runner(["squeue", "-h", "-s", "-j", holder.job, "-o", "%i"])
+            if ran.code:
+                return ""
+            live = f"{holder.job}.{holder.step}" in ran.out.split()
+            return None if live else f"step {holder.job}.{holder.step} is over"
+        info = query_jobs([holder.job], runner, since_s=holder.time_s).jobs[holder.job]
+    except LaunchError:
+        return ""
+    alive = None if info.outcome is Outcome.ALIVE else ""
+    return f"job {holder.job} is {info.state}" if info.ended else alive
 
 
 class Lock:
@@ -63,46 +191,40 @@ class Lock:
         self._released.set()
         with self._beating:  # or a heartbeat would make the file anew
             take_away(self.path, self._own, by_force=True)
-        close(self._handle)
+        _close(self._handle)
         remove_empty(self._made)
-
-    def beat(self) -> LockHolder | None:
-        """One heartbeat; who has the lock now, if it is another."""
-        try:
-            found, _ = read(self.path)
-            if found is not None and found.token != self._own.token:
-                return found
-            os.utime(self.path)
-        except FileNotFoundError:  # removed by hand
-            with contextlib.suppress(OSError):
-                close(create(self.path, self._own))
-        except OSError:  # the file system is away, and nobody else writes to it either
-            pass
-        return None
 
     def _beat(self) -> None:
         while not self._released.wait(HEARTBEAT_S):
             with self._beating:
-                other = None if self._released.is_set() else self.beat()
-            if other is not None:
-                sys.stderr.write(
-                    f"{self.path} is held by {other} now: this process was silent for too long, or "
-                    f"the file was removed; it ends here and writes no more\n"
-                )
-                sys.stderr.flush()
-                os._exit(LOST)
+                if self._released.is_set():
+                    return
+                try:
+                    with self.path.open("rb") as file:
+                        found = from_json(file.read(_MAX_BYTES).decode(errors="replace"))
+                    if found and found.token != self._own.token:
+                        break
+                    os.utime(self.path)
+                except FileNotFoundError:  # removed by hand
+                    with contextlib.suppress(OSError):
+                        _close(_create(self.path, self._own))
+                except OSError:  # the file system is away, and no other writes to it either
+                    pass
+        else:
+            return
+        sys.stderr.write(
+            f"{self.path} is held by {found} now: this process was silent for too long, or the "
+            f"file was removed; it ends here and writes no more\n"
+        )
+        sys.stderr.flush()
+        os._exit(LOST)
 
 
-@contextmanager
+@contextlib.contextmanager
 def hold(
     path: Path, doing: str, env: Mapping[str, str] | None = None, runner: Runner | None = None
 ) -> Generator[Lock]:
-    """Hold the lock file `path`, with heartbeats; others are told that `doing` is under way.
-
-    Raises:
-        HeldError: somebody else holds it.
-        LaunchError: it cannot be made.
-    """
+    """Hold the lock file `path`, with heartbeats; raises as `take`."""
     lock = take(path, doing, env, runner)
     lock.keep()
     try:
@@ -116,8 +238,10 @@ def take(
 ) -> Lock:
     """Take the lock without heartbeats, for a process that has yet to fork.
 
+    doing: what others see is under way.
+
     Raises:
-        HeldError: somebody else holds it; names who, since when, and how to end it.
+        HeldError: another process holds it; names it, since when, and how to end it.
         LaunchError: the file cannot be made.
     """
     own = this_process(doing, os.environ if env is None else env)
@@ -126,34 +250,31 @@ def take(
         made = make_folder(path.parent)
         while True:
             try:
-                return Lock(path, own, create(path, own), made)
+                return Lock(path, own, _create(path, own), made)
             except FileExistsError:
                 _make_way(path, own, runner)
             except FileNotFoundError:  # the one before us has just taken the folder away
                 made += make_folder(path.parent)
-    except OSError as error:
+    except BaseException as error:
         remove_empty(made)
+        if not isinstance(error, OSError):
+            raise
         raise LaunchError(
             f"{doing}: the lock {path} cannot be made: {error.strerror}; it needs room there and "
             f"the right to write, or another run.dir"
         ) from error
-    except BaseException:
-        remove_empty(made)
-        raise
 
 
 def holder_of(
     path: Path, env: Mapping[str, str] | None = None, runner: Runner | None = None
 ) -> LockHolder | None:
-    """Who holds the lock and may still write; None if nobody does."""
-    try:
-        found, silent_s = read(path)
-    except OSError:
-        return None
+    """The holder of the lock, if it may still write."""
     own = this_process("a look", os.environ if env is None else env)
-    if found is None or why_gone(found, own, silent_s, is_free(path), runner):
-        return None
-    return found
+    with contextlib.suppress(OSError):
+        found, silent_s, freed = _read(path)
+        if not _why_gone(found, own, silent_s, freed, runner):
+            return found
+    return None
 
 
 def _make_way(path: Path, own: LockHolder, runner: Runner | None) -> None:
@@ -163,65 +284,42 @@ def _make_way(path: Path, own: LockHolder, runner: Runner | None) -> None:
         HeldError: it may still write.
     """
     try:
-        found, silent_s = read(path)
+        found, silent_s, freed = _read(path)
     except FileNotFoundError:
         return
-    if found is not None:
-        why = why_gone(found, own, silent_s, is_free(path), runner)
-    else:
-        why = f"it says nothing for {silent_s:.0f} s" if silent_s > STALE_S else ""
+    why = _why_gone(found, own, silent_s, freed, runner)
     if not why:
-        raise _held(path, own, found, silent_s)
+        ways = [found.advice] if found else []
+        if found is None or found.boot != own.boot:
+            ways.append(f"if it is gone, that counts after {STALE_S:.0f} s without a heartbeat")
+        raise HeldError(
+            f"{own.doing} is under way elsewhere: {path} is held by {found or 'another process'}, "
+            f"last heartbeat {max(silent_s, 0):.0f} s ago; {'; '.join(ways)}; or use another "
+            f"run.name"
+        )
     log.info("%s was left by %s: %s", path, found, why)
     until_s = time.monotonic() + _PATIENCE_S
     while not take_away(path, found, by_force=time.monotonic() > until_s):
         time.sleep(_RETRY_S)
 
 
-def _held(path: Path, own: LockHolder, found: LockHolder | None, silent_s: float) -> HeldError:
-    who = "somebody who has not said who it is" if found is None else str(found)
-    ways = [] if found is None else [found.advice]
-    if found is None or found.boot != own.boot:
-        ways.append(f"if it is gone, it counts as such after {STALE_S:.0f} s without a heartbeat")
-    return HeldError(
-        f"{own.doing} is under way elsewhere: {path} is held by {who}, last heartbeat "
-        f"{max(silent_s, 0):.0f} s ago; {'; '.join(ways)}; or use another run.name"
-    )
-
-
-def _close_in_child() -> None:
-    """A fork that outlives the holder must not keep its lock in the kernel."""
-    for handle in _HANDLES:
-        with contextlib.suppress(OSError):
-            os.close(handle)
-    _HANDLES.clear()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
-
-
-def create(path: Path, own: LockHolder) -> int:
+def _create(path: Path, own: LockHolder) -> int:
     """Make the file appear with all that it says; its handle, locked by the kernel if it can be.
 
     Raises:
-        FileExistsError: somebody else's is there.
+        FileExistsError: another's is there.
     """
     draft = beside(path)
     handle = _write(draft, own)
     try:
-        try:
-            os.link(draft, path)
-        except FileExistsError:
-            if os.fstat(handle).st_nlink != 2:  # else NFS lost the answer and asked again
-                raise
-        except FileNotFoundError:
+        os.link(draft, path)
+    except BaseException as error:
+        if isinstance(error, FileExistsError) and os.fstat(handle).st_nlink == 2:
+            return handle  # NFS lost the answer and asked again
+        _close(handle)
+        if not isinstance(error, OSError) or isinstance(error, FileExistsError | FileNotFoundError):
             raise
-        except OSError:  # no hard links here: the file is there before its content
-            close(handle)
-            handle = _write(path, own)
-    except BaseException:
-        close(handle)
-        raise
+        return _write(path, own)  # no hard links here: the file is there before its content
     finally:
         draft.unlink(missing_ok=True)
     return handle
@@ -234,17 +332,22 @@ def _write(path: Path, own: LockHolder) -> int:
         os.write(handle, to_json(replace(own, flocked=_flock(handle) is True)).encode())
         os.fsync(handle)
     except BaseException:
-        close(handle)
+        _close(handle)
         path.unlink(missing_ok=True)
         raise
     return handle
 
 
-def close(handle: int) -> None:
-    """Close the handle of `create`, and with it the kernel's lock."""
-    if handle in _HANDLES:
+def _close(*handles: int) -> None:
+    """Close handles of `_create`, and with them the kernel's locks."""
+    for handle in _HANDLES.intersection(handles):
+        with contextlib.suppress(OSError):
+            os.close(handle)
         _HANDLES.discard(handle)
-        os.close(handle)
+
+
+# A fork that outlives the holder must not keep its lock in the kernel.
+os.register_at_fork(after_in_child=lambda: _close(*_HANDLES))
 
 
 def _flock(handle: int) -> bool | None:
@@ -258,41 +361,23 @@ def _flock(handle: int) -> bool | None:
     return True
 
 
-def is_free(path: Path) -> bool:
-    """Whether no living process has the kernel's lock, as far as the kernel can say."""
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        return _flock(handle) is True
-    finally:
-        os.close(handle)
-
-
-def read(path: Path) -> tuple[LockHolder | None, float]:
-    """What it says, None of what is no whole record, and seconds since the last heartbeat.
+def _read(path: Path) -> tuple[LockHolder | None, float, bool]:
+    """What it says, None if it is incomplete; seconds since the last heartbeat; and whether the
+    kernel locks it no more.
 
     By the file system's clock, which all machines share; the file is opened, because NFS shows
     what is new only then.
     """
     with path.open("rb") as file:
         found = from_json(file.read(_MAX_BYTES).decode(errors="replace"))
-        beaten_s = os.fstat(file.fileno()).st_mtime
-    return found, _now_s(path) - beaten_s
-
-
-def _now_s(path: Path) -> float:
-    clock = beside(path)
-    try:
+        beaten_s, freed = os.fstat(file.fileno()).st_mtime, _flock(file.fileno()) is True
+    now_s, clock = time.time(), beside(path)
+    with contextlib.suppress(OSError):  # may only look
         with clock.open("xb") as file:
             file.write(b"1")
-        return clock.stat().st_mtime
-    except OSError:  # may only look
-        return time.time()
-    finally:
-        with contextlib.suppress(OSError):
-            clock.unlink()
+        now_s = clock.stat().st_mtime
+        clock.unlink()
+    return found, now_s - beaten_s, freed
 
 
 def take_away(path: Path, holder: LockHolder | None, *, by_force: bool) -> bool:
@@ -301,20 +386,12 @@ def take_away(path: Path, holder: LockHolder | None, *, by_force: bool) -> bool:
     by_force: also if the kernel says that it is locked, which may be our own lock, or one that an
     NFS server keeps for a machine that is gone.
     """
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return True
-    try:
-        is_busy = not by_force and _flock(handle) is False
-        found = from_json(os.pread(handle, _MAX_BYTES, 0).decode(errors="replace"))
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        is_busy = not by_force and _flock(file.fileno()) is False
+        found = from_json(file.read(_MAX_BYTES).decode(errors="replace"))
         same = found is None if holder is None else found and found.token == holder.token
         if is_busy:
-            return not same  # else it is the file of whoever was faster, and stays
-        if same and os.fstat(handle).st_ino == path.stat().st_ino:
+            return not same  # else it is the file of the process that was faster, and stays
+        if same and os.fstat(file.fileno()).st_ino == path.stat().st_ino:
             path.unlink()
-    except FileNotFoundError:
-        pass
-    finally:
-        os.close(handle)
     return True

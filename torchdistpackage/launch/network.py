@@ -1,12 +1,11 @@
 """Which network card of this node the ranks talk over, and what this node says of its network.
 
 The card is the one by which rank 0's host is known, so that all nodes choose the same network
-without asking each other; where two would do equally well there is an answer only from the user.
-What the user set in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME stands. The choice is pure: the
-addresses are arguments.
+without asking each other; where two would do equally well the user has to say. What the user set in
+GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME stands. The choice is pure: the addresses are arguments.
 
-They are read by questions to the kernel and the resolver only, no process is started, and what
-cannot be found out is empty rather than an error: the choice says what is missing.
+They are read from the kernel and the resolver, no process is started, and what cannot be found out
+is empty rather than an error: the choice says what is missing.
 """
 
 import re
@@ -107,11 +106,12 @@ def choose_interface(
         (f"the only one that is up (master {goal})", usable),
     )
     for reason, found in rules:
-        best = found if _same_interface(found) else [a for a in found if a.ip.ip == source]
-        if _same_interface(best):
+        names = {a.interface for a in found}
+        best = found if len(names) == 1 else [a for a in found if a.ip.ip == source]
+        if len({a.interface for a in best}) == 1:
             return InterfaceChoice(best[0].interface, str(best[0].ip.ip), reason)
         if found:
-            _refuse(goal, f"{len({a.interface for a in found})} interfaces fit equally well", every)
+            _refuse(goal, f"{len(names)} interfaces fit equally well", every)
     return _refuse(goal, "no interface of this node is known to lead there", every)
 
 
@@ -122,7 +122,7 @@ def configure_network(
     *,
     own: str | None = None,
 ) -> Network:
-    """What gloo and NCCL must be told on a node with `addresses`, given what the user told them.
+    """What gloo and NCCL must be given on a node with `addresses`, given what the user set.
 
     A variable that is not set follows the one that is; if neither is, `choose_interface` answers.
 
@@ -143,8 +143,8 @@ def configure_network(
     choice = choose_interface(allowed, master, own=own)
     among = f", among those of {shown}" if users else ""
     # "=": NCCL reads a bare name as the beginning of names, so that eth1 would also be eth10
-    told = ((GLOO, choice.name), (NCCL, f"={choice.name}"))
-    return Network(told[: 2 - len(users)], f"network: {choice}{among}")
+    variables = ((GLOO, choice.name), (NCCL, f"={choice.name}"))
+    return Network(variables[: 2 - len(users)], f"network: {choice}{among}")
 
 
 def users_interfaces(
@@ -178,13 +178,13 @@ def _read_gloo(value: str, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _read_nccl(value: str, names: Sequence[str]) -> tuple[str, ...]:
-    """The interfaces NCCL takes: `^` leaves out, `=` wants whole names, else beginnings do."""
+    """The interfaces NCCL takes: `^` leaves out, `=` wants full names, else beginnings do."""
     text = value.removeprefix("^")
-    leave_out, whole = text != value, text.startswith("=")
+    leave_out, exact = text != value, text.startswith("=")
     wanted = [part for part in text.removeprefix("=").split(",") if part]
 
     def is_meant(name: str) -> bool:
-        return any(name == part if whole else name.startswith(part) for part in wanted)
+        return any(name == part if exact else name.startswith(part) for part in wanted)
 
     return tuple(name for name in names if is_meant(name) != leave_out)
 
@@ -212,16 +212,9 @@ def _left_out(address: Address) -> str | None:
     return None
 
 
-def _same_interface(addresses: Sequence[Address]) -> bool:
-    return len({a.interface for a in addresses}) == 1
-
-
 def _listed(addresses: Iterable[Address]) -> str:
-    def told(address: Address) -> str:
-        why = _left_out(address)
-        return f"{address}" if why is None else f"{address}, {why}"
-
-    return "; ".join(map(told, addresses)) or "none"
+    shown = [f"{a}, {why}" if (why := _left_out(a)) else f"{a}" for a in addresses]
+    return "; ".join(shown) or "none"
 
 
 def _refuse(goal: object, why: str, addresses: Iterable[Address]) -> InterfaceChoice:
@@ -277,10 +270,11 @@ def master_address(env: Mapping[str, str], host: str, *, rank: int, here: bool) 
     if outside:
         own = {str(address.ip.ip) for address in read_addresses()} if here else set[str]()
         return next((address for address in outside if address in own), outside[0])
-    told_so = env.get(GLOO) in LOOPBACK_NAMES
-    if found and told_so:
+    is_allowed = env.get(GLOO) in LOOPBACK_NAMES
+    if found and is_allowed:
         return found[0]
-    if not found or (here and host != "localhost" and not _is_address(host)):
+    # a numeric address is what it resolves to
+    if not found or (here and host not in ("localhost", *found)):
         return None
     name = socket.gethostname()
     said = hosts_lines(host)
@@ -315,14 +309,6 @@ def hosts_lines(name: str, path: Path = Path("/etc/hosts")) -> tuple[str, ...]:
         for i, line in enumerate(lines, 1)
         if name in line.partition("#")[0].split()[1:]
     )
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ip_interface(host)
-    except ValueError:
-        return False
-    return True
 
 
 def _dump(kind: int) -> Iterator[bytes]:

@@ -1,14 +1,14 @@
-"""Who am I among how many, and where do we meet: read from the variables a launcher set.
+"""This process's rank and the meeting point of all, read from the variables that a launcher set.
 
-The one rule: one launcher answers, the first of `LAUNCHERS` that recognises its variables,
-and it answers in full or raises; numbers of two launchers are never mixed. The inner one comes
-first: torchrun inside srun beats Slurm, a step beats its job. Whatever started one process
-of many says so in its variables, so a process that nobody claims runs alone and waits for none.
+One launcher answers, the first of `LAUNCHERS` that recognises its variables, and it answers in full
+or raises; numbers of two launchers are never mixed. The inner one comes first: torchrun inside srun
+beats Slurm, a step beats its job. A process that no launcher claims runs alone and waits for none.
 
 Pure: the environment is an argument, no process is started, nothing is looked up.
 """
 
 import hashlib
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Rendezvous:
     """One process's place and the meeting point, equal on all ranks but for the place.
 
     ports: TCP ports at `address` (rank 0's host) to try in this order; empty where `store`
-        serves instead or nobody else comes.
+        serves instead or no one else comes.
     token: equal on the ranks of one start, different between jobs, steps and restarts.
     source: "local", "torchrun", "environment" (variables set by hand), "slurm" or "alone".
     store: path of a file store, if this package's own starter made the processes.
@@ -80,12 +80,10 @@ def detect(env: Env) -> Rendezvous:
 
 def candidate_ports(token: str) -> tuple[int, ...]:
     """16 different ports from 20000 to 29999 that all holders of `token` try in this order."""
+    draws = (int(_digest(token, draw), 16) for draw in itertools.count())
     ports: dict[int, None] = {}
-    draw = 0
     while len(ports) < NUM_PORTS:
-        number = int(_digest(token, draw), 16)
-        ports[_FIRST_PORT + number % (_LAST_PORT - _FIRST_PORT + 1)] = None
-        draw += 1
+        ports[_FIRST_PORT + next(draws) % (_LAST_PORT - _FIRST_PORT + 1)] = None
     return tuple(ports)
 
 
@@ -138,7 +136,7 @@ def _torchrun(env: Env) -> Rendezvous | None:
         "as one process",
     )
     if not local:
-        # Told nothing about the node: all ranks are here if rank 0 is, else each has its own.
+        # Without knowledge of the node: all ranks are here if rank 0 is, else each has its own.
         everyone = (_integer(env, "LOCAL_RANK", default=rank), world_size)
         local = everyone if same_host else (0, 1)
     local_rank, local_world_size = local
@@ -180,11 +178,8 @@ def _slurm(env: Env) -> Rendezvous | None:
             f"but SLURM_STEP_NUM_TASKS={world_size} and SLURM_NODEID={node}; pass on all of "
             f"srun's variables or none"
         )
-    if (
-        len(counts) > 1
-        and env.get("SLURM_DISTRIBUTION") == "arbitrary"
-        and "MASTER_ADDR" not in env
-    ):
+    arbitrary = env.get("SLURM_DISTRIBUTION") == "arbitrary"
+    if len(counts) > 1 and arbitrary and "MASTER_ADDR" not in env:
         raise LaunchError(
             f"Slurm step {job}.{step}: with SLURM_DISTRIBUTION=arbitrary rank 0 may be on any of "
             f"the {len(counts)} nodes; set MASTER_ADDR to the first host of your host file"
@@ -208,7 +203,7 @@ def _slurm(env: Env) -> Rendezvous | None:
 
 
 def _single(env: Env) -> Rendezvous:
-    """One process, with a note where somebody might have expected more."""
+    """One process, with a note where someone might have expected more."""
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if (size := _integer(env, name, default=1)) > 1:
             raise LaunchError(

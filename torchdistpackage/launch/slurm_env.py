@@ -1,15 +1,37 @@
-"""Whether this process is a task of a Slurm step, and which host runs which task of it.
+"""Slurm's variables: whether this process is a task of a step, and what a new job may not inherit.
 
-The one rule: only srun makes tasks. sbatch and salloc pass on what they find in their caller's
-environment, so in a job that was submitted from inside a step that step's variables stand
-beside the new job's own; they count only where nothing contradicts them.
+Only srun makes tasks. sbatch and salloc pass on what they find in their caller's environment, so in
+a job that was submitted from inside a step that step's variables stand next to the new job's own;
+they count only where nothing contradicts them. A job that we submit gets none of them: what another
+job, step or launcher said of itself is not handed on, and all else is. The patterns are those of a
+shell's `case`, so that a batch script can follow the same rule.
 """
 
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 
 from torchdistpackage.launch.hostlist import expand, expand_counts
 
 Env = Mapping[str, str]
+
+KEPT = ("SLURM_CONF",)
+"""Where Slurm is found: without it nothing is."""
+
+RANKS = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+    *("TORCHELASTIC_*", "TDP_*", "PMI_*", "PMI2_*", "PMIX_*", "OMPI_*"),
+)
+"""By these a process takes itself for one of many."""
+
+SLURM = ("SLURM_*", "SLURMD_*", "SLURMCTLD_*", "SBATCH_*", "SRUN_*", "SALLOC_*", "SQUEUE_*")
+"""What Slurm says of a job, and options of its commands."""
+
+DEVICES = (
+    *("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES"),
+    *("HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
+)
+"""The devices of a job; outside of one they are the user's own choice."""
 
 # Slurm numbers what is not a srun step from here: batch script, interactive shell, external.
 _FIRST_RESERVED_STEP = 0xFFFF_FFF0
@@ -59,3 +81,19 @@ def hosts_of_ranks(env: Env, counts: Sequence[int], node: int) -> tuple[str, ...
     if other or env.get("SLURM_GTIDS") != here or len(hosts) != len(counts):
         return ()
     return tuple(host for host, count in zip(hosts, counts, strict=True) for _ in range(count))
+
+
+def scrub_slurm_env(env: Env) -> dict[str, str]:
+    """`env` as it is handed to sbatch, and to Slurm's other commands."""
+    in_job = "SLURM_JOB_ID" in env or "SLURM_JOBID" in env
+    patterns = (*RANKS, *SLURM, *(DEVICES if in_job else ()))
+    return {
+        name: value
+        for name, value in env.items()
+        if name in KEPT or not any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+
+
+def options_dropped(env: Env) -> tuple[str, ...]:
+    """Variables by which a user may have meant to choose options of sbatch, `NAME=value`."""
+    return tuple(f"{name}={env[name]}" for name in sorted(env) if name.startswith("SBATCH_"))

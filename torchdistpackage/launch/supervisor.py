@@ -1,15 +1,12 @@
 """A rank that a launcher started, watched by a process of its own: this one forks it and waits.
 
-A rank cannot say that it was killed, and a launcher only says that something ended. One rule: the
-parent imports nothing that can break (no torch), so it is there when the rank is not, and leaves
-one report per rank that failed, which says how.
+A rank cannot say that it was killed, and a launcher only says that something ended. The parent
+imports nothing that can break (no torch), so it is there when the rank is not, and leaves one
+report per rank that failed, which says how. Its output is the launcher's: all that rank 0 writes,
+and of the others what they failed of. Every rank's own output goes to a log of its own.
 
-The parent's output is the launcher's: all that rank 0 writes, and of the others what they failed
-of. Every rank's own output goes to a log of its own.
-
-While the rank is stopped (SIGSTOP, Ctrl-Z, a debugger) a note beside its report says so: of a rank
-that is alone on its host nothing else does, and by its silence alone it cannot be told from a host
-that is gone.
+While the rank is stopped (SIGSTOP, Ctrl-Z, a debugger) a note next to its report says so: by its
+silence alone it cannot be distinguished from a host that is gone.
 
 A rank that lost a peer which leaves no word keeps its task for a while, so that Slurm learns why.
 Only a rank whose own failure is the consequence of another's waits, and only while some rank has
@@ -19,17 +16,15 @@ waits one MessageTimeout. A node on which a task still runs confirms by a messag
 """
 
 import contextlib
-import ctypes
+import mmap
 import os
 import selectors
 import signal
-import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -38,13 +33,23 @@ from torchdistpackage.launch.failure import (
     Failure,
     FailureKind,
     from_exception,
+    from_exit,
     from_json,
     is_secondary,
+    read_failure,
     summary,
     to_json,
 )
 from torchdistpackage.launch.files import atomic_write, tail
-from torchdistpackage.launch.signals import STOPPED, SignalFlag, stopped
+from torchdistpackage.launch.process import (
+    STOPPED,
+    SignalFlag,
+    die_with_parent,
+    line_stream,
+    num_threads,
+    stopped,
+    thread_names,
+)
 
 HOLD_S = 30.0
 """The wait for word of a lost peer, in vain where no node is gone and that peer goes on."""
@@ -55,7 +60,6 @@ _SIGNAL_S = 0.1
 _LOOK_S = 1.0
 _SKEW_NS = 5 * 10**9
 """How much later than others this task may have been started; older reports are another step's."""
-_PR_SET_PDEATHSIG = 1
 _READ_BYTES = 1 << 16
 
 
@@ -63,8 +67,8 @@ _READ_BYTES = 1 << 16
 class WatchedRank:
     """What is watched: rank, its log, and the folder for reports of this start.
 
-    decision: file that says that the run has ended; whoever is told to end then, ends. num_ranks:
-    of this start, if a rank that lost a peer shall wait for word of it.
+    decision: file that says that the run has ended; a rank asked to end then, ends. num_ranks: of
+    this start, if a rank that lost a peer shall wait for word of it.
     """
 
     rank: int
@@ -84,74 +88,74 @@ class WatchedRank:
 def supervise(body: Callable[[], int], rank: WatchedRank, signals: SignalFlag) -> int:
     """Run `body` in a fork of this process; its exit code, 128 and the signal's number if killed.
 
-    `noted` listens already, and its handlers are the rank's too. What arrives here is passed on.
+    `signals` listen already, and their handlers are the rank's too. What arrives here is passed on.
 
     Raises:
         LaunchError: this process has threads, so it must not fork.
     """
-    if (num := len(list(Path("/proc/self/task").iterdir()))) > 1:
+    if (num := num_threads()) > 1:
         raise LaunchError(
-            f"this process has {num} threads ({[t.name for t in threading.enumerate()]}), and such "
-            f"a process must not fork a rank; start `tdp train` as a program of its own"
+            f"this process has {num} threads ({thread_names()}), and such a process must not fork "
+            f"a rank; start `tdp train` as a program of its own"
         )
     rank.log.parent.mkdir(parents=True, exist_ok=True)
     for stream in (sys.stdout, sys.stderr):  # or both processes would write it
         stream.flush()
     rank.log.touch()
-    before = rank.log.stat()
-    # By the clock of the file system, which all ranks share. A peer may fail before we have begun.
-    old_ns = before.st_mtime_ns - _SKEW_NS
-    earlier = {path: at_ns for path, at_ns in _reports(rank).items() if at_ns < old_ns}
-    # counted before the fork: what comes later is for the rank as well
-    watch = _RankSupervisor(rank, len(signals.all_received), earlier, before.st_size)
-    parent = os.getpid()
+    watch = _RankSupervisor(rank, signals)  # before the fork: what comes later is for the rank too
+    parent, has_returned = os.getpid(), mmap.mmap(-1, 1)  # shared with the fork
     read, write = os.pipe()
-    returned, returning = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(read)
-        os.close(returned)
-        _be_the_rank(body, rank, write, returning, parent)
+        _be_the_rank(body, rank, write, has_returned, parent)
     os.close(write)
-    os.close(returning)
     with rank.log.open("ab", buffering=0) as log, os.fdopen(read, "rb", 0) as output:
         os.set_blocking(output.fileno(), False)
-        status = watch.until_gone(pid, signals, output.fileno(), log.fileno())
-    with os.fdopen(returned, "rb", 0) as mark:
-        os.set_blocking(mark.fileno(), False)
-        has_returned = bool(mark.read(1))
-    code, failure = watch.last_words(status, has_returned)
-    if rank.num_ranks and failure is not None and is_secondary(failure):
+        status = watch.until_gone(pid, output.fileno(), log.fileno())
+    if status == 0 and has_returned[0]:
+        return 0
+    failure = watch.last_words(status)
+    if rank.num_ranks and is_secondary(failure):
         wait_for_word(rank.failures, rank.rank, rank.num_ranks, signals, rank.has_ended)
-    return code
+    return 128 - status if status < 0 else status or 1
 
 
-def _reports(place: WatchedRank) -> dict[Path, int]:
+def _reports(rank: WatchedRank) -> dict[Path, int]:
     """The other ranks' reports that are there and the decision, and when each was written."""
     found: dict[Path, int] = {}
-    decision = () if place.decision is None else (place.decision,)
-    for path in (*place.failures.glob("rank*.json"), *decision):
+    decision = () if rank.decision is None else (rank.decision,)
+    for path in (*rank.failures.glob("rank*.json"), *decision):
         with contextlib.suppress(OSError):
             found[path] = path.stat().st_mtime_ns
-    found.pop(place.report, None)
+    found.pop(rank.report, None)
     return found
 
 
 def _be_the_rank(
-    body: Callable[[], int], place: WatchedRank, out: int, returning: int, parent: int
+    body: Callable[[], int], rank: WatchedRank, out: int, has_returned: mmap.mmap, parent: int
 ) -> NoReturn:
-    """The forked process, up to its end."""
+    """The forked process, up to its end; `has_returned` is set when `body` returns."""
     code = 1
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(code)
-        os.environ["TDP_FAILURE"] = str(place.report)
+        die_with_parent(parent)
+        os.environ["TDP_FAILURE"] = str(rank.report)
         for fd in (1, 2):
             os.dup2(out, fd)
         os.close(out)
-        sys.stdout, sys.stderr = (os.fdopen(fd, "w", 1, closefd=False) for fd in (1, 2))
-        code = _ending(body, place, returning)
+        sys.stdout, sys.stderr = line_stream(1), line_stream(2)
+        try:
+            code = body()
+            has_returned[0] = 1
+        except BaseException as error:
+            if isinstance(error, SystemExit) and error.code in (None, 0):
+                code = 0
+            else:
+                if not isinstance(error, SystemExit):
+                    traceback.print_exc()
+                failure = from_exception(rank.rank, error)
+                _leave(rank, failure)
+                code = failure.exit_code or 1
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     finally:
@@ -159,51 +163,38 @@ def _be_the_rank(
         os._exit(code & 0xFF)
 
 
-def _ending(body: Callable[[], int], place: WatchedRank, returning: int) -> int:
-    """The exit code of `body`, whose failure is reported first; a mark says that it returned."""
+def _leave(rank: WatchedRank, failure: Failure) -> None:
+    """Without a place for the report the rank still ends as it should, and its log says how.
+
+    The report of a hang stays: what a rank raises after it is how the hang ends.
+    """
+    left = read_failure(rank.report)
+    if left is not None and left.kind is FailureKind.HUNG:
+        return
     try:
-        code = body()
-        os.write(returning, b"1")
-        return code
-    except SystemExit as end:
-        return _report(place, end) if end.code not in (None, 0) else 0
-    except BaseException as error:
-        traceback.print_exc()
-        return _report(place, error)
-
-
-def _report(place: WatchedRank, error: BaseException) -> int:
-    failure = from_exception(place.rank, socket.gethostname(), os.getpid(), time.time(), error)
-    _leave(place, failure)
-    return failure.exit_code or 1
-
-
-def _leave(place: WatchedRank, failure: Failure) -> None:
-    """Without a place for the report the rank still ends as it should, and its log says how."""
-    try:
-        atomic_write(place.report, to_json(failure))
+        atomic_write(rank.report, to_json(failure))
     except OSError as error:
-        sys.stderr.write(f"the report {place.report} cannot be written: {error}\n")
+        sys.stderr.write(f"the report {rank.report} cannot be written: {error}\n")
 
 
 class _RankSupervisor:
-    """The parent: copies output, passes signals on, ends a rank whose peers are gone.
+    """The parent: copies output, passes signals on, ends a rank whose peers are gone."""
 
-    While its rank is stopped a note says so.
-    """
-
-    def __init__(
-        self, place: WatchedRank, num_passed: int, earlier: dict[Path, int], start_bytes: int
-    ) -> None:
-        self._rank, self._num_passed, self._earlier = place, num_passed, earlier
-        self._start_bytes = start_bytes
+    def __init__(self, rank: WatchedRank, signals: SignalFlag) -> None:
+        self._rank, self._signals = rank, signals
+        self._num_passed = len(signals.all_received)
+        before = rank.log.stat()
+        self._log_start_bytes = before.st_size
+        # By the clock of the file system, which all ranks share. A peer may fail before we begin.
+        old_ns = before.st_mtime_ns - _SKEW_NS
+        self._earlier = {path: at_ns for path, at_ns in _reports(rank).items() if at_ns < old_ns}
         self._pid = 0
         self._look_s = self._state_s = 0.0
-        self._signals = ""
+        self._letter = ""
         self._kill_s = float("inf")
         self._ended_by_us = False
 
-    def until_gone(self, pid: int, noted: SignalFlag, output: int, log: int) -> int:
+    def until_gone(self, pid: int, output: int, log: int) -> int:
         """Wait for the rank; its exit code, minus the signal that killed it."""
         self._pid = pid
         status = None
@@ -216,12 +207,14 @@ class _RankSupervisor:
                 if not self._copy(output, log) and selector.get_map():
                     selector.unregister(output)
                     time.sleep(_POLL_S / 10)
-                self._look_around(noted)
-                self._note_state()
-                pid, raw = os.waitpid(self._pid, os.WNOHANG)
-                status = os.waitstatus_to_exitcode(raw) if pid else None
+                self._look_around()
+                if (now_s := time.monotonic()) >= self._state_s:
+                    self._state_s = now_s + _LOOK_S
+                    self._note_state(stopped(self._pid))
+                ended, raw = os.waitpid(self._pid, os.WNOHANG)
+                status = os.waitstatus_to_exitcode(raw) if ended else None
             self._copy(output, log)
-            self._say("")
+            self._note_state("")
         return status
 
     def _copy(self, output: int, log: int) -> bool:
@@ -237,12 +230,12 @@ class _RankSupervisor:
             if self._rank.rank == 0:
                 _write_all(1, data)
 
-    def _look_around(self, noted: SignalFlag) -> None:
-        received, now_s = noted.all_received, time.monotonic()
+    def _look_around(self) -> None:
+        received, now_s = self._signals.all_received, time.monotonic()
         while self._num_passed < len(received):
             self._kill(received[self._num_passed])
             self._num_passed += 1
-        # Told to end because a peer failed or has ended: what the rank waits for will not come.
+        # Asked to end because a peer failed or has ended: what the rank waits for will not come.
         if received and now_s >= self._look_s and self._kill_s == float("inf"):
             self._look_s = now_s + _LOOK_S
             if _reports(self._rank).items() - self._earlier.items():
@@ -251,50 +244,41 @@ class _RankSupervisor:
             self._ended_by_us = True
             self._kill(signal.SIGKILL)
 
-    def _note_state(self) -> None:
-        if (now_s := time.monotonic()) >= self._state_s:
-            self._state_s = now_s + _LOOK_S
-            self._say(stopped(self._pid))
-
-    def _say(self, letter: str) -> None:
-        if letter != self._signals:
+    def _note_state(self, letter: str) -> None:
+        if letter != self._letter:
             with contextlib.suppress(OSError):
                 note_stopped(self._rank.report, letter)
-                self._signals = letter
+                self._letter = letter
 
     def _kill(self, signum: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, signum)
 
-    def last_words(self, status: int, has_returned: bool) -> tuple[int, Failure | None]:
-        """Report how the rank ended, if it has not; the exit code to end with, and the report."""
-        if status == 0 and has_returned:
-            return 0, None
-        rank, host = self._rank.rank, socket.gethostname()
-        if self._rank.report.exists():
-            failure = from_json(self._rank.report.read_text(encoding="utf-8"))
+    def last_words(self, status: int) -> Failure:
+        """Report how the rank ended, if it has not itself."""
+        rank = self._rank
+        if rank.report.exists():
+            failure = from_json(rank.report.read_text(encoding="utf-8"))
         else:
-            kind = FailureKind.SIGNAL if status < 0 else FailureKind.EXIT
-            text = tail(self._rank.log, self._start_bytes)
-            detail = f"its last output ({self._rank.log}):\n{text}" if text else ""
+            text = tail(rank.log, self._log_start_bytes)
+            detail = f"its last output ({rank.log}):\n{text}" if text else ""
+            failure = from_exit(rank.rank, self._pid, status, time.time(), detail)
             if self._ended_by_us:
-                kind, detail = FailureKind.ENDED, ""
-            error = "" if status else "the process ended before its function returned"
-            failure = Failure(rank, host, self._pid, time.time(), kind, status, error, detail)
-            _leave(self._rank, failure)
+                failure = replace(failure, kind=FailureKind.ENDED, detail="")
+            _leave(rank, failure)
         sys.stderr.write(_spoken(failure) + "\n")
-        if not self._rank.log.exists():  # removed in mid-run, and with it what was said there
+        if not rank.log.exists():  # removed in mid-run, and with it what was said there
             with contextlib.suppress(OSError):
-                atomic_write(self._rank.log, f"{summary(failure)}\n{failure.detail}\n")
-        return (128 - status if status < 0 else status or 1), failure
+                atomic_write(rank.log, f"{summary(failure)}\n{failure.detail}\n")
+        return failure
 
 
 def _spoken(failure: Failure) -> str:
     """For the main log, where all ranks speak: consequences in a line, the rest in full."""
     head = f"rank {failure.rank} on {failure.host}: {summary(failure)}"
-    # what rank 0 wrote is in the main log already, but nobody writes a report of a hang
-    told = not failure.rank and failure.kind is not FailureKind.HUNG
-    if is_secondary(failure) or not failure.detail or told:
+    # what rank 0 wrote is in the main log already, but no one writes a report of a hang
+    reported = not failure.rank and failure.kind is not FailureKind.HUNG
+    if is_secondary(failure) or not failure.detail or reported:
         return head
     lines = failure.detail.splitlines()
     return "\n".join([head, *(f"[rank {failure.rank}] {line}" for line in lines)])
@@ -308,34 +292,31 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def note_stopped(report: Path, letter: str) -> None:
-    """Say beside the place of a rank's report that it is stopped, or with "" that it is not.
+    """Say next to a rank's report that the rank is stopped, or with "" that it is not.
 
     Raises:
         OSError: that cannot be written.
     """
+    note = report.with_suffix(".stopped")
     if letter:
-        atomic_write(_stopped_note(report), letter)
+        atomic_write(note, letter)
     else:
-        _stopped_note(report).unlink(missing_ok=True)
+        note.unlink(missing_ok=True)
 
 
 def noted_stopped(report: Path) -> str:
     """The letter that the watcher of the rank with that report has noted; "" if none."""
     with contextlib.suppress(OSError, ValueError):
-        letter = _stopped_note(report).read_text(encoding="utf-8")
+        letter = report.with_suffix(".stopped").read_text(encoding="utf-8")
         return letter if letter in STOPPED else ""
     return ""
-
-
-def _stopped_note(report: Path) -> Path:
-    return report.with_suffix(".stopped")
 
 
 def wait_for_word(
     failures: Path,
     rank: int,
     num_ranks: int,
-    noted: SignalFlag,
+    signals: SignalFlag,
     has_ended: Callable[[], bool],
     limit_s: float = HOLD_S,
 ) -> None:
@@ -345,7 +326,7 @@ def wait_for_word(
     """
     until_s = time.monotonic() + limit_s
     look_s, said = 0.0, False
-    while not noted.all_received and (now_s := time.monotonic()) < until_s:
+    while not signals.all_received and (now_s := time.monotonic()) < until_s:
         if now_s >= look_s:
             first, look_s = not look_s, now_s + _LOOK_S
             # names alone, since every rank looks

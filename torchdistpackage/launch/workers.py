@@ -1,7 +1,7 @@
-"""The one starter of local processes: fork, watch, and end them together.
+"""Ranks on this machine: forked from one server, watched, and ended together.
 
-One rule: the ranks live and die as one. The first failure ends all of them, the report names the
-rank that caused it, and whatever ends the caller, also SIGKILL, ends the ranks.
+The ranks live and die as one. The first failure ends all of them, the report names the rank that
+caused it, and whatever ends the caller, also SIGKILL, ends the ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import os
 import selectors
 import signal
-import socket
 import sys
 import threading
 import time
@@ -18,29 +17,135 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
+from typing import Self
 
 from torchdistpackage.errors import LaunchError, RankError
-from torchdistpackage.launch.entrypoint import EntryPoint
-from torchdistpackage.launch.failure import Failure, FailureKind, read_failure, report
+from torchdistpackage.launch.entrypoint import EntryPoint, Result, pack_arguments
+from torchdistpackage.launch.failure import (
+    Failure,
+    FailureKind,
+    from_exit,
+    read_failure,
+    report,
+)
 from torchdistpackage.launch.files import tail
 from torchdistpackage.launch.fork_server_client import ForkedChild, ForkServer
-from torchdistpackage.launch.ipc import unpack
-from torchdistpackage.launch.rank import Result, pack_arguments
+from torchdistpackage.launch.ipc import Channel, unpack
+from torchdistpackage.launch.rendezvous import detect
 
-# Wait after the first failure: peers of a dead rank may be quicker than the kernel to tell of it.
 NEWS_S = 0.3
+"""Wait after the first failure: peers of a dead rank may be quicker than the kernel."""
 _POLL_S = 0.1
+_RUN_RANK = "torchdistpackage.launch.entrypoint:run_rank"
+# A rank that trains imports all of these; the last when it makes its first optimizer.
+_PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
 
 
 @dataclass(slots=True)
-class _LocalRank:
+class LocalRank:
+    """The process of a rank. log: its output, from `log_start_bytes` on; None: the caller's."""
+
     rank: int
     child: ForkedChild
-    log: Path | None  # None: shares the caller's output
-    log_start_bytes: int
-    log_read_bytes: int
-    channel_open: bool = True
-    outcome: Result | Failure | None = None
+    channel: Channel
+    log: Path | None
+    log_start_bytes: int = 0
+
+    @property
+    def is_running(self) -> bool:
+        return self.child.exit is None
+
+    def exit_failure(self) -> Failure | None:
+        """How its process ended; None while it runs."""
+        gone = self.child.exit
+        return gone and from_exit(self.rank, gone.pid, gone.exit_code, gone.time_s)
+
+    def with_output(self, failure: Failure) -> Failure:
+        """A failure without a traceback is explained, if at all, by the last lines it wrote."""
+        if failure.detail or not self.log or not (text := tail(self.log, self.log_start_bytes)):
+            return failure
+        return replace(failure, detail=f"its last output ({self.log}):\n{text}")
+
+
+class WorkerGroup:
+    """Ranks forked from one server: started, heard, and ended together."""
+
+    def __init__(self, server: ForkServer) -> None:
+        self.server = server
+        self.ranks: list[LocalRank] = []
+
+    def start(
+        self,
+        target: str,
+        args: tuple[object, ...],
+        env: Mapping[str, str],
+        log: Path | None,
+    ) -> None:
+        """Start the next rank: `target(channel, *args)`, with its output appended to `log`."""
+        if not self.ranks:
+            self._selector = selectors.DefaultSelector()
+            self._selector.register(self.server, selectors.EVENT_READ)
+        with contextlib.ExitStack() as stack:
+            stdout, stderr, size = 1, 2, 0
+            if log is not None:
+                log.parent.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(log.open("ab"))
+                stdout = stderr = file.fileno()
+                size = file.tell()
+            child = self.server.spawn(
+                target, args, env=env, stdout=stdout, stderr=stderr, with_channel=True
+            )
+        assert child.channel is not None
+        worker = LocalRank(len(self.ranks), child, child.channel, log, size)
+        self.ranks.append(worker)
+        self._selector.register(worker.channel, selectors.EVENT_READ, worker)
+
+    def poll(self, timeout_s: float | None) -> list[tuple[int, object]]:
+        """What ranks have sent, each with its rank; waits for a message, an end or `timeout_s`.
+
+        Raises:
+            LaunchError: the server is gone, and all ranks with it.
+        """
+        self._selector.select(timeout_s)
+        self.server.reap()  # first: what a rank sent before it ended is then there to be read
+        found: list[tuple[int, object]] = []
+        for worker in [key.data for key in self._selector.get_map().values() if key.data]:
+            messages, open_ = worker.channel.recv_ready()
+            found += [(worker.rank, message) for message in messages]
+            if not open_:
+                self._selector.unregister(worker.channel)
+        return found
+
+    @property
+    def running(self) -> list[LocalRank]:
+        return [worker for worker in self.ranks if worker.is_running]
+
+    @property
+    def ended(self) -> set[int]:
+        """Ranks whose processes are gone."""
+        return {worker.rank for worker in self.ranks if not worker.is_running}
+
+    def signal(self, signum: int) -> None:
+        for worker in self.running:
+            worker.child.signal(signum)
+
+    def kill(self) -> None:
+        """End all ranks and wait until they are gone; new ones may be started then."""
+        self.signal(signal.SIGKILL)
+        with contextlib.suppress(LaunchError):  # gone with the server
+            while self.running:
+                self.poll(None)
+        for worker in self.ranks:
+            worker.channel.close()
+        if self.ranks:
+            self._selector.close()
+        self.ranks.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
 
 
 @dataclass(slots=True)
@@ -91,7 +196,7 @@ def run_local(
         MASTER_ADDR, TDP_STORE (a file to meet at) and TDP_FAILURE (for last words) come on top.
     log_dir: where ranks other than 0 write `rank<r>.restart<n>.log`, with n from TDP_RESTART;
         None: a temporary file, shown when it matters. Rank 0 writes to the caller's output.
-    grace_s: time from SIGTERM to SIGKILL, after a failure and when the caller is told to end.
+    grace_s: time from SIGTERM to SIGKILL, after a failure and when the caller is asked to end.
     on_line: called in this thread with (rank, line) for each line that ranks other than 0 write.
     handled: signals ("USR1", "TERM", ...) on which ranks return by themselves: passed on, without a
         grace period; only a second SIGTERM ends the ranks.
@@ -108,8 +213,7 @@ def run_local(
     signals = _Signals(tuple(signal.Signals[f"SIG{name}"] for name in handled))
     for stream in (sys.stdout, sys.stderr):  # what was written before must also come out before
         stream.flush()
-    with signals.caught(), ForkServer(preload) as server:
-        ranks: list[_LocalRank] = []
+    with signals.caught(), ForkServer(preload) as server, WorkerGroup(server) as group:
         for rank in range(num_procs):
             environment = {
                 "OMP_NUM_THREADS": "1",
@@ -123,13 +227,15 @@ def run_local(
                 "TDP_STORE": str(server.folder / "store"),
                 "TDP_FAILURE": str(server.folder / f"failure{rank}.json"),
             }
-            log = _log_path(log_dir or server.folder, rank, environment)
-            ranks.append(_start(server, reference, packed, rank, log, environment))
-        failures = _RankMonitor(server, ranks, signals, grace_s, on_line).until_gone()
-        failures = [_with_output(failure, ranks[failure.rank]) for failure in failures]
+            name = f"rank{rank}.restart{environment.get('TDP_RESTART', '0')}.log"
+            log = (log_dir or server.folder) / name if rank else None
+            group.start(_RUN_RANK, (reference, packed, rank), environment, log)
+        watch = _RankMonitor(group, signals, grace_s, on_line)
+        failures = watch.until_gone()
+        failures = [group.ranks[failure.rank].with_output(failure) for failure in failures]
     if failures:
         raise RankError(report(failures, num_procs))
-    results = [rank.outcome.value for rank in ranks if isinstance(rank.outcome, Result)]
+    results = [o.value for _, o in sorted(watch.outcomes.items()) if isinstance(o, Result)]
     if len(results) < num_procs:
         raise RankError(
             f"ended by signal {signals.received[0]} when {len(results)} of {num_procs} ranks "
@@ -138,76 +244,79 @@ def run_local(
     return [unpack(value, reference.aliases) for value in results]
 
 
-def _log_path(folder: Path, rank: int, env: Mapping[str, str]) -> Path | None:
-    if rank == 0:
-        return None
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"rank{rank}.restart{env.get('TDP_RESTART', '0')}.log"
+def show_line(rank: int, line: str) -> None:
+    """An `on_line` that prints: rank 0 has this process's output, the others get it by lines."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
-def _start(
-    server: ForkServer,
-    reference: EntryPoint,
-    args: bytes,
-    rank: int,
-    log: Path | None,
-    env: Mapping[str, str],
-) -> _LocalRank:
-    with contextlib.ExitStack() as stack:
-        stdout, stderr, size = 1, 2, 0
-        if log is not None:
-            file = stack.enter_context(log.open("ab"))
-            stdout = stderr = file.fileno()
-            size = file.tell()
-        child = server.spawn(
-            "torchdistpackage.launch.rank:main",
-            (reference, args, rank),
-            env=env,
-            stdout=stdout,
-            stderr=stderr,
-            with_channel=True,
-        )
-    return _LocalRank(rank, child, log, size, size)
+def run_or_launch(
+    fn: Callable[..., object],
+    *args: object,
+    num_procs: int,
+    preload: Sequence[str] = (),
+) -> object:
+    """Call `fn(*args)` as the rank that this process is, or on `num_procs` new ranks.
+
+    Under torchrun or srun this process is a rank already, so nothing is started.
+
+    fn: a function at the top level of a module or script; it calls `setup_distributed()`.
+    preload: what is imported once, before the new ranks are forked, besides torch.
+
+    Returns what `fn` returned: here under a launcher, else on rank 0.
+
+    Raises:
+        RankError: a new rank failed; the text ends with its rank, host and traceback.
+        LaunchError: the launcher's variables are incomplete, or no process can be started.
+    """
+    if detect(os.environ).source != "alone":
+        return fn(*args)
+    return run_local(fn, args, num_procs=num_procs, preload=(*_PRELOAD, *preload))[0]
 
 
 @dataclass(frozen=True, slots=True)
 class _RankMonitor:
-    """Waits for the ranks, and ends them all after the first failure or signal."""
+    """Waits for the ranks, and ends them all after the first failure or signal.
 
-    server: ForkServer
-    ranks: list[_LocalRank]
+    outcomes: what ranks returned, or how they failed, as they said. read_bytes: of each log.
+    """
+
+    group: WorkerGroup
     signals: _Signals
     grace_s: float
     on_line: Callable[[int, str], None] | None
+    outcomes: dict[int, Result | Failure] = field(default_factory=dict[int, Result | Failure])
+    read_bytes: dict[int, int] = field(default_factory=dict[int, int])
 
     def until_gone(self) -> list[Failure]:
         """Return when no rank is left: the failures that were not the supervisor's own doing."""
         failures: list[Failure] = []
         news_end_s = kill_s = float("inf")
         num_signals = 0
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.server, selectors.EVENT_READ)
-            for rank in self.ranks:
-                assert rank.child.channel is not None
-                selector.register(rank.child.channel, selectors.EVENT_READ)
-            while self._running():
-                selector.select(_POLL_S)
-                self._hear(selector)
-                now_s = time.monotonic()
-                if kill_s == float("inf"):
-                    failures = self._failures()
-                if failures and news_end_s == float("inf"):
-                    news_end_s = now_s + NEWS_S
-                if now_s >= news_end_s and kill_s == float("inf"):
-                    failures += [self._stopped(r) for r in self._running() if r.child.is_stopped]
-                    kill_s = now_s + self.grace_s
-                    self._signal(signal.SIGTERM)
-                for signum in self.signals.received[num_signals:]:
-                    kill_s = min(kill_s, now_s + self._patience_s(signum, num_signals))
-                    self._signal(signum)
-                    num_signals += 1
-                if now_s >= kill_s:
-                    self._signal(signal.SIGKILL)
+        while self.group.running:
+            for rank, outcome in self.group.poll(_POLL_S):
+                assert isinstance(outcome, Result | Failure)
+                self.outcomes[rank] = outcome
+            self._show_new_lines()
+            now_s = time.monotonic()
+            if kill_s == float("inf"):
+                failures = [f for f in map(self._failure, self.group.ranks) if f is not None]
+            if failures and news_end_s == float("inf"):
+                news_end_s = now_s + NEWS_S
+            if now_s >= news_end_s and kill_s == float("inf"):
+                failures += [
+                    from_exit(w.rank, w.child.pid, None, time.time())
+                    for w in self.group.running
+                    if w.child.is_stopped
+                ]
+                kill_s = now_s + self.grace_s
+                self.group.signal(signal.SIGTERM)
+            for signum in self.signals.received[num_signals:]:
+                kill_s = min(kill_s, now_s + self._patience_s(signum, num_signals))
+                self.group.signal(signum)
+                num_signals += 1
+            if now_s >= kill_s:
+                self.group.signal(signal.SIGKILL)
         return failures
 
     def _patience_s(self, signum: int, num_before: int) -> float:
@@ -217,64 +326,27 @@ class _RankMonitor:
         again = signum == signal.SIGTERM and signum in self.signals.received[:num_before]
         return 0.0 if again else float("inf")
 
-    def _running(self) -> list[_LocalRank]:
-        return [rank for rank in self.ranks if rank.child.exit is None]
+    def _failure(self, worker: LocalRank) -> Failure | None:
+        outcome = self.outcomes.get(worker.rank)
+        left = read_failure(self.group.server.folder / f"failure{worker.rank}.json")
+        # after the report of a hang a rank may raise, as a peer that has ended already is gone
+        said = left if left is not None and left.kind is FailureKind.HUNG else outcome or left
+        if isinstance(said, Failure):
+            return said
+        ended = worker.exit_failure()
+        return None if ended is None or (ended.exit_code == 0 and outcome) else ended
 
-    def _signal(self, signum: int) -> None:
-        for rank in self._running():
-            rank.child.signal(signum)
-
-    def _hear(self, selector: selectors.BaseSelector) -> None:
-        self.server.reap()  # first: what a rank sent before it ended is then there to be read
-        for rank in self.ranks:
-            channel = rank.child.channel
-            if channel is not None and rank.channel_open:
-                messages, rank.channel_open = channel.recv_ready()
-                for message in messages:
-                    assert isinstance(message, Result | Failure)
-                    rank.outcome = message
-                if not rank.channel_open:
-                    selector.unregister(channel)
-            if self.on_line is not None and rank.log is not None:
-                for line in _new_lines(rank):
-                    self.on_line(rank.rank, line)
-
-    def _failures(self) -> list[Failure]:
-        return [f for f in (self._failure(rank) for rank in self.ranks) if f is not None]
-
-    def _failure(self, rank: _LocalRank) -> Failure | None:
-        told = rank.outcome or read_failure(self.server.folder / f"failure{rank.rank}.json")
-        if isinstance(told, Failure):
-            return told
-        gone = rank.child.exit
-        if gone is None or (gone.exit_code == 0 and rank.outcome is not None):
-            return None
-        kind = FailureKind.SIGNAL if gone.exit_code < 0 else FailureKind.EXIT
-        error = "" if gone.exit_code else "the process ended before its function returned"
-        return Failure(
-            rank.rank, socket.gethostname(), gone.pid, gone.time_s, kind, gone.exit_code, error
-        )
-
-    def _stopped(self, rank: _LocalRank) -> Failure:
-        return Failure(
-            rank.rank, socket.gethostname(), rank.child.pid, time.time(), FailureKind.STOPPED
-        )
-
-
-def _new_lines(rank: _LocalRank) -> list[str]:
-    assert rank.log is not None
-    with rank.log.open("rb") as file:
-        file.seek(rank.log_read_bytes)
-        data = file.read()
-    if rank.child.exit is None:  # a line still being written waits for its end
-        data = data[: data.rfind(b"\n") + 1]
-    rank.log_read_bytes += len(data)
-    return data.decode(errors="replace").splitlines()
-
-
-def _with_output(failure: Failure, rank: _LocalRank) -> Failure:
-    """A failure without traceback is explained, if at all, by the last lines the rank wrote."""
-    if failure.detail or rank.log is None:
-        return failure
-    text = tail(rank.log, rank.log_start_bytes)
-    return replace(failure, detail=f"its last output ({rank.log}):\n{text}") if text else failure
+    def _show_new_lines(self) -> None:
+        for worker in self.group.ranks if self.on_line else ():
+            if worker.log is None:
+                continue
+            start = self.read_bytes.get(worker.rank, worker.log_start_bytes)
+            with worker.log.open("rb") as file:
+                file.seek(start)
+                data = file.read()
+            if worker.is_running:  # a line still being written waits for its end
+                data = data[: data.rfind(b"\n") + 1]
+            self.read_bytes[worker.rank] = start + len(data)
+            for line in data.decode(errors="replace").splitlines():
+                assert self.on_line is not None
+                self.on_line(worker.rank, line)

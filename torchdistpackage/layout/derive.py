@@ -9,7 +9,8 @@ import math
 from collections.abc import Iterable
 
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.layout.layout import Axes, Layout
+from torchdistpackage.layout.layout import Axes, HeadSplit, Layout
+from torchdistpackage.layout.partition import even_sizes
 from torchdistpackage.topology.mesh import Mesh
 
 BATCH_AXES = ("data", "context", "expert_data")
@@ -36,6 +37,11 @@ def local_slices(layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[slice, ..
         starts = itertools.accumulate(parts, initial=0)
         ranges: list[slice] = []
         for start, length in zip(starts, parts, strict=False):
+            if layout.heads is not None and axes:
+                first, num = head_range(layout.heads, mesh.axis_size(*axes), coord.get(axes[0], 0))
+                width = length // (layout.heads.groups * layout.heads.members)
+                ranges.append(slice(start + first * width, start + (first + num) * width))
+                continue
             _check_even(layout, mesh, dim, length)
             for axis in axes:
                 offset, length = chunk(length, mesh.axis_size(axis), coord.get(axis, 0))
@@ -53,6 +59,41 @@ def chunk(extent: int, num_chunks: int, index: int) -> tuple[int, int]:
     step = -(-extent // num_chunks)
     offset = min(index * step, extent)
     return offset, min(step, extent - offset)
+
+
+def head_range(heads: HeadSplit, num_ranks: int, index: int) -> tuple[int, int]:
+    """(first head, number of heads) of the rank at `index` of `num_ranks`."""
+    groups, members = heads.groups, heads.members
+    if num_ranks <= groups:
+        sizes = even_sizes(groups, num_ranks)
+        return sum(sizes[:index]) * members, sizes[index] * members
+    sharing = sharing_indices(heads, num_ranks, index)
+    first = _group_of(heads, num_ranks, index) * members
+    if heads.shared:
+        return first, members
+    sizes = even_sizes(members, len(sharing))
+    place = index - sharing.start
+    return first + sum(sizes[:place]), sizes[place]
+
+
+def sharing_indices(heads: HeadSplit, num_ranks: int, index: int) -> range:
+    """Of `num_ranks` those that work on the same group of heads as the one at `index`."""
+    if num_ranks <= heads.groups:
+        return range(index, index + 1)
+    sizes, group = even_sizes(num_ranks, heads.groups), _group_of(heads, num_ranks, index)
+    return range(sum(sizes[:group]), sum(sizes[: group + 1]))
+
+
+def _group_of(heads: HeadSplit, num_ranks: int, index: int) -> int:
+    ends = itertools.accumulate(even_sizes(num_ranks, heads.groups))
+    return next(group for group, end in enumerate(ends) if index < end)
+
+
+def holders_along(layout: Layout, num_ranks: int, index: int) -> range:
+    """Of the ranks of the axis that splits it, those with the same elements as that at `index`."""
+    if layout.heads is None or not layout.is_shared:
+        return range(index, index + 1)
+    return sharing_indices(layout.heads, num_ranks, index)
 
 
 def local_shape(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
@@ -95,6 +136,10 @@ def owns(layout: Layout, mesh: Mesh, rank: int, among: Axes | None = None) -> bo
     coord = mesh.coord(rank)
     if layout.stages and coord.get("pipe", 0) != layout.stages[0]:
         return False
+    if layout.is_shared and (among is None or layout.split_axes[0] in among):
+        axis = layout.split_axes[0]
+        if coord.get(axis, 0) != _holders_in(layout, mesh, coord).start:
+            return False
     axes = replicated_axes(layout, mesh)
     return all(coord[axis] == 0 for axis in axes if among is None or axis in among)
 
@@ -102,6 +147,8 @@ def owns(layout: Layout, mesh: Mesh, rank: int, among: Axes | None = None) -> bo
 def owner(layout: Layout, mesh: Mesh, rank: int) -> int:
     """The rank that speaks for the shard of `rank`: of those that hold it, the one that `owns`."""
     coord = mesh.coord(rank) | dict.fromkeys(replicated_axes(layout, mesh), 0)
+    if layout.is_shared:
+        coord[layout.split_axes[0]] = _holders_in(layout, mesh, coord).start
     return mesh.rank(coord | ({"pipe": layout.stages[0]} if layout.stages else {}))
 
 
@@ -158,10 +205,17 @@ def replica_ranks(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
 
 
 def _holders(layout: Layout, mesh: Mesh, rank: int, axes: Axes) -> tuple[int, ...]:
-    """Ranks along `axes`, in every stage that holds it."""
-    ranks = set(mesh.group(rank, axes))
+    """Ranks along `axes`, in every stage that holds it, and those that share its heads."""
+    coord = mesh.coord(rank)
+    places = [coord]
+    if layout.is_shared:
+        axis = layout.split_axes[0]
+        places = [coord | {axis: index} for index in _holders_in(layout, mesh, coord)]
     if len(layout.stages) > 1:
-        coord = mesh.coord(rank)
-        for stage in layout.stages:
-            ranks.update(mesh.group(mesh.rank(coord | {"pipe": stage}), axes))
-    return tuple(sorted(ranks))
+        places = [place | {"pipe": stage} for place in places for stage in layout.stages]
+    return tuple(sorted({r for place in places for r in mesh.group(mesh.rank(place), axes)}))
+
+
+def _holders_in(layout: Layout, mesh: Mesh, coord: dict[str, int]) -> range:
+    axis = layout.split_axes[0]
+    return holders_along(layout, mesh.axis_size(axis), coord.get(axis, 0))

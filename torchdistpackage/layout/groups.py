@@ -2,8 +2,8 @@
 
 A group is made by its members alone, and each of them waits until all have come. So the order
 must be the same for all: everybody, the axes in the order of the mesh, then lists of ranks in their
-own order. Whoever waits for a member waits for one that is still at an earlier group, and
-nobody is earlier than the first, so nobody waits in a circle, whatever else each rank is in.
+own order. A rank that waits for a member waits for one that is still at an earlier group, and
+no one is earlier than the first, so no one waits in a circle, whatever else each rank is in.
 """
 
 from collections.abc import Iterable

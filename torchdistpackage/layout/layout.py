@@ -1,4 +1,4 @@
-"""Which part of one parameter lives where, as data beside the model.
+"""Which part of one parameter lives where, as data next to the model.
 
 A layout speaks of the global tensor and of mesh axes, never of ranks or groups; slices,
 owners, gradient sums and placements are derived from it (layout/derive.py). Everybody who must
@@ -15,11 +15,26 @@ Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class HeadSplit:
+    """How a dim made of attention heads is cut between heads, never through one.
+
+    The dim, or each of its parts, is `groups` times `members` heads of equal width: query heads are
+    `members` to a key-value head, keys and values one to a group. Ranks get whole groups, as many
+    each as can be. Where there are more ranks than groups, each group gets ranks of its own, which
+    share out its members; `shared`: each of them holds all of these, and a part of their gradient.
+    """
+
+    groups: int
+    members: int = 1
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """How one parameter is cut.
 
     name: global name, the same under every layout; tied parameters share one.
-    shape: of the whole tensor.
+    shape: of the full tensor.
     split: for each dim the mesh axes that cut it, outermost first.
     unreduced: axes over which each rank's gradient is a partial sum (a norm under
         sequence parallelism sees only its rows).
@@ -28,9 +43,10 @@ class Layout:
         none that it does not belong to a pipeline and every rank holds it.
     parts: for each dim the sizes of fused parts (q, k, v) that are cut one by one, or ().
     uneven: the cut need not be even; the first ranks then hold one more (`chunk` rule).
+    heads: of what the dim that is split is made, if of heads; one axis splits it then.
 
     Raises:
-        LayoutError: split or parts do not fit the shape.
+        LayoutError: split, parts or heads do not fit the shape.
     """
 
     name: str
@@ -41,6 +57,7 @@ class Layout:
     stages: tuple[int, ...] = ()
     parts: tuple[tuple[int, ...], ...] = ()
     uneven: bool = False
+    heads: HeadSplit | None = None
 
     def __post_init__(self) -> None:
         for field, empty in (("split", ()), ("parts", ())):
@@ -60,11 +77,30 @@ class Layout:
                     f"{self.name}: dim {dim} has {extent} elements, but its parts {parts} "
                     f"sum to {sum(parts)}"
                 )
+            if self.heads is not None and self.split[dim]:
+                self._check_heads(dim, self.heads)
+
+    def _check_heads(self, dim: int, heads: HeadSplit) -> None:
+        num, parts = heads.groups * heads.members, self.parts[dim] or (self.shape[dim],)
+        if num < 1 or any(part % num for part in parts):
+            raise LayoutError(
+                f"{self.name}: dim {dim}, of parts {parts}, is to hold {num} heads in each; use "
+                f"parts that are multiples of {num}"
+            )
+        if len(self.split[dim]) > 1:
+            raise LayoutError(
+                f"{self.name}: heads are cut over the axes {self.split[dim]}; use one axis"
+            )
 
     @property
     def split_axes(self) -> Axes:
         """Every axis that cuts some dim."""
         return tuple(axis for dim in self.split for axis in dim)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ranks of the axis that splits it may hold the same elements."""
+        return self.heads is not None and self.heads.shared and bool(self.split_axes)
 
     @property
     def is_whole(self) -> bool:

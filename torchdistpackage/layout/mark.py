@@ -1,7 +1,7 @@
 """What modules and parameters say of their layouts. No torch.
 
 A part of a module that has `layouts()` speaks for the parameters it names, the outermost such part
-first; what no part speaks for is whole on every rank.
+first; what no part speaks for is replicated on every rank.
 
 A parameter carries its layout, its group and who sums its gradient in a mark: a plain attribute,
 because torch's optimizers leave their fast paths on subclasses of Parameter. Operations and copies
@@ -114,7 +114,7 @@ def mark_of(parameter: object) -> Mark | None:
 
 
 def layout_of(parameter: object) -> Layout | None:
-    """How a parameter is cut, as far as it knows; None: whole on every rank."""
+    """How a parameter is cut, as far as it knows; None: replicated on every rank."""
     mark = mark_of(parameter)
     return None if mark is None else mark.layout
 
@@ -140,7 +140,7 @@ def mark(module: Module, layouts: Layouts | None = None) -> None:
     """Note on the parameters of `module` how they are cut: for modules of one's own.
 
     Layers of this package do it themselves, wrappers do it for the module they are given.
-    layouts: default what its parts declare. That a parameter is whole need not be noted.
+    layouts: default what its parts declare. That a parameter is replicated need not be noted.
     """
     found = declared_in(module) if layouts is None else layouts
     for name, parameter in module.named_parameters():
@@ -150,4 +150,6 @@ def mark(module: Module, layouts: Layouts | None = None) -> None:
 
 
 def _cut(layout: Layout) -> Layout:
-    return replace(layout, name="", stages=())
+    """What of a layout another one must say too; how uneven parts are cut goes without saying."""
+    heads = layout.heads if layout.is_shared else None
+    return replace(layout, name="", stages=(), uneven=False, heads=heads)

@@ -1,4 +1,4 @@
-"""Lengths cut evenly, and whole parameters shared out among ranks, the fullest share small.
+"""Lengths cut evenly, and unsplit parameters shared out among ranks, the fullest share small.
 
 Of parameters the largest comes first, and each goes where least is so far (Graham, "Bounds on
 Multiprocessing Timing Anomalies", 1969). The fullest share is then at most 4/3 of the smallest

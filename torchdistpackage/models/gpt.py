@@ -7,8 +7,10 @@ the embedding, activations pass between blocks, logits come out of the head. Act
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group
@@ -19,13 +21,19 @@ from torchdistpackage.parallel.tensor.attention import ParallelAttention
 from torchdistpackage.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from torchdistpackage.parallel.tensor.dropout import Dropout
 from torchdistpackage.parallel.tensor.embedding import VocabParallelEmbedding
-from torchdistpackage.parallel.tensor.grouped import Grouped
 from torchdistpackage.parallel.tensor.init import NORMAL, Initial, make_parameters
 from torchdistpackage.parallel.tensor.layouts import Layouts
-from torchdistpackage.parallel.tensor.linear import column_linear
-from torchdistpackage.parallel.tensor.mlp import ParallelMlp
-from torchdistpackage.parallel.tensor.norm import LayerNorm
+from torchdistpackage.parallel.tensor.linear import ParallelMlp, column_linear
+from torchdistpackage.parallel.tensor.marked import Grouped
+from torchdistpackage.parallel.tensor.norm import LayerNorm, RMSNorm
 from torchdistpackage.parallel.tensor.rotary import Tables, rotary_tables
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "swiglu": F.silu,
+}
+"""By the name of an MLP, which swiglu gates too."""
 
 
 class GPT(Grouped):
@@ -34,13 +42,15 @@ class GPT(Grouped):
     pieces: indices into `gpt_layout.pieces(shape)`; None is all of them, an empty range none.
     stage_of: for each piece of the whole model the pipe index that holds it; None: no pipeline.
     dropout: after the embedding, on attention weights, and on each branch of a block.
+    tp_comm_overlap: gather and scatter a split sequence in chunks, under the products.
     device: parameters may be made on "meta" and filled later.
 
     A tied head shares the embedding's Parameter where this run holds both; apart from it, it
     holds a copy of its own, which `layouts()` gives the same global name.
 
     Raises:
-        LayoutError: a dim does not divide over the group, or `pieces` is no run of the model's.
+        LayoutError: the group cannot share the model (lists all sizes that do not fit), or
+            `pieces` is no run of the model's.
     """
 
     def __init__(
@@ -52,10 +62,12 @@ class GPT(Grouped):
         group: Group | None = None,
         axis: str = "tensor",
         dropout: float = 0.0,
+        tp_comm_overlap: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
         super().__init__(group, axis)
+        gpt_layout.check_split(shape, self.group.size())
         names = gpt_layout.pieces(shape)
         pieces = range(len(names)) if pieces is None else pieces
         if pieces and (pieces.step != 1 or pieces.start < 0 or pieces.stop > len(names)):
@@ -73,7 +85,10 @@ class GPT(Grouped):
                 _, index, half = name.split(".")
                 halves.setdefault(index, []).append(half)
         self.blocks = nn.ModuleDict(
-            {index: GPTBlock(shape, dropout, held, **common) for index, held in halves.items()}
+            {
+                index: GPTBlock(shape, dropout, held, tp_comm_overlap, **common)
+                for index, held in halves.items()
+            }
         )
         self.head = Head(shape, **common) if HEAD in held else None
         if shape.tied and self.embed is not None and self.head is not None:
@@ -93,7 +108,7 @@ class GPT(Grouped):
         head is here, else activations.
 
         Raises:
-            DataError: S is longer than shape.seq_len with learned positions.
+            DataError: S is longer than the table of learned positions.
             LayoutError: under sequence parallelism, S is not a multiple of the group's size.
         """
         if self.embed is not None:
@@ -120,7 +135,13 @@ class GPT(Grouped):
         if self.shape.position != "rotary":
             return None
         cuts = self.group.size() if self.shape.sequence_parallel else 1
-        return rotary_tables(x.shape[0] * cuts, self.shape.head_dim, dtype=x.dtype, device=x.device)
+        return rotary_tables(
+            x.shape[0] * cuts,
+            self.shape.head_dim,
+            rope=self.shape.rope,
+            dtype=x.dtype,
+            device=x.device,
+        )
 
 
 class Embed(VocabParallelEmbedding):
@@ -131,9 +152,8 @@ class Embed(VocabParallelEmbedding):
         super().__init__(
             shape.vocab, shape.dim, sequence_parallel=shape.sequence_parallel, **common
         )
-        self.drop = Dropout(
-            dropout, split=shape.sequence_parallel, group=self.group, axis=self.axis
-        )
+        split = shape.sequence_parallel
+        self.drop = Dropout(dropout, split=split, group=self.group, axis=self.axis)
 
     def layouts(self) -> Layouts:
         return gpt_layout.piece_layouts(self.shape, EMBED, self.axis)
@@ -149,10 +169,10 @@ class Embed(VocabParallelEmbedding):
 
     def _positions(self, seq_len: int) -> Tensor:
         """The vectors of my rows of the sequence: all, or my part under sequence parallelism."""
-        if seq_len > self.shape.seq_len:
+        if seq_len > self.shape.num_positions:
             raise DataError(
                 f"gpt: a sequence of {seq_len} tokens, but positions are learned for "
-                f"{self.shape.seq_len}; shorten it, or use rotary positions"
+                f"{self.shape.num_positions}; shorten it, or use rotary positions"
             )
         if not self.shape.sequence_parallel:
             return self.position[:seq_len]
@@ -163,42 +183,60 @@ class Embed(VocabParallelEmbedding):
 class GPTBlock(nn.Module):
     """Pre-norm block: x + attention(norm1(x)), then x + mlp(norm2(x)); `halves` of it are here."""
 
-    def __init__(self, shape: GPTShape, dropout: float, halves: Sequence[str], **common):
+    def __init__(
+        self,
+        shape: GPTShape,
+        dropout: float,
+        halves: Sequence[str],
+        tp_comm_overlap: bool = False,
+        **common,
+    ):
         super().__init__()
         dim, sequence_parallel = shape.dim, shape.sequence_parallel
         # each of 2L branches adds to the residual stream, whose variance should not grow with L
         branch = Initial("normal", NORMAL.std / (2 * shape.layers) ** 0.5)
-        norm = {key: common[key] for key in ("group", "axis", "dtype", "device")}
-        norm |= {"eps": shape.norm_eps, "sequence_parallel": sequence_parallel}
         self.attention = self.mlp = None
         if ATTENTION in halves:
-            self.norm1 = LayerNorm(dim, **norm)
+            self.norm1 = _norm(shape, **common)
             self.attention = ParallelAttention(
                 dim,
                 shape.heads,
+                kv_heads=shape.kv_heads,
+                head_dim=shape.head_width,
                 causal=True,
+                bias=shape.attention_bias,
                 dropout=dropout,
                 sequence_parallel=sequence_parallel,
+                tp_comm_overlap=tp_comm_overlap,
                 out_initial=branch,
                 **common,
             )
         if MLP in halves:
-            self.norm2 = LayerNorm(dim, **norm)
+            self.norm2 = _norm(shape, **common)
             self.mlp = ParallelMlp(
                 dim,
                 shape.hidden,
+                gated=shape.mlp == "swiglu",
+                activation=ACTIVATIONS[shape.mlp],
+                bias=shape.mlp_bias,
                 sequence_parallel=sequence_parallel,
+                tp_comm_overlap=tp_comm_overlap,
                 down_initial=branch,
                 **common,
             )
-        self.drop = Dropout(
-            dropout, split=sequence_parallel, group=common["group"], axis=common["axis"]
-        )
+        group, axis = common["group"], common["axis"]
+        self.drop = Dropout(dropout, split=sequence_parallel, group=group, axis=axis)
 
     def forward(self, x: Tensor, rotary: Tables | None = None) -> Tensor:
         if self.attention is not None:
             x = x + self.drop(self.attention(self.norm1(x), rotary))
         return x if self.mlp is None else x + self.drop(self.mlp(self.norm2(x)))
+
+
+def _norm(shape: GPTShape, **common) -> LayerNorm | RMSNorm:
+    make = RMSNorm if shape.norm == "rms" else LayerNorm
+    sequence_parallel = shape.sequence_parallel
+    return make(shape.dim, eps=shape.norm_eps, sequence_parallel=sequence_parallel, **common)
 
 
 class Head(Grouped):
@@ -207,15 +245,8 @@ class Head(Grouped):
     def __init__(self, shape: GPTShape, *, group: Group, axis: str, dtype=None, device=None):
         super().__init__(group, axis)
         self.shape = shape
-        self.norm = LayerNorm(
-            shape.dim,
-            eps=shape.norm_eps,
-            sequence_parallel=shape.sequence_parallel,
-            group=self.group,
-            axis=axis,
-            dtype=dtype,
-            device=device,
-        )
+        common = {"group": self.group, "axis": axis, "dtype": dtype, "device": device}
+        self.norm = _norm(shape, **common)
         make_parameters(self, dtype, device)
 
     def layouts(self) -> Layouts:

@@ -1,19 +1,21 @@
 """A GPT as numbers: its pieces, how each parameter is cut, what each piece costs. No torch.
 
-One rule: the modules in gpt.py and a plan on a laptop read the same functions. Names are
-global, `blocks.3.mlp.up.weight`, and do not depend on how the model is cut into stages. The
-pieces, in order, are what a pipeline may be cut between: embed, the two halves of each block, head.
+The modules in gpt.py and a plan read the same functions. Names are global, such as
+`blocks.3.mlp.up.weight`, and do not depend on the stages. The pieces, in order, are what a pipeline
+may be cut between: embed, the two halves of each block, head.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.layout import Layout
+from torchdistpackage.layout.refusals import attention_problems, feature_problems, refuse
+from torchdistpackage.layout.rope import UNSCALED, Rope
 from torchdistpackage.parallel.tensor import layouts as cut
-from torchdistpackage.parallel.tensor.layouts import Layouts, heads_per_rank, prefixed
+from torchdistpackage.parallel.tensor.layouts import Layouts, prefixed
 
 EMBED, HEAD = "embed", "head"
 ATTENTION, MLP = "attention", "mlp"
@@ -25,14 +27,20 @@ TIED = "embed.weight"
 
 @dataclass(frozen=True, slots=True)
 class GPTShape:
-    """Everything about a GPT that decides a tensor's size or place.
+    """Everything about a GPT that its numbers depend on, besides its weights.
 
     vocab: number of token ids. tied: embedding and output head share one weight.
-    seq_len: the longest sequence, in tokens; a learned position table has that many rows.
+    seq_len: the longest sequence that is trained on, in tokens.
+    max_seq_len: rows of a learned position table; None: seq_len.
+    mlp_hidden: width of the MLP; None: dim * mlp_ratio, to the nearest integer.
+    kv_heads: heads of keys and values, each for heads / kv_heads query heads; None: heads.
+    head_width: channels of a head; None: dim / heads.
+    mlp: activation between its two products, or swiglu: down(silu(gate(x)) * up(x)).
+    attention_bias, mlp_bias: whether these products have biases.
     sequence_parallel: activations between the tensor-parallel products are cut along the sequence.
 
     Raises:
-        LayoutError: the heads do not divide dim, or rotary positions get heads of odd width.
+        LayoutError: lists every size that does not fit the others, with the nearest that do.
     """
 
     layers: int
@@ -45,23 +53,76 @@ class GPTShape:
     position: Literal["rotary", "learned"] = "rotary"
     norm_eps: float = 1e-5
     sequence_parallel: bool = False
+    kv_heads: int | None = None
+    head_width: int | None = None
+    mlp_hidden: int | None = None
+    max_seq_len: int | None = None
+    norm: Literal["layer", "rms"] = "layer"
+    mlp: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
+    attention_bias: bool = True
+    mlp_bias: bool = True
+    rope: Rope = UNSCALED
 
     def __post_init__(self) -> None:
-        heads_per_rank(self.dim, self.heads, 1, "gpt")
-        if self.position == "rotary" and self.head_dim % 2:
-            raise LayoutError(
-                f"gpt: {self.heads} heads of dim {self.dim} are {self.head_dim} wide, but rotary "
-                f"positions turn channels in pairs; use heads of even width, or learned positions"
-            )
+        check_split(self, 1)
 
     @property
     def head_dim(self) -> int:
-        return self.dim // self.heads
+        """Channels of a head."""
+        return self.head_width or self.dim // self.heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv_heads or self.heads
 
     @property
     def hidden(self) -> int:
-        """Width of the MLP: dim * mlp_ratio, to the nearest whole number."""
-        return max(round(self.dim * self.mlp_ratio), 1)
+        """Width of the MLP."""
+        return self.mlp_hidden or max(round(self.dim * self.mlp_ratio), 1)
+
+    @property
+    def num_positions(self) -> int:
+        """Rows of a learned position table, and the longest sequence that the model is made for."""
+        return self.max_seq_len or self.seq_len
+
+
+def shape_of_section(section: Mapping[str, Any], seq_len: int, sequence_parallel: bool) -> GPTShape:
+    """The shape that the keys of a model section describe; those left out have the defaults.
+
+    Raises:
+        LayoutError: the sizes do not fit each other.
+    """
+    names = {field.name for field in fields(GPTShape)} & section.keys() - {"rope"}
+    return GPTShape(
+        **{name: section[name] for name in names},
+        head_width=section.get("head_dim"),
+        rope=Rope(**section.get("rope", {})),
+        seq_len=seq_len,
+        sequence_parallel=sequence_parallel,
+    )
+
+
+def check_split(shape: GPTShape, num_ranks: int) -> None:
+    """That the sizes fit each other, and that `num_ranks` tensor ranks can share them.
+
+    Raises:
+        LayoutError: lists every size that does not fit, with the nearest that do.
+    """
+    problems = attention_problems(
+        shape.dim, shape.heads, num_ranks, shape.kv_heads, shape.head_width
+    )
+    if not problems and shape.position == "rotary" and shape.head_dim % 2:
+        problems.append(
+            f"{shape.heads} heads of dim {shape.dim} are {shape.head_dim} wide, but rotary "
+            f"positions turn channels in pairs; use heads of even width, or learned positions"
+        )
+    problems += feature_problems("the MLP", shape.hidden, num_ranks)
+    if shape.position == "learned" and shape.seq_len > shape.num_positions:
+        problems.append(
+            f"sequences of {shape.seq_len} tokens, but positions are learned for "
+            f"{shape.num_positions}; use a seq_len of {shape.num_positions} or less"
+        )
+    refuse("gpt", problems)
 
 
 def pieces(shape: GPTShape) -> tuple[str, ...]:
@@ -78,33 +139,25 @@ def module_of(piece: str) -> str:
 def piece_layouts(shape: GPTShape, piece: str, axis: str = "tensor") -> Layouts:
     """Layouts of one piece, by name inside its module. A tied head lists its weight like any
     other."""
+    dim, sequence_parallel = shape.dim, shape.sequence_parallel
+    norm = cut.norm(dim, shape.norm == "layer", axis, sequence_parallel)
     if piece == EMBED:
         learned = shape.position == "learned"
-        return embed(shape, axis) | (position(shape, axis) if learned else {})
+        rows = cut.position(shape.num_positions, dim, axis, sequence_parallel) if learned else {}
+        return embed(shape, axis) | rows
     if piece == HEAD:
-        return prefixed("norm", norm(shape, axis)) | embed(shape, axis)
-    dim, sequence_parallel = shape.dim, shape.sequence_parallel
+        return prefixed("norm", norm) | embed(shape, axis)
     if piece.endswith(ATTENTION):
-        return {
-            **prefixed("norm1", norm(shape, axis)),
-            **prefixed("attention", cut.attention(dim, True, axis, sequence_parallel)),
-        }
-    return {
-        **prefixed("norm2", norm(shape, axis)),
-        **prefixed("mlp", cut.mlp(dim, shape.hidden, True, axis, sequence_parallel)),
-    }
+        sizes = shape.heads, shape.kv_heads, shape.head_width
+        attention = cut.attention(dim, shape.attention_bias, axis, sequence_parallel, *sizes)
+        return prefixed("norm1", norm) | prefixed("attention", attention)
+    gated = shape.mlp == "swiglu"
+    mlp = cut.mlp(dim, shape.hidden, shape.mlp_bias, axis, sequence_parallel, gated)
+    return prefixed("norm2", norm) | prefixed("mlp", mlp)
 
 
 def embed(shape: GPTShape, axis: str) -> Layouts:
     return cut.vocab_embedding(shape.vocab, shape.dim, axis)
-
-
-def position(shape: GPTShape, axis: str) -> Layouts:
-    return cut.position(shape.seq_len, shape.dim, axis, shape.sequence_parallel)
-
-
-def norm(shape: GPTShape, axis: str) -> Layouts:
-    return cut.norm(shape.dim, True, axis, shape.sequence_parallel)
 
 
 def layouts(
@@ -152,8 +205,10 @@ def piece_costs(shape: GPTShape) -> tuple[float, ...]:
     A multiply-add is two. Counted are the matrix products and, in attention, those of scores and
     values over the whole sequence, causal or not (as in PaLM, arXiv:2204.02311, appendix B).
     """
-    attention = 8.0 * shape.dim * shape.dim + 4.0 * shape.seq_len * shape.dim
-    mlp = 4.0 * shape.dim * shape.hidden
+    q, kv = (num * shape.head_dim for num in (shape.heads, shape.num_kv_heads))
+    # products of q, k and v, and that of the heads' output; scores and values of each query head
+    attention = 4.0 * shape.dim * (q + kv) + 4.0 * shape.seq_len * q
+    mlp = (6.0 if shape.mlp == "swiglu" else 4.0) * shape.dim * shape.hidden
     return (0.0, *((attention, mlp) * shape.layers), 2.0 * shape.dim * shape.vocab)
 
 

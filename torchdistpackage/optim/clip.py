@@ -1,11 +1,10 @@
-"""The gradient norm of the whole model, on every rank, whatever the layout.
+"""The gradient norm of a model, on every rank, whatever the layout.
 
-Each rank adds up what it counts, so that each element counts once: among the ranks that add up, of
-those that hold the same elements the lowest counts them. So replicated and tied parameters count
-once and an empty stage adds zero. A stage's own parameters are held on that stage alone, whatever
-else its layout says. What a layer cuts over a group that tpc does not know is first added up over
-that group. One all-reduce does the rest. Of an optimizer that shards, each rank adds up its shards,
-over all ranks.
+Each element counts once: of the ranks that add up and hold it, the lowest counts it. So replicated
+and tied parameters count once and an empty stage adds zero. A stage's own parameters are held on
+that stage alone, whatever else its layout says. What a layer cuts over a group that tpc does not
+know is first added up over that group. One all-reduce does the rest. Of an optimizer that shards,
+each rank adds up its shards, over all ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,15 +23,15 @@ from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.zero.param_shard import ParamPartition, ParamShard
 from torchdistpackage.ddp.zero.state_dict import owners_of
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.layout.derive import replica_ranks
-from torchdistpackage.layout.layout import Axes, Layout
+from torchdistpackage.layout.derive import holders_along, replica_ranks
+from torchdistpackage.layout.layout import Axes, HeadSplit, Layout
 from torchdistpackage.layout.mark import layout_of
 from torchdistpackage.topology.mesh import Mesh
 
 INF = float("inf")
 Kind = tuple[torch.dtype, torch.device]
 _HALVES = (torch.float16, torch.bfloat16)
-WHOLE = Layout("", ())
+REPLICATED = Layout("", ())
 
 
 @runtime_checkable
@@ -215,7 +214,7 @@ def counted(
     among = None if group is None else frozenset(ranks_of(group))
     own = [layout_of(p) for p in parameters] if layouts is None else layouts
     mine, cut = NormTerm(), dict[tuple[int, ...], NormTerm]()
-    whole: list[Tensor] = []
+    unsharded: list[Tensor] = []
     for parameter, layout in zip(parameters, own, strict=True):
         if (
             tpc.is_set
@@ -227,11 +226,15 @@ def counted(
         elif (over := _cut_over(layout, parameter)) is not None:
             first = min({*ranks_of(over)} & (among or {*ranks_of(over)}))
             part = NormTerm(over=over, counts=among is None or first == _me(over))
-            cut.setdefault(ranks_of(over), part).held.append(parameter)
+            term = cut.setdefault(ranks_of(over), part)
+            if _holders_over(layout, over).start == over.rank():
+                term.held.append(parameter)
         else:
-            whole.append(parameter)
-    if all(part.counts for part in cut.values()) and (not tpc.is_set or _counts_here(WHOLE, among)):
-        mine.held += whole
+            unsharded.append(parameter)
+    if all(part.counts for part in cut.values()) and (
+        not tpc.is_set or _counts_here(REPLICATED, among)
+    ):
+        mine.held += unsharded
     return [mine, *(cut[ranks] for ranks in sorted(cut))]
 
 
@@ -256,15 +259,15 @@ def counted_shards(shards: Iterable[ParamShard], group: Group) -> list[NormTerm]
 def _share(shard: ParamShard, among: frozenset[int]) -> float:
     """How much of a shard this rank counts, so that all ranks count it once.
 
-    Where nobody knows which ranks hold the same elements, each group that shares a parameter
+    Where it is not known which ranks hold the same elements, each group that shares a parameter
     counts its part of it.
     """
     layout = shard.layout or layout_of(shard.parameter)
     is_known = layout is None or shard.layout is not None or follows(layout, shard.parameter)
     if tpc.is_set and is_known:
-        return float(_counting(layout or WHOLE, among) in ranks_of(shard.group))
+        return float(_counting(layout or REPLICATED, among) in ranks_of(shard.group))
     over = _cut_over(layout, shard.parameter)
-    parts = 1 if over is None else over.size()
+    parts = 1 if over is None else over.size() / len(_holders_over(layout, over))
     if tpc.is_set:
         parts *= tpc.topology.dense.axis_size("pipe")
     return min(1.0, shard.group.size() * parts / len(among))
@@ -273,6 +276,11 @@ def _share(shard: ParamShard, among: frozenset[int]) -> float:
 def _cut_over(layout: Layout | None, parameter: Tensor) -> Group | None:
     """The group of its layer's own that cuts a parameter."""
     return group_of(parameter) if layout is not None and layout.split_axes else None
+
+
+def _holders_over(layout: Layout | None, over: Group) -> range:
+    """Of the ranks that cut a parameter, those with this rank's part."""
+    return holders_along(layout or REPLICATED, over.size(), over.rank())
 
 
 def _me(group: Group) -> int:
@@ -288,13 +296,20 @@ def _counting(layout: Layout, among: frozenset[int]) -> int:
     stages = layout.stages
     if not stages and "pipe" in mesh.names:
         stages = (mesh.coord(tpc.rank)["pipe"],)
-    return _lowest(layout.split_axes, stages, mesh, tpc.rank, among)
+    return _lowest(layout.split_axes, layout.heads, stages, mesh, tpc.rank, among)
 
 
 @lru_cache(maxsize=256)
 def _lowest(
-    split: Axes, stages: tuple[int, ...], mesh: Mesh, rank: int, among: frozenset[int]
+    split: Axes,
+    heads: HeadSplit | None,
+    stages: tuple[int, ...],
+    mesh: Mesh,
+    rank: int,
+    among: frozenset[int],
 ) -> int:
     """Of the ranks `among` these that hold what `rank` holds of a parameter, the lowest."""
-    holders = replica_ranks(Layout("", (1,), (split,), stages=stages), mesh, rank)
+    length = 1 if heads is None else heads.groups * heads.members
+    same_cut = Layout("", (length,), (split,), stages=stages, heads=heads)
+    holders = replica_ranks(same_cut, mesh, rank)
     return min(among.intersection(holders), default=-1)

@@ -3,27 +3,28 @@
 A small gradient underflows in float16, so the loss is multiplied by a large scale and gradients
 are divided by it in float32 before the step (Micikevicius et al., arXiv:1710.03740).
 
-One rule: a gradient that is not finite on any rank makes every rank skip the step. One number a
-step is reduced over all ranks, and the scale is a number on the host that follows from these
-decisions alone. So it is equal everywhere, also on stages that never see a loss.
+A gradient that is not finite on any rank makes every rank skip the step. One number a step is
+reduced over all ranks, and the scale follows from these decisions alone. So it is equal everywhere,
+also on stages that never see a loss. Only where some gradients are known not to be finite are their
+names looked for.
 """
 
 import logging
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.comm.tpc import resolve_group
+from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.optim.nonfinite import first_nonfinite, named_gradients, nonfinite_report
+from torchdistpackage.optim.clip import ShardedOptimizer
 
 _LOG = logging.getLogger(__name__)
-_LARGEST = torch.finfo(torch.float32).max
 
 
-class GradScaler:
+class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler over ranks: the same calls in the same order, on CPU and CUDA.
 
         scaler.scale(loss).backward()
@@ -34,11 +35,8 @@ class GradScaler:
     All ranks of `group` make each call but `scale`, also those that hold no parameter of an
     optimizer. `step` waits for the host, once, to learn the decision.
 
-    init_scale, growth_factor, backoff_factor, growth_interval: as torch's. A skipped step
-        multiplies the scale by `backoff_factor`, `growth_interval` steps taken in a row by
-        `growth_factor`.
-    enabled: False makes every call what it is without scaling.
-    group: who decides together; default all ranks of tpc's topology, or everybody.
+    init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's.
+    group: ranks that decide together; default all ranks of tpc's topology, or of the job.
     """
 
     def __init__(
@@ -56,33 +54,19 @@ class GradScaler:
                 f"growth_factor is {growth_factor:g} and backoff_factor {backoff_factor:g}; "
                 f"the first must be above 1 and the second between 0 and 1"
             )
-        self._enabled = enabled
         self._group = resolve_group(group, "global")
-        self._scale, self._num_taken = float(init_scale), 0
-        self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
-        self._growth_interval = growth_interval
-        self._found: dict[int, Tensor] = {}
-        self._stepped: dict[int, bool] = {}
+        device = primitives.device_of(self._group)
+        super().__init__(
+            device.type, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+        self._taken: dict[int, bool] = {}
+        if enabled:  # not by the first loss, which some stages never see
+            self._lazy_init_scale_growth_tracker(device)
 
     @property
     def skipped(self) -> bool:
         """Whether a step was skipped since the last `update`."""
-        return not all(self._stepped.values())
-
-    def is_enabled(self) -> bool:
-        return self._enabled
-
-    def get_scale(self) -> float:
-        return self._scale if self._enabled else 1.0
-
-    def scale(self, outputs):
-        """Outputs times the scale: a tensor, or a list or tuple of them. No communication."""
-        if not self._enabled:
-            return outputs
-        if isinstance(outputs, list | tuple):
-            return type(outputs)(self.scale(x) for x in outputs)
-        # a tensor and not a number: a float16 loss becomes float32 by it and cannot overflow
-        return outputs * torch.tensor(self._scale, dtype=torch.float32)
+        return not all(self._taken.values())
 
     @torch.no_grad()
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -94,7 +78,7 @@ class GradScaler:
         """
         if not self._enabled:
             return
-        if id(optimizer) in self._found:
+        if self._found_inf_per_device(optimizer):
             raise RuntimeError(
                 "unscale_() was called twice on one optimizer; call update() in between"
             )
@@ -114,16 +98,15 @@ class GradScaler:
             values = grad._values() if grad.is_sparse else grad
             values = torch.view_as_real(values) if values.is_complex() else values
             alike.setdefault((values.device, values.dtype), []).append(values)
-        # filled on the devices: copies from the host would wait for them
-        device = primitives.device_of(self._group)
-        flags = [torch.zeros((), device=device)]
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        flags = [torch.zeros((), device=scale.device)]
         for (where, _), grads in alike.items():
             flag = torch.zeros((), device=where)
-            inverse = torch.full((), 1.0 / self._scale, device=where)
+            inverse = scale.double().reciprocal().float().to(where, non_blocking=True)
             torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inverse)
-            flags.append(flag.to(device, non_blocking=True))
-        found = torch.stack(flags).amax()
-        self._found[id(optimizer)] = primitives.all_reduce(found, self._group, primitives.MAX)
+            flags.append(flag.to(scale.device, non_blocking=True))
+        found = primitives.all_reduce(torch.stack(flags).amax(), self._group, primitives.MAX)
+        self._found_inf_per_device(optimizer)[scale.device] = found
 
     def step(self, optimizer: torch.optim.Optimizer, *args, **kwargs):
         """`optimizer.step(...)` and what it returns, unless a gradient is not finite somewhere.
@@ -138,15 +121,18 @@ class GradScaler:
             return optimizer.step(*args, **kwargs)
         if args or "closure" in kwargs:
             raise RuntimeError("step() of a scaler takes no closure; compute gradients before it")
-        if id(optimizer) in self._stepped:
+        if id(optimizer) in self._taken:
             raise RuntimeError("step() was called twice on one optimizer; call update() in between")
-        if id(optimizer) not in self._found:
+        if not self._found_inf_per_device(optimizer):
             self.unscale_(optimizer)
-        taken = self._found[id(optimizer)].item() == 0
-        self._stepped[id(optimizer)] = taken
+        (found,) = self._found_inf_per_device(optimizer).values()
+        self._taken[id(optimizer)] = taken = found.item() == 0
         if taken:
             return optimizer.step(**kwargs)
-        self._report(optimizer)
+        culprits = nonfinite_report(first_nonfinite(named_gradients(optimizer)), self._group)
+        if self._group.rank() == 0:
+            scale = self.get_scale()
+            _LOG.info("step skipped at scale %g: gradients not finite: %s", scale, culprits)
         return None
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -157,41 +143,11 @@ class GradScaler:
         """
         if not self._enabled:
             return
-        if new_scale is not None:
-            self._scale = float(new_scale)
-        elif not self._found:
+        known = any(s["found_inf_per_device"] for s in self._per_optimizer_states.values())
+        if new_scale is None and not known:
             raise RuntimeError("update() of a scaler comes after step(); there was none")
-        elif not all(self._was_finite(key) for key in self._found):
-            self._scale *= self._backoff_factor
-            self._num_taken = 0
-        else:
-            self._num_taken += 1
-            if self._num_taken == self._growth_interval:
-                grown = self._scale * self._growth_factor
-                self._scale = grown if grown <= _LARGEST else self._scale
-                self._num_taken = 0
-        self._found.clear()
-        self._stepped.clear()
-
-    def _was_finite(self, key: int) -> bool:
-        """What `step` decided, else what `unscale_` found, which is read here.
-
-        A read after the step was launched would wait for the whole of it.
-        """
-        taken = self._stepped.get(key)
-        return self._found[key].item() == 0 if taken is None else taken
-
-    def state_dict(self) -> dict[str, float | int]:
-        """As torch's GradScaler has it, so that either loads the other's."""
-        if not self._enabled:
-            return {}
-        return {
-            "scale": self._scale,
-            "growth_factor": self._growth_factor,
-            "backoff_factor": self._backoff_factor,
-            "growth_interval": self._growth_interval,
-            "_growth_tracker": self._num_taken,
-        }
+        super().update(None if new_scale is None else float(new_scale))
+        self._taken.clear()
 
     def load_state_dict(self, state_dict: dict[str, float | int]) -> None:
         """Go on where that state was saved; all ranks load the same.
@@ -199,18 +155,42 @@ class GradScaler:
         Raises:
             ValueError: it is empty, as that of a scaler that was not enabled.
         """
-        if not self._enabled:
-            return
-        if not state_dict:
+        if self._enabled and not state_dict:
             raise ValueError("the scaler's state is empty: it was saved by one with enabled=False")
-        self._scale = float(state_dict["scale"])
-        self._growth_factor = state_dict["growth_factor"]
-        self._backoff_factor = state_dict["backoff_factor"]
-        self._growth_interval = int(state_dict["growth_interval"])
-        self._num_taken = int(state_dict["_growth_tracker"])
+        super().load_state_dict(state_dict)
 
-    def _report(self, optimizer: torch.optim.Optimizer) -> None:
-        bad = first_nonfinite(named_gradients(optimizer))
-        culprits = nonfinite_report(bad, self._group)
-        if self._group.rank() == 0:
-            _LOG.info("step skipped at scale %g: gradients not finite: %s", self._scale, culprits)
+
+def first_nonfinite(named: Iterable[tuple[str, Tensor | None]]) -> str | None:
+    """Name of the first gradient with a NaN or an infinity in it."""
+    for name, grad in named:
+        if grad is None:
+            continue
+        values = grad._values() if grad.is_sparse else grad
+        if not torch.isfinite(values).all():
+            return name
+    return None
+
+
+def nonfinite_report(mine: str | None, group: Group) -> str:
+    """One phrase for each rank of the group that names a gradient; the same text on all of them."""
+    where = f"rank {primitives.ranks_of(group)[group.rank()]}"
+    if tpc.is_set:
+        coord = tpc.topology.dense.coord(tpc.rank)
+        where += f" ({' '.join(f'{axis} {index}' for axis, index in coord.items())})"
+    said = primitives.gather_objects(f"{where}: {mine}" if mine else "", group)
+    lines = [str(line) for line in said if line]
+    return "; ".join(lines[:4]) + (f"; and {len(lines) - 4} more ranks" if len(lines) > 4 else "")
+
+
+def named_gradients(optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor | None]]:
+    """(name, gradient) of what an optimizer steps, by number where it has no names."""
+    known: dict[int, str] = {}
+    if isinstance(optimizer, ShardedOptimizer):
+        known = {id(shard.tensor): shard.name for shard in optimizer.shards}
+    named: list[tuple[str, Tensor | None]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        if not isinstance(optimizer, ShardedOptimizer):
+            known |= zip(map(id, group["params"]), group.get("param_names", ()), strict=False)
+        for i, p in enumerate(group["params"]):
+            named.append((known.get(id(p), f"parameter {i} of param group {number}"), p.grad))
+    return named

@@ -17,8 +17,8 @@ from torchdistpackage.errors import ScheduleError
 class ActionKind(StrEnum):
     """F, B, I and W compute; the others move the output of an F on, or a gradient back.
 
-    B is the whole backward. A schedule may split it: I gives the gradient of the stage's input,
-    which the stage before waits for, W those of its weights, for which no rank waits.
+    A schedule may split the backward B: I gives the gradient of the stage's input, which the stage
+    before waits for, W those of its weights, for which no rank waits.
     """
 
     F = "F"
@@ -48,10 +48,7 @@ _COMPUTES = frozenset({ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W})
 
 
 class Action(NamedTuple):
-    """One thing that one stage does for one microbatch.
-
-    A named tuple, as schedules hold thousands, and tuples are made, compared and hashed in C.
-    """
+    """One thing that one stage does for one microbatch; a tuple, as schedules hold thousands."""
 
     stage: int
     kind: ActionKind
@@ -76,18 +73,18 @@ class Action(NamedTuple):
         """The action of the peer that this message meets: a send's receive, and back."""
         return Action(self.peer, _MATCH[self.kind], self.microbatch)
 
+    @property
+    def result(self) -> "Action":
+        """B for an I, as what uses the gradient of a stage's input takes either; else itself."""
+        return self._replace(kind=ActionKind.B) if self.kind is ActionKind.I else self
 
-_SENDS = {
+
+_SENDS: dict[ActionKind, ActionKind] = {
+    **dict.fromkeys((ActionKind.B, ActionKind.I), ActionKind.SEND_B),
     ActionKind.F: ActionKind.SEND_F,
-    ActionKind.B: ActionKind.SEND_B,
-    ActionKind.I: ActionKind.SEND_B,
 }
-_MATCH = {
-    ActionKind.SEND_F: ActionKind.RECV_F,
-    ActionKind.RECV_F: ActionKind.SEND_F,
-    ActionKind.SEND_B: ActionKind.RECV_B,
-    ActionKind.RECV_B: ActionKind.SEND_B,
-}
+_PAIRS = ((ActionKind.SEND_F, ActionKind.RECV_F), (ActionKind.SEND_B, ActionKind.RECV_B))
+_MATCH = {a: b for pair in _PAIRS for a, b in (pair, pair[::-1])}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +141,7 @@ _HEAD = re.compile(r"(\S+) stages=(\d+) microbatches=(\d+) placement=([\d,]*)")
 
 
 def parse_action(text: str) -> Action:
-    """Read what `str(action)` wrote.
-
-    Raises:
-        ScheduleError: the text is no action.
-    """
+    """Read what `str(action)` wrote; raises ScheduleError where it is no action."""
     found = _ACTION.fullmatch(text)
     if not found:
         raise ScheduleError(
@@ -159,23 +152,16 @@ def parse_action(text: str) -> Action:
 
 
 def parse(text: str) -> Schedule:
-    """Read what `str(schedule)` wrote.
-
-    Raises:
-        ScheduleError: a line does not read; the text names it.
-    """
+    """Read what `str(schedule)` wrote; raises ScheduleError that names the first bad line."""
     head, *lines = text.strip().splitlines() or [""]
     found = _HEAD.fullmatch(head)
     if not found:
         raise ScheduleError(f"{head!r} is no schedule header; it reads {_HEAD.pattern}")
     programs: list[Program] = []
     for line in lines:
-        steps = line.split(":", 1)[-1].split()
-        programs.append(tuple(_parse_step(step) for step in steps))
+        steps = [
+            tuple(map(parse_action, step.split("+"))) for step in line.split(":", 1)[-1].split()
+        ]
+        programs.append(tuple(s[0] if len(s) == 1 else Batch(s) for s in steps))
     placement = tuple(int(i) for i in found[4].split(",") if i)
     return Schedule(found[1], int(found[2]), int(found[3]), placement, tuple(programs))
-
-
-def _parse_step(text: str) -> Step:
-    actions = tuple(parse_action(part) for part in text.split("+"))
-    return actions[0] if len(actions) == 1 else Batch(actions)

@@ -29,11 +29,7 @@ def check(schedule: Schedule) -> None:
 
 
 def check_computations(schedule: Schedule) -> None:
-    """The same of a schedule that has no messages yet, as far as its computations can tell.
-
-    Raises:
-        ScheduleError: lists what is missing, doubled or misplaced.
-    """
+    """`check` of a schedule that has no messages yet, as far as its computations show."""
     _check_complete(schedule, messages=False)
     _check_order(schedule)
 
@@ -59,8 +55,7 @@ def _check_complete(schedule: Schedule, *, messages: bool) -> None:
             if a.stage < p and placement[a.stage] != i
         },
     }
-    texts = [f"{what}: {_some(actions)}" for what, actions in problems.items() if actions]
-    if texts:
+    if texts := [f"{what}: {_some(actions)}" for what, actions in problems.items() if actions]:
         raise ScheduleError(
             f"{schedule.name} with {p} stages, {schedule.num_microbatches} microbatches: "
             f"{'; '.join(texts)}"
@@ -68,30 +63,28 @@ def _check_complete(schedule: Schedule, *, messages: bool) -> None:
 
 
 def _expected(schedule: Schedule, found: Iterable[Action], *, messages: bool) -> set[Action]:
-    split = {(a.stage, a.microbatch) for a in found if a.kind in (ActionKind.I, ActionKind.W)}
-    both_ways, place = schedule.has_backward, schedule.placement
+    K, place = ActionKind, schedule.placement
+    split = {(a.stage, a.microbatch) for a in found if a.kind in (K.I, K.W)}
     expected: set[Action] = set()
     for s in range(schedule.num_stages):
         cut = messages and s > 0 and place[s] != place[s - 1]
         for m in range(schedule.num_microbatches):
-            expected.add(Action(s, ActionKind.F, m))
+            expected.add(Action(s, K.F, m))
             if cut:
-                expected |= {Action(s - 1, ActionKind.SEND_F, m), Action(s, ActionKind.RECV_F, m)}
-            if not both_ways:
+                expected |= {Action(s - 1, K.SEND_F, m), Action(s, K.RECV_F, m)}
+            if not schedule.has_backward:
                 continue
-            if (s, m) in split:
-                expected |= {Action(s, ActionKind.I, m), Action(s, ActionKind.W, m)}
-            else:
-                expected.add(Action(s, ActionKind.B, m))
+            kinds = (K.I, K.W) if (s, m) in split else (K.B,)
+            expected |= {Action(s, kind, m) for kind in kinds}
             if cut:
-                expected |= {Action(s, ActionKind.SEND_B, m), Action(s - 1, ActionKind.RECV_B, m)}
+                expected |= {Action(s, K.SEND_B, m), Action(s - 1, K.RECV_B, m)}
     return expected
 
 
 def _check_order(schedule: Schedule) -> None:
     """On its own rank each action comes after what it uses."""
     for index, program in enumerate(schedule.programs):
-        places = {_result(a): (i, a) for i, step in enumerate(program) for a in flatten([step])}
+        places = {a.result: (i, a) for i, step in enumerate(program) for a in flatten([step])}
         for i, action in places.values():
             for need in _needs(action, schedule):
                 place, used = places.get(need, (-1, need))
@@ -102,13 +95,8 @@ def _check_order(schedule: Schedule) -> None:
                     )
 
 
-def _result(action: Action) -> Action:
-    """B stands for I too: what uses the gradient of a stage's input takes either."""
-    return action._replace(kind=ActionKind.B) if action.kind is ActionKind.I else action
-
-
 def _needs(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    """The results that `action` uses; on its own rank they must be there before it starts."""
+    """The results that `action` uses, which must be there before it starts."""
     s, kind, m = action
 
     def from_stage(other: int, sent: ActionKind, receive: ActionKind) -> tuple[Action, ...]:
@@ -135,12 +123,11 @@ def _check_pairs(schedule: Schedule) -> None:
     place = schedule.placement
     sent: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
     taken: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
-    for program in schedule.programs:
-        for action in flatten(program):
-            if action.kind.is_send:
-                sent[place[action.stage], place[action.peer]].append(action)
-            elif action.kind.is_message:
-                taken[place[action.peer], place[action.stage]].append(action)
+    for action in (a for program in schedule.programs for a in flatten(program)):
+        if action.kind.is_send:
+            sent[place[action.stage], place[action.peer]].append(action)
+        elif action.kind.is_message:
+            taken[place[action.peer], place[action.stage]].append(action)
     for (source, target), sends in sent.items():
         for send, receive in zip_longest(sends, taken[source, target]):
             if receive is None or send is None or send.match != receive:
@@ -152,7 +139,7 @@ def _check_pairs(schedule: Schedule) -> None:
 
 
 def _check_unbuffered(schedule: Schedule) -> None:
-    """Run all programs with batches that end only when all their messages have both ends."""
+    """Run all programs; a batch ends when all its messages have been posted on both ends."""
     programs = schedule.programs
     at, unmet = [0] * len(programs), [0] * len(programs)
     posted: dict[Action, int] = {}
@@ -189,6 +176,5 @@ def _check_unbuffered(schedule: Schedule) -> None:
 
 
 def _some(actions: set[Action]) -> str:
-    shown = [str(a) for a in sorted(actions)[:5]]
-    more = len(actions) - len(shown)
-    return ", ".join(shown) + (f" and {more} more" if more else "")
+    more = f" and {len(actions) - 5} more" if len(actions) > 5 else ""
+    return ", ".join(map(str, sorted(actions)[:5])) + more

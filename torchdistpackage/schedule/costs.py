@@ -1,9 +1,7 @@
 """How long the actions of a schedule take, stage by stage: as a value and as a file.
 
-Any unit will do; only ratios change an order. Costs come from a guess, a file or a measured run;
-a run writes a file, which a plan, a schedule or the next run reads.
-
-YAML (or JSON), one number a stage in each row, in any unit; a run writes seconds:
+YAML (or JSON), one number a stage in each row, in any unit, as only ratios change an order; a run
+writes seconds:
 
     forward: [0.8, 1.0]
     backward: [1.7, 2.0]      # default: input + weight
@@ -21,6 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import add, sub
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -53,8 +52,7 @@ class StageCosts:
         lengths = {name: len(getattr(self, name)) for name in ROWS}
         if len(set(lengths.values())) != 1 or not self.forward:
             raise ScheduleError(f"costs need one number a stage in each row, not {lengths}")
-        lowest = min(min(getattr(self, name)) for name in lengths)
-        if lowest < 0:
+        if (lowest := min(min(getattr(self, name)) for name in ROWS)) < 0:
             raise ScheduleError(f"a cost is {lowest:g}; use numbers of zero or more")
 
     @classmethod
@@ -68,17 +66,14 @@ class StageCosts:
         backward: float | None = None,
     ) -> Self:
         """All stages alike; backward defaults to input + weight."""
-        whole = input + weight if backward is None else backward
-        return cls(*((x,) * num_stages for x in (forward, whole, input, weight, message)))
+        full = input + weight if backward is None else backward
+        return cls(*((x,) * num_stages for x in (forward, full, input, weight, message)))
 
     @classmethod
     def of(cls, costs: "Costs", num_stages: int) -> "StageCosts":
-        """`costs` stage by stage.
+        """`costs` stage by stage; raises ScheduleError where they are of another number of stages.
 
-        Of kinds, I and W default to halves of B, B to their sum, a message is the dearest named.
-
-        Raises:
-            ScheduleError: they are of another number of stages.
+        Of kinds, I and W default to halves of B, B to their sum, a message is the largest named.
         """
         if isinstance(costs, StageCosts):
             if len(costs.forward) != num_stages:
@@ -86,15 +81,15 @@ class StageCosts:
                     f"costs of {len(costs.forward)} stages cannot time a schedule of {num_stages}"
                 )
             return costs
-        whole = costs.get(ActionKind.B, costs.get(ActionKind.I, 0.0) + costs.get(ActionKind.W, 0.0))
+        full = costs.get(ActionKind.B, costs.get(ActionKind.I, 0.0) + costs.get(ActionKind.W, 0.0))
         messages = [cost for kind, cost in costs.items() if kind.is_message]
         return StageCosts.uniform(
             num_stages,
             costs.get(ActionKind.F, 0.0),
-            costs.get(ActionKind.I, whole / 2),
-            costs.get(ActionKind.W, whole / 2),
+            costs.get(ActionKind.I, full / 2),
+            costs.get(ActionKind.W, full / 2),
             max(messages, default=0.0),
-            whole,
+            full,
         )
 
 
@@ -131,11 +126,7 @@ class CostsFile:
         return longest if longest > 1 else None
 
     def of(self, num_stages: int) -> StageCosts:
-        """The costs of the stages as they were measured.
-
-        Raises:
-            ScheduleError: they are of another number of stages.
-        """
+        """The costs of the stages as measured; raises ScheduleError for another number of them."""
         for name, row in self.rows.items():
             if len(row) not in (1, num_stages):
                 raise ScheduleError(
@@ -144,27 +135,23 @@ class CostsFile:
                 )
         wide = {n: row * num_stages if len(row) == 1 else row for n, row in self.rows.items()}
         if "backward" not in wide:
-            pairs = zip(wide["input"], wide["weight"], strict=True)
-            wide["backward"] = tuple(i + w for i, w in pairs)
+            wide["backward"] = tuple(map(add, wide["input"], wide["weight"]))
         halves = tuple(b / 2 for b in wide["backward"])
         for name, other in (("input", "weight"), ("weight", "input")):
             if name not in wide:
-                pairs = zip(wide["backward"], wide.get(other, halves), strict=True)
-                wide[name] = tuple(max(b - x, 0.0) for b, x in pairs)
+                rest = map(sub, wide["backward"], wide.get(other, halves))
+                wide[name] = tuple(max(x, 0.0) for x in rest)
         wide.setdefault("message", (0.0,) * num_stages)
         return StageCosts(**wide)
 
     def of_cut(self, cut: Sequence[Sequence[str]]) -> StageCosts:
-        """Costs of stages that hold these pieces: sums over them, split as the file's stages are.
-
-        Raises:
-            ScheduleError: a piece is not in the file.
-        """
+        """Costs of stages that hold these pieces: sums over them, split as the file's stages are;
+        raises as `check_pieces`."""
         self.check_pieces([name for names in cut for name in names])
         c = self.of(self.num_stages or 1)
-        halves, whole = sum(c.input) + sum(c.weight), sum(c.backward)
+        halves, full = sum(c.input) + sum(c.weight), sum(c.backward)
         share = sum(c.input) / halves if halves else 0.5
-        more = halves / whole if whole else 1.0  # what splitting costs beside what it replaces
+        more = halves / full if full else 1.0  # a split backward over a full one
         backward = tuple(sum(self.pieces[n].backward for n in names) for names in cut)
         return StageCosts(
             tuple(sum(self.pieces[n].forward for n in names) for names in cut),
@@ -175,20 +162,12 @@ class CostsFile:
         )
 
     def weights(self, names: Sequence[str]) -> list[float]:
-        """Of each piece forward and backward together: what stages are to share evenly.
-
-        Raises:
-            ScheduleError: a piece is not in the file.
-        """
+        """Of each piece forward and backward together; raises as `check_pieces`."""
         self.check_pieces(names)
         return [self.pieces[name].forward + self.pieces[name].backward for name in names]
 
     def check_pieces(self, names: Sequence[str]) -> None:
-        """That there are costs of each of these pieces.
-
-        Raises:
-            ScheduleError: of some there are none; names them, and those that there are.
-        """
+        """Raises ScheduleError, with names, where a piece is not in the file."""
         missing = [name for name in names if name not in self.pieces]
         if missing:
             raise ScheduleError(
@@ -198,21 +177,20 @@ class CostsFile:
 
 
 def read_costs(path: str | Path) -> CostsFile:
-    """The costs in a file.
-
-    Raises:
-        ScheduleError: it cannot be read, or does not hold what the module's text says; names the
-            file and the key.
-    """
-    try:
-        text = read_regular(Path(path), MAX_BYTES).decode("utf-8-sig")
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ScheduleError(f"{path} cannot be read: {why}; name a file of costs") from error
-    found = _parse(text, str(path))
+    """The costs in a file; raises ScheduleError with file and key where it does not hold them."""
+    found = _parse(read_text(Path(path), "file of costs"), str(path))
     if isinstance(found, ScheduleError):
         raise found.with_traceback(None)
     return found
+
+
+def read_text(path: Path, what: str) -> str:
+    """The text of a file of at most MAX_BYTES; raises ScheduleError where it cannot be read."""
+    try:
+        return read_regular(path, MAX_BYTES).decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ScheduleError(f"{path} cannot be read: {why}; name a {what}") from error
 
 
 class _CostsLoader(BoundedLoader):
@@ -226,7 +204,7 @@ class _CostsLoader(BoundedLoader):
 
 @lru_cache(maxsize=4)
 def _parse(text: str, path: str) -> CostsFile | ScheduleError:
-    """Several rules ask for the same file on each of many worlds: a bad one is read once too."""
+    """Rules of the configuration ask for the same file many times, also for a bad one."""
     try:
         return _costs_of(text, path)
     except ScheduleError as error:
@@ -279,21 +257,17 @@ def _numbers(row: Sequence[float]) -> str:
 
 
 def _row(where: str, value: object) -> tuple[float, ...]:
-    items = cast(list[object], value) if isinstance(value, list) else [value]
-    return tuple(_number(where, item) for item in items)
-
-
-def _number(where: str, item: object) -> float:
-    """YAML 1.1 takes 1e-3, which has no point, for a text."""
-    try:
-        number = math.nan if isinstance(item, bool) else float(cast(float, item))
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise ScheduleError(
-            f"{where} holds {_shown(item)}; write finite numbers of zero or more, one a stage"
-        )
-    return number
+    numbers: list[float] = []
+    for item in cast(list[object], value) if isinstance(value, list) else [value]:
+        try:  # YAML 1.1 takes 1e-3, which has no point, for a text
+            numbers.append(math.nan if isinstance(item, bool) else float(cast(float, item)))
+        except (TypeError, ValueError, OverflowError):
+            numbers.append(math.nan)
+        if not 0 <= numbers[-1] < math.inf:
+            raise ScheduleError(
+                f"{where} holds {_shown(item)}; write finite numbers of zero or more, one a stage"
+            )
+    return tuple(numbers)
 
 
 def _shown(value: object) -> str:

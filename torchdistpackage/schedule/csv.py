@@ -10,13 +10,12 @@ import re
 from itertools import chain, islice
 from pathlib import Path
 
-from torchdistpackage.bounded import read_regular
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import Action, ActionKind, Schedule, flatten, parse_action
 from torchdistpackage.schedule.check import check_computations
+from torchdistpackage.schedule.costs import MAX_BYTES as MAX_BYTES
+from torchdistpackage.schedule.costs import read_text
 from torchdistpackage.schedule.passes import add_messages, lower
-
-MAX_BYTES = 1 << 21
 
 _Cell = tuple[Action, int, int]
 """A computation, its line, and the number of its cell in that line."""
@@ -42,16 +41,8 @@ def to_csv(schedule: Schedule, *, messages: bool = False) -> str:
 
 
 def csv_text(path: Path) -> str:
-    """The text of a file of at most MAX_BYTES, for `from_csv`.
-
-    Raises:
-        ScheduleError: it cannot be read, or is larger, or no regular file, or no text; names it.
-    """
-    try:
-        return read_regular(path, MAX_BYTES).decode("utf-8-sig")
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ScheduleError(f"{path} cannot be read: {why}; name a CSV file of text") from error
+    """The text of a file of at most MAX_BYTES; raises ScheduleError where it cannot be read."""
+    return read_text(path, "CSV file of text")
 
 
 def from_csv(text: str, name: str = "custom") -> Schedule:
@@ -74,10 +65,10 @@ def from_csv(text: str, name: str = "custom") -> Schedule:
     cells = list(chain.from_iterable(rows))
     line_of: dict[int, int] = {}
     for action, line, _ in cells:
-        if line_of.setdefault(action.stage, line) != line:
+        if (home := line_of.setdefault(action.stage, line)) != line:
             raise ScheduleError(
-                f"line {line}: {action} is of stage {action.stage}, which line "
-                f"{line_of[action.stage]} runs; keep a stage on one line"
+                f"line {line}: {action} is of stage {action.stage}, which line {home} runs; keep a "
+                f"stage on one line"
             )
     num_stages = max(line_of) + 1
     missing = list(islice((s for s in range(num_stages) if s not in line_of), 3))
@@ -94,9 +85,7 @@ def from_csv(text: str, name: str = "custom") -> Schedule:
 
 
 def _num_microbatches(cells: list[_Cell]) -> int:
-    """As the highest number says, if its stage has so many forwards: a slip of a digit makes a
-    schedule that never ends.
-    """
+    """As the highest number says, if its stage has so many forwards, which finds a typing error."""
     highest, line, number = max(cells, key=lambda cell: cell[0].microbatch)
     count = 1 + highest.microbatch
     forwards = sum(a.kind is ActionKind.F and a.stage == highest.stage for a, _, _ in cells)

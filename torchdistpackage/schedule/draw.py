@@ -1,10 +1,10 @@
-"""Pictures of timelines: a table of characters, an SVG, and a PNG with the same boxes.
+"""Pictures of timelines: a table of characters, an SVG, a PNG with the same boxes, a Chrome trace.
 
-All put one row to a pipe index and time to the right, one box to each action that
-computes, exactly where the timeline has it. Two timelines in one picture share their time axis.
-matplotlib, for the PNG, is an optional extra: it is loaded late, without a display or pyplot.
+All put one row to a pipe index and time to the right, one box to each computation, exactly where
+the timeline has it. matplotlib, for the PNG, is an optional extra, imported late.
 """
 
+import json
 import math
 from collections.abc import Iterable
 from html import escape
@@ -12,7 +12,7 @@ from io import BytesIO
 from typing import Any
 
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.schedule.actions import ActionKind
+from torchdistpackage.schedule.actions import Action, ActionKind
 from torchdistpackage.schedule.timeline import Span, Timeline
 
 ROW_PX, BOX_PX, LEFT_PX, UNIT_PX, TOP_PX, AXIS_PX = 30, 24, 64, 26, 34, 34
@@ -39,12 +39,12 @@ def table(timeline: Timeline, unit: float = 1.0) -> str:
     """One line a rank; a cell is one unit of time wide, `.` is idle.
 
     A box opens with its action, without the stage where a rank has only one. Times are rounded to
-    whole cells, so let `unit` divide them, or be well below the shortest action.
+    full cells, so let `unit` divide them, or be well below the shortest action.
     """
     stages = [sorted({s.action.stage for s in _compute(row)}) for row in timeline.spans]
-    whole = any(len(found) > 1 for found in stages)
+    full = any(len(found) > 1 for found in stages)
     labels = [
-        [(s, str(s.action) if whole else str(s.action)[len(str(s.action.stage)) :]) for s in row]
+        [(s, str(s.action) if full else str(s.action)[len(str(s.action.stage)) :]) for s in row]
         for row in map(_compute, timeline.spans)
     ]
     width = max((len(label) for row in labels for _, label in row), default=2)
@@ -59,40 +59,22 @@ def table(timeline: Timeline, unit: float = 1.0) -> str:
     return "\n".join(lines)
 
 
-def svg(timeline: Timeline) -> str:
-    """A picture of the timeline: one `rect` with a `data-action` for each computation.
+def svg(timeline: Timeline, measured: Timeline | None = None) -> str:
+    """A picture of a timeline: one `rect` with a `data-action` for each computation.
 
     The box of a span starts at x = LEFT_PX + start * px and is (end - start) * px wide, where px =
     `px_per_unit(timeline)`. Colours tell F, B, I and W apart, lighter ones later chunks.
+
+    measured: drawn below on the same time axis, in seconds; each is a group (`g`) with its
+    `data-timeline`. Its waits for messages are grey, with a `data-wait` as `data-action`.
     """
-    return _svg({"predicted": (timeline, head(timeline))}, px_per_unit(timeline))
+    panels = _panels(timeline, measured)
+    return _svg(panels, px_per_unit(*(shown for shown, _ in panels.values())))
 
 
-def svg_pair(predicted: Timeline, measured: Timeline) -> str:
-    """Predicted above measured on one time axis, in seconds.
-
-    Each is a group (`g`) with its `data-timeline`; the boxes are those of `svg`. The measured
-    waits for messages are grey, with a `data-wait` in place of the `data-action`.
-    """
-    return _svg(_pair(predicted, measured), px_per_unit(predicted, measured))
-
-
-def png(timeline: Timeline) -> bytes:
-    """A picture of one timeline, with the boxes, colours and rows of the SVG.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    return _png({"predicted": (timeline, head(timeline))})
-
-
-def png_pair(predicted: Timeline, measured: Timeline) -> bytes:
-    """Predicted above measured on one time axis, in seconds; waits for messages are grey.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    return _png(_pair(predicted, measured))
+def png(timeline: Timeline, measured: Timeline | None = None) -> bytes:
+    """The same picture as a PNG. Raises ConfigError: matplotlib is not installed."""
+    return _png(_panels(timeline, measured))
 
 
 def px_per_unit(*timelines: Timeline) -> float:
@@ -107,8 +89,10 @@ Panels = dict[str, tuple[Timeline, str]]
 """By name a timeline and the line above it."""
 
 
-def _pair(predicted: Timeline, measured: Timeline) -> Panels:
-    timelines = {"predicted": predicted, "measured": measured}
+def _panels(timeline: Timeline, measured: Timeline | None) -> Panels:
+    if measured is None:
+        return {"predicted": (timeline, head(timeline))}
+    timelines = {"predicted": timeline, "measured": measured}
     return {name: (t, f"{name}: {head(t, 's')}") for name, t in timelines.items()}
 
 
@@ -222,22 +206,17 @@ def _png(panels: Panels) -> bytes:
         ) from error
     timelines = [timeline for timeline, _ in panels.values()]
     rows = [len(timeline.spans) for timeline in timelines]
-    figure: Any = Figure(
-        figsize=(WIDTH_IN, sum(rows) * ROW_IN + len(rows) * PANEL_IN),
-        dpi=DPI,
-        layout="constrained",
-    )
+    size = WIDTH_IN, sum(rows) * ROW_IN + len(rows) * PANEL_IN
+    figure: Any = Figure(figsize=size, dpi=DPI, layout="constrained")
     grid = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=rows)
     for axes, (timeline, text) in zip(grid[:, 0], panels.values(), strict=True):
         labelled = sum(map(len, timeline.spans)) <= _MOST_LABELS
         for index, row in enumerate(timeline.spans):
             fills = colours(row)
+            boxes = [(span.start, span.end - span.start) for span in row]
+            colour = [fills[span.action.stage, span.action.kind] for span in row]
             axes.broken_barh(
-                [(span.start, span.end - span.start) for span in row],
-                (index - 0.4, 0.8),
-                facecolors=[fills[span.action.stage, span.action.kind] for span in row],
-                edgecolors="white",
-                linewidth=0.5,
+                boxes, (index - 0.4, 0.8), facecolors=colour, edgecolors="white", linewidth=0.5
             )
             for span in row if labelled else ():
                 if not span.action.kind.is_message:
@@ -254,3 +233,72 @@ def _png(panels: Panels) -> bytes:
     buffer = BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
+
+
+# -- Chrome trace ---------------------------------------------------------------------------------
+
+_US = 1e6
+
+
+def trace(timeline: Timeline, measured: Timeline | None = None) -> str:
+    """A Chrome trace: a process for each timeline, in it a thread for each pipe rank.
+
+    For chrome://tracing and ui.perfetto.dev; a unit of time is shown as a second. Arrows lead from
+    what is sent to what waits for it. measured: a second process; its waits are slices too.
+    """
+    timelines = {timeline.name: timeline}
+    if measured is not None:
+        timelines = {"predicted": timeline, "measured": measured}
+    events: list[dict[str, Any]] = []
+    for process, (name, shown) in enumerate(timelines.items()):
+        names = [("process_name", f"{name}, bubble {shown.bubble:.1%}", 0)]
+        for rank, row in enumerate(shown.spans):
+            names.append(("thread_name", f"pipe {rank}", rank))
+            events += (slice_event(span, process, rank) for span in row)
+        events += (
+            {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": text}}
+            for what, text, thread in names
+        )
+        tracks = ({"pid": process, "tid": rank} for rank in range(len(shown.spans)))
+        events += message_arrows(zip(tracks, shown.spans, strict=True), str(process))
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}) + "\n"
+
+
+def slice_event(span: Span, process: int, rank: int) -> dict[str, Any]:
+    """One action as a complete event of a Chrome trace."""
+    stage, kind, microbatch = span.action
+    return {
+        "ph": "X",
+        "name": str(span.action),
+        "cat": "wait" if kind.is_message else str(kind),
+        "ts": span.start * _US,
+        "dur": (span.end - span.start) * _US,
+        "pid": process,
+        "tid": rank,
+        "args": {"stage": stage, "kind": str(kind), "microbatch": microbatch},
+    }
+
+
+def message_arrows(
+    rows: Iterable[tuple[dict[str, int], Iterable[Span]]], name: str
+) -> list[dict[str, Any]]:
+    """Two flow events a message: from inside the slice that sends it to the start of its user.
+
+    rows: of each rank its track (`pid`, `tid`) and its spans. name: sets these messages apart.
+    """
+    at = {span.action: (track, span) for track, row in rows for span in row}
+    arrows: list[dict[str, Any]] = []
+    for action, (track, span) in at.items():
+        if (send := action.send) is None:
+            continue
+        # a backward or its first half feeds either of the stage before
+        kinds = (ActionKind.F,) if action.kind is ActionKind.F else (ActionKind.B, ActionKind.I)
+        users = (Action(send.peer, kind, action.microbatch) for kind in kinds)
+        found = next((at[user] for user in users if user in at), None)
+        if found is None or found[0] == track:
+            continue
+        shared = {"name": "message", "cat": "message", "id": f"{name}:{action}"}
+        middle = (span.start + span.end) / 2
+        arrows.append({"ph": "s", "ts": middle * _US, **shared, **track})
+        arrows.append({"ph": "f", "bp": "e", "ts": found[1].start * _US, **shared, **found[0]})
+    return arrows

@@ -1,8 +1,8 @@
 """The simulator: the computations of one step as numbers, so that orders are timed by the hundred.
 
-One rule: computation (kind, stage, microbatch) is one int, an `Order` holds for each rank the
-list of its ints, and all that timing needs is looked up in flat lists. Messages have no number:
-they leave when their action ends and arrive their cost later, and hold up no rank.
+Computation (kind, stage, microbatch) is one int, an `Order` holds for each rank the list of its
+ints, and all that timing needs is looked up in flat lists. Messages have no number: they leave when
+their action ends and arrive their cost later, and hold up no rank.
 """
 
 import math
@@ -74,9 +74,9 @@ class TaskGraph:
     ) -> tuple[list[float], list[float]]:
         """When each rank ends, and when what each slot holds is there for what needs it.
 
-        All ends are infinite if ranks wait for each other. A rank computes in its order, each
-        computation as soon as what it needs is there. log: is given (rank, place in its order,
-        start, end) of each computation, listed after those that it needs.
+        All ends are infinite in a deadlock. A rank computes in its order, each computation as soon
+        as what it needs is there. log: is given (rank, place in its order, start, end) of each
+        computation, listed after those that it needs.
         """
         needs, gives, cost, delay = self.needs, self.gives, self.cost, self.delay
         arrived = [-1.0] * (3 * self.size)
@@ -112,19 +112,16 @@ class TaskGraph:
         return max(self.arrivals(order)[0])
 
     def lowest_makespan(self) -> float:
-        """That no order goes below: a rank waits for its first input, then computes all it has.
-
-        What splitting a backward costs more than the whole is not counted.
-        """
+        """That no order goes below: a rank waits for its first input, then computes all it has."""
         c, m = self.costs, self.num_microbatches
-        whole = [
+        full = [
             f + min(b, i + w)
             for f, b, i, w in zip(c.forward, c.backward, c.input, c.weight, strict=True)
         ]
         starts = [0.0] * self.num_stages
         for s in range(1, self.num_stages):
             starts[s] = starts[s - 1] + c.forward[s - 1] + self.delay[(s - 1) * m]
-        return max(starts[mine[0]] + m * sum(whole[s] for s in mine) for mine in self.stages)
+        return max(starts[mine[0]] + m * sum(full[s] for s in mine) for mine in self.stages)
 
     def room(self) -> tuple[float, ...]:
         """For each rank the least that it must hold to run: one microbatch of all its stages."""
@@ -140,8 +137,7 @@ class TaskGraph:
             for number in program:
                 if number < size:
                     now += weight[number]
-                    if now > peak:
-                        peak = now
+                    peak = max(peak, now)
                 elif number >= 2 * size:
                     now -= weight[number % size]
             peaks.append(peak)
@@ -149,32 +145,22 @@ class TaskGraph:
 
     def schedule(self, name: str, order: Order) -> Schedule:
         """The order as a Schedule, computations only."""
-        m = self.num_microbatches
-        actions = [
-            Action(stage, kind, k) for kind in _KINDS for stage in range(self.num_stages)
-            for k in range(m)
-        ]  # fmt: skip
+        m, stages = self.num_microbatches, range(self.num_stages)
+        actions = [Action(s, kind, k) for kind in _KINDS for s in stages for k in range(m)]
         programs = tuple(tuple(actions[number] for number in program) for program in order)
         return Schedule(name, self.num_stages, m, self.placement, programs)
 
     def order(self, schedule: Schedule) -> Order:
-        """A schedule's computations as numbers; its messages are left out.
-
-        Raises:
-            ScheduleError: the schedule is of other stages or microbatches.
-        """
+        """A schedule's computations as numbers, without messages; raises ScheduleError for one of
+        other stages or microbatches."""
         m = self.num_microbatches
         if (schedule.placement, schedule.num_microbatches) != (self.placement, m):
             raise ScheduleError(
                 f"{schedule.name} places {schedule.num_microbatches} microbatches on ranks "
                 f"{schedule.placement}, not {m} on {self.placement}"
             )
-        first = {kind: i * self.size for i, kind in enumerate(_KINDS)}
+        number = {kind: i for i, kind in enumerate(_KINDS)}
         return [
-            [
-                start + s * m + k
-                for s, kind, k in flatten(program)
-                if (start := first.get(kind)) is not None
-            ]
+            [self.number(number[kind], s, k) for s, kind, k in flatten(program) if kind in number]
             for program in schedule.programs
         ]

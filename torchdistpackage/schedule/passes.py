@@ -8,19 +8,24 @@ for it. That stays true when neighbouring messages are posted together.
 """
 
 from dataclasses import replace
+from itertools import groupby
 
-from torchdistpackage.schedule.actions import Action, Batch, Program, Schedule, Step, flatten
+from torchdistpackage.schedule.actions import (
+    Action,
+    ActionKind,
+    Batch,
+    Program,
+    Schedule,
+    Step,
+    flatten,
+)
 from torchdistpackage.schedule.check import check
 from torchdistpackage.schedule.costs import Costs
 from torchdistpackage.schedule.timeline import DEFAULT_COSTS, replay
 
 
 def lower(schedule: Schedule, costs: Costs = DEFAULT_COSTS) -> Schedule:
-    """The schedule with its messages, fused and checked: ready to run.
-
-    Raises:
-        ScheduleError: it cannot run, or is incomplete.
-    """
+    """The schedule with its messages, fused and checked: ready to run; raises as `check`."""
     lowered = fuse_messages(add_messages(schedule, costs))
     check(lowered)
     return lowered
@@ -30,10 +35,7 @@ def add_messages(schedule: Schedule, costs: Costs = DEFAULT_COSTS) -> Schedule:
     """Each send where its action ends, its receive at the same point of the other rank's program.
 
     The points are those of the simulation at `costs`; messages already there are placed anew.
-    Stages on the same rank hand over in memory and get no message.
-
-    Raises:
-        ScheduleError: the computations cannot run in this order.
+    Stages on one rank need no message. Raises ScheduleError where the order cannot run.
     """
     programs: list[list[Step]] = [[] for _ in schedule.programs]
     place = schedule.placement
@@ -53,76 +55,56 @@ def add_messages(schedule: Schedule, costs: Costs = DEFAULT_COSTS) -> Schedule:
             deliver()
             now = end
         programs[place[action.stage]].append(action)
-        if send := _send(action, schedule):
+        send = action.send
+        is_between = send is not None and 0 <= send.peer < len(place)
+        if send is not None and is_between and place[send.peer] != place[send.stage]:
             ended.append(send)
     deliver()
     return replace(schedule, programs=tuple(map(tuple, programs)))
 
 
-def _send(action: Action, schedule: Schedule) -> Action | None:
-    send, place = action.send, schedule.placement
-    if send is None or not 0 <= send.peer < schedule.num_stages:
-        return None
-    return None if place[send.peer] == place[send.stage] else send
-
-
-def fuse_messages(schedule: Schedule) -> Schedule:
+def fuse_messages(schedule: Schedule, apart: ActionKind | None = None) -> Schedule:
     """Adjacent messages of a rank become one batch, receives first, else in their order.
 
-    Receives first because a transport may only drain what it has been told to expect: posted
-    the other way round, both directions of a link take turns.
+    Receives first because a transport may drain only into posted receives: posted the other way
+    round, both directions of a link alternate. apart: a kind of message that stays alone.
     """
-    return replace(schedule, programs=tuple(map(_fuse, schedule.programs)))
+    fused = tuple(_fuse(program, apart) for program in schedule.programs)
+    return replace(schedule, programs=fused)
 
 
 def receives_ahead(schedule: Schedule, ahead: int) -> Schedule:
     """Post each receive `ahead` computations earlier, for transports where that holds up nothing.
 
-    All receives of a rank keep their order. Whoever runs the result must not wait for a batch
-    as a whole, only for the message that the next computation uses: it is not unbuffered-safe.
+    All receives of a rank keep their order. An executor of the result must not wait for a batch
+    at once, only for the message that the next computation uses: it is not unbuffered-safe.
     """
     if ahead < 0:
         raise ValueError(f"receives can be posted 0 or more computations ahead, not {ahead}")
-    return fuse_messages(
-        replace(schedule, programs=tuple(_ahead(program, ahead) for program in schedule.programs))
-    )
+    programs = tuple(_ahead(program, ahead) for program in schedule.programs)
+    return fuse_messages(replace(schedule, programs=programs))
 
 
 def _ahead(program: Program, ahead: int) -> Program:
-    """Messages stand in the gaps before, between and after the computations."""
-    gaps: list[list[Action]] = [[]]
-    computations: list[Action] = []
+    steps: list[list[Action]] = [[]]  # each with the messages that follow it
     for action in flatten(program):
-        if action.kind.is_message:
-            gaps[-1].append(action)
+        if not action.kind.is_message:
+            steps.append([action])
         else:
-            computations.append(action)
-            gaps.append([])
-    moved: list[list[Action]] = [[] for _ in gaps]
-    for i, gap in enumerate(gaps):
-        for action in gap:
-            moved[i if action.kind.is_send else max(0, i - ahead)].append(action)
-    steps = list(moved[0])
-    for action, gap in zip(computations, moved[1:], strict=True):
-        steps += [action, *gap]
-    return tuple(steps)
+            moved = -1 if action.kind.is_send else max(0, len(steps) - 1 - ahead)
+            steps[moved].append(action)
+    return tuple(action for step in steps for action in step)
 
 
-def _fuse(program: Program) -> Program:
+def _fuse(program: Program, apart: ActionKind | None) -> Program:
     fused: list[Step] = []
-    run: list[Action] = []
 
-    def close() -> None:
-        run.sort(key=lambda action: action.kind.is_send)
-        if run:
-            fused.append(run[0] if len(run) == 1 else Batch(tuple(run)))
-        run.clear()
+    def is_batched(action: Action) -> bool:
+        return action.kind.is_message and action.kind is not apart
 
-    for action in flatten(program):
-        if action.kind.is_message:
-            run.append(action)
-        else:
-            close()
-            fused.append(action)
-    close()
+    for batched, group in groupby(flatten(program), is_batched):
+        run: list[Step] = list(group)
+        if batched and len(run) > 1:
+            run = [Batch(tuple(sorted(flatten(run), key=lambda a: a.kind.is_send)))]
+        fused += run
     return tuple(fused)

@@ -58,7 +58,7 @@ class Timeline:
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """For each pipe index the share of `total` in which it computed nothing."""
+        """For each pipe index its own `bubble`."""
         return tuple(1 - busy(row) / self.total if self.total else 0.0 for row in self.spans)
 
 
@@ -68,13 +68,13 @@ def busy(row: Iterable[Span]) -> float:
 
 
 def simulate(schedule: Schedule, costs: Costs = DEFAULT_COSTS, steps: int = 1) -> Timeline:
-    """Run `schedule` on paper; see Timeline for what comes out.
+    """Run `schedule` on paper.
 
-    steps: run it so many times back to back. A rank starts the next step when it has ended its
-        own, not when all have; microbatch i of step k is written as i + k x num_microbatches.
+    steps: so many back to back. A rank starts the next step when it has ended its own, not when all
+        have; microbatch i of step k is written as i + k x num_microbatches.
 
     Raises:
-        ScheduleError: no rank can move; the text lists what each one waits for.
+        ScheduleError: a deadlock; the text lists what each rank waits for.
     """
     schedule = _repeated(schedule, steps)
     spans: list[list[Span]] = [[] for _ in schedule.programs]
@@ -84,12 +84,9 @@ def simulate(schedule: Schedule, costs: Costs = DEFAULT_COSTS, steps: int = 1) -
 
 
 def replay(schedule: Schedule, costs: Costs = DEFAULT_COSTS) -> list[Span]:
-    """All computations with their times, listed so that each comes after those it uses.
+    """All computations with their times, each after those it uses; raises as `simulate`.
 
     The messages of a program are passed over: when they travel follows from the computations.
-
-    Raises:
-        ScheduleError: as of `simulate`.
     """
     stage_costs = StageCosts.of(costs, schedule.num_stages)
     work = TaskGraph(schedule.placement, schedule.num_microbatches, stage_costs)
@@ -103,8 +100,8 @@ def replay(schedule: Schedule, costs: Costs = DEFAULT_COSTS) -> list[Span]:
         stuck = [r for r, program in enumerate(programs) if at[r] < len(program)]
         waiting = ", ".join(f"rank {r} at {programs[r][at[r]]}" for r in stuck)
         raise ScheduleError(
-            f"{schedule.name}: nobody can move; {waiting}: each uses what never comes or stands "
-            f"later in the order; put it after the actions that it uses"
+            f"{schedule.name}: deadlock; {waiting}: each uses what never comes or stands later in "
+            f"the order; put it after the actions that it uses"
         )
     return [Span(programs[rank][place], start, end) for rank, place, start, end in log]
 
@@ -143,11 +140,9 @@ def _repeated(schedule: Schedule, steps: int) -> Schedule:
 def _peak_live(
     rows: tuple[tuple[Span, ...], ...], num_stages: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    live, peak = [0] * num_stages, [0] * num_stages
-    peak_of_rank = [0] * len(rows)
-    if not any(span.action.kind.gives_gradient for row in rows for span in row):
-        return tuple(peak), tuple(peak_of_rank)
-    for rank, row in enumerate(rows):
+    live, peak, peak_of_rank = [0] * num_stages, [0] * num_stages, [0] * len(rows)
+    trains = any(span.action.kind.gives_gradient for row in rows for span in row)
+    for rank, row in enumerate(rows if trains else ()):
         held = 0
         for (stage, kind, _), _, _ in row:
             change = _LIVE.get(kind, 0)

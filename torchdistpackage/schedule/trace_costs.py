@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import add, sub
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -31,13 +32,11 @@ _SHORT = 0.02
 def costs_of(
     spans: Spans, num_stages: int, average: Callable[[list[float]], float] = median
 ) -> StageCosts:
-    """What the actions of each stage took, in seconds; what never ran is told from its parts.
+    """What the actions of each stage took, in seconds; what never ran follows from its parts.
 
     message: of the quickest between the two ranks, from the end of what sends it to the start of
-    what uses it. Of a stage that ran only B, I and W are parts of it as on the other stages.
-
-    Raises:
-        ScheduleError: a stage has no forward in the spans.
+    what uses it. Of a stage that ran only B, I and W are parts of it as on the other stages. Raises
+    ScheduleError: a stage has no forward in the spans.
     """
     taken: defaultdict[tuple[ActionKind, int], list[float]] = defaultdict(list)
     for row in spans:
@@ -49,38 +48,35 @@ def costs_of(
             f"pipe ranks; pass those of every rank, of a step with all {num_stages} stages"
         )
 
-    def of(kind: ActionKind, stage: int, default: float) -> float:
-        return average(taken[kind, stage]) if taken[kind, stage] else default
+    zeros = (0.0,) * num_stages
 
-    def total(kind: ActionKind) -> float:
-        return sum(of(kind, s, 0.0) for s in range(num_stages))
+    def by_stage(kind: ActionKind, default: Sequence[float] = zeros) -> tuple[float, ...]:
+        found = [taken[kind, s] for s in range(num_stages)]
+        return tuple(average(x) if x else y for x, y in zip(found, default, strict=True))
 
-    parts = total(ActionKind.I) + total(ActionKind.W)
-    share = total(ActionKind.I) / parts if parts else 0.5
-    forward = tuple(of(ActionKind.F, s, 0.0) for s in range(num_stages))
-    first = tuple(of(ActionKind.I, s, of(ActionKind.B, s, 0.0) * share) for s in range(num_stages))
-    second = tuple(
-        of(ActionKind.W, s, of(ActionKind.B, s, 0.0) * (1 - share)) for s in range(num_stages)
-    )
-    whole = tuple(of(ActionKind.B, s, first[s] + second[s]) for s in range(num_stages))
-    place, quickest = _place(spans), _quickest(spans)
+    first, second, full = by_stage(ActionKind.I), by_stage(ActionKind.W), by_stage(ActionKind.B)
+    parts = sum(first) + sum(second)
+    share = sum(first) / parts if parts else 0.5
+    first = by_stage(ActionKind.I, [b * share for b in full])
+    second = by_stage(ActionKind.W, [b * (1 - share) for b in full])
+    full = by_stage(ActionKind.B, [i + w for i, w in zip(first, second, strict=True)])
+    place = {span.action.stage: rank for rank, rows in enumerate(spans) for span in rows}
+    quickest = _quickest(spans)
     message = [
         0.0 if place[s] == place[s + 1] else _link(quickest, place[s], place[s + 1])[0]
         for s in range(num_stages - 1)
     ]
-    return StageCosts(forward, whole, first, second, (*message, 0.0))
+    return StageCosts(by_stage(ActionKind.F), full, first, second, (*message, 0.0))
 
 
 def aligned(spans: Spans) -> list[list[Span]]:
-    """The spans on one clock, which starts with the first computation.
+    """The spans on one clock, which starts with the first computation; waits before are cut off.
 
-    Waits before that are cut off. Where the messages of one direction were all there early, it is
-    off by what a message of the other takes.
+    Where the messages of one direction were all early, it is off by what one of the other takes.
     """
     quickest = _quickest(spans)
-    shift = {0: 0.0}
-    reached = [0]
-    for a in reached:
+    shift, reached = {0: 0.0}, [0]
+    for a in reached:  # which grows
         for b in range(len(spans)):
             if b not in shift and ((a, b) in quickest or (b, a) in quickest):
                 shift[b] = shift[a] + _link(quickest, a, b)[1]
@@ -94,10 +90,6 @@ def aligned(spans: Spans) -> list[list[Span]]:
         [Span(a, max(0.0, start - zero), end - zero) for a, start, end in row if end > zero]
         for row in moved
     ]
-
-
-def _place(spans: Spans) -> dict[int, int]:
-    return {span.action.stage: rank for rank, row in enumerate(spans) for span in row}
 
 
 class _Quickest(NamedTuple):
@@ -118,7 +110,7 @@ def _quickest(spans: Spans) -> dict[tuple[int, int], _Quickest]:
             if action.kind.is_message:
                 waits[action] = end - start
             else:
-                users[_either(action)] = (rank, start)
+                users[action.result] = (rank, start)
     computing = [end - start for row in spans for a, start, end in row if not a.kind.is_message]
     short = _SHORT * median(computing) if computing else 0.0
     found: dict[tuple[int, int], _Quickest] = {}
@@ -127,7 +119,7 @@ def _quickest(spans: Spans) -> dict[tuple[int, int], _Quickest]:
             send = action.send
             if send is None:
                 continue
-            to, start = users.get(_either(action)._replace(stage=send.peer), (rank, 0.0))
+            to, start = users.get(action.result._replace(stage=send.peer), (rank, 0.0))
             if to != rank:
                 best = found.get((rank, to), _Quickest(True, math.inf))
                 early = best.early and waits.get(send.match, 0.0) <= short
@@ -135,15 +127,11 @@ def _quickest(spans: Spans) -> dict[tuple[int, int], _Quickest]:
     return found
 
 
-def _either(action: Action) -> Action:
-    return action._replace(kind=ActionKind.B) if action.kind is ActionKind.I else action
-
-
 def _link(quickest: dict[tuple[int, int], _Quickest], a: int, b: int) -> tuple[float, float]:
     """Time of a message between two ranks, and how far the clock of `b` is ahead of that of `a`.
 
-    With messages one way only, as in evaluation, the clocks are taken to agree; if those of one
-    way were all early, the messages of the other to have taken no time.
+    With messages one way only, as in evaluation, the clocks are assumed to agree; if those of one
+    way were all early, those of the other to have taken no time.
     """
     there, back = quickest.get((a, b)), quickest.get((b, a))
     if there is None or back is None:
@@ -156,7 +144,7 @@ def _link(quickest: dict[tuple[int, int], _Quickest], a: int, b: int) -> tuple[f
 
 @dataclass(frozen=True, slots=True)
 class BubbleAttribution:
-    """A measured step beside its simulation; prints as one line of a log.
+    """A measured step and its simulation; prints as one line of a log.
 
     measured, predicted: in seconds; predicted with the measured mean costs, messages included.
     alone: for each pipe index the bubble of the schedule with all stages equal, messages free.
@@ -173,23 +161,19 @@ class BubbleAttribution:
 
     def __str__(self) -> str:
         ranks = " ".join(f"{bubble:.1%}" for bubble in self.measured.bubbles)
-        reasons = ", ".join(
-            f"{what} {100 * fmean(parts):+.1f}"
-            for what, parts in (
-                ("imbalance", self.imbalance),
-                ("message wait", self.message_wait),
-                ("host time", self.host),
-            )
+        imbalance, wait, host = (
+            100 * fmean(parts) for parts in (self.imbalance, self.message_wait, self.host)
         )
         return (
             f"{self.measured.name}: bubble {self.measured.bubble:.1%} (by pipe rank {ranks}), "
             f"by its costs {self.predicted.bubble:.1%}; the schedule alone "
-            f"{fmean(self.alone):.1%}, {reasons} points"
+            f"{fmean(self.alone):.1%}, imbalance {imbalance:+.1f}, message wait {wait:+.1f}, "
+            f"host time {host:+.1f} points"
         )
 
 
 def attribute_bubble(schedule: Schedule, spans: Spans) -> BubbleAttribution:
-    """Compare one step of `schedule` with what it should have been.
+    """Compare one measured step of `schedule` with simulations of it.
 
     spans: of every pipe index, from `Executor.run(record=True)`: its computations and, under
         the kind of the message, its waits.
@@ -209,14 +193,14 @@ def attribute_bubble(schedule: Schedule, spans: Spans) -> BubbleAttribution:
         measured,
         simulate(schedule, costs),
         alone,
-        _grown(alone, uneven),
-        _grown(uneven, with_host),
-        _grown(with_host, measured.bubbles),
+        tuple(map(sub, uneven, alone)),
+        tuple(map(sub, with_host, uneven)),
+        tuple(map(sub, measured.bubbles, with_host)),
     )
 
 
 def _host_s(row: Sequence[Span]) -> float:
-    """What passed beside computing and waiting between a rank's first and last span, an action."""
+    """What passed besides computing and waiting between a rank's first and last span, an action."""
     computations = sum(not span.action.kind.is_message for span in row)
     if not computations:
         return 0.0
@@ -225,23 +209,11 @@ def _host_s(row: Sequence[Span]) -> float:
 
 
 def _plus(costs: StageCosts, more: Sequence[float]) -> StageCosts:
-    def longer(row: Sequence[float]) -> tuple[float, ...]:
-        return tuple(x + extra for x, extra in zip(row, more, strict=True))
-
     computations = (costs.forward, costs.backward, costs.input, costs.weight)
-    return StageCosts(*map(longer, computations), message=costs.message)
+    return StageCosts(*(tuple(map(add, row, more)) for row in computations), message=costs.message)
 
 
 def _equal(costs: StageCosts) -> StageCosts:
     """All stages as the mean of them."""
-    return StageCosts.uniform(
-        len(costs.forward),
-        fmean(costs.forward),
-        fmean(costs.input),
-        fmean(costs.weight),
-        backward=fmean(costs.backward),
-    )
-
-
-def _grown(before: Sequence[float], after: Sequence[float]) -> tuple[float, ...]:
-    return tuple(b - a for a, b in zip(before, after, strict=True))
+    means = [fmean(row) for row in (costs.forward, costs.input, costs.weight)]
+    return StageCosts.uniform(len(costs.forward), *means, backward=fmean(costs.backward))

@@ -23,7 +23,7 @@ class Mesh:
     """Axis names and sizes, slowest first, e.g. `Mesh((("data", 2), ("tensor", 4)))`.
 
     Raises:
-        TopologyError: an axis is named twice, or a size is not a positive whole number.
+        TopologyError: an axis is named twice, or a size is not a positive integer.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -123,7 +123,7 @@ def whole_size(name: str, size: object) -> int:
     Raises:
         TopologyError: names the axis and the value.
     """
-    # a bool is an int to Python, but nobody means it as a size
+    # a bool is an int to Python, but no one means it as a size
     if isinstance(size, bool) or not isinstance(size, int | float) or size < 1 or size % 1 != 0:
         raise TopologyError(
             f"axis {name} has size {size!r}; a size is a whole number of ranks, 1 or more"

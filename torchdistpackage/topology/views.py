@@ -46,7 +46,7 @@ class Topology:
         """The mesh and axes behind a group name such as `data`, `model` or `moe_ep`.
 
         Raises:
-            TopologyError: nobody by that name; lists the names there are.
+            TopologyError: no one by that name; lists the names there are.
         """
         if mode in self.dense.names:
             return self.dense, (mode,)
@@ -106,10 +106,10 @@ def topology(sizes: Axes, world_size: int, *, expert: int = 1) -> Topology:
     """Build both views from `[(axis, size), ...]` or `{axis: size, ...}`, outermost first.
 
     Any order, any subset; one size may be None, -1 or "auto" and is then inferred. Sizes may be
-    whole floats (4.0), as arithmetic on world sizes gives them.
+    integral floats (4.0), as arithmetic on world sizes gives them.
 
     Raises:
-        TopologyError: a size is not whole, two are left open, the product is not
+        TopologyError: a size is not an integer, two are left open, the product is not
             `world_size`, `expert` does not divide the data axis, or an axis has the name of a
             group that follows from the others.
     """

@@ -1,7 +1,7 @@
 """From a plan to objects: the only translator of configuration.
 
-Everything below receives plain arguments; what they are is decided here, in the order in which
-a run needs them: groups, my stage and its layouts, initial weights, reducer, optimizer, executors.
+All else receives plain arguments, which are decided here, in the order in which a run needs them:
+groups, stages and their layouts, initial weights, optimizer, data parallelism, executors.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -13,39 +13,52 @@ import torch
 from torch import nn
 
 from torchdistpackage.checkpoint.parts import TopologyRank
-from torchdistpackage.comm import primitives
-from torchdistpackage.comm.creation import world
+from torchdistpackage.checkpoint.save import fail_together
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.random import seed_rank
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.config.schema import OptimSection, RunConfig
-from torchdistpackage.ddp.bucket_plan import bucket_sizes
-from torchdistpackage.ddp.param_spec import ParamSpec
-from torchdistpackage.ddp.reducer import Reducer
+from torchdistpackage.config.schema import OptimSection
+from torchdistpackage.ddp.naive_ddp import NaiveDDP
+from torchdistpackage.ddp.param_spec import batch_group
+from torchdistpackage.ddp.param_sync import ReplicatedTensor, sync_module_states
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import DataError, LayoutError, ScheduleError
 from torchdistpackage.harness.watchdog import HangWatchdog
 from torchdistpackage.launch.entrypoint import EntryPoint
-from torchdistpackage.layout.derive import BATCH_AXES, gradient_ranks
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.optim.lr import warmup_cosine
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.partition.cost_split import split_by_cost
 from torchdistpackage.parallel.pipeline.partition.sequential import chunks_of
 from torchdistpackage.parallel.tensor.init import initialize
 from torchdistpackage.schedule.actions import Schedule
-from torchdistpackage.schedule.generators.registry import evaluation
+from torchdistpackage.schedule.generators import evaluation
 from torchdistpackage.train import corpus
-from torchdistpackage.train.callbacks import ReplicaCheck, comparison
+from torchdistpackage.train.callbacks import (
+    Callback,
+    NonFiniteCheck,
+    ReplicaCheck,
+    StragglerCheck,
+)
 from torchdistpackage.train.data import DataSource, TokenDataset
+from torchdistpackage.train.job import text_source, token_cache_folder
+from torchdistpackage.train.log import StepLog
 from torchdistpackage.train.loop import Loop
-from torchdistpackage.train.loss import LossFn, from_user, token_cross_entropy
-from torchdistpackage.train.plan import Plan, weight_format
+from torchdistpackage.train.packing import PackedDataset
+from torchdistpackage.train.plan import Plan, activation_budget_gb, memory
 from torchdistpackage.train.profiler import StepProfiler
-from torchdistpackage.train.step import Trainer, TrainStages
+from torchdistpackage.train.recompute import recompute_blocks, recompute_within
+from torchdistpackage.train.step import (
+    LossFn,
+    Trainer,
+    TrainStages,
+    from_user,
+    token_cross_entropy,
+)
 from torchdistpackage.train.stop import StopController
+from torchdistpackage.train.token_cache import tokenized
+from torchdistpackage.train.trace import StepTrace
 from torchdistpackage.train.train_state import TrainState
-from torchdistpackage.train.update import Update, reduced_grads
+from torchdistpackage.train.update import Update, reduced_grads, warmup_cosine
 
 
 def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None = None) -> Trainer:
@@ -65,13 +78,20 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
     stage, layouts, loss = _stage(plan, device)
     _check_declared(stage, layouts)
     inner = _optimizer(stage, config.optim)
-    reducer, optimizer = _sharing(stage, layouts, inner, config)
-    pipe = tpc.get_group("pipe")
+    replicas = _data_parallel(stage, layouts, inner, config.parallel.zero)
+    optimizer = replicas if isinstance(replicas, ZeroOptimizer) else inner
+    pipe, optim = tpc.get_group("pipe"), config.optim
+    ratio = partial(
+        warmup_cosine,
+        warmup_steps=optim.warmup_steps,
+        num_steps=config.train.steps,
+        min_ratio=optim.min_lr_ratio,
+    )
 
     def executor(schedule: Schedule) -> Executor:
         return Executor(schedule, pipe, device=device, timeout_s=slow)
 
-    return Trainer(
+    trainer = Trainer(
         plan=plan,
         rank=rank,
         device=device,
@@ -79,9 +99,17 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
         layouts=layouts,
         loss=loss,
         data=data if data is not None else build_data(plan),
-        reducer=reducer,
+        replicas=replicas,
         optimizer=optimizer,
-        update=_update(plan, stage, layouts, inner, optimizer, device),
+        update=Update(
+            reduced_grads(stage, layouts, TopologyRank(plan.topology, tpc.rank), optimizer),
+            optimizer,
+            inner,
+            device,
+            learning_rate=lambda step: optim.lr * ratio(step - 1),
+            clip=optim.clip,
+            halts=config.train.on_nonfinite == "stop",
+        ),
         executor=executor(plan.schedule),
         evaluator=executor(evaluation(plan.schedule, config.pipeline.microbatches)),
         autocast=torch.bfloat16 if config.precision.dtype == "bf16" else None,
@@ -89,10 +117,17 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
         seed=config.run.seed,
         num_steps=config.train.steps,
         rounds=config.train.accumulate,
-        # from stage 2 on there is no room for whole gradients beyond a round
+        # from stage 2 on there is no room for full gradients beyond a round
         sums_each_round=config.parallel.zero >= 2,
         eval_batches=config.train.eval_batches,
     )
+    if config.train.recompute == "blocks":
+        trainer.recomputed = recompute_blocks(stage)
+    elif config.train.recompute == "auto":
+        state = memory(config, plan.topology, layouts.values(), rank)
+        budget_gb = activation_budget_gb(config, state, f"rank {rank}")
+        trainer.recomputed = recompute_within(trainer, budget_gb)
+    return trainer
 
 
 def make_loop(
@@ -103,28 +138,42 @@ def make_loop(
     watch: HangWatchdog | None = None,
 ) -> Loop:
     """The loop of the run that `trainer` was built for; all ranks call it together."""
-    plan = trainer.plan
-    train, log, checkpoint = plan.config.train, plan.config.log, plan.config.checkpoint
-    model, shape = plan.model, plan.shape
+    plan, config = trainer.plan, trainer.plan.config
+    train, checkpoint, every = config.train, config.checkpoint, config.log.every
+    model, shape, has_pipeline = plan.model, plan.shape, config.parallel.pipe > 1
+    log = StepLog(
+        folder,
+        trainer.num_steps,
+        rank=trainer.rank,
+        every=every,
+        unit="tokens" if config.model.loss is None else "samples",
+        flops_per_token=model and shape and model.flops_per_token(shape),
+        predicted_bubble=plan.timeline.bubble if has_pipeline else None,
+        verbose=config.log.verbose,
+    )
+    callbacks: list[Callback] = []
+    if train.straggler_every:
+        callbacks.append(StragglerCheck(trainer, train.straggler_every))
+    if has_pipeline:
+        callbacks.append(StepProfiler(trainer, every))
+    if train.profile.range:
+        callbacks.append(StepTrace(trainer, train.profile.range, state.step + 1))
+    callbacks.append(NonFiniteCheck(skips=train.on_nonfinite == "skip"))
+    if train.check_replicas_every:
+        callbacks.append(ReplicaCheck(trainer, train.check_replicas_every))
     return Loop(
         trainer,
         state,
         folder,
+        log,
         life,
         watch,
         call_timeout_s=train.step_timeout_s,
-        unit="tokens" if plan.config.model.loss is None else "samples",
-        flops_per_token=model and shape and model.flops_per_token(shape),
-        log_every=log.every,
         eval_every=train.eval_every,
         save_every=checkpoint.save_every,
         save_every_min=checkpoint.save_every_min,
         keep_last=checkpoint.keep_last,
-        check_every=train.check_replicas_every,
-        skips_nonfinite=train.on_nonfinite == "skip",
-        compare=comparison(trainer, train.straggler_every) if train.straggler_every else None,
-        check_replicas=ReplicaCheck(trainer) if train.check_replicas_every else None,
-        profiler=StepProfiler(trainer, log.every) if plan.config.parallel.pipe > 1 else None,
+        callbacks=callbacks,
     )
 
 
@@ -139,6 +188,15 @@ def build_data(plan: Plan) -> DataSource:
                 f"batch(...) method; see train.data.DataSource"
             )
         return source
+    if section.tokenizer is not None:
+        text = tokenized(text_source(plan.config), token_cache_folder(plan.config))
+        return PackedDataset(
+            text,
+            vocab=plan.config.model.vocab,
+            seq_len=section.seq_len,
+            global_batch=section.global_batch,
+            val_fraction=section.val_fraction,
+        )
     match section.name:
         case "python_stdlib":
             found = corpus.python_stdlib(section.val_fraction)
@@ -163,7 +221,7 @@ def user_object(path: str) -> Callable:
 def _stage(plan: Plan, device: torch.device) -> tuple[TrainStages, dict[str, Layout], LossFn]:
     """My stages with their initial weights, layouts by local name, and the loss of the last."""
     config, mesh = plan.config, plan.topology.dense
-    dtype = getattr(torch, weight_format(config.precision).dtype)
+    dtype = getattr(torch, plan.numbers.weights.dtype)
     loss: LossFn = token_cross_entropy
     if plan.model is not None:
         stages = _named(plan, dtype, device)
@@ -184,9 +242,13 @@ def _stage(plan: Plan, device: torch.device) -> tuple[TrainStages, dict[str, Lay
     layouts = {name: layout for name, layout in by_name.items() if name in named}
     if config.model.loss is not None:
         loss = from_user(user_object(config.model.loss))
-    initialize(stage, layouts, mesh, tpc.rank, config.run.seed)
+    if plan.model is not None and config.model.weights is not None:
+        with fail_together(tpc.get_group("global"), f"reading {config.model.weights}"):
+            for module in stages.values():
+                plan.model.weights_loader()(module, config.model.weights)
+    else:
+        initialize(stage, layouts, mesh, tpc.rank, config.run.seed)
     tpc.prepare(sums=layouts.values())
-    _equalise(stage)
     return stage, layouts, loss
 
 
@@ -201,6 +263,7 @@ def _named(plan: Plan, dtype: torch.dtype, device: torch.device) -> dict[int, nn
             stage_of=plan.place_of,
             group=tpc.get_group("tensor"),
             dropout=plan.config.model.dropout,
+            tp_comm_overlap=plan.config.parallel.tp_comm_overlap,
             dtype=dtype,
             device=device,
         )
@@ -243,59 +306,35 @@ def own_cut(plan: Plan, whole: nn.Module) -> tuple[range, ...] | None:
 
 def _some(names: Iterable[str]) -> str:
     first = list(islice(names, 4))
-    return ", ".join([*first[:3], *(["..."] if len(first) > 3 else [])]) or "none"
+    return ", ".join(first[:3] + ["..."] * (len(first) > 3)) or "none"
 
 
 def _check_declared(stage: nn.Module, layouts: dict[str, Layout]) -> None:
-    """A parameter of which nobody says how it is cut would be summed over nobody."""
-    # their first word is the number of the stage
+    """A gradient without a layout would be summed over no rank."""
+    # the first word of a name is the number of the stage
     names = (name for name, _ in stage.named_parameters() if name not in layouts)
-    missing = [name.partition(".")[2] for name in names]
-    if missing:
+    if missing := [name.partition(".")[2] for name in names]:
         raise LayoutError(
             f"{len(missing)} parameters have no layout: {', '.join(missing[:5])}; the module that "
             f"makes them declares in layouts() what each is split and replicated over"
         )
 
 
-def _equalise(stage: nn.Module) -> None:
-    """Whatever a user's build drew, replicas start alike; buffers too."""
-    group = tpc.groups.along(tpc.topology.dense, BATCH_AXES)
-    with torch.no_grad():
-        for x in (*stage.parameters(), *stage.buffers()):
-            primitives.broadcast(x.data, group)
-
-
-def _sharing(
+def _data_parallel(
     stage: nn.Module,
     layouts: dict[str, Layout],
     inner: torch.optim.Optimizer | None,
-    config: RunConfig,
-) -> tuple[Reducer, torch.optim.Optimizer | None]:
-    """What sums gradients, over what each layout says, and what updates; the step divides."""
-    ranks = {
-        name: gradient_ranks(layout, tpc.topology.view(layout.view), tpc.rank)
-        for name, layout in layouts.items()
-    }
-    if config.parallel.zero and inner is not None:
-        optimizer = ZeroOptimizer(
-            inner,
-            stage,
-            stage=config.parallel.zero,
-            layouts=layouts,
-            reduce_op="sum",
-        )
-        return optimizer.reducer, optimizer
-    shared = [
-        ParamSpec(
-            name, parameter, tpc.groups.of(ranks[name]), deferred=len(layouts[name].stages) > 1
-        )
-        for name, parameter in stage.named_parameters()
-        if parameter.requires_grad
-    ]
-    # without BucketTuner: it would pack a resumed run by other measurements, and sums would differ
-    sizes = bucket_sizes(queued=primitives.is_queued(world()))
-    return Reducer(shared, cap_bytes=sizes.default_bytes), inner
+    zero: int,
+) -> NaiveDDP | ZeroOptimizer:
+    """Sums gradients over what each layout says; the step divides. Replicas start alike."""
+    if zero and inner is not None:
+        group = batch_group()
+        held = (*stage.named_parameters(), *stage.named_buffers())
+        sync_module_states(ReplicatedTensor(name, x, group) for name, x in held)
+        return ZeroOptimizer(inner, stage, stage=zero, layouts=layouts, reduce_op="sum")
+    # keep_order: a run that is resumed would measure, and pack, other buckets, and so round
+    # its sums differently; it has to go on bit for bit
+    return NaiveDDP(stage, layouts=layouts, reduce_op="sum", keep_order=True)
 
 
 def _optimizer(stage: nn.Module, section: OptimSection) -> torch.optim.AdamW | None:
@@ -310,30 +349,4 @@ def _optimizer(stage: nn.Module, section: OptimSection) -> torch.optim.AdamW | N
         return None
     return torch.optim.AdamW(
         groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True
-    )
-
-
-def _update(
-    plan: Plan,
-    stage: nn.Module,
-    layouts: dict[str, Layout],
-    inner: torch.optim.Optimizer | None,
-    optimizer: torch.optim.Optimizer | None,
-    device: torch.device,
-) -> Update:
-    section, train = plan.config.optim, plan.config.train
-    ratio = partial(
-        warmup_cosine,
-        warmup_steps=section.warmup_steps,
-        num_steps=train.steps,
-        min_ratio=section.min_lr_ratio,
-    )
-    return Update(
-        reduced_grads(stage, layouts, TopologyRank(plan.topology, tpc.rank), optimizer),
-        optimizer,
-        inner,
-        device,
-        learning_rate=lambda step: section.lr * ratio(step - 1),
-        clip=section.clip,
-        halts=train.on_nonfinite == "stop",
     )

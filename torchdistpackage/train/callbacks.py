@@ -1,33 +1,71 @@
-"""What the loop calls beside its steps: the comparison of replicas, and that of the ranks' times.
+"""What the loop calls besides its steps: comparisons of replicas and of times, non-finite numbers.
 
-One rule: what the ranks have in common follows from layouts and plan, so nothing is compared with
-less than all its peers. A parameter's replicas lie along data, along axes that do not cut it and
-over tied stages; in data loading all ranks are peers, in the rest those of one stage.
+Nothing is compared with less than all its peers. A parameter's replicas lie along data, along axes
+that do not cut it and over tied stages; in data loading all ranks are peers, in the rest those of
+one stage.
 """
+
+from typing import TYPE_CHECKING
 
 from torchdistpackage.checkpoint.parts import ShardedState
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.param_sync import ReplicatedTensor, check_replicas
+from torchdistpackage.errors import NonFiniteError
 from torchdistpackage.harness.stragglers.compare import Comparison
 from torchdistpackage.layout.derive import replica_ranks
+from torchdistpackage.train.nonfinite import explain
 from torchdistpackage.train.plan import Plan, stage_loads
 from torchdistpackage.train.step import Trainer
+from torchdistpackage.train.step_stats import PendingStep, StepResult
+
+if TYPE_CHECKING:
+    from torchdistpackage.train.loop import Loop
 
 
-class ReplicaCheck:
-    """Made by all ranks together, and called by all after the same step.
+class Callback:
+    """Made, and called by the loop, on all ranks alike. `loop.log` takes what is to be said."""
 
-    Calling it raises CommError, with names and ranks, on all ranks that hold a copy that differs.
+    def records(self, step: int) -> bool:
+        """Whether `step`, the next one, is to be recorded on this rank."""
+        return False
+
+    def is_due(self, step: int) -> bool:
+        """Whether the numbers of `step` are to be read before the next one is issued."""
+        return False
+
+    def on_issued(self, loop: "Loop", step: int) -> None:
+        """`step` has been issued; a device may still be at it."""
+
+    def on_step(self, loop: "Loop", result: StepResult, issued: PendingStep) -> None:
+        """The numbers of a step are there; nothing has been noted or logged of it."""
+
+    def on_end(self, loop: "Loop") -> None:
+        """The run is over, or saved and asked to end."""
+
+
+class ReplicaCheck(Callback):
+    """Compares replicas bit by bit after every `every`th step, or when it is called.
+
+    Raises:
+        CommError: with names and ranks, on all ranks that hold a copy that differs.
     """
 
-    def __init__(self, trainer: Trainer):
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, every: int = 0):
+        self._trainer, self._every = trainer, every
         view = tpc.topology.view
         self._ranks = {
             name: replica_ranks(layout, view(layout.view), tpc.rank)
             for name, layout in trainer.layouts.items()
         }
         tpc.prepare(copies=trainer.layouts.values())
+
+    def is_due(self, step: int) -> bool:
+        return self._every > 0 and step % self._every == 0
+
+    def on_step(self, loop: "Loop", result: StepResult, issued: PendingStep) -> None:
+        if self.is_due(result.step):
+            with loop.marks.allow_slow():
+                self()
 
     def __call__(self) -> None:
         if isinstance(self._trainer.optimizer, ShardedState):
@@ -40,11 +78,16 @@ class ReplicaCheck:
         )
 
 
-def comparison(trainer: Trainer, every: int) -> Comparison:
-    """To be called after each step; it compares every `every`th."""
-    return Comparison(
-        trainer.phases, every=every, everywhere=("data",), costs=planned_costs(trainer.plan)
-    )
+class StragglerCheck(Callback):
+    """Says which ranks are slow, of every `every` steps."""
+
+    def __init__(self, trainer: Trainer, every: int):
+        costs = planned_costs(trainer.plan)
+        self.compare = Comparison(trainer.phases, every=every, everywhere=("data",), costs=costs)
+
+    def on_issued(self, loop: "Loop", step: int) -> None:
+        if lines := self.compare(step):
+            loop.log.note(*lines, stragglers="; ".join(lines))
 
 
 def planned_costs(plan: Plan) -> dict[str, list[float]]:
@@ -57,3 +100,28 @@ def planned_costs(plan: Plan) -> dict[str, list[float]]:
     shares = [load.share for load in mine]
     parameters = [float(load.num_parameters) for load in mine]
     return {"forward": shares, "backward": shares, "optimizer": parameters}
+
+
+class NonFiniteCheck(Callback):
+    """Says where a number that is not finite came from, and ends the run, or leaves the step out.
+
+    Raises:
+        NonFiniteError: a number of a step was not finite, unless `skips`; on all ranks.
+    """
+
+    def __init__(self, skips: bool):
+        self._skips = skips
+
+    def on_step(self, loop: "Loop", result: StepResult, issued: PendingStep) -> None:
+        if not result.skipped:
+            return
+        with loop.marks.allow_slow():
+            text = explain(loop.trainer, issued)
+        if not self._skips:
+            raise NonFiniteError(
+                f"{text}. No rank has updated anything since; go on from the last checkpoint with "
+                f"other data or a lower optim.lr, or leave such steps out with "
+                f"train.on_nonfinite=skip"
+            )
+        loop.state.skipped += 1
+        loop.log.note(f"{text}; left out, {loop.state.skipped} so far")

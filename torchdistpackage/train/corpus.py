@@ -1,10 +1,8 @@
 """Where tokens come from: one long array of ids for training and one for validation.
 
-One rule: nothing read in training is read again in validation. Folders are split by whole files
-(by a hash of the relative path, so the split is the same on every machine), of equal files only
-the first counts, and a single file is cut once, near its end. Sources are small ids, mapped from
-the disk, so that the ranks of a node share one copy of what they read; text is bytes, so its
-vocabulary is 256.
+Nothing read in training is read again in validation. Folders are split by files,
+by a hash of the relative path, of equal files only the first counts, and a single file is cut near
+its end. Ids are mapped from the disk, so that the ranks of a node share one copy; text is bytes.
 """
 
 import hashlib
@@ -12,7 +10,7 @@ import os
 import sysconfig
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -91,8 +89,6 @@ class Corpus:
 def python_stdlib(val_fraction: float) -> Corpus:
     """Bytes of every `.py` file of the running Python's standard library, without its tests.
 
-    `val_fraction` of the files, about, is for validation.
-
     Raises:
         DataError: there are no such files, or one cannot be read.
     """
@@ -109,15 +105,14 @@ def python_stdlib(val_fraction: float) -> Corpus:
 def text(path: str | Path, val_fraction: float) -> Corpus:
     """Bytes of a text file, or of all files in a folder and below that are not hidden.
 
-    A folder of two files or more is split by whole files, of which at least one is for validation;
-    a single file has its last `val_fraction` cut off.
+    A folder of two files or more is split by files; a single file has its end cut off.
 
     Raises:
         DataError: the path is missing or empty, or a file cannot be read or is not text.
     """
     path = Path(path)
     if path.is_dir():
-        names = list(_files(path, frozenset()))
+        names = _files(path)
         if not names:
             raise DataError(f"the folder {path} holds no files to train on; put text files there")
         if len(names) > 1:
@@ -134,7 +129,7 @@ def tokens(path: str | Path, dtype: str, val_fraction: float) -> Corpus:
     dtype: uint8, uint16 or uint32. The last `val_fraction` is for validation.
 
     Raises:
-        DataError: the file is missing, empty or not a whole number of ids, or `dtype` is another.
+        DataError: the file is missing, empty or ends within an id, or `dtype` is another.
     """
     if dtype not in TOKEN_DTYPES:
         raise DataError(f"token ids of type {dtype!r} in {path}; use {', '.join(TOKEN_DTYPES)}")
@@ -144,8 +139,8 @@ def tokens(path: str | Path, dtype: str, val_fraction: float) -> Corpus:
 def entropies(train: Ids, val: Ids, vocab: int = BYTE_VOCAB) -> tuple[float, float]:
     """(unigram, bigram) cross entropy of `val`, in nats a token, under tables counted on `train`.
 
-    Both tables are smoothed by adding one to every count (Laplace), so an unseen pair costs a
-    finite number. The first token of `val` has no predecessor and counts in the first only.
+    Both are smoothed by adding one to every count (Laplace). The first token of `val` has no
+    predecessor and counts in the first only.
 
     Raises:
         DataError: fewer than two tokens on a side, or `vocab` is over 4096: the table of pairs
@@ -185,14 +180,14 @@ def _count_pairs(ids: Ids, vocab: int) -> npt.NDArray[np.int64]:
     return counts.reshape(vocab, vocab)
 
 
-def _files(root: Path, without: frozenset[str]) -> Iterator[str]:
+def _files(root: Path, without: frozenset[str] = frozenset()) -> list[str]:
     """Relative paths of the files below `root`, in order, without hidden ones."""
     found: list[str] = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in without and name[0] != "."]
         paths = (Path(folder, name) for name in files if name[0] != ".")
         found += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
-    return iter(sorted(found))
+    return sorted(found)
 
 
 def _split_by_file(root: Path, names: Sequence[str], val_fraction: float) -> Corpus:
@@ -229,7 +224,7 @@ def _contents(root: Path, names: Sequence[str]) -> dict[str, npt.NDArray[np.uint
 
 
 def _place(name: str) -> float:
-    """Where a path falls between 0 and 1, as good as drawn by lot, the same everywhere."""
+    """A hash of the path, from 0 to 1."""
     digest = hashlib.blake2b(os.fsencode(name), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 

@@ -1,13 +1,20 @@
-"""Batches: which samples a rank sees in which step.
+"""Batches: which samples a rank sees in which step, made a step ahead of a device.
 
-One rule: sample i of a step is a function of (seed, step, i) alone, and a rank takes its part of
+Sample i of a step is a function of (seed, step, i) alone, and a rank takes its part of
 0, 1, 2, ... by its index along data. So every layout trains on the same samples in the same
-order, and a resumed run goes on with the ones that were next, with nothing to save but the step.
+order, a resumed run goes on with the ones that were next, with nothing to save but the step, and
+what was prepared and never used is lost without a trace.
 """
 
 import hashlib
-from collections import Counter
-from typing import Literal, Protocol, runtime_checkable
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import cached_property
+from itertools import islice
+from queue import SimpleQueue
+from threading import Thread
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +25,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.random import seed_from
 from torchdistpackage.errors import DataError
-from torchdistpackage.train.corpus import Ids
+from torchdistpackage.train.corpus import MAX_TABLE_VOCAB, Ids, entropies
 
 Split = Literal["train", "val"]
 
@@ -42,11 +49,10 @@ class DataSource(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """(inputs, targets) of one rank, dim 0 of both being its `per_rank` samples, on the CPU.
 
-        They are the samples `first + data_index * per_rank` and up of step `step`, and what
-        sample i of a step is must depend on nothing but (split, seed, step, i): never on
-        `num_data`, the global rank, or what was asked before. Accumulation round r of a step
-        passes first = r * num_data * per_rank. For "val", `step` counts the batches of
-        one validation, which is the same each time.
+        They are the samples `first + data_index * per_rank` and up of step `step`. Sample i of a
+        step must depend on nothing but (split, seed, step, i): never on `num_data`, the global
+        rank, or what was asked before. Accumulation round r has first = r * num_data * per_rank.
+        For "val", `step` counts the batches of one validation, which is the same each time.
 
         On a device it is called from a thread, a step ahead, for one batch at a time.
         """
@@ -56,9 +62,8 @@ class DataSource(Protocol):
 class TokenDataset:
     """Windows of `seq_len` tokens and, as targets, the tokens that follow each.
 
-    train, val: 1-D token ids, see `corpus`; they stay as they are (mapped, or shared).
-    Training windows begin anywhere, drawn anew in each step. Validation has `num_val` windows,
-    evenly spaced from the first token to the last, and begins again after these.
+    train, val: 1-D token ids, see `corpus`. Training windows begin anywhere, drawn anew in each
+    step; validation has `num_val` windows, evenly spaced, and begins again after these.
 
     Raises:
         DataError: training data is shorter than one window, or has ids outside the vocabulary
@@ -75,10 +80,12 @@ class TokenDataset:
             if np.iinfo(ids.dtype).max >= vocab:
                 self._check_ids(split, ids[:_CHECK_AT_START], np.zeros(1, np.int64))
 
-    @property
-    def splits(self) -> tuple[Ids, Ids]:
-        """The ids of (train, val)."""
-        return self._ids["train"], self._ids["val"]
+    @cached_property
+    def table_entropies(self) -> tuple[float, float] | None:
+        """(unigram, bigram) of the validation split; None of a vocabulary too large to count."""
+        if self.vocab > MAX_TABLE_VOCAB:
+            return None
+        return entropies(self._ids["train"], self._ids["val"], vocab=self.vocab)
 
     def batch(
         self,
@@ -97,13 +104,7 @@ class TokenDataset:
             DataError: no such split or data index, the split is shorter than one window, or an
                 id is outside the vocabulary.
         """
-        if split not in self._ids:
-            raise DataError(f"there is no split {split!r}; use train or val")
-        if not 0 <= data_index < num_data:
-            raise DataError(
-                f"data index {data_index} of {num_data}; pass the index along data "
-                f"(0 to {num_data - 1}), not the global rank"
-            )
+        check_place(split, data_index, num_data)
         sample = first + data_index * per_rank + np.arange(per_rank, dtype=np.int64)
         if split == "train":
             starts = self._drawn(seed, step, sample)
@@ -118,13 +119,9 @@ class TokenDataset:
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
     def _drawn(self, seed: int, step: int, sample: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Random window starts, each a hash of its own sample index (SplitMix64)."""
+        """Random window starts, each a hash of its own sample index."""
         num_starts = np.uint64(len(self._ids["train"]) - self.seq_len)
-        z = (sample.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        z += np.uint64(seed_from("data", seed, step))
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return ((z ^ (z >> np.uint64(31))) % num_starts).astype(np.int64)
+        return (hashed(sample, seed_from("data", seed, step)) % num_starts).astype(np.int64)
 
     def _spaced(self, sample: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         self._check_length("val")
@@ -151,8 +148,158 @@ class TokenDataset:
         )
 
 
+def check_place(split: str, data_index: int, num_data: int) -> None:
+    """What a source is asked for.
+
+    Raises:
+        DataError: no such split or data index.
+    """
+    if split not in get_args(Split):
+        raise DataError(f"there is no split {split!r}; use train or val")
+    if not 0 <= data_index < num_data:
+        raise DataError(
+            f"data index {data_index} of {num_data}; pass the index along data "
+            f"(0 to {num_data - 1}), not the global rank"
+        )
+
+
+def hashed(numbers: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.uint64]:
+    """A random number for each (SplitMix64)."""
+    z = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    z += np.uint64(seed)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def table_entropies(source: DataSource) -> tuple[float, float] | None:
+    """What a model is compared with: see `TokenDataset`; None of a source of your own."""
+    return source.table_entropies if isinstance(source, TokenDataset) else None
+
+
+Batch = tuple[Tensor, Tensor]
+"""(inputs, targets), on the host."""
+_Number = tuple[Split, int, int]
+"""Split, step (of a validation: its batch) and round."""
+_Task = tuple[_Number, "Future[Batch]"]
+
+
+class Batches:
+    """The part of a rank, `data_index` of `num_data`, in every batch; one is asked for at a time.
+
+    per_round: its samples in a round, of which a step has `rounds`; num_steps: of the run.
+    prepare: called with each batch before it is handed out. ahead: have those of the next step made
+    in a thread, which `close` ends.
+    """
+
+    def __init__(
+        self,
+        source: DataSource,
+        seed: int,
+        *,
+        data_index: int,
+        num_data: int,
+        per_round: int,
+        rounds: int,
+        num_steps: int,
+        prepare: Callable[[Tensor, Tensor], Batch],
+        ahead: bool = False,
+    ):
+        self._source, self._seed, self._prepare = source, seed, prepare
+        self._data_index, self._num_data, self._per_round = data_index, num_data, per_round
+        self._rounds, self._num_steps, self._ahead = rounds, num_steps, ahead
+        self._thread: Thread | None = None
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._coming: deque[tuple[_Number, Future[Batch]]] = deque()
+
+    def of_training(self, step: int, index: int) -> Batch:
+        """Round `index` of step `step`.
+
+        Raises:
+            DataError: the source gave another number of samples. And whatever the source raises.
+        """
+        number: _Number = ("train", step, index)
+        if not self._ahead:
+            return self._make(number)
+        if self._coming and self._coming[0][0] == number:
+            batch = self._coming.popleft()[1]
+        else:
+            # the first one, or a step that is done again
+            batch = self._in_thread(number)
+        self._ask_for_next(number)
+        return batch.result()
+
+    def of_validation(self, index: int) -> Batch:
+        """Batch `index` of a validation; raises as `of_training`."""
+        number: _Number = ("val", index, 0)
+        return self._in_thread(number).result() if self._ahead else self._make(number)
+
+    def close(self, *, wait: bool = True) -> None:
+        """End the thread, after the batch it is at, which need not be waited for."""
+        for _, future in self._coming:
+            future.cancel()
+        self._coming.clear()
+        if self._thread is not None:
+            self._tasks.put(None)
+            if wait:
+                self._thread.join()
+            self._thread, self._tasks = None, SimpleQueue()
+
+    def _ask_for_next(self, number: _Number) -> None:
+        """Have the rounds of one step under way, those that follow `number`."""
+        _, step, index = number
+        first = (step - 1) * self._rounds + index + 1
+        wanted = range(first, min(first + self._rounds, self._num_steps * self._rounds))
+        numbers = [("train", 1 + n // self._rounds, n % self._rounds) for n in wanted]
+        if [n for n, _ in self._coming] != numbers[: len(self._coming)]:
+            return  # a step that is done again; those under way come after it
+        for following in islice(numbers, len(self._coming), None):
+            self._coming.append((following, self._in_thread(following)))
+
+    def _in_thread(self, number: _Number) -> "Future[Batch]":
+        if self._thread is None:
+            # a daemon: a source that never answers must not keep a failed rank from ending
+            self._thread = Thread(
+                target=_serve, args=(self._tasks, self._make), name="data", daemon=True
+            )
+            self._thread.start()
+        future: Future[Batch] = Future()
+        self._tasks.put((number, future))
+        return future
+
+    def _make(self, number: _Number) -> Batch:
+        split, step, index = number
+        inputs, targets = self._source.batch(
+            split,
+            self._seed,
+            step,
+            self._data_index,
+            self._num_data,
+            self._per_round,
+            first=index * self._num_data * self._per_round,
+        )
+        if inputs.shape[0] != self._per_round or targets.shape[0] != self._per_round:
+            raise DataError(
+                f"the data source gave {inputs.shape[0]} inputs and {targets.shape[0]} targets "
+                f"where {self._per_round} samples were asked of data index {self._data_index}"
+            )
+        return self._prepare(inputs, targets)
+
+
+def _serve(tasks: "SimpleQueue[_Task | None]", make: Callable[[_Number], Batch]) -> None:
+    """Make what is asked for, one after another; what is raised goes to its taker."""
+    while (task := tasks.get()) is not None:
+        number, future = task
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(make(number))
+            except BaseException as error:
+                future.set_exception(error)
+        del task, future  # the last batch is not kept while the next one is waited for
+
+
 def fingerprint(x: Tensor) -> int:
-    """63-bit number that differs, but for chance, for any other content, shape or dtype."""
+    """63-bit number that differs, but for chance, for other contents, shapes and dtypes."""
     digest = hashlib.blake2b(f"{x.dtype} {tuple(x.shape)}".encode(), digest_size=8)
     flat = x.detach().cpu().contiguous().reshape(-1)
     digest.update(flat.view(torch.uint8).numpy().data)

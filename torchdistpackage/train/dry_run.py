@@ -56,11 +56,7 @@ def trial(plan: Plan, num_steps: int = STEPS, *, limit_s: float = 600.0) -> Lint
 def _load_targets(plan: Plan) -> None:
     """Import what the ranks will need, so that a wrong name is no finding of a rank."""
     folder = add_user_code(os.environ)
-    model, data = plan.config.model, plan.config.data
-    targets = {"model.target": model.target, "model.loss": model.loss, "data.target": data.target}
-    for key, target in targets.items():
-        if target is None:
-            continue
+    for key, (target, _) in plan.user_code.items():
         try:
             user_object(target)
         except Exception as error:  # an import may raise anything
@@ -71,16 +67,16 @@ def _load_targets(plan: Plan) -> None:
 
 
 def _data(plan: Plan) -> DataSource:
-    section = plan.config.data
     try:
         return build_data(plan)
     except TorchDistError as error:
         raise ConfigError(f"data: {error}") from error
     except Exception as error:  # a constructor may too
-        if section.target is None:
+        if "data.target" not in plan.user_code:
             raise
+        target, args = plan.user_code["data.target"]
         raise ConfigError(
-            f"data.target {section.target} cannot be made with data.args {section.args}: "
+            f"data.target {target} cannot be made with data.args {args}: "
             f"{_in_words(error)}; correct the one or the other"
         ) from error
 

@@ -1,8 +1,8 @@
 """What the communication of a step takes on a measured cluster, axis by axis. No torch.
 
-One rule: bytes come from the plan and seconds from the cluster's profile, and where one of them
-does not say, nothing is guessed; what goes beyond the sizes that were measured says so. Times are
-of the messages alone, as if nothing ran beside them.
+Bytes come from the plan and seconds from the cluster's profile; where one of them does not say,
+nothing is guessed, and what goes beyond the sizes that were measured says so. Times are of the
+messages alone, as if nothing ran at the same time.
 """
 
 import math
@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from torchdistpackage.harness.bench.profile import Profile
-from torchdistpackage.harness.bench.report import CostModel
+from torchdistpackage.harness.bench.profile import CostModel, Profile
 from torchdistpackage.harness.bench.request import NETWORK, NODE
 from torchdistpackage.harness.operations import COLLECTIVES
 from torchdistpackage.models.gpt_layout import EMBED, HEAD, GPTShape
@@ -22,14 +21,11 @@ from torchdistpackage.schedule.timeline import Timeline, simulate
 from torchdistpackage.topology.placement import crossings
 from torchdistpackage.train.plan import (
     BUCKET_BYTES,
+    DTypeSizes,
     Plan,
-    gradient_format,
     stage_loads,
-    weight_format,
 )
 
-ACTIVATION_BYTES = {"float64": 8, "float32": 4, "bf16": 2}
-"""Bytes of an element of what travels between layers."""
 _LINKS = {NODE: "inside a node", NETWORK: "between nodes"}
 
 
@@ -116,7 +112,7 @@ def _estimate(plan: Plan, profile: Profile, axis: str, link: str) -> Estimate:
 def _of_calls(
     traffic: _CommVolume, profile: Profile, axis: str, link: str
 ) -> tuple[str, float | None]:
-    """(what is called, seconds of it all), or why nobody knows and None."""
+    """(what is called, seconds of it all), or why that is unknown and None."""
     calls = f"{traffic.operation} of {_megabytes(traffic.num_bytes)} {_LINKS[link]}"
     line = traffic.line(profile, axis, link)
     if line is None:
@@ -138,14 +134,12 @@ def _of_calls(
 
 
 def _traffic(plan: Plan, shape: GPTShape, axis: str) -> tuple[_CommVolume, ...] | str:
-    """What one rank takes part in along `axis` in a step; a text says why nobody knows."""
-    config = plan.config
-    rounds = config.pipeline.microbatches * config.train.accumulate
-    dtype, size = config.precision.dtype, plan.topology.dense.axis_size(axis)
+    """What one rank takes part in along `axis` in a step; a text: why that is unknown."""
+    size = plan.topology.dense.axis_size(axis)
     if axis == "data":
         return _shared(plan, size)
     if axis == "pipe":
-        number = _busiest_link(plan.schedule) * config.train.accumulate
+        number = _busiest_link(plan.schedule) * plan.rounds
         return (replace(_message(plan, shape), number=number),)
     if axis == "tensor" and not shape.sequence_parallel:
         # A product in each half of a block, summed once forward and once backward; the embedding
@@ -154,8 +148,10 @@ def _traffic(plan: Plan, shape: GPTShape, axis: str) -> tuple[_CommVolume, ...] 
             sum(1 if plan.pieces[i] in (EMBED, HEAD) else 2 for i in plan.pieces_on(place))
             for place in range(len(plan.schedule.programs))
         )
+        number *= plan.rounds * plan.schedule.num_microbatches
         num_bytes, note = _activation_bytes(plan, shape), "sums inside the layers"
-        return (_CommVolume("all_reduce", number * rounds, num_bytes, dtype, size, note),)
+        dtype = _profiled(plan.numbers.activations)
+        return (_CommVolume("all_reduce", number, num_bytes, dtype, size, note),)
     if axis == "tensor":
         return "under sequence parallelism gathers and scatters are not counted yet"
     return f"what travels along {axis} is not counted yet"
@@ -172,17 +168,14 @@ def _busiest_link(schedule: Schedule) -> int:
 
 def _shared(plan: Plan, size: int) -> tuple[_CommVolume, ...]:
     """Of the fullest stage: sums of gradients, and under ZeRO what brings the parameters back."""
-    config = plan.config
     held = max(load.num_parameters for load in stage_loads(plan))
-    wide, weight = gradient_format(config.precision), weight_format(config.precision)
+    wide, weight = plan.numbers.gradients, plan.numbers.weights
     number = math.ceil(held * wide.num_bytes / BUCKET_BYTES)
     sum_bytes, gather_bytes = (held * x.num_bytes / number for x in (wide, weight))
-    note = "gradients of the fullest stage"
-    zero, rounds = config.parallel.zero, config.train.accumulate
-    narrow = "bf16" if weight.num_bytes == 2 else weight.dtype  # as profiles call it
-    if not zero:
+    note, narrow = "gradients of the fullest stage", _profiled(weight)
+    if not plan.zero:
         return (_CommVolume("all_reduce", number, sum_bytes, wide.dtype, size, note),)
-    num_sums, num_gathers = (number * (rounds if zero >= least else 1) for least in (2, 3))
+    num_sums, num_gathers = (number * (plan.rounds if plan.zero >= n else 1) for n in (2, 3))
     return (
         _CommVolume("reduce_scatter", num_sums, sum_bytes, wide.dtype, size, note),
         _CommVolume("all_gather", num_gathers, gather_bytes, narrow, size, "its parameters"),
@@ -191,8 +184,14 @@ def _shared(plan: Plan, size: int) -> tuple[_CommVolume, ...]:
 
 def _message(plan: Plan, shape: GPTShape) -> _CommVolume:
     """One, between two stages."""
-    note, dtype = "a microbatch's activations on, or gradients back", plan.config.precision.dtype
+    note = "a microbatch's activations on, or gradients back"
+    dtype = _profiled(plan.numbers.activations)
     return _CommVolume("p2p", 1, _activation_bytes(plan, shape), dtype, 2, note)
+
+
+def _profiled(numbers: DTypeSizes) -> str:
+    """The type as profiles call it."""
+    return "bf16" if numbers.dtype == "bfloat16" else numbers.dtype
 
 
 def _megabytes(num_bytes: float) -> str:
@@ -201,8 +200,8 @@ def _megabytes(num_bytes: float) -> str:
 
 def _activation_bytes(plan: Plan, shape: GPTShape) -> int:
     """Of one microbatch between two layers, on one rank."""
-    config = plan.config
-    tokens = plan.samples_per_microbatch * config.data.seq_len // config.parallel.context
+    axis_size = plan.topology.dense.axis_size
+    tokens = plan.samples_per_microbatch * shape.seq_len // axis_size("context")
     if shape.sequence_parallel:
-        tokens //= config.parallel.tensor
-    return tokens * shape.dim * ACTIVATION_BYTES[config.precision.dtype]
+        tokens //= axis_size("tensor")
+    return tokens * shape.dim * plan.numbers.activations.num_bytes

@@ -9,7 +9,8 @@ from torchdistpackage.comm.random import seed_from
 from torchdistpackage.comm.tensor_meta import Message
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.parallel.pipeline.executor import Executor
-from torchdistpackage.schedule.generators.registry import evaluation
+from torchdistpackage.schedule.generators import evaluation
+from torchdistpackage.train.data import table_entropies
 from torchdistpackage.train.log import plot_loss, print_line
 from torchdistpackage.train.loop import Loop
 from torchdistpackage.train.step import Trainer
@@ -18,15 +19,12 @@ PROMPT = b"import "
 
 
 def finish(loop: Loop, loss: float, *, text: str | None, plot: bool) -> None:
-    """What a person wants to see at the end: losses side by side, a text, where things are.
-
-    text: see `sample_text`; plot: draw the loss curve.
-    """
+    """Say the losses, a text (see `sample_text`) and where things are; plot: draw the losses."""
     if not loop.is_main:
         return
-    of_tokens = " nats per token" if loop.unit == "tokens" else ""
+    of_tokens = " nats per token" if loop.log.unit == "tokens" else ""
     print_line(f"validation loss {loss:.4f}{of_tokens}")
-    if found := loop.table_entropies():
+    if found := table_entropies(loop.trainer.data):
         print_line(f"  unigram table {found[0]:.4f}, bigram table {found[1]:.4f} on the same split")
     if text is not None:
         print_line(
@@ -54,11 +52,10 @@ def sample_text(trainer: Trainer, num_tokens: int, *, every_replica: bool) -> st
 def generate(
     trainer: Trainer, prompt: Tensor, num_tokens: int, *, temperature: float = 0.8
 ) -> Tensor:
-    """Continue `prompt` (n,) int64 by `num_tokens` sampled ones; the whole (n + num_tokens,).
+    """Continue `prompt` (n,) int64 by `num_tokens` sampled ones; the full (n + num_tokens,).
 
     All ranks of one model call it alike and return the same. The context is cut to the model's
-    seq_len and always passed at that length: the attention is causal, so padding behind
-    the last token changes nothing.
+    seq_len and padded to it: the attention is causal, so what follows the last token is not seen.
     """
     shape = trainer.plan.shape
     assert shape is not None, "generation needs one of our language models"

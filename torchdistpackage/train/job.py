@@ -1,9 +1,9 @@
 """A run as processes: start them on this machine, or be one of those a launcher started. No torch.
 
-Under torchrun or srun this process is a rank already, and a task of srun watches over it. Alone, it
-starts the ranks and watches them. Below: the run folder, and where your own code is found.
+Under torchrun or srun this process is a rank already, and a task of srun watches over it. Below:
+the run folder, and where your own code is found.
 
-One rule: the lock of the run folder is taken before anything in the folder is made or renamed, and
+The lock of the run folder is taken before anything in the folder is made or renamed, and
 given back after the last rank has ended.
 """
 
@@ -12,22 +12,23 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
 from torchdistpackage.checkpoint.commit import latest
 from torchdistpackage.config.errors import ConfigErrors, Problem
+from torchdistpackage.config.files import absent_files
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.types import MAX_PROCS
-from torchdistpackage.errors import LaunchError
+from torchdistpackage.errors import ConfigError, LaunchError
 from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.launch.files import atomic_write
 from torchdistpackage.launch.lock import Lock, take
+from torchdistpackage.launch.process import SignalFlag
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
-from torchdistpackage.launch.signals import SignalFlag
 from torchdistpackage.launch.slurm.node_blocklist import record_failed_nodes
 from torchdistpackage.launch.slurm.query import limited
 from torchdistpackage.launch.slurm.requeue import (
@@ -50,8 +51,8 @@ from torchdistpackage.launch.slurm.run_dir import (
 )
 from torchdistpackage.launch.supervisor import WatchedRank, supervise
 from torchdistpackage.launch.workers import run_local
+from torchdistpackage.train.documents import TextSource
 from torchdistpackage.train.plan import local_procs, make_plan
-from torchdistpackage.train.stop import limits_of
 
 WORKER = "torchdistpackage.train.worker"
 WORKER_MAIN = f"{WORKER}:worker_main"
@@ -69,11 +70,13 @@ def launch(path: str, overrides: list[str], resume: str = "auto") -> int:
     Under a launcher an early end is 0 as well: what follows was decided and written down.
 
     Raises:
-        ConfigError: it is wrong, for any rank; nothing has been started.
+        ConfigError: it is wrong, for any rank, or `resume` is no folder; nothing has been started.
         RankError: a rank failed; names the first culprit.
         LaunchError: this start may not be, or its requeue failed.
     """
     rendezvous = detect(os.environ)
+    if resume not in ("auto", "never") and not Path(resume).is_dir():
+        raise ConfigError(f"--resume {resume}: there is no such folder; name a step_NNNNNN")
     if rendezvous.source == "alone":
         return _start_ranks(path, overrides, resume)
     config = load(path, overrides, rendezvous.world_size)
@@ -126,19 +129,15 @@ def _lead(
     start = _this_start(files, 0)
     decision = files.decision(start.start)
     decision.unlink(missing_ok=True)
-    if refused := restart_denied(files, start, limits_of(config.launch.requeue)):
+    if refused := restart_denied(files, start, config.launch.requeue):
         atomic_write(decision, f"{Decision(RequeueDecision.STOP, refused)}\n")
         sys.stdout.write(f"{refused}\n")
         return EXIT_TEMPFAIL
     append_start(files, start)
     record_failed_nodes(files, os.environ, limited(SLURM_S))
 
-    def with_heartbeats() -> None:
-        if lock is not None:
-            lock.keep()
-
     _say_if_it_stays_away(config)
-    code = _follow(config, resume, files, noted, 0, num_ranks, with_heartbeats)
+    code = _follow(config, resume, files, noted, 0, num_ranks, lock)
     return code or requeue_self(files, os.environ)
 
 
@@ -155,9 +154,9 @@ def _follow(
     noted: SignalFlag,
     rank: int,
     num_ranks: int,
-    first: Callable[[], None] = lambda: None,
+    lock: Lock | None = None,
 ) -> int:
-    """Watch over a rank, which does `first` first."""
+    """Watch over a rank, which keeps the lock, if any, alive."""
     start = _this_start(files, rank)
     resume = _resume(files, start, resume)
     failures, decision = files.failures(start.start), files.decision(start.start)
@@ -167,7 +166,8 @@ def _follow(
     os.environ["TDP_RESTART"] = str(start.restart)
 
     def be_rank() -> int:
-        first()
+        if lock is not None:
+            lock.keep()
         return _be_rank(config, resume, noted)
 
     return supervise(be_rank, place, noted)
@@ -183,25 +183,25 @@ def _wait_for_room(files: RunDir, noted: SignalFlag, limit_s: float) -> None:
         time.sleep(_LOOK_S)
 
 
-def _be_rank(config: RunConfig, resume: str, noted: SignalFlag | None = None) -> int:
-    code = _worker_main(config, resume, noted)
-    return 0 if code == EXIT_TEMPFAIL else code
-
-
 def _worker_main(config: RunConfig, resume: str, noted: SignalFlag | None = None) -> int:
     # only a rank pays for torch; the parent of local ones and the watcher do without
     return cast(int, EntryPoint.of(WORKER_MAIN).resolve()(config, resume, noted))
 
 
+def _be_rank(config: RunConfig, resume: str, noted: SignalFlag | None = None) -> int:
+    code = _worker_main(config, resume, noted)
+    return 0 if code == EXIT_TEMPFAIL else code
+
+
 def _be_rank_in_job(config: RunConfig, rank: int, resume: str) -> int:
     """Be a rank that torchrun started in a Slurm job, whose script does not hear of decisions.
 
-    All ranks read the same, so they agree whether to train without a word.
+    All ranks read the same files, so they agree whether to train.
     """
     files = RunDir(run_folder(config).absolute())
     start = _this_start(files, 0)
     resume = _resume(files, start, resume)
-    refused = restart_denied(files, start, limits_of(config.launch.requeue))
+    refused = restart_denied(files, start, config.launch.requeue)
     ended = read_decision(files, os.environ)
     if ended is not None and ended.word is not RequeueDecision.FINISHED:
         refused = f"start {start.start} has ended: {ended}"  # torchrun starts ranks anew after it
@@ -229,6 +229,8 @@ def _start_ranks(path: str, overrides: list[str], resume: str) -> int:
         text = f"{num_procs:,} processes on this machine, where {MAX_PROCS:,} are allowed; "
         raise ConfigErrors(path, [Problem(path, None, "parallel", text + "submit a job instead")])
     make_plan(config, num_procs, path)
+    if absent := absent_files(config, path):
+        raise ConfigErrors(path, absent)
     files = RunDir(run_folder(config).absolute())
     with only_writer(files.run):
         return _run_ranks(config, num_procs, resume, files)
@@ -242,7 +244,7 @@ def _run_ranks(config: RunConfig, num_procs: int, resume: str, files: RunDir) ->
     env: dict[str, str] = {}
     if in_job:
         start = _this_start(files, 0)
-        if refused := restart_denied(files, start, limits_of(config.launch.requeue)):
+        if refused := restart_denied(files, start, config.launch.requeue):
             raise LaunchError(refused)
         append_start(files, start)
         env["TDP_RESTART"] = str(start.restart)
@@ -280,10 +282,21 @@ def run_folder(config: RunConfig) -> Path:
     return Path(config.run.dir) / config.run.name
 
 
+def text_source(config: RunConfig) -> TextSource:
+    """What a run with data.tokenizer has tokenized."""
+    data = config.data
+    return TextSource(data.name or "", data.path or "", data.tokenizer or "", data.field)
+
+
+def token_cache_folder(config: RunConfig) -> Path:
+    """Where tokenized texts are kept, for all runs of a folder."""
+    return Path(config.data.cache or Path(config.run.dir) / "tokens")
+
+
 def prepare_folder(config: RunConfig, resume: str) -> Path:
     """Make the run folder and return it. With `--resume never` an earlier one is renamed first.
 
-    One without a file in it stays: somebody may have made it for its quota or striping.
+    One without a file in it stays: it may be there for its quota or striping.
 
     Raises:
         LaunchError: it cannot be made or renamed.
@@ -314,7 +327,7 @@ def only_writer(folder: Path, *, forks: bool = False) -> Generator[Lock | None]:
     """Be the only process, on all machines, that lets ranks write to the run folder.
 
     forks: this process has yet to fork, so the heartbeats (`Lock.keep`) are its fork's to send.
-    None is the lock of a folder that stands in one that nobody may write to.
+    None is the lock of a folder whose parent cannot be written to.
 
     Raises:
         HeldError: another run writes there.
@@ -338,21 +351,12 @@ def only_writer(folder: Path, *, forks: bool = False) -> Generator[Lock | None]:
 def add_user_code(env: Mapping[str, str]) -> str:
     """Put the folder of your own modules on sys.path, if it is not there; returns it.
 
-    It is the working folder, or the snapshot of it that a job runs (TDP_CODE), however Python was
-    started: the `tdp` script, unlike `python -m`, does not have it on its path. It comes behind the
+    It is the working folder, or the snapshot of it that a job runs (TDP_CODE). It comes after the
     standard library, of which no file in it takes the place, and before what is installed.
     """
-    folder = env.get("TDP_CODE") or str(Path.cwd())
+    folder, library = env.get("TDP_CODE") or str(Path.cwd()), Path(sysconfig.get_path("stdlib"))
     if folder not in sys.path:
-        sys.path.insert(_after_library(), folder)
+        entries = list(enumerate(map(Path, sys.path), 1))
+        ends = [i for i, entry in entries if entry == library or entry.name == "lib-dynload"]
+        sys.path.insert(max(ends, default=len(sys.path)), folder)
     return folder
-
-
-def _after_library() -> int:
-    library = Path(sysconfig.get_path("stdlib"))
-    ours = [
-        i
-        for i, entry in enumerate(sys.path)
-        if Path(entry) == library or Path(entry).name == "lib-dynload"
-    ]
-    return max(ours, default=len(sys.path) - 1) + 1

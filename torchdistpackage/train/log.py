@@ -1,22 +1,19 @@
 """What a run says while it runs, and what stays of it: metrics, progress, the loss curve.
 
 One rule: `metrics.jsonl` is the record. It has one object a step, each step once however often
-the run was stopped and resumed, and the picture is drawn from it alone. The progress on the
-screen is for people and may be lost. `Tee` keeps a rank's output in a file of its own.
+the run was stopped and resumed, and the picture is drawn from it alone.
 """
 
-import contextlib
 import json
 import logging
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
@@ -24,6 +21,8 @@ from rich.progress import Progress as Bar
 
 from torchdistpackage.bounded import check_regular, parse_json
 from torchdistpackage.errors import DataError
+from torchdistpackage.launch.files import atomic_write
+from torchdistpackage.train.step_stats import StepResult
 
 log = logging.getLogger(__name__)
 
@@ -36,18 +35,17 @@ _MOST = 1e300
 
 
 def print_line(line: str) -> None:
-    """One line for whoever watches the run."""
+    """One line of output, at once."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
-class MetricsLog:
+class MetricsLog(AbstractContextManager["MetricsLog"]):
     """Appends to `metrics.jsonl` in `folder`; only one rank of a run has one.
 
-    resume_step: the last step that the resumed state has done. Rows after it are dropped, because
-        their steps are done again; 0, a fresh start, drops all. A row is its `step` and what the
-        caller measured: `loss`, and at validations `val_loss`, `unigram` and `bigram`, all in
-        nats a token.
+    resume_step: the last step that the resumed state has done; rows after it are dropped, as their
+    steps are done again. A row is its `step` and what was measured: `loss`, and at validations
+    `val_loss`, `unigram` and `bigram`, all in nats a token.
     """
 
     def __init__(self, folder: str | Path, resume_step: int = 0):
@@ -62,7 +60,7 @@ class MetricsLog:
         """Add the row of a step and hand it to the system; not finite numbers become null.
 
         Raises:
-            DataError: a row of this step, or of a later one, is there; or the file is not any more.
+            DataError: a row of this step or a later one is there, or the file is not any more.
         """
         if step <= self._last:
             raise DataError(
@@ -76,11 +74,7 @@ class MetricsLog:
             self._check()
 
     def sync(self) -> None:
-        """Have on the disk what was written so far.
-
-        Raises:
-            DataError: the file is no longer where the run has written it.
-        """
+        """Have on the disk what was written so far; raises DataError as `write`."""
         os.fsync(self._file.fileno())
         self._check()
 
@@ -99,41 +93,25 @@ class MetricsLog:
             )
 
     def amend(self, step: int, **values: float | None) -> None:
-        """Add to the row of `step`, the last one, what an earlier start did not come to."""
+        """Add values to the row of `step`, if it is the last one."""
         rows = read_metrics(self.path)
         if rows and rows[-1]["step"] == step:
             self._file.close()
             self._replace([*rows[:-1], {**rows[-1], **values}])
 
     def _replace(self, rows: list[dict[str, Any]]) -> None:
-        """Written anew, not cut: a kill now leaves the old file or the new one."""
-        fresh = self.path.with_suffix(".tmp")
-        with fresh.open("w", encoding="utf-8") as file:
-            file.writelines(_line(row) for row in rows)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(self.path)
+        atomic_write(self.path, "".join(map(_line, rows)))
         self._file = self.path.open("a", encoding="utf-8")
 
     def close(self) -> None:
         self._file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows by ascending step, of a step the last written; none if there is no file.
-
-    Lines that are no row, as a kill leaves at the end, are left out.
+    """Rows by ascending step, of a step the last written, without lines that are none.
 
     Raises:
         DataError: the name is that of a device, a pipe or the like, which is not opened.
@@ -153,7 +131,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _row(line: str) -> dict[str, Any] | None:
-    """A row, or None for what is none."""
     try:
         row: Any = parse_json(line)
     except ValueError:
@@ -162,10 +139,9 @@ def _row(line: str) -> dict[str, Any] | None:
     return row if type(step) is int and 0 <= step < 1 << 63 else None
 
 
-class ProgressDisplay:
+class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
     """How far the run is: a bar on a terminal, else one plain line every `every` steps.
 
-    Without a terminal there is no carriage return nor colour, so a log file stays a log file.
     done: steps that an earlier start of the run has done. unit: what the loss is a mean over.
     """
 
@@ -199,11 +175,12 @@ class ProgressDisplay:
         text = f"loss {loss:.4f}  {_thousands(tokens_per_s)} {self._unit}/s"
         if bubble is not None:
             text += f"  bubble {bubble:.1%}"
+        if self._bar is not None:  # in 80 columns there is no room for what does not change
+            self._bar.update(self._task, completed=step, description=text)
+            return
         if predicted_bubble is not None:
             text += f" (predicted {predicted_bubble:.1%})"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, description=text)
-        elif step % self._every == 0 or step == self._total:
+        if step % self._every == 0 or step == self._total:
             self.say(f"step {step}/{self._total}  {text}")
 
     def say(self, line: str) -> None:
@@ -219,24 +196,102 @@ class ProgressDisplay:
         if self._bar is not None:
             self._bar.stop()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
-def plot_loss(metrics: str | Path, out: str | Path | None = None) -> Path | None:
-    """Draw the loss over steps from a metrics file, as `loss.png` beside it; returns its path.
+class StepLog:
+    """The rows and lines of a run's steps: of rank 0, on all others nothing.
 
-    Training loss as a line, validation as points, the unigram and bigram entropies that
-    the file names as horizontal lines. None, with one line logged, where matplotlib is missing
-    or there is nothing to draw.
+    every: steps between lines where there is no bar, and between measurements of a device. unit:
+    what the loss is a mean over. flops_per_token: of the model, None where it is unknown.
+    predicted_bubble: of a pipeline. verbose: causes of its bubble are shown too; the rows always
+    have them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        total: int,
+        *,
+        rank: int,
+        every: int = 1,
+        unit: str = "tokens",
+        flops_per_token: float | None = None,
+        predicted_bubble: float | None = None,
+        verbose: bool = False,
+    ):
+        self.every, self.unit, self._verbose = every, unit, verbose
+        self._folder, self._total, self._is_main = folder, total, rank == 0
+        self._flops_per_token, self._predicted_bubble = flops_per_token, predicted_bubble
+        self._metrics: MetricsLog | None = None
+        self._lines: list[str] = []
+        self._values: dict[str, float | str] = {}
+
+    @contextmanager
+    def opened(self, done: int) -> Iterator[None]:
+        """done: steps that earlier starts of the run have done."""
+        if not self._is_main:
+            yield
+            return
+        total = self._total
+        self._bar = ProgressDisplay(
+            total, every=self.every, stream=sys.stdout, done=done, unit=self.unit
+        )
+        with MetricsLog(self._folder, resume_step=done) as self._metrics, self._bar:
+            if done:
+                left = f"{total - done} to go" if done < total else "nothing left to train"
+                self._bar.say(f"resumed after step {done} of {total}; {left}")
+            yield
+
+    def note(self, *lines: str, **values: float | str) -> None:
+        """Say these lines, and add these values to the row, with the step that is logged next."""
+        self._lines += lines
+        self._values |= values
+
+    def write(self, result: StepResult, tokens: int, values: Mapping[str, float]) -> None:
+        """Log a step, once. tokens: of the run so far; values: further ones of its row."""
+        lines, noted = self._lines, self._values
+        self._lines, self._values = [], {}
+        if self._metrics is None:
+            return
+        for line in lines:
+            self._bar.say(line)
+        speed = result.tokens_per_s
+        flops_per_s = self._flops_per_token and self._flops_per_token * speed
+        self._metrics.write(
+            result.step,
+            **result.logged(),
+            tokens=tokens,
+            flops_per_s=flops_per_s,
+            **values,
+            **noted,
+        )
+        self._bar.update(
+            result.step,
+            loss=result.loss,
+            tokens_per_s=speed,
+            bubble=None if self._predicted_bubble is None else result.bubble,
+            predicted_bubble=self._predicted_bubble,
+        )
+        if self._verbose and "pipeline" in noted:
+            self._bar.say(f"  {noted['pipeline']}")
+
+    def amend(self, step: int, values: Mapping[str, float]) -> None:
+        """Add to the row of `step`, the last one, what an earlier start did not come to."""
+        if self._metrics is not None:
+            self._metrics.amend(step, **values)
+
+    def sync(self) -> None:
+        """Have the rows on the disk."""
+        if self._metrics is not None:
+            self._metrics.sync()
+
+
+def plot_loss(metrics: str | Path, out: str | Path | None = None) -> Path | None:
+    """Draw the losses of a metrics file over steps, as `loss.png` next to it; returns its path.
+
+    None, with one line logged, where matplotlib is missing or there is nothing to draw.
     """
     metrics = Path(metrics)
     rows = read_metrics(metrics)
@@ -250,7 +305,7 @@ def plot_loss(metrics: str | Path, out: str | Path | None = None) -> Path | None
     except ImportError:
         log.warning("no loss curve: matplotlib is not installed (the extra `plot` brings it)")
         return None
-    # Figure and canvas by hand: pyplot would choose a back end for the whole process.
+    # Figure and canvas by hand: pyplot would choose a back end for the entire process.
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -286,62 +341,3 @@ def _line(row: Mapping[str, Any]) -> str:
 
 def _thousands(number: float) -> str:
     return f"{number / 1000:.1f}k" if number >= 1000 else f"{number:.0f}"
-
-
-_TERMINAL = re.compile(
-    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-Z^-~\\])"
-)
-"""Control sequences (colours, cursor), those with a text (titles, links), and single escapes."""
-_LINE_LETTERS = 1 << 16
-
-
-class Tee:
-    """A stream that is also kept in a file, without what only a terminal can show.
-
-    For a rank whose output belongs to somebody's screen or launcher. That one of them takes no
-    more is no reason to end a run. Of a line that is written over again and again, as progress
-    bars are, the file has the last state.
-    """
-
-    def __init__(self, stream: TextIO, path: Path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._stream, self._file = stream, path.open("a", encoding="utf-8", buffering=1)
-        self._line = ""  # of a line that began with a carriage return: its state so far
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):  # a full disk
-            self._keep(text)
-        with contextlib.suppress(OSError):  # a terminal or a pipe that was closed
-            return self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self._stream.flush()
-
-    def close(self) -> None:
-        """Close the file; the stream is its owner's."""
-        with contextlib.suppress(OSError):
-            self._file.write(_last_state(self._line))
-        self._file.close()
-
-    def _keep(self, text: str) -> None:
-        """Plain text goes on at once, also without the end of its line."""
-        if not self._line and "\r" not in text and "\x1b" not in text:
-            self._file.write(text)
-            return
-        *lines, self._line = (self._line + text).split("\n")
-        for line in lines:
-            self._file.write(_last_state(line) + "\n")
-        # nobody reads more of an endless line than its last state
-        if len(self._line) > _LINE_LETTERS:
-            self._line = self._line.rpartition("\r")[2][-_LINE_LETTERS:]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def _last_state(line: str) -> str:
-    """What a terminal shows in the end, without colours."""
-    states = _TERMINAL.sub("", line).split("\r")
-    return next((state for state in reversed(states) if state), "")

@@ -1,10 +1,8 @@
 """Where numbers that are not finite came from: rank, stage, first parameter.
 
-A sum over ranks hides who brought it: afterwards all have it. So the step is done once more, with
-the same samples and random states, and nothing is summed between replicas; what each rank finds in
-its own outputs, loss and gradients is put together.
-
-One rule: all ranks of the run call `explain` and get the same text. It leaves no gradients behind.
+A sum over ranks hides its origin: afterwards all have it. So the step is done once more, with the
+same samples and random states, and nothing is summed between replicas; what each rank finds in its
+own outputs, loss and gradients is put together. It leaves no gradients behind.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,10 +15,22 @@ from torch import Tensor, nn
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.schedule.actions import ActionKind, flatten
-from torchdistpackage.train.step import Trainer
+from torchdistpackage.train.step import Trainer, cuda_indices
 from torchdistpackage.train.step_stats import PendingStep
 
-_NOBODY = (-1, "")
+
+@dataclass(frozen=True, slots=True)
+class NonFiniteGrads:
+    """Parameters of one rank whose gradients are not finite: how many, and of the first, in the
+    order of the backward, its stage and name."""
+
+    stage: int
+    name: str
+    number: int
+
+    def __str__(self) -> str:
+        more = f" and {self.number - 1} more are" if self.number > 1 else " is"
+        return f"the gradient of {self.name}{more} not finite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,100 +38,76 @@ class NonFiniteReport:
     """What one rank saw when the step was repeated, and what it had after the sum.
 
     forward: microbatch, stage and kind (output, loss) of what first came out of one of its stages
-    not finite, though all that went in was. parameter, number: the first, in the order of the
-    backward, whose own gradient was not finite, and how many were; after, after_number: the same
-    after the sum. Each parameter with its stage.
+    not finite, though all that went in was. own, summed: its gradients before and after the sum.
     """
 
     rank: int
     forward: tuple[int, int, str] | None
-    parameter: tuple[int, str]
-    number: int
-    after: tuple[int, str]
-    after_number: int
+    own: NonFiniteGrads | None
+    summed: NonFiniteGrads | None
 
 
 def explain(trainer: Trainer, issued: PendingStep) -> str:
-    """In words, where it began in the step that was issued. Collective over the whole run."""
-    after = [
-        n for n, ok in zip(issued.names, issued.norms.isfinite().tolist(), strict=True) if not ok
-    ]
-    witness = _ForwardProbe(trainer)
+    """In words, where it began in the step that was issued. Collective over the entire run."""
+    finite = issued.norms.isfinite().tolist()
+    after = [n for n, ok in zip(issued.names, finite, strict=True) if not ok]
+    probe, layouts = _ForwardProbe(trainer), trainer.layouts
     # what the repetition draws is not drawn again by the run
-    with torch.random.fork_rng(devices=_indices(trainer.device)):
-        _set_random(issued.random, trainer.device)
-        with witness.watching(), trainer.reducer.no_sync():
+    with torch.random.fork_rng(devices=cuda_indices(trainer.device)):
+        torch.set_rng_state(issued.random[0])
+        if len(issued.random) > 1:
+            torch.cuda.set_rng_state(issued.random[1], trainer.device)
+        with probe.watching(), trainer.reducer.no_sync():
             if trainer.optimizer is not None:
                 trainer.optimizer.zero_grad()
             trainer.accumulate(issued.step, reduce=False)
-    stage_of = {layout.name: _stage_of(name) for name, layout in trainer.layouts.items()}
     own = [
-        trainer.layouts[name].name
+        layouts[name].name
         for name, p in trainer.stage.named_parameters()
         if p.grad is not None and not bool(p.grad.isfinite().all())
     ]
     if trainer.optimizer is not None:
         trainer.optimizer.zero_grad()
-    mine = NonFiniteReport(
-        trainer.rank,
-        witness.first,
-        (stage_of[own[-1]], own[-1]) if own else _NOBODY,
-        len(own),
-        (stage_of[after[-1]], after[-1]) if after else _NOBODY,
-        len(after),
+    # local names begin with the stage, see TrainStages
+    stage_of = {layout.name: int(name.partition(".")[0]) for name, layout in layouts.items()}
+    grads, summed = (
+        NonFiniteGrads(stage_of[names[-1]], names[-1], len(names)) if names else None
+        for names in (own, after)
     )
+    mine = NonFiniteReport(trainer.rank, probe.first, grads, summed)
     seen = [x for x in primitives.gather_objects(mine) if isinstance(x, NonFiniteReport)]
     return f"step {issued.step}: {_words(seen)}"
 
 
 def _words(seen: Sequence[NonFiniteReport]) -> str:
-    forward = [x for x in seen if x.forward is not None]
-    backward = [x for x in seen if x.number]
+    forward = [(x.forward, x.rank, x.own) for x in seen if x.forward is not None]
+    # a backward runs from the last stage to the first
+    own = sorted(((-x.own.stage, x.rank, x.own) for x in seen if x.own), key=lambda x: x[:2])
+    summed = sorted(
+        ((-x.summed.stage, x.rank, x.summed) for x in seen if x.summed), key=lambda x: x[:2]
+    )
     if forward:
-        first = min(forward, key=lambda x: (x.forward or (0, 0, ""), x.rank))
-        assert first.forward is not None
-        number, stage, what = first.forward
-        at = f"rank {first.rank}, stage {stage}"
-        text = f"the {what} of microbatch {number} is not finite on {at}"
-        if first.number:
-            text += f", and then {_gradients(first.parameter[1], first.number)}"
-    elif backward:
-        # a backward runs from the last stage to the first
-        first = min(backward, key=lambda x: (-x.parameter[0], x.rank))
-        text = f"on {_place(first.rank, first.parameter, first.number)}"
-    else:
-        summed = [x for x in seen if x.after_number]
-        if not summed:
-            return (
-                "the sum over all gradients or losses is not finite though each of them is: they "
-                "are too large for their type; lower optim.lr, or look at the samples of the step"
-            )
-        first = min(summed, key=lambda x: (-x.after[0], x.rank))
-        ranks = ", ".join(str(x.rank) for x in summed)
+        (number, stage, what), first, grads = min(forward, key=lambda x: x[:2])
+        text = f"the {what} of microbatch {number} is not finite on rank {first}, stage {stage}"
+        text += f", and then {grads}" if grads else ""
+    elif own:
+        _, first, grads = own[0]
+        text = f"on rank {first}, stage {grads.stage} {grads}"
+    elif summed:
+        _, first, grads = summed[0]
+        ranks = ", ".join(str(x.rank) for x in seen if x.summed)
         return (
-            f"after the sum {_gradients(first.after[1], first.after_number)} on rank "
-            f"{first.rank}, stage {first.after[0]} (seen on rank {ranks}); the same step done "
-            f"again was finite everywhere, so look for a faulty device or network there"
+            f"after the sum {grads} on rank {first}, stage {grads.stage} (seen on rank {ranks}); "
+            f"the same step done again was finite everywhere, so look for a faulty device or "
+            f"network there"
         )
-    others = [x.rank for x in (*forward, *backward) if x.rank != first.rank]
-    if others:
-        text += f"; also on rank {', '.join(map(str, dict.fromkeys(others)))}"
-    return text
-
-
-def _place(rank: int, parameter: tuple[int, str], number: int) -> str:
-    stage, name = parameter
-    return f"rank {rank}, stage {stage} {_gradients(name, number)}"
-
-
-def _stage_of(name: str) -> int:
-    """Of a parameter by its local name, see TrainStages."""
-    return int(name.partition(".")[0])
-
-
-def _gradients(first: str, number: int) -> str:
-    more = f" and {number - 1} more are" if number > 1 else " is"
-    return f"the gradient of {first}{more} not finite"
+    else:
+        return (
+            "the sum over all gradients or losses is not finite though each of them is: they are "
+            "too large for their type; lower optim.lr, or look at the samples of the step"
+        )
+    others = [str(x.rank) for x in seen if (x.forward or x.own) and x.rank != first]
+    return f"{text}; also on rank {', '.join(others)}" if others else text
 
 
 class _ForwardProbe:
@@ -179,13 +165,3 @@ def _finite(value: object) -> bool:
     if isinstance(value, tuple | list):
         return all(map(_finite, value))
     return all(map(_finite, value.values())) if isinstance(value, dict) else True
-
-
-def _indices(device: torch.device) -> list[int]:
-    return [] if device.index is None else [device.index]
-
-
-def _set_random(states: Sequence[Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1], device)

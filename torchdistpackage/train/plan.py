@@ -1,23 +1,18 @@
 """Everything about a run that can be decided before a process starts. No torch.
 
-One rule: what is built is what was planned. `tdp plan` prints this value, `build` turns it
-into objects; neither decides anything anew.
-
-Memory: ZeRO stage 1 leaves to each of the ranks that share a parameter its part of the optimizer's
-state, stage 2 of the gradient too, stage 3 of the weight too. Where a round has several
-microbatches their gradients add up whole before they are summed, beside the part that stays. What
-is whole for a moment, a few buckets on their way, does not count.
+`tdp plan` prints this value and `build` turns it into objects; neither decides anything anew.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torchdistpackage.config.check import violations
-from torchdistpackage.config.errors import ConfigErrors
+from torchdistpackage.config.errors import ConfigErrors, Problem
 from torchdistpackage.config.schema import PrecisionSection, RunConfig
 from torchdistpackage.ddp.bucket_plan import bucket_sizes
+from torchdistpackage.errors import CheckpointError, ConfigError, LayoutError
 from torchdistpackage.layout.derive import gradient_ranks, num_elements
 from torchdistpackage.layout.groups import Creation, creations
 from torchdistpackage.layout.layout import Layout
@@ -25,7 +20,6 @@ from torchdistpackage.models.gpt_layout import GPTShape
 from torchdistpackage.models.registry import Model, model
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.timeline import Timeline
-from torchdistpackage.topology.placement import advice
 from torchdistpackage.topology.views import Topology, topology
 from torchdistpackage.train.stage_partition import ModelUnits, Stages
 from torchdistpackage.train.stage_partition import stages as find_stages
@@ -33,6 +27,30 @@ from torchdistpackage.train.stage_partition import stages as find_stages
 BUCKET_BYTES = bucket_sizes(queued=False).default_bytes
 """Of gradients that travel together, on paper: as over gloo. Over NCCL the run has fewer and larger
 ones, in the same order, since a plan does not know the transport."""
+
+
+@dataclass(frozen=True, slots=True)
+class DTypeSizes:
+    """A type of numbers: torch's name, and the bytes of one."""
+
+    dtype: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class NumberFormats:
+    """gradients: of sums, of AdamW's two means, and of the copy that narrow weights have."""
+
+    weights: DTypeSizes
+    gradients: DTypeSizes
+    activations: DTypeSizes
+
+
+def number_formats(precision: PrecisionSection) -> NumberFormats:
+    """Weights are narrow only where that is asked for."""
+    wide = DTypeSizes("float64", 8) if precision.dtype == "float64" else DTypeSizes("float32", 4)
+    narrow = DTypeSizes("bfloat16", 2) if precision.dtype == "bf16" else wide
+    return NumberFormats(narrow if precision.weights == "bf16" else wide, wide, narrow)
 
 
 @dataclass(frozen=True)
@@ -89,7 +107,7 @@ class Plan:
         found: dict[int, dict[object, Layout]] = {}
         for x in self.layouts.values():
             for place in x.stages:
-                key = x.view, x.split, x.unreduced, x.stages
+                key = x.view, x.split, x.unreduced, x.stages, x.heads
                 found.setdefault(place, {}).setdefault(key, x)
         return {place: list(kinds.values()) for place, kinds in found.items()}
 
@@ -98,11 +116,45 @@ class Plan:
         return self.topology.world_size
 
     @property
+    def rounds(self) -> int:
+        """Passes over the microbatches in a step."""
+        return self.config.train.accumulate
+
+    @property
+    def zero(self) -> int:
+        """The stage of ZeRO; 0: none."""
+        return self.config.parallel.zero
+
+    @property
+    def numbers(self) -> NumberFormats:
+        return number_formats(self.config.precision)
+
+    @property
+    def user_code(self) -> dict[str, tuple[str, Mapping[str, object]]]:
+        """Key -> (import path, keyword arguments) of what is not ours."""
+        model, data = self.config.model, self.config.data
+        named = {
+            "model.target": (model.target, model.args),
+            "model.loss": (model.loss, {}),
+            "data.target": (data.target, data.args),
+        }
+        return {key: (path, args) for key, (path, args) in named.items() if path is not None}
+
+    def changed(self, change: Callable[[RunConfig], RunConfig]) -> "Plan":
+        """The plan of a changed run, on as many ranks as its degrees multiply to.
+
+        Raises:
+            ConfigError: the changed run breaks a rule.
+        """
+        config = change(self.config)
+        return make_plan(config, num_ranks(config))
+
+    @property
     def samples_per_microbatch(self) -> int:
         """Samples of one data rank in one microbatch."""
         c = self.config
         assert isinstance(c.parallel.data, int)
-        rounds = c.parallel.data * c.train.accumulate * c.pipeline.microbatches
+        rounds = c.parallel.data * self.rounds * c.pipeline.microbatches
         return c.data.global_batch // rounds
 
 
@@ -121,55 +173,50 @@ def make_plan(config: RunConfig, world_size: int, source: str = "the configurati
     if kind is None:
         return Plan(config, world, None, None, (), find_stages(config, None), {})
     shape = model_shape(kind, config)
+    if config.model.weights is not None:
+        try:
+            kind.open_weights(config.model.weights, shape)
+        except (CheckpointError, LayoutError) as error:
+            raise ConfigErrors(source, [Problem("", None, "model.weights", str(error))]) from error
     pieces = ModelUnits.of(kind, shape)
     plan = Plan(config, world, kind, shape, pieces.names, find_stages(config, pieces), {})
-    return replace(plan, layouts=kind.layouts(shape, plan.place_of))
+    plan = replace(plan, layouts=kind.layouts(shape, plan.place_of))
+    for load in stage_loads(plan) if config.train.recompute == "auto" else ():
+        activation_budget_gb(config, load.memory, f"{source}: the rank at pipe {load.index}")
+    return plan
+
+
+def activation_budget_gb(config: RunConfig, state: "MemoryEstimate", rank: str) -> float:
+    """What `train.memory_gb` leaves for activations on a rank with this state.
+
+    Raises:
+        ConfigError: nothing.
+    """
+    limit_gb, state_gb = config.train.memory_gb or 0.0, state.state_bytes / 1e9
+    if limit_gb > state_gb:
+        return limit_gb - state_gb
+    raise ConfigError(
+        f"{rank} holds {state_gb:.4g} GB of weights, gradients and optimizer state, which leaves "
+        f"nothing of train.memory_gb={limit_gb:g} for activations; allow more, split the model "
+        f"further, or set parallel.zero"
+    )
 
 
 def local_procs(config: RunConfig) -> int:
     """Processes to start on one machine: launch.local.procs, else as the degrees multiply to."""
+    return config.launch.local.procs or num_ranks(config)
+
+
+def num_ranks(config: RunConfig) -> int:
+    """The product of the degrees; an `auto` counts as 1."""
     data = config.parallel.data
-    return config.launch.local.procs or config.parallel.model_size * (1 if data == "auto" else data)
+    return config.parallel.model_size * (1 if data == "auto" else data)
 
 
 def model_shape(kind: Model, config: RunConfig) -> GPTShape:
     """The shape that the model, data and parallel sections describe together."""
-    m = config.model
-    return kind.shape(
-        layers=m.layers,
-        dim=m.dim,
-        heads=m.heads,
-        vocab=m.vocab,
-        seq_len=config.data.seq_len,
-        mlp_ratio=m.mlp_ratio,
-        tied=m.tied,
-        position=m.position,
-        norm_eps=m.norm_eps,
-        sequence_parallel=config.parallel.sequence_parallel,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class DTypeSizes:
-    """A type of numbers: torch's name, and the bytes of one."""
-
-    dtype: str
-    num_bytes: int
-
-
-_WIDE = {"float64": DTypeSizes("float64", 8)}
-_FLOAT32, _BFLOAT16 = DTypeSizes("float32", 4), DTypeSizes("bfloat16", 2)
-
-
-def weight_format(precision: PrecisionSection) -> DTypeSizes:
-    """Of a weight: narrow only where that is asked for."""
-    narrow = precision.dtype == "bf16" and precision.weights == "bf16"
-    return _BFLOAT16 if narrow else _WIDE.get(precision.dtype, _FLOAT32)
-
-
-def gradient_format(precision: PrecisionSection) -> DTypeSizes:
-    """Of a sum of gradients, of AdamW's two means, and of the copy that narrow weights have."""
-    return _WIDE.get(precision.dtype, _FLOAT32)
+    section = config.model.model_dump()
+    return kind.shape(section, config.data.seq_len, config.parallel.sequence_parallel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +235,14 @@ class MemoryEstimate:
 def memory(
     config: RunConfig, topology: Topology, layouts: Iterable[Layout], rank: int
 ) -> MemoryEstimate:
-    """Of a rank that holds these parameters."""
-    weight, wide = weight_format(config.precision), gradient_format(config.precision)
+    """Of a rank that holds these parameters.
+
+    ZeRO stage 1 leaves to each rank that shares a parameter its part of the optimizer's state,
+    stage 2 of the gradient too, stage 3 of the weight too. Gradients of several microbatches add up
+    full before they are summed, besides that part. Buckets on their way do not count.
+    """
+    formats = number_formats(config.precision)
+    weight, wide = formats.weights, formats.gradients
     zero, has_copy = config.parallel.zero, weight != wide
     adds_up = zero < 2 or config.pipeline.microbatches > 1
     weights = gradients = optimizer = 0
@@ -240,10 +293,5 @@ def stage_loads(plan: Plan) -> tuple[StageLoad, ...]:
 
 
 def num_parameters(plan: Plan) -> int:
-    """Parameters of the whole model, each counted once; 0 for a user's own."""
+    """Parameters of the full model, each counted once; 0 for a user's own."""
     return sum(math.prod(layout.shape) for layout in plan.layouts.values())
-
-
-def placement_advice(plan: Plan, ranks_per_node: int) -> Sequence[str]:
-    """Warnings about groups that cross nodes."""
-    return advice(plan.topology.dense, ranks_per_node)

@@ -1,26 +1,30 @@
-"""The timeline of a recorded step beside its simulation: the reason for the gap, and what stays.
+"""The timeline of a recorded step compared with its simulation: why they differ, and what stays.
 
-One rule: a step is recorded where the log has a line, by the pipe group of rank 0 alone; all other
-steps, and all other ranks, pay nothing. It is read with the numbers of the step, so that no device
-stops for it. Rank 0 keeps the last one: a picture, predicted above
-measured, and the costs, from which `pipeline.schedule: auto` finds a better order for the next run.
+A step is recorded where the log has a line, by the pipe group of rank 0 alone; other steps and
+ranks pay nothing. It is read with the numbers of the step, so that no device stops for it. Rank 0
+keeps the last one: a picture, and the costs, from which `pipeline.schedule: auto` finds a better
+order for the next run.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.companions import on_cpu
+from torchdistpackage.comm.groups import on_cpu
 from torchdistpackage.comm.primitives import ranks_of
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.parallel.pipeline.executor import Recording
 from torchdistpackage.schedule.costs import PieceCosts, StageCosts, costs_text
-from torchdistpackage.schedule.draw import svg_pair
+from torchdistpackage.schedule.draw import svg
 from torchdistpackage.schedule.timeline import Span
 from torchdistpackage.schedule.trace_costs import BubbleAttribution, attribute_bubble, costs_of
+from torchdistpackage.train.callbacks import Callback
 from torchdistpackage.train.plan import Plan
 from torchdistpackage.train.step import Trainer, TrainStages
+from torchdistpackage.train.step_stats import PendingStep, StepResult
+
+if TYPE_CHECKING:
+    from torchdistpackage.train.loop import Loop
 
 Weights = Mapping[int, Mapping[str, float]]
 """By stage, in order, of each piece what the stage's time is shared out by."""
@@ -28,8 +32,8 @@ Weights = Mapping[int, Mapping[str, float]]
 PICTURE, COSTS = "pipeline.svg", "costs.yaml"
 
 
-class StepProfiler:
-    """Of one run with a pipeline; made and called by every rank alike. every: steps between two."""
+class StepProfiler(Callback):
+    """Of one run with a pipeline. every: steps between two recordings."""
 
     def __init__(self, trainer: Trainer, every: int):
         self._trainer, self._every = trainer, every
@@ -40,22 +44,24 @@ class StepProfiler:
         self._gap: BubbleAttribution | None = None
         pipe = tpc.get_group("pipe")
         self._group = on_cpu(pipe)
-        self.records = 0 in ranks_of(pipe)
+        self._takes_part = 0 in ranks_of(pipe)
 
-    def is_due(self, step: int) -> bool:
-        """Whether this rank is to record `step`."""
-        return self.records and (step % self._every == 0 or step == self._trainer.num_steps)
+    def records(self, step: int) -> bool:
+        return self._takes_part and (step % self._every == 0 or step == self._trainer.num_steps)
 
-    def hold(self, step: int) -> None:
-        """`step` has been issued, and recorded here."""
-        self._held = step, self._trainer.executor.recording
+    def on_issued(self, loop: "Loop", step: int) -> None:
+        if self.records(step):
+            self._held = step, self._trainer.executor.recording
 
-    def take(self, step: int) -> BubbleAttribution | None:
-        """What `step` shows, on rank 0, if it was recorded; all ranks that did so call this."""
-        if self._held is None or self._held[0] != step:
-            return None
-        (_, recording), self._held = self._held, None
-        assert recording is not None
+    def on_step(self, loop: "Loop", result: StepResult, issued: PendingStep) -> None:
+        if self._held is not None and self._held[0] == result.step:
+            (_, recording), self._held = self._held, None
+            assert recording is not None
+            if (gap := self._read(result.step, recording)) is not None:
+                loop.log.note(pipeline=str(gap))
+
+    def _read(self, step: int, recording: Recording) -> BubbleAttribution | None:
+        """What `step` shows, on rank 0; all ranks that recorded it call this."""
         mine = recording.spans(), self._weights
         found = cast(list[tuple[list[Span], Weights]], primitives.gather_objects(mine, self._group))
         if self._trainer.rank != 0:
@@ -65,16 +71,16 @@ class StepProfiler:
         self._step, self._gap = step, attribute_bubble(self._trainer.plan.schedule, self._rows)
         return self._gap
 
-    def write(self, folder: Path) -> tuple[str, ...]:
-        """Leave picture and costs in the run folder; the names of what was written."""
+    def on_end(self, loop: "Loop") -> None:
+        """Leave picture and costs in the run folder."""
         if self._gap is None:
-            return ()
-        plan = self._trainer.plan
+            return
+        plan, folder = self._trainer.plan, loop.folder
         costs = costs_of(self._rows, plan.schedule.num_stages)
         note = f"seconds, measured in step {self._step} of {self._trainer.name}"
-        (folder / PICTURE).write_text(svg_pair(self._gap.predicted, self._gap.measured))
+        (folder / PICTURE).write_text(svg(self._gap.predicted, self._gap.measured))
         (folder / COSTS).write_text(costs_text(costs, piece_costs(self._weights, costs), note))
-        return PICTURE, COSTS
+        loop.artifacts += (PICTURE, COSTS)
 
 
 def piece_costs(weights: Weights, costs: StageCosts) -> dict[str, PieceCosts]:

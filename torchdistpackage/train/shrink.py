@@ -6,7 +6,7 @@ ranks make, and in which order, does not depend on the length of an axis or on s
 
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.types import CUSTOM
-from torchdistpackage.train.plan import Plan, make_plan, num_parameters
+from torchdistpackage.train.plan import Plan, num_parameters, num_ranks
 
 MOST_RANKS = 16
 MOST_PARAMETERS = 20_000_000
@@ -25,14 +25,16 @@ def shrunk(plan: Plan) -> Plan:
     Raises:
         ConfigError: the smaller run breaks a rule.
     """
-    config, is_large = plan.config, plan.world_size > MOST_RANKS
-    if is_large:
-        config = _fewer_ranks(config)
-    if num_parameters(plan) * _world_size(config) > MOST_PARAMETERS:
-        config, is_large = _smaller_model(config), True
-    if is_large:
-        config = _fewer_rounds(config)
-    return make_plan(_one_sample(config), _world_size(config))
+
+    def smaller(config: RunConfig) -> RunConfig:
+        is_large = plan.world_size > MOST_RANKS
+        if is_large:
+            config = _fewer_ranks(config)
+        if num_parameters(plan) * num_ranks(config) > MOST_PARAMETERS:
+            config, is_large = _smaller_model(config), True
+        return _one_sample(_fewer_rounds(config) if is_large else config)
+
+    return plan.changed(smaller)
 
 
 def is_small(plan: Plan) -> bool:
@@ -40,67 +42,61 @@ def is_small(plan: Plan) -> bool:
     return plan.shape is not None and num_parameters(plan) * plan.world_size <= MOST_PARAMETERS
 
 
-def _world_size(config: RunConfig) -> int:
-    assert isinstance(config.parallel.data, int)
-    return config.parallel.model_size * config.parallel.data
+def _with(config: RunConfig, section: str, **update: object) -> RunConfig:
+    changed = getattr(config, section).model_copy(update=update)
+    return config.model_copy(update={section: changed})
 
 
 def _fewer_ranks(config: RunConfig) -> RunConfig:
-    parallel, pipeline = config.parallel, config.pipeline
+    parallel = config.parallel
     assert isinstance(parallel.data, int)
     # a divisor, so that heads and widths can still be shared evenly
     tensor = next((n for n in range(2, parallel.tensor) if parallel.tensor % n == 0), 0)
     tensor = tensor or parallel.tensor
     pipe = parallel.pipe
-    if pipeline.schedule != CUSTOM:
+    if config.pipeline.schedule != CUSTOM:
         pipe = min(pipe, max(2, MOST_RANKS // (tensor * min(parallel.data, 2))))
     data = min(parallel.data, max(2, MOST_RANKS // (tensor * pipe)))
-    axes = {"data": data, "pipe": pipe, "tensor": tensor}
-    config = config.model_copy(update={"parallel": parallel.model_copy(update=axes)})
+    config = _with(config, "parallel", data=data, pipe=pipe, tensor=tensor)
     return config if pipe == parallel.pipe else _without_costs(config)
 
 
 def _smaller_model(config: RunConfig) -> RunConfig:
     model, data, tensor = config.model, config.data, config.parallel.tensor
-    heads = tensor * min(model.heads // tensor, 2)
+    heads, kv_heads = tensor * min(model.heads // tensor, 2), model.kv_heads
+    if kv_heads not in (None, model.heads):  # queries still share keys, and ranks key-value heads
+        kv_heads = min(kv_heads, tensor)
+        heads = tensor if kv_heads < tensor else 2 * tensor
     # twice as many layers as stages, which is at least one piece for each
     stages = config.parallel.pipe * max(config.pipeline.chunks or 2, 2)
     if config.pipeline.schedule == CUSTOM:
         stages = model.layers
-    sizes: dict[str, object] = {
-        "layers": min(model.layers, 2 * stages),
-        "heads": heads,
-        "dim": _HEAD_DIM * heads,
-        "mlp_ratio": 4.0,
-    }
-    if data.name in ("python_stdlib", "text"):
-        sizes["vocab"] = min(model.vocab, _BYTES + model.vocab % tensor)
-    update: dict[str, object] = {"model": model.model_copy(update=sizes)}
+    layers, vocab = min(model.layers, 2 * stages), model.vocab
+    if data.name in ("python_stdlib", "text") and data.tokenizer is None:
+        vocab = min(vocab, _BYTES + vocab % tensor)
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": None, "dim": _HEAD_DIM * heads}
+    sizes |= {"mlp_ratio": 4.0, "mlp_hidden": None, "max_seq_len": None, "weights": None}
+    config = _with(config, "model", layers=layers, vocab=vocab, **sizes)
     if data.name is not None:
-        seq_len = min(data.seq_len, _TOKENS * tensor)
-        update["data"] = data.model_copy(update={"seq_len": seq_len})
-    return _without_costs(config.model_copy(update=update))
+        config = _with(config, "data", seq_len=min(data.seq_len, _TOKENS * tensor))
+    return _without_costs(config)
 
 
 def _without_costs(config: RunConfig) -> RunConfig:
     """Measured costs are of the stages that the large run has."""
     partition = "cost" if config.pipeline.partition == "time" else config.pipeline.partition
-    pipeline = config.pipeline.model_copy(update={"costs": None, "partition": partition})
-    return config.model_copy(update={"pipeline": pipeline})
+    return _with(config, "pipeline", costs=None, partition=partition)
 
 
 def _fewer_rounds(config: RunConfig) -> RunConfig:
     """As many microbatches as fill a pipeline and keep it full, in at most two rounds."""
-    pipeline, train = config.pipeline, config.train
-    if pipeline.schedule != CUSTOM:
-        number = min(pipeline.microbatches, 4 * config.parallel.pipe)
-        pipeline = pipeline.model_copy(update={"microbatches": number})
-    train = train.model_copy(update={"accumulate": min(train.accumulate, 2)})
-    return config.model_copy(update={"pipeline": pipeline, "train": train})
+    if config.pipeline.schedule != CUSTOM:
+        number = min(config.pipeline.microbatches, 4 * config.parallel.pipe)
+        config = _with(config, "pipeline", microbatches=number)
+    return _with(config, "train", accumulate=min(config.train.accumulate, 2))
 
 
 def _one_sample(config: RunConfig) -> RunConfig:
     rounds = config.train.accumulate * config.pipeline.microbatches
     assert isinstance(config.parallel.data, int)
-    data = config.data.model_copy(update={"global_batch": config.parallel.data * rounds})
-    return config.model_copy(update={"data": data})
+    return _with(config, "data", global_batch=config.parallel.data * rounds)

@@ -1,7 +1,7 @@
 """Where the model is cut into stages, and in which order they work. No torch.
 
-One rule: the order is built before the cut, because it says how many stages there are and where
-they run; only `auto` weighs several cuts, each with the best order for its costs.
+The order is built before the cut, because it says how many stages there are and where they run;
+only `auto` weighs several cuts, each with the best order for its costs.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from torchdistpackage.parallel.pipeline.partition.cost_split import (
     split_evenly,
 )
 from torchdistpackage.schedule.actions import Schedule
-from torchdistpackage.schedule.autoschedule.synthesize import synthesize
+from torchdistpackage.schedule.autoschedule import synthesize
 from torchdistpackage.schedule.costs import CostsFile, StageCosts
-from torchdistpackage.schedule.generators.registry import build
+from torchdistpackage.schedule.generators import build
 from torchdistpackage.schedule.timeline import Timeline, simulate
 
 AUTO_CHUNKS = (1, 2)
-"""Stages on a rank that `auto` tries: more cuts the model finer than its bubble is worth, and who
-wants more says so."""
+"""Stages on a rank that `auto` tries: more cuts the model finer than its bubble is worth."""
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,106 +65,99 @@ def stages(config: RunConfig, pieces: ModelUnits | None) -> Stages:
     if pieces is None and section.partition == "time" and measured is not None:
         found = stages(config, ModelUnits(tuple(measured.pieces), (), ()))
         return replace(found, cut=(), own_cut=found.cut)
+    made = _Partitioner(config, pieces, measured)
     if section.schedule == AUTO:
-        return _found(config, pieces, measured)
+        return made.synthesized()
     if section.schedule == CUSTOM:
         schedule = custom_schedule(config)
     else:
         pipe = config.parallel.pipe
         schedule = build(section.schedule, pipe, section.microbatches, section.chunks)
-    cut = _cut(config, pieces, measured, schedule.placement)
+    cut = made.cut(schedule.placement)
     if section.partition == "time":
-        by_cut = partial(_costs, config, pieces, measured, num_stages=schedule.num_stages)
-        cut = refine(cut, schedule, lambda tried: simulate(schedule, by_cut(tried)).total)
-    costs = _costs(config, pieces, measured, cut, schedule.num_stages)
-    return Stages(schedule, cut, costs, simulate(schedule, costs), measured)
+        time_of = partial(made.costs, num_stages=schedule.num_stages)
+        cut = refine(cut, schedule, lambda tried: simulate(schedule, time_of(tried)).total)
+    return made.stages(schedule, cut, made.costs(cut, schedule.num_stages))
 
 
-def weights_of(partition: str, pieces: ModelUnits, measured: CostsFile | None) -> Sequence[float]:
-    """What the stages are to share evenly, piece by piece.
+@dataclass(frozen=True, slots=True)
+class _Partitioner:
+    """Cuts, and their costs, of one run. measured: what `pipeline.costs` holds."""
 
-    Raises:
-        ScheduleError: a piece has not been measured.
-    """
-    if partition == "time" and measured is not None:
-        return measured.weights(pieces.names)
-    return pieces.parameters if partition == "parameters" else pieces.computation
+    run: RunConfig
+    pieces: ModelUnits | None
+    measured: CostsFile | None
 
+    def stages(self, schedule: Schedule, cut: tuple[range, ...], costs: StageCosts) -> Stages:
+        return Stages(schedule, cut, costs, simulate(schedule, costs), self.measured)
 
-def _cut(
-    config: RunConfig,
-    pieces: ModelUnits | None,
-    measured: CostsFile | None,
-    placement: Sequence[int],
-) -> tuple[range, ...]:
-    if pieces is None:
-        return ()
-    if config.pipeline.partition == "uniform":
-        return split_evenly(len(pieces.names), len(placement))
-    weights = weights_of(config.pipeline.partition, pieces, measured)
-    return split_by_cost(weights, len(placement), placement=placement)
+    def cut(self, placement: Sequence[int]) -> tuple[range, ...]:
+        """By what the stages are to share evenly, piece by piece.
 
+        Raises:
+            ScheduleError: a piece has not been measured.
+        """
+        pieces, partition = self.pieces, self.run.pipeline.partition
+        if pieces is None:
+            return ()
+        if partition == "uniform":
+            return split_evenly(len(pieces.names), len(placement))
+        weights = pieces.parameters if partition == "parameters" else pieces.computation
+        if partition == "time" and self.measured is not None:
+            weights = self.measured.weights(pieces.names)
+        return split_by_cost(weights, len(placement), placement=placement)
 
-def _found(config: RunConfig, pieces: ModelUnits | None, measured: CostsFile | None) -> Stages:
-    """The order, and the number of stages on a rank, that takes least time by its costs."""
-    pipe, number = config.parallel.pipe, config.pipeline.microbatches
-    found: list[Stages] = []
-    for placement in _placements(config, pieces, measured):
-        cut = _cut(config, pieces, measured, placement)
-        costs = _costs(config, pieces, measured, cut, len(placement))
-        chunks = len(placement) // pipe
-        schedule = synthesize(pipe, number, costs, chunks=chunks, placement=placement)
-        found.append(Stages(schedule, cut, costs, simulate(schedule, costs), measured))
-    longest = min(x.timeline.total for x in found) * (1 + _ROUNDING)
-    return min((x for x in found if x.timeline.total <= longest), key=lambda x: _held(x, pipe))
+    def synthesized(self) -> Stages:
+        """The order, and the number of stages on a rank, that takes least time by its costs."""
+        pipe, number = self.run.parallel.pipe, self.run.pipeline.microbatches
+        found: list[Stages] = []
+        for placement in self._placements():
+            cut = self.cut(placement)
+            costs, chunks = self.costs(cut, len(placement)), len(placement) // pipe
+            schedule = synthesize(pipe, number, costs, chunks=chunks, placement=placement)
+            found.append(self.stages(schedule, cut, costs))
+        longest = min(x.timeline.total for x in found) * (1 + _ROUNDING)
+        # microbatches on the fullest rank, each stage counting as its part of a rank
+        return min(
+            (x for x in found if x.timeline.total <= longest),
+            key=lambda x: max(x.timeline.peak_live_of_rank) * pipe / x.schedule.num_stages,
+        )
 
+    def _placements(self) -> list[tuple[int, ...]]:
+        """In a loop over the ranks, and for two stages a rank there and back as well.
 
-_ROUNDING = 1e-9
+        Costs by stage are of one cut, so they choose an order for it and no other placement.
+        """
+        pipe, chunks = self.run.parallel.pipe, self.run.pipeline.chunks
+        if self._by_stage is not None:
+            return [tuple(range(pipe)) * (chunks or (self._by_stage.num_stages or pipe) // pipe)]
+        if chunks is not None or self.pieces is None:
+            options = (chunks or 1,)
+        else:
+            options = tuple(v for v in AUTO_CHUNKS if v * pipe <= len(self.pieces.names))
+        found = [tuple(range(pipe)) * v for v in options]
+        if 2 in options and pipe > 1:
+            found.append((*range(pipe), *reversed(range(pipe))))
+        return found
 
+    @property
+    def _by_stage(self) -> CostsFile | None:
+        """Measured costs that are of stages, and not of pieces."""
+        measured = self.measured
+        return measured if measured and (self.pieces is None or not measured.pieces) else None
 
-def _held(found: Stages, pipe: int) -> float:
-    """Microbatches on the fullest rank, each stage counting as its part of a rank."""
-    return max(found.timeline.peak_live_of_rank) * pipe / found.schedule.num_stages
-
-
-def _placements(
-    config: RunConfig, pieces: ModelUnits | None, measured: CostsFile | None
-) -> list[tuple[int, ...]]:
-    """In a loop over the ranks, and for two stages a rank there and back as well.
-
-    Costs by stage are of one cut, so they choose an order for it and no other placement.
-    """
-    pipe, chunks = config.parallel.pipe, config.pipeline.chunks
-    if measured is not None and (pieces is None or not measured.pieces):
-        return [tuple(range(pipe)) * (chunks or (measured.num_stages or pipe) // pipe)]
-    if chunks is not None or pieces is None:
-        options = (chunks or 1,)
-    else:
-        options = tuple(v for v in AUTO_CHUNKS if v * pipe <= len(pieces.names))
-    found = [tuple(range(pipe)) * v for v in options]
-    if 2 in options and pipe > 1:
-        found.append((*range(pipe), *reversed(range(pipe))))
-    return found
-
-
-def _costs(
-    config: RunConfig,
-    pieces: ModelUnits | None,
-    measured: CostsFile | None,
-    cut: Sequence[range],
-    num_stages: int,
-) -> StageCosts:
-    """As measured; else by operations, a mean rank's forward taking 1 and messages nothing."""
-    if measured is not None and (pieces is None or not measured.pieces):
-        return measured.of(num_stages)
-    if measured is not None and pieces is not None:
-        return measured.of_cut([[pieces.names[i] for i in span] for span in cut])
-    if pieces is None:
-        # of a model that nobody knows a stage takes its part of the rank's time
+    def costs(self, cut: Sequence[range], num_stages: int) -> StageCosts:
+        """As measured; else by operations, a mean rank's forward taking 1 and messages nothing."""
+        if self._by_stage is not None:
+            return self._by_stage.of(num_stages)
+        pieces = self.pieces
+        if self.measured is not None and pieces is not None:
+            return self.measured.of_cut([[pieces.names[i] for i in span] for span in cut])
+        # a stage of a user's own model takes its part of the rank's time
         shares = [1.0] * num_stages
-    else:
-        shares = [sum(pieces.computation[i] for i in span) for span in cut]
-    unit = sum(shares) / config.parallel.pipe or 1.0
-    forward = tuple(share / unit for share in shares)
-    whole = tuple(2 * f for f in forward)
-    return StageCosts(forward, whole, forward, forward, (0.0,) * num_stages)
+        if pieces is not None:
+            shares = [sum(pieces.computation[i] for i in span) for span in cut]
+        unit = sum(shares) / self.run.parallel.pipe or 1.0
+        forward = tuple(share / unit for share in shares)
+        backward = tuple(2 * f for f in forward)
+        return StageCosts(forward, backward, forward, forward, (0.0,) * num_stages)

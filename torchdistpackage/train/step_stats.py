@@ -1,7 +1,6 @@
 """The numbers of a step: summed over ranks, on their way to the host, and as the log has them.
 
-One rule: they are on their way to the host before the next step is issued, so whoever reads them
-waits for this step and not for the next one.
+They leave for the host before the next step is issued, so reading them waits for this step alone.
 """
 
 import math
@@ -13,9 +12,8 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.moments import Moment, OnHost, clock_of, seconds
+from torchdistpackage.comm.moments import Moment, OnHost, Timing, clock_of, seconds
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.parallel.pipeline.clock import Timing
 
 Number = TypeVar("Number", bound=Tensor | float)
 
@@ -51,13 +49,12 @@ class StepStats(NamedTuple, Generic[Number]):
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step of the whole run, equal on all ranks.
+    """One step of the entire run, equal on all ranks.
 
     loss: mean over the tokens of the global batch, in nats. time_s: on a device, that of its
     stream. bubble: share of the step, over all ranks, in which nothing was computed; None where it
-    was not measured. save: rank 0 asks for a checkpoint. stop: some rank asks for the end of this
-    start. skipped: the loss or a gradient of some rank was not finite, and no rank has updated
-    anything.
+    was not measured. save, stop: as `StepStats`. skipped: the loss or a gradient of some rank was
+    not finite, and no rank has updated anything.
     """
 
     step: int
@@ -112,10 +109,9 @@ class Period:
 class PendingStep:
     """A step whose numbers may still be on their way: `wait()` waits for them, on all ranks alike.
 
-    stats: of `StepStats`, summed over all ranks. pass_timing: of a device, whose busy time was not
-    known when they were summed; None where it was, or is not wanted. host: all ranks, for what is
-    in host memory. names, norms: this rank's gradients after the sum. random: the states from which
-    the step drew.
+    stats: `StepStats`, summed over all ranks. pass_timing: of a device, whose busy time was not
+    known when they were summed, else None. host: all ranks, for what is in host memory. names,
+    norms: this rank's gradients after the sum. random: the states from which the step drew.
     """
 
     step: int
@@ -136,15 +132,15 @@ class PendingStep:
             mine = torch.tensor([busy_share(self.pass_timing)], dtype=torch.float64)
             busy = float(primitives.all_reduce(mine, self.host))
         return StepResult(
-            self.step,
-            sums.loss / tokens,
-            sums.grad_sq_norm**0.5 / tokens,
-            int(sums.tokens),
-            self.period.seconds(),
-            self.lr,
-            1 - busy / self.host.size() if self.measured else None,
-            sums.save > 0,
-            sums.stop > 0,
+            step=self.step,
+            loss=sums.loss / tokens,
+            grad_norm=sums.grad_sq_norm**0.5 / tokens,
+            tokens=int(sums.tokens),
+            time_s=self.period.seconds(),
+            lr=self.lr,
+            bubble=1 - busy / self.host.size() if self.measured else None,
+            save=sums.save > 0,
+            stop=sums.stop > 0,
             skipped=not sums.is_finite(),
         )
 

@@ -1,7 +1,7 @@
 """What one rank knows of its run's end: signals, the job's end, how long things take. No torch.
 
-One rule: a rank only wishes. The wishes of all ranks meet in the numbers of a step (train/step.py),
-so all end after the same one; what becomes of the run then is decided by `requeue.decide`.
+A rank only wishes. The wishes of all ranks meet in the numbers of a step, so all end
+after the same one; what becomes of the run then is decided by `requeue.decide`.
 """
 
 import json
@@ -15,11 +15,10 @@ from torchdistpackage.bounded import parse_json
 from torchdistpackage.config.schema import RequeueSection
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.files import atomic_write
-from torchdistpackage.launch.signals import SignalFlag
+from torchdistpackage.launch.process import SignalFlag
 from torchdistpackage.launch.slurm.requeue import (
     Decision,
     RequeueDecision,
-    RequeueLimits,
     decide,
     time_is_up,
 )
@@ -27,10 +26,6 @@ from torchdistpackage.launch.slurm.run_dir import RunDir, attempt_id, in_job, se
 
 _KEPT = 100
 _TIMES = "save_s.json"
-
-
-def limits_of(section: RequeueSection) -> RequeueLimits:
-    return RequeueLimits(section.mode, section.max_requeues, section.margin_s)
 
 
 @dataclass
@@ -41,7 +36,7 @@ class StopController:
     took, also those of earlier starts. ahead: see `requeue.required_time_s`.
     """
 
-    limits: RequeueLimits = field(default_factory=RequeueLimits)
+    limits: RequeueSection = field(default_factory=RequeueSection)
     signals: SignalFlag = field(default_factory=SignalFlag)
     clock: bool = False
     end_s: float | None = None
@@ -81,7 +76,7 @@ def begin(
     end = env.get("TDP_JOB_END_S") or env.get("SLURM_JOB_END_TIME") or ""
     clock = rank == 0
     return StopController(
-        limits_of(section),
+        section,
         signals,
         clock=clock,
         end_s=float(end) if end.isdecimal() and int(end) > 0 else None,
@@ -90,7 +85,7 @@ def begin(
 
 
 def end(life: StopController, folder: Path, step: int, env: Mapping[str, str]) -> Decision:
-    """Decide for all, on rank 0, and leave word for whoever started the job."""
+    """Decide for all, on rank 0, and write it down for the job's script."""
     if attempt_id(env) == "local":
         return Decision(
             RequeueDecision.STOP,

@@ -1,6 +1,6 @@
 """A run as a callable for submitit: `executor.submit(TrainingTask("run.yaml"))`. No torch.
 
-One rule: submitit keeps its protocol (`checkpoint`, its handler, its requeue), but only after all
+Submitit keeps its protocol (`checkpoint`, its handler, its requeue), but only after all
 ranks have saved. Its own handler would act in the middle of a step, on rank 0 alone.
 """
 

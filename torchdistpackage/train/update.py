@@ -1,9 +1,10 @@
 """From summed gradients to new weights: their norm, one factor for mean and clip, one step.
 
-One rule: nothing waits for the device. Whether the numbers of all ranks are finite is known there
+Nothing waits for the device. Whether the numbers of all ranks are finite is known there
 first, so the step is left out there: the optimizer's kernels take a flag and touch nothing.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,9 +19,9 @@ from torchdistpackage.optim.clip import scale_gradients
 
 @dataclass(frozen=True, slots=True)
 class ReducedGrad:
-    """A gradient after the sum, `grad_tensor.grad`: whole, or the part that ZeRO leaves here.
+    """A gradient after the sum, `grad_tensor.grad`: full, or the part that ZeRO leaves here.
 
-    counts_in_norm: it counts for the norm of the whole model.
+    counts_in_norm: it counts for the norm of the full model.
     """
 
     name: str
@@ -79,7 +80,7 @@ class Update:
     def measure(self) -> tuple[Tensor, Tensor]:
         """(sum of the squares of what I speak for, norm of each gradient in `names`).
 
-        One that is not finite makes the sum so, whoever speaks for it.
+        One that is not finite makes the sum so, whichever rank owns it.
         """
         grads = {
             i: g for i, x in enumerate(self._gradients) if (g := x.grad_tensor.grad) is not None
@@ -122,3 +123,16 @@ class Update:
             return factor
         norm = power.sqrt() * factor
         return factor * (self._clip / (norm + 1e-6)).clamp(max=1.0)
+
+
+def warmup_cosine(step: int, *, warmup_steps: int, num_steps: int, min_ratio: float) -> float:
+    """Factor on the learning rate in step `step` (0 is the first) of `num_steps`: warm-up, cosine.
+
+    Rises to 1 over `warmup_steps`, starting above 0, then falls as a cosine to `min_ratio` in
+    the last step and stays there.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    length = max(num_steps - 1 - warmup_steps, 1)
+    done = min((step - warmup_steps) / length, 1.0)
+    return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * done))

@@ -1,10 +1,11 @@
 """One rank of a run, from its environment to its last word."""
 
 import os
+import re
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 import torch
 
@@ -13,10 +14,9 @@ from torchdistpackage.comm.creation import end_processes
 from torchdistpackage.comm.runtime import JoinResult, join, leave
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.harness.hang.dump import remove_traces
-from torchdistpackage.harness.watch_start import agree_on_start
-from torchdistpackage.harness.watchdog import HangWatchdog
+from torchdistpackage.harness.watchdog import HangWatchdog, agree_on_start
+from torchdistpackage.launch.process import SignalFlag
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
-from torchdistpackage.launch.signals import SignalFlag
 from torchdistpackage.launch.slurm.requeue import EXIT_TEMPFAIL, Decision, RequeueDecision
 from torchdistpackage.launch.slurm.run_dir import (
     RunDir,
@@ -34,7 +34,7 @@ from torchdistpackage.train.job import (
     prepare_folder,
     run_folder,
 )
-from torchdistpackage.train.log import Tee, print_line
+from torchdistpackage.train.log import print_line
 from torchdistpackage.train.plan import Plan, make_plan
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.stop import begin, end, write_decision
@@ -47,7 +47,7 @@ def worker_main(config: RunConfig, resume: str, signals: SignalFlag | None = Non
     signals: listens already, if this process was made for the rank.
 
     Raises:
-        TorchDistError: whatever stopped this rank; whoever started it reports and ends the others.
+        TorchDistError: what stopped this rank; its launcher reports it and ends the others.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # the ranks of a node would otherwise each take all its cores
@@ -64,7 +64,7 @@ def worker_main(config: RunConfig, resume: str, signals: SignalFlag | None = Non
         init_timeout_s=config.launch.init_timeout_s,
         dump_folder=RunDir(folder).logs,
     )
-    with _sole_writer(rendezvous, folder):
+    with only_writer(folder) if _leads(rendezvous) else nullcontext():
         return _train(plan, rendezvous, joined, resume, signals)
 
 
@@ -74,14 +74,11 @@ def _leads(rendezvous: Rendezvous) -> bool:
     return unwatched and rendezvous.rank == 0
 
 
-def _sole_writer(rendezvous: Rendezvous, folder: Path) -> AbstractContextManager[object]:
-    return only_writer(folder) if _leads(rendezvous) else nullcontext()
-
-
 def _train(
     plan: Plan, rendezvous: Rendezvous, joined: JoinResult, resume: str, noted: SignalFlag
 ) -> int:
     config, folder = plan.config, run_folder(plan.config)
+    files = RunDir(folder)
     if rendezvous.rank == 0:
         if _leads(rendezvous):
             prepare_folder(config, resume)
@@ -90,19 +87,22 @@ def _train(
     primitives.barrier()
     if rendezvous.source != "slurm" and (rendezvous.rank == 0 or rendezvous.source != "local"):
         # of the others a parent keeps the output; not before rank 0 has made room
-        log = RunDir(folder).rank_log(rendezvous.rank, int(os.environ.get("TDP_RESTART", "0")))
+        log = files.rank_log(rendezvous.rank, int(os.environ.get("TDP_RESTART", "0")))
         sys.stdout, sys.stderr = (cast(TextIO, Tee(x, log)) for x in (sys.stdout, sys.stderr))
     if rendezvous.rank == 0:
         for note in joined.notes:
             print_line(note)
     trainer = build(plan, rendezvous.rank, joined.device)
+    if rendezvous.rank == 0 and config.train.recompute != "none":
+        # a chain of your own may have no blocks, and a limit may be large enough
+        names = ", ".join(trainer.recomputed) or "nothing"
+        print_line(f"recomputed in the backward on rank 0: {names}")
     state = resume_state(trainer, folder, resume)
     if rendezvous.rank == 0:
         if _leads(rendezvous) and attempt_id(os.environ) != "local":
-            append_start(RunDir(folder), this_start(RunDir(folder), os.environ, state.step))
-        amend_start(RunDir(folder), os.environ, state.step)
-    section = config.launch.requeue
-    life = begin(folder, section, noted, rendezvous.rank, os.environ)
+            append_start(files, this_start(files, os.environ, state.step))
+        amend_start(files, os.environ, state.step)
+    life = begin(folder, config.launch.requeue, noted, rendezvous.rank, os.environ)
     watch = HangWatchdog(
         folder,
         rank=rendezvous.rank,
@@ -124,9 +124,7 @@ def _train(
             decision = end(life, folder, loop.state.step, os.environ)
             print_line(f"saved and ended {decision.reason} [{decision.word}]")
         elif attempt_id(os.environ) != "local":
-            write_decision(
-                RunDir(folder), Decision(RequeueDecision.FINISHED, f"{folder}"), os.environ
-            )
+            write_decision(files, Decision(RequeueDecision.FINISHED, f"{folder}"), os.environ)
     leave()
     return EXIT_TEMPFAIL if loss is None else 0
 
@@ -135,7 +133,66 @@ def _sample(trainer: Trainer) -> str | None:
     """What a language model of bytes writes at the end; None if it is none, or need not."""
     config, shape = trainer.plan.config, trainer.plan.shape
     num_tokens = config.train.generate_tokens
-    if not num_tokens or shape is None or config.data.name not in ("python_stdlib", "text"):
+    has_bytes = config.data.name in ("python_stdlib", "text") and config.data.tokenizer is None
+    if not num_tokens or shape is None or not has_bytes:
         return None
     # from stage 3 on no replica has weights of its own
     return sample_text(trainer, num_tokens, every_replica=config.parallel.zero == 3)
+
+
+_TERMINAL = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-Z^-~\\])"
+)
+"""Control sequences (colours, cursor), those with a text (titles, links), and single escapes."""
+_LINE_LETTERS = 1 << 16
+
+
+class Tee:
+    """A stream that is also kept in a file, without what only a terminal can show.
+
+    That one of the two takes no more does not end a run. Of a line that is written over again and
+    again, as progress bars are, the file has the last state.
+    """
+
+    def __init__(self, stream: TextIO, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._stream, self._file = stream, path.open("a", encoding="utf-8", buffering=1)
+        self._line = ""  # of a line that began with a carriage return: its state so far
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):  # a full disk
+            self._keep(text)
+        with suppress(OSError):  # a terminal or a pipe that was closed
+            return self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def close(self) -> None:
+        """Close the file; the stream is its owner's."""
+        with suppress(OSError):
+            self._file.write(_last_state(self._line))
+        self._file.close()
+
+    def _keep(self, text: str) -> None:
+        """Plain text goes on at once, also without the end of its line."""
+        if not self._line and "\r" not in text and "\x1b" not in text:
+            self._file.write(text)
+            return
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            self._file.write(_last_state(line) + "\n")
+        # of an endless line the last state will do
+        if len(self._line) > _LINE_LETTERS:
+            self._line = self._line.rpartition("\r")[2][-_LINE_LETTERS:]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _last_state(line: str) -> str:
+    """What a terminal shows in the end, without colours."""
+    states = _TERMINAL.sub("", line).split("\r")
+    return next((state for state in reversed(states) if state), "")

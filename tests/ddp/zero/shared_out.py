@@ -116,6 +116,10 @@ class ByHand(ShardedOptimizerBase):
             flat[start:stop] = held.flat(held.mine) if held.whole else held.mine
         return held.shaped(start_all_gather_v(flat, held.bounds, held.shared.group).wait())
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for held in (h for members in self.held for h in members):
+            held.shared.parameter.grad = None
+
     @torch.no_grad()
     def refresh_masters(self) -> None:
         for held in (h for members in self.held for h in members):

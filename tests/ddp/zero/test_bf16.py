@@ -5,10 +5,11 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
+from tests.each import each
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.creation import world
 from torchdistpackage.comm.groups import Groups
-from torchdistpackage.comm.node_groups import setup_node_groups
+from torchdistpackage.comm.tpc import setup_node_groups
 from torchdistpackage.compat.torchdistpackage.bf16_zero import Bf16ZeroOptimizer
 from torchdistpackage.ddp.zero.replication import replica_group
 from torchdistpackage.errors import TopologyError
@@ -69,25 +70,22 @@ def is_the_plain_one(num_backwards: int, options: dict) -> None:
     assert held <= -(-everything // size) + 16  # padding to a cache line
 
 
+MODES = [
+    {},
+    {"stage": 1},
+    {"stage": 1, "overlap_comm": True},
+    {"stage": 2, "overlap_comm": True, "bucketize": False},
+    {"stage": 1, "bucket_size": 10},
+]
+
+
 @pytest.mark.parametrize("num_backwards", [pytest.param(1, marks=pytest.mark.full), 3])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"stage": 1},
-        {"stage": 1, "overlap_comm": True},
-        {"stage": 2, "overlap_comm": True, "bucketize": False},
-        {"stage": 1, "bucket_size": 10},
-    ],
-    ids=str,
-)
-def test_every_mode_is_the_plain_optimizer_on_the_whole_batch(ranks, num_backwards, options):
-    ranks(2).run(is_the_plain_one, num_backwards, options)
+def test_every_mode_is_the_plain_optimizer_on_the_whole_batch(ranks, num_backwards):
+    ranks(2).run(each, is_the_plain_one, [(num_backwards, options) for options in MODES])
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_group_of_one_steps_too(ranks, stage: int):
-    ranks(1).run(is_the_plain_one, 2, {"stage": stage, "bucketize": False})
+def test_a_group_of_one_steps_too(ranks):
+    ranks(1).run(each, is_the_plain_one, [(2, {"stage": s, "bucketize": False}) for s in (1, 2)])
 
 
 def when_they_leave(in_backward: bool, options: dict) -> None:
@@ -98,17 +96,13 @@ def when_they_leave(in_backward: bool, options: dict) -> None:
     assert (optimizer.reducer.num_buckets > 1) == (not options.get("bucketize", True))
 
 
-@pytest.mark.parametrize(
-    ("in_backward", "options"),
-    [
+def test_gradients_leave_in_the_backward_or_in_the_step(ranks):
+    cases = [
         (True, {}),
         (True, {"stage": 1, "overlap_comm": True}),
         (False, {"stage": 1, "bucketize": False}),
-    ],
-    ids=str,
-)
-def test_gradients_leave_in_the_backward_or_in_the_step(ranks, in_backward: bool, options: dict):
-    ranks(2).run(when_they_leave, in_backward, options)
+    ]
+    ranks(2).run(each, when_they_leave, cases)
 
 
 def on_a_group_that_is_not_the_first() -> None:
@@ -180,9 +174,8 @@ def masters(is_bf16: bool) -> None:
     assert held == {BF16 if is_bf16 else torch.float32}
 
 
-@pytest.mark.parametrize("is_bf16", [False, True])
-def test_bf16_parameters_have_fp32_masters_unless_told_otherwise(ranks, is_bf16: bool):
-    ranks(2).run(masters, is_bf16)
+def test_bf16_parameters_have_fp32_masters_unless_told_otherwise(ranks):
+    ranks(2).run(each, masters, [(False,), (True,)])
 
 
 def mixed_dtypes() -> None:
@@ -229,9 +222,8 @@ def after_a_failure(options: dict) -> None:
     torch.testing.assert_close(net[0].state_dict(), twin[0].state_dict(), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap_comm": True}, {"stage": 1}], ids=str)
-def test_a_failed_backward_is_forgotten(ranks, options: dict):
-    ranks(2).run(after_a_failure, options)
+def test_a_failed_backward_is_forgotten(ranks):
+    ranks(2).run(each, after_a_failure, [({},), ({"overlap_comm": True},), ({"stage": 1},)])
 
 
 def checkpointed(options: dict) -> None:
@@ -254,9 +246,8 @@ def checkpointed(options: dict) -> None:
     torch.testing.assert_close(net[0].state_dict(), twin[0].state_dict(), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap_comm": True}], ids=str)
-def test_checkpoints_inside_a_backward(ranks, options: dict):
-    ranks(2).run(checkpointed, options)
+def test_checkpoints_inside_a_backward(ranks):
+    ranks(2).run(each, checkpointed, [({},), ({"overlap_comm": True},)])
 
 
 def test_stage_3_needs_the_module():

@@ -9,7 +9,7 @@ import torch._dynamo
 from torch import Tensor, nn
 
 from tests.ddp.zero.beside_one_process import DIM, compare
-from tests.ddp.zero.test_stages import stages
+from tests.ddp.zero.test_stages import some_stages, stages
 from torchdistpackage.comm.creation import world
 from torchdistpackage.errors import LayoutError
 
@@ -69,7 +69,8 @@ def train_compiled(
     assert len(graphs) == 2
 
 
-@stages
+@pytest.mark.late_in_full
+@some_stages
 def test_compiled_blocks_train_as_one_process(ranks, options):
     ranks(2).run(train_compiled, options, in_place)
 
@@ -81,16 +82,18 @@ def test_compiled_blocks_train_as_one_process_by_inductor(ranks, options, how):
     ranks(2).run(train_compiled, options, how, False, "inductor", timeout_s=300)
 
 
+@pytest.mark.late_in_full
 @pytest.mark.parametrize(
     "options",
-    [{"stage": 1}, {"stage": 2}, pytest.param({"stage": 3}, marks=pytest.mark.full)],
+    [{"stage": 1}, *(pytest.param({"stage": n}, marks=pytest.mark.full) for n in (2, 3))],
     ids=str,
 )
 def test_blocks_may_be_compiled_between_steps(ranks, options):
     ranks(2).run(train_compiled, options, in_place, True)
 
 
-@stages
+@pytest.mark.late_in_full
+@some_stages
 def test_blocks_that_torch_compile_returned(ranks, options):
     ranks(2).run(train_compiled, options, wrapped)
 

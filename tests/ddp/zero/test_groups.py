@@ -101,7 +101,9 @@ def weights(data: int, tensor: int, options: dict) -> parity.Held:
 
 
 @stages
-@pytest.mark.parametrize("degrees", [(2, 1), (1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "degrees", [(2, 2), *(pytest.param(d, marks=pytest.mark.full) for d in ((2, 1), (1, 2)))]
+)
 def test_split_and_partial_parameters_train_as_in_one_process(ranks, degrees, options):
     truth = parity.whole(ranks(1).run(weights, 1, 1, {"stage": 1}))
     mine = parity.whole(ranks(degrees[0] * degrees[1]).run(weights, *degrees, options))

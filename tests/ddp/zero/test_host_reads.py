@@ -63,22 +63,22 @@ def steady(how: str, options: dict, unused: bool = False) -> Counter[str]:
 
 @stages
 @pytest.mark.parametrize("how", ["plain", "clipped"])
-def test_a_steady_step_reads_nothing(ranks, how, options):
-    assert ranks(2).run(steady, how, options, transport="late") == [{}] * 2
+def test_a_steady_step_reads_nothing(pool, how, options):
+    assert pool(2).run(steady, how, options, transport="late") == [{}] * 2
 
 
 @stages
-def test_of_a_scaled_step_only_the_scaler_reads_whether_it_counts(ranks, options):
-    for found in ranks(2).run(steady, "scaled", options, transport="late"):
+def test_of_a_scaled_step_only_the_scaler_reads_whether_it_counts(pool, options):
+    for found in pool(2).run(steady, "scaled", options, transport="late"):
         assert [where.split(":")[0] for where in found] == ["optim/scaler.py"]
         assert sum(found.values()) == 1
 
 
 @stages
 @pytest.mark.parametrize("how", ["plain", "clipped"])
-def test_any_number_of_unused_parameters_is_one_read(ranks, how, options):
+def test_any_number_of_unused_parameters_is_one_read(pool, how, options):
     if options.get("reshard_after_forward"):
         pytest.skip("there all ranks run the same submodules")
-    for found in ranks(2).run(steady, how, options, True, transport="late"):
+    for found in pool(2).run(steady, how, options, True, transport="late"):
         assert [where.split(":")[0] for where in found] == ["ddp/zero/grad_buffer.py"]
         assert sum(found.values()) == 1

@@ -15,9 +15,9 @@ def most_gradients(stage: int) -> int:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_no_bucket_has_memory_before_its_gradients_come(ranks, stage):
+def test_no_bucket_has_memory_before_its_gradients_come(pool, stage):
     bucket = (WIDTH + 1) * WIDTH * 8 * 1.06
-    for most in ranks(2).run(most_gradients, stage, transport="late"):
+    for most in pool(2).run(most_gradients, stage, transport="late"):
         assert most <= 3 * bucket, "the one that leaves, and two on their way before it"
 
 
@@ -38,5 +38,5 @@ def made_before_the_first_step() -> int:
     return found[0] - before
 
 
-def test_memory_for_the_wire_is_made_when_a_gather_begins(ranks):
-    assert ranks(2).run(made_before_the_first_step, transport="late") == [0, 0]
+def test_memory_for_the_wire_is_made_when_a_gather_begins(pool):
+    assert pool(2).run(made_before_the_first_step, transport="late") == [0, 0]

@@ -19,12 +19,19 @@ from tests.ddp.zero.beside_one_process import (
     compare,
     expect_equal,
 )
+from tests.each import each
 from torchdistpackage.comm.creation import world
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import CommError
 
 STAGES = [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "reshard_after_forward": True}]
-stages = pytest.mark.parametrize("options", STAGES, ids=["1", "2", "3", "3-resharded"])
+STAGE_NAMES = ["1", "2", "3", "3-resharded"]
+stages = pytest.mark.parametrize("options", STAGES, ids=STAGE_NAMES)
+some_stages = pytest.mark.parametrize(
+    "options",
+    [x if x in STAGES[1::2] else pytest.param(x, marks=pytest.mark.full) for x in STAGES],
+    ids=STAGE_NAMES,
+)
 
 
 def net(mode: str = "plain") -> Net:
@@ -54,7 +61,7 @@ def under_checkpoint(options: dict) -> None:
 
 
 @stages
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reentrant", [pytest.param(True, marks=pytest.mark.full), False])
 def test_the_whole_module_may_be_recomputed(ranks, options, reentrant):
     ranks(2).run(under_checkpoint, {**options, "use_reentrant": reentrant})
 
@@ -63,11 +70,10 @@ def long_run(options: dict) -> None:
     compare(net, world(), run=lambda m, x, i: loss_of(m(x)), steps=20, **options)
 
 
-@pytest.mark.parametrize("size", [1, 3, pytest.param(4, marks=pytest.mark.full)])
-@stages
+@pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 4))])
+@some_stages
 def test_twenty_steps_at_any_size_with_one_bucket_or_many(ranks, size, options):
-    ranks(size).run(long_run, options)
-    ranks(size).run(long_run, {**options, "bucket_cap_mb": 25})
+    ranks(size).run(each, long_run, [(options,), ({**options, "bucket_cap_mb": 25},)])
 
 
 def accumulating(options: dict) -> None:
@@ -138,7 +144,7 @@ def choosing(options: dict) -> None:
 
 
 @stages
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_parameters_that_some_ranks_or_all_leave_unused(ranks, options, set_to_none):
     ranks(3).run(choosing, {**options, "set_to_none": set_to_none})
 

@@ -1,6 +1,7 @@
 """Several buckets in one call of the optimizer: few calls, none too late, the same bits."""
 
 import copy
+import itertools
 from contextlib import nullcontext
 
 import pytest
@@ -9,10 +10,10 @@ from torch import nn, optim
 
 from tests.ddp.zero.beside_one_process import DIM, adamw, compare
 from torchdistpackage.comm.creation import world
-from torchdistpackage.ddp.zero import partial_step
+from torchdistpackage.ddp.zero import bucket
+from torchdistpackage.ddp.zero.bucket import PartialStep
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
-from torchdistpackage.ddp.zero.partial_step import PartialStep
-from torchdistpackage.ddp.zero.requires_whole import ELEMENTWISE, MATRIXWISE
+from torchdistpackage.ddp.zero.shard_bounds import ELEMENTWISE, MATRIXWISE
 from torchdistpackage.optim.clip import clip_grad_norm_
 
 
@@ -107,7 +108,7 @@ def test_calls_halve_what_is_left_and_double_what_is_done(num: int):
 
 
 def test_a_call_is_made_once_enough_bytes_wait(monkeypatch):
-    monkeypatch.setattr(partial_step, "AT_ONCE_BYTES", 5 * 2 * 8 * 4 * 4)
+    monkeypatch.setattr(bucket, "AT_ONCE_BYTES", 5 * 2 * 8 * 4 * 4)
     assert max(map(len, calls_of(100, "landed"))) == 5
     assert max(map(len, calls_of(100, "in turn"))) == 5
 
@@ -117,9 +118,13 @@ def deep() -> nn.Module:
     return nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(24))).double()
 
 
-def few_calls(stage: int, clipped: bool) -> tuple[int, int]:
-    """Numbers: of buckets, of calls a step."""
+def few_calls(stage: int) -> list[tuple[int, float]]:
+    """Numbers of buckets and of calls a step, not clipped and clipped."""
     compare(deep, world(), stage=stage, steps=3)
+    return [calls_of_a_step(stage, clipped) for clipped in (False, True)]
+
+
+def calls_of_a_step(stage: int, clipped: bool) -> tuple[int, float]:
     net = deep()
     inner = adamw(net)
     zero = ZeroOptimizer(inner, net, stage=stage, bucket_cap_mb=0.0004)
@@ -134,9 +139,8 @@ def few_calls(stage: int, clipped: bool) -> tuple[int, int]:
     return len(zero._buckets), len(calls) / 3
 
 
-@pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_on_a_queue_a_step_is_few_calls(ranks, stage: int, clipped: bool):
-    for num_buckets, num_calls in ranks(2).run(few_calls, stage, clipped, transport="late"):
+def test_on_a_queue_a_step_is_few_calls(pool, stage: int):
+    for num_buckets, num_calls in itertools.chain(*pool(2).run(few_calls, stage, transport="late")):
         assert num_buckets >= 24
         assert num_calls <= num_buckets.bit_length() + 1

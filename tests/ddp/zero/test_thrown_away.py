@@ -10,6 +10,7 @@ from tests.ddp.zero.beside_one_process import DIM, adamw
 from tests.ddp.zero.test_safety import backward, expect_same, net, plainly, some, train, wrap
 from tests.ddp.zero.test_stages import stages
 from torchdistpackage.ddp.zero import param_buffer as sent_by
+from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import LayoutError
 
 
@@ -138,6 +139,15 @@ def complex_parameter(options: dict) -> None:
 @stages
 def test_complex_parameters(ranks, options):
     ranks(2).run(complex_parameter, options)
+
+
+def without_module() -> None:
+    with pytest.raises(ValueError, match="stage is 3 without a module"):
+        ZeroOptimizer(adamw(net()), stage=3)
+
+
+def test_stage_3_needs_the_module_whose_use_gathers(ranks):
+    ranks(1).run(without_module)
 
 
 def scripted() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchdistpackage.ddp.zero.requires_whole import (
+from torchdistpackage.ddp.zero.shard_bounds import (
     ELEMENTWISE,
     MATRIXWISE,
     REFUSED,

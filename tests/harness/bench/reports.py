@@ -1,8 +1,7 @@
 """A made-up report: every link takes 100 us and 1 ns a bus byte, but for what a test says."""
 
-from dataclasses import replace
-
-from torchdistpackage.harness.bench.report import CONCURRENT, BenchReport, Pairs, Row
+from torchdistpackage.harness.bench.report import BenchReport, Pairs, Row
+from torchdistpackage.harness.bench.request import CONCURRENT
 from torchdistpackage.harness.operations import COLLECTIVES
 
 LATENCY_S, PER_BYTE_S = 1e-4, 1e-9
@@ -44,4 +43,4 @@ def both_links(axis: str, ranks: tuple[int, ...], *operations: str) -> list[Row]
     """Rows of three sizes; between nodes each takes ten times as long."""
     sizes = (2**10, 2**15, 2**20)
     near = [row(name, size, axis=axis, ranks=ranks) for name in operations for size in sizes]
-    return [*near, *(replace(x, link="network", p50_s=10 * x.p50_s) for x in near)]
+    return [*near, *(x.model_copy(update={"link": "network", "p50_s": 10 * x.p50_s}) for x in near)]

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import assume, given
 
-from torchdistpackage.harness.bench.fit import fit
+from torchdistpackage.harness.bench.profile import fit
 
 SIZES = [2.0**i for i in range(10, 25)]
 

@@ -17,7 +17,7 @@ def test_each_axis_has_a_picture_and_the_pairs_have_one(tmp_path, monkeypatch):
     monkeypatch.setattr(Axes, "plot", lambda *a, **k: lines.append(a[1:]) or draw_line(*a, **k))
     monkeypatch.setattr(Axes, "imshow", lambda *a: images.append(a[1]) or draw_image(*a))
     rows = both_links("data", (0, 1, 2, 3), "all_reduce") + both_links("pipe", (0, 4), "p2p")
-    pairs = Pairs(2**20, "float32", ((0, 1, 1e-3), (1, 2, 2e-3)))
+    pairs = Pairs(size_bytes=2**20, dtype="float32", times={(0, 1): 1e-3, (1, 2): 2e-3})
     written = outputs.draw(report(*rows, pairs=pairs), tmp_path / "a" / "b")
     assert [path.name for path in written] == [
         "bandwidth.data.png",

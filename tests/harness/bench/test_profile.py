@@ -9,10 +9,10 @@ import pytest
 from tests.harness.bench.reports import LATENCY_S, PER_BYTE_S, both_links, report, row
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.bench.outputs import Outputs
-from torchdistpackage.harness.bench.profile import dumps, profile_of, read
+from torchdistpackage.harness.bench.profile import dumps, read
 from torchdistpackage.harness.bench.request import Request
 
-PROFILE = profile_of(report(*both_links("data", (0, 1, 2, 3), "all_reduce", "p2p_both")))
+PROFILE = report(*both_links("data", (0, 1, 2, 3), "all_reduce", "p2p_both")).profile()
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_times_follow_the_group_by_the_bus_factor(n):
 
 
 def test_another_axis_borrows_a_link_and_a_link_never():
-    near = profile_of(report(row(), row(size_bytes=2**10)))
+    near = report(row(), row(size_bytes=2**10)).profile()
     assert near.line("pipe", "node", "all_reduce", "float32", 4) is not None
     assert near.line("data", "network", "all_reduce", "float32", 4) is None
     assert near.line("data", "node", "broadcast", "float32", 4) is None
@@ -57,7 +57,7 @@ def test_of_several_measurements_the_own_axis_and_all_groups_at_once_count():
         ]
         for size in (1000, 2000)
     ]
-    found = profile_of(report(*rows))
+    found = report(*rows).profile()
     for axis, time_s in [("data", 3.0), ("pipe", 1.0)]:
         line = found.line(axis, "node", "all_reduce", "float32", 4)
         assert line.time_s(0) == pytest.approx(time_s)
@@ -77,7 +77,7 @@ def test_then_the_element_type_counts_and_then_the_nearest_number_of_ranks(
         for name, n, latency_s in measured
         for size in (1000, 2000)
     ]
-    line = profile_of(report(*rows)).line("data", "node", "all_reduce", dtype, num_ranks)
+    line = report(*rows).profile().line("data", "node", "all_reduce", dtype, num_ranks)
     assert line.time_s(0) == pytest.approx(time_s)
 
 
@@ -89,13 +89,13 @@ def test_what_was_measured_ends_at_the_largest_bus_bytes(path):
 
 def test_where_size_made_no_difference_nothing_is_known_of_larger_ones():
     rows = [row("p2p", size, p50_s=1e-5, ranks=(0, 1)) for size in (1, 2, 4)]
-    (line,) = profile_of(report(*rows)).lines
+    (line,) = report(*rows).profile().lines
     assert line.time_s(4) == pytest.approx(1e-5) and line.time_s(5) is None
 
 
 def test_one_size_gives_no_profile():
     with pytest.raises(ConfigError, match="needs times at two sizes or more"):
-        profile_of(report(row()))
+        report(row()).profile()
 
 
 def change(**more):
@@ -115,34 +115,53 @@ def change_line(**more):
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "key", "value"),
     [
-        (lambda text: text[: len(text) // 2], "is no profile, or a damaged one"),
-        (lambda text: "", "is no profile, or a damaged one"),
-        (lambda text: "[1, 2]", "is not a torchdistpackage cluster profile"),
-        (change(format="other"), "is not a torchdistpackage cluster profile"),
-        (change(version=2), "of version 2, and this package reads version 1"),
-        (change(lines=7), "7 is where a list belongs"),
-        (change(lines=[7]), "7 is where a dict belongs"),
-        (change(topology=[["data"]]), "damaged torchdistpackage cluster profile"),
-        (change_line(latency_s=-1), "latency_s is -1"),
-        (change_line(latency_s="3"), "latency_s is '3'"),
-        (change_line(bus_bytes_per_s=0), "bus_bytes_per_s is 0"),
-        (change_line(bus_bytes_per_s=float("nan")), "bus_bytes_per_s is nan"),
-        (change_line(bus_bytes_per_s=float("inf")), "bus_bytes_per_s is inf"),
-        (change_line(latency_s=True), "latency_s is True"),
-        (change_line(largest_bytes=0), "largest_bytes is 0"),
-        (change_line(num_ranks=0), "num_ranks is 0"),
-        (change_line(link="rope"), "a line of 'all_reduce' over 'rope'"),
-        (lambda text: text.replace('"date"', '"day"'), "there is no 'date'"),
+        (lambda text: text[: len(text) // 2], "Invalid JSON: ", ""),
+        (lambda text: "", "Invalid JSON: ", ""),
+        (lambda text: "[1, 2]", "an object", "[1, 2]"),
+        (lambda text: "[" * 100_000, "Invalid JSON: ", ""),
+        (change(format="other"), "format: ", "'other'"),
+        (change(version=2), "version: ", "2"),
+        (change(lines=7), "lines: ", "7"),
+        (change(lines=[7]), "lines.0: ", "7"),
+        (change(topology=[["data"]]), "topology.0.1: ", ""),
+        (change_line(latency_s=-1), "lines.0.latency_s: ", "-1"),
+        (change_line(latency_s="3"), "lines.0.latency_s: ", "'3'"),
+        (change_line(bus_bytes_per_s=0), "lines.0.bus_bytes_per_s: ", "0"),
+        (change_line(bus_bytes_per_s=float("nan")), "lines.0.bus_bytes_per_s: ", "nan"),
+        (change_line(bus_bytes_per_s=float("inf")), "lines.0.bus_bytes_per_s: ", "inf"),
+        (change_line(latency_s=True), "lines.0.latency_s: ", "True"),
+        (change_line(largest_bytes=0), "lines.0.largest_bytes: ", "0"),
+        (change_line(num_ranks=0), "lines.0.num_ranks: ", "0"),
+        (change_line(link="rope"), "lines.0.link: ", "'rope'"),
+        (change_line(operation="gossip"), "lines.0.operation: ", "'gossip'"),
+        (lambda text: text.replace('"date"', '"day"'), "date: ", ""),
+        (lambda text: text.replace('"deviation"', '"off"'), "lines.0.deviation: ", ""),
     ],
 )
-def test_a_damaged_or_foreign_file_is_refused_by_name(path, damage, said):
+def test_a_damaged_or_foreign_file_is_refused_with_its_key_and_value(path, damage, key, value):
     path.write_text(damage(path.read_text()))
-    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+    with pytest.raises(ConfigError, match=re.escape(key)) as caught:
         read(path)
-    assert str(path) in str(caught.value)
-    assert "measure one with tdp comm bench --profile FILE" in str(caught.value)
+    text = str(caught.value)
+    assert text.startswith(f"{path} is no torchdistpackage cluster profile of version 1")
+    assert not value or f", got {value};" in text
+    assert "measure one with tdp comm bench --profile FILE" in text
+
+
+def test_a_file_of_an_earlier_release_is_read(path):
+    """The format is what users have on disk."""
+    line = {"axis": "data", "link": "node", "operation": "all_reduce", "mode": "together"}
+    line |= {"dtype": "float32", "num_ranks": 4, "largest_bytes": 1572864.0}
+    line |= {"latency_s": 0.0001, "bus_bytes_per_s": 1e9, "deviation": None}
+    head = {"format": "torchdistpackage cluster profile", "version": 1}
+    head |= {"date": "2026-01-02T03:04:05+00:00", "by": "me@n0", "backend": "gloo"}
+    head |= {"hosts": ["n0", "n1"], "topology": [["data", 4], ["pipe", 2]]}
+    text = json.dumps(head | {"lines": [line]}, indent=1) + "\n"
+    path.write_text(text)
+    assert read(path).lines[0].time_s(1e6) == pytest.approx(1.1e-3)
+    assert dumps(read(path)) == text
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):

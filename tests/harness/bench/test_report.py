@@ -2,30 +2,29 @@
 
 import json
 import re
-from dataclasses import fields
 
 import pytest
 
 from tests.harness.bench.reports import LATENCY_S, report, row
+from torchdistpackage.cli.comm_bench import duration, pairs_text, report_text
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.bench.pairs import SlowLinks, find_suspects
 from torchdistpackage.harness.bench.report import (
     Measurement,
     Pairs,
     Row,
-    duration,
-    pairs_text,
     parse_limits,
     percentile,
     rate,
-    report_text,
     rows_of,
     size_text,
     violations,
 )
 
-CELL = Measurement("data", "all_reduce", "together", "float32", 4096)
-PAIRS = Pairs(2**20, "float32", ((0, 1, 1e-3), (0, 7, 8e-3), (1, 7, 2e-3)))
+CELL = Measurement(
+    axis="data", operation="all_reduce", mode="together", dtype="float32", size_bytes=4096
+)
+PAIRS = Pairs(size_bytes=2**20, dtype="float32", times={(0, 1): 1e-3, (0, 7): 8e-3, (1, 7): 2e-3})
 
 
 def test_percentiles_are_measured_values():
@@ -67,11 +66,11 @@ def test_bandwidths_are_those_of_the_nccl_tests(operation, factor, n):
 
 def test_the_json_has_every_figure_with_its_unit():
     whole = report(row(), row(size_bytes=2**10), pairs=PAIRS)
-    found = json.loads(json.dumps(whole.as_json()))
+    found = json.loads(json.dumps(whole.model_dump(mode="json")))
     assert (found["format"], found["version"]) == ("torchdistpackage bench", 1)
     assert found["hosts"][7] == "n1" and found["topology"] == [["data", 4], ["pipe", 2]]
     for one, of in zip(found["rows"], whole.rows, strict=True):
-        assert {f.name for f in fields(Row)} < set(one)
+        assert set(Row.model_fields) < set(one)
         assert one["busbw_bytes_per_s"] == of.busbw_bytes_per_s == one["algbw_bytes_per_s"] * 1.5
         assert one["verified"] is True and one["ranks"] == [0, 1, 2, 3]
     (line,) = found["lines"]
@@ -92,12 +91,11 @@ def test_the_table_shows_ours_beside_the_bare_call():
 
 def test_the_pairs_name_the_slowest_and_whom_to_exclude():
     hosts = report().hosts
-    times = {(a, b): t for a, b, t in PAIRS.times}
-    shown = pairs_text(PAIRS, find_suspects(times, hosts), hosts)
+    shown = pairs_text(PAIRS, find_suspects(PAIRS.times, hosts), hosts)
     assert "slowest pair: rank 0 (n0) and rank 7 (n1), 0.131 GB/s, 4.0 x the median time" in shown
     assert shown.endswith("no host stands out, so none is to be excluded")
     many = {(a, b): 5e-3 if b == 2 else 1e-3 for a in range(3) for b in range(a + 1, 3)}
-    three = Pairs(2**20, "float32", tuple((a, b, t) for (a, b), t in many.items()))
+    three = Pairs(size_bytes=2**20, dtype="float32", times=many)
     alone = ["n0", "n1", "n2"]
     assert pairs_text(three, find_suspects(many, alone), alone).endswith("--exclude=n2")
     found = SlowLinks((0, 7), 4.0, (), ((5, 6.0),), (("n0", "n2"), ("n1",)), ())

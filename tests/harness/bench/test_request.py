@@ -6,11 +6,12 @@ import pytest
 
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.bench.request import (
-    parse_dtypes,
-    parse_operations,
+    ELEMENT_BYTES,
+    parse_names,
     parse_sizes,
     whole_elements,
 )
+from torchdistpackage.harness.operations import COLLECTIVES
 
 
 @pytest.mark.parametrize(
@@ -53,23 +54,20 @@ def test_a_text_that_is_no_size_is_refused_with_what_would_be(text, said):
 
 
 def test_names_are_kept_in_order_and_once():
-    assert parse_operations("broadcast, p2p,broadcast") == ("broadcast", "p2p")
-    assert parse_dtypes("bf16,float32,bfloat16") == ("bf16", "float32")
+    found = parse_names("broadcast, p2p,broadcast", "operation", COLLECTIVES)
+    assert found == ("broadcast", "p2p")
 
 
 @pytest.mark.parametrize(
-    ("parse", "said"),
+    ("what", "names", "said"),
     [
-        (
-            parse_operations,
-            r"'gahter' \(did you mean all_gather\?\); the names are p2p, p2p_both",
-        ),
-        (parse_dtypes, "there is no dtype 'gahter'; the names are float32, float64"),
+        ("operation", COLLECTIVES, r"'gahter' \(did you mean all_gather\?\); .* p2p, p2p_both"),
+        ("dtype", ELEMENT_BYTES, "there is no dtype 'gahter'; the names are float32, float64"),
     ],
 )
-def test_an_unknown_name_is_answered_with_all_there_are(parse, said):
+def test_an_unknown_name_is_answered_with_all_there_are(what, names, said):
     with pytest.raises(ConfigError, match=said):
-        parse("gahter")
+        parse_names("gahter", what, names)
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 7])

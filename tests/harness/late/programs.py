@@ -5,9 +5,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from torchdistpackage.ddp.comm_hooks import bf16_compress
+from torchdistpackage.ddp.comm_hooks import PowerSGD, bf16_compress
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.ddp.power_sgd import PowerSGD
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 
 NUM_STEPS = 3

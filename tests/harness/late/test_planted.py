@@ -54,8 +54,8 @@ MISTAKES = {
         (
             AllReduceBucket,
             "launch",
-            "self._pending = self._start(self.gradients.flat, self._group, op)",
-            "self._pending = self._start(self.gradients.flat, self._group, op); "
+            "self._pending = self._start(self.gradients.flat, self._group, self._op)",
+            "self._pending = self._start(self.gradients.flat, self._group, self._op); "
             "self.gradients.flat.mul_(1.0)",
         ),
         "ddp",
@@ -65,9 +65,10 @@ MISTAKES = {
         (
             AllReduceBucket,
             "launch",
-            "self._pending = self._start(self.gradients.flat, self._group, op)",
+            "self._pending = self._start(self.gradients.flat, self._group, self._op)",
             "seen = self.gradients.flat.detach().numpy(); "
-            "self._pending = self._start(self.gradients.flat, self._group, op); seen[0] = 1.0",
+            "self._pending = self._start(self.gradients.flat, self._group, self._op); "
+            "seen[0] = 1.0",
         ),
         "ddp",
         r"all_reduce \(number \d+\).*written to while in flight",

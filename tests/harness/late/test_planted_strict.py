@@ -145,7 +145,7 @@ def test_a_host_read_is_counted_where_it_is():
         AllReduceBucket,
         "wait",
         "self._pending = None",
-        "self._pending = float(self._marks[0]) * 0",
+        "self._pending = float(self._flags[0]) * 0",
     )
     with wrong, mirror(2):
         found = steps().found

@@ -12,7 +12,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.creation import world as everybody
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.errors import ConfigError, RaceError
-from torchdistpackage.harness.late.marks import DEVICE
+from torchdistpackage.harness.late.strict import DEVICE
 from torchdistpackage.testing import mirror
 
 STRICT = "late,strict"

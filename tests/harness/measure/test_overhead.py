@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import torchdistpackage
 from torchdistpackage.comm.runtime import leave
-from torchdistpackage.harness.measure.operations import UnitRank, tdp_call, torch_call
+from torchdistpackage.harness.calls import GroupMember, tdp_call, torch_call
 from torchdistpackage.harness.operations import COLLECTIVES
 
 OURS = str(Path(torchdistpackage.__file__).parent)
@@ -27,11 +27,11 @@ def counted() -> dict[str, dict[str, Counter]]:
     leave()
     store = FakeStore()  # held here: c10d alone would lose the Python half
     dist.init_process_group("fake", store=store, rank=0, world_size=2)
-    place = UnitRank((0, 1), 0, dist.group.WORLD)
+    member = GroupMember(dist.group.WORLD, (0, 1), 0)
     found = {}
     for operation in COLLECTIVES:
         x = torch.zeros(2)
-        sides = {"ours": tdp_call(operation, x, place), "bare": torch_call(operation, x, place)}
+        sides = {"ours": tdp_call(operation, x, member), "bare": torch_call(operation, x, member)}
         found[operation] = {name: functions_of(call) for name, call in sides.items()}
     dist.destroy_process_group()
     return found

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from torchdistpackage.harness.bench.request import ELEMENT_BYTES
-from torchdistpackage.harness.measure.operations import MESSAGES, expected, make_input
+from torchdistpackage.harness.calls import expected, make_input
 from torchdistpackage.harness.operations import COLLECTIVES
 
 CPU = torch.device("cpu")
@@ -32,12 +32,12 @@ def carried_out(operation: str, inputs: list[torch.Tensor]) -> list[torch.Tensor
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("operation", COLLECTIVES)
 def test_what_is_expected_is_what_the_operation_makes(operation, dtype):
-    for size in (2,) if operation in ("p2p", "p2p_both") else (2, 3, 40):
+    for size in (2,) if COLLECTIVES[operation].is_message else (2, 3, 40):
         number = 4 * size
         kind = dtype, CPU
-        inputs = [make_input(operation, i, size, number, kind) for i in range(size)]
+        inputs = [make_input(operation, range(size), i, number, kind) for i in range(size)]
         for i, out in enumerate(carried_out(operation, inputs)):
-            wanted = expected(operation, i, size, number, kind)
+            wanted = expected(operation, range(size), i, number, kind)
             assert (out is None) == (wanted is None)
             if out is not None:
                 assert wanted.dtype == dtype and torch.equal(out, wanted)
@@ -46,26 +46,26 @@ def test_what_is_expected_is_what_the_operation_makes(operation, dtype):
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16], ids=str)
 def test_a_sum_over_a_thousand_ranks_is_still_exact_in_a_narrow_type(dtype):
     like, size = (dtype, CPU), 1000
-    inputs = [make_input("all_reduce", i, size, 64, like) for i in range(size)]
+    inputs = [make_input("all_reduce", range(size), i, 64, like) for i in range(size)]
     (out, *_) = carried_out("all_reduce", inputs)
-    assert torch.equal(out, expected("all_reduce", 7, size, 64, like))
+    assert torch.equal(out, expected("all_reduce", range(size), 7, 64, like))
     assert len(out.unique()) > 20
 
 
 @pytest.mark.parametrize("operation", ["all_gather", "broadcast", "all_to_all"])
 def test_data_of_different_senders_differ(operation):
     """Or a rank that got its own data back would pass."""
-    rows = [make_input(operation, i, 300, 3000, (torch.int64, CPU)) for i in range(300)]
+    rows = [make_input(operation, range(300), i, 3000, (torch.int64, CPU)) for i in range(300)]
     assert len({tuple(row.tolist()) for row in rows}) == 300
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8, 64, 1000])
 @pytest.mark.parametrize("operation", COLLECTIVES)
 def test_what_is_moved_about_or_is_for_another_rank_is_found(operation, size):
-    if operation in MESSAGES and size != 2:
+    if COLLECTIVES[operation].is_message and size != 2:
         return
     like, number = (torch.bfloat16, CPU), 1000 * size
-    mine, others = (expected(operation, i, size, number, like) for i in (size - 1, size - 2))
+    mine, others = (expected(operation, range(size), i, number, like) for i in (size - 1, size - 2))
     torch.manual_seed(0)
     wrong = [mine[torch.randperm(len(mine))], mine.roll(5), mine.roll(128), torch.zeros_like(mine)]
     if operation in ("reduce_scatter", "all_to_all", "p2p_both"):

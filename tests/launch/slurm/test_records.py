@@ -46,5 +46,6 @@ def test_writers_at_once_do_not_mix(tmp_path: Path):
     for thread in threads:
         thread.join()
     found = read_records(path)
-    assert len(found) == 80 == len(path.read_text().splitlines())
+    # one that meets another's line half written begins a line of its own, so some may be empty
+    assert len(found) == 80 == sum(map(bool, path.read_text().splitlines()))
     assert {record.job for record in found} == {"0", "1", "2", "3"}

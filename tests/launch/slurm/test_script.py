@@ -11,6 +11,7 @@ import pytest
 
 from tests.launch.slurm.batch import job_of, lines
 from torchdistpackage.config.load import loads
+from torchdistpackage.launch.slurm.job import Sweep
 from torchdistpackage.launch.slurm.requeue import EXIT_TEMPFAIL
 from torchdistpackage.launch.slurm.script import directive, render, setup_lines, verdict_lines
 from torchdistpackage.launch.slurm.submit import preview
@@ -27,7 +28,7 @@ from torchdistpackage.launch.slurm.submit import preview
 )
 def test_bash_can_read_it(options: str):
     job = job_of(options, degrees="data: auto" if "nodes" in options else "data: 4")
-    sweep = replace(job, is_array=True, runs=(*job.runs, "/x"))
+    sweep = replace(job, sweep=Sweep(Path("/s")), runs=(*job.runs, "/x"))
     for script in (render(job), render(sweep), "\n".join([*setup_lines(job), *verdict_lines(job)])):
         done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
         assert (done.returncode, done.stderr) == (0, "")

@@ -1,6 +1,7 @@
 """Starts of a run: counted alike by all ranks, refused when they lead nowhere."""
 
-from torchdistpackage.launch.slurm.requeue import RequeueLimits, restart_denied
+from torchdistpackage.config.schema import RequeueSection
+from torchdistpackage.launch.slurm.requeue import restart_denied
 from torchdistpackage.launch.slurm.run_dir import (
     RunDir,
     amend_start,
@@ -62,20 +63,20 @@ def test_a_chain_is_one_series_and_a_new_submission_another(tmp_path):
 def test_the_third_start_at_the_same_step_is_refused_and_a_new_submission_is_not(tmp_path):
     files = RunDir(tmp_path)
     for restart in (0, 1):
-        assert not restart_denied(files, begin(files, job(7, restart), 40), RequeueLimits())
-    why = restart_denied(files, this_start(files, job(7, 2), 40), RequeueLimits())
+        assert not restart_denied(files, begin(files, job(7, restart), 40), RequeueSection())
+    why = restart_denied(files, this_start(files, job(7, 2), 40), RequeueSection())
     assert "two starts in a row ended at step 40" in why and "step 40, which is saved" in why
     assert str(files.logs) in why
-    assert not restart_denied(files, this_start(files, job(8), 40), RequeueLimits())
-    assert not restart_denied(files, this_start(files, job(7, 2), 41), RequeueLimits())
+    assert not restart_denied(files, this_start(files, job(8), 40), RequeueSection())
+    assert not restart_denied(files, this_start(files, job(7, 2), 41), RequeueSection())
 
 
 def test_more_starts_than_requeues_allow_are_refused(tmp_path):
     files = RunDir(tmp_path)
     for restart in (0, 1, 2):
         start = begin(files, job(7, restart), restart)
-        assert not restart_denied(files, start, RequeueLimits(max_requeues=2))
-    why = restart_denied(files, this_start(files, job(7, 3), 3), RequeueLimits(max_requeues=2))
+        assert not restart_denied(files, start, RequeueSection(max_requeues=2))
+    why = restart_denied(files, this_start(files, job(7, 3), 3), RequeueSection(max_requeues=2))
     assert "max_requeues=2" in why
 
 
@@ -83,9 +84,9 @@ def test_a_start_that_fell_back_behind_a_damaged_checkpoint_made_progress(tmp_pa
     """It seemed to begin at 6, began at 3 and came to 4: the next one is no third in vain."""
     files = RunDir(tmp_path)
     for restart, began in ((0, 3), (1, 4)):
-        assert not restart_denied(files, begin(files, job(7, restart), 6), RequeueLimits())
+        assert not restart_denied(files, begin(files, job(7, restart), 6), RequeueSection())
         amend_start(files, job(7, restart), began)
     assert [s.step for s in read_starts(files.starts)] == [3, 4]
-    assert not restart_denied(files, this_start(files, job(7, 2), 6), RequeueLimits())
+    assert not restart_denied(files, this_start(files, job(7, 2), 6), RequeueSection())
     amend_start(files, {}, 9)
     assert len(read_starts(files.starts)) == 2, "outside of a job nothing is noted"

@@ -98,7 +98,6 @@ def test_a_node_is_left_out_while_valid_evidence_weighs_one(tmp_path: Path):
     assert excluded(path, NOW_S) == ()
     record(path, HALF)
     assert excluded(path, NOW_S) == ()
-    assert excluded(path, NOW_S, threshold=0.5) == ("n3",)
     record(path, replace(HALF, job="7.1", expires_s=NOW_S + 50.0))
     assert excluded(path, NOW_S) == ("n3",)
     assert excluded(path, NOW_S + 49.0) == ("n3",)

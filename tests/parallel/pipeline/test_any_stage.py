@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.parallel.pipeline.whole_model import DIM, batch, same
 from torchdistpackage import Pipeline
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.schedule.generators.registry import build
+from torchdistpackage.schedule.generators import build
 
 One = Callable[[list[nn.Module], Tensor, Tensor], Tensor]
 """Mean loss of a microbatch in one process."""

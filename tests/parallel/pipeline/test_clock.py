@@ -5,8 +5,8 @@ import torch
 
 from tests.streams import Stream
 from tests.streams import stream as stream  # a fixture
-from torchdistpackage.parallel.pipeline import clock as clocks
-from torchdistpackage.parallel.pipeline.clock import ComputeClock
+from torchdistpackage.comm import moments as clocks
+from torchdistpackage.comm.moments import ComputeClock
 from torchdistpackage.train.step_stats import busy_share
 
 # of a last stage: wait for the first message, compute, wait, compute, cool down

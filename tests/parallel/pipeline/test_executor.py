@@ -11,7 +11,7 @@ from tests.parallel.pipeline.whole_model import DIM, batch, chain, same, same_gr
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.schedule.actions import ActionKind
-from torchdistpackage.schedule.generators.registry import GENERATORS, build
+from torchdistpackage.schedule.generators import GENERATORS, build
 
 CPU = torch.device("cpu")
 TRAINS = sorted(set(GENERATORS) - {"forward"})

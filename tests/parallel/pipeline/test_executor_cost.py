@@ -7,7 +7,7 @@ from torch import nn
 
 from benchmarks.pipeline.held import bytes_per_microbatch
 from torchdistpackage.parallel.pipeline.executor import Executor
-from torchdistpackage.schedule.generators.registry import build
+from torchdistpackage.schedule.generators import build
 
 M, DIM = 24, 8
 

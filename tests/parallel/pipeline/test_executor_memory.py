@@ -11,7 +11,7 @@ from torch import nn
 
 from torchdistpackage.parallel.pipeline.executor import Executor, autograd
 from torchdistpackage.parallel.pipeline.pipeline import Pipeline
-from torchdistpackage.schedule.generators.registry import build, evaluation
+from torchdistpackage.schedule.generators import build, evaluation
 
 DIM, ROWS = 256, 128
 

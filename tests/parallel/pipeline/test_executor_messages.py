@@ -10,14 +10,13 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.comm.test_twins import each_way, noted
 from tests.parallel.pipeline.whole_model import DIM, batch, chain, same, same_gradients
-from torchdistpackage.comm.companions import reverse_group
 from torchdistpackage.comm.debug_checks import checked_calls
 from torchdistpackage.comm.flight_recorder import recorder
-from torchdistpackage.comm.groups import Groups
+from torchdistpackage.comm.groups import Groups, reverse_group
 from torchdistpackage.comm.tensor_meta import MetaChannel
 from torchdistpackage.errors import CommError
 from torchdistpackage.parallel.pipeline.executor import Executor
-from torchdistpackage.schedule.generators.registry import build
+from torchdistpackage.schedule.generators import build
 
 CPU = torch.device("cpu")
 ORDERS = ["1f1b", "interleaved", "zb-v"]

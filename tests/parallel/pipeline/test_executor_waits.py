@@ -8,7 +8,7 @@ from tests.parallel.pipeline.whole_model import batch, chain
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.parallel.pipeline.executor import Executor, autograd
 from torchdistpackage.schedule.actions import Batch, flatten
-from torchdistpackage.schedule.generators.registry import build
+from torchdistpackage.schedule.generators import build
 
 
 class Handle:

@@ -66,7 +66,10 @@ def every_number_of_microbatches(schedule: str, numbers: list[int], batch: int) 
         expect_gradients(stage, rank, whole)
 
 
-@pytest.mark.parametrize("depth", range(1, 9))
+@pytest.mark.parametrize(
+    "depth",
+    [n if n in (2, 3, 4, 8) else pytest.param(n, marks=pytest.mark.full) for n in range(1, 9)],
+)
 def test_every_depth_and_number_of_microbatches_gives_the_gradient_of_one_process(ranks, depth):
     numbers = [3, 16] if depth > 4 else [1, 2, 5, 16]
     ranks(depth).run(every_number_of_microbatches, "1f1b", numbers, 19, timeout_s=60)

@@ -9,7 +9,7 @@ from torchdistpackage import forward_backward, forward_eval
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
-from torchdistpackage.schedule.generators.registry import build
+from torchdistpackage.schedule.generators import build
 
 
 def functions_of(schedule, model, x, y):
@@ -97,6 +97,8 @@ def unequal_functions() -> None:
         ((fn, None, x, "2"), {}, "all pipe ranks: num_microbatches is '2'"),
         ((fn, fn, x, 2), {}, r"rank 0: bwd_fn takes 1 positional arguments \(x\), not 2; it is ca"),
         ((fn, lambda a, b, c: 0, x, 2), {}, "bwd_fn needs c; .* on the last stage with the output"),
+        ((fn if rank else "fn", None, x, 2), {}, "^pipe rank 0: fwd_fn is 'fn'; give a function$"),
+        ((fn, 3 if rank else None, x, 2), {}, "^pipe rank 1: bwd_fn is 3; give a function$"),
         ((fn, None, x, 2 + rank), {}, "2 microbatches, 1f1b of 2 stages, 3 microbatches"),
     ]
     for arguments, options, text in refused:

@@ -8,7 +8,8 @@ from tests.parallel.pipeline.whole_model import batch, chain, same, same_gradien
 from torchdistpackage import Pipeline
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.parallel.pipeline.functional import forward_backward
-from torchdistpackage.parallel.pipeline.microbatches import Mean, mean
+from torchdistpackage.parallel.pipeline.losses import Losses, mean_of
+from torchdistpackage.parallel.pipeline.microbatches import joined
 
 OUT_OF_ORDER = """\
 0F2,0F0,0F1,0B2,0B0,0B1
@@ -63,9 +64,12 @@ def test_a_loss_may_be_a_count(ranks):
 
 def test_the_mean_is_at_least_in_float32():
     ones = [torch.ones((), dtype=torch.bfloat16)] * 16
-    found = mean(ones, [4] * 13 + [3] * 3)
+    found = joined(ones, [4] * 13 + [3] * 3)
     assert found.dtype == torch.float32 and abs(found.item() - 1) < 1e-6
-    wider = Mean([1, 1])
-    wider.put(1, torch.tensor(1.0))
-    wider.put(0, torch.tensor([1 + 2**-40], dtype=torch.float64))
-    assert wider.value().item() == 1 + 2**-41
+    parts = torch.tensor(1.0), torch.tensor(1 + 2**-40, dtype=torch.float64)
+    losses = Losses([1, 1])
+    for m in (1, 0):
+        losses.put(m, parts[m])
+    assert losses.totals is not None
+    for wider in (mean_of(losses.totals, losses.dtype), joined(parts, [1, 1])):
+        assert wider.item() == 1 + 2**-41

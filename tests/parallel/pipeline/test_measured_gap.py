@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.schedule.actions import Action, ActionKind, flatten
-from torchdistpackage.schedule.generators.registry import build
+from torchdistpackage.schedule.generators import build
 from torchdistpackage.schedule.timeline import Span
 from torchdistpackage.schedule.trace_costs import aligned, attribute_bubble, costs_of
 

@@ -3,7 +3,6 @@
 import random
 from itertools import chain as joined
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.compat.torchdistpackage.tensor_blocks import Block
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.partition import layer_costs
 from torchdistpackage.parallel.pipeline.partition.layer_costs import measure, measure_link
@@ -27,7 +27,6 @@ from torchdistpackage.parallel.pipeline.partition.sequential import (
     flatten_sequence,
     halves,
 )
-from torchdistpackage.parallel.tensor.classic_block import Block
 from torchdistpackage.topology.views import topology
 
 
@@ -46,7 +45,7 @@ class Slow(nn.Module):
 
 
 def test_measuring_finds_what_is_slow(monkeypatch):
-    monkeypatch.setattr(layer_costs, "time", SimpleNamespace(perf_counter=lambda: Slow.now_s))
+    monkeypatch.setattr(layer_costs, "clock_of", lambda _: lambda: Slow.now_s)
     chain = [Slow(1.0), nn.Linear(2, 2), Slow(3.0)]
     assert [cost.forward_s for cost in measure(chain, torch.ones(2))] == [1.0, 0.0, 3.0]
 
@@ -85,7 +84,7 @@ def cut_by_measured_time() -> None:
     slow = {0: 0, 1: 0, 2: 3}[rank]
     chain = [Slow(9.0 if i == slow else 1.0) for i in range(6)]
     patch = pytest.MonkeyPatch()
-    patch.setattr(layer_costs, "time", SimpleNamespace(perf_counter=lambda: Slow.now_s))
+    patch.setattr(layer_costs, "clock_of", lambda _: lambda: Slow.now_s)
     for whole in (chain, nn.Sequential(*chain)):
         mine = partition_by_time(whole, torch.ones(2), rounds=1)
         spans = [None] * p

@@ -13,7 +13,7 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.schedule.csv import to_csv
-from torchdistpackage.schedule.generators.registry import build
+from torchdistpackage.schedule.generators import build
 
 ONE_CHUNK = ["gpipe", "1f1b", "zb-h1"]
 CHUNKS = ["interleaved", "zb-v", "dualpipe-v", "interleaved-zb", "looped-bfs"]

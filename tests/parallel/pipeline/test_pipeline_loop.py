@@ -13,7 +13,7 @@ from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.parallel.pipeline.microbatches import tensors_in
 from torchdistpackage.schedule.actions import ActionKind
 from torchdistpackage.schedule.costs import StageCosts
-from torchdistpackage.schedule.generators.registry import build
+from torchdistpackage.schedule.generators import build
 
 
 def mixed(schedule: str) -> None:

@@ -10,7 +10,7 @@ from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.schedule.actions import Schedule, flatten
-from torchdistpackage.schedule.generators.registry import GENERATORS, build
+from torchdistpackage.schedule.generators import GENERATORS, build
 
 DIM, PER_RANK, MICROBATCHES, STEPS = 6, 2, 4, 3
 CPU = torch.device("cpu")
@@ -151,9 +151,16 @@ KINDS = ["ddp", "zero 1", "zero 2", "zero 3", "zero 3 list"]
 """A list of stages has no forward of its own: each of them is called."""
 
 
-@pytest.mark.parametrize("name", [n for n in GENERATORS if n != "forward"])
-def test_every_schedule_trains_as_one_process_with_every_reducer(ranks, name):
-    ranks(4).run(as_one_process, name, KINDS, timeout_s=60)
+def schedules():
+    """Every schedule with every reducer; in the small set with one each."""
+    names = [name for name in GENERATORS if name != "forward"]
+    small = [(name, [KINDS[at % len(KINDS)]]) for at, name in enumerate(names)]
+    return [*small, *(pytest.param(name, KINDS, marks=pytest.mark.full) for name in names)]
+
+
+@pytest.mark.parametrize(("name", "kinds"), schedules())
+def test_every_schedule_trains_as_one_process_with_every_reducer(ranks, name, kinds):
+    ranks(4).run(as_one_process, name, kinds, timeout_s=60)
 
 
 def leaves_in_the_last_backwards(name: str) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.parallel.pipeline.split_cases import CASES, Block, build, forward, microbatch
-from torchdistpackage.parallel.pipeline import deferred_wgrad, split_backward
+from torchdistpackage.parallel import deferred_wgrad
+from torchdistpackage.parallel.pipeline import split_backward
 from torchdistpackage.parallel.pipeline.split_backward import (
     Deferred,
     backward_input,

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.each import each
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.derive import blocks
@@ -34,7 +35,8 @@ from torchdistpackage.parallel import (
 from torchdistpackage.topology.mesh import Mesh
 
 BATCH, N, DIM, HEADS = 4, 5, 16, 4
-WORLDS = [(("tensor", 1),), (("tensor", 2),), (("tensor", 2), ("data", 2)), (("tensor", 4),)]
+PAIR = (("tensor", 2),)
+WORLDS = [PAIR, (("tensor", 1),), (("tensor", 2), ("data", 2)), (("tensor", 4),)]
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 
 
@@ -88,10 +90,10 @@ def check_block(world, sequence_parallel: bool) -> None:
     check_gradients(parallel, serial)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
 @pytest.mark.parametrize("world", WORLDS, ids=str)
-def test_a_parallel_block_equals_its_serial_twin(ranks, world, sequence_parallel):
-    ranks(Mesh(world).size).run(check_block, world, sequence_parallel)
+def test_a_parallel_block_equals_its_serial_twin(ranks, world):
+    """With and without sequence parallelism."""
+    ranks(Mesh(world).size).run(each, check_block, [(world, False), (world, True)])
 
 
 def check_transformer(world, tensor_parallel: bool, sequence_parallel: bool) -> None:
@@ -122,16 +124,15 @@ def check_transformer(world, tensor_parallel: bool, sequence_parallel: bool) -> 
     check_gradients(parallel, serial)
 
 
-@pytest.mark.parametrize(
-    ("tensor_parallel", "sequence_parallel"), [(True, True), (True, False), (False, True)]
-)
-@pytest.mark.parametrize("world", WORLDS[1:3], ids=str)
-def test_a_transformer_takes_and_gives_the_whole(ranks, world, tensor_parallel, sequence_parallel):
-    ranks(Mesh(world).size).run(check_transformer, world, tensor_parallel, sequence_parallel)
+@pytest.mark.parametrize("world", [PAIR, WORLDS[2]], ids=str)
+def test_a_transformer_takes_and_gives_the_whole(ranks, world):
+    """Tensor parallel or not, with sequence parallelism or without."""
+    cases = [(world, *case) for case in ((True, True), (True, False), (False, True))]
+    ranks(Mesh(world).size).run(each, check_transformer, cases)
 
 
 def check_mlp_and_attention() -> None:
-    start(WORLDS[1])
+    start(PAIR)
     pairs = [
         (Mlp(DIM, 24, 8, nn.ReLU), TpMlp(DIM, 24, 8, nn.ReLU)),
         (Attention(DIM, HEADS, qkv_bias=True), TpAttention(DIM, HEADS, qkv_bias=True)),
@@ -158,7 +159,7 @@ def test_mlp_and_attention_take_weights_from_their_twins(ranks):
 
 
 def check_initial_weights() -> list[float]:
-    start(WORLDS[1])
+    start(PAIR)
     torch.manual_seed(tpc.rank)
     net = TpMlp(DIM, 32)
     assert net.fc1.linear.weight.shape == (DIM, 16)
@@ -252,7 +253,7 @@ def test_one_rank_is_a_group_like_any_other(ranks):
 
 
 def dropped(sequence_parallel: bool) -> list[bool]:
-    start(WORLDS[1])
+    start(PAIR)
     net = TpMlp(DIM, 32, drop=0.5, sequence_parallel=sequence_parallel)
     rows = 1 if sequence_parallel else 2
     return (net(torch.ones(rows, N, DIM)) == 0).flatten().tolist()

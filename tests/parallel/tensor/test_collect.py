@@ -5,7 +5,7 @@ from torch import nn
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.layout.derive import local_shape
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.parallel.tensor.collect import collect
+from torchdistpackage.layout.mark import collect
 from torchdistpackage.parallel.tensor.linear import ColumnLinear, RowLinear
 
 COLUMN = ((("tensor",), ()), ((), ("tensor",)))
@@ -35,10 +35,12 @@ def check_names() -> None:
     layouts = collect(net, "model")
     assert list(layouts) == [name for name, _ in net.named_parameters()]
     assert layouts["plain.weight"] == Layout("model.plain.weight", (4, 3))
-    assert layouts["cut.0.weight"] == Layout("model.cut.0.weight", (6, 4), COLUMN[0])
-    assert layouts["cut.1.weight"] == Layout("model.cut.1.weight", (4, 6), COLUMN[1])
+    assert layouts["cut.0.weight"] == Layout("model.cut.0.weight", (6, 4), COLUMN[0], uneven=True)
+    assert layouts["cut.1.weight"] == Layout("model.cut.1.weight", (4, 6), COLUMN[1], uneven=True)
     assert layouts["cut.1.bias"].unreduced == ("tensor",)
-    assert layouts["outer.part.weight"] == Layout("model.outer.part.weight", (6, 4), COLUMN[0])
+    assert layouts["outer.part.weight"] == Layout(
+        "model.outer.part.weight", (6, 4), COLUMN[0], uneven=True
+    )
     assert layouts["outer.part.bias"].name == "model.outer.elsewhere"
     assert layouts["outer.part.bias"].stages == (1,)
     for name, parameter in net.named_parameters():

@@ -8,7 +8,10 @@ from torch import Tensor
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import DataError, LayoutError
 from torchdistpackage.layout.derive import chunk
-from torchdistpackage.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from torchdistpackage.parallel.tensor.cross_entropy import (
+    linear_cross_entropy,
+    vocab_parallel_cross_entropy,
+)
 from torchdistpackage.topology.mesh import Mesh
 
 IGNORED = -100
@@ -125,3 +128,25 @@ def refuse_mistakes() -> None:
 
 def test_mistakes_are_named(ranks):
     ranks(2).run(refuse_mistakes)
+
+
+def refuse_options() -> None:
+    tpc.setup_process_groups([("tensor", 2)])
+    group = tpc.get_group("tensor")
+    x, target = torch.ones(3, 4), torch.zeros(3).long()
+    for options, text in (
+        ({"label_smoothing": 1.5}, "label_smoothing=1.5"),
+        ({"z_loss": -1.0}, "z_loss=-1.0"),
+        ({"reduction": "max"}, "none, mean or sum"),
+        ({"weight": torch.ones(4)}, r"shape \(4,\) for a vocabulary of 8"),
+    ):
+        with pytest.raises(LayoutError, match=text):
+            vocab_parallel_cross_entropy(x, target, group, vocab=8, **options)
+    with pytest.raises(LayoutError, match=r"weight must be \(4, 4\)"):
+        linear_cross_entropy(x, torch.ones(8, 4), target, group, vocab=8)
+    with pytest.raises(LayoutError, match="chunk_tokens is 0"):
+        linear_cross_entropy(x, torch.ones(4, 4), target, group, vocab=8, chunk_tokens=0)
+
+
+def test_options_out_of_range_are_refused(ranks):
+    ranks(2).run(refuse_options)

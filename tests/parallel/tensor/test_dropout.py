@@ -9,7 +9,7 @@ from torchdistpackage.comm.random import seed_rank
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.parallel.tensor.attention import attend
 from torchdistpackage.parallel.tensor.dropout import Dropout
-from torchdistpackage.parallel.tensor.mlp import ParallelMlp
+from torchdistpackage.parallel.tensor.linear import ParallelMlp
 
 WORLD = [("data", 2), ("tensor", 2)]
 

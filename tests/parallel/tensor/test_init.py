@@ -8,11 +8,10 @@ from torchdistpackage.comm.random import seed_from
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.derive import blocks
-from torchdistpackage.parallel.tensor.collect import collect
+from torchdistpackage.layout.mark import collect
 from torchdistpackage.parallel.tensor.embedding import VocabParallelEmbedding
 from torchdistpackage.parallel.tensor.init import ONES, Initial, initialize
-from torchdistpackage.parallel.tensor.linear import ColumnLinear, RowLinear
-from torchdistpackage.parallel.tensor.mlp import ParallelMlp
+from torchdistpackage.parallel.tensor.linear import ColumnLinear, ParallelMlp, RowLinear
 from torchdistpackage.parallel.tensor.norm import LayerNorm
 from torchdistpackage.topology.mesh import Mesh
 

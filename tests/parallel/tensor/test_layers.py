@@ -1,11 +1,13 @@
 """Every tensor-parallel layer equals plain torch on one process: output and all gradients.
 
-In float64. Parameters start as random numbers everywhere, biases and norms too, so that one
-counted twice, or never, shows. Worlds in which tensor groups do not start at rank 0 or
-are not neighbours are among them.
+In float64, features, heads and groups of heads that divide and that do not. Parameters start as
+random numbers everywhere, biases and norms too, so that one counted twice, or never, shows. Worlds
+in which tensor groups do not start at rank 0 or are not neighbours are among them.
 """
 
 import copy
+import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -13,28 +15,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.each import each
 from torchdistpackage.comm.collectives import all_gather
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.derive import blocks
+from torchdistpackage.layout.mark import collect
+from torchdistpackage.optim.clip import clip_grad_norm_
+from torchdistpackage.parallel.tensor import chunked
 from torchdistpackage.parallel.tensor.attention import ParallelAttention
-from torchdistpackage.parallel.tensor.collect import collect
+from torchdistpackage.parallel.tensor.full import FullTensors
 from torchdistpackage.parallel.tensor.init import Initial, initialize
-from torchdistpackage.parallel.tensor.linear import ColumnLinear, RowLinear
-from torchdistpackage.parallel.tensor.mlp import ParallelMlp
+from torchdistpackage.parallel.tensor.linear import ColumnLinear, ParallelMlp, RowLinear
 from torchdistpackage.parallel.tensor.norm import LayerNorm, RMSNorm
 from torchdistpackage.parallel.tensor.rotary import rotary_tables, rotate
 from torchdistpackage.topology.mesh import Mesh
 
 S, B, DIM, HIDDEN, HEADS = 12, 2, 24, 36, 12
+UNEVEN = 37
 RANDOM = Initial("normal", 0.5)
 WORLDS = [
-    (("tensor", 1),),
     (("tensor", 2),),
-    (("tensor", 3),),
     (("data", 2), ("tensor", 2)),
-    (("tensor", 2), ("data", 2)),
     (("tensor", 4),),
+    pytest.param((("tensor", 1),), marks=pytest.mark.full),
+    pytest.param((("tensor", 3),), marks=pytest.mark.full),
+    pytest.param((("tensor", 2), ("data", 2)), marks=pytest.mark.full),
 ]
 
 TABLES = rotary_tables(S, DIM // HEADS, dtype=torch.float64)
@@ -43,18 +49,22 @@ TABLES = rotary_tables(S, DIM // HEADS, dtype=torch.float64)
 class Rotary(nn.Module):
     """Attention that is given tables, in the form in which the other layers are called."""
 
-    def __init__(self, **common):
+    def __init__(self, kv_heads=None, **common):
         super().__init__()
-        self.inner = ParallelAttention(DIM, HEADS, causal=True, **common)
+        self.inner = ParallelAttention(DIM, HEADS, kv_heads=kv_heads, causal=True, **common)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x, TABLES)
+    def forward(self, x: Tensor, sizes=None) -> Tensor:
+        return self.inner(x, TABLES, sizes)
 
 
-def linears(**common) -> nn.Module:
+def linears(hidden=HIDDEN, **common) -> nn.Module:
     return nn.Sequential(
-        ColumnLinear(DIM, HIDDEN, **common), nn.GELU(), RowLinear(HIDDEN, DIM, **common)
+        ColumnLinear(DIM, hidden, **common), nn.GELU(), RowLinear(hidden, DIM, **common)
     )
+
+
+def gated(hidden: int, **common) -> nn.Module:
+    return ParallelMlp(DIM, hidden, gated=True, activation=F.silu, bias=False, **common)
 
 
 def fused(**common) -> nn.Module:
@@ -67,64 +77,133 @@ def norm(kind, group, **common) -> nn.Module:
     return kind(DIM, **common)
 
 
+TWO = "causal, rotary, 2 groups"
+"""Which 3 ranks cannot share alike."""
+
 LAYERS = {
     "column, row": linears,
+    "column, row, uneven": partial(linears, UNEVEN),
     "fused columns": fused,
     "mlp": lambda **common: ParallelMlp(DIM, HIDDEN, **common),
+    "mlp, gated": partial(gated, HIDDEN),
+    "mlp, gated, uneven": partial(gated, UNEVEN),
     "attention": lambda **common: ParallelAttention(DIM, HEADS, **common),
+    "attention, wide, uneven": lambda **common: ParallelAttention(
+        DIM, 5, head_dim=6, out_bias=False, **common
+    ),
     "causal, rotary": Rotary,
+    "causal, rotary, 4 groups": partial(Rotary, 4),
+    TWO: partial(Rotary, 2),
+    "causal, rotary, 1 group": partial(Rotary, 1),
     "layer norm": lambda **common: norm(LayerNorm, **common),
     "rms norm": lambda **common: norm(RMSNorm, **common),
 }
 
 
-def plain_attention(w: dict[str, Tensor], x: Tensor, causal: bool) -> Tensor:
+def plain_attention(
+    w: dict[str, Tensor], x: Tensor, causal: bool, groups: int | None = None, num: int = HEADS
+) -> Tensor:
     """Head by head, with the softmax written out."""
-    prefix = "inner." if causal else ""
-    q, k, v = F.linear(x, w[f"{prefix}qkv.weight"], w[f"{prefix}qkv.bias"]).chunk(3, -1)
+    w = {name.removeprefix("inner."): value for name, value in w.items()}
+    if groups is None:
+        q, k, v = F.linear(x, w["qkv.weight"], w["qkv.bias"]).chunk(3, -1)
+    else:
+        q = F.linear(x, w["q.weight"], w["q.bias"])
+        k, v = F.linear(x, w["kv.weight"], w["kv.bias"]).chunk(2, -1)
     heads = []
-    for mine in torch.arange(DIM).chunk(HEADS):
-        a, b, c = (t[..., mine].transpose(0, 1) for t in (q, k, v))
+    for i, a in enumerate(q.chunk(num, -1)):
+        at = i if groups is None else i * groups // num
+        b, c = (t.chunk(groups or num, -1)[at].transpose(0, 1) for t in (k, v))
+        a = a.transpose(0, 1)
         if causal:
             a, b = rotate(a, TABLES), rotate(b, TABLES)
-        scores = a @ b.transpose(1, 2) / len(mine) ** 0.5
+        scores = a @ b.transpose(1, 2) / a.shape[-1] ** 0.5
         if causal:
             scores = scores.masked_fill(torch.ones(S, S).triu(1).bool(), -torch.inf)
         heads.append((scores.softmax(-1) @ c).transpose(0, 1))
-    return F.linear(torch.cat(heads, -1), w[f"{prefix}out.weight"], w[f"{prefix}out.bias"])
+    return F.linear(torch.cat(heads, -1), w["out.weight"], w.get("out.bias"))
+
+
+def plain_linears(w: dict[str, Tensor], x: Tensor) -> Tensor:
+    hidden = F.gelu(F.linear(x, w["0.weight"], w["0.bias"]))
+    return F.linear(hidden, w["2.weight"], w["2.bias"])
+
+
+def plain_gated(w: dict[str, Tensor], x: Tensor) -> Tensor:
+    gate, up = F.linear(x, w["gate_up.weight"]).chunk(2, -1)
+    return F.linear(F.silu(gate) * up, w["down.weight"])
 
 
 PLAIN = {
-    "column, row": lambda w, x: F.linear(
-        F.gelu(F.linear(x, w["0.weight"], w["0.bias"])), w["2.weight"], w["2.bias"]
-    ),
+    "column, row": plain_linears,
+    "column, row, uneven": plain_linears,
     "fused columns": lambda w, x: F.linear(F.glu(F.linear(x, w["0.weight"])), w["2.weight"]),
     "mlp": lambda w, x: F.linear(
         F.gelu(F.linear(x, w["up.weight"], w["up.bias"])), w["down.weight"], w["down.bias"]
     ),
+    "mlp, gated": plain_gated,
+    "mlp, gated, uneven": plain_gated,
     "attention": lambda w, x: plain_attention(w, x, causal=False),
+    "attention, wide, uneven": lambda w, x: plain_attention(w, x, causal=False, num=5),
     "causal, rotary": lambda w, x: plain_attention(w, x, causal=True),
+    "causal, rotary, 4 groups": lambda w, x: plain_attention(w, x, True, 4),
+    TWO: lambda w, x: plain_attention(w, x, True, 2),
+    "causal, rotary, 1 group": lambda w, x: plain_attention(w, x, True, 1),
     "layer norm": lambda w, x: F.layer_norm(x, (DIM,), w["weight"], w["bias"]),
     "rms norm": lambda w, x: F.rms_norm(x, (DIM,), w["weight"], 1e-5),
 }
 
 
-def build(name: str, group, sequence_parallel: bool) -> nn.Module:
-    return LAYERS[name](group=group, sequence_parallel=sequence_parallel, dtype=torch.float64)
+def check_whole(layer: nn.Module, weights: dict[str, Tensor]) -> None:
+    """What the ranks hold is what one process holds; there and back, and counted once."""
+    for part, prefix in ((part, f"{path}." * bool(path)) for path, part in layer.named_modules()):
+        if isinstance(part, FullTensors) and not prefix.count("."):
+            full = part.to_full()
+            assert full and all(torch.equal(x, weights[prefix + key]) for key, x in full.items())
+            part.from_full({key: 2 * x for key, x in full.items()})
+            assert all(torch.equal(x, 2 * full[key]) for key, x in part.to_full().items())
+            part.from_full(full)
+    norm = clip_grad_norm_(layer.parameters(), torch.inf, group=tpc.get_group("tensor"))
+    grads = [weight.grad for weight in weights.values()]
+    torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(grads), rtol=1e-11, atol=0)
+
+
+def build(name: str, group, mode: str) -> nn.Module:
+    how = {"group": group, "sequence_parallel": mode != "", "dtype": torch.float64}
+    if "overlap" in mode:
+        how["tp_comm_overlap"] = True
+    return LAYERS[name](**how)
 
 
 def whole_weights(name: str) -> dict[str, Tensor]:
     """All parameters of the layer as one process has them."""
-    layer = build(name, tpc.groups.of([tpc.rank]), False)
+    layer = build(name, tpc.groups.of([tpc.rank]), "")
     layouts = collect(layer)
     initialize(layer, layouts, Mesh(()), 0, 7, dict.fromkeys(layouts, RANDOM))
     return {key: p.detach().requires_grad_() for key, p in layer.named_parameters()}
 
 
-def check_layer(world, name: str, sequence_parallel: bool, recompute: bool | None) -> None:
+def lengths(group, mode: str) -> tuple[int, ...]:
+    """Of each rank's run of the sequence; of uneven ones the second rank has none."""
+    size = group.size()
+    if mode == "":
+        return (S,) * size
+    if "uneven" not in mode or size == 1:
+        return (S // size,) * size
+    return (S - 2 * (size - 2) - 1, 0, *(2,) * (size - 3), 3) if size > 2 else (5, S - 5)
+
+
+def check_layer(world, name: str, mode: str, recompute: bool | None) -> None:
+    """mode: "", or words: sequence, uneven, overlap."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunked, "CHUNK_BYTES", 1)  # so that little is cut too
+        _check_layer(world, name, mode, recompute)
+
+
+def _check_layer(world, name: str, mode: str, recompute: bool | None) -> None:
     tpc.setup_process_groups(list(world))
     mesh, group = tpc.topology.dense, tpc.get_group("tensor")
-    layer = build(name, group, sequence_parallel)
+    layer = build(name, group, mode)
     layouts = collect(layer)
     initialize(layer, layouts, mesh, tpc.rank, 7, dict.fromkeys(layouts, RANDOM))
 
@@ -135,11 +214,13 @@ def check_layer(world, name: str, sequence_parallel: bool, recompute: bool | Non
     y = PLAIN[name](weights, x)
     (y * weight_of_y).sum().backward()
 
-    cuts = group.size() if sequence_parallel else 1
-    mine = slice(0, S) if cuts == 1 else slice(*(S // cuts * (group.rank() + i) for i in (0, 1)))
+    sizes = lengths(group, mode)
+    start = 0 if mode == "" else sum(sizes[: group.rank()])
+    mine = slice(start, start + sizes[group.rank()])
     x_mine = x[mine].detach().requires_grad_()
+    given = {"sizes": sizes} if "uneven" in mode else {}
     if recompute is None:
-        y_mine = layer(x_mine)
+        y_mine = layer(x_mine, **given)
     else:
         y_mine = checkpoint(layer, x_mine, use_reentrant=recompute)
     (y_mine * weight_of_y[mine]).sum().backward()
@@ -147,35 +228,54 @@ def check_layer(world, name: str, sequence_parallel: bool, recompute: bool | Non
     close = {"rtol": 1e-11, "atol": 1e-11}
     torch.testing.assert_close(y_mine, y[mine], **close)
     torch.testing.assert_close(x_mine.grad, x.grad[mine], **close)
+    check_whole(layer, weights)
     for key, parameter in layer.named_parameters():
         for at, local in blocks(layouts[key], mesh, tpc.rank):
             torch.testing.assert_close(parameter.grad[local], weights[key].grad[at], **close)
             assert torch.equal(parameter[local], weights[key][at]), f"{key} starts differently"
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
+def modes_of(name: str) -> tuple[str, ...]:
+    if "norm" in name:
+        return ("", "sequence")
+    if "column" in name:
+        return ("", "sequence", "overlap")
+    return ("", "sequence", "uneven", "overlap", "overlap, uneven")
+
+
 @pytest.mark.parametrize("world", WORLDS, ids=str)
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_equals_plain_torch(ranks, world, name, sequence_parallel):
-    size = Mesh(world).size
-    ranks(size).run(check_layer, world, name, sequence_parallel, None)
+def test_a_layer_equals_plain_torch(ranks, world):
+    """With and without sequence parallelism, runs of all lengths, and chunks that overlap."""
+    names = [name for name in LAYERS if ("tensor", 3) not in world or name != TWO]
+    cases = [(world, name, mode, None) for name in names for mode in modes_of(name)]
+    ranks(Mesh(world).size).run(each, check_layer, cases)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
-def test_recomputation_gives_the_same_gradients(ranks, sequence_parallel, reentrant):
-    ranks(2).run(check_layer, WORLDS[1], "causal, rotary", sequence_parallel, reentrant)
+def test_recomputation_gives_the_same_gradients(ranks):
+    cases = itertools.product(
+        [WORLDS[0]], ["causal, rotary"], ("", "sequence", "overlap"), (False, True)
+    )
+    ranks(2).run(each, check_layer, list(cases))
 
 
 def refuse_what_does_not_divide() -> None:
-    with pytest.raises(LayoutError, match=r"6 heads, which 4 tensor ranks cannot share"):
-        ParallelAttention(24, 6)
-    with pytest.raises(LayoutError, match=r"dim 24 cannot be cut into 7 heads"):
-        ParallelAttention(24, 7)
-    with pytest.raises(LayoutError, match=r"weight: dim 0 has 6 elements, which 4 ranks"):
+    with pytest.raises(LayoutError, match=r"12 heads in 3 groups.* use 3 tensor ranks$"):
+        ParallelAttention(24, 12, kv_heads=3)
+    with pytest.raises(LayoutError, match=r"3 heads, which 4 tensor ranks .* 3 tensor ranks, or 4"):
+        ParallelAttention(24, 3)
+    both = r"(?s)2 problems.*dim 24 cannot be cut into 7 heads.*6 or 8 heads, or dim 21 or 28"
+    with pytest.raises(LayoutError, match=both + r".*7 query heads cannot share 2 .* 1 or 7 key"):
+        ParallelAttention(24, 7, kv_heads=2)
+    with pytest.raises(
+        LayoutError, match=r"dim 0 has 6 elements, which 4 ranks .* use 4 or 7, or 3"
+    ):
         ColumnLinear(3, 6)
+    with pytest.raises(LayoutError, match=r"(?s)2 problems.* has 5 elements.* has 9 elements"):
+        ColumnLinear(3, 14, parts=(5, 9))
     with pytest.raises(LayoutError, match=r"weight: dim 1 has 6 elements, which 4 ranks"):
         RowLinear(6, 3)
+    with pytest.raises(LayoutError, match=r"hidden has 2 elements, which 4 ranks"):
+        ParallelMlp(3, 2)
     layer = RowLinear(8, 3, sequence_parallel=True)
     with pytest.raises(LayoutError, match=r"dim 0 .* has 6 elements, which 4 ranks"):
         layer(torch.ones(6, 1, 2))

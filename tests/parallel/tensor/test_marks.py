@@ -13,13 +13,13 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.compat.torchdistpackage.tensor_blocks import ParallelBlock
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.param_spec import group_of
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import collect, layout_of, mark
 from torchdistpackage.models.gpt import GPT
 from torchdistpackage.models.gpt_layout import GPTShape
-from torchdistpackage.parallel.tensor.classic_block import ParallelBlock
 from torchdistpackage.parallel.tensor.linear import ColumnLinear, RowLinear
 from torchdistpackage.parallel.tensor.norm import LayerNorm, RMSNorm
 

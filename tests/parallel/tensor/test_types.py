@@ -21,16 +21,16 @@ from tests.parallel.tensor.typed import (
 )
 from torchdistpackage.comm import autograd, collectives
 from torchdistpackage.compat import tplib
+from torchdistpackage.compat.torchdistpackage import tensor_layers
+from torchdistpackage.compat.torchdistpackage.tensor_blocks import ParallelBlock
 from torchdistpackage.compat.torchshard import distributed as torchshard
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
+from torchdistpackage.layout.mark import collect
 from torchdistpackage.models.gpt import GPT
 from torchdistpackage.models.gpt_layout import GPTShape
-from torchdistpackage.parallel.tensor import classic, linear
-from torchdistpackage.parallel.tensor.classic_block import ParallelBlock
-from torchdistpackage.parallel.tensor.collect import collect
+from torchdistpackage.parallel.tensor import products
 from torchdistpackage.parallel.tensor.embedding import VocabParallelEmbedding
-from torchdistpackage.parallel.tensor.linear import ColumnLinear, RowLinear
-from torchdistpackage.parallel.tensor.mlp import ParallelMlp
+from torchdistpackage.parallel.tensor.linear import ColumnLinear, ParallelMlp, RowLinear
 from torchdistpackage.parallel.tensor.norm import LayerNorm, RMSNorm
 
 SEQUENCE = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
@@ -65,7 +65,7 @@ LAYERS = {
     "column": lambda cut: ColumnLinear(8, 16, sequence_parallel=cut),
     "layer norm": lambda cut: LayerNorm(8, sequence_parallel=cut),
     "rms norm": lambda cut: RMSNorm(8, sequence_parallel=cut),
-    "classic column": lambda cut: classic.ColParallelLinear(8, 16, sequence_parallel=cut),
+    "classic column": lambda cut: tensor_layers.ColParallelLinear(8, 16, sequence_parallel=cut),
     "classic block": lambda cut: ParallelBlock(8, 2, 2, cut),
 }
 
@@ -80,7 +80,7 @@ def test_each_gradient_of_a_layer_is_summed_once(world, name, sequence_parallel)
 
 
 @SEQUENCE
-@pytest.mark.parametrize("row", [RowLinear, classic.RowParallelLinear])
+@pytest.mark.parametrize("row", [RowLinear, tensor_layers.RowParallelLinear])
 def test_a_row_product_sums_before_its_bias(world, row, sequence_parallel):
     module = row(16, 8, sequence_parallel=sequence_parallel)
     x = give_type(torch.randn(4, 2, 8, requires_grad=True), tensor=V)
@@ -153,10 +153,10 @@ def test_every_map_and_its_transpose_have_dual_types():
 
 
 CLASSIC = [
-    (classic.gather_from_sequence_parallel_region, V, R),
-    (lambda x: classic.gather_from_sequence_parallel_region(x, False), V, I),
-    (classic.reduce_scatter_to_sequence_parallel_region, P, V),
-    (classic.maybe_split_into_sequence_parallel, I, V),
+    (tensor_layers.gather_from_sequence_parallel_region, V, R),
+    (lambda x: tensor_layers.gather_from_sequence_parallel_region(x, False), V, I),
+    (tensor_layers.reduce_scatter_to_sequence_parallel_region, P, V),
+    (tensor_layers.maybe_split_into_sequence_parallel, I, V),
     (torchshard.copy, I, R),
     (torchshard.reduce, P, I),
     (torchshard.scatter, I, V),
@@ -198,7 +198,7 @@ class BiasFirst(RowLinear):
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "residual"])
 @pytest.mark.parametrize("row", [Forgotten, BiasFirst])
 def test_a_row_product_that_does_not_sum_first_is_an_error(world, monkeypatch, row, bias):
-    monkeypatch.setattr("torchdistpackage.parallel.tensor.mlp.RowLinear", row)
+    monkeypatch.setattr("torchdistpackage.parallel.tensor.linear.RowLinear", row)
     mlp = ParallelMlp(8, 16, bias=bias)
     residual = nn_of(lambda x: x + mlp(x), mlp)
     if row is BiasFirst and not bias:
@@ -220,7 +220,7 @@ def nn_of(forward, *parts) -> torch.nn.Module:
 def test_a_gather_whose_backward_does_not_sum_is_an_error(world, monkeypatch):
     column = ColumnLinear(8, 16, sequence_parallel=True)
     with monkeypatch.context() as patch, pytest.raises(SpmdTypeError, match="Invariant"):
-        patch.setattr(linear.collectives, "all_gather", collectives.gather)
+        patch.setattr(products, "AllGather", autograd.Gather)
         train(column, activations(True), wrap={"layouts": collect(column)})
     with monkeypatch.context() as patch, pytest.raises(SpmdTypeError, match="its backward"):
         patch.setattr(autograd.AllGather, "transposed", autograd.Gather.transposed)
@@ -229,7 +229,7 @@ def test_a_gather_whose_backward_does_not_sum_is_an_error(world, monkeypatch):
 
 def test_an_input_that_is_not_copied_is_an_error(world, monkeypatch):
     column = ColumnLinear(8, 16)
-    monkeypatch.setattr(linear.collectives, "copy", lambda x, group: x)
+    monkeypatch.setattr(products, "apply", lambda linear, x: x)
     with pytest.raises(SpmdTypeError, match="Invariant"):
         train(column, activations(False), wrap={"layouts": collect(column)})
 

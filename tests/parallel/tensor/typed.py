@@ -30,10 +30,10 @@ from torchdistpackage.comm import autograd, creation, primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.runtime import leave
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.ddp.comm_hooks import BucketMember, Start
+from torchdistpackage.ddp.bucket_comm import BucketMember, Start
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.parallel.tensor import cross_entropy
+from torchdistpackage.parallel.tensor import cross_entropy, loss_terms, products
 
 assert fake_pg  # which makes the back end `fake` known
 
@@ -59,16 +59,21 @@ MAPS = {
 def typed_world(data: int = 2, tensor: int = 2) -> Iterator[None]:
     """This process is rank 0 of data x tensor, and its collectives move nothing.
 
-    The product knows nothing of types: here its two autograd functions get theirs.
+    The product knows nothing of types: here its autograd functions get theirs.
     """
     dist.init_process_group("fake", rank=0, world_size=data * tensor, store=dist.HashStore())
     hooks = (
         (autograd._LinearMapFunction, _through),
         (cross_entropy._CrossEntropy, _cross_entropy),
+        (products._ScatterAdd, _scatter_add),
     )
     with pytest.MonkeyPatch.context() as patch:
         for function, hook in hooks:
             patch.setattr(function, "spmd_typecheck", staticmethod(hook), raising=False)
+        # what is begun early, and taken up by the next node, is typed as what it stands for
+        patch.setattr(products, "_product", lambda x, ends, *given: products._multiply(x, *given))
+        # and what is written in place keeps its first type
+        patch.setattr(products, "Reduce", lambda group, in_place: autograd.Reduce(group))
         try:
             tpc.setup_process_groups([("data", data), ("tensor", tensor)])
             yield
@@ -176,16 +181,28 @@ def _through(outputs: Tensor, *, x: Tensor, linear: autograd.LinearMap) -> None:
     spmd.assert_type_like(outputs, x, {linear.group: dst})
 
 
+def _scatter_add(outputs: Tensor, *, x: Tensor, bias: Tensor, scatter: autograd.LinearMap) -> None:
+    """Partial sums to rows, and a bias whose gradient is made of the rows of all ranks."""
+    held = spmd.get_local_type(bias)[MeshAxis.of(scatter.group)]
+    if held is not I:
+        raise SpmdTypeError(f"the gradient of this bias is equal on all ranks; {held} is another's")
+    if MAPS[type(scatter.transposed())] != (V, R):
+        raise SpmdTypeError(f"{scatter.transposed()} brings no rows of other ranks")
+    spmd.rules.ignore(bias)
+    _through(outputs, x=x, linear=scatter)
+
+
 def _types(linear: autograd.LinearMap) -> tuple[object, object]:
-    return MAPS[type(linear)]
+    return MAPS[type(getattr(linear, "plain", linear))]
 
 
 def _cross_entropy(
-    outputs: Tensor, *, logits: Tensor, local: Tensor, mine: Tensor, ignored: Tensor, group: Group
+    outputs: Tensor, *, logits: Tensor, terms: loss_terms.LossTerms, targets: object
 ) -> None:
     """My columns of the logits to the loss of each token, which all ranks have alike."""
+    group = terms.group
     held = spmd.get_local_type(logits)[MeshAxis.of(group)]
     if held is not V:
         raise SpmdTypeError(f"cross entropy takes {V} logits, not {held}")
-    spmd.rules.ignore(logits, local, mine, ignored)
+    spmd.rules.ignore(logits)
     spmd.assert_type_like(outputs, logits, {group: I})

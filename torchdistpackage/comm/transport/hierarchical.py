@@ -1,9 +1,9 @@
 """All-reduce over nodes of several ranks each, on gloo: an element crosses between nodes once.
 
-One rule: what crosses between nodes is carried by all ranks of a node, a part each. So a tensor is
-cut into chunks, and of each the ranks of a node sum up a part each, sum it over the nodes, and hand
-it to each other. Chunks follow one another: while one crosses, others are summed and handed out.
-(The 2D-torus all-reduce of arXiv:1811.05233.)
+What crosses between nodes is carried by all ranks of a node, a part each. So a tensor is cut into
+chunks, and of each the ranks of a node sum up a part each, sum it over the nodes, and hand it to
+each other. Chunks follow one another: while one crosses, others are summed and handed out. (The
+2D-torus all-reduce of arXiv:1811.05233.)
 
 A step begins when the one before has ended, so a sum goes on under a backward: gloo's threads tell
 one of ours, which takes the next step. (On its own threads a group cannot end, so they keep none.)
@@ -103,7 +103,7 @@ class _HierarchicalAllReduce:
         if group is not self._group:
             raise CommError(
                 f"this all-reduce is of ranks {ranks_of(self._group)}, not of {ranks_of(group)}; "
-                f"ask hierarchy.of for one of each group"
+                f"ask hierarchical_all_reduce for one of each group"
             )
         if op != SUM or flat.is_cuda or 2 * flat.nbytes <= self._chunk_bytes:
             return start_all_reduce(flat, group, op)
@@ -151,7 +151,7 @@ class _HierarchicalAllReduce:
             while self._waiting and self._waiting[0].added:
                 self._cross(self._waiting[0])
                 self._waiting.popleft()
-        except Exception as error:  # whatever it is, somebody waits for it
+        except Exception as error:  # whatever it is, someone waits for it
             while self._waiting:  # another order than that of the others would mix up chunks
                 self._waiting.popleft().sent.set_exception(error)
 
@@ -235,9 +235,9 @@ _Ended = SimpleQueue[tuple[_Step, _Chunk, torch.futures.Future] | None]
 
 
 def _serve(owner: ref[_HierarchicalAllReduce], ended: _Ended) -> None:
-    while (told := ended.get()) is not None:
-        step, chunk, future = told
+    while (ending := ended.get()) is not None:
+        step, chunk, future = ending
         if (alive := owner()) is not None:
             alive.num_steps += 1
             step(alive, chunk, future)
-        del told, chunk, future, alive  # nothing is kept alive while there is nothing to do
+        del ending, chunk, future, alive  # nothing is kept alive while there is nothing to do

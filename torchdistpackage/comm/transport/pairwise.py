@@ -1,7 +1,7 @@
 """Collectives made of direct messages between all pairs, for gloo.
 
 There a message goes at the full rate of the link in both directions at once, if its receive was
-posted before this rank began to send; gloo's own reduce_scatter costs a whole all_reduce, and its
+posted before this rank began to send; gloo's own reduce_scatter costs a full all_reduce, and its
 all_gather knows no uneven parts. So: post every receive, then every send, then wait.
 
 Messages of a call meet those of the same kind and number of call alone, so ranks that differ wait
@@ -61,9 +61,9 @@ def post_receives(
 ) -> list[dist.Work]:
     """parts[i] from rank i of the group, except mine.
 
-    reverse: a group of the same ranks (companions.py, `make_duplex_groups`) for what goes from a
-    rank to one before it, None: the same. Whoever posts on a connection waits while gloo reads from
-    it, which may be for long where all cores compute; so traffic that is to hide behind computation
+    reverse: a group of the same ranks (groups.py, `make_duplex_groups`) for what goes from a
+    rank to one before it, None: the same. A rank that posts on a connection waits while gloo reads
+    from it, which may be for long where all cores compute, so traffic that computation is to hide
     has a connection for each way.
     """
     mine, reverse = group.rank(), reverse or group

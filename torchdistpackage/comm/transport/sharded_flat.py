@@ -1,12 +1,12 @@
 """Reduce-scatter and all-gather in place on one flat tensor, of which each rank owns a slice.
 
-One rule: an element is summed in group order, whoever owns it, so how a tensor is cut changes no
-number. On gloo both are made of messages (pairwise.py), and what arrived is added up in `wait()`.
+An element is summed in group order, so how a tensor is cut changes no number. On gloo
+both are made of messages (pairwise.py), and what arrived is added up in `wait()`.
 
 A slice that finds its receiver ready leaves at once, also while this process computes; else it
-waits for a notice that queues behind what the receiver itself is sending. So who knows what comes
-next tells it with an `expect_` function, before the sends of the calls ahead. Where nothing is
-posted ahead (`posts_ahead`) that says nothing, and makes no memory.
+waits for a notice that queues behind what the receiver itself is sending. So a caller that knows
+what comes next posts its receives with a `prepost_` function, before the sends of the calls ahead.
+Where nothing is posted ahead (`posts_ahead`) that sends nothing, and makes no memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchdistpackage.comm.backends import require_host_memory
-from torchdistpackage.comm.companions import reverse_group
 from torchdistpackage.comm.dtypes import as_added, to_bytes
 from torchdistpackage.comm.flight_recorder import dtype_name, recorder
+from torchdistpackage.comm.groups import reverse_group
 from torchdistpackage.comm.primitives import gather_into, scatter_into
 from torchdistpackage.comm.transport.pairwise import (
     EXPECTED_GATHERED,
@@ -79,19 +79,18 @@ def prepost_reduce_scatter_v(
     if group.size() == 1:
         return partial(Work, flat)
     cut = _FlatShards("sum", flat, as_added(flat), bounds, group, wire)
+    mine, parts = cut.mine, cut.parts
     if posts_ahead(group):
-        mine = cut.mine
         rooms = [
-            part[:0] if part is mine else torch.empty_like(mine, dtype=cut.wire)
-            for part in cut.parts
+            part[:0] if part is mine else torch.empty_like(mine, dtype=cut.wire) for part in parts
         ]
         tag = expected_tag(EXPECTED_SUMMED, group)
         works = post_receives(rooms, group, tag, cut.down)
-        return partial(cut.start, "reduce_scatter", partial(cut.add, rooms), _send, works, cut, tag)
-    if cut.wire is cut.mine.dtype:
-        into = scatter_into, cut.mine, cut.whole
-        if not cut.even:
-            into = dist.reduce_scatter, cut.mine, cut.parts
+        sent = lambda: [part if part is mine else part.to(cut.wire) for part in parts]  # noqa: E731
+        finish = partial(cut.add, rooms)
+        return partial(cut.start, "reduce_scatter", finish, _post, works, sent, cut.down, tag)
+    if cut.wire is mine.dtype:
+        into = (scatter_into, mine, cut.full) if cut.even else (dist.reduce_scatter, mine, parts)
         return partial(cut.start, "reduce_scatter", None, *into)
     return partial(_start_by_all_to_all, cut)
 
@@ -115,21 +114,31 @@ def prepost_all_gather_v(
     if group.size() == 1:
         return partial(Work, flat) if mine is None else partial(_set, flat, bounds, mine)
     cut = _FlatShards("gather", flat, to_bytes(flat), bounds, group, wire)
+
+    def issue(full: Tensor, parts: list[Tensor], *, group: Group, async_op: bool) -> dist.Work:
+        call, out = (gather_into, full) if cut.even else (dist.all_gather, parts)
+        return call(out, cut.rounded(parts, mine), group=group, async_op=async_op)
+
+    def start() -> Work:
+        full, parts, finish = cut.rooms()
+        return cut.start("all_gather", finish, issue, full, parts)
+
     if not posts_ahead(group):
-        return partial(_start_gather, cut, mine)
-    parts, finish = cut.rooms()[1:]
+        return start
+    _, parts, finish = cut.rooms()
     tag = expected_tag(EXPECTED_GATHERED, group)
     works = post_receives(parts, group, tag, cut.down)
-    return partial(cut.start, "all_gather", finish, _spread, works, cut, parts, mine, tag)
+    sent = lambda: [cut.rounded(parts, mine)] * len(parts)  # noqa: E731
+    return partial(cut.start, "all_gather", finish, _post, works, sent, cut.down, tag)
 
 
 def posts_ahead(group: Group) -> bool:
-    """Whether the `expect_` functions post receives, for which the memory must be there."""
+    """Whether the `prepost_` functions post receives, for which the memory must be there."""
     return group.size() > 1 and recorder.line(group).direct
 
 
 class _FlatShards:
-    """A tensor and whose its parts are; dtype on the wire.
+    """A flat tensor cut by rank, and the dtype on the wire.
 
     Raises:
         CommError: they do not fit.
@@ -165,12 +174,11 @@ class _FlatShards:
             )
         self.flat, self.group, self.lengths = flat, group, lengths
         self.even = len({*lengths}) == 1
-        self.whole = body[bounds[0] : bounds[-1]]
-        self.parts = list(self.whole.split(lengths))
+        self.full = body[bounds[0] : bounds[-1]]
+        self.parts = list(self.full.split(lengths))
         self.place = group.rank()
-        self.down = reverse_group(
-            group
-        )  # once for what is sent and received: one may be made meanwhile
+        # once for what is sent and received: one may be made meanwhile
+        self.down = reverse_group(group)
         self.mine = self.parts[self.place]
         self.wire = wire or body.dtype
 
@@ -181,9 +189,9 @@ class _FlatShards:
     def rooms(self) -> tuple[Tensor, list[Tensor], Callable[[], Tensor] | None]:
         """Where a gather arrives, as one and in parts, and what brings it from there to `flat`."""
         if self.wire is self.mine.dtype:
-            return self.whole, self.parts, None
-        whole = torch.empty_like(self.whole, dtype=self.wire)
-        return whole, list(whole.split(self.lengths)), partial(self.write, whole)
+            return self.full, self.parts, None
+        full = torch.empty_like(self.full, dtype=self.wire)
+        return full, list(full.split(self.lengths)), partial(self.write, full)
 
     @torch.no_grad()
     def add(self, rooms: Sequence[Tensor]) -> Tensor:
@@ -202,59 +210,28 @@ class _FlatShards:
             mine.copy_(total)
         return self.flat
 
+    def rounded(self, parts: list[Tensor], mine: Tensor | None) -> Tensor:
+        """My part as it travels, which is where the others' will be."""
+        source, part = self.mine if mine is None else mine, parts[self.place]
+        return part if part is source else part.copy_(source)
+
     @torch.no_grad()
     def write(self, arrived: Tensor) -> Tensor:
-        self.whole.copy_(arrived)
+        self.full.copy_(arrived)
         return self.flat
 
 
-def _send(
-    works: list[dist.Work], cut: _FlatShards, tag: int, *, group: Group, async_op: bool
-) -> list[dist.Work]:
-    """Its part to each rank that was told to expect one."""
-    parts = [cut.mine if part is cut.mine else part.to(cut.wire) for part in cut.parts]
-    return works + post_sends(parts, group, tag, cut.down)
-
-
-def _spread(
+def _post(
     works: list[dist.Work],
-    cut: _FlatShards,
-    parts: list[Tensor],
-    mine: Tensor | None,
+    sent: Callable[[], list[Tensor]],
+    down: Group | None,
     tag: int,
     *,
     group: Group,
     async_op: bool,
 ) -> list[dist.Work]:
-    """My part to all ranks that expect it."""
-    sent = [_rounded(cut, parts, mine)] * len(parts)
-    return works + post_sends(sent, group, tag, cut.down)
-
-
-def _start_gather(cut: _FlatShards, mine: Tensor | None) -> Work:
-    """Of a back end that is told nothing ahead, so that memory for the wire is made here."""
-    whole, parts, finish = cut.rooms()
-    into = (gather_into, whole) if cut.even else (dist.all_gather, parts)
-    return cut.start("all_gather", finish, _gather, cut, parts, mine, *into)
-
-
-def _gather(
-    cut: _FlatShards,
-    parts: list[Tensor],
-    mine: Tensor | None,
-    function,
-    into,
-    *,
-    group: Group,
-    async_op,
-):
-    return function(into, _rounded(cut, parts, mine), group=group, async_op=async_op)
-
-
-def _rounded(cut: _FlatShards, parts: list[Tensor], mine: Tensor | None) -> Tensor:
-    """My part as it travels, which is where the others' will be."""
-    source, part = cut.mine if mine is None else mine, parts[cut.place]
-    return part if part is source else part.copy_(source)
+    """What is `sent` to each rank, which expects it; `works` are my own receives."""
+    return works + post_sends(sent(), group, tag, down)
 
 
 @torch.no_grad()
@@ -269,5 +246,5 @@ def _start_by_all_to_all(cut: _FlatShards) -> Work:
     room = cut.mine.new_empty((num * length,), dtype=cut.wire)
     finish = partial(cut.add, room.view(num, length).unbind())
     splits = [length] * num, cut.lengths
-    sent = cut.whole.to(cut.wire)
+    sent = cut.full.to(cut.wire)
     return cut.start("reduce_scatter", finish, dist.all_to_all_single, room, sent, *splits)

@@ -1,13 +1,13 @@
-"""easy-model-parallel's names (`emp`), which are still to come: see compat/not_available.py."""
+"""easy-model-parallel's names, by `import torchdistpackage.compat.emp as emp`.
+
+Nothing is loaded before it is asked for.
+"""
 
 from torchdistpackage.compat import paths
-from torchdistpackage.compat.paths import UnavailableReason
 
-_PLACED = UnavailableReason("programs whose tensors each live on one rank are not offered yet")
-
-_CORE = (
-    "DeviceFunctor",
-    "launch",
+_HERE = "compat.emp"
+_TOP = ("DeviceFunctor", "launch")
+_CLASSES = (
     "Device",
     "DeviceManagedTensor",
     "DeviceManagedModule",
@@ -16,21 +16,26 @@ _CORE = (
 )
 
 for _below, _names in {
-    "": _CORE[:2],
-    ".core": _CORE,
-    ".core.function": (
-        "to_rank_fn",
-        "ToRankFunction",
-        "EmptyFunction",
-        "empty_fn",
-        "EmptyModule",
-    ),
-    ".core.distributed": ("send_tensor", "receive_tensor", "DTYPE_MAP"),
-    ".core.random": ("seed_all",),
+    "": {f"{_HERE}.devices": _TOP},
+    ".core": {f"{_HERE}.devices": (*_TOP, *_CLASSES)},
+    ".core.function": {
+        f"{_HERE}.transfer": (
+            "to_rank_fn",
+            "ToRankFunction",
+            "EmptyFunction",
+            "empty_fn",
+            "EmptyModule",
+        )
+    },
+    ".core.distributed": {f"{_HERE}.messages": ("send_tensor", "receive_tensor", "DTYPE_MAP")},
+    ".core.random": {"parallel.placed.rng": ("seed_all",)},
+    ".utils": {},
+    ".utils.config": {f"{_HERE}.config": ("BaseConfig",)},
+    ".utils.log": {f"{_HERE}.log": ("setup_logging",)},
 }.items():
-    paths.announce(__name__ + _below, {_PLACED: _names})
+    paths.announce(__name__ + _below, _names)
 
-__all__ = list(_CORE[:2])
+__all__ = list(paths.MODULES[__name__])
 
 
 def __getattr__(name: str) -> object:

@@ -1,90 +1,72 @@
-"""tensor_parallel's names, which are still to come: see compat/not_available.py."""
+"""tensor_parallel's names, by `import torchdistpackage.compat.tensor_parallel as tp`.
+
+Nothing is loaded before it is asked for.
+"""
 
 from torchdistpackage.compat import paths
-from torchdistpackage.compat.paths import UnavailableReason
 
-_SHARDED = UnavailableReason(
-    "splitting any module by one call is not offered yet; the split layers of "
-    "torchdistpackage.parallel are"
-)
+_AUTO, _HERE = "parallel.auto", "compat.tensor_parallel"
+_CONFIG = {f"{_AUTO}.rules": ("Config",)}
+_STATE_ACTION = {f"{_AUTO}.actions": ("StateAction",)}
+_SAVING = {
+    f"{_AUTO}.saving": ("save_tensor_parallel", "convert_state_dict", "infer_sharded_device_map")
+}
+_ACTIONS = ("LegacyStateAction", "Split", "SplitInChunks", "SplitInGroupedChunks", "Scale")
+_CALL = {f"{_AUTO}.factory": ("tensor_parallel",)}
+_PRETRAINED = {f"{_HERE}.lazy": ("TensorParallelPreTrainedModel",)}
+_KEY_VALUES = ("gather_kv", "select_kv_for_rank")
+_SPLITS = ("split_heads", "split_num_heads", "split_inner_dim", "split_alibi")
+_OPS = ("CollectiveOpetationBase", "AllReduce", "AllGather", "NCCLAllReduce", "NCCLAllGather")
+_RANKS = ("DistributedAllReduce", "DistributedAllGather")
+_NESTED = ("nested_flatten", "nested_pack", "nested_map", "nested_compare")
 
-_TOP = (
-    "tensor_parallel",
-    "TensorParallel",
-    "TensorParallelPreTrainedModel",
-    "Config",
-    "Sharded",
-    "StateAction",
-    "make_distributed_shard",
-    "save_tensor_parallel",
-    "convert_state_dict",
-    "infer_sharded_device_map",
-)
+_MORE = {
+    "bloom": "get_bloom_config",
+    "t5": "get_t5_config",
+    "bert": "get_bert_config",
+    "gpt_neox": "get_gpt_neox_config",
+    "codegen": "get_codegen_config",
+    "falcon": "get_refined_web_config",
+}
 
 # not tensor_parallel.tensor_parallel, where the package has its function
 for _below, _names in {
-    "": _TOP,
-    ".autoconfig": ("get_default_config",),
-    ".aux_actions": (
-        "gather_kv",
-        "select_kv_for_rank",
-        "split_heads",
-        "split_num_heads",
-        "split_inner_dim",
-        "split_alibi",
-    ),
-    ".communications": (
-        "CollectiveOperation",
-        "CollectiveOpetationBase",
-        "AllReduce",
-        "AllGather",
-        "ScatterReduce",
-        "NCCLAllReduce",
-        "NCCLAllGather",
-        "DistributedAllReduce",
-        "DistributedAllGather",
-    ),
-    ".config": ("Config", "add_lora_rules", "get_parameter_name_mapping"),
-    ".dispatch": ("save_tensor_parallel", "convert_state_dict", "infer_sharded_device_map"),
-    ".factory": ("tensor_parallel",),
-    ".per_device_tensors": ("PerDeviceTensors",),
-    ".pretrained_model": (
-        "TensorParallelPreTrainedModel",
-        "find_predefined_tensor_parallel_config",
-    ),
-    ".shard": ("make_shard", "make_distributed_shard"),
-    ".sharding": ("Sharded",),
-    ".slicing_configs": (
-        "PREDEFINED_CONFIGS",
-        "get_bloom_config",
-        "get_t5_config",
-        "get_bert_config",
-        "get_gpt2_config",
-        "get_gpt_neox_config",
-        "get_codegen_config",
-        "get_llama_config",
-        "get_refined_web_config",
-    ),
-    ".state_actions": (
-        "StateAction",
-        "LegacyStateAction",
-        "Split",
-        "SplitInChunks",
-        "SplitInGroupedChunks",
-        "Scale",
-    ),
-    ".utils": (
-        "nested_flatten",
-        "nested_pack",
-        "nested_map",
-        "nested_compare",
-        "find_tied_weight_aliases",
-    ),
-    ".wrapper": ("TensorParallelWrapper",),
+    "": {
+        **(_CALL | _PRETRAINED | _CONFIG | _STATE_ACTION | _SAVING),
+        f"{_AUTO}.model": ("TensorParallel",),
+        f"{_AUTO}.shard": ("make_distributed_shard",),
+        f"{_HERE}.legacy_sharded": ("Sharded",),
+    },
+    ".autoconfig": {f"{_AUTO}.layerwise": ("get_default_config",)},
+    ".aux_actions": {f"{_HERE}.heads": (*_KEY_VALUES, *_SPLITS)},
+    ".communications": {
+        f"{_HERE}.thread_ops": _OPS,
+        f"{_AUTO}.rendezvous": ("CollectiveOperation", "ScatterReduce"),
+        f"{_AUTO}.ops": _RANKS,
+    },
+    ".config": {f"{_AUTO}.rules": ("Config", "add_lora_rules", "get_parameter_name_mapping")},
+    ".dispatch": _SAVING,
+    ".factory": _CALL,
+    ".per_device_tensors": {f"{_AUTO}.caches": ("PerDeviceTensors",)},
+    ".pretrained_model": {
+        **_PRETRAINED,
+        f"{_AUTO}.families.registry": ("find_predefined_tensor_parallel_config",),
+    },
+    ".shard": {f"{_AUTO}.shard": ("make_shard", "make_distributed_shard")},
+    ".sharding": {f"{_HERE}.zero3_sharded": ("Sharded",)},
+    ".slicing_configs": {
+        f"{_AUTO}.families.registry": ("PREDEFINED_CONFIGS",),
+        f"{_AUTO}.families.gpt2": ("get_gpt2_config",),
+        f"{_AUTO}.families.llama": ("get_llama_config",),
+        **{f"{_AUTO}.families.{family}": (name,) for family, name in _MORE.items()},
+    },
+    ".state_actions": _STATE_ACTION | {f"{_AUTO}.actions": ("StateAction", *_ACTIONS)},
+    ".utils": {f"{_AUTO}.nested": (*_NESTED, "find_tied_weight_aliases")},
+    ".wrapper": {f"{_AUTO}.wrapper": ("TensorParallelWrapper",)},
 }.items():
-    paths.announce(__name__ + _below, {_SHARDED: _names})
+    paths.announce(__name__ + _below, _names)
 
-__all__ = list(_TOP)
+__all__ = list(paths.MODULES[__name__])
 
 
 def __getattr__(name: str) -> object:

@@ -1,8 +1,10 @@
 """ZeRO for a built optimizer alone, with the signature that the earlier package had.
 
-One rule: without the module no forward tells which backward counts, so either every backward that
-brings a gradient sums what it has and the sums add up, or all of it waits for `step`.
+Without the module no forward can be watched, so either every backward that brings a gradient sums
+what it has and the sums add up, or all of it waits for `step`.
 """
+
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -11,8 +13,30 @@ from torch.optim import Optimizer
 from torchdistpackage.comm.creation import world
 from torchdistpackage.comm.primitives import Group, is_queued
 from torchdistpackage.ddp.bucket_plan import MIB, bucket_sizes
-from torchdistpackage.ddp.weak_hook import WeakHook
+from torchdistpackage.ddp.grad_hooks import OnGradReady
+from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
+
+
+class EveryBackwardReducer(Reducer):
+    """Reduces in every backward that brings a gradient; the first one of it arms the reducer.
+
+    No hook of its own: with thousands of small parameters one more a parameter is felt.
+    """
+
+    waits = True
+    """Whether the end of a backward waits for the sums."""
+
+    def grad_ready_hook(self) -> OnGradReady:
+        accumulated = super().grad_ready_hook()
+
+        def arm_and_accumulate(me: "ref[Reducer]", index: int, parameter: Tensor) -> None:
+            reducer = me()
+            if isinstance(reducer, EveryBackwardReducer) and reducer._task == -1:
+                reducer.watch((), wait=reducer.waits)
+            accumulated(me, index, parameter)
+
+        return arm_and_accumulate
 
 
 class Bf16ZeroOptimizer(ZeroOptimizer):
@@ -52,6 +76,9 @@ class Bf16ZeroOptimizer(ZeroOptimizer):
             raise ValueError(
                 f"stage is {stage}; use 1 or 2, or ZeroOptimizer with the module for stage 3"
             )
+        self._in_backward = overlap_comm or stage == 2
+        if self._in_backward:
+            self._reducer_type = EveryBackwardReducer
         sizes = [p.element_size() for group in optim.param_groups for p in group["params"]]
         default_bytes = bucket_sizes(queued=is_queued(world())).default_bytes
         cap_mib = min(default_bytes, bucket_size * min(sizes, default=1)) / MIB
@@ -64,10 +91,8 @@ class Bf16ZeroOptimizer(ZeroOptimizer):
             replicas=replicas,
             master_dtype=torch.bfloat16 if bf16_master_weights else None,
         )
-        self._in_backward = overlap_comm or stage == 2
-        if self._in_backward:
-            for parameter in self.reducer.parameters:
-                self._guards.handles.append(parameter.register_hook(WeakHook(self._arm)))
+        if isinstance(self.reducer, EveryBackwardReducer):
+            self.reducer.waits = not overlap_comm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of parameters and pieces, or set them to zero."""
@@ -81,7 +106,3 @@ class Bf16ZeroOptimizer(ZeroOptimizer):
             with torch.enable_grad():
                 self.reducer.watch(())
         super()._step()
-
-    def _arm(self, grad: Tensor) -> None:
-        """Hook of a gradient on its way: this backward sums."""
-        self.reducer.watch((), wait=not self._overlap)

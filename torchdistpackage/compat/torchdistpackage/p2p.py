@@ -5,10 +5,9 @@ Each function moves a tensor, or a list of tensors and None, between this pipe r
 the previous one, all it moves in one batch; at an end of the pipeline, with no rank there, it does
 nothing.
 
-One rule: a receiver must know what comes. Shapes it is given; dtypes are those that
-`recv_obj_meta` was told for such shapes, else `dtype`. A gradient has the form of what it is of,
-which the rank that sent that remembers: so numbers that are no floats get none, and one that is
-None goes as zeros.
+A receiver must know what comes. Shapes it is given; dtypes are those that `recv_obj_meta` was told
+for such shapes, else `dtype`. A gradient has the form of what it is of, which the rank that sent
+that remembers: so numbers that are no floats get none, and one that is None goes as zeros.
 """
 
 import math
@@ -28,23 +27,6 @@ from torchdistpackage.parallel.pipeline.scatter_gather import (
     gather_split_1d_tensor,
     split_tensor_into_1d_equal_chunks,
 )
-
-__all__ = [
-    "gather_split_1d_tensor",
-    "recv_backward",
-    "recv_forward",
-    "recv_obj_meta",
-    "send_backward",
-    "send_backward_recv_backward",
-    "send_backward_recv_forward",
-    "send_forward",
-    "send_forward_backward_recv_forward_backward",
-    "send_forward_recv_backward",
-    "send_forward_recv_forward",
-    "send_obj_meta",
-    "split_tensor_into_1d_equal_chunks",
-]
-
 
 Object = Tensor | Sequence[Tensor | None] | None
 Shapes = torch.Size | Sequence["torch.Size | None"] | None
@@ -74,10 +56,8 @@ def recv_obj_meta(obj_shape: Shapes, prev_rank: int | None = None) -> Shapes:
     if obj_shape is not None or peer is None:
         return obj_shape
     group = _group_of(peer)
-    headers = MetaChannel(group, device_of(group), None, always=True)
-    description = headers.receive(peer).description
-    form = list(description.members)
-    _forms(group)["received", peer] = form
+    description = MetaChannel(group, device_of(group), None, always=True).receive(peer).description
+    form = _forms(group)["received", peer] = list(description.members)
     shapes = [m and torch.Size(m.shape) for m in form]
     return shapes[0] if description.form == "tensor" else shapes
 
@@ -167,9 +147,8 @@ def send_forward_recv_forward(
     where ranks run several stages; returns what came."""
     exchange = _Exchange(dtype, scatter_gather_tensors)
     exchange.send_forward(output_tensor, _next(next_rank, named=True))
-    exchange.receive_forward(
-        input_tensor_shape, _prev(prev_rank, named=True) if recv_prev else None
-    )
+    behind = _prev(prev_rank, named=True) if recv_prev else None
+    exchange.receive_forward(input_tensor_shape, behind)
     return exchange.go()[0]
 
 
@@ -185,9 +164,8 @@ def send_backward_recv_backward(
     """Send a gradient to the previous stage and receive one from the next; as above."""
     exchange = _Exchange(dtype, scatter_gather_tensors)
     exchange.send_backward(input_tensor_grad, _prev(prev_rank, named=True))
-    exchange.receive_backward(
-        output_grad_shape, _next(next_rank, named=True) if recv_next else None
-    )
+    ahead = _next(next_rank, named=True) if recv_next else None
+    exchange.receive_backward(output_grad_shape, ahead)
     return exchange.go()[1]
 
 

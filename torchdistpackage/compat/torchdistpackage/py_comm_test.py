@@ -12,7 +12,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.errors import CommError
-from torchdistpackage.harness.measure.operations import UnitRank, make_input, sync, tdp_call
+from torchdistpackage.harness.calls import GroupMember, make_input, sync, tdp_call
 from torchdistpackage.harness.measure.timing import in_turns
 from torchdistpackage.harness.operations import COLLECTIVES
 
@@ -57,11 +57,11 @@ def _bandwidth(operation: str, num_elements: int, group: Group | None) -> tuple[
             f"{operation} of {num_elements} elements over {size} ranks: use 1 or more"
             + (f", in {size} equal parts" if COLLECTIVES[operation].in_parts else "")
         )
-    place = UnitRank(ranks, group.rank(), group)
-    x = make_input(operation, place.index, size, num_elements, (torch.float32, device))
+    member = GroupMember(group, ranks, ranks[group.rank()])
+    x = make_input(operation, ranks, member.index, num_elements, (torch.float32, device))
     (mine,) = in_turns(
-        [tdp_call(operation, x, place)],
-        sync(operation, place),
+        [tdp_call(operation, x, member)],
+        sync(operation, member),
         device,
         iterations=NUM_ITERATIONS,
         warmup=NUM_WARMUP,

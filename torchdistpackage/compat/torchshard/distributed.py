@@ -1,22 +1,29 @@
 """torchshard.distributed: model parallel groups, and collectives over mine that autograd can see.
 
-One rule: nothing is kept here. `init_process_group` sets `tpc` (data x tensor), so a group may be
-smaller than the world, and ranks and sizes are those of the group. Tensors are returned, not
-handles.
+Tensors are returned, not handles.
 """
 
 import functools
 from collections.abc import Callable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchdistpackage.comm import collectives
-from torchdistpackage.comm.creation import is_joined, world
-from torchdistpackage.comm.primitives import Group
-from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.compat import paths
 from torchdistpackage.compat.reduction import all_reduce_, summed_in_place
-from torchdistpackage.errors import LaunchError, TopologyError
+from torchdistpackage.compat.torchshard import marks
+from torchdistpackage.compat.torchshard.arguments import check_tensors
+from torchdistpackage.compat.torchshard.cuts import cut_of
+from torchdistpackage.compat.torchshard.model_groups import (
+    destroy_process_group,
+    get_group,
+    get_group_size,
+    get_rank,
+    get_world_size,
+    init_process_group,
+    is_initialized,
+)
+from torchdistpackage.layout.derive import chunk
 
 __all__ = [
     "_gather",
@@ -43,69 +50,6 @@ def __getattr__(name: str) -> object:
     return paths.lookup(__name__, name)
 
 
-# -- the groups ----------------------------------------------------------------------------
-
-
-def init_process_group(group_size: int = -1) -> None:
-    """Cut the world into groups of `group_size` neighbours; -1 and what is larger mean all ranks.
-
-    Raises:
-        LaunchError: torch.distributed is not initialised, or there are groups already.
-        TopologyError: `group_size` does not divide the world.
-    """
-    world_size = world("torch.distributed.init_process_group()").size()
-    if is_initialized():
-        raise LaunchError(
-            f"model parallel groups of {get_group_size()} ranks are there already; call "
-            f"destroy_process_group() before"
-        )
-    if group_size < 1 and group_size != -1:
-        raise TopologyError(
-            f"group_size is {group_size}; use a divisor of the {world_size} ranks, or -1 for all"
-        )
-    size = world_size if group_size == -1 else min(group_size, world_size)
-    tpc.setup_process_groups([("data", None), ("tensor", size)])
-
-
-def is_initialized() -> bool:
-    """Whether there are model parallel groups, made here or by `tpc.setup_process_groups`."""
-    return is_joined() and tpc.is_set
-
-
-def destroy_process_group() -> None:
-    """End the model parallel groups; the default group stays. Safe to repeat."""
-    tpc.destroy()
-
-
-def get_group() -> Group:
-    """My model parallel group.
-
-    Raises:
-        LaunchError: there is none yet.
-    """
-    if not is_initialized():
-        raise LaunchError(
-            "the model parallel groups are not initialised; call "
-            "torchshard.distributed.init_process_group(group_size) first"
-        )
-    return resolve_group(None, "tensor")
-
-
-def get_rank() -> int:
-    """My position in my group. Never -1: every rank is in a group."""
-    return get_group().rank()
-
-
-def get_world_size() -> int:
-    """Number of ranks in my group."""
-    return get_group().size()
-
-
-def get_group_size() -> int:
-    """Number of ranks in my group."""
-    return get_group().size()
-
-
 # -- seen by autograd ----------------------------------------------------------------------
 
 
@@ -116,6 +60,8 @@ def _or_input(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def call(*args: object, **kwargs: object) -> Tensor:
         if "input" in kwargs:
             kwargs["tensor"] = kwargs.pop("input")
+        first = args[0] if args else kwargs.get("tensor")
+        check_tensors(operation.__name__, input=first)
         return operation(*args, **kwargs)
 
     return call
@@ -123,28 +69,66 @@ def _or_input(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @_or_input
 def scatter(tensor: Tensor, dim: int | None = -1) -> Tensor:
-    """My part along `dim` of what all ranks hold alike; gradients are gathered. None: all of it."""
+    """My part along `dim` of what all ranks hold alike; gradients are gathered. None: all of it.
+
+    The result is marked as split along `dim`.
+    """
     group = get_group()
-    return tensor if dim is None else collectives.scatter(tensor, dim, group)
+    if dim is None:
+        return tensor
+    out = _another(collectives.scatter(marks.unmarked(tensor), dim, group), tensor)
+    if dim in marks.LAST and dim % out.dim() == out.dim() - 1:
+        return marks.mark(out, out.dim() - 1, value=dim)
+    marks.set_attribute(out, dim)
+    return out
 
 
 @_or_input
 def gather(tensor: Tensor, dim: int | None = -1) -> Tensor:
-    """The parts of my group joined along `dim`; my part's gradient comes back. None: as it is."""
+    """The parts of my group joined along `dim`; my part's gradient comes back. None: as it is.
+
+    The result is whole, and its mark None, unless another dim than `dim` is split.
+    """
     group = get_group()
-    return tensor if dim is None else collectives.gather(tensor, dim, group)
+    if dim is None:
+        return tensor
+    cut, sizes = cut_of(tensor), None
+    if cut is not None and cut.loose and dim % tensor.dim() == cut.dim + 1:
+        cut = cut.behind(tensor)
+    here = cut is not None and dim % tensor.dim() == cut.dim
+    if here:
+        size = group.size()
+        sizes = [chunk(cut.length, size, index)[1] for index in range(size)]
+    out = _another(collectives.gather(marks.unmarked(tensor), dim, group, sizes), tensor)
+    if cut is not None and not here:
+        return marks.mark(out, cut.dim, cut.length)
+    marks.set_attribute(out, None)
+    return out
 
 
 @_or_input
 def reduce(tensor: Tensor) -> Tensor:
     """The sum over my group, in `tensor` itself unless it needs a gradient, which then passes."""
-    return all_reduce_(tensor, get_group())
+    plain = marks.unmarked(tensor)
+    total = all_reduce_(plain, get_group())
+    return _whole(tensor if total is plain else total)
 
 
 @_or_input
 def copy(tensor: Tensor) -> Tensor:
     """The tensor itself; its gradient is summed over my group."""
-    return collectives.copy(tensor, get_group())
+    return collectives.copy(marks.unmarked(tensor), get_group())
+
+
+def _another(out: Tensor, tensor: Tensor) -> Tensor:
+    """`out`, never `tensor` itself, which a group of one gives back: its mark is its own."""
+    return out.view(out.shape) if out is tensor else out
+
+
+def _whole(x: Tensor) -> Tensor:
+    if not isinstance(x, nn.Parameter):
+        marks.set_attribute(x, None)
+    return x
 
 
 # -- not seen by autograd ------------------------------------------------------------------
@@ -152,7 +136,8 @@ def copy(tensor: Tensor) -> Tensor:
 
 def _reduce(tensor: Tensor) -> Tensor:
     """The sum over my group, in place and returned."""
-    return summed_in_place(tensor, get_group())
+    summed_in_place(marks.unmarked(tensor), get_group())
+    return _whole(tensor)
 
 
 def _split(tensor: Tensor, dim: int | None = -1) -> Tensor:
@@ -161,3 +146,12 @@ def _split(tensor: Tensor, dim: int | None = -1) -> Tensor:
 
 def _gather(tensor: Tensor, dim: int | None = -1) -> Tensor:
     return gather(tensor.detach(), dim)
+
+
+def _applied(name: str, function: Callable[..., Tensor]) -> type:
+    """A class of torchshard.distributed.comm, of which users call `apply`."""
+    return type(name, (), {"apply": staticmethod(function), "__doc__": function.__doc__})
+
+
+Copy, Scatter = _applied("Copy", copy), _applied("Scatter", scatter)
+Reduce, Gather = _applied("Reduce", reduce), _applied("Gather", gather)

@@ -1,10 +1,9 @@
 """A bucket's gradients: this rank's own on their way in, and the slice of their sum that it owns.
 
-One rule: a gradient is in the buffer, with `.grad` as its view, from the moment it is complete
-until the bucket leaves; then `.grad` is None. The slice counts until the optimizer has stepped:
-sums of several backwards before that add up, and the first after it begins anew.
-`ParamShard.tensor.grad` is a view of it for every shard that some rank used, None for the others,
-just as one process has it.
+A gradient is in the buffer, with `.grad` as its view, from when it is complete until the bucket
+leaves; then `.grad` is None. The slice counts until the optimizer has stepped: sums of several
+backwards before that add up, and the first after it begins anew. `ParamShard.tensor.grad` is a view
+of it for every shard that some rank used, None for the others, as one process has it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,8 +13,9 @@ from torch import Tensor
 
 from torchdistpackage.comm.primitives import Group, Work, start_all_reduce
 from torchdistpackage.comm.transport.sharded_flat import posts_ahead, prepost_reduce_scatter_v
+from torchdistpackage.ddp.bucket_comm import set_used_flags
 from torchdistpackage.ddp.grad_bucket import GradBucket
-from torchdistpackage.ddp.zero.offload import MasterStore
+from torchdistpackage.ddp.zero.master_store import MasterStore
 from torchdistpackage.ddp.zero.param_shard import FlatLayout, ParamShard
 
 UNDER_WAY = 2
@@ -26,14 +26,12 @@ EXPECTED = 16
 
 
 class ReduceScatterBucket:
-    """Carrier of the gradients on `line`: each rank ends with its own slice of their sum.
+    """The gradients on `line`, of whose sum each rank ends with its own slice.
 
-    shards: mine, whose gradients these become. marks: of all buckets over the group. dtype: of the
-    shards. freed: keep the slice alone once it is made (stages 2 and 3). copies: of slices, if not
-    beside them. wire: dtype in which gradients travel.
-
-    left, settled: called when they leave, and when the shards have their sum. awaits_rows: rows
-    are added to the sum first, by the one that calls `settled` afterwards.
+    shards: mine, whose gradients these become. flags: of all buckets over the group. dtype: of the
+    shards. freed: keep the slice alone once it is made (stages 2 and 3). copies: where slices are
+    kept, if elsewhere. wire: dtype in which gradients travel. left, settled: called when they
+    leave, and when the shards have their sum.
     """
 
     left: Callable[[], object] = staticmethod(lambda: None)
@@ -43,18 +41,15 @@ class ReduceScatterBucket:
         self,
         line: FlatLayout,
         shards: Sequence[ParamShard],
-        marks: "UsedFlags",
-        *,
+        flags: "UsedFlags",
         dtype: torch.dtype,
         freed: bool = False,
         copies: MasterStore | None = None,
         wire: torch.dtype | None = None,
     ):
         self.line, self.shards = line, shards
-        # those that leave after it, as many as are expected
-        self.next: Sequence[ReduceScatterBucket] = ()
-        # whose memory must be free by the time this leaves
-        self.before: ReduceScatterBucket | None = None
+        self.next: Sequence[ReduceScatterBucket] = ()  # leave after it, as many as are expected
+        self.before: ReduceScatterBucket | None = None  # whose memory is free before this leaves
         self.gradients = GradBuffer(line, freed, self._begin)
         self._slice = line.mine(self.gradients.flat)
         self.gradients.free()
@@ -62,15 +57,13 @@ class ReduceScatterBucket:
         self._copies = copies or MasterStore()
         self.total = self._copies.allocate(self._slice, dtype) if self._apart else self._slice
         self._views = [shard.view(self.total) for shard in shards]
-        self._marks, self._first_mark = marks, marks.add(len(line.members))
-        self._wire, self._replicas = wire, marks.replicas
+        self._flags, self._first_flag = flags, flags.add(len(line.members))
+        self._wire, self._replicas = wire, flags.replicas
         self._posts_ahead = posts_ahead(line.group)
-        self.awaits_rows = False
         self._without: list[int] = []
         self._go: Callable[[], Work] | None = None  # begins the sum that is expected
         self._pending: Work | None = None
-        self._landed = False
-        self._is_lost = False  # the backward that failed had sent others
+        self._landed = self._is_lost = False  # lost: the backward that failed had sent others
         self._counts = False  # total is a sum that has not been stepped
         self._stepped = False  # gradients of the shards are of a step that is over
         self._before: Tensor | None = None  # the total, while its memory is used otherwise
@@ -90,17 +83,15 @@ class ReduceScatterBucket:
         assert self._go is not None
         self._pending, self._go = self._go(), None
         self.gradients.release()
-        self._marks.leave(self._first_mark, self._without)
+        self._flags.leave(self._first_flag, self._without)
         self.left()
 
     def expect(self) -> None:
         """Be ready for what others send of this bucket."""
         if self._go is None:
-            line = self.line
+            line, flat = self.line, self.gradients.flat
             self.gradients.have_memory()
-            self._go = prepost_reduce_scatter_v(
-                self.gradients.flat, line.bounds, line.group, wire=self._wire
-            )
+            self._go = prepost_reduce_scatter_v(flat, line.bounds, line.group, wire=self._wire)
 
     def land(self) -> None:
         """Wait for the sum over the group; if there are replicas, begin that over them."""
@@ -119,26 +110,17 @@ class ReduceScatterBucket:
             assert self._pending is not None
             self._pending.wait()
             self._add_up()
-            self._marks.land()
+            self._flags.land()
         self._pending, self._landed = None, False
         for carrier in self.next[: self._copies.ahead]:
             carrier.land()
         for shard, view in zip(self.shards, self._views, strict=True):
-            if shard.place not in self._without or self._marks.used(self._first_mark + shard.place):
+            if shard.place not in self._without or self._flags.used(self._first_flag + shard.place):
                 shard.tensor.grad = view
             elif self._stepped:
                 shard.tensor.grad = None
         self._stepped = False
-        if not self.awaits_rows:
-            self.settled()
-
-    def add_rows(self, place: int, ids: Tensor, rows: Tensor) -> None:
-        """Add to the sum, which is here, rows `ids` (n) of member `place`: (n, ...)."""
-        self.wait_offloaded()
-        for shard, view in zip(self.shards, self._views, strict=True):
-            if shard.place == place:
-                shard.add_rows(view, ids.to(view.device), rows.to(view))
-                shard.tensor.grad = view
+        self.settled()
 
     def abandon(self) -> None:
         self.gradients.undivide()
@@ -151,7 +133,7 @@ class ReduceScatterBucket:
             self._is_lost = False
             for carrier in self.next:
                 carrier._is_lost = True
-        self._marks.forget()
+        self._flags.forget()
 
     def wait_offloaded(self) -> None:
         """Until the host may read the sum, and write it."""
@@ -186,19 +168,18 @@ class ReduceScatterBucket:
         if self._apart:
             self._copies.free(self.total)
         elif self._counts:
-            self._begin_anew(self._views)
+            self._begin_anew(self.total)
             self._before = self.total.clone()
 
-    def _begin_anew(self, views: Sequence[Tensor]) -> None:
-        """Where the user threw away what there was, by `.grad = None` of a shard."""
-        for shard, view in zip(self.shards, views, strict=True):
-            if shard.tensor.grad is None:
-                view.zero_()
+    def _begin_anew(self, total: Tensor) -> None:
+        """Where the user threw away what there was, by `.grad = None` of a shard.
 
-    def _views_of(self, total: Tensor) -> list[Tensor]:
-        """The same as of `self.total`; parameters, which may be absent, are not asked."""
+        total: `self.total`, or a copy; parameters, which may be absent, are not asked.
+        """
         by = total.storage_offset() - self.total.storage_offset()
-        return [total.as_strided(v.shape, v.stride(), v.storage_offset() + by) for v in self._views]
+        for shard, v in zip(self.shards, self._views, strict=True):
+            if shard.tensor.grad is None:
+                total.as_strided(v.shape, v.stride(), v.storage_offset() + by).zero_()
 
     def _add_up(self) -> None:
         if self._before is not None:
@@ -206,7 +187,7 @@ class ReduceScatterBucket:
             self._before = None
         elif self._apart and self._counts:
             total = self._copies.here(self.total)
-            self._begin_anew(self._views if total is self.total else self._views_of(total))
+            self._begin_anew(total)
             total.add_(self._slice.to(total.dtype))
             self._copies.offload(self.total, total)
         elif self._apart:
@@ -216,7 +197,7 @@ class ReduceScatterBucket:
 
 
 def line_up(carriers: Sequence[ReduceScatterBucket], *, saves_memory: bool) -> None:
-    """They leave in this order: each is told who leaves after it, and on whom it waits."""
+    """Set, of carriers in the order in which they leave, what is expected and waited for."""
     for i, carrier in enumerate(carriers):
         carrier.next = carriers[i + 1 :][: UNDER_WAY if saves_memory else EXPECTED]
         if saves_memory and i >= UNDER_WAY:
@@ -224,10 +205,9 @@ def line_up(carriers: Sequence[ReduceScatterBucket], *, saves_memory: bool) -> N
 
 
 class GradBuffer(GradBucket):
-    """This rank's own gradients of one bucket, whole, on the `line` that the parameters are on.
+    """This rank's own gradients of one bucket, on the `line` that the parameters are on.
 
-    freed: give the memory back while it holds nothing. begins: called before the first gradient
-    comes in.
+    freed: give the memory back while it is empty. begins: called before the first gradient.
     """
 
     def __init__(self, line: FlatLayout, freed: bool, begins: Callable[[], object]):
@@ -243,7 +223,7 @@ class GradBuffer(GradBucket):
             self.have_memory()
 
     def have_memory(self) -> None:
-        """What lies between members stays as it is: nobody looks at its sum."""
+        """What lies between members stays as it is: its sum is not read."""
         if self._freed:
             self.flat.untyped_storage().resize_(self._num_bytes)
 
@@ -269,24 +249,23 @@ class GradBuffer(GradBucket):
 class UsedFlags:
     """Which parameters some rank used in a backward, of all buckets over one group.
 
-    One small sum after the last bucket of the group tells. A rank reads it only where it left
-    something unused itself, once for all of it, so that the usual step does not wait for it.
-    replicas: as of the buckets.
+    One small sum after the last bucket, which a rank reads only where it left something unused
+    itself, once for all, so that the usual step does not wait for it.
     """
 
     def __init__(self, group: Group, replicas: Group | None, device: torch.device):
         self._group, self.replicas, self._device = group, replicas, device
-        self._num_marks = self._num_buckets = self._num_left = 0
+        self._num_flags = self._num_buckets = self._num_left = 0
         self._without: list[int] = []  # of the buckets that have left
         self._flags: torch.Tensor | None = None
         self._pending: Work | None = None
         self._num_sums = 0
-        self._read: list[int] | None = None  # the sum, once somebody asked
+        self._read: list[int] | None = None  # the sum, once read
 
     def add(self, num_members: int) -> int:
-        """Another bucket; returns the place of its first mark."""
-        first = self._num_marks
-        self._num_marks += num_members
+        """Another bucket; returns the place of its first flag."""
+        first = self._num_flags
+        self._num_flags += num_members
         self._num_buckets += 1
         self._num_left = self._num_buckets
         return first
@@ -300,17 +279,17 @@ class UsedFlags:
             self._pending = start_all_reduce(self._mine(), self._group)
 
     def land(self) -> None:
-        """If marks go on to replicas, let them; every rank calls it before it settles."""
+        """If flags go on to replicas, let them; every rank calls it before it settles."""
         if self.replicas is not None and self._num_sums == 1 and self._pending is not None:
             self._num_sums = 2
             self._pending = start_all_reduce(self._pending.wait(), self.replicas)
 
-    def used(self, mark: int) -> bool:
+    def used(self, flag: int) -> bool:
         """Whether some rank had a gradient; the first to ask waits for the device, for all."""
         assert self._pending is not None
         if self._read is None:
             self._read = self._pending.wait().tolist()
-        return self._read[mark] != 0
+        return self._read[flag] != 0
 
     def forget(self) -> None:
         """The backward failed: let what has left arrive, and begin anew."""
@@ -321,15 +300,11 @@ class UsedFlags:
         self._num_left = self._num_buckets
 
     def _mine(self) -> torch.Tensor:
-        """My marks, on the device without a wait of the host."""
+        """My flags, on the device without a wait of the host."""
         if self._pending is not None:
             self._pending.wait()  # last step's, in the same memory
         if self._flags is None:
-            self._flags = torch.empty(self._num_marks, dtype=torch.int32, device=self._device)
-        self._flags.fill_(1)
-        if self._without:
-            is_far = self._device.type != "cpu"
-            places = torch.tensor(self._without, pin_memory=is_far)
-            self._flags.index_fill_(0, places.to(self._device, non_blocking=True), 0)
-            self._without.clear()
+            self._flags = torch.empty(self._num_flags, dtype=torch.int32, device=self._device)
+        set_used_flags(self._flags, self._without)
+        self._without.clear()
         return self._flags

@@ -1,22 +1,22 @@
-"""Where a rank keeps its copies of slices: on the device, or in host memory, with copies both ways.
+"""Masters, sums of gradients and what the optimizer steps in host memory.
 
-Masters, sums of gradients and what the optimizer steps are such copies. Its state follows by
-itself: an optimizer makes it where its parameters are.
+The optimizer's state follows by itself: an optimizer makes it where its parameters are.
 
-One rule of `Offload`: the device never waits for the host and the host waits once a bucket, for the
+The device never waits for the host, and the host waits once a bucket, for the
 gradients that its step is about to read. Copies run on two streams, one for each direction, from
 and to pinned memory; what writes where another copy reads or writes waits for its event.
 """
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchdistpackage.ddp.zero.master_store import CudaStreams, MasterStore, Stream
 from torchdistpackage.ddp.zero.shard_bounds import SLICE_BYTES
 from torchdistpackage.errors import LayoutError
 
@@ -26,58 +26,16 @@ AHEAD = 2
 PIECE_BYTES = 64 * 2**20
 """The next piece is about as large as all before it, at most this unless one tensor needs more."""
 
-Stream, CopyEvent = Any, Any
-"""torch.cuda's, or a test's doubles of them."""
-
-
-class MasterStore:
-    """Copies of slices on their own device, where all is in order on the current stream.
-
-    `host` is memory from `allocate`, `device` a slice of a bucket. ahead: buckets whose sums land
-    before one is stepped, so that copies have begun meanwhile.
-    """
-
-    ahead = 0
-
-    def allocate(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """An empty tensor of the shape of `like`."""
-        return torch.empty_like(like, dtype=dtype)
-
-    def offload(self, host: Tensor, device: Tensor) -> None:
-        """Begin to copy; `device` may go at once, and be overwritten after `free(host)`."""
-        if host is not device:
-            host.copy_(device)
-
-    def to_device(self, host: Tensor, device: Tensor) -> None:
-        """Copy, cast to the dtype of `device`; what follows on the current stream finds it there.
-
-        `host` must stay as it is until `wait(host)`.
-        """
-        device.copy_(host)
-
-    def here(self, host: Tensor) -> Tensor:
-        """`host`, or a copy of it, where slices are, to be added to on the current stream."""
-        return host
-
-    def free(self, host: Tensor) -> None:
-        """What follows on the current stream may overwrite what was copied to `host`."""
-
-    def wait(self, *hosts: Tensor) -> None:
-        """The host waits until it may read and write these, by default all; the device goes on."""
-
-    def stepping(self) -> AbstractContextManager[object]:
-        """Around a step of what is kept here."""
-        return nullcontext()
+CopyEvent = Any  # torch.cuda's, or a test's double of it
 
 
 class Offload(MasterStore):
-    """Host memory for what belongs to tensors of one device; on the CPU, plain copies.
+    """Copies in host memory of slices of one device; on the CPU, plain copies.
 
-    bytes: kept so far. The optimizer's state comes on top, AdamW's is two more for each master.
-    streams: of the device, by default CUDA's.
+    bytes: kept so far, without the optimizer's state. streams: of the device, by default CUDA's.
     """
 
-    def __init__(self, device: torch.device, streams: "CudaStreams | None" = None):
+    def __init__(self, device: torch.device, streams: "CopyStreams | None" = None):
         streams = streams or streams_of(device)
         self._device, self._streams = device, streams
         self.bytes = self.ahead = 0
@@ -96,8 +54,7 @@ class Offload(MasterStore):
 
     def offload(self, host: Tensor, device: Tensor) -> None:
         if self._streams is None:
-            if host is not device:
-                host.copy_(device)
+            super().offload(host, device)
             return
         # cast here: a copy that casts may go through memory that is not pinned, and wait
         device = device.to(host.dtype)
@@ -110,7 +67,7 @@ class Offload(MasterStore):
     def to_device(self, host: Tensor, device: Tensor) -> None:
         """The current stream waits and the host does not."""
         if self._streams is None:
-            device.copy_(host)
+            super().to_device(host, device)
             return
         current, kept = self._streams.current(), host
         if host.dtype != device.dtype:
@@ -186,23 +143,12 @@ class Arena:
         return piece[:needed].view(dtype)
 
 
-class CudaStreams:
-    """The streams of one device on which slices are copied to pinned host memory and back."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
+class CopyStreams(CudaStreams):
+    """Streams on which slices are copied to pinned host memory and back."""
 
     def stream(self) -> Stream:
         """Another one."""
         return torch.cuda.Stream(self._device)
-
-    def current(self) -> Stream:
-        """The one that computes, as the caller's thread has it."""
-        return torch.cuda.current_stream(self._device)
-
-    def on(self, stream: Stream) -> AbstractContextManager[object]:
-        """Inside, it is the current one."""
-        return torch.cuda.stream(stream)
 
     def copy(self, stream: Stream, to: Tensor, source: Tensor) -> None:
         """Copy on `stream` between the device and pinned memory, of one dtype."""
@@ -210,22 +156,18 @@ class CudaStreams:
             to.copy_(source, non_blocking=True)
         (source if source.is_cuda else to).record_stream(stream)
 
-    def keep(self, x: Tensor) -> None:
-        """The memory of `x` is not given away before the current stream is done with it."""
-        x.record_stream(self.current())
-
     def pinned(self, num_bytes: int) -> Tensor:
         """Host memory (num_bytes,) that a device copies from and to by itself."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
-def streams_of(device: torch.device) -> CudaStreams | None:
+def streams_of(device: torch.device) -> CopyStreams | None:
     """None where there are none: the host does all, in order."""
-    return CudaStreams(device) if device.type == "cuda" else None
+    return CopyStreams(device) if device.type == "cuda" else None
 
 
 def cores_of_a_rank() -> int:
-    """Those this process may run on, shared with the other ranks of the node unless it is bound."""
+    """Those of this process, shared with the other ranks of the node unless it is bound."""
     everything = os.cpu_count() or 1
     free = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else everything
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if free == everything else 1
@@ -233,11 +175,7 @@ def cores_of_a_rank() -> int:
 
 
 def check_offload(optimizer: Optimizer) -> None:
-    """See that a step on the CPU is possible.
-
-    Raises:
-        LayoutError: a param group asks for a step in a CUDA graph.
-    """
+    """Raise LayoutError if a param group asks for a step in a CUDA graph."""
     for number, group in enumerate(optimizer.param_groups):
         if group.get("capturable"):
             raise LayoutError(

@@ -1,48 +1,80 @@
 """ZeRO: each rank holds, and steps, its part of the optimizer (Rajbhandari et al., 2019).
 
-Source: arXiv:1910.02054. One rule: a sum and a gather cost what an all-reduce does, so the link
+Source: arXiv:1910.02054. A reduce-scatter and a gather cost what an all-reduce does, so the link
 that data parallelism leaves idle during the forward carries half of it. A bucket's gradients are
 summed to their owners while the backward runs (grad_buffer.py); `step` steps each bucket as its sum
 lands and sends the parameters back, which arrive during the next forward, where each read of one
 waits for it (param_buffer.py).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 from weakref import WeakMethod
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchdistpackage.comm.companions import make_duplex_groups
 from torchdistpackage.comm.creation import world
+from torchdistpackage.comm.groups import make_duplex_groups
 from torchdistpackage.comm.primitives import Group, is_queued
+from torchdistpackage.ddp.bucket_comm import BucketComm, ReducerParts
 from torchdistpackage.ddp.bucket_plan import MIB, Bucket, bucket_sizes
-from torchdistpackage.ddp.param_spec import ParamSpec
+from torchdistpackage.ddp.extensions import extensions_of
+from torchdistpackage.ddp.grad_hooks import Removable
+from torchdistpackage.ddp.param_spec import ParamSpec, ReplicatedTensor
 from torchdistpackage.ddp.reducer import Reducer
-from torchdistpackage.ddp.weak_hook import WeakHook, hooked
+from torchdistpackage.ddp.weak_hook import WeakHook
 from torchdistpackage.ddp.zero.bucket import (
     BucketSharder,
+    MakeStore,
+    PartialStep,
     ShardedBucket,
     held_by_group,
     whole_owners,
 )
-from torchdistpackage.ddp.zero.grad_buffer import ReduceScatterBucket, line_up
-from torchdistpackage.ddp.zero.guards import ParamGuards, refuse_owned
-from torchdistpackage.ddp.zero.offload import Offload, check_offload
+from torchdistpackage.ddp.zero.grad_buffer import line_up
 from torchdistpackage.ddp.zero.param_buffer import ParamBuffer
 from torchdistpackage.ddp.zero.param_shard import ParamShard
-from torchdistpackage.ddp.zero.partial_step import PartialStep
-from torchdistpackage.ddp.zero.replication import ReplicaGroups, assign_buckets, named_in, names_of
-from torchdistpackage.ddp.zero.requires_whole import requires_whole_params
-from torchdistpackage.ddp.zero.rows import TiedEmbeddings, searched
-from torchdistpackage.ddp.zero.stage3 import ParamCoordinator, gather_ahead, may_overlap
-from torchdistpackage.ddp.zero.state_dict import ShardedOptimizerBase
+from torchdistpackage.ddp.zero.shard_bounds import requires_whole_params
+from torchdistpackage.ddp.zero.sharded_base import ShardedOptimizerBase
+from torchdistpackage.ddp.zero.sharing import ReplicaGroups, assign_buckets
 from torchdistpackage.layout.layout import Layout
 
 UNLIMITED_BYTES = 2**62
 """Buckets are filled by module (shard_bounds.group_by_module), not by the reducer."""
+
+
+class ZeroExtensions(Protocol):
+    """What ZeroOptimizer, which imports no extension, is given for its options (options.py).
+
+    overlaps: whether parameters may travel while the module runs. mean: whether gradients are
+    averaged. make_store: of copies of slices,
+    where they are elsewhere. claim: raise if a gradient has an owner; set what is not trained to
+    the first rank's. attach: watch over buckets, the parameters `given` and the module, until
+    detach, which also removes `handles`. check: raise if a step would not reach the module,
+    check_objects: if its parameters are others. For stage 3: on_read: freed parameters are read.
+    release: all their gradients are there. fetch_all: gather them. stepped: their values are new.
+    """
+
+    overlaps: bool
+    mean: bool
+    make_store: MakeStore | None
+
+    def claim(
+        self, shared: Sequence[ParamSpec], others: Iterable[Sequence[ReplicatedTensor]]
+    ) -> None: ...
+    def attach(
+        self, buckets: Sequence[ShardedBucket], given: list[ParamSpec], handles: list[Removable]
+    ) -> None: ...
+    def detach(self) -> None: ...
+    def check(self) -> None: ...
+    def check_objects(self) -> None: ...
+    def on_read(self, parameters: ParamBuffer) -> None: ...
+    def release(self, parameters: ParamBuffer) -> None: ...
+    def fetch_all(self) -> None: ...
+    def stepped(self) -> None: ...
 
 
 class ZeroOptimizer(ShardedOptimizerBase):
@@ -69,17 +101,18 @@ class ZeroOptimizer(ShardedOptimizerBase):
     whole: whether each parameter has one owner, for an optimizer that looks at whole ones; by
         default so for all classes that are not known to be element-wise.
     master_dtype: of the optimizer's copy of bf16 and fp16 parameters; torch.bfloat16: no copy.
-    embedding_rows: of an `nn.Embedding` in fp32 whose weight a head shares, gradients of the head
-        leave at the start of the backward, and those of lookups at its end, as rows, where these
-        are few; needs `module`, and no `replicas`. Such a lookup cannot be differentiated twice.
+    embedding_rows: refused; NaiveDDP has it.
 
     A parameter's `.grad` is None once its gradient has left. `reducer.finish()` waits for the
     sums, then in the `.grad` of what param_groups hold; `step` does so by itself, and uses them up.
 
     Raises:
         LayoutError: the optimizer cannot work on a part of the parameters.
-        ValueError: `stage` or `reduce_op` is none of those above; `embedding_rows` cannot be had.
+        ValueError: an option makes no sense, names all such; stage 3 has no module;
+            `embedding_rows` is set.
     """
+
+    _reducer_type = Reducer
 
     def __init__(
         self,
@@ -101,72 +134,55 @@ class ZeroOptimizer(ShardedOptimizerBase):
         master_dtype: torch.dtype | None = None,
         embedding_rows: bool = False,
     ):
-        if stage not in (1, 2, 3):
-            raise ValueError(f"stage is {stage}; use 1, 2 or 3")
-        if reduce_op.lower() not in ("avg", "sum"):
-            raise ValueError(f"reduce_op is {reduce_op!r}; use 'avg' or 'sum'")
         self.stage, self._module = stage, module
-        self._overlap = overlap and may_overlap(module, stage)
-        if offload:
-            check_offload(optimizer)
-        names = names_of(optimizer, module)
-        named, mean = named_in(optimizer, module, names), reduce_op.lower() == "avg"
-        sharing = ReplicaGroups.over(group, replicas, module, named, layouts, mean)
-        shared = sharing.trained(optimizer, module, names)
-        refuse_owned(shared)
-        split = [s.name for s in shared if sharing.is_split(s.name)]
+        self._extensions: ZeroExtensions = extensions_of("ZeroOptimizer")(
+            optimizer,
+            module,
+            stage,
+            offload=offload,
+            reshard_after_forward=reshard_after_forward,
+            reduce_op=reduce_op,
+            bucket_cap_mb=bucket_cap_mb,
+            num_grad_acc_iter=num_grad_acc_iter,
+            dtypes={"wire_dtype": wire_dtype, "master_dtype": master_dtype},
+            embedding_rows=embedding_rows,
+        )
+        self._overlap = overlap and self._extensions.overlaps
+        mean = self._extensions.mean
+        sharing = ReplicaGroups.over(optimizer, module, group, replicas, layouts, mean)
+        shared = sharing.trained(optimizer, module)
+        split = [s.name for s in shared if s.name in sharing.cut]
         owner_of = whole_owners(shared) if requires_whole_params(optimizer, whole, split) else None
-        copies = Offload if offload else None
+        self._extensions.claim(shared, sharing.replicated(module, shared))
+        on_read, make_store = WeakMethod(self._on_read), self._extensions.make_store
         self._cutter = BucketSharder(
-            stage, sharing, wire_dtype, master_dtype, WeakMethod(self._on_read), owner_of, copies
+            stage, sharing, wire_dtype, master_dtype, on_read, owner_of, make_store
         )
         self._buckets: list[ShardedBucket] = []
-        self._coordinator: ParamCoordinator | None = None
         self._in_step = self._lands_in_step = False
-        if module is not None:
-            sharing.sync_params(module, {id(s.parameter) for s in shared})
         make_duplex_groups(s.group for s in shared)
-        looks = searched(module, replicas) if embedding_rows else None
         is_queue = is_queued(world())
-        default_bytes = bucket_sizes(queued=is_queue).default_bytes
-        self._heads = TiedEmbeddings(looks, shared, WeakHook(self._reduces))
-        self.reducer = Reducer(
-            assign_buckets(
-                self._heads.coming(shared), int((bucket_cap_mb or 0) * MIB) or default_bytes
-            ),
+        cap_bytes = int((bucket_cap_mb or 0) * MIB) or bucket_sizes(queued=is_queue).default_bytes
+        self.reducer = self._reducer_type(
+            assign_buckets(shared, cap_bytes),
             cap_bytes=UNLIMITED_BYTES,
             num_backwards=num_grad_acc_iter if stage == 1 else 1,
             overlap=self._overlap,
-            make_bucket_comm=WeakHook(self._make_bucket_comm),
-            after=self._heads.after,
             exclusive=True,
+            parts=ReducerParts(WeakHook(self._make_bucket_comm)),
         )
         line_up([bucket.carrier for bucket in self._buckets], saves_memory=stage > 1)
-        super().__init__(
-            optimizer, held_by_group(optimizer.param_groups, self._buckets, sharing, names)
-        )
-        self._stepping = PartialStep(
-            optimizer,
-            [[shard.tensor for shard in bucket.shards] for bucket in self._buckets],
-            one_by_one=offload or not is_queue,
-            around=partial(self._cutter.stepping, self._buckets),
-        )
-        lines = [(bucket.line, bucket.parameters.flat) for bucket in self._buckets]
-        self._guards = ParamGuards(
-            module, lines, (h.shared for members in self.held for h in members)
-        )
+        super().__init__(optimizer, held_by_group(optimizer, self._buckets, sharing))
+        pieces = [[shard.tensor for shard in bucket.shards] for bucket in self._buckets]
+        around = partial(self._cutter.stepping, self._buckets)
+        one_by_one = offload or not is_queue
+        self._stepping = PartialStep(optimizer, pieces, one_by_one=one_by_one, around=around)
         # what another class does across parameters it must do once
         self._by_bucket = type(optimizer).__module__.startswith("torch.optim.")
-        self._order = self._heads.first(reversed(range(len(self._buckets))))
-        if module is not None:
-            handles = self._guards.handles
-            handles += self._heads.handles
-            handles += hooked(module, self._watch, self._before_state_dict, self._loaded)
-            order = [self._buckets[b].parameters for b in self._order if self._buckets[b].passes]
-            if order:
-                self._coordinator = ParamCoordinator(module, order, keeps=not reshard_after_forward)
-                handles += self._coordinator.handles
-            handles += gather_ahead(module, may_follow=stage < 3 or not reshard_after_forward)
+        self._order = [*reversed(range(len(self._buckets)))]
+        given = [h.shared for members in self.held for h in members]
+        handles = [] if module is None else self._hooks_on(module)
+        self._extensions.attach(self._buckets, given, handles)
 
     # -- what callers use --------------------------------------------------------------
 
@@ -176,19 +192,18 @@ class ZeroOptimizer(ShardedOptimizerBase):
         return [shard for bucket in self._buckets for shard in bucket.shards]
 
     def step(self, closure: Callable[[], object] | None = None):
-        """Wait for the sums, step what this rank owns, and begin to send the parameters around.
+        """Wait for the sums, step what this rank owns, and begin to gather the parameters.
 
         closure: computes the loss and its gradients; its value is returned.
 
         Raises:
-            LayoutError: a parameter that was frozen when this was made no longer is, or one is
-                no longer what is stepped.
+            LayoutError: a parameter is no longer frozen, or no longer what is stepped.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._guards.check()
+        self._extensions.check()
         with self._stepping.once():
             self._step()
         if not self._overlap:
@@ -203,28 +218,27 @@ class ZeroOptimizer(ShardedOptimizerBase):
             (bucket.carrier.drop if set_to_none else bucket.carrier.zero)()
 
     def finish(self) -> None:
-        """Wait until all parameters are whole and current on this rank.
+        """Wait until all parameters are gathered and current on this rank.
 
-        In stage 3 all ranks call it, and they stay whole until the next backward or step.
+        In stage 3 all ranks call it, and they stay gathered until the next backward or step.
         """
-        if self._coordinator is not None:
-            self._coordinator.fetch_all()
+        self._extensions.fetch_all()
         for bucket in self._buckets:
             bucket.parameters.arrive()
 
     def remove(self) -> None:
-        """Leave the module as a plain one, whole and current; all ranks call it.
+        """Leave the module as a plain one; all ranks call it.
 
         Afterwards this has its state to save or load elsewhere, and can no longer step.
         """
         self._settle()
         self.finish()
         self.reducer.remove()
-        self._guards.cut()
+        self._extensions.detach()
         self.forget()
 
     def refresh_masters(self) -> None:
-        """Set the optimizer's copies to the parameters, after somebody wrote to these."""
+        """Set the optimizer's copies to the parameters, after these were written to."""
         self.finish()
         for bucket in self._buckets:
             bucket.parameters.refresh()
@@ -242,15 +256,14 @@ class ZeroOptimizer(ShardedOptimizerBase):
             self._in_step = False
         if not self._by_bucket:
             self._stepping.all_at_once()
-        # what the forward reads first goes first, on all ranks alike, whoever had waited before
+        # what the forward reads first goes first, on all ranks alike, wherever they waited
         order = sorted(self._order, key=lambda b: not self._goes_early(b))
         if self._by_bucket and not self._lands_in_step:
             order = self._stepping.in_turn(order)
         for b in order:
             if not (self._lands_in_step and self._goes_early(b)):
                 self._send(b)
-        if self._coordinator is not None:
-            self._coordinator.stepped()
+        self._extensions.stepped()
 
     def _send(self, bucket: int) -> None:
         if not self._buckets[bucket].passes:
@@ -258,12 +271,11 @@ class ZeroOptimizer(ShardedOptimizerBase):
 
     def _goes_early(self, bucket: int) -> bool:
         """While the last sum comes in and is stepped, the link has the bucket before it."""
-        is_before_last = bucket == len(self._buckets) - 2
-        return is_before_last and self._coordinator is None and not self._heads.buckets
+        return self.stage < 3 and bucket == len(self._buckets) - 2
 
     def _left(self, bucket: int) -> None:
-        if self._coordinator is not None and self._buckets[bucket].passes:
-            self._coordinator.release(self._buckets[bucket].parameters)
+        if self._buckets[bucket].passes:
+            self._extensions.release(self._buckets[bucket].parameters)
 
     def _settled(self, bucket: int) -> None:
         """The sums of a bucket are in its shards, in the order in which they were begun."""
@@ -278,21 +290,26 @@ class ZeroOptimizer(ShardedOptimizerBase):
 
     # -- hooks -------------------------------------------------------------------------
 
+    def _hooks_on(self, module: nn.Module) -> list[Removable]:
+        before_state = WeakHook(self._before_state_dict)
+        return [
+            module.register_forward_hook(WeakHook(self._watch)),
+            module.register_state_dict_pre_hook(before_state),
+            module.register_load_state_dict_pre_hook(before_state),
+            module.register_load_state_dict_post_hook(WeakHook(self._loaded)),
+        ]
+
     def _watch(self, module: nn.Module, args: object, outputs: object) -> object:
         return self.reducer.watch(outputs, wait=not self._overlap)
 
     def _before_state_dict(self, *args: object) -> None:
         self.finish()
 
-    def _reduces(self) -> bool:
-        return self.reducer.is_reducing
-
     def _on_read(self, parameters: ParamBuffer) -> None:
-        if self._coordinator is not None:
-            self._coordinator.on_read(parameters)
+        self._extensions.on_read(parameters)
 
     def _loaded(self, module: nn.Module, incompatible: object) -> None:
-        self._guards.check_objects()
+        self._extensions.check_objects()
         self.refresh_masters()
 
     def _settle(self) -> None:
@@ -301,14 +318,9 @@ class ZeroOptimizer(ShardedOptimizerBase):
             bucket.parameters.arrive()
             bucket.wait()
 
-    # -- at the start ------------------------------------------------------------------
-
-    def _make_bucket_comm(
-        self, bucket: Bucket, members: Sequence[ParamSpec]
-    ) -> ReduceScatterBucket:
+    def _make_bucket_comm(self, bucket: Bucket, members: Sequence[ParamSpec]) -> BucketComm:
         number, sharded = len(self._buckets), self._cutter.cut(bucket, members)
         sharded.carrier.left = partial(WeakHook(self._left), number)
         sharded.carrier.settled = partial(WeakHook(self._settled), number)
         self._buckets.append(sharded)
-        self._heads.attach(number, sharded.carrier)
         return sharded.carrier

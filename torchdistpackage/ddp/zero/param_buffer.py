@@ -1,12 +1,11 @@
-"""A bucket's parameters: mine are stepped, everybody's are gathered, and readers wait for them.
+"""A bucket's parameters: the own slice is stepped, all are gathered, and reads wait for that.
 
 Parameters are views of one flat tensor, of which this rank owns a slice. Where the optimizer may
 work on that slice itself it does; else it works on `master`, a copy of the slice that is wider, or
-elsewhere, or there while the rest is freed, and each gather begins with writing it down.
+elsewhere, or there while the rest is freed, and each gather begins with writing it back.
 
-One rule: nothing reads old or missing numbers. While its elements travel a parameter is of class
-`UngatheredParameter`; each read of it, wherever, first makes its buffer `wait_gathered`. So no hook
-has to know which module uses which parameter. What reads no elements (shape, dtype, grad) passes.
+While its elements travel a parameter is an `UngatheredParameter`, and whatever reads its elements
+first makes its buffer `wait_gathered`. So no hook has to know which module uses which parameter.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,11 +16,11 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group, Work, broadcast
 from torchdistpackage.comm.transport.sharded_flat import prepost_all_gather_v
-from torchdistpackage.ddp.zero.offload import MasterStore, Stream, streams_of
+from torchdistpackage.ddp.zero.master_store import MasterStore, Stream, streams_of
 from torchdistpackage.ddp.zero.param_shard import FlatLayout
 
 Need = WeakMethod[Callable[["ParamBuffer"], None]]
-"""What is told when somebody reads a parameter that is freed, to `fetch` it or say why not."""
+"""Called when a freed parameter is read, to `fetch` it or raise why not."""
 
 
 class ParamBuffer:
@@ -29,13 +28,12 @@ class ParamBuffer:
 
     master: dtype of the copy that the optimizer works on, None if it works on the slice itself.
     copies: where that is. wire: dtype in which slices travel. on_read: None if nothing is freed;
-    its owner, who has the rest, lives on while something is.
+    its owner is kept while something is.
     """
 
     def __init__(
         self,
         line: FlatLayout,
-        *,
         replicas: Group | None = None,
         master: torch.dtype | None = None,
         copies: MasterStore | None = None,
@@ -84,13 +82,10 @@ class ParamBuffer:
             self._copies.wait(self.master)
 
     def expect(self) -> None:
-        """Be ready for what others send; from here until `arrive` nobody reads the parameters."""
+        """Be ready for what others send; the parameters are not read from here until `arrive`."""
         self.arrive()
-        line = self.line
-        mine = self.master if self._sends_master else None
-        self._go = prepost_all_gather_v(
-            self.flat, line.bounds, line.group, wire=self._wire, mine=mine
-        )
+        line, wire, mine = self.line, self._wire, self.master if self._sends_master else None
+        self._go = prepost_all_gather_v(self.flat, line.bounds, line.group, wire=wire, mine=mine)
 
     def send(self) -> None:
         """The optimizer has stepped: begin the gather. Parameters are absent until `arrive`."""
@@ -130,8 +125,7 @@ class ParamBuffer:
 
     def wait_gathered(self, parameter: nn.Parameter) -> None:
         """Return when it is gathered, or raise and say what the caller should do."""
-        need = self._on_read() if self._on_read is not None else None
-        if need is not None:
+        if self._on_read is not None and (need := self._on_read()) is not None:
             need(self)
         self.arrive()
 
@@ -140,8 +134,7 @@ class ParamBuffer:
         torch.autograd.graph.increment_version(self._held)
 
     def _wait_on_streams(self) -> None:
-        """The stream that began the gather waits too, whoever reads first: others are ordered
-        behind that one, and nobody tells it to wait any more."""
+        """Also on the stream that began the gather, after which others are ordered."""
         assert self._pending is not None and self._streams is not None
         reader, began_on = self._streams.current(), self._began_on
         assert began_on is not None
@@ -174,9 +167,7 @@ class UngatheredParameter(nn.Parameter):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func not in _PASSIVE:
             for parameter in [*_ungathered_in(args), *_ungathered_in((kwargs or {}).values())]:
-                # not yet brought together with one before it
-                if type(parameter) is UngatheredParameter:
-                    parameter.source.wait_gathered(parameter)
+                wait_gathered(parameter)  # unless it came together with one before it
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -191,8 +182,14 @@ class UngatheredParameter(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
 
+def wait_gathered(parameter: Tensor) -> None:
+    """Return when its elements are there."""
+    if type(parameter) is UngatheredParameter:
+        parameter.source.wait_gathered(parameter)
+
+
 def mark_ungathered(parameter: nn.Parameter, source: ParamBuffer) -> None:
-    """From now on `parameter` is absent."""
+    """From now on the elements of `parameter` are elsewhere."""
     parameter.__class__ = UngatheredParameter
     parameter.source = source
 
@@ -223,12 +220,10 @@ _ATTRIBUTES = (
     *("device", "dtype", "grad", "grad_dtype", "grad_fn", "is_cpu", "is_cuda", "is_leaf"),
     *("is_sparse", "itemsize", "layout", "nbytes", "ndim", "requires_grad", "shape"),
 )
-_PASSIVE = frozenset(
-    {
-        *(getattr(Tensor, name) for name in _METHODS),
-        *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
-        *(getattr(Tensor, name).__set__ for name in ("grad", "grad_dtype", "requires_grad")),
-        Tensor.grad.__delete__,
-    }
-)
+_PASSIVE = {
+    *(getattr(Tensor, name) for name in _METHODS),
+    *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
+    *(getattr(Tensor, name).__set__ for name in ("grad", "grad_dtype", "requires_grad")),
+    Tensor.grad.__delete__,
+}
 """What reads no element."""

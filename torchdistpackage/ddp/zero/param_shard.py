@@ -1,9 +1,8 @@
 """The part of a bucket's parameters that each rank owns, and what the inner optimizer steps of it.
 
-One rule: ranks own consecutive stretches of a bucket and so of each parameter, in group order, and
-one shard is one stretch of one parameter. So state, norms, checkpoints and the skipping of unused
-parameters go by parameter, as without sharding; and every rank knows without a message what the
-others own. Parameters and gradients have one layout, so one list of bounds serves both.
+Ranks own consecutive ranges of a bucket, in group order; a shard is the range of one parameter. So
+state, norms, checkpoints and the skipping of unused parameters go by parameter, as without
+sharding, and every rank knows without a message what the others own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,11 +37,6 @@ class FlatLayout:
     def num_elements(self) -> int:
         return self.bounds[-1]
 
-    @property
-    def order(self) -> list[int]:
-        """Places of the members as they follow each other."""
-        return sorted(range(len(self.members)), key=lambda place: self.offsets[place])
-
     def mine(self, flat: Tensor) -> Tensor:
         """My slice."""
         index = self.group.rank()
@@ -71,14 +65,12 @@ def shard_by_owner(
 ) -> FlatLayout:
     """Every member belongs to one rank; owner_of: name -> index in the group. wire: as above."""
     lengths = [0] * members[0].group.size()
-    places: list[int] = []  # in the slice of the owner
+    owners, places = [owner_of[shared.name] for shared in members], list[int]()
     step = max(1, ALIGN_BYTES // members[0].parameter.element_size())
-    for shared in members:
-        owner = owner_of[shared.name]
-        places.append(lengths[owner])
+    for shared, owner in zip(members, owners, strict=True):
+        places.append(lengths[owner])  # in the slice of the owner
         lengths[owner] += -(-shared.parameter.numel() // step) * step
     bounds = bounds_of(lengths, _itemsize(members, wire))
-    owners = [owner_of[shared.name] for shared in members]
     offsets = tuple(bounds[owner] + at for owner, at in zip(owners, places, strict=True))
     return FlatLayout(tuple(members), offsets, bounds)
 
@@ -93,10 +85,9 @@ def _itemsize(members: Sequence[ParamSpec], wire: torch.dtype | None) -> int:
 class ParamShard:
     """Elements [start, stop) of one parameter in memory order: those that this rank owns.
 
-    tensor: what the inner optimizer steps, 1-D, or of the parameter's shape where one rank owns
-        all of it; its `.grad` is set once the sum is here. whole: the latter.
-    shared: the parameter and the ranks that share it. place: of the parameter in its bucket.
-    offset: of the elements in my slice of the bucket.
+    tensor: what the inner optimizer steps, 1-D, or of the parameter's shape where `whole`: one rank
+        owns all of it; its `.grad` is set once the sum is here.
+    place: of the parameter in its bucket. offset: of the elements in my slice of the bucket.
     """
 
     tensor: nn.Parameter
@@ -126,46 +117,20 @@ class ParamShard:
             return self.shared.view(slice_, slice_.storage_offset() + self.offset)
         return slice_.narrow(0, self.offset, self.stop - self.start)
 
-    def add_rows(self, view: Tensor, ids: Tensor, rows: Tensor) -> None:
-        """Add, to my elements of a contiguous parameter, what rows `ids` (n) have there: (n, ...).
-
-        My first row and my last may be parts of one.
-        """
-        flat, rows = view.view(-1), rows.flatten(1)
-        width = rows.shape[1]
-        first, last = -(-self.start // width), self.stop // width
-        if first < last:
-            whole = flat[first * width - self.start : last * width - self.start].view(-1, width)
-            inside = (ids >= first) & (ids < last)
-            whole.index_add_(0, ids[inside] - first, rows[inside])
-        for row in {self.start // width, last} - {*range(first, last)}:
-            start, stop = max(row * width, self.start), min((row + 1) * width, self.stop)
-            if start < stop:
-                part = rows[ids == row, start - row * width : stop - row * width]
-                flat[start - self.start : stop - self.start] += part.sum(0)
-
 
 def make_shards(
     line: FlatLayout, values: Tensor, layouts: Mapping[str, Layout], whole: bool
 ) -> list[ParamShard]:
     """My shards of a bucket, in memory order; `values` are the elements that I own."""
-    order = line.order
+    order = sorted(range(len(line.members)), key=line.offsets.__getitem__)
     offsets = [line.offsets[place] for place in order]
     sizes = [line.members[place].parameter.numel() for place in order]
     shards: list[ParamShard] = []
     for piece in pieces(offsets, sizes, line.bounds, line.group.rank()):
         place = order[piece.member]
-        shared = line.members[place]
-        shard = ParamShard(
-            nn.Parameter(values.new_empty(0)),
-            shared,
-            place,
-            piece.start,
-            piece.stop,
-            piece.offset,
-            layouts.get(shared.name),
-            whole,
-        )
+        shared, tensor = line.members[place], nn.Parameter(values.new_empty(0))
+        where = place, piece.start, piece.stop, piece.offset
+        shard = ParamShard(tensor, shared, *where, layouts.get(shared.name), whole)
         shard.tensor.data = shard.view(values)
         shards.append(shard)
     return shards
@@ -173,17 +138,14 @@ def make_shards(
 
 @dataclass(frozen=True)
 class ParamPartition:
-    """A parameter, which rank owns which elements, and what the inner optimizer holds here instead.
+    """A parameter, which rank owns which elements, and what the inner optimizer holds instead.
 
     bounds: rank i of `shared.group` owns elements bounds[i] to bounds[i + 1] of the parameter
-        flattened in memory order, which is dense; one more than the group has ranks. All zero
-        where frozen.
-    mine: the inner optimizer's own: 1-D, or of the parameter's shape where `whole`; None where
-        nothing is owned here.
-    whole: one rank owns all of it, in its own shape.
+        flattened in memory order; all zero where frozen.
+    mine: the inner optimizer's own, as `ParamShard.tensor`; None where nothing is owned here.
     master: `mine` is a copy in another dtype and not memory of the parameter.
 
-    Nothing here reads an element of the parameter, which may be on its way.
+    Nothing here reads an element of the parameter, which may not be gathered.
     """
 
     shared: ParamSpec
@@ -197,9 +159,13 @@ class ParamPartition:
         return self.shared.name
 
     @property
+    def group(self) -> Group:
+        return self.shared.group
+
+    @property
     def range(self) -> tuple[int, int]:
         """My elements."""
-        index = self.shared.group.rank()
+        index = self.group.rank()
         return self.bounds[index], self.bounds[index + 1]
 
     def flat(self, value: Tensor) -> Tensor:

@@ -1,11 +1,15 @@
-"""Which parameters share a bucket, and which elements of it each rank owns. No torch.
+"""Which parameters share a bucket, which elements each rank owns, and who may own parts. No torch.
 
 The members of a bucket lie side by side in one flat tensor. Rank i owns elements bounds[i] to
-bounds[i + 1] of it; what a rank owns of one member is a ShardRange. Every element of every member
-lies in exactly one range over the ranks: the whole of ZeRO rests on this. Bounds are multiples of
-`SLICE_BYTES`, without which NCCL and fused optimizers take their slow ways.
+bounds[i + 1] of it, multiples of `SLICE_BYTES`; what it owns of one member is a ShardRange. Every
+element of every member lies in exactly one range over the ranks.
+
+A parameter may be cut anywhere only if each element's update reads that element alone. Optimizers
+that are known to be so are listed; all others get whole parameters, one owner each, and what needs
+all of them at once is refused.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -14,7 +18,7 @@ from torchdistpackage.ddp.bucket_plan import SLIGHT
 from torchdistpackage.errors import LayoutError
 
 SLICE_BYTES = 128
-"""Slices begin at a multiple of this from the begin of the bucket, in the narrowest dtype."""
+"""Slices begin at its multiples in the narrowest dtype; NCCL and fused optimizers are slow else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +38,9 @@ def group_by_module(members: Sequence[ModuleParam], cap_bytes: int) -> list[int]
     member on, as gradients come, up to `cap_bytes`; a larger module has one of its own. Numbers
     ascend in this order, over all keys.
     """
-    unit_bytes: dict[tuple[Hashable, str], int] = {}
+    unit_bytes: Counter[tuple[Hashable, str]] = Counter()
     for member in members:
-        unit = member.key, member.unit
-        unit_bytes[unit] = unit_bytes.get(unit, 0) + member.num_bytes
+        unit_bytes[member.key, member.unit] += member.num_bytes
     bucket_of: dict[tuple[Hashable, str], int] = {}
     open_bucket: dict[Hashable, tuple[int, int]] = {}  # number, bytes in it
     num_buckets = 0
@@ -82,8 +85,7 @@ def even_bounds(num_elements: int, num_ranks: int, itemsize: int) -> tuple[int, 
 def bounds_of(lengths: Sequence[int], itemsize: int) -> tuple[int, ...]:
     """Slices of at least these lengths, all of one where that pads the line by `SLIGHT` at most.
 
-    For whole parameters. A back end sends slices of one length as one call, others as a call each,
-    in which every byte passes a link once. So padding has to be slight to pay.
+    For whole parameters. A back end sends slices of one length as one call, others as a call each.
     """
     lengths = [_aligned(length, itemsize) for length in lengths]
     if max(lengths) * len(lengths) <= sum(lengths) * (1 + SLIGHT):
@@ -129,3 +131,70 @@ def _check(offsets: Sequence[int], sizes: Sequence[int], bounds: Sequence[int]) 
             f"bounds {bounds[0]} to {bounds[-1]} leave elements {offsets[0]} to {ends[-1]} partly "
             f"without an owner; let them span all members"
         )
+
+
+# -- which optimizers may see parts of parameters ---------------------------------------------
+
+ELEMENTWISE = frozenset(
+    {
+        *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"),
+        *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+    }
+)
+"""Classes of torch.optim, exactly these: a class made from one may do anything."""
+
+MATRIXWISE = frozenset({"Adafactor", "Muon"})
+"""Classes of torch.optim whose update of an element reads its rows and columns."""
+
+REFUSED = {
+    "LBFGS": "its step reads the gradients of all parameters as one vector, several times a step",
+    "SparseAdam": "its gradients are rows, which no bucket holds",
+}
+
+SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
+"""State of torch.optim's classes that is one number a parameter, whatever its shape."""
+
+
+def requires_whole_params(
+    optimizer: object, whole: bool | None = None, split: Sequence[str] = ()
+) -> bool:
+    """Whether `optimizer` gets whole parameters; False lets them be cut anywhere.
+
+    whole: what the user knows of an own class; None takes whole parameters for every class that is
+    not known. split: names of parameters of which each rank holds a part (tensor parallelism).
+
+    Raises:
+        LayoutError: the class cannot work on a part of the parameters, or needs whole ones and
+            there are none.
+    """
+    kind = type(optimizer)
+    bases = {c.__name__ for c in kind.__mro__ if _is_torch(c)}
+    for name in bases & REFUSED.keys():
+        raise LayoutError(
+            f"{kind.__name__} cannot be sharded: {REFUSED[name]}; use it without ZeRO, or use "
+            f"one of {', '.join(sorted(ELEMENTWISE))}"
+        )
+    for number, group in enumerate(getattr(optimizer, "param_groups", ())):
+        if group.get("differentiable"):
+            raise LayoutError(
+                f"param group {number} of {kind.__name__} is differentiable, but what follows its "
+                f"step, the gather of parameters, has no gradient; set it to False"
+            )
+    known = kind.__name__ if _is_torch(kind) else ""
+    if bases & MATRIXWISE and whole is False:
+        raise LayoutError(
+            f"{kind.__name__} reads rows and columns of a parameter, so whole=False would train "
+            f"differently; leave whole= out"
+        )
+    needs = known not in ELEMENTWISE if whole is None else whole
+    if needs and split and known not in ELEMENTWISE:
+        raise LayoutError(
+            f"{kind.__name__} needs whole parameters, but {len(split)} are split over ranks of "
+            f"the model: {', '.join(sorted(split)[:5])}; use one of "
+            f"{', '.join(sorted(ELEMENTWISE))}, or whole=False if its update is element-wise"
+        )
+    return needs
+
+
+def _is_torch(kind: type) -> bool:
+    return kind.__module__.startswith("torch.optim.")

@@ -1,27 +1,27 @@
 """Parameters are gathered before a module reads them: in stage 3, where they are freed between
 uses, and in every stage before a part that torch.compile made one function.
 
-One rule of stage 3: freed buckets come back in one order, that of the forward, and in a backward
-its reverse, so that ranks agree whatever parts of the module each of them runs; what a rank had no
-use for it fetches all the same, when others have. A read of an ungathered parameter moves this rank
-along that order, and a few more than asked for are then on their way.
+In stage 3 freed buckets come back in one order, that of the forward, and in a backward its reverse,
+so that ranks agree whatever parts of the module each of them runs; a bucket that a rank has no use
+for is fetched all the same. A read of an ungathered parameter moves this rank along that order, and
+`PREFETCH` more than asked for are then on their way.
 
-One rule of compiled parts: nothing of ours is compiled. A compiled module reads its parameters
-without asking their class, and would take hooks into its graph, so both are dealt with before it
-runs and after.
+Nothing of ours is compiled: a compiled module reads its parameters without asking their class, and
+would take hooks into its graph, so both are dealt with before it runs and after.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from torchdistpackage.comm.primitives import ranks_of
-from torchdistpackage.ddp.grad_hooks import map_tensors, on_backward_start
+from torchdistpackage.ddp.grad_hooks import Removable, map_tensors, on_backward_start
 from torchdistpackage.ddp.weak_hook import WeakHook
-from torchdistpackage.ddp.zero.param_buffer import ParamBuffer, UngatheredParameter
+from torchdistpackage.ddp.zero.param_buffer import ParamBuffer, wait_gathered
 from torchdistpackage.errors import CommError, LayoutError
 
 PREFETCH = 2
@@ -31,19 +31,16 @@ Before = Callable[[nn.Module, tuple], object]
 After = Callable[[nn.Module, tuple, object], object]
 
 
-class Handle(Protocol):
-    def remove(self) -> None: ...
-
-
 class ParamCoordinator:
     """Frees and fetches the buckets of `module`; `order` is that of its forward.
 
-    keeps: parameters stay from the forward until the backward has used them; else each is freed
-    after the forward of the modules that own it, and fetched again.
+    keeps: parameters stay from forward to backward; else each is freed after the forward of the
+    modules that own it, and fetched again.
     """
 
     def __init__(self, module: nn.Module, order: Sequence[ParamBuffer], keeps: bool):
         self._order, self._keep_until_backward = list(order), keeps
+        self._places = range(len(order))
         self._place = {id(parameters): place for place, parameters in enumerate(order)}
         self._is_back = False
         self._next = 0  # in the order of the direction
@@ -55,7 +52,7 @@ class ParamCoordinator:
         self._running: list[nn.Module] = []
         self._pinned: set[int] = set()  # read while none of their owners ran
         called = _called(module)
-        self.handles: list[Handle] = [
+        self.handles: list[Removable] = [
             each.register_forward_pre_hook(WeakHook(self._enter), prepend=True) for each in called
         ]
         for owner in () if keeps else self._owned:
@@ -109,10 +106,6 @@ class ParamCoordinator:
         parameters.free()
 
     # -- the order ---------------------------------------------------------------------
-
-    @property
-    def _places(self) -> range:
-        return range(len(self._order))
 
     def _turn(self, is_back: bool) -> None:
         self._is_back, self._next = is_back, 0
@@ -231,61 +224,50 @@ class ForwardHooks:
     def __init__(self, module: nn.Module):
         assert module._compiled_call_impl is not None
         self._module, self._call = module, module._compiled_call_impl
-        self._before: list[Before] = []
-        self._after: list[After] = []
+        self._before: dict[int, Before] = OrderedDict()
+        self._after: dict[int, After] = OrderedDict()
 
     def __call__(self, *args, **kwargs):
-        for before in self._before:
+        for before in self._before.values():
             before(self._module, args)
         outputs = self._call(*args, **kwargs)
-        for after in self._after:
+        for after in self._after.values():
             changed = after(self._module, args, outputs)
             outputs = outputs if changed is None else changed
         return outputs
 
-    def add(self, before: Before, after: After | None) -> "list[Handle]":
-        handles: list[Handle] = [_Added(self._before, before)]
+    def add(self, before: Before, after: After | None) -> list[RemovableHandle]:
+        handles = [RemovableHandle(self._before)]
+        self._before[handles[0].id] = before
         if after is not None:
-            handles.append(_Added(self._after, after))
+            handles.append(RemovableHandle(self._after))
+            self._after[handles[1].id] = after
         return handles
 
 
-class _Added:
-    """Something in a list, until it is removed."""
-
-    def __init__(self, among: list, one: object):
-        self._among, self._one = among, one
-        among.append(one)
-
-    def remove(self) -> None:
-        self._among.remove(self._one)
-
-
-def gather_ahead(module: nn.Module, may_follow: bool) -> list[Handle]:
+def gather_ahead(module: nn.Module, may_follow: bool) -> list[Removable]:
     """Before a compiled part of `module` runs, its parameters come.
 
     may_follow: whether parts may be compiled later on.
     """
     eager: list[nn.Module] = []
-    handles: list[Handle] = []
+    handles: list[Removable] = []
     for m in eager_parts(module):
         if is_compiled(m):
-            handles += around(m, wait_gathered)
+            handles += around(m, wait_all_gathered)
         else:
             eager.append(m)
     look = WeakHook(partial(_look, eager, may_follow))
     return [*handles, module.register_forward_pre_hook(look, prepend=True)]
 
 
-def around(module: nn.Module, before: Before, after: After | None = None) -> list[Handle]:
+def around(module: nn.Module, before: Before, after: After | None = None) -> list[RemovableHandle]:
     """Calls, eagerly, `before(module, args)` and `after(module, args, outputs)`, which returns the
     outputs or None, whenever the module runs."""
     before, after = WeakHook(before), None if after is None else WeakHook(after)
     if module._compiled_call_impl is None:
-        handles: list[Handle] = [module.register_forward_pre_hook(before)]
-        if after is not None:
-            handles.append(module.register_forward_hook(after))
-        return handles
+        handles = [module.register_forward_pre_hook(before)]
+        return handles if after is None else [*handles, module.register_forward_hook(after)]
     if not isinstance(module._compiled_call_impl, ForwardHooks):
         module._compiled_call_impl = ForwardHooks(module)
     return module._compiled_call_impl.add(before, after)
@@ -297,7 +279,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def eager_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """Its submodules as eager code calls them, itself first: of a compiled one no parts."""
+    """It and its submodules as eager code calls them; of a compiled one no parts."""
     seen: set[nn.Module] = set()
     left = [module]
     while left:
@@ -310,10 +292,9 @@ def eager_parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def may_overlap(module: nn.Module | None, stage: int) -> bool:
-    """Whether parameters may be on their way while it runs: scripted parts do not ask for them.
+    """Whether parameters may travel while it runs: scripted parts do not ask for them.
 
-    Raises:
-        LayoutError: in stage 3 they would have to be.
+    Raises LayoutError in stage 3, where they would have to.
     """
     scripted = [
         name
@@ -328,11 +309,10 @@ def may_overlap(module: nn.Module | None, stage: int) -> bool:
     return not scripted
 
 
-def wait_gathered(module: nn.Module, args: tuple) -> None:
+def wait_all_gathered(module: nn.Module, args: tuple) -> None:
     """All parameters of the module are here afterwards."""
     for parameter in module.parameters():
-        if type(parameter) is UngatheredParameter:
-            parameter.source.wait_gathered(parameter)
+        wait_gathered(parameter)
 
 
 def _look(eager: list[nn.Module], may_follow: bool, module: nn.Module, args: tuple) -> None:
@@ -346,4 +326,4 @@ def _look(eager: list[nn.Module], may_follow: bool, module: nn.Module, args: tup
                     f"{sum(1 for _ in m.modules())} modules, to free and fetch their parameters; "
                     f"compile before the optimizer is wrapped"
                 )
-            around(m, wait_gathered)
+            around(m, wait_all_gathered)

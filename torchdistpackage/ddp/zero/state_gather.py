@@ -1,9 +1,8 @@
 """The state of parameters, gathered from the ranks that own pieces of them.
 
-One rule: before anything travels every rank learns from the owners which entries there are, of
-which shapes and dtypes (`exchange_schema`); numbers come with that and need no message of their
-own. Then pieces travel together, a batch at a time (`batched_gather`), and a rank that gets nothing
-never holds more than what it sends.
+Before anything travels every rank learns from the owners which entries there are, of which shapes
+and dtypes (`exchange_schema`); numbers come with that. Then pieces travel together, a batch at a
+time (`batched_gather`), and a rank that gets nothing never holds more than what it sends.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchdistpackage.comm.groups import for_each_group
 from torchdistpackage.comm.p2p import Post
 from torchdistpackage.comm.primitives import Group, gather_objects, ranks_of
 from torchdistpackage.comm.transport.sharded_flat import start_all_gather_v
@@ -19,7 +19,7 @@ from torchdistpackage.ddp.zero.param_shard import ParamPartition
 from torchdistpackage.errors import CheckpointError, CommError
 
 BATCH_BYTES = 32 * 2**20
-"""Of whole tensors; a larger one travels alone. What a gather needs beside its result."""
+"""Of whole tensors; a larger one travels alone. What a gather needs on top of its result."""
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 """Values that can be keys of a dict, so that equal forms become one."""
@@ -70,21 +70,21 @@ class GatherItem:
 def gather_states(
     mine: Sequence[tuple[ParamPartition, State]], *, to: int | None = None, cpu: bool = False
 ) -> dict[Hashable, State]:
-    """The whole state of each parameter, by its place in `mine`, which has this rank's part of it.
+    """The gathered state of each parameter, by its place in `mine`, this rank's part of it.
 
-    to: index, in each group that shares, of the rank that gets the state; on the others it is
-    empty. Default: all do. cpu: put tensors there; else they are on the parameter's device, or on
-    the CPU if offloaded.
+    to: index, in each group that shares, of the rank that gets the state, default all. cpu: put
+    tensors there; else they are on the parameter's device, or on the CPU if offloaded.
 
-    All ranks call it. Beside the result it needs memory for one batch.
+    All ranks call it. It needs memory for the result and one batch.
 
     Raises:
         CheckpointError: ranks hold different kinds of state for one parameter.
         CommError: `to` is no index in a group.
     """
     states: dict[Hashable, State] = {i: {} for i in range(len(mine))}
-    for group, members in _by_group([held for held, _ in mine]):
-        receives = to is None or group.rank() == to
+    number = {id(held): i for i, (held, _) in enumerate(mine)}
+    for group, some in for_each_group(held for held, _ in mine if held.bounds[-1]):
+        receives, members = to is None or group.rank() == to, [number[id(held)] for held in some]
         forms = exchange_schema(group, {i: mine[i] for i in members})
         waiting: list[tuple[int, StateEntry]] = []
         items: list[GatherItem] = []
@@ -104,15 +104,6 @@ def gather_states(
                     held.shaped(flat) if form.shape is None else flat.view(form.shape)
                 )
     return states
-
-
-def _by_group(held: Sequence[ParamPartition]) -> Iterator[tuple[Group, list[int]]]:
-    """Groups in an order that all ranks share, so that none waits for another in a circle."""
-    found: dict[tuple[int, ...], tuple[Group, list[int]]] = {}
-    for i, h in enumerate(held):
-        if h.bounds[-1]:
-            found.setdefault(ranks_of(h.shared.group), (h.shared.group, []))[1].append(i)
-    yield from (found[ranks] for ranks in sorted(found))
 
 
 def exchange_schema(

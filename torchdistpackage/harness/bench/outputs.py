@@ -15,9 +15,9 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.harness.bench import profile
-from torchdistpackage.harness.bench.report import ISOLATED, BenchReport, size_text
-from torchdistpackage.harness.bench.request import Request
+from torchdistpackage.harness.bench.profile import dumps
+from torchdistpackage.harness.bench.report import BenchReport, Pairs, size_text
+from torchdistpackage.harness.bench.request import ISOLATED, Request
 from torchdistpackage.harness.operations import COLLECTIVES
 from torchdistpackage.launch.files import atomic_write
 
@@ -46,12 +46,13 @@ class Outputs:
                 "a range, e.g. --sizes 1KiB:4MiB:x4"
             )
         if self.plots is not None:
-            require_matplotlib()
-            with _told(self.plots, "name a folder that is yours, or a new one in it"):
+            if wrong := missing_matplotlib():
+                raise ConfigError(f"plots need {wrong}, or measure without --plots")
+            with _writing(self.plots, "name a folder that is yours, or a new one in it"):
                 self.plots.mkdir(parents=True, exist_ok=True)
                 _try(self.plots)
         for path in filter(None, (self.json, self.profile)):
-            with _told(path, "name a file in a folder that exists and is yours"):
+            with _writing(path, "name a file in a folder that exists and is yours"):
                 if path.is_dir():
                     raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
                 _try(path.parent)
@@ -60,31 +61,35 @@ class Outputs:
         """Write each of them, whatever becomes of the others: the paths, and what went wrong."""
         written: list[Path] = []
         problems: list[str] = []
-
-        def save(path: Path | None, make: Callable[[Path], list[Path]]) -> None:
+        makers: list[tuple[Path | None, Callable[[Path], list[Path]]]] = [
+            (self.json, lambda path: _file(path, _json(report))),
+            (self.profile, lambda path: _file(path, dumps(report.profile()))),
+            (self.plots, lambda path: draw(report, path)),
+        ]
+        for path, make in makers:
             if path is not None:
                 try:
-                    with _told(path, "the figures stand above"):
-                        written.extend(make(path))
+                    with _writing(path, "the figures stand above"):
+                        written += make(path)
                 except ConfigError as error:
                     problems.append(str(error))
-
-        save(self.json, lambda p: _whole(p, json.dumps(report.as_json(), indent=1) + "\n"))
-        save(self.profile, lambda p: _whole(p, profile.dumps(profile.profile_of(report))))
-        save(self.plots, lambda p: draw(report, p))
         return written, problems
+
+
+def _json(report: BenchReport) -> str:
+    return json.dumps(report.model_dump(mode="json"), indent=1) + "\n"
+
+
+def _file(path: Path, text: str) -> list[Path]:
+    atomic_write(path, text)
+    return [path]
 
 
 def into(folder: Path, request: Request) -> Outputs:
     """All that `request` gives, in one folder; pictures where matplotlib is."""
-    pictures = None if what_is_wrong() else folder / "plots"
+    pictures = None if missing_matplotlib() else folder / "plots"
     lines = folder / "profile.json" if request.gives_lines else None
     return Outputs(folder / "bench.json", lines, pictures)
-
-
-def _whole(path: Path, text: str) -> list[Path]:
-    atomic_write(path, text)
-    return [path]
 
 
 def _try(folder: Path) -> None:
@@ -94,7 +99,7 @@ def _try(folder: Path) -> None:
 
 
 @contextmanager
-def _told(path: Path, advice: str) -> Iterator[None]:
+def _writing(path: Path, advice: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -104,31 +109,19 @@ def _told(path: Path, advice: str) -> Iterator[None]:
 # -- pictures -----------------------------------------------------------------------------
 
 
-def what_is_wrong() -> str:
+def missing_matplotlib() -> str:
     """Why nothing can be drawn, "" where matplotlib is there and works."""
     try:
         import matplotlib
         import matplotlib.backends.backend_agg
         import matplotlib.figure  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name == "matplotlib":
-            return "matplotlib, which is not installed; pip install 'torchdistpackage[plot]'"
-        return f"matplotlib, which cannot be imported ({error}); install it again"
     except Exception as error:  # an installation that is broken raises whatever it likes
         why = str(error).strip().partition("\n")[0]
         return (
-            f"matplotlib, which cannot be imported ({type(error).__name__}: {why}); install it "
-            f"again"
+            f"matplotlib, which cannot be imported ({type(error).__name__}: {why}); "
+            f"pip install 'torchdistpackage[plot]'"
         )
     return ""
-
-
-def require_matplotlib() -> None:
-    """Raises:
-    ConfigError: matplotlib is not installed, or cannot be imported.
-    """
-    if wrong := what_is_wrong():
-        raise ConfigError(f"plots need {wrong}, or measure without --plots")
 
 
 def draw(report: BenchReport, folder: Path) -> list[Path]:
@@ -137,16 +130,19 @@ def draw(report: BenchReport, folder: Path) -> list[Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
+
+    def save(name: str, figure: Figure) -> None:
+        written.append(folder / name)
+        figure.savefig(written[-1])
+
     for axis in dict.fromkeys(row.axis for row in report.rows):
         figure = Figure(figsize=(11, 5), layout="constrained")
         _bandwidth(report, axis, figure)
-        written.append(folder / f"bandwidth.{axis}.png")
-        figure.savefig(written[-1])
+        save(f"bandwidth.{axis}.png", figure)
     if report.pairs is not None:
         figure = Figure(figsize=(7, 6), layout="constrained")
-        _heat_map(report, figure)
-        written.append(folder / "pairs.png")
-        figure.savefig(written[-1])
+        _heat_map(report, report.pairs, figure)
+        save("pairs.png", figure)
     return written
 
 
@@ -173,15 +169,14 @@ def _bandwidth(report: BenchReport, axis: str, figure) -> None:
     figure.legend(loc="outside right upper", fontsize="small")
 
 
-def _heat_map(report: BenchReport, figure) -> None:
-    assert report.pairs is not None
+def _heat_map(report: BenchReport, pairs: Pairs, figure) -> None:
     number = len(report.hosts)
     cells = [[float("nan")] * number for _ in range(number)]
-    for a, b, time_s in report.pairs.times:
-        cells[a][b] = cells[b][a] = report.pairs.busbw_bytes_per_s(time_s) / 1e9
+    for a, b in pairs.times:
+        cells[a][b] = cells[b][a] = pairs.busbw_bytes_per_s((a, b)) / 1e9
     axes = figure.subplots()
     image = axes.imshow(cells)
     figure.colorbar(image, label="GB/s, each way")
     ticks = range(0, number, -(-number // _TICKS))
     axes.set(xlabel="rank", ylabel="rank", xticks=ticks, yticks=ticks)
-    axes.set_title(f"pairs, both ways at once, {size_text(report.pairs.size_bytes)}")
+    axes.set_title(f"pairs, both ways at once, {size_text(pairs.size_bytes)}")

@@ -1,9 +1,9 @@
 """Which host, rank or link is slow: read from the times of all pairs of ranks. No torch.
 
-One rule: a host is named only when nothing but the host explains its times. So slow is measured
-against the fast quarter of the links, which fewer than half of the hosts being ill leaves whole; a
-rank is held against the others of its host; and hosts that are slow to the rest but not to each
-other are behind a slow way, not ill.
+A host is named only when nothing but the host explains its times. So slow is measured against the
+fast quarter of the links, which is unharmed while fewer than half of the hosts are slow; a rank is
+compared with the others of its host; and hosts that are slow to the rest but not to each other are
+behind a slow link.
 """
 
 import math
@@ -115,7 +115,7 @@ def _slow_hosts(between: Mapping[Link, float], out: Iterable[str]) -> set[str]:
         open_links = {link: t for link, t in left.items() if not found & {*link}}
         for host in {host for link in open_links for host in link}:
             own = [t for link, t in open_links.items() if host in link]
-            if len(own) > 1:  # of a single link nobody knows which end is to blame
+            if len(own) > 1:  # of a single link either end may be to blame
                 share[host] = (sum(t >= SLOW for t in own) / len(own), statistics.median(own))
         worst = max(share, key=lambda host: (share[host], host), default=None)
         if worst is None or share[worst][0] < _AS_A_WHOLE:

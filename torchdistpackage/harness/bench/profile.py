@@ -1,37 +1,150 @@
-"""The stored profile of a cluster: what its links take, by operation, for planning. No torch.
+"""Latency and bandwidth of links from times at several sizes, and the cluster profile. No torch.
 
-One rule: it says who measured what, when and on how many ranks, and answers for a link only where
-that link was measured. A file that is not whole, or not ours, is refused.
+A profile says who measured what, when and on how many ranks, and answers for a link only where that
+link was measured.
 """
 
+import itertools
 import json
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import reprlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, Literal
 
-from torchdistpackage.bounded import parse_json, read_regular
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    Field,
+    ValidationError,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
+
+from torchdistpackage.bounded import read_regular
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.harness.bench.fit import LinkFit
-from torchdistpackage.harness.bench.report import CONCURRENT, BenchReport, CostModel
-from torchdistpackage.harness.bench.request import NETWORK, NODE
+from torchdistpackage.harness.bench.request import CONCURRENT
 from torchdistpackage.harness.operations import COLLECTIVES
 
 _MAX_BYTES = 1 << 24
 FORMAT, VERSION = "torchdistpackage cluster profile", 1
 
 
-@dataclass(frozen=True, slots=True)
-class Profile:
+class _Measured(BaseModel, frozen=True, strict=True, allow_inf_nan=False):
+    """What a file may hold: finite numbers, and each value of its own type."""
+
+
+class LinkFit(_Measured):
+    """time_s = latency_s + bytes / bytes_per_s.
+
+    bytes_per_s: None where size made no difference that stands out of the deviation.
+    deviation: mean of |measured - fitted| / measured; None of two sizes, where any line fits.
+    """
+
+    latency_s: float = Field(ge=0)
+    bytes_per_s: float | None = Field(
+        gt=0,
+        validation_alias=AliasChoices("bus_bytes_per_s", "bytes_per_s"),
+        serialization_alias="bus_bytes_per_s",
+    )
+    deviation: float | None = Field(ge=0)
+
+    def time_s(self, num_bytes: float) -> float:
+        return self.latency_s + (num_bytes / self.bytes_per_s if self.bytes_per_s else 0.0)
+
+
+def fit(points: Sequence[tuple[float, float]]) -> LinkFit | None:
+    """The line through (bytes, seconds) points; None unless they are of two sizes or more.
+
+    Neither part is negative, and the line is the nearest by the sum of *relative* deviations, so
+    that small messages count as much as large ones and a few odd points do not move it. Such a line
+    goes through two of the points, or through one and the origin, or is flat: all are tried. A
+    bandwidth whose share of the longest time is less than the points deviate by is noise, and the
+    line is flat then.
+    """
+    points = [(x, t) for x, t in points if x > 0 and t > 0]
+    num_sizes, largest = len({x for x, _ in points}), max((x for x, _ in points), default=0.0)
+    if num_sizes < 2:
+        return None
+    found = sorted((_off(line, points) / len(points), line) for line in _lines(points))
+    off, (latency_s, per_byte_s) = found[0]
+    if per_byte_s * largest < off * (latency_s + per_byte_s * largest):
+        off, (latency_s, per_byte_s) = next(one for one in found if one[1][1] == 0.0)
+    return LinkFit(
+        latency_s=latency_s,
+        bytes_per_s=1 / per_byte_s if per_byte_s > 0 else None,
+        deviation=off if num_sizes > 2 else None,
+    )
+
+
+def _lines(points: Sequence[tuple[float, float]]) -> Iterable[tuple[float, float]]:
+    """(latency, seconds a byte) of every line that could be the best."""
+    for x, t in points:
+        yield 0.0, t / x
+        yield t, 0.0
+    for (x, t), (x2, t2) in itertools.combinations(points, 2):
+        if x != x2:
+            slope = (t2 - t) / (x2 - x)
+            if slope >= 0 and t - slope * x >= 0:
+                yield t - slope * x, slope
+
+
+def _off(line: tuple[float, float], points: Sequence[tuple[float, float]]) -> float:
+    latency_s, per_byte_s = line
+    return sum(abs(t - latency_s - per_byte_s * x) / t for x, t in points)
+
+
+class CostModel(_Measured):
+    """Time by *bus* bytes, size_bytes x bus factor, so that it holds for other group sizes too.
+
+    largest_bytes: bus bytes of the largest size that was measured.
+    """
+
+    axis: str
+    link: Literal["node", "network"]
+    operation: str
+    mode: str
+    dtype: str
+    num_ranks: int = Field(ge=1)
+    largest_bytes: float = Field(gt=0)
+    fit: LinkFit
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_file(cls, found: Any) -> Any:
+        """The file has the values of the fit among the others."""
+        return found | {"fit": found} if isinstance(found, dict) and "fit" not in found else found
+
+    @field_validator("operation")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in COLLECTIVES:
+            raise ValueError(f"there is no such operation; the names are {', '.join(COLLECTIVES)}")
+        return name
+
+    def time_s(self, bus_bytes: float) -> float | None:
+        """Seconds of one call; None where size made no difference as far as it was measured, and
+        these are more bytes."""
+        flat = self.fit.bytes_per_s is None
+        return None if flat and bus_bytes > self.largest_bytes else self.fit.time_s(bus_bytes)
+
+
+class Profile(_Measured):
     """by: user and host. hosts: each once. lines: latency and bus bandwidth by axis and link."""
 
+    format: Literal["torchdistpackage cluster profile"]
+    version: Literal[1]
     date: str
     by: str
     backend: str
     hosts: tuple[str, ...]
     topology: tuple[tuple[str, int], ...]
     lines: tuple[CostModel, ...]
+
+    @field_serializer("lines")
+    def _flat(self, lines: tuple[CostModel, ...]) -> list[dict[str, object]]:
+        return [x.model_dump(exclude={"fit"}) | x.fit.model_dump(by_alias=True) for x in lines]
 
     def line(
         self, axis: str, link: str, operation: str, dtype: str, num_ranks: int
@@ -41,11 +154,8 @@ class Profile:
         The same axis goes first, then all its groups at once, the element type (else a floating
         one), and the number of ranks, by its ratio.
         """
-        fitting = [x for x in self.lines if (x.link, x.operation) == (link, operation)]
-        if not fitting:
-            return None
         return min(
-            fitting,
+            (x for x in self.lines if (x.link, x.operation) == (link, operation)),
             key=lambda x: (
                 x.axis != axis,
                 x.mode != CONCURRENT,
@@ -53,37 +163,13 @@ class Profile:
                 "int" in x.dtype,
                 abs(math.log(x.num_ranks / num_ranks)),
             ),
+            default=None,
         )
-
-
-def profile_of(report: BenchReport) -> Profile:
-    """What a bench says about the cluster.
-
-    Raises:
-        ConfigError: it says nothing; it needs two sizes or more.
-    """
-    if not report.lines:
-        raise ConfigError(
-            "a profile needs times at two sizes or more for a line through them, and no operation "
-            "has them; give a range, e.g. --sizes 1KiB:4MiB:x4, and more than one rank"
-        )
-    hosts = tuple(dict.fromkeys(report.hosts))
-    return Profile(report.date, report.by, report.backend, hosts, report.topology, report.lines)
 
 
 def dumps(profile: Profile) -> str:
     """The text of the file."""
-    lines = [
-        {k: v for k, v in asdict(x).items() if k != "fit"}
-        | {
-            "latency_s": x.fit.latency_s,
-            "bus_bytes_per_s": x.fit.bytes_per_s,
-            "deviation": x.fit.deviation,
-        }
-        for x in profile.lines
-    ]
-    head = {"format": FORMAT, "version": VERSION}
-    return json.dumps(head | asdict(profile) | {"lines": lines}, indent=1) + "\n"
+    return json.dumps(profile.model_dump(), indent=1) + "\n"
 
 
 def read(path: Path) -> Profile:
@@ -93,71 +179,15 @@ def read(path: Path) -> Profile:
         ConfigError: it cannot be read, is damaged, or is something else.
     """
     try:
-        found = parse_json(read_regular(path, _MAX_BYTES).decode())
+        return Profile.model_validate_json(read_regular(path, _MAX_BYTES))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; name a profile") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is no profile, or a damaged one: {error}; {_AGAIN}") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ConfigError(f"{path} is not a {FORMAT}; {_AGAIN}")
-    if found.get("version") != VERSION:
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"] if part != "fit")
+        got = "" if first["type"] == "missing" else f", got {reprlib.repr(first['input'])}"
         raise ConfigError(
-            f"{path} is a {FORMAT} of version {found.get('version')}, and this package reads "
-            f"version {VERSION}; {_AGAIN}"
-        )
-    try:
-        return _profile(cast(dict[str, object], found))
-    except (KeyError, TypeError, ValueError) as error:
-        why = f"there is no {error}" if isinstance(error, KeyError) else str(error)
-        raise ConfigError(f"{path} is a damaged {FORMAT}: {why}; {_AGAIN}") from error
-
-
-T = TypeVar("T")
-_AGAIN = "measure one with tdp comm bench --profile FILE"
-
-
-def _profile(found: dict[str, object]) -> Profile:
-    topology = [(_as(str, name), _as(int, size)) for name, size in _as(list, found["topology"])]
-    return Profile(
-        _as(str, found["date"]),
-        _as(str, found["by"]),
-        _as(str, found["backend"]),
-        tuple(_as(str, host) for host in _as(list, found["hosts"])),
-        tuple(topology),
-        tuple(_line(_as(dict, line)) for line in _as(list, found["lines"])),
-    )
-
-
-def _line(found: dict[str, object]) -> CostModel:
-    link, operation = found["link"], found["operation"]
-    if link not in (NODE, NETWORK) or operation not in COLLECTIVES:
-        raise ValueError(f"a line of {operation!r} over {link!r}")
-    rate, deviation = found["bus_bytes_per_s"], found["deviation"]
-    return CostModel(
-        _as(str, found["axis"]),
-        _as(str, link),
-        _as(str, operation),
-        _as(str, found["mode"]),
-        _as(str, found["dtype"]),
-        int(_number(found, "num_ranks", lambda x: x >= 1)),
-        _number(found, "largest_bytes", lambda x: x > 0),
-        LinkFit(
-            _number(found, "latency_s", lambda x: x >= 0),
-            None if rate is None else _number(found, "bus_bytes_per_s", lambda x: x > 0),
-            None if deviation is None else _number(found, "deviation", lambda x: x >= 0),
-        ),
-    )
-
-
-def _number(found: dict[str, object], name: str, fits: Callable[[float], bool]) -> float:
-    value = found[name]
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not fits(value):
-        raise ValueError(f"{name} is {value!r}")
-    return float(value)
-
-
-def _as(kind: type[T], value: object) -> T:
-    if not isinstance(value, kind):
-        raise TypeError(f"{value!r} is where a {kind.__name__} belongs")
-    return value
+            f"{path} is no {FORMAT} of version {VERSION}, or a damaged one: "
+            f"{key + ': ' if key else ''}{first['msg']}{got}; measure one with tdp comm bench "
+            f"--profile FILE"
+        ) from error

@@ -1,10 +1,8 @@
 """What a bench measures (operations, sizes, element types, axes), and in which rounds. No torch.
 
-A text that cannot be measured is refused here, with what would do, before any process is started.
-Sizes are those that are counted (harness/operations.py), in bytes.
-
-A *unit* is the ranks that take part in one call: a group for a collective, two neighbours for a
-message. Within a round no rank is in two units, and between rounds all ranks meet.
+Sizes are those that are counted (harness/operations.py), in bytes. A *unit* is the ranks that take
+part in one call: a group for a collective, two neighbours for a message. Within a round no rank is
+in two units, and between rounds all ranks meet.
 """
 
 import itertools
@@ -32,12 +30,13 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, 
 _UNITS |= {"k": 2**10, "m": 2**20, "g": 2**30, "gb": 10**9}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([a-z]*)", re.IGNORECASE)
 
-
 Participants = tuple[int, ...]
 Round = tuple[Participants, ...]
 
 NODE, NETWORK = "node", "network"
 """What carries a unit's data: one host's own means, or the network between hosts."""
+ISOLATED, CONCURRENT = "alone", "together"
+"""One unit at a time, or all units of an axis at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +61,14 @@ class Request:
 
     @property
     def gives_lines(self) -> bool:
-        """Whether there are two sizes in whole elements, as a line through times needs."""
-        return any(
-            len({whole_elements(size, dtype, 1) for size in self.sizes_bytes}) > 1
-            for dtype in self.dtypes
-        )
+        """Whether there are two sizes in full elements, as a line through times needs."""
+        return any(len(self.counted_sizes(dtype, 1)) > 1 for dtype in self.dtypes)
+
+    def counted_sizes(self, dtype: str, num_parts: int) -> list[int]:
+        """The sizes in bytes of full elements, so that small ones may fall together."""
+        width = ELEMENT_BYTES[dtype]
+        sizes = [whole_elements(x, dtype, num_parts) * width for x in self.sizes_bytes]
+        return list(dict.fromkeys(sizes))
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
@@ -78,11 +80,15 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     found: set[int] = set()
     for part in parts_of(text, "size"):
         first, *rest = part.split(":")
-        if not rest:
-            found.add(_size(first))
-            continue
-        factor = _factor(rest[1], part) if len(rest) == 2 else 2
-        low, high = _size(first), _size(rest[0])
+        low = _size(first)
+        high, factor = _size(rest[0]) if rest else low, 2
+        if len(rest) == 2:
+            step = rest[1].strip().removeprefix("x")
+            factor = int(step) if step.isdecimal() else 0
+            if factor < 2:
+                raise ConfigError(
+                    f"sizes {part!r}: {rest[1]!r} is no step; write x2, x4 or another factor"
+                )
         if len(rest) > 2 or high < low:
             raise ConfigError(
                 f"sizes {part!r}: a range is FROM:TO or FROM:TO:xN and goes up, e.g. 1KiB:16MiB:x4"
@@ -93,26 +99,25 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def parse_operations(text: str) -> tuple[str, ...]:
-    """Names of harness/operations.py, each once.
+def parse_names(text: str, what: str, names: Collection[str]) -> tuple[str, ...]:
+    """Those of `names` that the text has between commas, each once.
 
     Raises:
-        ConfigError: there is no such operation; lists those there are.
+        ConfigError: there is no such name; lists those there are.
     """
-    return _known(text, "operation", COLLECTIVES)
-
-
-def parse_dtypes(text: str) -> tuple[str, ...]:
-    """Names of ELEMENT_BYTES, each once; `bfloat16` is taken for bf16.
-
-    Raises:
-        ConfigError: there is no such element type; lists those there are.
-    """
-    return _known(text.replace("bfloat16", "bf16"), "dtype", ELEMENT_BYTES)
+    parts = parts_of(text, what)
+    for part in parts:
+        if part not in names:
+            close = nearest(part, names)
+            meant = f" (did you mean {close}?)" if close else ""
+            raise ConfigError(
+                f"there is no {what} {part!r}{meant}; the names are {', '.join(names)}"
+            )
+    return tuple(dict.fromkeys(parts))
 
 
 def whole_elements(size_bytes: int, dtype: str, num_parts: int) -> int:
-    """Elements of `size_bytes`, rounded up to a whole number in each of `num_parts` parts."""
+    """Elements of `size_bytes`, rounded up to an integer number in each of `num_parts` parts."""
     return -(-size_bytes // (ELEMENT_BYTES[dtype] * num_parts)) * num_parts
 
 
@@ -129,31 +134,8 @@ def _size(text: str) -> int:
     return int(size_bytes)
 
 
-def _factor(text: str, part: str) -> int:
-    number = text.strip().removeprefix("x")
-    if not number.isdecimal() or int(number) < 2:
-        raise ConfigError(f"sizes {part!r}: {text!r} is no step; write x2, x4 or another factor")
-    return int(number)
-
-
-def _known(text: str, what: str, names: Collection[str]) -> tuple[str, ...]:
-    parts = parts_of(text, what)
-    for part in parts:
-        if part not in names:
-            close = nearest(part, names)
-            meant = f" (did you mean {close}?)" if close else ""
-            raise ConfigError(
-                f"there is no {what} {part!r}{meant}; the names are {', '.join(names)}"
-            )
-    return tuple(dict.fromkeys(parts))
-
-
 def parts_of(text: str, what: str) -> Sequence[str]:
-    """What stands between commas.
-
-    Raises:
-        ConfigError: nothing does.
-    """
+    """What stands between commas; nothing is a ConfigError."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
         raise ConfigError(f"no {what} is named in {text!r}; write one, or several with commas")
@@ -188,24 +170,22 @@ def one_by_one(units: Sequence[Participants], hosts: Sequence[str], limit: int) 
 
 def all_at_once(units: Sequence[Participants]) -> list[Round]:
     """As few rounds as a greedy choice gives: one for groups, two for neighbours along a line."""
-    rounds: list[list[Participants]] = []
-    busy: list[set[int]] = []
+    rounds: list[tuple[list[Participants], set[int]]] = []
     for unit in units:
-        for members, ranks in zip(rounds, busy, strict=True):
-            if ranks.isdisjoint(unit):
+        for members, busy in rounds:
+            if busy.isdisjoint(unit):
                 members.append(unit)
-                ranks.update(unit)
+                busy.update(unit)
                 break
         else:
-            rounds.append([unit])
-            busy.append(set(unit))
-    return [tuple(members) for members in rounds]
+            rounds.append(([unit], set(unit)))
+    return [tuple(members) for members, _ in rounds]
 
 
 def tournament(num_ranks: int) -> list[Round]:
     """Rounds in which every rank meets every other one exactly once.
 
-    The circle method: rank 0 sits still, the others move on by one seat a round and play the seat
+    The circle method: rank 0 sits still, the others move on by one seat a round and meet the one
     opposite; with an odd number one of them pauses. num_ranks - 1 rounds, or num_ranks if odd.
     """
     seats = list(range(num_ranks)) + ([-1] if num_ranks % 2 else [])

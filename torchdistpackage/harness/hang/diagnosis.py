@@ -1,28 +1,27 @@
-"""Who is to blame for a hang, from what its ranks left. No torch.
+"""Who is to blame for a hang, from what its ranks left, and the report that says it. No torch.
 
-One rule: whoever waits is not to blame. The culprits are found at the end of the waits: ranks that
-raised, died, stopped or do not answer; then those that do something else while others wait for
-them; and if everybody waits, the circle of waits or the calls that do not agree.
+A rank that waits is not to blame. The culprits are found at the end of the waits: ranks
+that raised, died, stopped or do not answer; then those that do something else while others wait for
+them; and if all wait, the circle of waits or the calls that do not agree.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from torchdistpackage.harness.hang import flights
 from torchdistpackage.harness.hang.dump import Dump, State, states
-from torchdistpackage.harness.hang.flights import from_json as flights_of
-from torchdistpackage.harness.hang.flights import met, order_conflict
 from torchdistpackage.harness.hang.stacks import innermost, is_waiting, loop_of
 from torchdistpackage.harness.hang.waits import (
+    SHOWN,
     RankRecord,
     RankWait,
     aborted,
     blocked_by,
-    called,
     cycles,
-    format_call,
-    numbered,
+    grouped,
     ranks_listed,
+    versions,
     waits,
 )
 from torchdistpackage.launch.failure import Failure, FailureKind, from_json, is_secondary
@@ -38,9 +37,6 @@ _DOING = {
     "validate": "in the validation",
     "messages": "between two messages of its pipeline",
 }
-
-
-_NEVER_CAME = "has never come to its first step, or its folder is another one"
 
 
 class Cause(IntEnum):
@@ -61,13 +57,42 @@ class Suspect:
     detail: str = ""
 
 
-class Hang:
-    """What is known of a hang.
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """The culprits, the first one to blame first; `text` is the report."""
 
-    dumps: by rank, of all that have one; stacks: left by the C side of those that do not answer.
+    suspects: tuple[Suspect, ...]
+    text: str
+
+    def failure(self, time_s: float) -> Failure:
+        """The first culprit's, for a supervisor. time_s: of the alarm."""
+        first = self.suspects[0]
+        return Failure(
+            first.rank, first.host, first.pid, time_s, FailureKind.HUNG, 1, first.what, self.text
+        )
+
+
+def diagnose(
+    world_size: int,
+    dumps: Mapping[int, Dump],
+    stacks: Mapping[int, str] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    noted: Mapping[int, str] | None = None,
+) -> Diagnosis:
+    """The culprits of a hang and the report.
+
+    dumps: by rank, of all that have one. stacks: left by the C side of those that do not answer.
     mesh: gives ranks their coordinates. noted: letters of those whose watchers say that they are
     stopped.
     """
+    hang = Hang(world_size, dumps, stacks or {}, mesh, noted or {})
+    suspects = hang.suspects()
+    return Diagnosis(suspects, hang.report(suspects))
+
+
+class Hang:
+    """What is known of a hang; see `diagnose`."""
 
     def __init__(
         self,
@@ -77,24 +102,28 @@ class Hang:
         mesh: Mesh | None,
         noted: Mapping[int, str],
     ) -> None:
-        self.world_size, self.dumps, self.stacks, self.mesh = world_size, dumps, stacks, mesh
+        self.world_size, self.dumps, self.stacks = world_size, dumps, stacks
+        self.mesh = mesh if mesh is not None and mesh.size == world_size else None
         self.letters = {**noted, **states(dumps)}
         self.hosts = {rank: dump.process.host for rank, dump in dumps.items()}
-        answered = {rank for rank, dump in dumps.items() if dump.state is State.DUMPED}
-        self.answered = answered
-        told = {r: d.snapshot for r, d in dumps.items() if d.answers and d.snapshot is not None}
-        records = {rank: RankRecord(snapshot) for rank, snapshot in told.items()}
-        self.records = records
-        self.waits = waits(records, answered & records.keys())
-        self.flights = {r: flights_of(d.flights) for r, d in sorted(dumps.items()) if d.flights}
+        self.answered = {rank for rank, dump in dumps.items() if dump.state is State.DUMPED}
+        self.records = {
+            rank: RankRecord(dump.snapshot)
+            for rank, dump in dumps.items()
+            if dump.answers and dump.snapshot is not None
+        }
+        self.waits = waits(self.records, self.answered & self.records.keys())
+        self.waiting = {wait.rank: wait for wait in reversed(self.waits)}
         self.blocked_by = blocked_by(self.waits)
+        of = {r: d.flights for r, d in sorted(dumps.items()) if d.flights}
+        self.flights = {rank: flights.from_json(each) for rank, each in of.items()}
 
-    # -- who is who --------------------------------------------------------------------
+    # -- a rank in words ---------------------------------------------------------------
 
     def who(self, rank: int) -> str:
         """`data 2 pipe 1 tensor 0 on node17`, axes of size 1 left out."""
         name = ""
-        if self.mesh is not None and self.mesh.size == self.world_size:
+        if self.mesh is not None:
             coord = self.mesh.coord(rank)
             name = " ".join(f"{axis} {coord[axis]}" for axis, size in self.mesh.axes if size > 1)
         host = self.hosts.get(rank)
@@ -105,88 +134,44 @@ class Hang:
         who = self.who(rank)
         return who if who.startswith("rank ") else f"rank {rank} ({who})"
 
-    def stacks_of(self, rank: int) -> tuple[str, ...]:
-        return self.dumps[rank].stacks if rank in self.dumps else ()
-
-    def doing(self, rank: int) -> str:
+    def _doing(self, rank: int) -> str:
         """What a rank does that others wait for, in a line."""
-        trouble = self.trouble(rank)
-        if trouble is not None:
+        if (trouble := self._trouble(rank)) is not None:
             return trouble.what
-        if own := next((w for w in self.waits if w.rank == rank), None):
-            return f"itself waits in {format_call(own.call)}"
+        if own := self.waiting.get(rank):
+            return f"itself waits in {own.call}"
         place = innermost(self.dumps[rank].stacks)
         return f"is {self._phase(rank)}{f': {place}' if place else ''}"
 
     def _phase(self, rank: int) -> str:
-        snapshot = self.dumps[rank].snapshot or {}
-        phase = str(snapshot.get("phase", ""))
+        phase = str((self.dumps[rank].snapshot or {}).get("phase", ""))
         doing = _DOING.get(phase, f"at {phase}" if phase else "in no call of ours")
         if not self._waits_for_device(rank):
             return doing
         return f"waiting for its device{f' {doing}' if phase else ''}"
 
     def _is_on_device(self, rank: int) -> bool:
-        """Whether it issues its calls to one."""
-        groups = (self.dumps[rank].snapshot or {}).get("groups", ())
-        return any(group["done"] is None for group in groups)
+        return rank in self.records and self.records[rank].on_device
 
-    def _waits(self, rank: int) -> bool:
-        return is_waiting(self.stacks_of(rank), on_device=self._is_on_device(rank))
+    def _is_waiting(self, rank: int) -> bool:
+        return is_waiting(self.dumps[rank].stacks, on_device=self._is_on_device(rank))
 
     def _waits_for_device(self, rank: int) -> bool:
-        return self._is_on_device(rank) and self._waits(rank)
-
-    def trouble(self, rank: int) -> Suspect | None:
-        """What is wrong with a rank that does not train any more, or does not answer."""
-        dump = self.dumps.get(rank)
-        if dump is None:
-            return Suspect(rank, "", 0, Cause.LOST, _NEVER_CAME)
-        host, pid = dump.process.host, dump.process.pid
-        if dump.state is State.DUMPED:
-            return None
-        if dump.state is State.LEFT:
-            what = f"has ended its loop after {dump.step} steps, and the others have not"
-            return Suspect(rank, host, pid, Cause.LEFT, what)
-        if dump.state is State.RAISED:
-            failure = from_json(dump.error)
-            fault = Cause.FOLLOWED if is_secondary(failure) else Cause.RAISED
-            what = _raised(failure)
-            return Suspect(rank, host, pid, fault, what, failure.detail)
-        letter, stack = self.letters.get(rank), self.stacks.get(rank, "").strip()
-        at = f", process {pid}"
-        if letter is None:
-            alone = not any(self.hosts[r] == host for r in self.answered)
-            of_all = (
-                f": no rank on {host} does, so the host or its network is gone" if alone else ""
-            )
-            return Suspect(rank, host, pid, Cause.LOST, f"does not answer{of_all}", stack)
-        if letter == "":
-            crash = stack.startswith("Fatal") and stack.partition("\n")[0]
-            ended = f"crashed ({crash})" if crash else "ended without a word, as by a kill"
-            gone = f"is gone: its process ({pid}) has {ended}"
-            what = aborted(rank, stack, self.records) or gone
-            return Suspect(rank, host, pid, Cause.GONE, what, stack if crash else "")
-        if letter in "Tt":
-            by = "by a debugger" if letter == "t" else "by SIGSTOP or Ctrl-Z"
-            what = f"is stopped (process state {letter}{at}), {by}"
-            return Suspect(rank, host, pid, Cause.STOPPED, what)
-        kind = " in the kernel, at a disk or a driver" if letter == "D" else ""
-        why = "a call into C holds it" if stack else "it is held, or cannot write here"
-        alive = f"it is alive{kind} (state {letter}{at}), but its interpreter does not run: {why}"
-        return Suspect(rank, host, pid, Cause.SILENT, f"does not answer: {alive}", stack)
+        return self._is_on_device(rank) and self._is_waiting(rank)
 
     # -- who is to blame ---------------------------------------------------------------
 
     def suspects(self) -> tuple[Suspect, ...]:
         """At least one, the first one to blame first."""
-        found = [c for rank in range(self.world_size) if (c := self.trouble(rank)) is not None]
-        waiting = {wait.rank for wait in self.waits}
-        busy = [r for r in self.blocked_by if r in self.answered and r not in waiting]
+        found = [c for rank in range(self.world_size) if (c := self._trouble(rank)) is not None]
+        busy = self.answered & self.blocked_by.keys() - self.waiting.keys()
         if (crossed := self._crossed()) is not None:
             found.append(crossed)
-            busy = [r for r in busy if not self._waits_for_device(r)]
-        found += [self._busy(r) for r in sorted(busy, key=lambda r: (-len(self.blocked_by[r]), r))]
+            busy = {r for r in busy if not self._waits_for_device(r)}
+        for rank in sorted(busy, key=lambda r: (-len(self.blocked_by[r]), r)):
+            num = len(self.blocked_by[rank])
+            others = f"{num} other rank{'s wait' if num > 1 else ' waits'} for it"
+            found.append(self._of(rank, Cause.BUSY, f"is {self._phase(rank)} while {others}"))
         found += [self._circle(circle) for circle in cycles(self.waits)]
         found.sort(key=lambda c: (c.cause, self._since(c)))
         return tuple(found or [self._unexplained()])
@@ -197,99 +182,217 @@ class Hang:
             return 0.0
         return from_json(self.dumps[culprit.rank].error).time_s
 
-    def _of(self, rank: int, fault: Cause, what: str) -> Suspect:
+    def _of(self, rank: int, cause: Cause, what: str) -> Suspect:
+        """One that answers, with its stacks."""
         dump = self.dumps[rank]
         loop = dump.stacks[:1]
         detail = "\n".join([*loop, *({loop_of(dump.stacks)} - {*loop, ""})])
-        return Suspect(rank, dump.process.host, dump.process.pid, fault, what, detail)
+        return Suspect(rank, dump.process.host, dump.process.pid, cause, what, detail)
 
-    def _busy(self, rank: int) -> Suspect:
-        num = len(self.blocked_by[rank])
-        others = f"{num} other rank{'s wait' if num > 1 else ' waits'} for it"
-        return self._of(rank, Cause.BUSY, f"is {self._phase(rank)} while {others}")
+    def _trouble(self, rank: int) -> Suspect | None:
+        """What is wrong with a rank that does not train any more, or does not answer."""
+        dump = self.dumps.get(rank)
+        if dump is None:
+            what = "has never come to its first step, or its folder is another one"
+            return Suspect(rank, "", 0, Cause.LOST, what)
+        if dump.state is State.DUMPED:
+            return None
+        if dump.state is State.LEFT:
+            what = f"has ended its loop after {dump.step} steps, and the others have not"
+            cause, detail = Cause.LEFT, ""
+        elif dump.state is State.RAISED:
+            failure = from_json(dump.error)
+            cause = Cause.FOLLOWED if is_secondary(failure) else Cause.RAISED
+            what, detail = f"raised {failure.error}", failure.detail
+            if failure.kind is FailureKind.EXIT:
+                what = f"left its loop by sys.exit({failure.error or failure.exit_code})"
+        else:
+            cause, what, detail = self._silent(rank, dump)
+        return Suspect(rank, dump.process.host, dump.process.pid, cause, what, detail)
+
+    def _silent(self, rank: int, dump: Dump) -> tuple[Cause, str, str]:
+        letter, stack = self.letters.get(rank), self.stacks.get(rank, "").strip()
+        host, at = dump.process.host, f", process {dump.process.pid}"
+        if letter is None:
+            what = "does not answer"
+            if host not in {self.hosts[r] for r in self.answered}:
+                what += f": no rank on {host} does, so the host or its network is gone"
+            return Cause.LOST, what, stack
+        if letter == "":
+            crash = stack.startswith("Fatal") and stack.partition("\n")[0]
+            ended = f"crashed ({crash})" if crash else "ended without a word, as by a kill"
+            gone = f"is gone: its process ({dump.process.pid}) has {ended}"
+            return Cause.GONE, aborted(rank, stack, self.records) or gone, stack if crash else ""
+        if letter in "Tt":
+            by = "by a debugger" if letter == "t" else "by SIGSTOP or Ctrl-Z"
+            return Cause.STOPPED, f"is stopped (process state {letter}{at}), {by}", ""
+        kind = " in the kernel, at a disk or a driver" if letter == "D" else ""
+        why = "a call into C holds it" if stack else "it is held, or cannot write here"
+        alive = f"it is alive{kind} (state {letter}{at}), but its interpreter does not run: {why}"
+        return Cause.SILENT, f"does not answer: {alive}", stack
 
     def _circle(self, circle: Sequence[RankWait]) -> Suspect:
-        first = next((wait for wait in circle if wait.disagrees), circle[0])
-        peer = self.describe_rank(first.behind[0])
+        first = max(circle, key=lambda wait: wait.disagrees)
+        peer, call = self.describe_rank(first.behind[0]), first.call
         if first.disagrees:
-            what = f"and {peer} do not agree on {numbered(first.call)}: {self._versions(first)}"
+            against = " against ".join(self._versions(first))
+            what = f"and {peer} do not agree on {call.numbered}: {against}"
         elif first.other is not None:
             what = (
-                f"and all others are in {numbered(first.call)}, {called(first.call)}, and it does "
+                f"and all others are in {call.numbered}, {call.called}, and it does "
                 f"not end: look at the network between their hosts, and at arguments that differ, "
                 f"which `with comm.checked_calls():` compares"
             )
         else:
-            ways = (
-                f"rank {wait.rank} waits in {format_call(wait.call)} for rank {wait.behind[0]}"
-                for wait in circle
-            )
+            ways = (f"rank {w.rank} waits in {w.call} for rank {w.behind[0]}" for w in circle)
             what = f"and {peer} wait in a circle: {'; '.join(ways)}"
         return self._of(first.rank, Cause.CIRCLE, what)
 
-    def _versions(self, wait: RankWait) -> str:
-        """`all_reduce float32[4] (rank 0) against broadcast float32[4] (ranks 1, 2)`."""
-        call, ranks = wait.call, dict[str, list[int]]()
+    def _versions(self, wait: RankWait) -> list[str]:
+        """`all_reduce float32[4] (rank 0)`, `broadcast float32[4] (ranks 1, 2)`."""
+        call = wait.call
         parties = call.ranks if call.peer is None else (wait.rank, call.peer)
-        for other in self.waits:
-            if numbered(other.call) == numbered(call) and other.rank in parties:
-                ranks.setdefault(called(other.call), []).append(other.rank)
-        if wait.other is not None:
-            ranks.setdefault(called(wait.other), list(wait.behind))
-        return " against ".join(f"{what} ({ranks_listed(of)})" for what, of in ranks.items())
+        known = [
+            (other.call, other.rank)
+            for other in self.waits
+            if other.call.numbered == call.numbered and other.rank in parties
+        ]
+        if wait.other is not None and wait.other.called not in {each.called for each, _ in known}:
+            known += [(wait.other, rank) for rank in wait.behind]
+        return versions(known)
 
     def _unexplained(self) -> Suspect:
-        """All answer, and nobody is known to be waited for: then the stacks decide.
+        """All answer, and no rank is known to be waited for: then the stacks decide.
 
-        Who stands in a call of others' libraries that waits is not to blame; of the rest, the rank
-        whose stack is the rarest.
+        A rank in a library's call that waits is not to blame; of the rest, the one whose stack is
+        the rarest.
         """
-        waiting = {rank for rank in self.answered if self._waits(rank)}
+        waiting = {rank for rank in self.answered if self._is_waiting(rank)}
         if waiting == self.answered and (stuck := self._stuck_devices()) is not None:
             return stuck
-        by_stack: dict[str, list[int]] = {}
-        for rank in sorted(self.answered - waiting or self.answered):
-            by_stack.setdefault(loop_of(self.stacks_of(rank)), []).append(rank)
-        num = min(map(len, by_stack.values()))
-        first, *alike = sorted(r for ranks in by_stack.values() if len(ranks) == num for r in ranks)
+        left = sorted(self.answered - waiting or self.answered)
+        alike = grouped((loop_of(self.dumps[rank].stacks), rank) for rank in left)
+        num = min(map(len, alike.values()))
+        first, *more = sorted(r for ranks in alike.values() if len(ranks) == num for r in ranks)
         taken = f"in a step that has taken {self.dumps[first].over_s:.0f} s"
-        if not alike:
+        if not more:
             return self._of(first, Cause.BUSY, f"is {self._phase(first)}, {taken}")
-        phases = {self._phase(rank) for rank in (first, *alike)}
+        phases = {self._phase(rank) for rank in (first, *more)}
         doing = phases.pop() if len(phases) == 1 else "in different parts of the step"
         if first in waiting:
             doing = "waiting, in calls that are not numbered"
         unknown = "which of them holds up the others cannot be told"
-        what = f"and {ranks_listed(alike)} are {doing}, {taken}: {unknown}"
+        what = f"and {ranks_listed(more)} are {doing}, {taken}: {unknown}"
         return self._of(first, Cause.BUSY, what)
 
     def _crossed(self) -> Suspect | None:
         """Two calls that no device ends, issued in different orders."""
-        found = order_conflict(self.flights)
+        found = flights.order_conflict(self.flights)
         if found is None or not {found.first, found.second} <= self.answered:
             return None
         what = (
-            f"and {self.describe_rank(found.second)} have issued {found.one.words} and "
-            f"{found.other.words} in different orders, and no device ends them: issue calls of "
-            f"several groups in one order on all ranks"
+            f"and {self.describe_rank(found.second)} have issued {found.one} and {found.other} in "
+            f"different orders, and no device ends them: issue calls of several groups in one "
+            f"order on all ranks"
         )
         return self._of(found.first, Cause.CIRCLE, what)
 
     def _stuck_devices(self) -> Suspect | None:
-        """All wait, and nobody for a rank that is behind: what does not end is on devices."""
+        """All wait, and for no rank that is behind: what does not end is on devices."""
         first, *more = sorted(r for r in self.answered if self._is_on_device(r)) or [None]
         if first is None:
             return None
-        call = met(self.flights)
-        ending = "" if call is None else f", and {call.words} does not end, which all have issued"
+        call = flights.met(self.flights)
+        ending = "" if call is None else f", and {call} does not end, which all have issued"
         causes = "a kernel that does not end"
         if more:
             causes = f"calls of several groups in different orders, {causes}, the network"
         who = f"and {ranks_listed(more)} wait for their devices" if more else "waits for its device"
         return self._of(first, Cause.CIRCLE, f"{who}{ending}: look for {causes}")
 
+    # -- the report --------------------------------------------------------------------
 
-def _raised(failure: Failure) -> str:
-    if failure.kind is not FailureKind.EXIT:
-        return f"raised {failure.error}"
-    return f"left its loop by sys.exit({failure.error or failure.exit_code})"
+    def report(self, culprits: Sequence[Suspect]) -> str:
+        """The first lines name the culprits; ranks that say the same are said once."""
+        # without those that failed because others had, unless there are no others
+        blamed = [c for c in culprits if c.cause is not Cause.FOLLOWED] or culprits[:1]
+        parts = [
+            *self._heads(culprits, blamed),
+            *(f"rank {c.rank}:\n{_indented(c.detail)}" for c in blamed[:SHOWN] if c.detail),
+            *_section("who waits for whom:", self._waiting()),
+            *_section("not in it:", self._others()),
+            *_section("on the devices:", flights.lines(self.flights, SHOWN)),
+            *_section("stacks:", self._stacks(culprits, blamed)),
+        ]
+        return "\n".join(parts)
+
+    def _heads(self, culprits: Sequence[Suspect], blamed: Sequence[Suspect]) -> list[str]:
+        heads = [f"{self.describe_rank(c.rank)} {c.what}" for c in blamed[:SHOWN]]
+        if len(blamed) > SHOWN:
+            heads.append(f"and {ranks_listed([c.rank for c in blamed[SHOWN:]])} as well")
+        if after := [c.rank for c in culprits if c not in blamed]:
+            heads.append(f"then {ranks_listed(after)} raised what the loss of a peer brings about")
+        lines = ["hang: " + "\n      ".join(heads)]
+        longest = max(self.dumps.values(), key=lambda dump: dump.over_s, default=None)
+        if longest is not None and longest.over_s > longest.limit_s:
+            taken_s, limit_s = longest.over_s, longest.limit_s
+            lines.append(f"the longest step has taken {taken_s:.1f} s, and may take {limit_s:g} s")
+        return lines
+
+    def _waiting(self) -> list[str]:
+        """Who waits for whom."""
+        alike: dict[tuple[object, ...], list[RankWait]] = {}
+        for wait in self.waits:
+            call, own = wait.call, wait.rank if wait.call.peer is not None or wait.other else -1
+            key = (own, call.group, call.operation, call.sequence, wait.behind)
+            alike.setdefault(key, []).append(wait)
+        lines: list[str] = []
+        for first, *more in alike.values():
+            lines.append(f"{self.who(first.rank)} waits in {first.call}{self._for_whom(first)}")
+            lines.append(f"  (rank {first.rank}: {first.call.exactly})")
+            if more:
+                do = "do" if len(more) > 1 else "does"
+                lines.append(f"  so {do} {ranks_listed([wait.rank for wait in more])}")
+        return lines
+
+    def _for_whom(self, wait: RankWait) -> str:
+        if not wait.behind:
+            return ", in which all others have been"
+        role = {"receive": "its sender ", "send": "its receiver "}.get(wait.call.operation, "")
+        if wait.other is not None and wait.disagrees:
+            return f"; there {role}{self.who(wait.behind[0])} is in {wait.other.called}"
+        issued_by = dict(zip(wait.behind, wait.issued or [-1] * len(wait.behind), strict=True))
+        behind = sorted(wait.behind, key=lambda rank: rank in self.waiting)
+        said: list[str] = []
+        for rank in behind[:SHOWN]:
+            issued = issued_by[rank]
+            count = f", which has issued {issued}," if issued >= 0 and not role else ""
+            said.append(f"{role}{self.who(rank)}{count} {self._doing(rank)}")
+        if len(behind) > SHOWN:
+            said.append(f"and {ranks_listed(behind[SHOWN:])}")
+        return "; " + "; ".join(said)
+
+    def _others(self) -> list[str]:
+        """Ranks that neither wait nor are waited for."""
+        left = self.answered - self.waiting.keys() - self.blocked_by.keys() if self.waits else ()
+        said = grouped((self._doing(rank), rank) for rank in sorted(left))
+        return [f"{self.describe_rank(ranks[0])} {what}" for what, ranks in said.items()]
+
+    def _stacks(self, culprits: Sequence[Suspect], blamed: Sequence[Suspect]) -> list[str]:
+        """Of all ranks that answered and are not above."""
+        above = {(c.rank, (c.detail,)) for c in blamed[:SHOWN]}
+        left = [(self.dumps[rank].stacks, rank) for rank in sorted(self.answered)]
+        left = [(stacks, rank) for stacks, rank in left if (rank, stacks) not in above]
+        left += [((c.detail,), c.rank) for c in culprits if c not in blamed]
+        return [
+            f"{ranks_listed(ranks)}:\n" + _indented("\n".join(s.rstrip() for s in stacks))
+            for stacks, ranks in grouped(left).items()
+        ]
+
+
+def _section(title: str, parts: Sequence[str]) -> list[str]:
+    return [title, *map(_indented, parts)] if parts else []
+
+
+def _indented(text: str) -> str:
+    return "\n".join("  " + line for line in text.rstrip().splitlines())

@@ -1,17 +1,21 @@
-"""What one rank leaves in the folder of a watch, and what is left there of all. No torch.
+"""Files of a watch: what its ranks say in a shared folder, and on each host. No torch.
 
-Every file that somebody polls is there from the beginning. Clients of a network file
-system may believe for a minute that a file is missing, but look again at each opening of one that
-they know. So a rank has one file from its start on, written whole each time, and a common file is
-empty until it means something.
+In the shared folder every file that is polled is there from the beginning. Clients of a network
+file system may believe for a minute that a file is missing, but look again at each opening of one
+that they know. So a rank has one file from its start on, written anew each time, and a common file
+is empty until it means something.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
 import signal
 import socket
+import stat
+import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -50,12 +54,11 @@ class Process:
     def descendants(self) -> list["Process"]:
         """What it has started, as the workers of a loader, and what those have; parents first."""
         children: dict[int, list[Process]] = {}
-        for name in os.listdir("/proc"):  # noqa: PTH208 - a name is all that is needed
-            if name.isdigit():
-                letter, parent, started = _stat(int(name))
-                if letter not in "ZX":
-                    child = replace(self, pid=int(name), started=started)
-                    children.setdefault(parent, []).append(child)
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):  # noqa: PTH208 - names
+            letter, parent, started = _stat(pid)
+            if letter not in "ZX":
+                child = replace(self, pid=pid, started=started)
+                children.setdefault(parent, []).append(child)
         found = list(children.get(self.pid, ()) if self.state() else ())
         for process in found:  # grows on the way
             found += children.get(process.pid, ())
@@ -85,8 +88,7 @@ class Dump:
     comm.flight_recorder. stacks: a text for each thread, the main one first. error: a
     launch.failure.Failure as JSON. neighbours: letters of the other processes of its host, by rank.
     failure: where its supervisor looks for its failure. reports: it waits for the report before it
-    ends. flights: of hang.flights, what its device has not ended; None: not asked, or no word.
-    more: will be asked.
+    ends. flights: what its device has not ended, None where that is not known (`more`: yet).
     """
 
     rank: int
@@ -112,11 +114,7 @@ class Dump:
 
 
 def from_json(text: str) -> Dump:
-    """Back from JSON.
-
-    Raises:
-        ValueError, TypeError, KeyError: it is none.
-    """
+    """Back from JSON; ValueError, TypeError, KeyError: it is none."""
     fields: dict[str, Any] = json.loads(text)
     return Dump(
         **fields
@@ -130,28 +128,24 @@ def from_json(text: str) -> Dump:
 
 
 class Folder:
-    """The files of one watch: `hang.<start>` in the folder that its ranks share."""
+    """The files of one watch: `hang.<start>` in the folder that its ranks share.
+
+    What writes raises OSError where that cannot be written.
+    """
 
     def __init__(self, parent: Path, start: str) -> None:
         self.path = parent / f"hang.{start}"
         self.report = parent / f"hang.{start}.txt"
+        self._alarm, self._reported = self.path / "alarm", self.path / "reported"
 
     def make(self) -> None:
-        """The folder, and in it what all ranks have in common.
-
-        Raises:
-            OSError: the folder cannot be written.
-        """
+        """The folder, and in it what all ranks have in common."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for common in (self._alarm, self._reported):
             os.close(os.open(common, _OPEN, 0o600))
 
     def open(self, dump: Dump) -> int:
-        """Make what is missing, and the file of this rank; a descriptor for its stacks.
-
-        Raises:
-            OSError: the folder cannot be written.
-        """
+        """Make what is missing, and the file of this rank; a descriptor for its stacks."""
         self.make()
         self.write(dump)
         return os.open(self._of(dump).with_suffix(".stacks"), _OPEN | os.O_TRUNC, 0o600)
@@ -161,8 +155,7 @@ class Folder:
 
     def read(self, ranks: Iterable[int] | None = None) -> dict[int, Dump]:
         """What ranks (default: all that have come) say; what cannot be read is left out."""
-        paths = self._paths()
-        found: dict[int, Dump] = {}
+        paths, found = self._paths(), dict[int, Dump]()
         for rank in sorted(paths) if ranks is None else ranks:
             with contextlib.suppress(ValueError, TypeError, KeyError, OSError):
                 found[rank] = from_json(paths[rank].read_text(encoding="utf-8"))
@@ -216,14 +209,6 @@ class Folder:
                     return
             shutil.rmtree(self.path, ignore_errors=True)
 
-    @property
-    def _alarm(self) -> Path:
-        return self.path / "alarm"
-
-    @property
-    def _reported(self) -> Path:
-        return self.path / "reported"
-
     def _of(self, dump: Dump) -> Path:
         return self.path / f"rank{dump.rank}@{dump.process.host}.json"
 
@@ -235,6 +220,52 @@ class Folder:
                 if name.startswith("rank") and name.endswith(".json")
             }
         return {}
+
+
+class Nearby:
+    """What the ranks of a host that watch over `shared` tell each other on its own disk.
+
+    One of them looks there every `every_s` for all. None is in charge: the first to find that none
+    has looked for a while looks, and says so, and so replaces one that is stopped or gone. Where
+    there is no place of the user's own, each rank looks for itself.
+    """
+
+    def __init__(self, shared: Path, every_s: float) -> None:
+        self._every_s = every_s
+        known = hashlib.sha256(f"{socket.gethostname()}\0{shared}".encode()).hexdigest()[:16]
+        own = _own_folder()
+        self._looked = own and own / f"{known}.looked"
+        self._alarm = own and own / f"{known}.alarm"
+
+    def is_due(self) -> bool:
+        """Whether it is up to this rank to look now; if so, the others take it that it does."""
+        if self._looked is None:
+            return True
+        try:
+            # a clock that was put back must not keep everybody from looking
+            if abs(time.time() - self._looked.stat().st_mtime) < self._every_s:
+                return False
+            os.utime(self._looked)
+        except FileNotFoundError:
+            return _make(self._looked)
+        except OSError:
+            pass
+        return True
+
+    @property
+    def has_alarm(self) -> bool:
+        return self._alarm is not None and self._alarm.exists()
+
+    def raise_alarm(self) -> None:
+        if self._alarm is not None:
+            _make(self._alarm)
+
+    def leave(self) -> None:
+        """Take away what is there; ranks that stay make it anew."""
+        for path in (self._looked, self._alarm):
+            if path is not None:
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
 
 
 def remove_traces(parent: Path) -> None:
@@ -276,3 +307,27 @@ def _space() -> str:
         return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - the text, which is no path
     except OSError:
         return ""
+
+
+def _make(path: Path) -> bool:
+    """Whether it could be made here and now: others may come at the same moment."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _own_folder() -> Path | None:
+    """A folder on this host that no one else can write to; None: there cannot be one."""
+    folder = Path(tempfile.gettempdir()) / f"tdp-{os.getuid()}"
+    try:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found = folder.lstat()
+    except OSError:
+        return None
+    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    return folder if is_ours and not found.st_mode & 0o077 else None

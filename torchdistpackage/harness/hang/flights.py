@@ -1,8 +1,7 @@
-"""What devices are at, by the flight recorder of NCCL: collectives that have not ended. No torch.
+"""Collectives that devices have not ended, by the flight recorder of NCCL. No torch.
 
-One rule: calls of two groups need one order on all ranks that are in both, for a kernel stays on
-its device until it has met all others. Two calls that two ranks have issued in different orders may
-wait for each other for ever.
+Calls of two groups need one order on all ranks that are in both, for a kernel stays on its device
+until it has met all others. Two calls in different orders on two ranks may wait for ever.
 """
 
 import json
@@ -11,7 +10,8 @@ from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any
 
-COMPLETED = "completed"
+from torchdistpackage.harness.hang.waits import grouped, ranks_listed
+
 KEPT = 32
 """Calls of a rank: those behind them wait for them."""
 
@@ -35,21 +35,19 @@ class InFlightCall:
         """Equal on all ranks."""
         return self.ranks, self.group, self.sequence, self.is_message, self.operation
 
-    @property
-    def words(self) -> str:
+    def __str__(self) -> str:
         """`all_reduce number 57 of ranks 0, 2`."""
-        return f"{self.operation} number {self.sequence} of ranks {', '.join(map(str, self.ranks))}"
+        return f"{self.operation} number {self.sequence} of {ranks_listed(self.ranks, 'ranks')}"
 
 
 def of_trace(trace: Mapping[str, Any]) -> tuple[InFlightCall, ...]:
     """The first calls in `trace`, the recorder's dump, that have not ended, in order of issue.
 
-    Raises:
-        KeyError, TypeError, ValueError: it is none.
+    KeyError, TypeError, ValueError: it is none.
     """
     groups = trace.get("pg_config", {})
     entries = sorted(trace.get("entries", ()), key=lambda entry: entry.get("record_id", 0))
-    unfinished = [entry for entry in entries if entry["state"] != COMPLETED]
+    unfinished = [entry for entry in entries if entry["state"] != "completed"]
     return tuple(_flight(entry, groups) for entry in unfinished[:KEPT])
 
 
@@ -107,28 +105,21 @@ def order_conflict(flights: Flights) -> OrderConflict | None:
 def met(flights: Flights) -> InFlightCall | None:
     """The first unfinished call that each of its ranks has issued."""
     held = {rank: {flight.name for flight in each} for rank, each in flights.items()}
-    for each in flights.values():
-        for flight in each:
-            members = flight.ranks
-            if members and all(flight.name in held.get(rank, ()) for rank in members):
-                return flight
+    for flight in (flight for each in flights.values() for flight in each):
+        if flight.ranks and all(flight.name in held.get(rank, ()) for rank in flight.ranks):
+            return flight
     return None
 
 
 def lines(flights: Flights, most: int) -> list[str]:
     """`all_reduce number 57 of ranks 0, 2: started on rank 0, scheduled on rank 2`; the first."""
-    by_name: dict[tuple[object, ...], dict[str, list[int]]] = {}
-    known: dict[tuple[object, ...], InFlightCall] = {}
+    by_name: dict[object, list[tuple[InFlightCall, int]]] = {}
     for rank, held in flights.items():
         for flight in held[:most]:
-            known.setdefault(flight.name, flight)
-            by_name.setdefault(flight.name, {}).setdefault(flight.state, []).append(rank)
+            by_name.setdefault(flight.name, []).append((flight, rank))
     said: list[str] = []
-    for name, states in list(by_name.items())[:most]:
-        each = (f"{state} on {_ranks(ranks)}" for state, ranks in states.items())
-        said.append(f"{known[name].words}: {', '.join(each)}")
+    for alike in list(by_name.values())[:most]:
+        states = grouped((flight.state, rank) for flight, rank in alike)
+        each = (f"{state} on {ranks_listed(ranks)}" for state, ranks in states.items())
+        said.append(f"{alike[0][0]}: {', '.join(each)}")
     return said + ([f"and {len(by_name) - most} more"] if len(by_name) > most else [])
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

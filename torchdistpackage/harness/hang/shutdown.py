@@ -1,7 +1,7 @@
 """What ranks do after the alarm: one puts the report together, then all end. No torch.
 
-One rule: nobody waits for long. The lowest rank that is there writes the report, with what has come
-by then; if it does not, the next one does; and a rank ends even if no report came at all.
+No rank waits for long. The lowest rank that is there writes the report, with what has
+come by then; if it does not, the next one does; and a rank ends even if no report came at all.
 """
 
 import contextlib
@@ -12,8 +12,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchdistpackage.harness.hang.diagnosis import Diagnosis, diagnose
 from torchdistpackage.harness.hang.dump import Dump, Folder, State, states
-from torchdistpackage.harness.hang.report import Diagnosis, diagnose
 from torchdistpackage.launch.failure import Failure, FailureKind, to_json
 from torchdistpackage.launch.files import atomic_write
 from torchdistpackage.launch.supervisor import noted_stopped
@@ -33,7 +33,7 @@ _LOOK_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """The end of one rank's run. failure: see `Watch`."""
+    """The end of one rank's run. failure: see `HangWatchdog`."""
 
     folder: Folder
     rank: int
@@ -44,10 +44,7 @@ class Shutdown:
     def report(self, alarm_s: float) -> Diagnosis | None:
         """Wait until the report is written, or write it and return what it says.
 
-        alarm_s: time.time() of the alarm.
-
-        Raises:
-            OSError: the folder cannot be used any more.
+        alarm_s: time.time() of the alarm. OSError: the folder cannot be used any more.
         """
         began_s = time.monotonic()
         while not self.folder.has_report and (since_s := time.monotonic() - began_s) < END_S:
@@ -61,12 +58,14 @@ class Shutdown:
         return None
 
     def _write(self, dumps: dict[int, Dump], alarm_s: float) -> Diagnosis:
-        silent = [rank for rank, dump in dumps.items() if not dump.answers]
+        silent = {rank: dump.failure for rank, dump in dumps.items() if not dump.answers}
+        noted = {
+            rank: letter
+            for rank, report in silent.items()
+            if report and (letter := noted_stopped(Path(report)))
+        }
         stacks = self.folder.stacks(silent)
-        reports = {rank: dumps[rank].failure for rank in silent}
-        letters = {rank: noted_stopped(Path(report)) for rank, report in reports.items() if report}
-        stopped = {rank: letter for rank, letter in letters.items() if letter}
-        found = diagnose(self.world_size, dumps, stacks, mesh=self.mesh, noted=stopped)
+        found = diagnose(self.world_size, dumps, stacks, mesh=self.mesh, noted=noted)
         if self.failure is not None:
             atomic_write(self.failure, to_json(found.failure(alarm_s)))
         self.folder.write_report(found.text)
@@ -75,17 +74,18 @@ class Shutdown:
     def end(self, dump: Dump, diagnosis: Diagnosis | None, told: threading.Event) -> None:
         """End this process, and those of this host that cannot; first say why. Does not return.
 
-        told: set when nobody needs to wait for the report any more.
+        told: set when no one needs to wait for the report any more.
         """
         with contextlib.suppress(OSError):
             self._end_the_silent(dump)
         says = ""
         if self.failure is not None:
             with contextlib.suppress(OSError):
-                _leave_end(dump, self.failure, "" if self.folder.has_report else self._no_report)
+                no_report = f"hangs; {self.folder.path} has no report that says why"
+                _leave_end(dump, self.failure, "" if self.folder.has_report else no_report)
         elif diagnosis is not None:
             says = f"{diagnosis.text}\nthe same is in {self.folder.report}\n"
-        # a stream that nobody reads, or that the loop's thread holds, must not keep us
+        # a stream that no one reads, or that the loop's thread holds, must not keep us
         speaker = threading.Thread(target=_say, args=(says,), daemon=True)
         speaker.start()
         speaker.join(_SPEAK_S)
@@ -95,10 +95,6 @@ class Shutdown:
         for child in dump.process.descendants():  # workers of a loader may hang as well
             child.kill()
         os._exit(1)
-
-    @property
-    def _no_report(self) -> str:
-        return f"hangs, as far as can be told without a report, which {self.folder.path} has not"
 
     def _end_the_silent(self, mine: Dump) -> None:
         """Stopped processes, and those whose interpreter is held, do not end by themselves."""
@@ -111,7 +107,7 @@ class Shutdown:
 
 
 def _complete(dumps: dict[int, Dump], world_size: int) -> bool:
-    """Whether there is nobody left to wait for: all have answered, are gone or are stopped."""
+    """Whether all have answered, are gone or are stopped."""
     letters = states(dumps)
     return len(dumps) == world_size and all(
         (dump.answers and not dump.more) or letters.get(rank) in ("", "T", "t")

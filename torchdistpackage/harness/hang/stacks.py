@@ -1,8 +1,8 @@
 """Stacks of a rank: what they tell of its loop, and those that C writes for it. No torch.
 
-On a device a backward and its hooks run in threads of autograd, which Python did not
-start. A loop that stands in autograd's engine is where such a thread is. A host that only issues
-kernels stands in torch for long when the queue of launches is full: then it waits as well.
+On a device a backward and its hooks run in threads of autograd, which Python did not start: a loop
+that stands in autograd's engine is where such a thread is. A host that only issues kernels stands
+in torch for long when the queue of launches is full: then it waits as well.
 """
 
 import faulthandler
@@ -71,10 +71,8 @@ _LIBRARY = re.compile(r'/lib/python3[.\d]*/|^"<')
 class CStacks:
     """Stacks that the C side of faulthandler writes when Python does not run, or crashes.
 
-    A fork finds the timer off: its thread is not there in the child, which would wait for it for
-    ever at its end; the parent starts it again.
-
-    enabled: whether faulthandler and its one timer are ours to use.
+    The timer is off in a fork: its thread is not there in the child, which would wait for it for
+    ever at its end. enabled: whether faulthandler and its one timer are ours to use.
     """
 
     def __init__(self, *, enabled: bool) -> None:
@@ -84,7 +82,7 @@ class CStacks:
     def open(self, fd: int) -> None:
         """Write to `fd` from now on, which is closed by `close`."""
         self._fd = fd
-        # a crash as well leaves its stacks, unless the user has it told elsewhere
+        # a crash leaves its stacks too, unless the user has them written elsewhere
         self._tells_crashes = self._enabled and not faulthandler.is_enabled()
         if self._tells_crashes:
             faulthandler.enable(fd)
@@ -96,7 +94,7 @@ class CStacks:
         self.arm()
 
     def arm(self) -> None:
-        """If nobody comes here again in time, C writes the stacks."""
+        """If no one comes here again in time, C writes the stacks."""
         with self._lock:
             self._start()
 
@@ -138,9 +136,4 @@ class CStacks:
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
     """What is registered stays for the life of the process; its object need not."""
     known = WeakMethod(method)
-
-    def call() -> None:
-        if (found := known()) is not None:
-            found()
-
-    return call
+    return lambda: (known() or (lambda: None))()

@@ -1,37 +1,35 @@
 """Which ranks wait for which, from the records of all ranks, and their calls in words. No torch.
 
-A call is matched by its number. The k-th collective of a group waits for the members that
-have not issued their k-th, the k-th receive from a peer for the peer's k-th send. A host that
-is blocked says so; where a device does the waiting (NCCL), a call counts as waited for while
-somebody who must take part is behind.
+The k-th collective of a group waits for the members that have not issued their k-th, the k-th
+receive from a peer for the peer's k-th send. A host that is blocked says so; where a device does
+the waiting (NCCL), a call counts as waited for while a rank that must take part is behind.
 """
 
 import re
 from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import parse_action
 
-# elsewhere members may hold shapes of their own
 _ONE_SHAPE = ("all_reduce", "broadcast")
+"""In other collectives members may hold shapes of their own."""
 _OTHER_END = {"send": "receive", "receive": "send"}
 SHOWN = 8
 """Ranks that are listed one by one, where more of them say the same."""
 
 GroupKey = tuple[tuple[int, ...], int]
 """Ranks of a group, and how many groups of the same ranks a rank used before it."""
+Alike = TypeVar("Alike")
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """One call of the record; `sequence` counts as comm.flight_recorder says, `done` None on a
-    device."""
+    """One call of a comm.flight_recorder.RecorderSnapshot. on_device: that waits, not the host."""
 
     group: GroupKey
-    axis: str
     operation: str
     sequence: int
     shape: tuple[int, ...]
@@ -40,6 +38,7 @@ class RecordedCall:
     action: str | None
     state: str
     age_s: float
+    axis: str
     on_device: bool
 
     @property
@@ -51,14 +50,61 @@ class RecordedCall:
         """The calls that are numbered together."""
         return self.group, self.peer, self.operation if self.peer is not None else ""
 
+    def differs(self, other: "RecordedCall") -> bool:
+        """Whether two calls of one number cannot be meant for each other."""
+        if self.peer is None and self.operation != other.operation:
+            return True
+        same_shape = self.peer is not None or self.operation in _ONE_SHAPE
+        return self.dtype != other.dtype or (same_shape and self.shape != other.shape)
+
+    def __str__(self) -> str:
+        """Where a rank waits: `RECV_F stage 2 microbatch 5`, `all_reduce number 41 of data`."""
+        if self.peer is None:
+            return f"{self.operation} number {self.sequence} of {self._group}"
+        if self.action:
+            try:
+                action = parse_action(self.action)
+            except ScheduleError:
+                return f"{self.action} ({self.called})"
+            return f"{action.kind} stage {action.stage} microbatch {action.microbatch}"
+        return f"{self.operation} number {self.sequence}{self._towards}"
+
     @property
-    def tensor(self) -> str:
+    def numbered(self) -> str:
+        """What both sides of a disagreement share."""
+        what = "collective" if self.peer is None else "message"
+        return f"{what} number {self.sequence} of {self._group}"
+
+    @property
+    def called(self) -> str:
+        """`all_reduce float32[1000]`."""
+        return f"{self.operation} {self._tensor}".rstrip()
+
+    @property
+    def exactly(self) -> str:
+        """Everything that is known of it."""
+        tensor = f", {self._tensor}" if self.dtype else ""
+        what = f"{self.operation} number {self.sequence}{self._towards}"
+        return f"{what}, {self._group}{tensor}, for {self.age_s:.1f} s"
+
+    @property
+    def _tensor(self) -> str:
         return f"{self.dtype}{list(self.shape)}" if self.dtype else ""
+
+    @property
+    def _towards(self) -> str:
+        way = "to" if self.operation == "send" else "from"
+        return "" if self.peer is None else f" {way} rank {self.peer}"
+
+    @property
+    def _group(self) -> str:
+        name = f"the {self.axis} group" if self.axis else "the group"
+        return f"{name} of {ranks_listed(self.ranks, 'ranks')}"
 
 
 @dataclass(frozen=True, slots=True)
 class RankWait:
-    """`rank` waits in `call` for ranks `behind`.
+    """`rank` waits in `call` for ranks `behind`, which have issued so many.
 
     other: their call, where they have come as well: it differs, or the two do not end.
     """
@@ -71,17 +117,19 @@ class RankWait:
 
     @property
     def disagrees(self) -> bool:
-        return self.other is not None and differ(self.call, self.other)
+        return self.other is not None and self.call.differs(self.other)
 
 
 class RankRecord:
-    """The snapshot of one rank (comm.flight_recorder.Snapshot), by groups and peers."""
+    """The snapshot of one rank (comm.flight_recorder.RecorderSnapshot), by groups and peers."""
 
     def __init__(self, snapshot: Mapping[str, Any]) -> None:
         groups: Sequence[Mapping[str, Any]] = snapshot["groups"]
         # groups of the same ranks are told apart by the order in which they were made
         lists = [tuple(group["ranks"]) for group in groups]
         keys = [(ranks, lists[:i].count(ranks)) for i, ranks in enumerate(lists)]
+        on_device = [group["done"] is None for group in groups]
+        self.on_device = any(on_device)
         self.issued = {key: group["issued"] for key, group in zip(keys, groups, strict=True)}
         self.messages: dict[tuple[GroupKey, int, str], int] = {}
         for peer in snapshot["peers"]:
@@ -90,19 +138,12 @@ class RankRecord:
             self.messages[key, peer["peer"], "receive"] = peer["received"]
         self.calls = [
             RecordedCall(
-                group=keys[call["group"]],
-                axis=groups[call["group"]]["axis"],
-                operation=call["operation"],
-                sequence=call["sequence"],
-                shape=tuple(call["shape"]),
-                dtype=call["dtype"],
-                peer=call["peer"],
-                action=call["action"],
-                state=call["state"],
-                age_s=call["age_s"],
-                on_device=groups[call["group"]]["done"] is None,
+                **{**call, "group": keys[at], "shape": tuple(call["shape"])},
+                axis=groups[at]["axis"],
+                on_device=on_device[at],
             )
             for call in snapshot["calls"]
+            for at in (call["group"],)
         ]
 
     def pending(self) -> list[RecordedCall]:
@@ -113,13 +154,12 @@ class RankRecord:
 
     def matching(self, call: RecordedCall, rank: int) -> RecordedCall | None:
         """My call that must meet `call` of `rank`, if the ring still has it."""
-        operation = _OTHER_END.get(call.operation) if call.peer is not None else None
         for mine in reversed(self.calls):
-            if mine.group != call.group or mine.sequence != call.sequence:
+            if (mine.group, mine.sequence) != (call.group, call.sequence):
                 continue
-            if mine.peer is None and call.peer is None:
+            if call.peer is None and mine.peer is None:
                 return mine
-            if mine.peer == rank and mine.operation == operation:
+            if mine.peer == rank and mine.operation == _OTHER_END.get(call.operation):
                 return mine
         return None
 
@@ -152,20 +192,20 @@ class _Meeting:
         if self.behind:
             return RankWait(rank, call, self.behind, self.issued)
         for member in sorted(self.kinds.values()):
-            if member != rank and differ(call, self.calls[member]):
+            if member != rank and call.differs(self.calls[member]):
                 return RankWait(rank, call, (member,), other=self.calls[member])
         if call.state != "waiting":
             return None
         # All have come. The next one that is blocked in it: so that a group waits in one circle.
         position = bisect(self.blocked, rank)
-        following = [m for m in self.blocked[position:] + self.blocked[:1] if m != rank]
-        if following:
-            return RankWait(rank, call, (following[0],), other=self.calls[following[0]])
+        for member in self.blocked[position:] + self.blocked[:1]:
+            if member != rank:
+                return RankWait(rank, call, (member,), other=self.calls[member])
         return RankWait(rank, call, ())
 
 
 def waits(records: Mapping[int, RankRecord], blocked: Iterable[int]) -> list[RankWait]:
-    """All waits of the ranks `blocked`. Whoever needs a rank without a record waits for it."""
+    """All waits of the ranks `blocked`. A rank without a record is waited for."""
     meetings: dict[tuple[object, ...], _Meeting] = {}
     found: list[RankWait] = []
     for rank in sorted(blocked):
@@ -178,15 +218,6 @@ def waits(records: Mapping[int, RankRecord], blocked: Iterable[int]) -> list[Ran
     return found
 
 
-def differ(one: RecordedCall, other: RecordedCall) -> bool:
-    """Whether two calls of one number cannot be meant for each other."""
-    if one.peer is not None:
-        return (one.shape, one.dtype) != (other.shape, other.dtype)
-    if one.operation != other.operation or one.dtype != other.dtype:
-        return True
-    return one.operation in _ONE_SHAPE and one.shape != other.shape
-
-
 def blocked_by(found: Sequence[RankWait]) -> dict[int, set[int]]:
     """Rank -> ranks that wait for it, directly or through others."""
     direct: dict[int, set[int]] = {}
@@ -195,8 +226,7 @@ def blocked_by(found: Sequence[RankWait]) -> dict[int, set[int]]:
             direct.setdefault(member, set()).add(wait.rank)
     result: dict[int, set[int]] = {}
     for rank in direct:
-        seen: set[int] = set()
-        todo = [rank]
+        seen, todo = set[int](), [rank]
         while todo:
             new = direct.get(todo.pop(), set()) - seen
             seen |= new
@@ -206,85 +236,25 @@ def blocked_by(found: Sequence[RankWait]) -> dict[int, set[int]]:
 
 
 def cycles(found: Sequence[RankWait]) -> list[list[RankWait]]:
-    """Waits that lead back to where they began, for ranks that wait for nobody outside of one."""
+    """Waits that lead back to where they began, for ranks that wait for no rank outside of one."""
     of_rank: dict[int, list[RankWait]] = {}
     for wait in found:
         if wait.behind:
             of_rank.setdefault(wait.rank, []).append(wait)
-    ends = {m for wait in found for m in wait.behind} - of_rank.keys()
-    explained = set(ends)
-    by_target = blocked_by(found)
-    for end in ends:
-        explained |= by_target.get(end, set())
+    blocked = blocked_by(found)
+    explained = {r for end in blocked.keys() - of_rank.keys() for r in blocked[end]}
     result: list[list[RankWait]] = []
     placed: set[int] = set()
-    for start in sorted(of_rank.keys() - explained):
+    for rank in sorted(of_rank.keys() - explained):
         path: dict[int, RankWait] = {}
-        rank = start
         while rank not in path and rank not in placed:
-            wait = next((w for w in of_rank[rank] if w.disagrees), of_rank[rank][0])
-            path[rank] = wait
-            rank = wait.behind[0]
+            path[rank] = max(of_rank[rank], key=lambda wait: wait.disagrees)
+            rank = path[rank].behind[0]
         if rank in path:
             order = list(path)
             result.append([path[r] for r in order[order.index(rank) :]])
         placed |= path.keys()
     return result
-
-
-# -- a call in words ----------------------------------------------------------------------
-
-
-def format_call(call: RecordedCall) -> str:
-    """Where a rank waits: `RECV_F stage 2 microbatch 5`, `all_reduce number 41 of data`."""
-    if call.peer is None:
-        return f"{call.operation} number {call.sequence} of {_group(call)}"
-    if call.action:
-        try:
-            action = parse_action(call.action)
-        except ScheduleError:
-            return f"{call.action} ({called(call)})"
-        return f"{action.kind} stage {action.stage} microbatch {action.microbatch}"
-    return f"{call.operation} number {call.sequence} {_towards(call)} rank {call.peer}"
-
-
-def numbered(call: RecordedCall) -> str:
-    """What both sides of a disagreement share."""
-    what = "collective" if call.peer is None else "message"
-    return f"{what} number {call.sequence} of {_group(call)}"
-
-
-def called(call: RecordedCall) -> str:
-    """`all_reduce float32[1000]`."""
-    return f"{call.operation} {call.tensor}".rstrip()
-
-
-def exactly(call: RecordedCall) -> str:
-    """Everything that is known of a call."""
-    to = "" if call.peer is None else f" {_towards(call)} rank {call.peer}"
-    tensor = f", {call.tensor}" if call.tensor else ""
-    what = f"{call.operation} number {call.sequence}{to}"
-    return f"{what}, {_group(call)}{tensor}, for {call.age_s:.1f} s"
-
-
-def _towards(call: RecordedCall) -> str:
-    return "to" if call.operation == "send" else "from"
-
-
-def _group(call: RecordedCall) -> str:
-    name = f"the {call.axis} group" if call.axis else "the group"
-    return f"{name} of ranks {listed(call.ranks)}"
-
-
-def ranks_listed(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0, 4, 8`."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
-
-
-def listed(ranks: Sequence[int]) -> str:
-    """`0, 4, 8, ... (32 ranks)`."""
-    shown = ", ".join(map(str, ranks[:SHOWN]))
-    return shown if len(ranks) <= SHOWN else f"{shown}, ... ({len(ranks)} ranks)"
 
 
 # -- a rank that aborted ------------------------------------------------------------------
@@ -307,32 +277,25 @@ def aborted(rank: int, stack: str, records: Mapping[int, RankRecord]) -> str:
 
     stack: as faulthandler wrote it. records: of the others.
     """
-    if not stack.startswith(_ABORTED) or _OURS not in stack:
-        return ""
-    entries = _ENTRY.findall(stack)
-    # the innermost frame comes first, and the call that was numbered is the outermost
-    operation = entries[-1].removeprefix("start_") if entries else ""
     met = _met(rank, records)
-    if not met:
+    if not stack.startswith(_ABORTED) or _OURS not in stack or not met:
         return ""
-    first = next((call for call in met.values() if call.operation == operation), None)
-    first = first or next(iter(met.values()))
-    there = {peer: call for peer, call in met.items() if call.line == first.line}
-    there = {peer: call for peer, call in there.items() if call.sequence == first.sequence}
-    versions = dict[str, list[int]]()
-    for peer, call in there.items():
-        versions.setdefault(called(call), []).append(peer)
-    said = ", ".join(f"{text} ({ranks_listed(ranks)})" for text, ranks in versions.items())
+    # the innermost frame comes first, and the call that was numbered is the outermost
+    operation = (_ENTRY.findall(stack) or [""])[-1].removeprefix("start_")
+    first = max(met.values(), key=lambda call: call.operation == operation)
+    place = first.line, first.sequence
+    there = {peer: call for peer, call in met.items() if (call.line, call.sequence) == place}
+    brought = ", ".join(versions((call, peer) for peer, call in there.items()))
     inside = f"inside {operation}" if operation else "there"
-    other_operation = bool(operation) and first.peer is None and operation != first.operation
-    if other_operation or any(differ(first, call) for call in there.values()):
+    is_other = bool(operation) and first.peer is None and operation != first.operation
+    if is_other or any(first.differs(call) for call in there.values()):
         return (
-            f"and {ranks_listed(sorted(there))} do not agree on {numbered(first)}: it crashed "
-            f"({_ABORTED}) {inside}, where the others have {said}"
+            f"and {ranks_listed(sorted(there))} do not agree on {first.numbered}: it crashed "
+            f"({_ABORTED}) {inside}, where the others have {brought}"
         )
     return (
-        f"is gone: it crashed ({_ABORTED}) {inside}, {numbered(first)}, to which the others "
-        f"brought {said}; {_ADVICE}"
+        f"is gone: it crashed ({_ABORTED}) {inside}, {first.numbered}, to which the others "
+        f"brought {brought}; {_ADVICE}"
     )
 
 
@@ -346,3 +309,27 @@ def _met(rank: int, records: Mapping[int, RankRecord]) -> dict[int, RecordedCall
                 found[peer] = call
                 break
     return found
+
+
+# -- in words -----------------------------------------------------------------------------
+
+
+def versions(calls: Iterable[tuple[RecordedCall, int]]) -> list[str]:
+    """`all_reduce float32[4] (ranks 0, 2)`, of calls and their ranks."""
+    said = grouped((call.called, rank) for call, rank in calls)
+    return [f"{what} ({ranks_listed(ranks)})" for what, ranks in said.items()]
+
+
+def grouped(pairs: Iterable[tuple[Alike, int]]) -> dict[Alike, list[int]]:
+    """The ranks that say the same."""
+    found: dict[Alike, list[int]] = {}
+    for said, rank in pairs:
+        found.setdefault(said, []).append(rank)
+    return found
+
+
+def ranks_listed(ranks: Sequence[int], word: str = "") -> str:
+    """`rank 3`, `ranks 0, 4, 8, ... (32 ranks)`."""
+    shown = ", ".join(map(str, ranks[:SHOWN]))
+    more = "" if len(ranks) <= SHOWN else f", ... ({len(ranks)} ranks)"
+    return f"{word or ('ranks' if len(ranks) > 1 else 'rank')} {shown}{more}"

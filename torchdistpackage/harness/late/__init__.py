@@ -1,1 +1,0 @@
-"""The late transport: NCCL's asynchrony on CPUs, for tests (docs/late_transport.md)."""

@@ -1,6 +1,6 @@
 """Which stream read and wrote which bytes, and what is ordered before what.
 
-One rule: order is what torch's own vector clocks say (torch.cuda._sanitizer, pure Python). What the
+Order is what torch's own vector clocks say (torch.cuda._sanitizer, pure Python). What the
 host does is a stream of its own, which all work issued later comes after.
 """
 
@@ -24,7 +24,7 @@ _CLOCKS = (
 
 @dataclass
 class Access:
-    """in_flight: by a call nobody has waited for, which keeps the memory. in_backward: torch's
+    """in_flight: by a call no one has waited for, which keeps the memory. in_backward: torch's
     engine runs it on the stream of its forward and keeps the memory for that."""
 
     number: int
@@ -64,8 +64,8 @@ class TrackedStorage:
     pieces: list[StorageRange] = field(default_factory=list)
     kept_for: set[int] = field(default_factory=set)
 
-    def cut(self, first: int, after: int, whole: bool) -> tuple[list[Access], list[StorageRange]]:
-        """Earlier accesses of these bytes, and the pieces to note one in; `whole`: one new one."""
+    def cut(self, first: int, after: int, full: bool) -> tuple[list[Access], list[StorageRange]]:
+        """Earlier accesses of these bytes, and the pieces to note one in; `full`: one new one."""
         inside, rest, at = [], [], first
         for piece in sorted(self.pieces, key=lambda p: p.first):
             low, high = max(first, piece.first), min(after, piece.after)
@@ -83,7 +83,7 @@ class TrackedStorage:
         if at < after:
             inside.append(StorageRange(at, after))
         before = [access for piece in inside for access in piece.accesses]
-        if whole:
+        if full:
             inside = [StorageRange(first, after)]
         self.pieces = rest + inside
         return before, inside
@@ -189,11 +189,7 @@ class History:
     def run(
         self, stream: int, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor]
     ) -> list[Access]:
-        """Note an operation.
-
-        Raises:
-            RaceError: another stream has used the same bytes, and nothing orders the two.
-        """
+        """Note an operation. RaceError: nothing orders it and another stream's use of a byte."""
         self.see_frees()
         self._num_ops += 1
         self._clocks.update_seq_num(stream, self._num_ops)

@@ -1,4 +1,10 @@
-"""A call in flight, and the handle that its issuer waits for."""
+"""A call in flight, what it does to its tensors meanwhile, and the handle its issuer waits for.
+
+What a call writes is poison until it is done, what it reads is kept to compare with. The user's
+version counter never moves by our own writes, so that every other write is seen. The poison of
+floats is a signalling NaN: arithmetic returns another bit pattern, also where it cannot change a
+NaN's value (`x * 1.0`).
+"""
 
 import sys
 import weakref
@@ -11,31 +17,106 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.errors import RaceError
-from torchdistpackage.harness.late.guard import Guard
 from torchdistpackage.harness.late.transfer import Transfer
-from torchdistpackage.harness.lint.own_backend import HERE, OwnWork
+from torchdistpackage.harness.lint.own_backend import HERE, OwnWork, Tensors
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
 _NUM_FRAMES = 6
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_POISON = {
+    torch.float16: 0x7DAD,
+    torch.bfloat16: 0x7FAD,
+    torch.float32: 0x7FADDEAD,
+    torch.float64: 0x7FF5DEADDEADDEAD,
+    torch.bool: 1,
+    torch.uint8: 0xAD,
+    torch.int8: 0x5D,
+    torch.int16: 0x5EAD,
+    torch.int32: 0x3EADDEAD,
+    torch.int64: 0x3EADDEAD,
+}
+_OTHER = 0x7F  # NaN in each of the float8 formats
 
+
+GIVEN_BACK = "its memory was given back while in flight"
+READ = "it was read before wait()"
+WRITTEN = "it was written to while in flight"
+CHANGED = "its input was changed while in flight"
 
 own_operations = torch._C._DisableTorchDispatch
 """Inside, no mode sees what this transport does itself."""
 
 
-class LateCall:
-    """One call from its issue to its delivery.
+def span(x: Tensor) -> tuple[int, int]:
+    """Addresses of the first byte of `x` and of the first one after it; of nothing if `x` has gaps,
+    in which others may be."""
+    reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1
+    if reach != x.numel():
+        return 0, 0
+    return x.data_ptr(), x.data_ptr() + reach * x.itemsize
 
-    name: operation, number and ranks. finish: writes the results, from what the transfer brought.
-    """
+
+class Guard:
+    """A tensor that a call in flight reads, or (`written`) writes."""
+
+    __slots__ = ("_before", "_nbytes", "_version", "pointer", "shape", "span", "written", "x")
+
+    def __init__(self, x: Tensor, written: bool):
+        # for others to be counted: a tensor of its own that shares memory and version counter
+        self.x = x.detach()
+        self.written, self.shape, self.span = written, tuple(x.shape), span(x)
+        storage = x.untyped_storage()
+        self._nbytes, self.pointer = storage.nbytes(), storage.data_ptr()
+        # tensors of one storage share a counter: it tells of this one only where it is all there is
+        alone = x.numel() * x.itemsize == self._nbytes and not x.is_inference()
+        self._version = x._version if alone else None
+
+    def is_shared(self, own: int) -> bool:
+        """Whether someone else has the memory, besides `own` tensors of the call."""
+        wrapper = 1  # Python's, through which one asks
+        storage = self.x.untyped_storage()
+        return torch._C._storage_Use_Count(storage._cdata) > own + wrapper
+
+    def hold(self) -> None:
+        """Keep what is there."""
+        self._before = _bits(self.x).clone()
+
+    def poison(self) -> None:
+        """What is written must be neither read nor written before the call is done."""
+        if self.written:
+            _bits(self.x).fill_(_pattern(self.x))
+
+    def lift(self) -> str:
+        """Take the poison away; what was done to the tensor meanwhile, if anything."""
+        storage = self.x.untyped_storage()
+        if storage.nbytes() < self._nbytes or storage.data_ptr() != self.pointer:
+            return GIVEN_BACK
+        if self.written:
+            bits = _bits(self.x)
+            touched = not bool((bits == _pattern(self.x)).all())
+            bits.copy_(self._before)
+            if touched or self._version not in (None, self.x._version):
+                return WRITTEN
+        return ""
+
+    def compare(self) -> str:
+        """The same for a tensor that is only read, once all poison is gone."""
+        same = self._version in (None, self.x._version)
+        if same and torch.equal(_bits(self.x), self._before):
+            return ""
+        return CHANGED
+
+
+class LateCall:
+    """One call from its issue to its delivery. finish: writes what the transfer brought."""
 
     def __init__(
         self,
         name: str,
         guards: Sequence[Guard],
         transfer: Transfer,
-        finish: Callable[[Transfer, list[Tensor]], None],
+        finish: Callable[[Transfer, Tensors], None],
     ):
         self.name, self.guards, self.transfer, self._finish = name, guards, transfer, finish
         self.where = issued_at()
@@ -47,28 +128,21 @@ class LateCall:
             guard.poison()
 
     def deliver(self) -> None:
-        """Wait for the data, look at what happened to the tensors meanwhile, write the results.
-
-        Raises:
-            RaceError: something did.
-        """
+        """Wait for the data and write the results; RaceError if the tensors were touched."""
         self.transfer.wait()
         self.done = True
         with own_operations():
-            self._finish_unless_touched()
-
-    def _finish_unless_touched(self) -> None:
-        for guard in self.guards:
-            self._refuse(guard, guard.lift())
-        for guard in self.guards:
-            if not guard.written:
-                self._refuse(guard, guard.compare())
-        self._finish(self.transfer, [guard.x for guard in self.guards if guard.written])
-        self.guards, self.transfer = (), Transfer(())
+            for guard in self.guards:
+                self._refuse(guard, guard.lift())
+            for guard in self.guards:
+                if not guard.written:
+                    self._refuse(guard, guard.compare())
+            self._finish(self.transfer, [guard.x for guard in self.guards if guard.written])
+            self.guards, self.transfer = (), Transfer(())
 
     @property
     def is_lost(self) -> bool:
-        """Whether nobody can wait any more, but somebody still has the memory that it writes."""
+        """Whether no one can wait any more, but someone still has the memory that it writes."""
         if self.done or self.waited or self.handle() is not None:
             return False
         memory = Counter(guard.pointer for guard in self.guards)
@@ -82,7 +156,7 @@ class LateCall:
 class LateWork(OwnWork):
     """Handle of a call. settle: brings the call about. call: None if that is done."""
 
-    def __init__(self, call: LateCall | None, settle: Callable[[], None], result: list[Tensor]):
+    def __init__(self, call: LateCall | None, settle: Callable[[], None], result: Tensors):
         super().__init__(result)
         if call is not None:
             call.handle = weakref.ref(self)
@@ -127,3 +201,14 @@ def issued_at() -> str:
             lines.append(f"\n  at {code.co_filename}:{frame.f_lineno} {code.co_name}")
         frame = frame.f_back
     return "".join(lines)
+
+
+def _bits(x: Tensor) -> Tensor:
+    """The same memory as integers; `.data` has a version counter of its own."""
+    data = torch.view_as_real(x.data) if x.is_complex() else x.data
+    return data.view(_BITS[data.itemsize])
+
+
+def _pattern(x: Tensor) -> int:
+    dtype = x.dtype.to_real() if x.is_complex() else x.dtype
+    return _POISON.get(dtype, _OTHER)

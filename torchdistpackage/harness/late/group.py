@@ -1,13 +1,14 @@
 """A process group that delivers late: torch.distributed's calls as a device's queue runs them.
 
-One rule: an asynchronous call is delivered when it is waited for, after all earlier ones of its
+An asynchronous call is delivered when it is waited for, after all earlier ones of its
 group, and not before; until then what it writes is poison and what it reads must stay. A
 synchronous one delivers all before it, as both would run in order.
 """
 
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import compress
 
@@ -15,88 +16,40 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchdistpackage.comm.backends import Transport, register_transport
-from torchdistpackage.comm.gloo_threads import deprioritize
+from torchdistpackage.comm.backends import Transport, deprioritize, register_transport
+from torchdistpackage.comm.runtime import leave
 from torchdistpackage.errors import RaceError
-from torchdistpackage.harness.late.call import LateCall, LateWork, issued_at, own_operations
-from torchdistpackage.harness.late.guard import Guard
+from torchdistpackage.harness.late.call import (
+    Guard,
+    LateCall,
+    LateWork,
+    issued_at,
+    own_operations,
+)
 from torchdistpackage.harness.late.orders import LATE
+from torchdistpackage.harness.late.strict import strictness
 from torchdistpackage.harness.late.transfer import Mirror, Peers, Posted, Transfer
 from torchdistpackage.harness.late.world import world
-from torchdistpackage.harness.lint.data_movement import combined, copy, even_parts, op_name
-from torchdistpackage.harness.lint.own_backend import OwnGroup
-
-Tensors = Sequence[Tensor]
+from torchdistpackage.harness.lint.own_backend import (
+    Collective,
+    OwnGroup,
+    Tensors,
+    combined,
+    copy,
+    flat,
+)
 
 
 class LateGroup(OwnGroup):
     """One member's end of a group."""
 
-    def __init__(self, road: Peers | Mirror, rank: int, ranks: tuple[int, ...], name: str):
+    def __init__(self, transport: Peers | Mirror, rank: int, ranks: tuple[int, ...], name: str):
         super().__init__(rank, len(ranks), name, LATE)
         self.calls: deque[LateCall] = deque()
-        self._transport, self._ranks = road, ranks
+        self._transport, self._ranks = transport, ranks
         self._num_issued = 0
         self._batch: list[tuple[Posted, int]] = []
         self._tags: dict[tuple[str, int], tuple[int, LateCall]] = {}
-
-    # -- collectives, by the names that torch.distributed calls --------------------------
-
-    def allreduce(self, tensors: list[Tensor], opts=None) -> LateWork:
-        n = self.size()
-        return self._issue("all_reduce", opts, [tensors] * n, [tensors] * n, tensors, op=_op(opts))
-
-    def reduce(self, tensors: list[Tensor], opts) -> LateWork:
-        n, mine = self.size(), self.rank() == opts.rootRank
-        likes = [tensors if mine else []] * n
-        writes = tensors if mine else []
-        return self._issue(
-            "reduce", opts, self._to(opts.rootRank, tensors), likes, writes, op=_op(opts)
-        )
-
-    def broadcast(self, tensors: list[Tensor], opts) -> LateWork:
-        n, mine = self.size(), self.rank() == opts.rootRank
-        sends = [tensors if mine else []] * n
-        writes = [] if mine else tensors
-        return self._issue("broadcast", opts, sends, self._to(opts.rootRank, writes), writes)
-
-    def allgather(self, outputs, inputs: list[Tensor], opts=None) -> LateWork:
-        parts = [[room[i] for room in outputs] for i in range(self.size())]
-        return self._issue("all_gather", opts, [inputs] * self.size(), parts, _all(parts))
-
-    def all_gather_single_coalesced(self, outputs, inputs, opts=None) -> LateWork:
-        pairs = zip(outputs, inputs, strict=True)
-        rooms = [even_parts(out, x.numel(), self.size()) for out, x in pairs]
-        return self.allgather(rooms, inputs, opts)
-
-    def reduce_scatter(self, outputs: list[Tensor], inputs, opts=None) -> LateWork:
-        n = self.size()
-        sends = [[parts[i] for parts in inputs] for i in range(n)]
-        return self._issue("reduce_scatter", opts, sends, [outputs] * n, outputs, op=_op(opts))
-
-    def reduce_scatter_single_coalesced(self, outputs, inputs, opts=None) -> LateWork:
-        pairs = zip(outputs, inputs, strict=True)
-        parts = [even_parts(x, out.numel(), self.size()) for out, x in pairs]
-        return self.reduce_scatter(outputs, parts, opts)
-
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts=None) -> LateWork:
-        rooms = [[x] for x in outputs]
-        return self._issue("all_to_all", opts, [[x] for x in inputs], rooms, outputs)
-
-    def gather(self, outputs, inputs: list[Tensor], opts) -> LateWork:
-        rooms = [[x] for x in outputs[0]] if outputs else [[]] * self.size()
-        sends = self._to(opts.rootRank, inputs)
-        return self._issue("gather", opts, sends, rooms, _all(rooms))
-
-    def scatter(self, outputs: list[Tensor], inputs, opts) -> LateWork:
-        sends = [[x] for x in inputs[0]] if inputs else [[]] * self.size()
-        rooms = self._to(opts.rootRank, outputs)
-        return self._issue("scatter", opts, sends, rooms, outputs)
-
-    def barrier(self, opts=None) -> LateWork:
-        token = [torch.zeros(1, dtype=torch.uint8)]
-        n = self.size()
-        return self._issue("barrier", opts, [token] * n, [token] * n, token, op="max")
 
     # -- messages ----------------------------------------------------------------------
 
@@ -116,12 +69,9 @@ class LateGroup(OwnGroup):
         return [torch.device("cpu")]
 
     def _get_backend(self, device: torch.device):
-        if (
-            self._transport.gloo is None
-        ):  # of one rank, or mirrored: torch wants one to set limits on
-            self._transport.gloo = dist.ProcessGroupGloo(
-                dist.HashStore(), 0, 1, timedelta(minutes=1)
-            )
+        if self._transport.gloo is None:  # mirrored, or of one rank: torch sets limits on it
+            store, limit = dist.HashStore(), timedelta(minutes=1)
+            self._transport.gloo = dist.ProcessGroupGloo(store, 0, 1, limit)
         return self._transport.gloo
 
     def shutdown(self) -> None:
@@ -134,27 +84,20 @@ class LateGroup(OwnGroup):
         """Deliver the first call that is not."""
         self.calls.popleft().deliver()
 
-    def _issue(self, operation: str, opts, sends, likes, writes: Tensors, op: str = "") -> LateWork:
-        """Begin a collective: sends[i] go to rank i, what comes from it looks like likes[i].
-
-        It ends up in `writes`: as it came, or combined by `op`.
-        """
+    def collective(self, call: Collective, is_async: bool) -> LateWork:
+        op = call.op  # a call that is done keeps no tensor alive
 
         def finish(transfer: Transfer, writes: Tensors) -> None:
             if op:
                 for x, *same in zip(writes, *transfer.rooms, strict=True):
-                    _write(combined(same, op), x)
+                    copy(combined(same, op), x.data)
             else:
-                for room, x in zip(_all(transfer.rooms), writes, strict=True):
-                    _write(room, x)
+                for room, x in zip(flat(transfer.rooms), writes, strict=True):
+                    copy(room, x.data)
 
         return self._go(
-            operation,
-            bool(getattr(opts, "asyncOp", False)),
-            lambda: self._transport.begin(sends, likes),
-            _all(sends),
-            writes,
-            finish,
+            *(call.operation, is_async, lambda: self._transport.begin(call.sends, call.rooms)),
+            *(flat(call.sends), call.writes, finish),
         )
 
     def _post(self, message: Posted, tag: int) -> LateWork | None:
@@ -170,7 +113,7 @@ class LateGroup(OwnGroup):
 
         def finish(transfer: Transfer, writes: Tensors) -> None:
             for (room,), x in zip(compress(transfer.rooms, is_received), writes, strict=True):
-                _write(room, x)
+                copy(room, x.data)
 
         what = " and ".join(f"{what} {self._ranks[peer]}" for what, _, peer in messages)
         work = self._go(what, True, lambda: self._transport.post(messages), sent, received, finish)
@@ -184,23 +127,23 @@ class LateGroup(OwnGroup):
             self._tags[what, peer] = tag, work.call
         return work
 
-    def _go(
+    def _go(self, *call) -> LateWork:
+        with own_operations():
+            return self._queue(*call)
+
+    def _queue(
         self,
         operation: str,
         is_async: bool,
         begin: Callable[[], Transfer],
         reads: Tensors,
         writes: Tensors,
-        finish: Callable[[Transfer, list[Tensor]], None],
+        finish: Callable[[Transfer, Tensors], None],
     ) -> LateWork:
-        with own_operations():
-            return self._queue(operation, is_async, begin, reads, writes, finish)
-
-    def _queue(self, operation: str, is_async: bool, begin, reads, writes, finish) -> LateWork:
         self._num_issued += 1
         name = f"{operation} (number {self._num_issued}) over ranks {self._ranks}"
-        if world.strict is not None:
-            world.strict.check(name, operation, [*reads, *writes])
+        if world.check is not None:
+            world.check(name, operation, [*reads, *writes])
         written = {id(x) for x in writes}
         read = {id(x): x for x in reads if id(x) not in written}
         guards = [Guard(x, False) for x in read.values()] + [Guard(x, True) for x in writes]
@@ -213,9 +156,9 @@ class LateGroup(OwnGroup):
             finish(transfer, list(writes))
             world.observer.called(self, name, list(read.values()), writes, None)
             world.draw()
-            return LateWork(None, lambda: None, list(writes))
+            return LateWork(None, lambda: None, writes)
         call = LateCall(name, guards, begin(), finish)
-        work = LateWork(call, lambda: self._settle(call), list(writes))
+        work = LateWork(call, lambda: self._settle(call), writes)
         self.calls.append(call)
         world.issued(self, call)
         world.observer.called(self, name, list(read.values()), writes, call)
@@ -227,10 +170,6 @@ class LateGroup(OwnGroup):
         while not call.done:
             self.deliver_next()
         world.observer.waited(call)
-
-    def _to(self, root: int, tensors: Tensors) -> list[Tensors]:
-        """To or from the root alone."""
-        return [tensors if i == root else [] for i in range(self.size())]
 
 
 def _num_in_batch() -> int:
@@ -245,24 +184,12 @@ def _num_in_batch() -> int:
     return 1
 
 
-def _write(value: Tensor, x: Tensor) -> None:
-    copy(value, x.data)
-
-
-def _all(parts: Sequence[Tensors]) -> list[Tensor]:
-    return [x for tensors in parts for x in tensors]
-
-
-def _op(opts) -> str:
-    return op_name(dist.ReduceOp.SUM if opts is None else opts.reduceOp)
-
-
 def _create(options, _) -> LateGroup:
     rank, size = options.group_rank, options.group_size
     ranks = tuple(options.global_ranks_in_group or range(size))
-    road = Mirror(rank, size) if _mirrored else Peers(options.store, rank, size, options.timeout)
+    peers = Mirror(rank, size) if _mirrored else Peers(options.store, rank, size, options.timeout)
     deprioritize()
-    return LateGroup(road, rank, ranks, options.group_id)
+    return LateGroup(peers, rank, ranks, options.group_id)
 
 
 _mirrored: list[object] = []
@@ -274,3 +201,28 @@ def register() -> None:
     if LATE.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(LATE, _create, extended_api=True, devices=["cpu"])
         register_transport(Transport(LATE, queued=True, averages=True))
+
+
+@contextmanager
+def mirror(world_size: int, rank: int = 0, transport: str = LATE) -> Iterator[None]:
+    """Inside, this process is `rank` of `world_size` under the late transport, without peers.
+
+    Every other rank is taken to hold what this one holds: a sum is the value times the ranks of the
+    group, a gather copies of it, and a message received is the one that was sent. Milliseconds.
+    transport: an order of completion (orders.py).
+
+    Raises:
+        RaceError: a call was not waited for.
+    """
+    register()
+    _mirrored.append(rank)
+    try:
+        dist.init_process_group(LATE, store=dist.HashStore(), rank=rank, world_size=world_size)
+        with world.job(transport, rank), strictness(transport):
+            yield
+    except BaseException as error:
+        error.add_note(f"transport: {transport}")
+        raise
+    finally:
+        leave()
+        _mirrored.pop()

@@ -31,11 +31,7 @@ def is_late(transport: str) -> bool:
 
 @dataclass
 class Order:
-    """The decisions of one rank under the order that `token` names.
-
-    Raises:
-        ConfigError: it names none.
-    """
+    """The decisions of one rank under the order that `token` names; ConfigError: it names none."""
 
     token: str
     rank: int = 0

@@ -1,6 +1,6 @@
 """Streams of a device that is not there: who runs what on which is noted, and races are refused.
 
-One rule: all runs at once, in the order of the program, so numbers are right whatever the streams.
+All runs at once, in the order of the program, so numbers are right whatever the streams.
 What a device could run in another order is a mistake because nothing orders it (accesses.py), not
 because it did.
 """
@@ -14,12 +14,20 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from torchdistpackage.harness.late.accesses import HOST, Access, History
 from torchdistpackage.harness.late.call import LateCall, own_operations
-from torchdistpackage.harness.late.watch import tensors_of, written_arguments
-from torchdistpackage.harness.late.world import Observer, Queue, Tensors, world
+from torchdistpackage.harness.late.world import (
+    COPIES,
+    Observer,
+    Queue,
+    made_in,
+    storages_of,
+    tensors_of,
+    world,
+    written_arguments,
+)
+from torchdistpackage.harness.lint.own_backend import Tensors
 
 
 class _Now(threading.local):
@@ -134,32 +142,26 @@ class _StreamsDouble:
 class _AccessMode(TorchDispatchMode):
     """Notes what each operation reads and writes."""
 
-    def __init__(self, history: History):
-        super().__init__()
-        self._history = history
-
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs, history = kwargs or {}, self._history
+        kwargs, history = kwargs or {}, _histories[-1]
         with torch._C.DisableTorchFunctionSubclass():
             given = [(at, x) for at, x in tensors_of(args, kwargs) if x.layout is torch.strided]
-            old = {x.untyped_storage()._cdata for _, x in given}
             places = [history.is_on_host(x) for _, x in given]
+            old = storages_of(given)
             result = func(*args, **kwargs)
-            made = [x for x in tree_iter(result) if isinstance(x, Tensor) and _is_new(x, old)]
+            made = made_in(result, old)
             stream = HOST if any(places) else _now.stream
-            crosses = func in _COPIES and any(places) and not all(places)
+            crosses = func in COPIES and any(places) and not all(places)
             for x in made:
                 history.memory(x, _now.stream).on_host = stream == HOST
-            places_written = written_arguments(func)
-            if places_written is None:
-                reads, writes = [], []
-            else:
-                reads = [x for at, x in given if at not in places_written]
-                writes = [x for at, x in given if at in places_written]
+            reads, writes = [], []
+            if (written := written_arguments(func)) is not None:
+                reads = [x for at, x in given if at not in written]
+                writes = [x for at, x in given if at in written]
             if not func._schema.name.startswith(("aten::empty", "aten::new_empty")):
                 writes += made
             if not reads and not writes:
@@ -170,27 +172,20 @@ class _AccessMode(TorchDispatchMode):
         return result
 
 
-_COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default}
-"""Between the host and the device they block the host."""
 _READ_BY_HOST = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
-
-
-def _is_new(x: Tensor, old: set[int]) -> bool:
-    return x.layout is torch.strided and x.untyped_storage()._cdata not in old
 
 
 class _Calls(Observer):
     """Collectives and messages: asynchronous ones run on a stream of their group."""
 
-    def __init__(self, history: History):
-        self._history = history
+    def __init__(self) -> None:
         self._streams: dict[Queue, int] = {}
         self._ends: dict[LateCall, tuple[int, list[Access]]] = {}
 
     def called(
         self, queue: Queue, name: str, reads: Tensors, writes: Tensors, call: LateCall | None
     ) -> None:
-        history = self._history
+        history = _histories[-1]
         for x in (*reads, *writes):
             history.memory(x, _now.stream)
         if call is None:
@@ -210,7 +205,7 @@ class _Calls(Observer):
     def waited(self, call: LateCall) -> None:
         if call in self._ends:
             end, accesses = self._ends[call]
-            self._history.wait(_now.stream, end)
+            _histories[-1].wait(_now.stream, end)
             for access in accesses:
                 access.in_flight = False
 
@@ -241,21 +236,20 @@ def ordered_streams() -> Iterator[History]:
         (torch.cuda, "stream", _on),
         (torch.cuda, "set_stream", _set),
         (Tensor, "record_stream", _record_stream),
-        (torch.UntypedStorage, "resize_", _resizing(history, torch.UntypedStorage.resize_)),
-        *((Tensor, name, _read(history, getattr(Tensor, name)))
-          for name in ("tolist", "numpy", "cpu")),
+        (torch.UntypedStorage, "resize_", _resizing(torch.UntypedStorage.resize_)),
+        *((Tensor, name, _read(getattr(Tensor, name))) for name in ("tolist", "numpy", "cpu")),
         *((import_module(f"torchdistpackage.ddp.{module}"), name, value)
           for (module, name), value in _OF_A_DEVICE.items()),
     ]  # fmt: skip
     with ExitStack() as stack:
         for owner, name, value in changes:
             stack.enter_context(patch.object(owner, name, value))
-        stack.enter_context(patch.object(world, "observer", _Calls(history)))
+        stack.enter_context(patch.object(world, "observer", _Calls()))
         _histories.append(history)
         stack.callback(_histories.pop)
         before, _now.stream = _now.stream, 0
         stack.callback(setattr, _now, "stream", before)
-        stack.enter_context(_AccessMode(history))
+        stack.enter_context(_AccessMode())
         yield history
         history.see_frees()
 
@@ -264,10 +258,11 @@ def _record_stream(x: Tensor, stream: StreamDouble) -> None:
     _histories[-1].memory(x, _now.stream).kept_for.add(stream.stream_id)
 
 
-def _read(history: History, read: Callable[..., object]) -> Callable[..., object]:
+def _read(read: Callable[..., object]) -> Callable[..., object]:
     """The host reads `x`."""
 
     def function(x: Tensor, *args, **kwargs) -> object:
+        history = _histories[-1]
         on_host = history.is_on_host(x)
         history.run(HOST if on_host else _now.stream, read.__name__, [x], [])
         if not on_host:
@@ -277,10 +272,10 @@ def _read(history: History, read: Callable[..., object]) -> Callable[..., object
     return function
 
 
-def _resizing(history: History, resize: Callable[..., object]) -> Callable[..., object]:
+def _resizing(resize: Callable[..., object]) -> Callable[..., object]:
     def function(storage: torch.UntypedStorage, size: int) -> object:
         if size != storage.nbytes():
-            history.resized(storage, _now.stream, f"resize_({size})")
+            _histories[-1].resized(storage, _now.stream, f"resize_({size})")
         return resize(storage, size)
 
     return function

@@ -1,31 +1,55 @@
 """Strictness of the late transport: what NCCL would refuse of a call's tensors, on CPUs.
 
-One rule: where memory is follows from what made it (marks.py), so both of torch's modes watch: one
-sees each function with the device that was asked for, the other each operation, those of backwards
-too.
+Where memory is follows from what made it, so both of torch's modes watch: one sees each function
+with the device that was asked for, the other each operation, those of backwards too. A mark belongs
+to a storage, so views share it. On the device is what a user's code makes (a test's body, a layer's
+weights, arguments), what the package makes with `DEVICE`, and what is computed from such tensors;
+all else that the package makes is in host memory.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from torchdistpackage.comm import backends
 from torchdistpackage.comm.flight_recorder import dtype_name
 from torchdistpackage.errors import RaceError
 from torchdistpackage.harness.late.call import issued_at
-from torchdistpackage.harness.late.marks import DEVICE, DeviceMemory, caller, is_users
 from torchdistpackage.harness.late.orders import LATE, Order
-from torchdistpackage.harness.late.world import world
+from torchdistpackage.harness.late.world import (
+    COPIES,
+    made_in,
+    storages_of,
+    tensors_of,
+    world,
+    written_arguments,
+)
+from torchdistpackage.harness.lint.own_backend import HERE
 
+DEVICE = torch.device("cpu", 0)
+"""Where a group of the strict transport has its tensors: torch takes it for the CPU, but says
+whether an index was asked for."""
+
+_TORCH = str(Path(torch.__file__).parent)
+_HERE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parents[2])
+_ARGUMENTS = str(Path(_PACKAGE, "launch"))
+"""Unpacks a user's arguments."""
+_LAYERS = str(Path(_PACKAGE, "models")), str(Path(_PACKAGE, "parallel"))
+"""Their modules are made where a user makes them, and moved as a whole."""
+_KEPT = 4096
 _DTYPES = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
@@ -36,26 +60,52 @@ _HOST = torch.device("cpu")
 _device_of = torch.Tensor.device.__get__
 
 
-class Strict:
-    """Looks at the tensors of calls; see `strictness`."""
+class DeviceMemory:
+    """The storages on the device."""
 
     def __init__(self) -> None:
-        self.marks = DeviceMemory()
+        # a weak reference keeps the address, so that no later storage is taken for this one
+        self._storages: dict[int, StorageWeakRef] = {}
+        self._made: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._limit = _KEPT
+
+    def add(self, x: Tensor) -> None:
+        if x.layout is not torch.strided:
+            return
+        storage = x.untyped_storage()
+        self._storages[storage._cdata] = StorageWeakRef(storage)
+        if len(self._storages) > self._limit:
+            alive = {key: ref for key, ref in self._storages.items() if not ref.expired()}
+            self._storages, self._limit = alive, max(_KEPT, 2 * len(alive))
+
+    def note(self, x: Tensor, frame: FrameType) -> None:
+        """Remember where the package made a tensor in host memory."""
+        if x.layout is torch.strided:
+            storage, code = x.untyped_storage(), frame.f_code
+            line = f"{code.co_filename}:{frame.f_lineno} {code.co_name}"
+            self._made[storage._cdata] = StorageWeakRef(storage), line
+            if len(self._made) > _KEPT:
+                self._made.clear()
+
+    def remove(self, x: Tensor) -> None:
+        if x.layout is torch.strided:
+            self._storages.pop(x.untyped_storage()._cdata, None)
+
+    def __contains__(self, x: Tensor) -> bool:
+        return x.layout is not torch.strided or x.untyped_storage()._cdata in self._storages
 
     def check(self, name: str, operation: str, tensors: Sequence[Tensor]) -> None:
-        """Refuse what NCCL would.
-
-        Raises:
-            RaceError: a tensor is in host memory, or of a dtype that NCCL does not know.
-        """
+        """RaceError: a tensor is in host memory, or of a dtype that NCCL does not know."""
         if operation == "barrier":  # its token is the transport's own
             return
         for x in tensors:
             what = f"{name}: a tensor of shape {tuple(x.shape)} and dtype {dtype_name(x.dtype)}"
-            if x not in self.marks:
+            if x not in self:
+                _, line = self._made.get(x.untyped_storage()._cdata, (None, ""))
+                made = f", made at {line}," if line else ""
                 raise RaceError(
-                    f"{what}{self.marks.made_at(x)} is in host memory, but NCCL moves what is on "
-                    f"the device; make it with device=device_of(group){issued_at()}"
+                    f"{what}{made} is in host memory, but NCCL moves what is on the device; make "
+                    f"it with device=device_of(group){issued_at()}"
                 )
             if x.dtype not in _DTYPES:
                 raise RaceError(f"{what} is none that NCCL knows; move its bytes{issued_at()}")
@@ -67,19 +117,19 @@ def strictness(token: str) -> Iterator[None]:
     if not Order(token).strict:
         yield
         return
-    found = Strict()
-    world.strict, run_backward = found, torch.autograd._engine_run_backward
+    marks = DeviceMemory()
+    world.check, run_backward = marks.check, torch.autograd._engine_run_backward
     usual = backends._transports[LATE]
     backends.register_transport(replace(usual, device_type=str(DEVICE)))
     try:
-        with _Functions(found.marks) as functions, _DeviceMarkMode(found.marks):
+        with _Functions(marks) as functions, _DeviceMarkMode(marks):
             # torch calls a function without the mode that saw it, hooks of a backward included
             torch.autograd._engine_run_backward = partial(_within, functions, run_backward)
             yield
     finally:
         torch.autograd._engine_run_backward = run_backward
         backends.register_transport(usual)
-        world.strict = None
+        world.check = None
 
 
 def _within(mode: TorchFunctionMode, function: Callable[..., Any], *args, **kwargs) -> object:
@@ -108,14 +158,11 @@ class _Functions(TorchFunctionMode):
         if special is not None:
             return special(func, args, kwargs)
         result = func(*args, **kwargs)
-        if func in _factories():
-            asked = kwargs.get("device")
+        if func in _device_constructors():
             frame = caller()
-            if frame is None:
-                return result
-            if _is_device(asked) or is_users(frame):
+            if frame is not None and (_is_device(kwargs.get("device")) or is_users(frame)):
                 self._marks.add(result)
-            else:
+            elif frame is not None:
                 self._marks.note(result, frame)
         elif kwargs.get("device") == _HOST and isinstance(result, Tensor):
             self._marks.remove(result)
@@ -170,29 +217,21 @@ class _DeviceMarkMode(TorchDispatchMode):
         frame = caller()
         if frame is None:
             return func(*args, **kwargs)
-        given = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
-        written = _written(func)
-        on_device = _is_device(kwargs.get("device")) or any(x in self._marks for x in given)
+        given = list(tensors_of(args, kwargs))
+        on_device = _is_device(kwargs.get("device")) or any(x in self._marks for _, x in given)
         if func is torch.ops.aten.lift_fresh.default:
             on_device = on_device or is_users(frame)
-        old = {x.untyped_storage()._cdata for x in given if x.layout is torch.strided}
+        old = storages_of(given)
         result = func(*args, **kwargs)
         if not on_device:
             return result
-        for x in tree_iter(result):
-            # a view of what was given is where that is
-            is_new = isinstance(x, Tensor) and x.layout is torch.strided
-            if is_new and x.untyped_storage()._cdata not in old:
+        for x in made_in(result, old):
+            self._marks.add(x)
+        if func not in COPIES:  # these write where their target is, whatever they read
+            places = written_arguments(func) or ()
+            for x in (x for at, x in given if at in places):
                 self._marks.add(x)
-        for place, word in written if func not in _COPIES else ():
-            for x in tree_iter(args[place] if place < len(args) else kwargs.get(word)):
-                if isinstance(x, Tensor):
-                    self._marks.add(x)
         return result
-
-
-_COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default}
-"""They write where their target is, whatever they read."""
 
 
 def _is_device(asked: object) -> bool:
@@ -201,13 +240,32 @@ def _is_device(asked: object) -> bool:
     return isinstance(asked, torch.device) and asked == DEVICE
 
 
-@cache
-def _factories() -> set[object]:
-    return set(_device_constructors())
+# -- who makes a tensor ----------------------------------------------------------------------
 
 
-@cache
-def _written(func) -> tuple[tuple[int, str], ...]:
-    """The arguments that an operation writes."""
-    infos = [(i, a.name, a.alias_info) for i, a in enumerate(func._schema.arguments)]
-    return tuple((i, name) for i, name, info in infos if info is not None and info.is_write)
+def caller() -> FrameType | None:
+    """The innermost frame that is neither torch's nor ours; None inside the late transport."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file != __file__ and not file.startswith(_TORCH):
+            return None if file.startswith((_HERE, HERE)) else frame
+        frame = frame.f_back
+    return None
+
+
+def is_users(frame: FrameType) -> bool:
+    """Whether what is made in this frame is a user's, or part of a layer of the package."""
+    if _is_users_own(frame.f_code.co_filename):
+        return True
+    layer: FrameType | None = frame
+    while layer is not None and not _is_users_own(layer.f_code.co_filename):
+        own = layer.f_locals.get("self") if layer.f_code.co_name == "__init__" else None
+        if isinstance(own, nn.Module) and layer.f_code.co_filename.startswith(_LAYERS):
+            return True
+        layer = layer.f_back
+    return False
+
+
+def _is_users_own(file: str) -> bool:
+    return not file.startswith((_PACKAGE, _TORCH)) or file.startswith(_ARGUMENTS)

@@ -1,7 +1,7 @@
 """How the data of a call travels: between real peers over gloo, or from a rank that is all ranks.
 
-One rule: a transfer begins when its call is issued, from copies of the inputs, and waits for
-nobody, as a kernel on a device does. Only who asks for it waits.
+A transfer begins when its call is issued, from copies of the inputs, and waits for
+no one, as a kernel on a device does. Only who asks for it waits.
 """
 
 import threading
@@ -21,19 +21,32 @@ Posted = tuple[str, Tensor, int]
 
 
 class Transfer:
-    """Data under way. rooms: what comes from each rank, or message; full after `wait()`."""
+    """Data under way. rooms: what comes from each rank, or message; full after `wait()`.
 
-    def __init__(self, rooms: Sequence[Sequence[Tensor]], works=(), keep: object = None):
+    keep: what is sent. got: bytes, which become the tensors `into`.
+    """
+
+    def __init__(
+        self,
+        rooms: Parts,
+        works: Sequence[dist.Work] = (),
+        keep: object = None,
+        got: Tensor | None = None,
+        into: Sequence[Tensor] = (),
+    ):
         self.rooms, self._works, self._keep = rooms, works, keep
+        self._got, self._into = got, into
         self._waiter: Future | None = None
 
     def wait(self) -> None:
         if self._waiter is not None:
             self._waiter.result()
         else:
-            for work in self._works:
-                work.wait()
-        self._keep = None
+            self._wait_for_works()
+        self._keep, at = None, 0
+        for room in map(_bytes, self._into):
+            room.copy_(self._got[at : at + len(room)])
+            at += len(room)
 
     def is_ready(self, patience_s: float) -> bool:
         """Whether `wait` returns at once. gloo does not tell of messages, so a thread waits."""
@@ -48,17 +61,19 @@ class Transfer:
             return False
         return True
 
+    def _wait_for_works(self) -> None:
+        for work in self._works:
+            work.wait()
+
     def _await(self, waiter: Future) -> None:
         try:
-            for work in self._works:
-                work.wait()
-            waiter.set_result(None)
+            waiter.set_result(self._wait_for_works())
         except BaseException as error:  # it is the caller's
             waiter.set_exception(error)
 
 
 class Peers:
-    """Real ones, over a gloo group of the same ranks that nobody else uses."""
+    """Real ones, over a gloo group of the same ranks that no one else uses."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
         self._rank, self._size = rank, size
@@ -67,20 +82,22 @@ class Peers:
     def begin(self, sends: Parts, likes: Parts) -> Transfer:
         """sends[i] go to rank i, tensors like likes[i] come from it."""
         rooms = [[torch.empty_like(x, memory_format=_DENSE) for x in parts] for parts in likes]
+        # at the root of a broadcast there is no room
         for x, room in zip(sends[self._rank], rooms[self._rank], strict=False):
-            room.view(-1).copy_(
-                x.detach().reshape(-1)
-            )  # neither is there at the root of a broadcast
+            room.view(-1).copy_(x.detach().reshape(-1))
         if self._size == 1:
             return Transfer(rooms)
         others = [i for i in range(self._size) if i != self._rank]
-        going, coming = self._lengths(sends), self._lengths(rooms)
+        going, coming = (
+            [sum(x.nbytes for x in tensors) * (i in others) for i, tensors in enumerate(parts)]
+            for parts in (sends, rooms)
+        )
         # one collective whatever the call is: bytes of any dtype, any number to any rank
         parts = [_bytes(x.detach().clone(memory_format=_DENSE)) for i in others for x in sends[i]]
         sent = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
         got = torch.empty(sum(coming), dtype=torch.uint8)
         work = self.gloo.alltoall_base(got, sent, coming, going)
-        return _Unpacking([rooms[i] for i in others], got, rooms, work, sent)
+        return Transfer(rooms, [work], sent, got, [x for i in others for x in rooms[i]])
 
     def post(self, messages: Sequence[Posted]) -> Transfer:
         """Messages to and from peers; those of a pair meet in order, as NCCL knows no tags."""
@@ -91,28 +108,6 @@ class Peers:
             function = self.gloo.send if what == "send" else self.gloo.recv
             works.append(function([room], peer, 0))
         return Transfer(rooms, works, rooms)
-
-    def _lengths(self, parts: Parts) -> list[int]:
-        return [
-            0 if i == self._rank else sum(x.numel() * x.itemsize for x in tensors)
-            for i, tensors in enumerate(parts)
-        ]
-
-
-class _Unpacking(Transfer):
-    """Bytes that become tensors."""
-
-    def __init__(self, into: Parts, got: Tensor, rooms: Parts, work: dist.Work, sent: Tensor):
-        super().__init__(rooms, [work], sent)
-        self._into, self._got = into, got
-
-    def wait(self) -> None:
-        super().wait()
-        at = 0
-        for x in (x for tensors in self._into for x in tensors):
-            room = _bytes(x)
-            room.copy_(self._got[at : at + len(room)])
-            at += len(room)
 
 
 class Mirror:
@@ -126,12 +121,8 @@ class Mirror:
 
     def begin(self, sends: Parts, likes: Parts) -> Transfer:
         mine = sends[self._rank]
-        return Transfer(
-            [
-                [_fitted(mine[k] if mine else like, like) for k, like in enumerate(parts)]
-                for parts in likes
-            ]
-        )
+        rooms = [zip(mine or parts, parts, strict=False) for parts in likes]
+        return Transfer([[_fitted(x, like) for x, like in pairs] for pairs in rooms])
 
     def post(self, messages: Sequence[Posted]) -> Transfer:
         """A rank receives what it has sent itself, in that order."""

@@ -1,22 +1,42 @@
-"""What the late groups of a process share: the order of completion, and all that is in flight."""
+"""What the late groups of a process share: the order of completion, and all that is in flight.
 
-from collections.abc import Iterator, Sequence
+Operations on tensors in flight are named at the line that runs them. What no operation shows, such
+as NumPy's views of a tensor, is found by its bits when the call is delivered (call.py).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Protocol
 
+import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from torchdistpackage.errors import RaceError
-from torchdistpackage.harness.late.call import LateCall
-from torchdistpackage.harness.late.guard import Guard
+from torchdistpackage.harness.late.call import (
+    CHANGED,
+    READ,
+    WRITTEN,
+    Guard,
+    LateCall,
+    issued_at,
+    span,
+)
 from torchdistpackage.harness.late.orders import LATE, Order
-from torchdistpackage.harness.late.watch import InFlightGuard
+from torchdistpackage.harness.lint.own_backend import Tensors
 
+COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default}
+"""Between the host and the device they block the host."""
 _PATIENCE_S = 0.02
 """How long a call that is to complete before its wait may take."""
-
-
-Tensors = Sequence[Tensor]
+_METADATA = {
+    "as_strided_", "detach_", "empty_like", "full_like", "is_pinned", "is_same_size", "new_empty",
+    "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones_like", "rand_like",
+    "randint_like", "randn_like", "record_stream", "resize_", "set_", "squeeze_", "swapdims_",
+    "t_", "transpose_", "unsqueeze_", "zeros_like",
+}  # fmt: skip
 
 
 class Queue(Protocol):
@@ -25,12 +45,6 @@ class Queue(Protocol):
     calls: Sequence[LateCall]
 
     def deliver_next(self) -> None: ...
-
-
-class Strictness(Protocol):
-    """Looks at the tensors of a call (strict.py)."""
-
-    def check(self, name: str, operation: str, tensors: Sequence[Tensor]) -> None: ...
 
 
 class Observer:
@@ -49,7 +63,8 @@ class World:
     """Use the instance of this module, `world`."""
 
     def __init__(self) -> None:
-        self.strict: Strictness | None = None
+        self.check: Callable[[str, str, Tensors], None] | None = None
+        """Looks at the tensors of a call (strict.py)."""
         self.observer = Observer()
         self._begin(LATE, 0)
 
@@ -59,11 +74,7 @@ class World:
 
     @contextmanager
     def job(self, token: str, rank: int) -> Iterator[None]:
-        """Inside, calls complete in the order that `token` names.
-
-        Raises:
-            RaceError: a call was lost.
-        """
+        """Inside, calls complete in the order that `token` names. RaceError: a call was lost."""
         self._begin(token, rank)
         with InFlightGuard(self._in_flight):
             yield
@@ -94,11 +105,7 @@ class World:
             self.queues.remove(queue)
 
     def draw(self) -> None:
-        """Complete calls ahead of their wait, as the order has it.
-
-        Raises:
-            RaceError: a call was lost.
-        """
+        """Complete calls ahead of their wait, as the order has it. RaceError: one was lost."""
         self._look_for_lost()
         if self._order.at_wait_only:
             return
@@ -109,9 +116,7 @@ class World:
                 queue.deliver_next()
 
     def claim(self, own: Queue, name: str, guards: Sequence[Guard]) -> None:
-        """Make way for a call that is about to use these tensors.
-
-        A call of the same group comes after those before it, which are delivered if they hold one.
+        """Deliver calls of the group that hold tensors which its next call is about to use.
 
         Raises:
             RaceError: another group's call holds one.
@@ -133,6 +138,77 @@ def _meets(call: LateCall, guards: Sequence[Guard]) -> bool:
         for one in call.guards
         for other in guards
     )
+
+
+class InFlightGuard(TorchDispatchMode):
+    """Inside, an operation that reads what a call in flight writes, or writes what it uses, raises
+    RaceError."""
+
+    def __init__(self, calls: Callable[[], list[LateCall]]):
+        super().__init__()
+        self._calls = calls
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if (calls := self._calls()) and (written := written_arguments(func)) is not None:
+            for at, x in tensors_of(args, kwargs):
+                _look(calls, func, x, at in written)
+        return func(*args, **kwargs)
+
+
+def _look(calls: list[LateCall], func, x: Tensor, writes: bool) -> None:
+    if x.layout is not torch.strided or x.is_meta or not x.numel():
+        return
+    first, after = span(x)
+    for call in calls:
+        for guard in call.guards:
+            one, other = guard.span
+            if one < after and first < other and (writes or guard.written):
+                _raise(call, guard, func, writes)
+
+
+def _raise(call: LateCall, guard: Guard, func, writes: bool) -> None:
+    found = READ
+    if writes:
+        found = WRITTEN if guard.written else CHANGED
+    raise RaceError(
+        f"{call.name}, tensor of shape {guard.shape}: {found}, by {func}{issued_at()}\n"
+        f"the call was issued{call.where}"
+    )
+
+
+@cache
+def written_arguments(func) -> frozenset[int | str] | None:
+    """Which arguments an operation writes, by place and name; None: it touches no elements."""
+    arguments = func._schema.arguments
+    aliases = [a.alias_info for a in arguments]
+    is_view = any(alias is not None and not alias.is_write for alias in aliases)
+    if is_view or func._schema.name.rpartition(":")[2] in _METADATA:
+        return None
+    places = [i for i, alias in enumerate(aliases) if alias is not None]
+    return frozenset([*places, *(arguments[i].name for i in places)])
+
+
+def storages_of(given: Iterable[tuple[object, Tensor]]) -> set[int]:
+    return {x.untyped_storage()._cdata for _, x in given if x.layout is torch.strided}
+
+
+def made_in(result: object, old: set[int]) -> list[Tensor]:
+    """Tensors of a result in other storages than the `old` ones, of which others are views."""
+    tensors = [x for x in tree_iter(result) if isinstance(x, Tensor)]
+    strided = [x for x in tensors if x.layout is torch.strided]
+    return [x for x in strided if x.untyped_storage()._cdata not in old]
+
+
+def tensors_of(args, kwargs) -> Iterator[tuple[int | str, Tensor]]:
+    for at, value in (*enumerate(args), *kwargs.items()):
+        for x in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(x, Tensor):
+                yield at, x
 
 
 world = World()

@@ -1,25 +1,28 @@
 """The board on which every rank's calls meet: one order in each group, and no circle of waits.
 
-One rule: nothing is ever helped along. A collective is done when all members have entered it, a
+Nothing is ever helped along. A collective is done when all members have entered it, a
 message when its receive has been posted, and what a rank has issued on a group is done in the order
 in which it was issued, as on the one stream that NCCL gives a group. A buffer only ever does more.
 No torch.
 
 Groups may share their queues (`replay.py`): then all that a rank has issued is done in one
-order. Messages may have a *road* of their own, as descriptions have that go through host memory:
+order. Messages may have a channel of their own, as descriptions have that go through host memory:
 between two ranks one way they are done in order, and hold up nothing else.
-Calls come from threads that run (`threads.py`), or once more from what these did
-(`replay.py`).
 """
 
+import inspect
+import sys
+import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
 from typing import cast
 
 Facts = tuple[tuple[str, object], ...]
-Where = tuple[tuple[str, int, str], ...] | str
-"""Where a call was made: (file, line, function) from the inside out, or a word such as `2F5`."""
+Where = tuple[tuple[str, int, str], ...]
+"""Where a call was made: (file, line, function) from the inside out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,74 +86,53 @@ class LintGroup:
         return f"group {self.name} (ranks {shown})" if self.name else f"group of ranks {shown}"
 
 
+@dataclass(slots=True, eq=False)
 class P2POp:
-    """One end of a message: rank `source` to rank `target` (None: from anybody), both global."""
+    """One end of a message: rank `source` (None: any) to rank `target`, both global."""
 
-    __slots__ = (
-        "active", "call", "done", "entry", "is_send", "key", "match_key", "payload", "source",
-        "tag", "target", "where",
-    )  # fmt: skip
+    call: OpSignature
+    source: int | None
+    target: int
+    tag: int = 0
+    where: Where = ()
+    payload: object = None
+    active: bool = field(default=False, init=False)
+    done: bool = field(default=False, init=False)
+    entry: "PendingOp" = field(init=False)
+    is_send: bool = field(init=False)
+    key: Hashable = field(init=False)
+    match_key: Hashable = field(init=False)
 
-    def __init__(
-        self,
-        call: OpSignature,
-        source: int | None,
-        target: int,
-        tag: int = 0,
-        where: Where = "",
-        payload: object = None,
-    ):
-        self.call, self.source, self.target, self.tag = call, source, target, tag
-        self.where, self.payload = where, payload
-        self.is_send = call.operation == "send"
-        self.key = self.is_send, source, target, tag
-        self.match_key = not self.is_send, source, target, tag
-        self.active = self.done = False
-        self.entry: PendingOp | None = None
+    def __post_init__(self) -> None:
+        self.is_send = self.call.operation == "send"
+        self.key = self.is_send, self.source, self.target, self.tag
+        self.match_key = not self.is_send, self.source, self.target, self.tag
 
     @property
     def peer(self) -> int | None:
         return self.target if self.is_send else self.source
 
 
+@dataclass(slots=True, eq=False)
 class PendingOp:
     """What one rank has issued on one group: a collective, or messages that go together.
 
     call: the collective; None for messages. number: of it among the group's collectives, from 1.
-    channel: see the module. is_batch: its messages were given as one call, and not one by one.
+    num_open: its messages that have not met. channel: see the module. is_batch: its messages were
+    given as one call, and not one by one.
     """
 
-    __slots__ = (
-        "call",
-        "channel",
-        "done",
-        "group",
-        "is_batch",
-        "messages",
-        "number",
-        "open",
-        "payload",
-        "rank",
-        "where",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        rank: int,
-        group: LintGroup,
-        call: OpSignature | None = None,
-        num_messages: int = 0,
-        where: Where = "",
-        payload: object = None,
-        channel: Hashable = None,
-        is_batch: bool = False,
-    ):
-        self.rank, self.group, self.call, self.where = rank, group, call, where
-        self.channel, self.is_batch = channel, is_batch
-        self.messages: list[P2POp] = []
-        self.payload, self.open = payload, num_messages
-        self.number = 0
-        self.done = False
+    rank: int
+    group: LintGroup
+    call: OpSignature | None = None
+    num_open: int = 0
+    where: Where = ()
+    payload: object = None
+    channel: Hashable = None
+    is_batch: bool = False
+    messages: list[P2POp] = field(default_factory=list[P2POp], init=False)
+    number: int = field(default=0, init=False)
+    done: bool = field(default=False, init=False)
 
 
 Queues = Mapping[int, deque[PendingOp]]
@@ -174,9 +156,9 @@ class Matcher:
 
     def __init__(
         self,
-        met: Callable[[list[PendingOp]], object] | None = None,
-        matched: Callable[[P2POp, P2POp], object] | None = None,
-        done: Callable[[PendingOp], object] | None = None,
+        met: Callable[[list[PendingOp]], object] = lambda entries: None,
+        matched: Callable[[P2POp, P2POp], object] = lambda send, receive: None,
+        done: Callable[[PendingOp], object] = lambda entry: None,
     ):
         self._met, self._matched, self._done = met, matched, done
         self.waiting: dict[int, PendingOp] = {}
@@ -186,8 +168,7 @@ class Matcher:
     def issue(self, entry: PendingOp) -> None:
         """Put an entry behind what its rank has issued on the group.
 
-        Raises:
-            Disagreement: it is not what another member has issued in its place.
+        Disagreement: it is not what another member has issued in its place.
         """
         group, rank = entry.group, entry.rank
         queue = group.queue_of(entry)
@@ -206,8 +187,7 @@ class Matcher:
     def post(self, entry: PendingOp, message: P2POp) -> None:
         """Add one of the messages that an entry announced when it was issued.
 
-        Raises:
-            Disagreement: its other end is not the same.
+        Disagreement: its other end is not the same.
         """
         group = entry.group
         message.entry = entry
@@ -249,14 +229,12 @@ class Matcher:
             return
         del group.meetings[entry.number]
         group.num_calls += 1
-        if self._met is not None:
-            self._met([meeting[rank] for rank in group.ranks])
+        self._met([meeting[rank] for rank in group.ranks])
         for other in meeting.values():
             self._finish(other, heads)
 
     def _match(self, message: P2POp, heads: list[PendingOp]) -> None:
         entry = message.entry
-        assert entry is not None
         posted = entry.group.posted
         other = self._other_end(message, entry.group)
         if other is None or not other.active or posted[message.key][0] is not message:
@@ -267,26 +245,21 @@ class Matcher:
             raise Disagreement(other, message)
         send, receive = (message, other) if message.is_send else (other, message)
         entry.group.num_messages += 1
-        if self._matched is not None:
-            self._matched(send, receive)
+        self._matched(send, receive)
         for end in (other, message):
             end.done = True
-            assert end.entry is not None
-            end.entry.open -= 1
-            if not end.entry.open:
+            end.entry.num_open -= 1
+            if not end.entry.num_open:
                 self._finish(end.entry, heads)
 
     def _other_end(self, message: P2POp, group: LintGroup) -> P2POp | None:
         """The first that was posted on the other side; a receive from anybody takes any."""
-        first = group.posted.get(message.match_key)
-        if first and first[0].active:
-            return first[0]
-        if not group.from_anybody:
-            return None
-        keys = [(False, None, message.target, message.tag)]
-        if not message.is_send:
+        keys = [message.match_key]
+        if group.from_anybody and message.is_send:
+            keys.append((False, None, message.target, message.tag))
+        elif message.source is None:
             keys = [(True, rank, message.target, message.tag) for rank in group.ranks]
-        for key in keys if message.is_send or message.source is None else ():
+        for key in keys:
             if (queue := group.posted.get(key)) and queue[0].active:
                 return queue[0]
         return None
@@ -295,8 +268,7 @@ class Matcher:
         queue = entry.group.queue_of(entry)
         queue.popleft()
         entry.done = True
-        if self._done is not None:
-            self._done(entry)
+        self._done(entry)
         if queue:
             heads.append(queue[0])
 
@@ -306,3 +278,40 @@ def _shown(value: object) -> str:
         members = cast(tuple[object, ...], value)
         return f"[{', '.join(map(_shown, members))}]"
     return str(value)
+
+
+# -- where a call was made -----------------------------------------------------------------
+
+_HERE = str(Path(__file__).parent)
+_TORCH = str(Path("site-packages", "torch", "distributed"))
+
+
+def stack_here() -> tuple[Where, object]:
+    """(the caller's stack from the inside out, the frame of the batch a message is part of).
+
+    torch hands the messages of a batch over one by one; its frame tells which belong together.
+    """
+    frames = list(_frames(inspect.currentframe()))
+    batches = [frame for frame in frames if frame.f_code.co_name == "batch_isend_irecv"]
+    return _shown_frames(frames), batches[-1] if batches else None
+
+
+def stack_of(thread: threading.Thread) -> Where:
+    """Where a thread is now."""
+    return _shown_frames(_frames(sys._current_frames().get(thread.ident or 0)))
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _shown_frames(frames: Iterable[FrameType]) -> Where:
+    """Without the machinery that carries a call."""
+    return tuple(
+        (file, frame.f_lineno, frame.f_code.co_name)
+        for frame in frames
+        if not (file := frame.f_code.co_filename).startswith((_HERE, threading.__file__))
+        and _TORCH not in file
+    )

@@ -1,34 +1,66 @@
-"""What a back end of our own answers torch.distributed, whatever its calls then do.
+"""torch.distributed's calls as a back end of our own gets them: a `Collective`, or a message.
 
-One rule: torch calls a group and a handle by these names, which change with its version; they stand
-here, so that the back ends (late, lint) define each call once.
+torch calls a group and a handle by these names, which change with its version. What becomes of a
+call is the back end's: harness/late, and the order linter's transport.
 """
 
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchdistpackage.harness.lint.data_movement import rows
-
 HERE = __file__
-"""Between a program and what a back end does: no line that led to a call."""
+"""Frames of this file are left out of the stacks of calls."""
+Tensors = Sequence[Tensor]
+
+_OPS: dict[str, tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = {
+    "sum": (dist.ReduceOp.SUM, torch.add),
+    "avg": (dist.ReduceOp.AVG, torch.add),
+    "product": (dist.ReduceOp.PRODUCT, torch.mul),
+    "min": (dist.ReduceOp.MIN, torch.minimum),
+    "max": (dist.ReduceOp.MAX, torch.maximum),
+    "band": (dist.ReduceOp.BAND, torch.bitwise_and),
+    "bor": (dist.ReduceOp.BOR, torch.bitwise_or),
+    "bxor": (dist.ReduceOp.BXOR, torch.bitwise_xor),
+}
+
+
+@dataclass(slots=True)
+class Collective:
+    """One member's part in a collective.
+
+    given: the tensors that say its size. sends[i] go to member i, what member i sends looks like
+    rooms[i], and `writes` get what came: as it is, or combined by `op`. root: its place in the
+    group.
+    """
+
+    operation: str
+    given: Tensors
+    sends: Sequence[Tensors]
+    rooms: Sequence[Tensors]
+    writes: Tensors
+    op: str = ""
+    root: int | None = None
 
 
 class OwnWork(dist.Work):
     """Handle of a call. result: the tensors that the call writes."""
 
-    def __init__(self, result: list[Tensor]):
+    def __init__(self, result: Tensors):
         super().__init__()
-        self._result = result
+        self._result = list(result)
 
     def synchronize(self) -> None:
         self.wait()
 
     def get_future(self) -> torch.futures.Future:
-        """Done when the backward ends in which it is asked for, else at once: who waits in a future
-        cannot let others go on, so the work is waited for before anybody can."""
+        """Done at the end of the backward in which it is asked for, else at once: a wait inside it
+        could not let other ranks go on."""
         future = torch.futures.Future()
 
         def settle() -> None:
@@ -57,19 +89,77 @@ class OwnGroup(dist.ProcessGroup):
         return self._name
 
     @abstractmethod
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts=None) -> dist.Work: ...
+    def collective(self, call: Collective, is_async: bool) -> dist.Work:
+        """Issue it."""
 
-    @abstractmethod
-    def all_gather_single_coalesced(self, outputs, inputs, opts=None) -> dist.Work: ...
+    def _issue(self, opts, *parts, **how) -> dist.Work:
+        return self.collective(Collective(*parts, **how), bool(getattr(opts, "asyncOp", False)))
 
-    @abstractmethod
-    def reduce_scatter_single_coalesced(self, outputs, inputs, opts=None) -> dist.Work: ...
+    def _at(self, root: int, tensors: Tensors) -> list[Tensors]:
+        """To or from the root alone."""
+        return [tensors if i == root else [] for i in range(self.size())]
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts=None) -> dist.Work:
-        return self.allreduce(tensors, opts)
+    # -- by the names that torch.distributed calls ---------------------------------------
+
+    def allreduce(self, tensors: list[Tensor], opts=None) -> dist.Work:
+        all_ = [tensors] * self.size()
+        return self._issue(opts, "all_reduce", tensors, all_, all_, tensors, op=_op(opts))
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: list[Tensor], opts) -> dist.Work:
+        n, root = self.size(), opts.rootRank
+        writes = tensors if self.rank() == root else []
+        parts = self._at(root, tensors), [writes] * n, writes
+        return self._issue(opts, "reduce", tensors, *parts, op=_op(opts), root=root)
+
+    def broadcast(self, tensors: list[Tensor], opts) -> dist.Work:
+        n, root = self.size(), opts.rootRank
+        sends, writes = ([tensors] * n, []) if self.rank() == root else ([[]] * n, tensors)
+        parts = sends, self._at(root, writes), writes
+        return self._issue(opts, "broadcast", tensors, *parts, root=root)
+
+    def allgather(self, outputs, inputs: list[Tensor], opts=None) -> dist.Work:
+        n = self.size()
+        rooms = [[room[i] for room in outputs] for i in range(n)]
+        return self._issue(opts, "all_gather", inputs, [inputs] * n, rooms, flat(rooms))
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs, opts=None) -> dist.Work:
+        n = self.size()
+        sends = [[parts[i] for parts in inputs] for i in range(n)]
+        parts = sends, [outputs] * n, outputs
+        return self._issue(opts, "reduce_scatter", outputs, *parts, op=_op(opts))
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts=None) -> dist.Work:
+        parts = [[x] for x in inputs], [[x] for x in outputs], outputs
+        return self._issue(opts, "all_to_all", outputs, *parts)
+
+    def gather(self, outputs, inputs: list[Tensor], opts) -> dist.Work:
+        rooms = [[x] for x in outputs[0]] if outputs else [[]] * self.size()
+        parts = self._at(opts.rootRank, inputs), rooms, flat(rooms)
+        return self._issue(opts, "gather", inputs, *parts, root=opts.rootRank)
+
+    def scatter(self, outputs: list[Tensor], inputs, opts) -> dist.Work:
+        sends = [[x] for x in inputs[0]] if inputs else [[]] * self.size()
+        parts = sends, self._at(opts.rootRank, outputs), outputs
+        return self._issue(opts, "scatter", outputs, *parts, root=opts.rootRank)
+
+    def barrier(self, opts=None) -> dist.Work:
+        token = [torch.zeros(1, dtype=torch.uint8)]
+        all_ = [token] * self.size()
+        return self._issue(opts, "barrier", token, all_, all_, token, op="max")
+
+    def all_gather_single_coalesced(self, outputs, inputs, opts=None) -> dist.Work:
+        pairs = zip(outputs, inputs, strict=True)
+        return self.allgather([_even_parts(out, x, self.size()) for out, x in pairs], inputs, opts)
 
     def all_gather_single(self, output: Tensor, x: Tensor, opts=None) -> dist.Work:
         return self.all_gather_single_coalesced([output], [x], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs, inputs, opts=None) -> dist.Work:
+        pairs = zip(outputs, inputs, strict=True)
+        parts = [_even_parts(x, out, self.size()) for out, x in pairs]
+        return self.reduce_scatter(outputs, parts, opts)
 
     def reduce_scatter_single(self, output: Tensor, x: Tensor, opts=None) -> dist.Work:
         return self.reduce_scatter_single_coalesced([output], [x], opts)
@@ -78,15 +168,65 @@ class OwnGroup(dist.ProcessGroup):
         self, output: Tensor, x: Tensor, output_sizes=None, input_sizes=None, opts=None
     ) -> dist.Work:
         n = self.size()
-        return self.alltoall(rows(output, output_sizes, n), rows(x, input_sizes, n), opts)
+        return self.alltoall(_rows(output, output_sizes, n), _rows(x, input_sizes, n), opts)
 
     # names before torch 2.13
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None) -> dist.Work:
-        return self.all_gather_single_coalesced(outputs, inputs, opts)
 
-    def reduce_scatter_tensor_coalesced(self, outputs, inputs, opts=None) -> dist.Work:
-        return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
+def flat(parts: Sequence[Tensors]) -> list[Tensor]:
+    return [x for tensors in parts for x in tensors]
+
+
+@torch.no_grad()
+def copy(source: Tensor, target: Tensor) -> None:
+    """The elements of `source` in order, whatever the two shapes."""
+    if source.numel():
+        target.detach().copy_(source.detach().reshape(target.shape))
+
+
+def combined(tensors: Tensors, op: str) -> Tensor:
+    """Element-wise over the ranks, in group order.
+
+    As NCCL has it, floats of a mean are divided first, so that no sum overflows, and a mean of
+    integers is cut.
+    """
+    exact = tensors[0].is_floating_point() or tensors[0].is_complex()
+    if op == "avg" and exact:
+        tensors = [x / len(tensors) for x in tensors]
+    first, *rest = tensors
+    total = reduce(_OPS[op][1], rest, first.detach().clone())
+    return total // len(tensors) if op == "avg" and not exact else total
+
+
+def _op(opts) -> str:
+    """`sum` for ReduceOp.SUM; NotImplementedError: it scales or is a user's own."""
+    asked = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+    for name, (known, _) in _OPS.items():
+        if asked == known:
+            return name
+    raise NotImplementedError(f"reduce operation {asked} is not delivered between threads")
+
+
+def _even_parts(x: Tensor, like: Tensor, number: int) -> list[Tensor]:
+    """Views of `x` like that tensor, for each member one; another number raises ValueError."""
+    size = like.numel()
+    if x.numel() != size * number or not x.is_contiguous():
+        raise ValueError(
+            f"a tensor of shape {tuple(x.shape)} stands for {number} parts of {size} elements; "
+            f"give a contiguous one of {size * number}"
+        )
+    parts = x.detach().view(-1)
+    return [parts[i * size : (i + 1) * size].view(like.shape) for i in range(number)]
+
+
+def _rows(x: Tensor, sizes: Sequence[int] | None, number: int) -> list[Tensor]:
+    """Views of as many rows each as `sizes` say, or even ones."""
+    sizes = list(sizes or [x.shape[0] // number] * number)
+    if sum(sizes) != x.shape[0]:
+        raise ValueError(f"{sizes} rows to exchange are not the {x.shape[0]} rows of the tensor")
+    return list(x.detach().split(sizes))

@@ -8,7 +8,7 @@ ever, though each group sees one order. What ends with one queue ends with sever
 In the second a host stops before a call for which NCCL connects, whether or not it waits for the
 call: the first collective or batch of a group for all members, since a communicator is made there;
 the first message one way between two ranks for the other end. What else blocks (the making of a
-group, whatever a rank waits for) blocks here too. No torch.
+group, what a rank waits for) blocks here too. No torch.
 """
 
 from collections import deque
@@ -30,17 +30,19 @@ from torchdistpackage.harness.lint.report import Finding, Name, disagreement, st
 
 Trace = Sequence[tuple[PendingOp, bool]]
 """What a rank did, in order: an entry, and whether it waited for it (or else issued it)."""
+Before = Callable[[PendingOp, Sequence[P2POp]], Iterator[PendingOp]]
+"""What is waited for before an entry with these messages is issued."""
+Groups = dict[LintGroup, LintGroup]
+"""For each group in the traces the one that stands for it."""
+
+FIRST_USE = OpSignature("first use")
+CONNECTS = (("connects", "the pair"),)
 
 _LAUNCH_ORDER = (
     "ranks issue on groups that they share in different orders; a device that runs what it is "
     "given one by one, as NCCL may, stops for ever. Issue in one order on all ranks, or wait for "
     "the first before the second:\n"
 )
-Before = Callable[[PendingOp, Sequence[P2POp]], Iterator[PendingOp]]
-"""What is waited for before an entry with these messages is issued."""
-FIRST_USE = OpSignature("first use")
-CONNECTS = (("connects", "the pair"),)
-
 _FIRST_USE = (
     "the first call of a group stops the host on NCCL until its members come to theirs, and ranks "
     "that do so wait for ever. Connect groups when they are made, or let all members make their "
@@ -51,24 +53,44 @@ _FIRST_USE = (
 def launch_order(traces: Sequence[Trace], name: Name) -> Finding | None:
     """What stops if all that ranks did, which came to its end, is run with one queue a rank."""
     queues: Queues = {rank: deque() for rank in range(len(traces))}
-    # hosts make groups, and no device
+    # hosts make groups, and no device; what goes through host memory holds no device up
     on_device = [[(e, w) for e, w in t if e.call not in (CREATION, SPLIT)] for t in traces]
-
-    def again(old: LintGroup) -> LintGroup:
-        """What goes through host memory holds no device up."""
-        return LintGroup(old.ranks, old.name, None if old.in_host else queues)
-
-    groups = groups_again(on_device, again)
+    groups = {
+        old: LintGroup(old.ranks, old.name, None if old.in_host else queues)
+        for old in _groups(on_device)
+    }
 
     def runs(board: Matcher) -> list[Iterator[PendingOp]]:
-        return [replay(board, trace, groups) for trace in on_device]
+        return [_replay(board, trace, groups) for trace in on_device]
 
     found = drive(runs, list(groups.values()), name)
-    return (
-        None
-        if found is None
-        else replace(found, kind="launch order", text=_LAUNCH_ORDER + found.text)
-    )
+    return found and replace(found, kind="launch order", text=_LAUNCH_ORDER + found.text)
+
+
+def host_blocking(
+    traces: Sequence[Trace], name: Name, earlier: Sequence[Trace] = ()
+) -> Finding | None:
+    """What stops if all that ranks did, which came to its end, is run with hosts that stop to
+    connect.
+
+    earlier: what they did before all of them came to one point.
+    """
+    if earlier and (found := host_blocking(earlier, name)):
+        return found
+    groups = {old: LintGroup(old.ranks, old.name, lazy=old.lazy) for old in _groups(traces)}
+    for old, new in groups.items():
+        new.eager = old.eager
+
+    def runs(board: Matcher) -> list[Iterator[PendingOp]]:
+        connections = Connections(board)
+        for trace in earlier:
+            for entry, _ in trace:
+                if entry.group in groups:
+                    connections.note(entry, groups[entry.group], entry.messages)
+        return [_replay(board, trace, groups, connections.before) for trace in traces]
+
+    found = drive(runs, list(groups.values()), name)
+    return found and replace(found, kind="first use", text=_FIRST_USE + found.text)
 
 
 def drive(
@@ -103,24 +125,14 @@ def drive(
     return stuck(board, left, name) if left else None
 
 
-def groups_again(
-    traces: Sequence[Trace], again: Callable[[LintGroup], LintGroup]
-) -> dict[LintGroup, LintGroup]:
-    """For each group in the traces the one that stands for it."""
-    old = dict.fromkeys(entry.group for trace in traces for entry, _ in trace)
-    return {group: again(group) for group in old}
+def _groups(traces: Sequence[Trace]) -> list[LintGroup]:
+    return list(dict.fromkeys(entry.group for trace in traces for entry, _ in trace))
 
 
-def replay(
-    board: Matcher,
-    trace: Trace,
-    groups: dict[LintGroup, LintGroup],
-    before: Callable[[PendingOp, Sequence[P2POp]], Iterator[PendingOp]] | None = None,
+def _replay(
+    board: Matcher, trace: Trace, groups: Groups, before: Before | None = None
 ) -> Iterator[PendingOp]:
-    """The same entries on other groups; gives those that are waited for.
-
-    before: what else is waited for when an entry with these messages comes.
-    """
+    """The same entries on other groups; gives those that are waited for."""
     new: dict[PendingOp, PendingOp] = {}
     for entry, is_wait in trace:
         if is_wait:
@@ -144,7 +156,7 @@ class Connections:
 
     def __init__(self, board: Matcher):
         self._board = board
-        self._meetings: dict[LintGroup, LintGroup] = {}
+        self._meetings: Groups = {}
         self._known: set[tuple[int, LintGroup]] = set()
         self._pairs: set[tuple[int, LintGroup, int | None, int]] = set()
 
@@ -153,24 +165,28 @@ class Connections:
         rank, group = entry.rank, entry.group
         if not group.lazy or len(group.ranks) == 1:
             return
-        connects, new = self.note(rank, group, entry, messages)
+        connects, new = self.note(entry, group, messages)
+        if not connects and not new:
+            return
+        # where members of a group meet to connect it, besides its own queue
+        meeting = self._meetings.setdefault(group, LintGroup(group.ranks, group.name))
         if connects:
-            first = PendingOp(rank, self._meeting(group), FIRST_USE, where=entry.where)
+            first = PendingOp(rank, meeting, FIRST_USE, where=entry.where)
             self._board.issue(first)
             yield first
-        if not new:
-            return
-        pairs = PendingOp(rank, self._meeting(group), None, len(new), entry.where)
-        self._board.issue(pairs)
-        for m in new:
-            call = OpSignature(m.call.operation, CONNECTS)
-            self._board.post(pairs, P2POp(call, m.source, m.target, where=m.where))
-        yield pairs
+        if new:
+            pairs = PendingOp(rank, meeting, None, len(new), entry.where)
+            self._board.issue(pairs)
+            for m in new:
+                call = OpSignature(m.call.operation, CONNECTS)
+                self._board.post(pairs, P2POp(call, m.source, m.target, where=m.where))
+            yield pairs
 
     def note(
-        self, rank: int, group: LintGroup, entry: PendingOp, messages: Sequence[P2POp]
+        self, entry: PendingOp, group: LintGroup, messages: Sequence[P2POp]
     ) -> tuple[bool, list[P2POp]]:
         """(whether `group` is connected by the entry, which of its messages connect a pair)."""
+        rank = entry.rank
         connects = entry.call is not None or (entry.is_batch and rank not in group.eager)
         connects = connects and (rank, group) not in self._known
         if connects:
@@ -182,60 +198,3 @@ class Connections:
                 self._pairs.add(key)
                 new.append(m)
         return connects, new
-
-    def _meeting(self, group: LintGroup) -> LintGroup:
-        """Where members of a group meet to connect it, beside its own queue."""
-        if group not in self._meetings:
-            self._meetings[group] = LintGroup(group.ranks, group.name)
-        return self._meetings[group]
-
-
-def host_blocking(
-    traces: Sequence[Trace], name: Name, earlier: Sequence[Trace] = ()
-) -> Finding | None:
-    """What stops if all that ranks did, which came to its end, is run with hosts that stop to
-    connect.
-
-    earlier: what they did before all of them came to one point.
-    """
-    if earlier and (found := host_blocking(earlier, name)):
-        return found
-
-    def again(old: LintGroup) -> LintGroup:
-        new = LintGroup(old.ranks, old.name, lazy=old.lazy)
-        new.eager = old.eager
-        return new
-
-    groups = groups_again(traces, again)
-
-    def runs(board: Matcher) -> list[Iterator[PendingOp]]:
-        connections = Connections(board)
-        for trace in earlier:
-            for entry, _ in trace:
-                if entry.group in groups:
-                    connections.note(entry.rank, groups[entry.group], entry, entry.messages)
-        return [replay(board, trace, groups, connections.before) for trace in traces]
-
-    found = drive(runs, list(groups.values()), name)
-    return None if found is None else replace(found, kind="first use", text=_FIRST_USE + found.text)
-
-
-def split(entries: Sequence[PendingOp], lists: Sequence[tuple[int, ...]]) -> None:
-    """All ranks of the world make one communicator each, of the ranks in their `lists`, or none.
-
-    Raises:
-        Disagreement: a list is not that of all ranks in it, who then talk in smaller groups.
-    """
-    for first, ranks in zip(entries, lists, strict=True):
-        came = tuple(e.rank for e, asked in zip(entries, lists, strict=True) if asked == ranks)
-        missing = [rank for rank in ranks if rank not in came]
-        if missing:
-            other = entries[missing[0]]
-            does = lists[other.rank]
-            raise Disagreement(
-                first,
-                other,
-                f"in split {first.number} rank {first.rank} makes the group of ranks {ranks}, and "
-                f"rank {other.rank} {f'that of ranks {does}' if does else 'none'}: ranks {came} "
-                f"alone get a communicator, and nothing says so",
-            )

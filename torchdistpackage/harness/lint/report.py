@@ -1,11 +1,10 @@
 """What a lint found: values that print, and why no rank can move or which disagree. No torch.
 
-Every sentence names a rank by its coordinates, the call it is in, the group by its name and ranks,
-and the ranks it waits for; the stacks of all ranks named follow.
+A sentence names a rank by its coordinates, its call, the group by its name and ranks, and the ranks
+it waits for; the stacks of all ranks named follow.
 """
 
 import linecache
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from torchdistpackage.harness.lint.matcher import (
     Disagreement,
     LintGroup,
     Matcher,
+    OpSignature,
     P2POp,
     PendingOp,
     Where,
@@ -69,7 +69,7 @@ class GroupKind:
 
     @property
     def cells(self) -> tuple[str, str, str]:
-        """A row of a table: name, groups, traffic."""
+        """Name, groups, traffic."""
         traffic = f"{_many(self.num_calls, 'collective')}, {_many(self.num_messages, 'message')}"
         return self.name, f"{_many(self.num_groups, 'group')} of {self.num_ranks}", traffic
 
@@ -141,16 +141,17 @@ def group_name(topology: Topology, ranks: Sequence[int]) -> str:
 
 
 def group_kinds(groups: Iterable[LintGroup]) -> tuple[GroupKind, ...]:
-    """Groups of one name and size put together; those that saw no call are left out."""
-    number: Counter[tuple[str, int]] = Counter()
-    calls, messages = number.copy(), number.copy()
+    """Of groups of one name and size; those that saw no call are left out."""
+    alike: dict[tuple[str, int], list[LintGroup]] = {}
     for group in groups:
         if group.num_calls or group.num_messages:
-            key = (group.name, len(group.ranks))
-            number[key] += 1
-            calls[key] += group.num_calls
-            messages[key] += group.num_messages
-    return tuple(GroupKind(n, number[n, s], s, calls[n, s], messages[n, s]) for n, s in number)
+            alike.setdefault((group.name, len(group.ranks)), []).append(group)
+    return tuple(
+        GroupKind(
+            name, len(of), size, sum(g.num_calls for g in of), sum(g.num_messages for g in of)
+        )
+        for (name, size), of in alike.items()
+    )
 
 
 def _many(number: int, word: str) -> str:
@@ -162,44 +163,37 @@ def _many(number: int, word: str) -> str:
 
 def disagreement(found: Disagreement, name: Name) -> Finding:
     """What two members of a group do where they should do the same."""
-    first, second = sorted((found.first, found.second), key=_rank)
-    group = _entry(first).group
-    one, other = _rank(first), _rank(second)
-    if found.what:
-        head = f"{name(one)} and {name(other)} disagree on {group}: {found.what}"
-    elif isinstance(first, PendingOp) and isinstance(second, PendingOp):
-        head = (
-            f"call {first.number} of {group} is {first.call} on {name(one)}, but "
-            f"{second.call} on {name(other)}{_difference(first, second)}"
-        )
-    else:
-        assert isinstance(first, P2POp) and isinstance(second, P2POp)
+    first, second = sorted((found.first, found.second), key=lambda end: _entry(end).rank)
+    group, one, other = _entry(first).group, _entry(first).rank, _entry(second).rank
+    if isinstance(first, P2POp) and isinstance(second, P2POp):
         head = (
             f"on {group} {name(one)} has posted {first.call} {_towards(first, name)}, but "
             f"{name(other)} {second.call} {_towards(second, name)}"
         )
-    stacks = [(one, _where(first)), (other, _where(second))]
-    kind = "group creation" if makes_group(_entry(first)) else "disagreement"
-    return Finding(kind, (one, other), _with_stacks(head, stacks, name))
+    elif found.what:
+        head = f"{name(one)} and {name(other)} disagree on {group}: {found.what}"
+    else:
+        head = (
+            f"call {_entry(first).number} of {group} is {first.call} on {name(one)}, but "
+            f"{second.call} on {name(other)}{_difference(first.call, second.call)}"
+        )
+    stacks = [(one, first.where), (other, second.where)]
+    kind = "group creation" if _makes_group(_entry(first)) else "disagreement"
+    return Finding(kind, (one, other), with_stacks(head, stacks, name))
 
 
 def stuck(board: Matcher, entries: Sequence[PendingOp], name: Name) -> Finding:
-    """What `entries`, none of which can ever be done, wait for in the end.
-
-    A call that a rank which has returned did not make goes before a circle of waits.
-    """
+    """What `entries`, none of which can ever be done, wait for in the end: a call that a rank did
+    not make before it returned, else a circle of waits."""
     for kind in ("missing", "cycle"):
-        seen: set[PendingOp] = (
-            set()
-        )  # what was gone through in vain leads nowhere from another start
+        seen = set[PendingOp]()  # what was gone through in vain leads nowhere from another start
         for entry in entries:
-            path = _search(board, entry, kind, seen)
-            if path is not None:
+            if (path := _search(board, entry, kind, seen)) is not None:
                 return _told(board, path, kind, name)
     raise AssertionError("an entry that waits for nobody")
 
 
-def makes_group(entry: PendingOp) -> bool:
+def _makes_group(entry: PendingOp) -> bool:
     return entry.call in (CREATION, SPLIT)
 
 
@@ -211,11 +205,14 @@ def waits(board: Matcher, name: Name) -> str:
     )
 
 
-def stack(where: Where) -> str:
-    """A stack as Python prints it, the innermost call last."""
-    if isinstance(where, str):
-        return f"    at {where}" if where else "    (nothing recorded)"
-    lines: list[str] = []
+def with_stacks(head: str, stacks: Sequence[tuple[int, Where]], name: Name) -> str:
+    parts = [f"stack of {name(rank)}:\n{_stack(where)}" for rank, where in stacks]
+    return "\n".join([head, *parts])
+
+
+def _stack(where: Where) -> str:
+    """As Python prints it, the innermost call last."""
+    lines: list[str] = [] if where else ["    (nothing recorded)"]
     for file, line, function in reversed(where[:SHOWN_FRAMES]):
         lines.append(f'    File "{file}", line {line}, in {function}')
         if source := linecache.getline(file, line).strip():
@@ -245,9 +242,7 @@ def _needs(entry: PendingOp) -> Iterator[tuple[int | PendingOp, P2POp | None]]:
         at = list(group.posted[message.key]).index(message)
         others = group.posted.get(message.match_key) or ()
         if at < len(others):
-            other = others[at].entry
-            assert other is not None
-            yield group.queues[other.rank][0], message
+            yield group.queues[others[at].entry.rank][0], message
         elif message.peer is not None:
             yield message.peer, message
         else:
@@ -314,14 +309,9 @@ def _told(board: Matcher, path: Path, kind: str, name: Name) -> Finding:
         assert isinstance(gone, int)
         ranks = (gone, *(rank for rank in ranks if rank != gone))
     stacks = [(e.rank, m.where if m is not None else e.where) for e, _, m in path]
-    if any(makes_group(entry) for entry, _, _ in path):
+    if any(_makes_group(entry) for entry, _, _ in path):
         kind = "group creation"
-    return Finding(kind, ranks, _with_stacks("\n".join(lines), stacks, name))
-
-
-def _with_stacks(head: str, stacks: Sequence[tuple[int, Where]], name: Name) -> str:
-    parts = [f"stack of {name(rank)}:\n{stack(where)}" for rank, where in stacks]
-    return "\n".join([head, *parts])
+    return Finding(kind, ranks, with_stacks("\n".join(lines), stacks, name))
 
 
 def _spoken(entry: PendingOp, name: Name, message: P2POp | None = None) -> str:
@@ -337,11 +327,9 @@ def _towards(message: P2POp, name: Name) -> str:
     return f"{'to' if message.is_send else 'from'} {peer}"
 
 
-def _difference(first: PendingOp, second: PendingOp) -> str:
+def _difference(one: OpSignature | None, other: OpSignature | None) -> str:
     """Which fact of the same operation differs."""
-    one, other = first.call, second.call
-    assert one is not None and other is not None
-    if one.operation != other.operation:
+    if one is None or other is None or one.operation != other.operation:
         return ""
     mine, theirs = dict(one.facts), dict(other.facts)
     names = [n for n in (mine | theirs) if mine.get(n) != theirs.get(n)]
@@ -349,14 +337,4 @@ def _difference(first: PendingOp, second: PendingOp) -> str:
 
 
 def _entry(end: PendingOp | P2POp) -> PendingOp:
-    entry = end if isinstance(end, PendingOp) else end.entry
-    assert entry is not None
-    return entry
-
-
-def _rank(end: PendingOp | P2POp) -> int:
-    return _entry(end).rank
-
-
-def _where(end: PendingOp | P2POp) -> Where:
-    return end.where
+    return end if isinstance(end, PendingOp) else end.entry

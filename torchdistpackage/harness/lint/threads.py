@@ -1,27 +1,45 @@
 """Ranks as threads of one process, of which one runs at a time.
 
-One rule: a rank runs until it must wait, and then hands over to the one that has been ready
-longest. So a run is the same each time, nobody races for what a process has only once (each
-rank has its own random numbers and its own record of calls), and when nobody is ready and nobody
-runs, nobody ever will be. A rank that computes for long, or waits for something else than a
-call, loses its turn: the others go on, and it lines up again when it makes a call.
+A rank runs until it must wait, and then hands over to the one that has been ready longest. So a run
+is the same each time, no two ranks race for what a process has only once (each has its own random
+numbers, record of calls and world of torch.distributed), and when no rank is ready and none runs,
+none ever will be. A rank that computes for long, or waits for something else than a call, loses its
+turn: the others go on, and it lines up again when it makes a call.
 """
 
 import ctypes
 import random
+import sys
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from torchdistpackage.comm.flight_recorder import FlightRecorder, recorder
-from torchdistpackage.harness.lint.matcher import Disagreement, LintGroup, Matcher, PendingOp
-from torchdistpackage.harness.lint.report import Finding, Name, disagreement, stack, stuck, waits
-from torchdistpackage.harness.lint.stacks import stack_of
+from torchdistpackage.errors import CommError
+from torchdistpackage.harness.lint.matcher import (
+    Disagreement,
+    LintGroup,
+    Matcher,
+    PendingOp,
+    stack_of,
+)
+from torchdistpackage.harness.lint.report import (
+    Finding,
+    Name,
+    disagreement,
+    stuck,
+    waits,
+    with_stacks,
+)
 
 PATIENCE_S = 5.0
 """After so long without a call of the one that runs, its turn goes to the next one."""
@@ -30,15 +48,11 @@ GRACE_S = 2.0
 
 
 class LintEnded(BaseException):
-    """The lint is over: this rank has nothing more to do. No Exception, so that a step's own
-    handlers let it pass."""
+    """The lint is over. No Exception, so that a step's own handlers let it pass."""
 
 
 class Threads:
-    """Runs one function on every rank. `board` is where their calls meet.
-
-    limit_s: wall time for all of it.
-    """
+    """Runs one function on every rank, whose calls meet on `board`, in `limit_s` of wall time."""
 
     def __init__(self, num_ranks: int, board: Matcher, name: Name, limit_s: float):
         self.board, self._name, self._limit_s = board, name, limit_s
@@ -52,7 +66,8 @@ class Threads:
         self._running: dict[int, float] = {}
         self._lapsed: set[int] = set()
         self._over = False
-        self._carried = [_Carried(vars(_recorder())) for _ in range(num_ranks)]
+        fresh = [vars(FlightRecorder()) | {"checks": recorder.checks} for _ in range(num_ranks)]
+        self._carried = [_Carried(record) for record in fresh]
         self._threads: list[threading.Thread] = []
 
     def run(self, body: Callable[[int], object]) -> list[object]:
@@ -72,7 +87,8 @@ class Threads:
             except BaseException as error:  # a rank's own SystemExit is its end too
                 self._raised(rank, error)
             finally:
-                self._end(rank)
+                with suppress(LintEnded):
+                    self._end(rank)
 
         self._threads = [
             threading.Thread(target=main, args=(rank,), name=f"rank {rank}", daemon=True)
@@ -157,7 +173,7 @@ class Threads:
         self.alive()
 
     def _next(self) -> None:
-        """Give the turn to the next one, if nobody has it; with the lock held."""
+        """Give the turn to the next one, if no one has it; with the lock held."""
         if self._over or self._running:
             return
         if self._ready:
@@ -179,13 +195,12 @@ class Threads:
             self._next()
 
     def _raised(self, rank: int, error: BaseException) -> None:
-        text = "".join(traceback.format_exception(error)).rstrip()
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        text = f"{self._name(rank)} raised {type(error).__name__}: {error}\n{trace}"
         with self.lock:
-            others = waits(self.board, self._name)
-            told = f"{self._name(rank)} raised {type(error).__name__}: {error}\n{text}"
-            if others:
-                told += f"\nmeanwhile\n{others}"
-            self._finish(Finding("exception", (rank,), told))
+            if others := waits(self.board, self._name):
+                text += f"\nmeanwhile\n{others}"
+            self._finish(Finding("exception", (rank,), text))
 
     def _finish(self, finding: Finding | None) -> None:
         """The first finding counts; all threads come to their end."""
@@ -217,30 +232,45 @@ class Threads:
     def _late(self) -> Finding:
         running = sorted((*self._running, *self._lapsed))
         who = ", ".join(map(self._name, running)) or "nobody"
-        lines = [f"not done after {self._limit_s:g} s: {who} computes, or waits outside of calls"]
-        lines += [
-            f"stack of {self._name(rank)}:\n{stack(stack_of(self._threads[rank]))}"
-            for rank in running
-        ]
+        head = f"not done after {self._limit_s:g} s: {who} computes, or waits outside of calls"
+        text = with_stacks(head, [(r, stack_of(self._threads[r])) for r in running], self._name)
         if others := waits(self.board, self._name):
-            lines.append(f"the others:\n{others}")
-        return Finding("time", tuple(running), "\n".join(lines))
+            text += f"\nthe others:\n{others}"
+        return Finding("time", tuple(running), text)
 
     def _stop(self) -> None:
-        """No thread stays: who still computes gets `LintEnded` at its next step in Python."""
+        """No thread stays: one that still computes gets `LintEnded` at its next step in Python.
+
+        Again and again, as a callback of the interpreter (a weak reference's) swallows it.
+        """
         with self.lock:
             self._finish(None)
         end = time.monotonic() + GRACE_S
-        for thread in self._threads:
-            if thread.ident is not None:
+        with _callbacks_may_end():
+            for thread in self._threads:
+                if thread.ident is None:
+                    continue
                 thread.join(0.05)
-            if thread.is_alive() and thread.ident is not None:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(thread.ident), ctypes.py_object(LintEnded)
-                )
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(max(end - time.monotonic(), 0.0))
+                while thread.is_alive() and time.monotonic() < end:
+                    ident, ended = ctypes.c_ulong(thread.ident), ctypes.py_object(LintEnded)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ended)
+                    thread.join(0.25)
+
+
+@contextmanager
+def _callbacks_may_end() -> Iterator[None]:
+    """Nothing is said of a `LintEnded` that a callback of the interpreter has swallowed."""
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if unraisable.exc_type is not LintEnded:
+            before(unraisable)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 class _Carried:
@@ -261,7 +291,84 @@ class _Carried:
         recorder.__dict__ = self._record
 
 
-def _recorder() -> FlightRecorder:
-    fresh = FlightRecorder()
-    fresh.checks = recorder.checks
-    return fresh
+# -- what torch has once for a process ------------------------------------------------------
+
+_one_at_a_time = threading.Lock()
+
+
+class _RankWorld:
+    """What torch keeps about the groups of one rank."""
+
+    def __init__(self) -> None:
+        self.default_pg: dist.ProcessGroup | None = None
+        for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg",
+                     "pg_to_tag", "pg_coalesce_state"):  # fmt: skip
+            setattr(self, name, {})
+        self.group_count, self.comms = 0, []
+
+    # what torch works out from the above
+    pg_config_info = distributed_c10d._World.pg_config_info
+
+
+class _Worlds:
+    """Stands where torch keeps its world: every thread sees its own."""
+
+    def __init__(self, own: object):
+        object.__setattr__(self, "_own", own)
+        object.__setattr__(self, "_local", threading.local())
+
+    def enter(self) -> None:
+        """This thread is a rank from now on."""
+        self._local.world = _RankWorld()
+
+    def _mine(self) -> object:
+        return getattr(self._local, "world", self._own)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._mine(), name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._mine(), name, value)
+
+
+@contextmanager
+def worlds() -> Iterator[_Worlds]:
+    """Inside, threads that `enter` have a world of torch.distributed of their own. CommError:
+    another thread is inside."""
+    if not _one_at_a_time.acquire(blocking=False):
+        raise CommError("a lint is running in this process; begin the next one when it has ended")
+    own, hook = distributed_c10d._world, sys.excepthook
+    method = distributed_c10d._default_pg_init_method
+    isolate = torch._C._distributed_c10d._set_thread_isolation_mode
+    found = _Worlds(own)
+    try:
+        distributed_c10d._world = found  # type: ignore[assignment]
+        isolate(True)
+        yield found
+    finally:
+        isolate(False)
+        distributed_c10d._world = own
+        distributed_c10d._default_pg_init_method = method
+        sys.excepthook = hook
+        rank = own.default_pg.rank() if own.default_pg is not None else -1
+        torch._C._distributed_c10d._set_global_rank(rank)
+        _one_at_a_time.release()
+
+
+@contextmanager
+def settings_kept() -> Iterator[None]:
+    """What a step commonly sets for its process, which the ranks share, is afterwards as it was."""
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn = torch.backends.cudnn
+    flags = cudnn.deterministic, cudnn.benchmark
+    precision = torch.get_float32_matmul_precision()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        cudnn.deterministic, cudnn.benchmark = flags
+        torch.set_float32_matmul_precision(precision)

@@ -1,7 +1,7 @@
-"""A back end whose ranks are threads: torch.distributed's calls, taken to the board.
+"""A back end whose ranks are threads: torch.distributed's calls, taken to the board of the lint.
 
-This file translates and moves nothing along. When a call is done the board decides
-(matcher.py), what it puts where stands in data_movement.py, and who runs when in threads.py.
+The board decides when a call is done (matcher.py), and who runs meanwhile threads.py. Everything
+that is issued or waited for is written down, in order, for the checks that come after (replay.py).
 
 A group is made as NCCL makes it, its members waiting for each other. In a world that is bound to a
 device torch has all ranks of the world take part, each with the list of its own group
@@ -9,7 +9,9 @@ device torch has all ranks of the world take part, each with the list of its own
 """
 
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -20,21 +22,29 @@ from torchdistpackage.comm.backends import Transport, register_transport
 from torchdistpackage.comm.flight_recorder import dtype_name
 from torchdistpackage.comm.tensor_meta import TAG
 from torchdistpackage.errors import CommError
-from torchdistpackage.harness.lint import data_movement
-from torchdistpackage.harness.lint.data_movement import Payload, even_parts, op_name
-from torchdistpackage.harness.lint.handles import LintContext, ThreadWork
 from torchdistpackage.harness.lint.matcher import (
     CREATION,
     SPLIT,
+    START,
+    Disagreement,
     Facts,
     LintGroup,
     OpSignature,
     P2POp,
     PendingOp,
     Where,
+    stack_here,
 )
-from torchdistpackage.harness.lint.own_backend import OwnGroup
-from torchdistpackage.harness.lint.stacks import stack_here
+from torchdistpackage.harness.lint.own_backend import (
+    Collective,
+    OwnGroup,
+    OwnWork,
+    Tensors,
+    combined,
+    copy,
+    flat,
+)
+from torchdistpackage.harness.lint.threads import Threads
 
 BACKEND = "threads"
 """What ranks of a lint talk over; it stands for NCCL where calls are queued."""
@@ -42,15 +52,97 @@ HOST_BACKEND = "threads_host"
 """The same for what is in host memory, where NCCL's groups have one of gloo beside them."""
 
 
-class ThreadGroup(OwnGroup):
-    """One member's end of a group.
+@dataclass
+class LintContext:
+    """What the groups of one lint share.
 
-    split_from: makes it by splitting the world, when torch has it connect.
+    world: where all ranks meet to split it. queued: whether it stands for NCCL.
+    label: name of the group of these ranks. made: by torch's name and the ranks of a group, where
+    its members meet to make it, and where afterwards.
     """
+
+    threads: Threads
+    world: LintGroup
+    queued: bool
+    label: Callable[[tuple[int, ...]], str]
+    made: dict[tuple[str, tuple[int, ...]], tuple[LintGroup, LintGroup]] = field(
+        default_factory=dict
+    )
+    traces: list[list[tuple[PendingOp, bool]]] = field(default_factory=list)
+    """What each rank issued, and waited for (True), in order."""
+    setup: list[list[tuple[PendingOp, bool]]] = field(default_factory=list)
+    """What the ranks did before the step, once all of them are there."""
+    stacks: dict[Where, Where] = field(default_factory=dict)
+    """One of each, for a step makes most of its calls in few places."""
+
+    def issue(self, entry: PendingOp) -> None:
+        self.threads.act(entry.rank, partial(self.threads.board.issue, entry))
+        self.traces[entry.rank].append((entry, False))
+
+    def wait(self, entry: PendingOp) -> None:
+        """Hold the rank up until the entry is done."""
+        self.threads.wait(entry.rank, entry)
+        self.traces[entry.rank].append((entry, True))
+
+    def stop(self, entry: PendingOp) -> None:
+        self.issue(entry)
+        self.wait(entry)
+
+    def start(self, rank: int) -> None:
+        """All ranks have their groups: what comes now is the step, and is counted from 1."""
+        entry = PendingOp(rank, self.world, START)
+        self.threads.act(rank, partial(self.threads.board.issue, entry))
+        self.threads.wait(rank, entry)
+        if not self.setup:
+            self.setup, self.traces = self.traces, [[] for _ in self.traces]
+            for _, group in self.made.values():
+                group.count_anew()
+
+    def stack(self) -> tuple[Where, object]:
+        where, batch = stack_here()
+        return self.stacks.setdefault(where, where), batch
+
+
+class ThreadWork(OwnWork):
+    """Handle of a call: `wait` lets other ranks run until it is done."""
 
     def __init__(
         self,
-        wire: LintContext,
+        context: LintContext,
+        entry: PendingOp,
+        result: Tensors,
+        message: P2POp | None = None,
+    ):
+        super().__init__(result)
+        self._context, self._entry, self._message = context, entry, message
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._context.wait(self._entry)
+        return True
+
+    def is_completed(self) -> bool:
+        if not self._entry.done:
+            self._context.threads.pause(self._entry.rank)
+        if self._entry.done:
+            self._context.traces[self._entry.rank].append((self._entry, True))
+        return self._entry.done
+
+    def is_success(self) -> bool:
+        return self._entry.done
+
+    def _source_rank(self) -> int:
+        source = None if self._message is None else self._message.source
+        return -1 if source is None else self._entry.group.ranks.index(source)
+
+    source_rank = _source_rank
+
+
+class ThreadGroup(OwnGroup):
+    """One member's end of a group. split_from: the world, which is split where torch connects."""
+
+    def __init__(
+        self,
+        context: LintContext,
         group: LintGroup,
         index: int,
         name: str,
@@ -58,72 +150,32 @@ class ThreadGroup(OwnGroup):
         split_from: "ThreadGroup | None" = None,
     ):
         super().__init__(index, len(group.ranks), name, backend)
-        self._wire, self._group, self._split_from = wire, group, split_from
+        self._context, self._group, self._split_from = context, group, split_from
         self._global_rank = group.ranks[index]
         self._batch: tuple[object, PendingOp, int] | None = None
 
-    # -- collectives, by the names that torch.distributed calls --------------------------
+    def collective(self, call: Collective, is_async: bool) -> ThreadWork:
+        signature = OpSignature(call.operation, self._facts(call))
+        where, _ = self._context.stack()
+        entry = PendingOp(self._global_rank, self._group, signature, where=where, payload=call)
+        self._context.issue(entry)
+        return ThreadWork(self._context, entry, call.writes or call.given)
 
-    def allreduce(self, tensors: list[Tensor], opts=None) -> ThreadWork:
-        op = op_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
-        facts = (*_alike(tensors), ("op", op))
-        return self._enter("all_reduce", facts, Payload(list(tensors), op=op))
-
-    def reduce(self, tensors: list[Tensor], opts) -> ThreadWork:
-        op = op_name(opts.reduceOp)
-        facts = (*_alike(tensors), ("op", op), self._root(opts.rootRank))
-        return self._enter("reduce", facts, Payload(list(tensors), op=op, root=opts.rootRank))
-
-    def broadcast(self, tensors: list[Tensor], opts) -> ThreadWork:
-        facts = (*_as_many(tensors), self._root(opts.rootRank))
-        return self._enter("broadcast", facts, Payload(list(tensors), root=opts.rootRank))
-
-    def allgather(self, outputs, inputs: list[Tensor], opts=None) -> ThreadWork:
-        rooms = list(outputs[0])
-        even = len({tuple(x.shape) for x in (*rooms, inputs[0])}) == 1
-        facts = _alike(inputs if even else rooms)
-        return self._enter("all_gather", facts, Payload(list(inputs), rooms))
-
-    def _gather_evenly(self, output: Tensor, x: Tensor) -> ThreadWork:
-        rooms = even_parts(output, x.numel(), self.size())
-        return self._enter("all_gather", _alike([x]), Payload([x], rooms))
-
-    def reduce_scatter(self, outputs: list[Tensor], inputs, opts=None) -> ThreadWork:
-        op = op_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
-        even = len({tuple(x.shape) for x in (*inputs[0], outputs[0])}) == 1
-        facts = (*_alike(outputs if even else inputs[0]), ("op", op))
-        payload = Payload(list(inputs[0]), list(outputs), op)
-        return self._enter("reduce_scatter", facts, payload)
-
-    def _reduce_evenly(self, output: Tensor, x: Tensor, opts=None) -> ThreadWork:
-        op = op_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
-        payload = Payload(even_parts(x, output.numel(), self.size()), [output], op)
-        return self._enter("reduce_scatter", (*_alike([output]), ("op", op)), payload)
-
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts=None) -> ThreadWork:
-        facts = (("dtype", dtype_name(inputs[0].dtype)),)
-        return self._enter("all_to_all", facts, Payload(list(inputs), list(outputs)))
-
-    def gather(self, outputs, inputs: list[Tensor], opts) -> ThreadWork:
-        facts = (*_alike(inputs), self._root(opts.rootRank))
-        payload = Payload(list(inputs), list(outputs[0]) if outputs else [], root=opts.rootRank)
-        return self._enter("gather", facts, payload)
-
-    def scatter(self, outputs: list[Tensor], inputs, opts) -> ThreadWork:
-        facts = (*_alike(outputs), self._root(opts.rootRank))
-        payload = Payload(list(inputs[0]) if inputs else [], list(outputs), root=opts.rootRank)
-        return self._enter("scatter", facts, payload)
-
-    def barrier(self, opts=None) -> ThreadWork:
-        return self._enter("barrier", (), Payload())
-
-    def all_gather_single_coalesced(self, outputs, inputs, opts=None) -> ThreadWork:
-        # calls of a group end in order, so the last one's end is that of all
-        return [self._gather_evenly(o, x) for o, x in zip(outputs, inputs, strict=True)][-1]
-
-    def reduce_scatter_single_coalesced(self, outputs, inputs, opts=None) -> ThreadWork:
-        pairs = zip(outputs, inputs, strict=True)
-        return [self._reduce_evenly(o, x, opts) for o, x in pairs][-1]
+    def _facts(self, call: Collective) -> Facts:
+        """What the members must agree on: of uneven parts the shapes of all, which each knows."""
+        if call.operation == "barrier":
+            return ()
+        tensors = call.given
+        parts = {"all_gather": call.writes, "reduce_scatter": flat(call.sends)}
+        if (all_ := parts.get(call.operation)) and len({x.shape for x in (*tensors, *all_)}) > 1:
+            tensors = all_
+        shapes = [tuple(x.shape) for x in tensors]
+        shape: Facts = (("shape", shapes[0] if len(shapes) == 1 else tuple(shapes)),)
+        sizes = {"all_to_all": (), "broadcast": _num_elements(tensors)}
+        dtype = ("dtype", dtype_name(tensors[0].dtype))
+        op = (("op", call.op),) if call.op else ()
+        root = () if call.root is None else (("root", self._group.ranks[call.root]),)
+        return (*sizes.get(call.operation, shape), dtype, *op, *root)
 
     # -- messages ----------------------------------------------------------------------
 
@@ -135,6 +187,35 @@ class ThreadGroup(OwnGroup):
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> ThreadWork:
         return self._post("receive", tensors[0], None, self._global_rank, tag)
+
+    def _post(
+        self, operation: str, x: Tensor, source: int | None, target: int, tag: int
+    ) -> ThreadWork:
+        threads = self._context.threads
+        call = OpSignature(operation, (*_num_elements([x]), ("dtype", dtype_name(x.dtype))))
+        where, batch = self._context.stack()
+        message = P2POp(call, source, target, tag, where, x)
+        entry = self._entry_for(batch, where, (source, target) if tag == TAG else None)
+        threads.act(entry.rank, partial(threads.board.post, entry, message))
+        return ThreadWork(self._context, entry, [x], message)
+
+    def _entry_for(self, batch: object, where: Where, road: Hashable) -> PendingOp:
+        """The entry that a message belongs to: its batch's, or one of its own."""
+        num_messages = 1
+        if batch is not None:
+            if self._batch is not None and self._batch[0] is batch:
+                _, entry, left = self._batch
+                self._batch = (batch, entry, left - 1) if left > 1 else None
+                return entry
+            num_messages = len(batch.f_locals["p2p_op_list"])  # type: ignore[attr-defined]
+        entry = PendingOp(
+            *(self._global_rank, self._group, None, num_messages, where),
+            channel=road,
+            is_batch=batch is not None,
+        )
+        self._batch = (batch, entry, num_messages - 1) if num_messages > 1 else None
+        self._context.issue(entry)
+        return entry
 
     # -- what torch asks of a group ----------------------------------------------------
 
@@ -159,126 +240,130 @@ class ThreadGroup(OwnGroup):
 
     def split(self, ranks: tuple[int, ...]) -> None:
         """Wait for all ranks to make one communicator each, this one that of `ranks`."""
-        where, _ = self._wire.stack()
-        entry = PendingOp(self._global_rank, self._wire.world, SPLIT, where=where, payload=ranks)
-        self._wire.stop(entry)
+        where, _ = self._context.stack()
+        world = self._context.world
+        self._context.stop(PendingOp(self._global_rank, world, SPLIT, where=where, payload=ranks))
 
     def shutdown(self) -> None:
         """Nothing is held that ends with the group."""
 
-    # -- to the board ------------------------------------------------------------------
 
-    def _enter(self, operation: str, facts: Facts, payload: Payload) -> ThreadWork:
-        threads, call = self._wire.threads, OpSignature(operation, facts)
-        where, _ = self._wire.stack()
-        entry = PendingOp(self._global_rank, self._group, call, where=where, payload=payload)
-        self._note(call, None)
-        threads.act(entry.rank, partial(threads.board.issue, entry))
-        self._wire.note(entry)
-        return ThreadWork(self._wire, entry, payload.outputs or payload.inputs)
+def _num_elements(tensors: Tensors) -> Facts:
+    return (("elements", sum(x.numel() for x in tensors)),)
 
-    def _post(
-        self, operation: str, x: Tensor, source: int | None, target: int, tag: int
-    ) -> ThreadWork:
-        threads, call = self._wire.threads, OpSignature(operation, _as_many([x]))
-        where, batch = self._wire.stack()
-        message = P2POp(call, source, target, tag, where, x)
-        self._note(call, message.peer)
-        road = (source, target) if tag == TAG else None
-        entry = self._entry_for(batch, where, road)
-        threads.act(entry.rank, partial(threads.board.post, entry, message))
-        return ThreadWork(self._wire, entry, [x], message)
 
-    def _entry_for(self, batch: object, where: Where, road: Hashable) -> PendingOp:
-        """The entry that a message belongs to: its batch's, or one of its own."""
-        threads, num_messages = self._wire.threads, 1
-        if batch is not None:
-            if self._batch is not None and self._batch[0] is batch:
-                _, entry, left = self._batch
-                self._batch = (batch, entry, left - 1) if left > 1 else None
-                return entry
-            num_messages = len(batch.f_locals["p2p_op_list"])  # type: ignore[attr-defined]
-        entry = PendingOp(
-            *(self._global_rank, self._group, None, num_messages, where),
-            channel=road,
-            is_batch=batch is not None,
-        )
-        self._batch = (batch, entry, num_messages - 1) if num_messages > 1 else None
-        threads.act(entry.rank, partial(threads.board.issue, entry))
-        self._wire.note(entry)
-        return entry
+# -- moving the data -----------------------------------------------------------------------
 
-    def _note(self, call: OpSignature, peer: int | None) -> None:
-        self._wire.calls[self._global_rank].append((self._group, call, peer))
+_ONE_SIZE = ("all_reduce", "reduce", "broadcast", "barrier")
+"""Their facts say it."""
 
-    def _root(self, index: int) -> tuple[str, object]:
-        return "root", self._group.ranks[index]
+
+@torch.no_grad()
+def deliver(entries: list[PendingOp]) -> None:
+    """Move the data of a collective whose members, in group order, have all entered.
+
+    All inputs are read before any output is written, and sums run in group order, so that the same
+    inputs give the same bits. Disagreement: what one sends another does not expect.
+    """
+    if entries[0].call == SPLIT:
+        _check_split(entries)
+    if entries[0].call in (CREATION, SPLIT, START):
+        return
+    calls: list[Collective] = [entry.payload for entry in entries]  # type: ignore[misc]
+    made: dict[tuple[int, ...], list[Tensor]] = {}  # one for all that get the same
+    written: list[tuple[Tensor, Tensor]] = []
+    for j, target in enumerate(calls):
+        sent = [source.sends[j] for source in calls]
+        uneven = target.operation not in _ONE_SIZE
+        for i, room in enumerate(target.rooms if uneven else ()):
+            _check_sizes(entries[i], entries[j], sent[i], room)
+        key = tuple(map(id, sent))
+        if target.writes and key not in made:  # a root may send to itself
+            parts = zip(*sent, strict=True) if target.op else ((x,) for x in flat(sent))
+            made[key] = [combined(same, target.op or "sum") for same in parts]
+        written += zip(made.get(key, ()), target.writes, strict=False)
+    for value, x in written:
+        copy(value, x)
 
 
 def carry(send: P2POp, receive: P2POp) -> None:
     """Move the data of a message, whose receiver then knows from whom it is."""
-    data_movement.copy(send.payload, receive.payload)  # type: ignore[arg-type]
+    copy(send.payload, receive.payload)  # type: ignore[arg-type]
     receive.source = send.source
     send.payload = receive.payload = None
 
 
-def _alike(tensors: Sequence[Tensor]) -> Facts:
-    shapes = [tuple(x.shape) for x in tensors]
-    shape = shapes[0] if len(shapes) == 1 else tuple(shapes)
-    return (("shape", shape), ("dtype", dtype_name(tensors[0].dtype)))
+def _check_sizes(one: PendingOp, other: PendingOp, sent: Tensors, rooms: Tensors) -> None:
+    for x, room in zip(sent, rooms, strict=False):
+        if x.numel() != room.numel():
+            assert one.call is not None
+            raise Disagreement(
+                one,
+                other,
+                f"in {one.call.operation} {one.number} rank {one.rank} gives rank {other.rank} "
+                f"{tuple(x.shape)}, but that has room for {tuple(room.shape)}",
+            )
 
 
-def _as_many(tensors: Sequence[Tensor]) -> Facts:
-    number = sum(x.numel() for x in tensors)
-    return (("elements", number), ("dtype", dtype_name(tensors[0].dtype)))
+def _check_split(entries: Sequence[PendingOp]) -> None:
+    """Each rank makes a communicator of the ranks it names, or none: Disagreement where they differ
+    among the ranks in one, which then talk in smaller groups."""
+    lists: list[tuple[int, ...]] = [entry.payload for entry in entries]  # type: ignore[misc]
+    for first, ranks in zip(entries, lists, strict=True):
+        came = tuple(e.rank for e, asked in zip(entries, lists, strict=True) if asked == ranks)
+        if missing := [rank for rank in ranks if rank not in came]:
+            other = entries[missing[0]]
+            does = lists[other.rank]
+            raise Disagreement(
+                first,
+                other,
+                f"in split {first.number} rank {first.rank} makes the group of ranks {ranks}, and "
+                f"rank {other.rank} {f'that of ranks {does}' if does else 'none'}: ranks {came} "
+                f"alone get a communicator, and nothing says so",
+            )
 
 
 # -- making groups -------------------------------------------------------------------------
 
 
 class _Here(threading.local):
-    """The wire of the lint that this thread is a rank of."""
+    """The lint that this thread is a rank of."""
 
-    wire: LintContext | None = None
+    context: LintContext | None = None
 
 
 _here = _Here()
 
 
-def attach(wire: LintContext) -> None:
+def attach(context: LintContext) -> None:
     """This thread is a rank of the lint: groups that it makes are of threads."""
-    _here.wire = wire
+    _here.context = context
     for name in (BACKEND, HOST_BACKEND):
         if name.upper() not in dist.Backend._plugins:
             create = partial(_create, name)
             dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu", "cuda"])
-    queued = wire.queued
-    register_transport(Transport(BACKEND, queued=queued, averages=queued, beside=HOST_BACKEND))
+    queued = context.queued
+    register_transport(
+        Transport(BACKEND, queued=queued, averages=queued, host_backend=HOST_BACKEND)
+    )
 
 
 def _create(backend: str, options, _) -> ThreadGroup:
-    wire = _here.wire
-    if wire is None:
+    context = _here.context
+    if context is None:
         raise CommError(f"backend {backend!r} joins the threads of a lint; use gloo or nccl")
     ranks = tuple(options.global_ranks_in_group or range(options.group_size))
-    key, rank = (options.group_id, ranks), ranks[options.group_rank]
-    with wire.threads.lock:
-        if key not in wire.made:
+    key, index = (options.group_id, ranks), options.group_rank
+    with context.threads.lock:
+        if key not in context.made:
             in_host = backend == HOST_BACKEND
-            label = wire.label(ranks) + " (host)" * in_host
-            group = LintGroup(ranks, label, lazy=wire.queued and not in_host, in_host=in_host)
-            wire.made[key] = LintGroup(ranks, label), group
-            wire.threads.groups += wire.made[key]
-    making, group = wire.made[key]
+            label = context.label(ranks) + " (host)" * in_host
+            group = LintGroup(ranks, label, lazy=context.queued and not in_host, in_host=in_host)
+            context.made[key] = LintGroup(ranks, label), group
+            context.threads.groups += context.made[key]
+    making, group = context.made[key]
     world = dist.group.WORLD if dist.is_initialized() else None
     split_from = world if world is not None and world.bound_device_id is not None else None
     if split_from is None or not group.lazy:
-        wire.stop(PendingOp(rank, making, CREATION, where=stack_here()[0]))
-    return ThreadGroup(
-        wire,
-        group,
-        options.group_rank,
-        options.group_id,
-        backend,
-        split_from,  # type: ignore[arg-type]
-    )
+        context.stop(PendingOp(ranks[index], making, CREATION, where=stack_here()[0]))
+    return ThreadGroup(context, group, index, options.group_id, backend, split_from)  # type: ignore[arg-type]

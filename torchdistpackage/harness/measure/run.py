@@ -1,13 +1,15 @@
 """A rank's side of the bench: run each round, check what arrived, time ours and the bare call.
 
-One rule: of each iteration the slowest rank counts, and all ranks know all figures, so every rank
-arrives at the same report. All learn of a wrong element too, and stop.
+Of each iteration the slowest rank counts, and all ranks know all figures, so every rank arrives at
+the same report. All learn of a wrong element too, and stop. A rank that does not come through a
+round in time is named by the others (harness/guarded.py).
 """
 
 import getpass
 import os
 import socket
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import cast
@@ -17,20 +19,20 @@ import torch
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.groups import connect
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.errors import CommError
+from torchdistpackage.errors import CommError, TopologyError
 from torchdistpackage.harness.bench.report import (
-    CONCURRENT,
-    ISOLATED,
     PAIRS,
     BenchReport,
     Measurement,
     Pairs,
     Row,
+    Times,
     rows_of,
 )
 from torchdistpackage.harness.bench.request import (
+    CONCURRENT,
     ELEMENT_BYTES,
-    Participants,
+    ISOLATED,
     Request,
     Round,
     all_at_once,
@@ -38,13 +40,11 @@ from torchdistpackage.harness.bench.request import (
     one_by_one,
     tournament,
     units_of,
-    whole_elements,
 )
-from torchdistpackage.harness.coded import compare
-from torchdistpackage.harness.measure.operations import (
-    MESSAGES,
+from torchdistpackage.harness.calls import (
     Call,
-    UnitRank,
+    GroupMember,
+    compare,
     expected,
     make_input,
     sync,
@@ -52,6 +52,7 @@ from torchdistpackage.harness.measure.operations import (
     tdp_call,
     torch_call,
 )
+from torchdistpackage.harness.guarded import GuardedThread, SharedStatus, run_guarded
 from torchdistpackage.harness.measure.timing import in_turns, join_sync
 from torchdistpackage.harness.operations import COLLECTIVES
 
@@ -59,14 +60,74 @@ NUM_SIDES = 2
 """Of each call: ours and the bare one."""
 KEPT = 3
 """Rows of times: ours, the bare call's, and what the host took to issue ours."""
-Times = tuple[Participants, Sequence[float], Sequence[float], Sequence[float]]
-"""A unit, and KEPT seconds by iteration; none for the host where it blocks in the call."""
+MARGIN_S = 60.0
+"""The backend waits longer than the watcher by this, for NCCL's limit ends the process unheard."""
+_LOOK_S, _SETTLE_S = 0.5, 3.0
 Begin = Callable[[Measurement, Round], object]
-"""Told of each round as it begins, on every rank."""
+"""Called as each round begins, on every rank."""
 
 
 class DataCorruptionError(CommError):
     """Data arrived other than it was sent; all ranks raise it alike."""
+
+
+def bench(request: Request) -> BenchReport | None:
+    """The report on rank 0, None on the others; raises as `watched`."""
+    last = ""
+
+    def say(cell: Measurement) -> None:
+        nonlocal last
+        line = f"measuring {cell.operation} over {cell.axis}\n"
+        if tpc.rank == 0 and line != last:
+            sys.stderr.write(line)
+        last = line
+
+    report = watched(request, on_round=say)
+    return report if tpc.rank == 0 else None
+
+
+def watched(
+    request: Request, on_round: Callable[[Measurement], object] = lambda _: None
+) -> BenchReport:
+    """`measure`, each round of which must end within `request.timeout_s`.
+
+    on_round: called as each one begins, in another thread.
+
+    Raises:
+        CommTestError: ranks did not come, or failed; names them and the operation.
+        CommError: an element arrived wrong, on all ranks alike.
+    """
+    tpc.groups.set_timeout(request.timeout_s + MARGIN_S)
+    if tpc.topology.world_size == 1:
+        return measure(request)
+    everyone = tuple(range(tpc.topology.world_size))
+    found: list[BenchReport] = []
+
+    def run(thread: GuardedThread) -> None:
+        def begin(cell: Measurement, part: Round) -> None:
+            groups = f"ranks {list(part[0])}" if len(part) == 1 else f"{len(part)} groups at once"
+            thread.begin(
+                f"{cell.operation} over {cell.axis}, {groups}, {cell.size_bytes} bytes of "
+                f"{cell.dtype}",
+                everyone,
+            )
+            on_round(cell)
+
+        thread.begin("the start of the bench", everyone)
+        found.append(measure(request, begin))
+
+    run_guarded(
+        run,
+        SharedStatus("comm bench"),
+        tpc.get_group("global"),
+        limit_s=request.timeout_s,
+        step_s=request.timeout_s,
+        settle_s=_SETTLE_S,
+        look_s=_LOOK_S,
+        alike=(DataCorruptionError, TopologyError),
+        title="the bench cannot go on",
+    )
+    return found[0]
 
 
 def measure(request: Request, begin: Begin = lambda *_: None) -> BenchReport:
@@ -82,14 +143,13 @@ def measure(request: Request, begin: Begin = lambda *_: None) -> BenchReport:
     found: list[Row] = []
     for cell, plan in _cells(request, hosts):
         times = [one for part in plan for one in _round(cell, part, request, begin)]
-        links = {unit: link_of(unit, hosts) for unit, *_ in times}
-        found += rows_of(cell, times, links)
-    whole = tpc.get_group("global")
+        found += rows_of(cell, times, {unit: link_of(unit, hosts) for unit, *_ in times})
+    on_cuda = primitives.is_nccl(tpc.get_group("global"))
     return BenchReport(
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
         by=f"{user}@{hosts[0]}",
-        backend="nccl" if primitives.is_nccl(whole) else "gloo",
-        device=_device_name(),
+        backend="nccl" if on_cuda else "gloo",
+        device=torch.cuda.get_device_name() if on_cuda else "cpu",
         torch=str(torch.__version__),
         topology=tpc.topology.dense.axes,
         hosts=hosts,
@@ -101,7 +161,7 @@ def measure(request: Request, begin: Begin = lambda *_: None) -> BenchReport:
 
 
 def user_name() -> str:
-    """Of whoever runs this; the number where no variable and no passwd entry has a name."""
+    """The user's name, or the number where no variable and no passwd entry has a name."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -110,42 +170,43 @@ def user_name() -> str:
 
 def _cells(request: Request, hosts: Sequence[str]) -> Iterator[tuple[Measurement, list[Round]]]:
     """What to measure in which rounds, the same on all ranks."""
-    dense = tpc.topology.dense
-    over = request.over or tuple(name for name, size in dense.axes if size > 1)
+    over = request.over or tuple(name for name, size in tpc.topology.dense.axes if size > 1)
     for axis in over:
         groups = tpc.all_ranks(axis)
         connect(tpc.get_group(axis))  # a message of two needs the others once
         for operation in request.operations:
-            units = units_of(groups, operation in MESSAGES)
+            spec = COLLECTIVES[operation]
+            units = units_of(groups, spec.is_message)
             if not units:
                 continue
             together = all_at_once(units)
             modes = {ISOLATED: one_by_one(units, hosts, request.isolated)}
             if any(len(part) > 1 for part in together) or not modes[ISOLATED]:
                 modes[CONCURRENT] = together
-            num_parts = len(units[0]) if COLLECTIVES[operation].in_parts else 1
+            num_parts = len(units[0]) if spec.in_parts else 1
             for mode, plan in modes.items():
                 for dtype in request.dtypes:
-                    for size_bytes in _counted(request.sizes_bytes, dtype, num_parts):
-                        yield Measurement(axis, operation, mode, dtype, size_bytes), plan
+                    for size_bytes in request.counted_sizes(dtype, num_parts):
+                        yield _cell(axis, operation, mode, dtype, size_bytes), plan
 
 
-def _counted(sizes_bytes: Sequence[int], dtype: str, num_parts: int) -> list[int]:
-    """The sizes in whole elements, so that small ones may fall together."""
-    sizes = [whole_elements(x, dtype, num_parts) * ELEMENT_BYTES[dtype] for x in sizes_bytes]
-    return list(dict.fromkeys(sizes))
+def _cell(axis: str, operation: str, mode: str, dtype: str, size_bytes: int) -> Measurement:
+    return Measurement(
+        axis=axis, operation=operation, mode=mode, dtype=dtype, size_bytes=size_bytes
+    )
 
 
 def _pairs(request: Request, num_ranks: int, begin: Begin) -> Pairs:
     """Each rank with each other one, as many at the same time as there can be."""
     dtype = request.dtypes[0]
-    (size_bytes,) = _counted(request.sizes_bytes[-1:], dtype, 1)
-    cell = Measurement(PAIRS, "p2p_both", CONCURRENT, dtype, size_bytes)
-    times: list[tuple[int, int, float]] = []
-    for part in tournament(num_ranks):
-        for (a, b), mine, *_ in _round(cell, part, request, begin):
-            times.append((a, b, statistics.median(mine)))
-    return Pairs(size_bytes, dtype, tuple(sorted(times)))
+    size_bytes = request.counted_sizes(dtype, 1)[-1]
+    cell = _cell(PAIRS, "p2p_both", CONCURRENT, dtype, size_bytes)
+    times = {
+        (a, b): statistics.median(mine)
+        for part in tournament(num_ranks)
+        for (a, b), mine, *_ in _round(cell, part, request, begin)
+    }
+    return Pairs(size_bytes=size_bytes, dtype=dtype, times=dict(sorted(times.items())))
 
 
 def _round(cell: Measurement, part: Round, request: Request, begin: Begin) -> list[Times]:
@@ -161,19 +222,19 @@ def _round(cell: Measurement, part: Round, request: Request, begin: Begin) -> li
     everybody = sync_all() if len(part) > 1 else None
     if mine is not None:
         group = tpc.get_group("global" if cell.axis == PAIRS else cell.axis)
-        place = UnitRank(mine, mine.index(tpc.rank), group)
-        together = everybody if everybody is not None else sync(cell.operation, place)
-        wrong, seconds = _run(cell, place, request, together)
+        member = GroupMember(group, mine, tpc.rank)
+        together = everybody or sync(cell.operation, member)
+        wrong, seconds = _run(cell, member, request, together)
     elif everybody is not None:
         join_sync(everybody, NUM_SIDES, iterations=number, warmup=request.warmup)
-    whole = tpc.get_group("global")
-    told = torch.tensor(
+    world = tpc.get_group("global")
+    row = torch.tensor(
         [[float(bool(wrong)), *seconds]],
         dtype=torch.float64,
-        device=primitives.device_of(whole),
+        device=primitives.device_of(world),
     )
     # on a device the host must also wait: who is not in the unit is silent until it is done
-    known = primitives.all_gather(told, whole).cpu()
+    known = primitives.all_gather(row, world).cpu()
     if bool(known[:, 0].any()):
         texts = [text for text in primitives.gather_objects(wrong) if text]
         raise DataCorruptionError(
@@ -184,44 +245,37 @@ def _round(cell: Measurement, part: Round, request: Request, begin: Begin) -> li
     found: list[Times] = []
     for unit in part:
         slowest = known[list(unit), 1:].amax(dim=0).tolist()
-        mine_s, bare_s, host_s = (slowest[i * number :][:number] for i in range(KEPT))
-        found.append((unit, mine_s, bare_s, host_s if told.is_cuda else ()))
+        ours_s, bare_s, host_s = (slowest[i * number :][:number] for i in range(KEPT))
+        found.append((unit, ours_s, bare_s, host_s if row.is_cuda else ()))
     return found
 
 
 def _run(
-    cell: Measurement, place: UnitRank, request: Request, together: Call
+    cell: Measurement, member: GroupMember, request: Request, together: Call
 ) -> tuple[str, list[float]]:
     """What was wrong, or "", and times of this rank, KEPT rows of them."""
-    dtype = getattr(torch, {"bf16": "bfloat16"}.get(cell.dtype, cell.dtype))
-    kind = dtype, primitives.device_of(place.group)
+    like = member.like(getattr(torch, cell.dtype.replace("bf16", "bfloat16")))
     number = cell.size_bytes // ELEMENT_BYTES[cell.dtype]
-    what = cell.operation, place.index, len(place.unit), number, kind
+    what = cell.operation, member.ranks, member.index, number, like
 
     def verify() -> str:
-        got = tdp_call(cell.operation, make_input(*what), place)()
+        got = tdp_call(cell.operation, make_input(*what), member)()
         wanted = expected(*what)
         if got is None or wanted is None or not (text := compare(got, wanted)):
             return ""
         return (
-            f"{cell.operation} over {cell.axis} ranks {list(place.unit)}, {cell.size_bytes} bytes "
-            f"of {cell.dtype}: rank {tpc.rank} on {socket.gethostname()} {text}"
+            f"{cell.operation} over {cell.axis} ranks {list(member.ranks)}, {cell.size_bytes} "
+            f"bytes of {cell.dtype}: rank {tpc.rank} on {socket.gethostname()} {text}"
         )
 
     wrong = verify()
-    sides = [make(cell.operation, make_input(*what), place) for make in (tdp_call, torch_call)]
-    mine, bare = in_turns(
-        sides,
+    ours, bare = in_turns(
+        [make(cell.operation, make_input(*what), member) for make in (tdp_call, torch_call)],
         together,
-        kind[1],
+        like[1],
         iterations=request.iterations,
         warmup=request.warmup,
     )
     after = verify()  # all take part in it, also who has found something already
-    host_s = mine.host_s or [0.0] * request.iterations
-    return wrong or after, mine.seconds + bare.seconds + host_s
-
-
-def _device_name() -> str:
-    on_cuda = primitives.is_nccl(tpc.get_group("global"))
-    return torch.cuda.get_device_name() if on_cuda else "cpu"
+    host_s = ours.host_s or [0.0] * request.iterations
+    return wrong or after, ours.seconds + bare.seconds + host_s

@@ -1,8 +1,8 @@
 """Seconds of calls that take turns: the host's where a call blocks, the device's where it queues.
 
-One rule: nothing but the call is inside a time. Before each one the ranks that take part meet, so
-that nobody is timed waiting for a late peer or behind a full queue. Where several units are busy
-at the same time all of them meet, or they would drift apart and each be measured alone.
+Nothing but the call is inside a time. Before each one its ranks meet, so that none is timed waiting
+for a late peer or behind a full queue. Where several units are busy at the same time all of them
+meet, or they would drift apart and each be measured alone.
 
 On a device the stream sleeps first, then come the meeting and the call, which are so issued before
 either runs: no launch is inside a time, and sleeps of unlike length end in the meeting.
@@ -41,12 +41,12 @@ def in_turns(
     together: brings the ranks together, untimed. The order is turned from one iteration to the
     next, and `warmup` iterations go ahead that are not kept.
     """
-    watch = _Device(together) if device.type == "cuda" else _Host(together)
+    time_call = _DeviceTimer().time if device.type == "cuda" else _time_blocking
     times = [CallTimes() for _ in calls]
     order = list(range(len(calls)))
     for turn in range(-warmup, iterations):
         for i in order:
-            watch.time(calls[i], times[i] if turn >= 0 else CallTimes())
+            time_call(calls[i], together, times[i] if turn >= 0 else CallTimes())
         order.append(order.pop(0))
     return times
 
@@ -57,29 +57,22 @@ def join_sync(together: Call, num_calls: int, *, iterations: int, warmup: int) -
         together()
 
 
-class _Host:
-    """The call blocks."""
-
-    def __init__(self, together: Call) -> None:
-        self._together = together
-
-    def time(self, call: Call, times: CallTimes) -> None:
-        self._together()
-        times.seconds.append(_host_s(call))
+def _time_blocking(call: Call, together: Call, times: CallTimes) -> None:
+    together()
+    times.seconds.append(_host_s(call))
 
 
-class _Device:
+class _DeviceTimer:
     """By events on the current stream, which every call of ours makes wait for its result."""
 
-    def __init__(self, together: Call) -> None:
-        self._together = together
+    def __init__(self) -> None:
         self._cycles_per_s = _cycles_per_s()
         self._held_s = HELD_S
 
-    def time(self, call: Call, times: CallTimes) -> None:
+    def time(self, call: Call, together: Call, times: CallTimes) -> None:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(int(self._held_s * self._cycles_per_s))
-        self._together()
+        together()
         begin.record()
         times.host_s.append(_host_s(call))
         if begin.query():  # the device came to it while the host was still busy

@@ -1,10 +1,9 @@
-"""Compares the phases of all ranks every few steps and says who is slow.
+"""Compares the phases of all ranks every few steps and says which are slow.
 
-One rule: nobody waits for it. The times of the last steps leave in one small all-gather and are
-read a step later, when they have long arrived. The first rank of the group judges them.
-
-On CUDA the stream's time in a forward or backward includes its waits for the other ranks of a
-tensor or context group, so there these ranks are judged by the fastest of them, and named together.
+No rank waits for it. The times of the last steps leave in one small all-gather and are
+read a step later by the first rank of the group. On CUDA the stream's time in a forward or backward
+includes its waits for the other ranks of a tensor or context group, so there these ranks are judged
+by the fastest of them, and named together.
 """
 
 import math
@@ -73,7 +72,7 @@ class Comparison:
         self._first: int | None = None
         self._pending: Work | None = None
         self._arrived: OnHost | None = None
-        self._findings: Alerts | None = None
+        self._alerts: Alerts | None = None
 
     def __call__(self, step: int) -> list[str]:
         """Lines about ranks found to be slow, or no longer, on the group's first rank."""
@@ -90,9 +89,9 @@ class Comparison:
 
     def _send(self, steps: range) -> None:
         """Begin to tell all ranks my times of these steps, NaN for what is not known."""
-        if self._findings is None:
+        if self._alerts is None:
             hosts = primitives.gather_objects(socket.gethostname(), self._group)
-            self._findings = Alerts(self._mesh, [str(host) for host in hosts])
+            self._alerts = Alerts(self._mesh, [str(host) for host in hosts])
         kept = self._phases.kept()
         of_steps = [kept.get(step) for step in steps] + [None] * (WINDOW - len(steps))
         rows = [[math.nan if x is None else x.get(p, 0.0) for x in of_steps] for p in PHASES]
@@ -101,7 +100,7 @@ class Comparison:
         if device.type == "cuda":
             # any other memory would have the host wait for what the device is doing
             mine = mine.pin_memory().to(device, non_blocking=True)
-        self._pending = primitives.start_all_gather(mine, self._group)
+        self._pending = primitives.all_gather(mine, self._group, async_op=True)
 
     def _read(self) -> list[str]:
         """Judge what has arrived."""
@@ -110,12 +109,8 @@ class Comparison:
             self._arrived = OnHost(table) if self._group.rank() == 0 else None
         if self._arrived is None or not self._arrived.is_there():
             return []
-        table, self._arrived = self._arrived.read(), None
-        return self._judge(table)
-
-    def _judge(self, table: list[list[list[float]]]) -> list[str]:
-        """News from times [rank][phase][step]."""
-        assert self._findings is not None
+        table, self._arrived = self._arrived.read(), None  # [rank][phase][step]
+        assert self._alerts is not None
         known = [k for k in range(WINDOW) if not any(math.isnan(rank[0][k]) for rank in table)]
         times = {
             phase: [[rank[p][k] for k in known] for rank in table] for p, phase in enumerate(PHASES)
@@ -123,4 +118,4 @@ class Comparison:
         times = fastest_of(times, self._together, ("forward", "backward"))
         found = find_stragglers(times, self._alike, self._costs)
         self._costs = measured(times, self._costs, found)
-        return self._findings.alerts(found)
+        return self._alerts.alerts(found)

@@ -1,10 +1,9 @@
 """Which ranks are slow, from how long each was busy with each phase, and what is said. No torch.
 
-A rank is compared with those that do the same work, in the same steps. It is named where
-it is the slower one in nearly all of them, by more than that difference varies between steps.
-
-Ranks without such peers, as the stages of a lone pipeline, are compared with what the times of the
-others and the cost of its work let expect. That is only as good as the costs are known.
+A rank is compared with those that do the same work, in the same steps. It is named where it is the
+slower one in nearly all of them, by more than that difference varies between steps. A rank without
+such peers, as a stage of a lone pipeline, is compared with what the others' times and the cost of
+its work let expect.
 """
 
 import math
@@ -15,14 +14,14 @@ from types import MappingProxyType
 
 from torchdistpackage.topology.mesh import Mesh
 
-PHASES = ("data", "forward", "backward", "optimizer")
-"""What is compared. In other phases, as "reduce", a rank does little but wait."""
 SPOKEN = {
     "data": "data loading",
     "forward": "the forward",
     "backward": "the backward",
     "optimizer": "the optimizer",
 }
+PHASES = tuple(SPOKEN)
+"""What is compared. In other phases, as "reduce", a rank does little but wait."""
 
 WINDOW = 10
 """Steps that are judged together."""
@@ -31,13 +30,11 @@ MIN_STEPS = 8
 STEPS_ALIKE = 0.8
 """Part of the steps that have to agree; the others may be anything."""
 MIN_EXCESS_S = 0.005
-MIN_OF_STEP = 0.01
-"""Less than this part of what a rank is busy in a step is not worth a line."""
-MIN_OF_PHASE = 0.05
-"""Less than this part of the peers' time is how machines differ."""
+MIN_OF_STEP, MIN_OF_PHASE = 0.01, 0.05
+"""Parts of a rank's busy step, and of the peers' time: less is how machines differ."""
 MIN_OF_SPREAD, CLEAR_OF_SPREAD = 1.6, 3.2
-"""From where on it is more than chance, and from where on one window is enough to say so; in
-units of how far the difference lies from its own median in the steps that agree."""
+"""From where on it is more than chance, and one window is enough to say so; in units of how far the
+difference lies from its own median in the steps that agree."""
 
 Times = Mapping[str, Sequence[Sequence[float]]]
 """Busy seconds, [phase][rank][step of the window]."""
@@ -54,7 +51,7 @@ CHANGE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What the work of each rank costs, for ranks that nobody shares theirs with.
+    """What the work of each rank costs, for ranks that no one shares theirs with.
 
     of_rank: 0 for a rank that is not to be judged. measured: it is the seconds of an earlier
     window, below which no rank is slow; else a plan, in any unit.
@@ -82,8 +79,8 @@ class Straggler:
         return self.time_s - self.peers_s
 
     def told(self, mesh: Mesh, hosts: Sequence[str]) -> str:
-        """In words: `rank 5 (data 1 pipe 0) on node07: data loading takes 61.0 ms a step, its
-        peers 11.0 ms (50.0 ms or 455% more)`. hosts: by rank."""
+        """`rank 5 (data 1 pipe 0) on node07: data loading takes 61.0 ms a step, its peers 11.0 ms
+        (50.0 ms or 455% more)`. hosts: by rank."""
         more = f"{1000 * self.excess_s:.1f} ms"
         if self.excess_s <= MOST_SHARE * self.peers_s:
             more += f" or {self.excess_s / self.peers_s:.0%}"
@@ -157,15 +154,13 @@ def measured(
 def fastest_of(times: Times, groups: Iterable[Sequence[int]], phases: Collection[str]) -> Times:
     """The same, but in `phases` each rank has the times of the fastest of its group.
 
-    For ranks that wait for each other inside these phases where the wait cannot be told from the
-    work: the fastest one waited least.
+    For ranks that wait for each other inside these phases where their wait looks like work: the
+    fastest one waited least.
     """
     changed = {phase: list(rows) for phase, rows in times.items()}
     for ranks in groups:
         for phase in phases:
-            fastest = [
-                min(column) for column in zip(*(times[phase][r] for r in ranks), strict=True)
-            ]
+            fastest = list(map(min, zip(*(times[phase][r] for r in ranks), strict=True)))
             for rank in ranks:
                 changed[phase][rank] = fastest
     return changed
@@ -215,8 +210,7 @@ def _judged(
 class Alerts:
     """What is said of stragglers from window to window: each once, and again when it is over.
 
-    One that is not clear is told when two windows in a row have found it. mesh and the hosts, by
-    rank, are for the words.
+    One that is not clear is told when two windows in a row have found it. hosts: by rank.
     """
 
     def __init__(self, mesh: Mesh, hosts: Sequence[str]):

@@ -1,14 +1,13 @@
 """What a rank does in a step, and for how long it is busy with it: data, forward, backward, ...
 
-The clock of a phase stands still while the rank waits for others, wherever in the phase
-that is, so a rank that waits for a slow one is not slow itself. On a host it is the wall clock
-less `recorder.waited_s`, and less what the rank waited for a core (`cpu_wait_clock`).
+The clock of a phase stands still while the rank waits for others, so a rank that waits for a slow
+one is not slow itself. On a host it is the wall clock less `recorder.waited_s`, and less what the
+rank waited for a core (`cpu_wait_clock`).
 
-On CUDA the host only issues work, and its time says little. There an event on the current stream
-marks each change of phase, and the time between two of them counts: computation, and whatever
-kept the stream idle, such as a host that was late with the next kernel. No host waits for an
-event. What a stream waits for other ranks inside a phase cannot be told from its own work there;
-`compare` says what follows. So far this half has run with stand-ins for events, not on a device.
+On CUDA the host only issues work. There an event on the current stream marks each change of phase,
+and the time between two of them counts: computation, and what kept the stream idle, such as a host
+that was late with the next kernel. What a stream waits for other ranks inside a phase cannot be
+told from its own work there; `compare` says what follows.
 """
 
 import os
@@ -49,6 +48,10 @@ class Phases:
         on_cuda = device is not None and device.type == "cuda"
         self._event = event if on_cuda else None
         self.clock_s = time.monotonic if on_cuda else cpu_wait_clock()
+        self.changes: list[tuple[str, float]] | None = None
+        """A list to note each phase in with the time it began at, "" after the last; or None."""
+        self.began_s = 0.0
+        """When the last step began, by time.monotonic."""
         self._phases: dict[str, _PhaseContext] = {}
         self._outer: list[str] = []
         self._current = ""
@@ -68,6 +71,7 @@ class Phases:
         """
         recorder.step, recorder.clock_s = step, self.clock_s
         self._totals, self._marks = {}, []
+        self.began_s = _now_s()
 
     def end(self) -> None:
         """The step is over as far as this host knows, and its times are kept."""
@@ -93,6 +97,8 @@ class Phases:
         self._totals[current] = self._totals.get(current, 0.0) + now_s - self._since_s
         self._current = recorder.phase = name
         self._since_s = now_s
+        if self.changes is not None:
+            self.changes.append((name, _now_s()))
         if self._event is not None:
             event = self._event()
             event.record()
@@ -149,4 +155,4 @@ class _Running:
         try:
             return _now_s() - int(os.pread(self._file, 64, 0).split()[1]) * 1e-9
         except ProcessLookupError:
-            return _now_s()  # the thread has ended, and somebody else asks
+            return _now_s()  # the thread has ended, and someone else asks

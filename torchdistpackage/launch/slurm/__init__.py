@@ -1,7 +1,7 @@
 """Jobs of Slurm: made, submitted, watched, requeued and read from their run folders. No torch.
 
 The job             job (a configuration as a batch job; sweeps), snapshot (its code), script (its
-                    text), environment (what it does not inherit).
+                    text).
 Submission          submit, or by_submitit; jobs (look, cancel, submit again).
 Slurm               query (commands, states of jobs).
 Run folder          run_dir (paths, submissions, starts), runs (progress, end, logs).

@@ -70,7 +70,7 @@ def submit(
     from submitit import AutoExecutor
 
     folder = RunDir(Path(job.runs[0])).job / FOLDER
-    if job.is_array:
+    if job.sweep:
         folder = Path(job.script).parent / FOLDER
     with _environment(env):
         try:
@@ -82,7 +82,7 @@ def submit(
                 slurm_python=shlex.join(_python(job)),
             )
             executor.update_parameters(**_parameters(job, exclude))
-            if job.is_array:
+            if job.sweep:
                 with executor.batch():
                     jobs = [executor.submit(call) for call in calls]
             else:
@@ -96,13 +96,13 @@ def submit(
 
 
 def _python(job: BatchJob) -> tuple[str, ...]:
-    """What the script of `job` starts ranks with: in its container, and safe from early signals."""
-    return ("sh", "-c", IGNORE_SIGNALS_UNTIL_READY, "task", *job.container, job.python[0])
+    """What starts a rank: in the job's container, and safe from early signals."""
+    return ("sh", "-c", IGNORE_SIGNALS_UNTIL_READY, "task", *job.extra("container"), job.python[0])
 
 
 def _parameters(job: BatchJob, exclude: Sequence[str]) -> dict[str, object]:
-    options = dict(job.options)
-    shape = job.shape
+    options, shape = dict(job.options), job.shape
+    limit = job.sweep.max_parallel if job.sweep else None
     # as text, so that ranges of nodes and Slurm's forms of a time go through
     more: dict[str, object] = {
         name.replace("-", "_"): True if value is None else value
@@ -128,9 +128,9 @@ def _parameters(job: BatchJob, exclude: Sequence[str]) -> dict[str, object]:
         "slurm_stderr_to_stdout": True,
         "slurm_setup": setup_lines(job),
         "slurm_teardown": verdict_lines(job),
-        "slurm_srun_args": [*stated, *job.srun],
+        "slurm_srun_args": [*stated, *job.extra("srun")],
         "slurm_additional_parameters": more,
-        **({"slurm_array_parallelism": job.max_parallel} if job.max_parallel else {}),
+        **({"slurm_array_parallelism": limit} if limit else {}),
     }
 
 

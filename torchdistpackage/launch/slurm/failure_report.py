@@ -1,4 +1,4 @@
-"""The last block of a job's main log, and its exit code: who failed first, and how.
+"""The last block of a job's main log, and its exit code: which rank failed first, and how.
 
 Run by the batch script when the ranks are gone and left no decision:
 
@@ -7,12 +7,13 @@ Run by the batch script when the ranks are gone and left no decision:
 
 With LEFT, how often this job may start its ranks anew, it leaves word if that is to be done now.
 
-One rule: the ranks' own reports count. What srun returned (CODE) is the code of whichever task it
-heard of first, or of its own killing of the others.
+The ranks' own reports count. What srun returned (CODE) is the code of whichever task it heard of
+first, or of its own killing of the others.
 """
 
 import contextlib
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ from torchdistpackage.launch.slurm.runs import decision, progress
 CANNOT_WRITE = 73
 """Exit code of a job whose run folder takes nothing (EX_CANTCREAT)."""
 _PROBE_BYTES = 1 << 16
+_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]*)?")
 
 
 def exit_code(failure: Failure) -> int:
@@ -88,10 +90,9 @@ def _refuses(files: RunDir) -> str:
 def _without_culprit(
     files: RunDir, start: str, code: int, failures: Sequence[Failure], silent: Sequence[int]
 ) -> tuple[str, int]:
-    """All reports there are speak of lost connections: who left none was lost first."""
+    """All reports there are speak of lost connections: a rank that left none was lost first."""
     nodes = next((s.nodes for s in read_starts(files.starts) if s.start == start), "")
-    num_ranks = len(silent) + len(failures)
-    hosts = expand(nodes) if nodes else ()
+    num_ranks, hosts = len(silent) + len(failures), expand(nodes)
     # every node of a job of ours has as many ranks as the others
     per_node = num_ranks // len(hosts) if hosts and num_ranks % len(hosts) == 0 else 0
     named = [f"{r} on {hosts[r // per_node]}" if per_node else str(r) for r in silent[:20]]
@@ -135,7 +136,7 @@ def start_again(
 
 def main(argv: list[str]) -> int:
     numbers = argv[3:]
-    if len(numbers) not in (2, 4) or not all(map(_is_number, numbers)):
+    if len(numbers) not in (2, 4) or not all(map(_NUMBER.fullmatch, numbers)):
         usage = "RUN_FOLDER START CODE NUM_RANKS [LEFT MARGIN_S]"
         sys.stderr.write(f"usage: python -m {__spec__.name} {usage}\n")
         return 2
@@ -151,10 +152,6 @@ def main(argv: list[str]) -> int:
     sys.stdout.write(text + "\n")
     keep(RunDir(folder).main_log, text)
     return code
-
-
-def _is_number(text: str) -> bool:
-    return text.lstrip("-").replace(".", "", 1).isdigit()
 
 
 def keep(log: Path, text: str) -> None:

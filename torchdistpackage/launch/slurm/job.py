@@ -1,12 +1,11 @@
 """From a configuration to its batch job, as a value; and a sweep, which is many runs in one job.
 
-One rule: what a run may not choose is chosen here, and the same configuration, folders and code
-always give the same job. It holds no text of a shell, so that other ways to submit read it as well.
-A task of a sweep's array is a run like any other, with a folder and a configuration of its own.
+The same configuration, folders and code always give the same job. It holds no text of a shell, so
+that other ways to submit read it as well. A task of a sweep's array is a run like any other, with a
+folder and a configuration of its own.
 """
 
 import itertools
-import json
 import os
 import re
 import sys
@@ -18,10 +17,9 @@ from types import ModuleType
 from torchdistpackage.config.check import violations
 from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.config.slurm import extra_of, header
-from torchdistpackage.config.slurm_shape import LAYOUT, JobGeometry, job_geometry
+from torchdistpackage.config.slurm import LAYOUT, JobGeometry, extra_of, header, job_geometry
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.launch.slurm.run_dir import RunDir
+from torchdistpackage.launch.slurm.run_dir import RunDir, Submission
 from torchdistpackage.launch.slurm.snapshot import PACKAGE, CodeSnapshot
 
 _SIGNAL_S = 30
@@ -39,42 +37,6 @@ class CodePaths:
     folder: str
     paths: tuple[str, ...]
     workdir: str
-
-
-@dataclass(frozen=True, slots=True)
-class BatchJob:
-    """One job, or one array of them, as its script has it.
-
-    options: of sbatch, None for one without a value. runs: run folders, one for each task of an
-    array. script: where the text will be. command: words of a task, to which the path of the
-    configuration is added. python: words that start an interpreter on the first node. record:
-    fields of `Submission` that a chained job shares with this one, as JSON without braces.
-    max_parallel: tasks of the array that may run at a time. comments: comments above options.
-    writes_decision: the ranks say how they ended, always. restarts_in_job: times the ranks may be
-    started anew in one start of the job; margin_s: for these to be worth it, so long must be left
-    at least.
-    """
-
-    name: str
-    shape: JobGeometry
-    options: tuple[tuple[str, str | None], ...]
-    runs: tuple[str, ...]
-    script: str
-    code: CodePaths
-    command: tuple[str, ...]
-    python: tuple[str, ...]
-    record: str
-    is_array: bool = False
-    max_parallel: int | None = None
-    comments: tuple[tuple[str, str], ...] = ()
-    container: tuple[str, ...] = ()
-    srun: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()
-    conda: str | None = None
-    prologue: tuple[str, ...] = ()
-    writes_decision: bool = True
-    restarts_in_job: int = 0
-    margin_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +61,48 @@ class SweepRun:
 
     suffix: str
     overrides: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchJob:
+    """One job, or with a `sweep` one array of them, as its script has it.
+
+    options: of sbatch, None for one without a value; comments: above some of them. runs: run
+    folders, one for each task of an array. command: words of a task, to which the path of the
+    configuration is added. python: words that start an interpreter on the first node. record: of
+    its submission, still without job and time. trains: the ranks always say how they ended, and may
+    be started anew.
+    """
+
+    config: RunConfig
+    shape: JobGeometry
+    options: tuple[tuple[str, str | None], ...]
+    comments: tuple[tuple[str, str], ...]
+    runs: tuple[str, ...]
+    code: CodePaths
+    command: tuple[str, ...]
+    python: tuple[str, ...]
+    record: Submission
+    sweep: Sweep | None = None
+    trains: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.config.run.name
+
+    @property
+    def script(self) -> str:
+        """Where the text will be."""
+        return self.record.script
+
+    @property
+    def restarts_in_job(self) -> int:
+        """Times that the ranks may be started anew in one start of the job."""
+        return self.config.launch.requeue.in_job_restarts if self.trains else 0
+
+    def extra(self, name: str) -> tuple[str, ...]:
+        """Words or lines of an option of our own: container, srun, modules, conda, prologue."""
+        return extra_of(self.config.launch.slurm, name)
 
 
 def job_shape(config: RunConfig) -> JobGeometry:
@@ -133,50 +137,27 @@ def batch_job(
     Raises:
         ConfigError: see `job_shape`.
     """
-    section = config.launch.slurm
-    shape, container, conda = (
-        job_shape(config),
-        extra_of(section, "container"),
-        extra_of(section, "conda"),
-    )
-    interpreter = interpreter_of(config, python)
+    shape, interpreter = job_shape(config), interpreter_of(config, python)
     files = RunDir(runs[0])
     script, log = files.script, _literal(files.main_log)
+    options, comments = _options(config, shape)
     if sweep is not None:
         script, log = sweep.script, f"{_literal(sweep.folder)}/%a.log"
-    options, notes = _options(config, shape)
-    if sweep is not None:
         at_once = f"%{sweep.max_parallel}" if sweep.max_parallel else ""
         options["array"] = f"0-{len(runs) - 1}{at_once}"
     options |= {"output": log, "open-mode": "append"}
-    record = {
-        "via": "sbatch",
-        "script": str(script),
-        "code": code.folder,
-        "nodes": shape.nodes_text,
-        "host": host,
-    }
     return BatchJob(
-        name=config.run.name,
-        shape=shape,
+        config,
+        shape,
         options=(("job-name", config.run.name), ("chdir", str(here)), *options.items()),
+        comments=tuple(comments.items()),
         runs=tuple(map(str, runs)),
-        script=str(script),
         code=code,
         command=tuple(command) if command is not None else (interpreter, *TRAIN),
         python=(interpreter, "-P"),
-        record=json.dumps(record)[1:-1],
-        is_array=sweep is not None,
-        max_parallel=sweep.max_parallel if sweep is not None else None,
-        comments=tuple(notes.items()),
-        container=container,
-        srun=extra_of(section, "srun"),
-        modules=extra_of(section, "modules"),
-        conda=next(iter(conda), None),
-        prologue=extra_of(section, "prologue"),
-        writes_decision=command is None,
-        restarts_in_job=config.launch.requeue.in_job_restarts if command is None else 0,
-        margin_s=config.launch.requeue.margin_s,
+        record=Submission("", 0.0, "sbatch", str(script), code.folder, shape.nodes_text, host),
+        sweep=sweep,
+        trains=command is None,
     )
 
 

@@ -1,10 +1,10 @@
 """What is done to submitted runs: look, cancel, submit again.
 
-One rule: a run has at most one job that is alive, so nothing is submitted before Slurm has said
-that all earlier ones are over. A submission whose answer was lost is found again, so that it never
-becomes two jobs: its intent is on the disk before sbatch is called, and goes when its job is noted
-or Slurm has surely refused it. The job of an intent that is still there is looked for by the path
-of its script before anything else is submitted; the lock of the run is held by then.
+A run has at most one job that is alive, so nothing is submitted before Slurm has said that all
+earlier ones are over. A submission whose answer was lost is found again, so that it never becomes
+two jobs: its intent is on the disk before sbatch is called, and goes when its job is noted or Slurm
+has surely refused it. The job of an intent that is still there is looked for by the path of its
+script before anything else is submitted; the lock of the run is held by then.
 """
 
 import contextlib
@@ -21,7 +21,6 @@ from torchdistpackage.errors import HeldError, LaunchError
 from torchdistpackage.launch.files import atomic_write
 from torchdistpackage.launch.lock import hold, holder_of
 from torchdistpackage.launch.slurm import node_blocklist
-from torchdistpackage.launch.slurm.environment import scrub_slurm_env
 from torchdistpackage.launch.slurm.query import (
     GRACE_S,
     CommandTimeout,
@@ -34,6 +33,7 @@ from torchdistpackage.launch.slurm.query import (
 )
 from torchdistpackage.launch.slurm.run_dir import RunDir, Submission, append_record, read_records
 from torchdistpackage.launch.slurm.runs import SubmittedRun
+from torchdistpackage.launch.slurm_env import scrub_slurm_env
 
 _LOST = re.compile(r"timed? ?out|contact|connect|communicat|send|recv|message", re.IGNORECASE)
 """In what sbatch says when it is the answer of the controller that failed, not the request."""
@@ -68,13 +68,8 @@ def active_jobs(
     """
     now = time.time() if now_s is None else now_s
     jobs = query_jobs([r.job for r in run.records], runner, since_s=run.records[0].time_s).jobs
-    submitted = {record.job: record.time_s for record in run.records}
-
-    def may_live(info: JobInfo) -> bool:
-        new = now - submitted[info.job] < GRACE_S
-        return not info.ended if info.state else new
-
-    return [info for info in jobs.values() if may_live(info)]
+    new = {record.job for record in run.records if now - record.time_s < GRACE_S}
+    return [i for i in jobs.values() if (not i.ended if i.state else i.job in new)]
 
 
 def cancel(runs: Sequence[SubmittedRun], runner: Runner = run_command) -> list[str]:
@@ -117,35 +112,25 @@ def resubmit(
     Raises:
         LaunchError: a job of the run is alive, its script is gone, or Slurm refuses.
     """
+    now = time.time() if now_s is None else now_s
     with hold(run.files.lock, f"a submission of {run.name}"):
-        return _resubmit(run, env, runner, time.time() if now_s is None else now_s)
-
-
-def _resubmit(run: SubmittedRun, env: Mapping[str, str], runner: Runner, now: float) -> Submission:
-    if (lost := resolve_intent(run.files, runner, now)) is not None:
-        return lost
-    for info in active_jobs(run, runner, now_s=now):
-        raise LaunchError(
-            f"{run.name} is not over: job {info.job} is {info.state or 'just submitted'}; "
-            f"cancel it first (tdp jobs cancel {run.name}), or wait"
-        )
-    refuse_held(run.folder)
-    script = Path(run.latest.script)
-    task = run.latest.job[len(array_job_id(run.latest.job)) + 1 :]
-    options = [f"--array={task}"] if task else []
-    nodes = node_blocklist.excluded(run.files.suspects, now)
-    options += exclusion(script, nodes)
-    record = replace(
-        run.latest,
-        job=f"_{task}" if task else "",
-        time_s=now,
-        via="sbatch",
-        host=socket.gethostname(),
-    )
-    intents = [(run.files, record)]
-    call = partial(sbatch, script, env, runner, options=options)
-    (noted,) = submit_with_intent(intents, call, runner)
-    return noted
+        if (lost := resolve_intent(run.files, runner, now)) is not None:
+            return lost
+        for info in active_jobs(run, runner, now_s=now):
+            raise LaunchError(
+                f"{run.name} is not over: job {info.job} is {info.state or 'just submitted'}; "
+                f"cancel it first (tdp jobs cancel {run.name}), or wait"
+            )
+        refuse_held(run.folder)
+        script = Path(run.latest.script)
+        task = run.latest.job[len(array_job_id(run.latest.job)) + 1 :]
+        options = [f"--array={task}"] if task else []
+        options += exclusion(script, node_blocklist.excluded(run.files.suspects, now))
+        job, host = f"_{task}" if task else "", socket.gethostname()
+        record = replace(run.latest, job=job, time_s=now, via="sbatch", host=host)
+        call = partial(sbatch, script, env, runner, options=options)
+        (noted,) = submit_with_intent([(run.files, record)], call, runner)
+        return noted
 
 
 def exclusion(script: Path, nodes: Sequence[str]) -> list[str]:
@@ -183,7 +168,7 @@ def sbatch(
 
 
 def _lost_job(script: Path, since_s: float, noted: Sequence[str], runner: Runner) -> str:
-    """The newest job of `script` submitted since then that nobody has noted; "" if there is none.
+    """The newest job of `script` submitted since then that no one has noted; "" if there is none.
 
     Raises:
         LaunchError: the controller does not answer.
@@ -193,11 +178,9 @@ def _lost_job(script: Path, since_s: float, noted: Sequence[str], runner: Runner
         raise LaunchError(f"squeue cannot say whether {script} was submitted: {ran.why}")
     known, jobs = {array_job_id(job) for job in noted}, list[tuple[float, int]]()
     for line in ran.out.splitlines():
-        job, _, rest = line.strip().partition("|")
-        submitted, _, command = rest.partition("|")
-        ours = command == str(script) or command.startswith(f"{script} ")
-        if job.isdigit() and submitted.isdigit() and ours and job not in known:
-            jobs.append((float(submitted), int(job)))
+        match = re.fullmatch(r"(\d+)\|(\d+)\|(.*)", line.strip())
+        if match and match[1] not in known and f"{match[3]} ".startswith(f"{script} "):
+            jobs.append((float(match[2]), int(match[1])))
     late = [pair for pair in jobs if pair[0] >= since_s - _CLOCKS_DIFFER_S]
     return str(max(late)[1]) if late else ""
 
@@ -250,7 +233,7 @@ def _find_taken(
 ) -> str:
     """The id of a job that was taken although sbatch did not say so; else "".
 
-    lost: nobody knows whether it was taken, so it is waited for, and the intents stay.
+    lost: no one knows whether it was taken, so it is waited for, and the intents stay.
     """
     files, record = intents[0]
     noted = [r.job for r in read_records(files.records)]

@@ -1,7 +1,6 @@
-"""Watches one job and submits it again when it died of something that nobody wished for.
+"""Watches one job, and submits it again when it fails.
 
-One rule: `next_step` decides from what was seen and the time, and does nothing; `monitor` carries
-out what it decides.
+`next_step` decides from what was seen and the time, and does nothing; `monitor` carries it out.
 """
 
 import re
@@ -9,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.slurm import jobs
@@ -23,7 +21,12 @@ from torchdistpackage.launch.slurm.query import (
     query_jobs,
     run_command,
 )
-from torchdistpackage.launch.slurm.requeue import Decision, RequeueDecision
+from torchdistpackage.launch.slurm.requeue import (
+    Decision,
+    RequeueDecision,
+    RestartDenial,
+    restart_denial,
+)
 from torchdistpackage.launch.slurm.runs import SubmittedRun, last_decision, progress, read_run
 
 _ARRAY = re.compile(r"^#SBATCH\s+(--array|-a)\b", re.MULTILINE)
@@ -50,7 +53,7 @@ class Attempt:
     """One submission, as far as it was watched.
 
     seen_s: when Slurm last knew it, at first the time of its submission. ended_s: when it was first
-    seen dead. steps: how many it got further, None where nobody counts. word: what its ranks
+    seen dead. steps: how many it got further, None where they are not counted. word: what its ranks
     decided in the end.
     """
 
@@ -64,10 +67,6 @@ class Attempt:
 
     def made_progress(self, limits: ResubmitLimits) -> bool:
         return self.elapsed_s >= limits.healthy_s if self.steps is None else self.steps > 0
-
-    def permanent(self, limits: ResubmitLimits) -> bool:
-        """Died by itself and without progress."""
-        return self.state not in NOT_ITS_FAULT and not self.made_progress(limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,43 +87,45 @@ class Stop:
     reason: str
 
 
-Step = Wait | Resubmit | Stop
-
-
 def next_step(
     history: Sequence[Attempt], info: JobInfo, now_s: float, limits: ResubmitLimits
-) -> Step:
+) -> Wait | Resubmit | Stop:
     """What to do about the job now. history: all submissions so far, the present one last."""
-    attempt = history[-1]
-    if info.outcome is Outcome.ALIVE:
-        return Wait(limits.query_s)
+    silent_s = now_s - history[-1].seen_s
+    if info.outcome is Outcome.FAILED:
+        return _after_death(history, now_s, limits)
     if info.outcome is Outcome.SUCCEEDED:
         return Stop(info.outcome, f"job {info.job} is {info.state}")
     if info.outcome is Outcome.CANCELLED:
         by = f" by uid {info.by}" if info.by else ""
         return Stop(info.outcome, f"job {info.job} was cancelled{by}, and that is final")
-    if info.outcome is Outcome.UNKNOWN:
-        if info.state or now_s - attempt.seen_s < limits.unknown_s:
-            return Wait(limits.query_s)
-        return Stop(
-            info.outcome,
-            f"Slurm has known nothing of job {info.job} for {now_s - attempt.seen_s:.0f} s, so "
-            f"nobody can tell how it ended; see its log, and submit it again if it is to go on",
-        )
-    return _after_death(history, now_s, limits)
+    if info.outcome is Outcome.ALIVE or info.state or silent_s < limits.unknown_s:
+        return Wait(limits.query_s)
+    return Stop(
+        info.outcome,
+        f"Slurm has known nothing of job {info.job} for {silent_s:.0f} s, so its end is not known; "
+        f"see its log, and submit it again if it is to go on",
+    )
 
 
-def _after_death(history: Sequence[Attempt], now_s: float, limits: ResubmitLimits) -> Step:
-    attempt, died = history[-1], f"job {history[-1].job} ended as {history[-1].state}"
-    if attempt.word is not None and attempt.word.word is RequeueDecision.FINISHED:
-        return Stop(Outcome.SUCCEEDED, f"{died}, but its ranks had finished {attempt.word.reason}")
-    if attempt.word is not None and attempt.word.word is RequeueDecision.STOP:
-        return Stop(Outcome.FAILED, f"{died}: its ranks decided so {attempt.word.reason}")
-    if len(history) > limits.max_resubmits:
-        return Stop(Outcome.FAILED, f"{died} after {limits.max_resubmits} resubmissions, the limit")
-    if len(history) > 1 and all(a.permanent(limits) for a in history[-2:]):
-        return Stop(Outcome.FAILED, f"{died} without progress, as the one before it")
-    due_s = (now_s if attempt.ended_s is None else attempt.ended_s) + back_off_s(history, limits)
+def _after_death(
+    history: Sequence[Attempt], now_s: float, limits: ResubmitLimits
+) -> Wait | Resubmit | Stop:
+    last, died = history[-1], f"job {history[-1].job} ended as {history[-1].state}"
+    if last.word is not None and last.word.word is RequeueDecision.FINISHED:
+        return Stop(Outcome.SUCCEEDED, f"{died}, but its ranks had finished {last.word.reason}")
+    if last.word is not None and last.word.word is RequeueDecision.STOP:
+        return Stop(Outcome.FAILED, f"{died}: its ranks decided so {last.word.reason}")
+    progress = [a.state in NOT_ITS_FAULT or a.made_progress(limits) for a in history]
+    match restart_denial(progress, len(history), limits.max_resubmits):
+        case RestartDenial.NO_PROGRESS:
+            return Stop(Outcome.FAILED, f"{died} without progress, as the one before it")
+        case RestartDenial.LIMIT:
+            why = f"after {limits.max_resubmits} resubmissions, the limit"
+            return Stop(Outcome.FAILED, f"{died} {why}")
+        case None:
+            pass
+    due_s = (now_s if last.ended_s is None else last.ended_s) + back_off_s(history, limits)
     if now_s < due_s:
         return Wait(min(due_s - now_s, limits.max_wait_s))
     return Resubmit(f"{died}; resubmission {len(history)} of at most {limits.max_resubmits}")
@@ -140,26 +141,6 @@ def back_off_s(history: Sequence[Attempt], limits: ResubmitLimits) -> float:
     return min(limits.first_wait_s * 2.0 ** min(max(in_a_row - 1, 0), 60), limits.max_wait_s)
 
 
-class Target(Protocol):
-    """What is watched and submitted again."""
-
-    def job(self) -> str:
-        """The id of its newest job."""
-        ...
-
-    def step(self) -> int | None:
-        """How far it is; None where nobody counts."""
-        ...
-
-    def word(self) -> Decision | None:
-        """What its ranks decided when the newest job ended."""
-        ...
-
-    def resubmit(self) -> str:
-        """Submit it again; the new id."""
-        ...
-
-
 class RunTarget:
     """A submitted run. Its folder is read anew each time, since others may submit it too."""
 
@@ -172,12 +153,15 @@ class RunTarget:
         return read_run(self._run.folder) or self._run
 
     def job(self) -> str:
+        """The id of its newest job."""
         return self._now().latest.job
 
     def step(self) -> int | None:
+        """How far it is; None where steps are not counted."""
         return progress(self._run.files).step or 0
 
     def word(self) -> Decision | None:
+        """What its ranks decided when the newest job ended."""
         return last_decision(self._now())
 
     def resubmit(self) -> str:
@@ -185,7 +169,7 @@ class RunTarget:
 
 
 class ScriptTarget:
-    """A batch script of anybody's; submitted when this is made."""
+    """A batch script of any kind; submitted when this is made."""
 
     def __init__(self, script: Path, env: Mapping[str, str], runner: Runner = run_command) -> None:
         self._script, self._env, self._runner = script, env, runner
@@ -210,40 +194,7 @@ class ScriptTarget:
         return self._job
 
 
-class _JobHistory:
-    """The history that `next_step` is asked about, kept up to date."""
-
-    def __init__(self, target: Target, job: str, now_s: float) -> None:
-        self._target = target
-        self.history = [Attempt(job, now_s)]
-        self._first_step = target.step() or 0
-
-    @property
-    def job(self) -> str:
-        return self.history[-1].job
-
-    def note(self, info: JobInfo, now_s: float) -> None:
-        attempt = self.history[-1]
-        if info.state:
-            attempt = replace(attempt, seen_s=now_s, state=info.state)
-        if info.outcome is not Outcome.FAILED:
-            attempt = replace(attempt, ended_s=None)
-        elif attempt.ended_s is None:
-            step = self._target.step()
-            attempt = replace(
-                attempt,
-                ended_s=now_s,
-                elapsed_s=info.elapsed_s or 0.0,
-                steps=None if step is None else step - self._first_step,
-                word=self._target.word(),
-            )
-        self.history[-1] = attempt
-
-    def turn_to(self, job: str, now_s: float, *, resubmitted: bool) -> None:
-        """Watch another job from now on. One that came by itself counts as the same submission."""
-        kept = self.history if resubmitted else self.history[:-1]
-        self.history = [*kept, Attempt(job, now_s)]
-        self._first_step = self._target.step() or 0
+Target = RunTarget | ScriptTarget
 
 
 def monitor(
@@ -265,20 +216,28 @@ def monitor(
             answer, so that it may have taken it.
     """
     limits, said = limits or ResubmitLimits(), ""
-    watch = _JobHistory(target, target.job(), clock())
+    history = [Attempt(target.job(), clock())]
+    first_step = target.step() or 0
+
+    def say_once(line: str) -> None:
+        nonlocal said
+        if line != said:
+            say(line)
+        said = line
+
     while True:
-        if (job := target.job()) != watch.job:
-            say(f"job {job} goes on where job {watch.job} was")
-            watch.turn_to(job, clock(), resubmitted=False)
+        if (job := target.job()) != history[-1].job:  # it came by itself: the same submission
+            say(f"job {job} goes on where job {history[-1].job} was")
+            history[-1], first_step = Attempt(job, clock()), target.step() or 0
         try:
             info = query_jobs([job], runner).jobs[job]
         except LaunchError as error:
-            said = _once(f"{error}; asked again every {limits.query_s:g} s", said, say)
+            say_once(f"{error}; asked again every {limits.query_s:g} s")
             sleep(limits.query_s)
             continue
-        watch.note(info, clock())
-        said = _once(_line(info), said, say)
-        step = next_step(watch.history, info, clock(), limits)
+        history[-1] = _observed(history[-1], info, target, first_step, clock())
+        say_once(_line(info))
+        step = next_step(history, info, clock(), limits)
         if isinstance(step, Stop):
             if target.job() != job:  # it chained its successor just before it ended
                 continue
@@ -291,7 +250,28 @@ def monitor(
             continue
         say(step.reason)
         new = _submit_again(target, limits, sleep, say)
-        watch.turn_to(new, clock(), resubmitted=True)
+        history.append(Attempt(new, clock()))
+        first_step = target.step() or 0
+
+
+def _observed(
+    attempt: Attempt, info: JobInfo, target: Target, first_step: int, now_s: float
+) -> Attempt:
+    """The attempt with what Slurm says of it now. first_step: where its job began."""
+    if info.state:
+        attempt = replace(attempt, seen_s=now_s, state=info.state)
+    if info.outcome is not Outcome.FAILED:
+        return replace(attempt, ended_s=None)
+    if attempt.ended_s is not None:
+        return attempt
+    step = target.step()
+    return replace(
+        attempt,
+        ended_s=now_s,
+        elapsed_s=info.elapsed_s or 0.0,
+        steps=None if step is None else step - first_step,
+        word=target.word(),
+    )
 
 
 def _submit_again(
@@ -321,9 +301,3 @@ def _line(info: JobInfo) -> str:
         return f"job {info.job} is not known to Slurm, yet or any more"
     where = f" on {info.nodes}" if info.nodes else ""
     return f"job {info.job} is {info.state}{where}" + (f" ({info.reason})" if info.reason else "")
-
-
-def _once(line: str, said: str, say: Callable[[str], object]) -> str:
-    if line != said:
-        say(line)
-    return line

@@ -1,8 +1,8 @@
-"""Nodes that did harm: `suspects.jsonl` beside the runs, one piece of evidence a line.
+"""Nodes that did harm: `suspects.jsonl` next to the runs, one piece of evidence a line.
 
-One rule: evidence has a weight and an end, and a node is left out while the evidence that is still
-valid weighs 1 together. What the user's own code does (an exception, too much memory) is none.
-A start of a job counts once against a node, whoever tells of it and however often.
+Evidence has a weight and an end, and a node is left out while the evidence that is still valid
+weighs 1 together. What the user's own code does (an exception, too much memory) is none. A start of
+a job counts once against a node, however often it is reported.
 """
 
 import logging
@@ -10,7 +10,7 @@ import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.failure import Failure, FailureKind
 from torchdistpackage.launch.files import append_json, read_json_lines
 from torchdistpackage.launch.hostlist import expand
-from torchdistpackage.launch.slurm.query import Runner, run_command
+from torchdistpackage.launch.slurm.query import Runner, run_command, slurm_time
 from torchdistpackage.launch.slurm.run_dir import RunDir, Start, attempt_id, read_starts
 
 log = logging.getLogger(__name__)
@@ -73,11 +73,15 @@ def incident_of(
 
     others: of this start. A node that told of a rank's end after the alarm of a hang is not gone.
     """
-    reason = _reason(failure)
-    if failure.kind is FailureKind.HUNG and any(_is_word_after(failure, other) for other in others):
-        return None
-    node = failure.host.partition(".")[0]
-    if not reason or not node:
+    reason, node = _reason(failure), failure.host.partition(".")[0]
+    # a watcher ends its rank only after others have failed, whatever the clocks of two hosts say
+    after = [
+        other
+        for other in others
+        if other.host == failure.host
+        and (other.kind is FailureKind.ENDED or other.time_s > failure.time_s)
+    ]
+    if not reason or not node or (failure.kind is FailureKind.HUNG and after):
         return None
     text = f"rank {failure.rank}: {reason}"
     return NodeIncident(node, text, _HALF, failure.time_s, now_s + EXPIRY_S, job)
@@ -109,9 +113,7 @@ def read(path: Path) -> list[NodeIncident]:
     return found
 
 
-def reasons(
-    path: Path, now_s: float, threshold: float = THRESHOLD
-) -> dict[str, list[NodeIncident]]:
+def reasons(path: Path, now_s: float) -> dict[str, list[NodeIncident]]:
     """Every node to leave out, in order of names, with the evidence that says so."""
     heaviest: dict[tuple[str, str], NodeIncident] = {}
     for evidence in read(path):
@@ -122,17 +124,17 @@ def reasons(
     by_node: dict[str, list[NodeIncident]] = {}
     for evidence in sorted(heaviest.values(), key=lambda e: (e.node, e.time_s)):
         by_node.setdefault(evidence.node, []).append(evidence)
-    return {n: held for n, held in by_node.items() if sum(e.weight for e in held) >= threshold}
+    return {n: held for n, held in by_node.items() if sum(e.weight for e in held) >= THRESHOLD}
 
 
-def excluded(path: Path, now_s: float, threshold: float = THRESHOLD) -> tuple[str, ...]:
+def excluded(path: Path, now_s: float) -> tuple[str, ...]:
     """Names of the nodes to leave out, for `sbatch --exclude`."""
-    return tuple(reasons(path, now_s, threshold))
+    return tuple(reasons(path, now_s))
 
 
-def explain(path: Path, now_s: float, threshold: float = THRESHOLD) -> str:
+def explain(path: Path, now_s: float) -> str:
     """Which nodes are left out and why, as a line for each; "" if none is."""
-    held = reasons(path, now_s, threshold)
+    held = reasons(path, now_s)
     lines = [f"leaving out {'; '.join(map(str, evidence))}" for evidence in held.values()]
     return "\n".join([*lines, f"({path} says so; remove a line to forgive)"]) if held else ""
 
@@ -156,13 +158,12 @@ def record_failed_nodes(
         return []
     start = earlier[-1]
     known = {(e.node, e.job) for e in read(files.suspects) if e.weight >= THRESHOLD}
-    new: list[NodeIncident] = []
-    for node, state in _broken(start, runner, now).items():
-        if (node, start.start) not in known:
-            text = f"{state} under job {start.job}"
-            new.append(
-                NodeIncident(node, text, THRESHOLD, now, now + NODE_FAIL_EXPIRY_S, start.start)
-            )
+    end_s = now + NODE_FAIL_EXPIRY_S
+    new = [
+        NodeIncident(node, f"{state} under job {start.job}", THRESHOLD, now, end_s, start.start)
+        for node, state in _broken(start, runner, now).items()
+        if (node, start.start) not in known
+    ]
     for evidence in new:
         record(files.suspects, evidence)
     return new
@@ -179,7 +180,7 @@ def _broken(start: Start, runner: Runner, now_s: float) -> dict[str, str]:
         _rows(runner, "sinfo", "-N", "-h", "-n", start.nodes, "-o", "%N|%T|%H|%E"),
         _rows(
             *(runner, "sacctmgr", "-n", "-P", "list", "event", f"nodes={start.nodes}"),
-            *(f"start={_slurm_time(start.time_s)}", "format=NodeName,State,TimeStart,Reason"),
+            *(f"start={slurm_time(start.time_s)}", "format=NodeName,State,TimeStart,Reason"),
         ),
     )
     # the accounting last: it may be slow, and time short
@@ -197,17 +198,10 @@ def _broken(start: Start, runner: Runner, now_s: float) -> dict[str, str]:
 
 def _end_s(start: Start, runner: Runner) -> float | None:
     """When the job of a start ended, that time, as the accounting has it."""
-    since = _slurm_time(start.time_s - _CLOCKS_DIFFER_S)
-    ends: list[float] = []
+    since = slurm_time(start.time_s - _CLOCKS_DIFFER_S)
     asked = ("sacct", "-D", "-X", "-n", "-P", "-j", start.job, "-S", since, "-o", "Start,End")
-    for began, ended in (row for row in _rows(runner, *asked) if len(row) == 2):
-        if began.isdigit() and ended.isdigit() and float(ended) >= start.time_s:
-            ends.append(float(ended))
-    return min(ends, default=None)
-
-
-def _slurm_time(time_s: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time_s))
+    rows = [row for row in _rows(runner, *asked) if len(row) == 2 and all(map(str.isdigit, row))]
+    return min((float(end) for _, end in rows if float(end) >= start.time_s), default=None)
 
 
 def _rows(runner: Runner, *command: str) -> list[list[str]]:
@@ -230,18 +224,6 @@ def _reason(failure: Failure) -> str:
     return next((what for what, pattern in _HARDWARE if re.search(pattern, text)), "")
 
 
-def _is_word_after(alarm: Failure, other: Failure) -> bool:
-    # a watcher ends its rank only after others have failed, whatever the clocks of two hosts say
-    later = other.kind is FailureKind.ENDED or other.time_s > alarm.time_s
-    return other.host == alarm.host and later
-
-
-def _parse(fields: Any) -> NodeIncident:
-    return NodeIncident(
-        str(fields["node"]),
-        str(fields["reason"]),
-        float(fields["weight"]),
-        float(fields["time_s"]),
-        float(fields["expires_s"]),
-        str(fields["job"]),
-    )
+def _parse(values: Any) -> NodeIncident:
+    kinds: Any = {field.name: field.type for field in fields(NodeIncident)}
+    return NodeIncident(**{name: kind(values[name]) for name, kind in kinds.items()})

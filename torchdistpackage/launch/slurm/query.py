@@ -1,7 +1,7 @@
 """Asks Slurm how jobs are: its commands, its words for states, and what its answers mean.
 
-One rule: a job is over only when a word of the table says so. A word that is not in it, or no
-answer at all, is "unknown", and nothing is ever resubmitted or cancelled because of it.
+A job is over only when a word of the table says so. A word that is not in it, or no answer at all,
+is "unknown", and nothing is ever resubmitted or cancelled because of it.
 
 The controller is right about what it knows. The accounting lags behind it by seconds (a job that is
 being requeued is NODE_FAIL there), so it only adds to the controller's answer, and speaks for jobs
@@ -14,10 +14,9 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Protocol
 
 from torchdistpackage.errors import LaunchError
 
@@ -27,7 +26,6 @@ GRACE_S = 60.0
 """A job without a state is not given up for so long after it was submitted or last seen."""
 _EARLIER_S = 3600.0
 """The accounting is asked for jobs from so long before the first submission on: clocks differ."""
-_TIME = "%Y-%m-%dT%H:%M:%S"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +43,8 @@ class CompletedCommand:
         return lines[0] if lines else f"exit code {self.code}"
 
 
-class Runner(Protocol):
-    """Runs a command to its end, and raises a LaunchError only where that could not be."""
-
-    def __call__(
-        self, args: Sequence[str], env: Mapping[str, str] | None = None
-    ) -> CompletedCommand: ...
+Runner = Callable[..., CompletedCommand]
+"""Runs a command (words, and env=) to its end; raises a LaunchError only where that cannot be."""
 
 
 class CommandTimeout(LaunchError):
@@ -60,9 +54,9 @@ class CommandTimeout(LaunchError):
 def run_command(
     args: Sequence[str], env: Mapping[str, str] | None = None, *, timeout_s: float | None = None
 ) -> CompletedCommand:
-    """Run a command and wait for it, TIMEOUT_S if not told otherwise; any exit code is an answer.
+    """Run a command and wait for it, by default for TIMEOUT_S; any exit code is an answer.
 
-    env: its whole environment; None: this process's, and times are written in seconds since 1970.
+    env: its entire environment; None: this process's, and times are written in seconds since 1970.
 
     Raises:
         LaunchError: there is no such command here, or it does not answer (`CommandTimeout`).
@@ -98,6 +92,11 @@ def limited(total_s: float) -> Runner:
         return run_command(args, env, timeout_s=max(until_s - time.monotonic(), 0.0))
 
     return run_within
+
+
+def slurm_time(time_s: float) -> str:
+    """A point in time as Slurm's commands take it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time_s))
 
 
 class Outcome(StrEnum):
@@ -147,7 +146,7 @@ class JobInfo:
 
     state: Slurm's word, "" if it has none. reason: why it waits, or why it ended. nodes: Slurm's
         host list. exit_code: as a shell would say it (128 and the signal), None while it is not
-        known. restarts: None where nobody counts them. by: who cancelled it, if that is known.
+        known. restarts: None where no one counts them. by: who cancelled it, if that is known.
     """
 
     job: str
@@ -194,12 +193,14 @@ def parse_squeue(text: str) -> dict[str, JobInfo]:
     """What squeue wrote, called as `SQUEUE`; lines of another shape are passed over."""
     jobs: dict[str, JobInfo] = {}
     for job, state, restarts, status, used, nodes, reason in _rows(text, len(SQUEUE_FIELDS)):
+        # the kernel's status: the code in the upper byte, the signal in the lower
+        code, signum = divmod(int(status) & 0xFFFF if status.isdigit() else 0, 256)
         info = JobInfo(
             job,
             state,
             "" if reason == "None" else reason,
             nodes,
-            _of_status(status) if OUTCOMES.get(state) is not Outcome.ALIVE else None,
+            _exit_code(state, code, signum & 0x7F) if status.isdigit() else None,
             int(restarts) if restarts.isdigit() else None,
             _seconds(used),
         )
@@ -213,14 +214,15 @@ def parse_sacct(text: str) -> dict[str, JobInfo]:
     A job that was requeued has a row for each start, in order: the last one counts.
     """
     jobs: dict[str, JobInfo] = {}
-    for job, state, code, elapsed, nodes, reason in _rows(text, len(SACCT_FIELDS)):
+    for job, state, status, elapsed, nodes, reason in _rows(text, len(SACCT_FIELDS)):
         word, _, by = state.partition(" by ")
+        pair = re.fullmatch(r"(\d+):(\d+)", status)  # code:signal
         info = JobInfo(
             job,
             word.partition(" ")[0],
             "" if reason == "None" else reason,
             "" if nodes == "None assigned" else nodes,
-            _of_pair(code) if OUTCOMES.get(word) is not Outcome.ALIVE else None,
+            _exit_code(word, int(pair[1]), int(pair[2])) if pair else None,
             0,
             float(elapsed) if elapsed.isdigit() else None,
             by,
@@ -258,24 +260,12 @@ def _seconds(text: str) -> float | None:
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
-def _of_status(text: str) -> int | None:
-    """squeue gives what the kernel gives: the code in the upper byte, the signal in the lower."""
-    if not text.isdigit():
-        return None
-    code, signum = divmod(int(text) & 0xFFFF, 256)
-    return _as_shell(code, signum & 0x7F)
+def _exit_code(state: str, code: int, signum: int) -> int | None:
+    """As a shell would say it; None of a job that lives.
 
-
-def _of_pair(text: str) -> int | None:
-    """sacct gives `code:signal`."""
-    match = re.fullmatch(r"(\d+):(\d+)", text)
-    if match is None:
-        return None
-    return _as_shell(int(match[1]), int(match[2]))
-
-
-def _as_shell(code: int, signum: int) -> int | None:
-    if signum > 64:  # none of the kernel's: Slurm notes 125 where memory ran out
+    A signal above 64 is none of the kernel's: Slurm notes 125 where memory ran out.
+    """
+    if signum > 64 or OUTCOMES.get(state) is Outcome.ALIVE:
         return None
     return 128 + signum if signum else code
 
@@ -291,14 +281,13 @@ class QueryResult:
 def query_jobs(
     ids: Sequence[str], runner: Runner = run_command, *, since_s: float | None = None
 ) -> QueryResult:
-    """How the jobs `ids` are; without a state those that nobody knows, yet or any more.
+    """How the jobs `ids` are; without a state those that no one knows, yet or any more.
 
     ids: `123`, or `123_4` for a task of an array; `123` of an array is its tasks taken together.
     since_s: when the earliest was submitted; keeps out jobs of long ago that had the same ids.
 
     Raises:
-        LaunchError: the controller does not answer. A job of which nothing is heard is then not
-            one that is gone.
+        LaunchError: the controller does not answer, so a job may be there all the same.
     """
     if not ids:
         return QueryResult({})
@@ -321,8 +310,8 @@ def query_jobs(
 
 
 def _accounting(ids: Sequence[str], runner: Runner, since_s: float | None) -> dict[str, JobInfo]:
-    since = time.strftime(_TIME, time.localtime((since_s or 0.0) - _EARLIER_S))
-    ran = runner([*SACCT, "-j", _joined(ids), *(["-S", since] if since_s is not None else [])])
+    since = [] if since_s is None else ["-S", slurm_time(since_s - _EARLIER_S)]
+    ran = runner([*SACCT, "-j", _joined(ids), *since])
     if ran.code != 0:
         raise LaunchError(f"no word from the accounting: {ran.why}")
     return parse_sacct(ran.out)
@@ -336,9 +325,8 @@ def _merge(job: str, known: JobInfo | None, counted: JobInfo | None) -> JobInfo:
     if known is None:
         if counted is None or counted.ended:
             return counted or JobInfo(job)
-        return JobInfo(
-            job, reason=f"the controller does not know it, though sacct says {counted.state}"
-        )
+        why = f"the controller does not know it, though sacct says {counted.state}"
+        return JobInfo(job, reason=why)
     if counted is None or counted.state != known.state:
         return known
     return replace(

@@ -1,7 +1,7 @@
 """When a run has to end and whether it comes back; and the job that asks Slurm for it itself.
 
-What decides looks at no clock, signal or file: callers bring what was measured, so that every
-ending of a job can be tried out on paper. Times are in seconds, and points in time count from 1970.
+What decides looks at no clock, signal or file: callers bring what was measured. Times are in
+seconds, and points in time count from 1970.
 
 Where no batch script of ours waits for the decision, the job requeues itself. One process of it
 asks, once, after all ranks have ended, and only while the job runs: in any other state Slurm is
@@ -9,16 +9,23 @@ ending or requeueing it already. TDP_BATCH says that what started the ranks asks
 `tdp submit`, or submitit.
 """
 
+from __future__ import annotations
+
 import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.slurm.query import Runner, run_command
 from torchdistpackage.launch.slurm.run_dir import RunDir, Start, attempt_id, in_job, series_of
+
+if TYPE_CHECKING:
+    from torchdistpackage.config.schema import RequeueSection
 
 EXIT_TEMPFAIL = 75
 """Exit code of a run that saved and ended early; started again, it goes on (EX_TEMPFAIL)."""
@@ -53,7 +60,7 @@ class Decision:
         return f"{self.word} {' '.join(self.reason.split())}"
 
     @staticmethod
-    def parse(line: str) -> "Decision":
+    def parse(line: str) -> Decision:
         """Back from `str()`.
 
         Raises:
@@ -65,15 +72,6 @@ class Decision:
         except ValueError:
             words = ", ".join(RequeueDecision)
             raise LaunchError(f"decision {line!r} does not start with one of {words}") from None
-
-
-@dataclass(frozen=True, slots=True)
-class RequeueLimits:
-    """How often a run may come back and what it keeps free at a job's end."""
-
-    mode: str = "requeue"
-    max_requeues: int = 20
-    margin_s: float = 30.0
 
 
 def quantile(values: Sequence[float], q: float = _QUANTILE) -> float:
@@ -117,26 +115,43 @@ def time_is_up(
     )
 
 
-def no_progress(steps: Sequence[int], step: int) -> bool:
-    """Whether the last two of the starts that began at `steps` did not get beyond where they began.
+class RestartDenial(StrEnum):
+    """Why a job is not started again."""
 
-    step: where a start would begin now.
+    NO_PROGRESS = "no progress"  # in two starts in a row
+    LIMIT = "limit"  # as many restarts as are allowed
+
+
+def restart_denial(
+    progress: Sequence[bool], num_starts: int, max_restarts: int
+) -> RestartDenial | None:
+    """Whether a job may be started again, by requeue or by the monitor; None: it may.
+
+    progress: of each start, the last one last, whether it got further, or ended through no fault of
+    its own. num_starts: those that count against the limit, the first one included.
     """
-    return len(steps) >= 2 and steps[-2] == steps[-1] == step
+    if len(progress) >= 2 and not any(progress[-2:]):
+        return RestartDenial.NO_PROGRESS
+    return RestartDenial.LIMIT if num_starts > max_restarts else None
 
 
 def restart_denied_reason(
-    steps: Sequence[int], step: int, limits: RequeueLimits, in_job: int = 0
+    steps: Sequence[int], step: int, limits: RequeueSection, in_job: int = 0
 ) -> str:
     """Why no further start is made after those that began at `steps`; "" if one may be.
 
-    in_job: how many of these were no requeues, but ranks that were started anew in their job.
+    step: where it would begin. in_job: how many of these were no requeues, but ranks that were
+    started anew in their job.
     """
-    if no_progress(steps, step):
-        return f"two starts in a row ended at step {step}, where they had begun"
-    if (num := len(steps) - in_job) > limits.max_requeues:
-        return f"{num - 1} requeues used up launch.requeue.max_requeues={limits.max_requeues}"
-    return ""
+    num = len(steps) - in_job
+    progress = [began != ended for began, ended in pairwise([*steps, step])]
+    match restart_denial(progress, num, limits.max_requeues):
+        case RestartDenial.NO_PROGRESS:
+            return f"two starts in a row ended at step {step}, where they had begun"
+        case RestartDenial.LIMIT:
+            return f"{num - 1} requeues used up launch.requeue.max_requeues={limits.max_requeues}"
+        case None:
+            return ""
 
 
 def decide_in_job(
@@ -162,9 +177,9 @@ def decide_in_job(
 
 
 def decide(
-    reason: str, steps: Sequence[int], step: int, limits: RequeueLimits, in_job: int = 0
+    reason: str, steps: Sequence[int], step: int, limits: RequeueSection, in_job: int = 0
 ) -> Decision:
-    """What becomes of a run that was told to end for `reason` and saved `step`.
+    """What becomes of a run that was asked to end for `reason` and saved `step`.
 
     steps: where each start of this job began, the present one last. in_job: see
     `restart_denied_reason`.
@@ -183,12 +198,11 @@ def read_decision(files: RunDir, env: Mapping[str, str]) -> Decision | None:
     return Decision.parse(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def restart_denied(files: RunDir, start: Start, limits: RequeueLimits) -> str:
+def restart_denied(files: RunDir, start: Start, limits: RequeueSection) -> str:
     """Why this start, which Slurm made of itself, is not to train; "" if it is."""
-    before = series_of(files, start)[:-1]
-    why = restart_denied_reason(
-        [s.step for s in before], start.step, limits, in_job([*before, start])
-    )
+    starts = series_of(files, start)
+    steps = [s.step for s in starts[:-1]]
+    why = restart_denied_reason(steps, start.step, limits, in_job(starts))
     return why and (
         f"not started again at step {start.step}, which is saved: {why}; submit it again to go on, "
         f"the logs of its starts are in {files.logs}"
@@ -196,7 +210,7 @@ def restart_denied(files: RunDir, start: Start, limits: RequeueLimits) -> str:
 
 
 def requeue_id(env: Mapping[str, str]) -> str:
-    """The job as `scontrol requeue` must be told: one task of an array, never the whole array."""
+    """The job as `scontrol requeue` must be given: one task of an array, never the entire array."""
     array, task = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else env["SLURM_JOB_ID"]
 
@@ -224,7 +238,7 @@ def may_requeue(
     runner: Runner = run_command,
     sleep: Callable[[float], object] = time.sleep,
 ) -> bool:
-    """Whether this job is one that can come back and that nobody else requeues or cancels.
+    """Whether this job is one that can come back and that no one else requeues or cancels.
 
     A job that is ended by its time limit may still be requeued while its processes save.
 
@@ -248,7 +262,7 @@ def requeue_self(
     runner: Runner = run_command,
     sleep: Callable[[float], object] = time.sleep,
 ) -> int:
-    """Requeue this job if that was decided and nobody else will do it; the code to end with.
+    """Requeue this job if that was decided and no one else will do it; the code to end with.
 
     Raises:
         LaunchError: Slurm did not take it.

@@ -1,8 +1,8 @@
 """A run folder: where a job's files lie in it, its submissions and its starts, a line each.
 
-One rule: what one start of a job leaves behind carries that start's id, so nothing that an earlier
-start wrote counts for this one. Lines are only appended: submissions by what called sbatch, `tdp
-submit` or the batch script that chains a job behind its own; starts by rank 0.
+What one start of a job leaves behind carries that start's id, so nothing that an earlier start
+wrote counts for this one. Lines are only appended: submissions by what called sbatch, `tdp submit`
+or the batch script that chains a job behind its own; starts by rank 0.
 """
 
 import socket
@@ -27,41 +27,23 @@ def attempt_id(env: Mapping[str, str]) -> str:
     return f"{start}.{attempt}" if job and attempt != "0" else start
 
 
-@dataclass(frozen=True, slots=True)
 class RunDir:
     """Paths of one run folder; nothing is made or read here."""
 
-    run: Path
-
-    @property
-    def job(self) -> Path:
-        """Folder of all that follows, but for logs and suspects."""
-        return self.run / "job"
-
-    @property
-    def config(self) -> Path:
-        """The configuration as submitted, every key filled in; what the job reads."""
-        return self.job / "config.yaml"
-
-    @property
-    def script(self) -> Path:
-        """The batch script."""
-        return self.job / "job.sbatch"
-
-    @property
-    def records(self) -> Path:
-        """One JSON object per submission of this run (`Submission`)."""
-        return self.job / "submissions.jsonl"
-
-    @property
-    def intent(self) -> Path:
-        """A submission that sbatch was called for, until its job is noted."""
-        return self.job / "intent.json"
-
-    @property
-    def starts(self) -> Path:
-        """One JSON object per start of a job of this run (`Start`)."""
-        return self.job / "starts.jsonl"
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.job = job = run / "job"
+        self.config = job / "config.yaml"  # as submitted, every key filled in; what the job reads
+        self.script = job / "job.sbatch"
+        self.records = job / "submissions.jsonl"  # a `Submission` a line
+        self.intent = job / "intent.json"  # one that sbatch was called for, until its job is noted
+        self.starts = job / "starts.jsonl"  # a `Start` a line
+        self.logs = run / "logs"
+        self.main_log = self.logs / "main.log"  # rank 0's, every rank's errors; sbatch's --output
+        self.suspects = run.parent / "suspects.jsonl"  # nodes that failed, of all runs there
+        # next to the folder, which may be moved while its lock is held
+        self.lock = run.parent / f".{run.name}.lock"  # held by a process that submits this run
+        self.run_lock = run.parent / f".{run.name}.running"  # by one that trains it, to its end
 
     def decision(self, start: str) -> Path:
         """What the ranks agreed on before they ended: `<word> <reason>` in one line."""
@@ -71,32 +53,8 @@ class RunDir:
         """Folder with one JSON file per rank that failed in this start."""
         return self.job / f"failures.{start}"
 
-    @property
-    def lock(self) -> Path:
-        """Held by whoever submits this run; beside the folder, which may be moved meanwhile."""
-        return self.run.parent / f".{self.run.name}.lock"
-
-    @property
-    def run_lock(self) -> Path:
-        """Held by whoever trains this run, from before it writes until it has ended."""
-        return self.run.parent / f".{self.run.name}.running"
-
-    @property
-    def logs(self) -> Path:
-        return self.run / "logs"
-
-    @property
-    def main_log(self) -> Path:
-        """Rank 0 and every rank's errors over all starts; sbatch's --output."""
-        return self.logs / "main.log"
-
     def rank_log(self, rank: int, restart: int) -> Path:
         return self.logs / f"rank{rank}.restart{restart}.log"
-
-    @property
-    def suspects(self) -> Path:
-        """Nodes that failed, shared by all runs of the folder that this run lies in."""
-        return self.run.parent / "suspects.jsonl"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """What a run folder says of a run: submissions, starts, how far it is, how it ended, and its logs.
 
-One rule: these files are read as they are found, at any moment and from any machine that shares
-them: what is missing or cut short is left out, never an error. A log only grows, and a restart with
-a file of its own comes after the one before, so what was passed on once is never passed on again.
+These files are read as they are found, at any moment and from any machine that shares them: what is
+missing or cut short is left out, never an error. A log only grows, and a restart with a file of its
+own comes after the one before, so what was passed on once is never passed on again.
 """
 
 import codecs
@@ -91,6 +91,11 @@ class Status:
     outcome: Outcome
     reason: str = ""
 
+    @property
+    def suffix(self) -> str:
+        """The reason as the end of a line."""
+        return f": {self.reason}" if self.reason else ""
+
 
 def read_run(folder: Path) -> SubmittedRun | None:
     """The run of a folder; None where nothing was submitted."""
@@ -113,13 +118,15 @@ def find(name: str, folder: Path) -> list[SubmittedRun]:
     Raises:
         ConfigError: none is meant; the text has the names that are near.
     """
-    for path in (Path(name), folder / name):
+    paths = (Path(name), folder / name)
+    for path in paths:
         if run := read_run(path):
             return [run]
     runs = find_runs(folder)
-    if found := [run for run in runs if name in (run.name, *_ids(run))]:
+    ids = [{x for r in run.records for x in (r.job, array_job_id(r.job))} for run in runs]
+    if found := [run for run, own in zip(runs, ids, strict=True) if name in (run.name, *own)]:
         return found
-    for path in (Path(name), folder / name):
+    for path in paths:
         if found := find_runs(path):
             return found
     known = [known for run in runs for known in (run.name, run.latest.job)]
@@ -212,11 +219,6 @@ def status(run: SubmittedRun, info: JobInfo, now_s: float) -> Status:
     return Status("unknown", Outcome.UNKNOWN, info.reason or forgotten)
 
 
-def _ids(run: SubmittedRun) -> Iterable[str]:
-    for record in run.records:
-        yield from (record.job, array_job_id(record.job))
-
-
 def _last_rows(path: Path) -> Iterable[dict[str, Any]]:
     """Rows that have a step, the last one first."""
     try:
@@ -242,19 +244,19 @@ def rank_logs(run: SubmittedRun, rank: int, restart: int | None = None) -> list[
     Raises:
         ConfigError: there is none; the text says which there are.
     """
+
+    def number(path: Path) -> int:
+        text = path.stem.rpartition("restart")[2]
+        return int(text) if text.isdigit() else -1
+
     logs = run.files.logs
-    found = sorted(logs.glob(f"rank{rank}.restart*.log"), key=_restart)
-    found = [path for path in found if restart is None or _restart(path) == restart]
+    found = sorted(logs.glob(f"rank{rank}.restart*.log"), key=number)
+    found = [path for path in found if restart in (None, number(path))]
     if not found:
         there = ", ".join(sorted(path.name for path in logs.glob("*.log"))) or "no log at all"
         which = "" if restart is None else f" of restart {restart}"
         raise ConfigError(f"rank {rank} has no log{which} in {logs}; there is {there}")
     return found
-
-
-def _restart(path: Path) -> int:
-    number = path.name.removesuffix(".log").rpartition("restart")[2]
-    return int(number) if number.isdigit() else -1
 
 
 @dataclass(slots=True)
@@ -305,17 +307,16 @@ def follow(
     tail: what it has read is not passed on. A requeue is no end, and neither is a job that was
     chained behind this one. While the controller does not answer, the logs go on being read.
     """
-    tail, asked_s = tail or LogTail(), float("-inf")
-    while True:
-        ended = None
+    tail, asked_s, ended = tail or LogTail(), float("-inf"), None
+    while ended is None:
         if clock() - asked_s >= _ASK_S:
             asked_s = clock()
             ended = _ended(run.folder, runner, asked_s)
         if text := tail.read_new(paths()):  # after the question: what an ended job wrote is there
             write(text)
-        if ended is not None:
-            return ended
-        sleep(_POLL_S)
+        if ended is None:
+            sleep(_POLL_S)
+    return ended
 
 
 def _ended(folder: Path, runner: Runner, now_s: float) -> Status | None:

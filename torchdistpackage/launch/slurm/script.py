@@ -1,20 +1,21 @@
 """The batch script of a job, as text: plain bash that people can read, keep and submit themselves.
 
-Two rules. It holds all that it needs: it starts the ranks with srun, and when they have ended it
-does what they agreed on (`RunDir.decision`), because a rank may have no Slurm commands where it
-runs. And a user's prologue reaches the ranks alone: both are in a shell of their own, so whatever
-it sets, defines, traps or ends, the lines behind that shell are as they were written. In that shell
-nothing behind the prologue trusts an option, a trap or a function that it finds, and all names that
-are used there are readonly before it.
+It holds all that it needs: it starts the ranks with srun, and when they have ended it does what
+they agreed on (`RunDir.decision`), because a rank may have no Slurm commands where it runs. A
+user's prologue reaches the ranks alone: both are in a shell of their own, so whatever it sets,
+defines, traps or ends, the lines behind that shell are as they were written. In that shell nothing
+behind the prologue trusts an option, a trap or a function that it finds, and all names that are
+used there are readonly before it.
 """
 
+import json
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from textwrap import indent
 
-from torchdistpackage.launch.slurm.environment import DEVICES, KEPT, RANKS, SLURM
 from torchdistpackage.launch.slurm.job import BatchJob
 from torchdistpackage.launch.slurm.requeue import (
     EXIT_REQUEUE_DENIED,
@@ -22,6 +23,7 @@ from torchdistpackage.launch.slurm.requeue import (
     RequeueDecision,
 )
 from torchdistpackage.launch.slurm.run_dir import RunDir
+from torchdistpackage.launch.slurm_env import DEVICES, KEPT, RANKS, SLURM
 
 _BARE = re.compile(r"[\w@%+=:,./\[\]-]+", re.ASCII)
 # Left by an outer job, a site or a newer Slurm; the options of our srun line say it all.
@@ -37,17 +39,17 @@ _ANSWERS_S = 30
 
 
 def render(job: BatchJob) -> str:
-    """The whole script."""
+    """The entire script."""
     return "\n\n".join([_head(job), _place(job), _body(job), *_come_back(job)]) + "\n"
 
 
 def setup_lines(job: BatchJob) -> list[str]:
-    """What comes before the ranks, whoever starts them: names, environment, code."""
+    """What comes before the ranks, whatever starts them: names, environment, code."""
     return [_place(job), *environment(job)]
 
 
 def verdict_lines(job: BatchJob) -> list[str]:
-    """What comes after an srun that somebody else wrote: who failed, if ranks left no word."""
+    """What comes after an srun that others wrote: who failed, if ranks left no word."""
     said = 'if [ ! -f "$_tdp_run/job/decision.$_tdp_start" ]; then'
     return ["_tdp_status=$?", said, *verdict(job), "fi"]
 
@@ -62,7 +64,7 @@ def directive(name: str, value: str | None) -> str:
 
 
 def _head(job: BatchJob) -> str:
-    what = f"{len(job.runs)} runs of {job.name}, each" if job.is_array else job.name
+    what = f"{len(job.runs)} runs of {job.name}, each" if job.sweep else job.name
     lines = [
         "#!/bin/bash",
         f"# {what} on {job.shape}. It needs nothing but its run folder:",
@@ -77,7 +79,7 @@ def _head(job: BatchJob) -> str:
 
 
 def _place(job: BatchJob) -> str:
-    if job.is_array:
+    if job.sweep:
         runs = "\n".join(f"    {shlex.quote(run)}" for run in job.runs)
         run = f"readonly _tdp_runs=(\n{runs}\n)\n"
         run += 'readonly _tdp_run="${_tdp_runs[$SLURM_ARRAY_TASK_ID]}"'
@@ -177,15 +179,16 @@ if [ "$_tdp_status" -eq 0 ]; then
     exit {EXIT_REQUEUE_DENIED}
 fi
 """
-    parts = [read, ends, *([silent] if job.writes_decision else []), 'exit "$_tdp_status"']
+    parts = [read, ends, *([silent] if job.trains else []), 'exit "$_tdp_status"']
     return [part.strip("\n") for part in parts]
 
 
 def _chain(job: BatchJob) -> str:
     dropped = patterns((*RANKS, *SLURM, *DEVICES))
-    array = ' --array="$SLURM_ARRAY_TASK_ID"' if job.is_array else ""
-    task = "_$SLURM_ARRAY_TASK_ID" if job.is_array else ""
+    array = ' --array="$SLURM_ARRAY_TASK_ID"' if job.sweep else ""
+    task = "_$SLURM_ARRAY_TASK_ID" if job.sweep else ""
     intent = RunDir(Path("$_tdp_run")).intent
+    known = json.dumps({k: v for k, v in asdict(job.record).items() if k not in ("job", "time_s")})
     return f"""
 _tdp_now=$(_tdp_state)
 # A job that was cancelled stays so; one that was preempted without requeue is over as well.
@@ -208,7 +211,7 @@ done
 # The intent stays if the answer is lost, so that the next submission looks for this job first.
 _tdp_note() {{
     printf '{{"job": "%s", "time_s": %s, %s}}\\n' "$1" "$(date +%s)" \\
-        {shlex.quote(job.record)}
+        {shlex.quote(known[1:-1])}
 }}
 _tdp_note "{task}" >"{intent}"
 _tdp_next=$(env "${{_tdp_own[@]}}" sbatch --parsable \\
@@ -226,7 +229,7 @@ exit 0
 
 
 def environment(job: BatchJob) -> list[str]:
-    """What comes before the ranks, whoever starts them."""
+    """What comes before the ranks, whatever starts them."""
     parts = [
         f"""
 # What another launcher left behind would be believed by a rank.
@@ -238,11 +241,11 @@ done
 unset PYTHONPATH PYTHONHOME
 """
     ]
-    if job.modules:
+    if modules := job.extra("modules"):
         loads = "\n".join(
             f"module load {shlex.quote(name)} || "
             f"{{ _tdp_say {shlex.quote(f'no module {name}')}; exit 1; }}"
-            for name in job.modules
+            for name in modules
         )
         parts.append(
             f"""
@@ -254,16 +257,16 @@ fi
 {loads}
 """
         )
-    if job.conda is not None:
+    for conda in job.extra("conda")[:1]:
         parts.append(
             f"""
 _tdp_base=$("${{CONDA_EXE:-conda}}" info --base) || exit 1
 . "$_tdp_base/etc/profile.d/conda.sh" || exit 1
-conda activate {shlex.quote(job.conda)} || exit 1
+conda activate {shlex.quote(conda)} || exit 1
 """
         )
-    if job.prologue:
-        lines = "\n".join(job.prologue)
+    if prologue := job.extra("prologue"):
+        lines = "\n".join(prologue)
         parts.append(f"# launch.slurm.prologue\n{lines}\n# end of the prologue")
     paths = ":".join(job.code.paths)
     parts.append(
@@ -308,10 +311,10 @@ def _srun(job: BatchJob) -> str:
         f"--cpus-per-task={job.shape.cpus_per_task}"
     )
     lines = [stated, "--mpi=none --kill-on-bad-exit=1"]
-    lines += [words(job.srun)] if job.srun else []
+    lines += [shlex.join(job.extra("srun"))] if job.extra("srun") else []
     lines.append(f"sh -c '{IGNORE_SIGNALS_UNTIL_READY}' task")
-    lines += [words(job.container)] if job.container else []
-    lines.append(f'{words(job.command)} "$_tdp_run/job/config.yaml"')
+    lines += [shlex.join(job.extra("container"))] if job.extra("container") else []
+    lines.append(f'{shlex.join(job.command)} "$_tdp_run/job/config.yaml"')
     return " \\\n    ".join(lines)
 
 
@@ -320,10 +323,11 @@ def verdict(job: BatchJob, start: str = "_tdp_start", more: str = "") -> tuple[s
 
     start: variable with the name of the start. more: words that allow for another start.
     """
+    python = shlex.join((*job.extra("container"), *job.python))
     ask = f"""
 # No word: the ranks are asked who failed first, which says more than srun's code.
 [ "$_tdp_status" -ne 0 ] || exit 0
-{words((*job.container, *job.python))} -m torchdistpackage.launch.slurm.failure_report \\
+{python} -m torchdistpackage.launch.slurm.failure_report \\
     "$_tdp_run" "${start}" "$_tdp_status" "$_tdp_ntasks"{more}
 _tdp_said=$?
 """
@@ -341,7 +345,7 @@ def _again(job: BatchJob, start: str) -> str:
 
     A signal to this shell says that the job is about to end.
     """
-    ask, end = verdict(job, "_tdp_own", f' "$_tdp_left" {job.margin_s:g}')
+    ask, end = verdict(job, "_tdp_own", f' "$_tdp_left" {job.config.launch.requeue.margin_s:g}')
     body = f"""
 export TDP_ATTEMPT="$_tdp_attempt"
 {start}
@@ -377,10 +381,6 @@ while :; do
 {indent(body, "    ")}
 done
 """.strip("\n")
-
-
-def words(of: Iterable[str]) -> str:
-    return " ".join(map(shlex.quote, of))
 
 
 def patterns(names: Sequence[str]) -> str:

@@ -1,10 +1,9 @@
 """The code of a job as it was at submission, copied into the run folder.
 
-Code is what git tracks where the user stands, as it is now, and what `launch.slurm.files` names;
-only where there is no git, files with a suffix of code are taken, up to a limit. What is named by
-its content cannot change under a job that waits: files are read and hashed first, then copied into
-`code/<hash>/tree`, which appears complete or not at all; the same files always have the same
-folder.
+Code is what git tracks in the user's folder, as it is now, and what `launch.slurm.files` names;
+only without git, files with a suffix of code are taken, up to a limit. Files are read and hashed
+first, then copied into `code/<hash>/tree`, which appears complete or not at all, so that the code
+of a job that waits cannot change; the same files always have the same folder.
 """
 
 import hashlib
@@ -100,14 +99,12 @@ def _git(folder: Path, *args: str) -> bytes:
     return done.stdout
 
 
-def _names(output: bytes) -> list[str]:
-    return [os.fsdecode(name) for name in output.split(b"\0") if name]
-
-
 def _tracked(root: Path, skip: Sequence[Path]) -> Tree:
-    tracked = _names(_git(root, "ls-files", "-z", "--recurse-submodules"))
-    files = [name for name in dict.fromkeys(tracked) if _is_file(root / name)]
-    untracked = _names(_git(root, "ls-files", "-z", "--others", "--exclude-standard"))
+    def listed(*options: str) -> list[str]:
+        names = _git(root, "ls-files", "-z", *options).split(b"\0")
+        return [os.fsdecode(name) for name in names if name]
+
+    files = tuple(n for n in dict.fromkeys(listed("--recurse-submodules")) if _is_file(root / n))
     try:
         commit: str | None = _git(root, "rev-parse", "--verify", "HEAD").decode().strip()
         diff = _git(root, "diff", "HEAD", "--no-ext-diff", "--no-color")
@@ -117,12 +114,12 @@ def _tracked(root: Path, skip: Sequence[Path]) -> Tree:
     dirty = bool(_git(root, "status", "--porcelain", "--untracked-files=no").strip())
     git = (("commit", commit), ("branch", branch or None), ("dirty", dirty))
     outputs = [folder.resolve() for folder in skip]
-    modules = tuple(
+    untracked = tuple(
         name
-        for name in untracked
+        for name in listed("--others", "--exclude-standard")
         if name.endswith(".py") and not any((root / name).is_relative_to(x) for x in outputs)
     )
-    return Tree(root, tuple(files), git, diff, (), modules)
+    return Tree(root, files, git, diff, (), untracked)
 
 
 def _is_file(path: Path) -> bool:
@@ -154,26 +151,21 @@ def _without_git(here: Path, skip: Sequence[Path], why: str) -> Tree:
 
 
 def _code_below(here: Path, skip: set[Path]) -> Iterator[Path]:
+    def is_foreign(folder: Path) -> bool:
+        hidden = folder.name.startswith(".") or folder.name in ("__pycache__", "node_modules")
+        environment = (folder / "pyvenv.cfg").exists() or (folder / "conda-meta").exists()
+        return hidden or environment or folder.resolve() in skip
+
     seen = 0
     for folder, folders, names in os.walk(here):
         seen += len(names) + 1
         if seen > MAX_SEEN:
             raise _too_much(here, "no git repository", f"more than {MAX_SEEN} files to look at")
-        folders[:] = sorted(x for x in folders if not _is_foreign(Path(folder, x), skip))
+        folders[:] = sorted(x for x in folders if not is_foreign(Path(folder, x)))
         for name in sorted(names):
             path = Path(folder, name)
             if path.suffix in SUFFIXES and not name.startswith(".") and _is_file(path):
                 yield path
-
-
-def _is_foreign(folder: Path, skip: set[Path]) -> bool:
-    return (
-        folder.name.startswith(".")
-        or folder.name in ("__pycache__", "node_modules")
-        or (folder / "pyvenv.cfg").exists()
-        or (folder / "conda-meta").exists()
-        or folder.resolve() in skip
-    )
 
 
 def _too_much(here: Path, why: str, what: str) -> LaunchError:
@@ -186,9 +178,8 @@ def _too_much(here: Path, why: str, what: str) -> LaunchError:
 def _listed(here: Path, root: Path, patterns: Iterable[str]) -> Iterator[str]:
     for pattern in patterns:
         try:
-            found = (
-                [here / pattern] if os.path.lexists(here / pattern) else sorted(here.glob(pattern))
-            )
+            is_name = os.path.lexists(here / pattern)
+            found = [here / pattern] if is_name else sorted(here.glob(pattern))
         except (NotImplementedError, ValueError) as error:
             raise LaunchError(f"launch.slurm.files: {pattern!r}: {error}") from None
         if not found:
@@ -197,13 +188,13 @@ def _listed(here: Path, root: Path, patterns: Iterable[str]) -> Iterator[str]:
             for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
                 if not _is_file(file) or "__pycache__" in file.parts:
                     continue
-                whole = Path(os.path.normpath(file))
-                if not whole.is_relative_to(root):
+                clean = Path(os.path.normpath(file))
+                if not clean.is_relative_to(root):
                     raise LaunchError(
                         f"launch.slurm.files: {pattern!r} leads out of {root}; what lies outside "
                         f"is found by its own path, and is not copied"
                     )
-                yield whole.relative_to(root).as_posix()
+                yield clean.relative_to(root).as_posix()
 
 
 def some(names: Sequence[str]) -> str:
@@ -257,18 +248,16 @@ def collect(tree: Tree) -> CodeSnapshot:
         LaunchError: a file cannot be read.
     """
     own = [p for p in PACKAGE.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
-    if _holds_package(tree):
+    init = PACKAGE / "__init__.py"
+    if init.is_relative_to(tree.root) and init.relative_to(tree.root).as_posix() in tree.files:
         names = {*tree.files, *(p.relative_to(tree.root).as_posix() for p in own)}
         items = _items(tree.root, "tree", names)
     else:
         names = {p.relative_to(PACKAGE.parent).as_posix() for p in own}
-        items = [
-            *_items(tree.root, "tree", tree.files),
-            *_items(PACKAGE.parent, "package", names),
-        ]
+        items = _items(tree.root, "tree", tree.files) + _items(PACKAGE.parent, "package", names)
     items.sort(key=lambda item: item.name)
     try:
-        digest = _name(_digest(item, item.source) for item in items)
+        digest = _digest((item, item.source) for item in items)
         num_bytes = sum(item.source.lstat().st_size for item in items)
     except OSError as error:
         raise LaunchError(f"a file of the code cannot be read: {error}") from error
@@ -294,17 +283,26 @@ def materialize(snapshot: CodeSnapshot, codes: Path, host: str, now_s: float) ->
                 shutil.copy2(item.source, target)
             else:
                 target.symlink_to(item.link)
-        if _name(_digest(item, partial / item.name) for item in snapshot.items) != snapshot.digest:
+        copied = _digest((item, partial / item.name) for item in snapshot.items)
+        if copied != snapshot.digest:
             raise LaunchError(
                 f"files below {snapshot.tree.root} were changed while they were being copied; "
                 f"submit again"
             )
-        (partial / "code.json").write_text(_facts(snapshot, host, now_s), encoding="utf-8")
+        facts = {
+            "root": str(snapshot.tree.root),
+            **dict(snapshot.tree.git),
+            "num_files": len(snapshot.items),
+            "num_bytes": snapshot.num_bytes,
+            "host": host,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(now_s)),
+        }
+        (partial / "code.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         (partial / "code.diff").write_bytes(snapshot.tree.diff)
         try:
             partial.rename(folder)
         except OSError:
-            if not folder.is_dir():  # else somebody was faster, with the same content
+            if not folder.is_dir():  # else another process was faster, with the same content
                 raise
     except OSError as error:
         raise LaunchError(
@@ -316,7 +314,7 @@ def materialize(snapshot: CodeSnapshot, codes: Path, host: str, now_s: float) ->
 
 
 def prune(codes: Path, scripts: Path, now_s: float) -> list[Path]:
-    """Remove the copies that nobody needs; returns them. No job of theirs may be alive.
+    """Remove the copies that no one needs; returns them. No job of theirs may be alive.
 
     These are the ones that no submission has used for KEPT_S and no batch script in the folder
     `scripts` names, and what submissions that were killed have left unfinished.
@@ -335,50 +333,32 @@ def prune(codes: Path, scripts: Path, now_s: float) -> list[Path]:
     return removed
 
 
-def _holds_package(tree: Tree) -> bool:
-    first = PACKAGE / "__init__.py"
-    return first.is_relative_to(tree.root) and first.relative_to(tree.root).as_posix() in tree.files
-
-
 def _items(root: Path, top: str, names: Iterable[str]) -> list[SnapshotFile]:
     held = set(names)
     held |= {parent.as_posix() for name in held for parent in Path(name).parents}
-    return [SnapshotFile(f"{top}/{n}", root / n, _link(root, n, held)) for n in names]
+
+    def link(path: Path) -> str | None:
+        """Where a link leads from inside the snapshot: to the copy, or else to the original."""
+        if not path.is_symlink():
+            return None
+        leads = path.readlink()
+        leads_to = Path(os.path.normpath(path.parent / leads))
+        inside = leads_to.is_relative_to(root) and leads_to.relative_to(root).as_posix() in held
+        return str(leads if inside and not leads.is_absolute() else leads_to)
+
+    return [SnapshotFile(f"{top}/{name}", root / name, link(root / name)) for name in names]
 
 
-def _link(root: Path, name: str, held: set[str]) -> str | None:
-    """Where a link leads from inside the snapshot: to the copy, or else to the original."""
-    path = root / name
-    if not path.is_symlink():
-        return None
-    leads = path.readlink()
-    leads_to = Path(os.path.normpath(path.parent / leads))
-    inside = leads_to.is_relative_to(root) and leads_to.relative_to(root).as_posix() in held
-    return str(leads if inside and not leads.is_absolute() else leads_to)
-
-
-def _digest(item: SnapshotFile, path: Path) -> bytes:
-    """Of one file: its name, whether it can be run, and its content."""
-    if item.link is not None:
-        kind, content = b"link", hashlib.sha256(os.fsencode(item.link)).digest()
-    else:
-        with path.open("rb") as file:
-            content = hashlib.file_digest(file, "sha256").digest()
-            kind = b"program" if os.fstat(file.fileno()).st_mode & 0o111 else b"file"
-    return hashlib.sha256(kind + b"\0" + os.fsencode(item.name) + b"\0" + content).digest()
-
-
-def _name(digests: Iterable[bytes]) -> str:
-    return hashlib.sha256(b"".join(digests)).hexdigest()[:12]
-
-
-def _facts(snapshot: CodeSnapshot, host: str, now_s: float) -> str:
-    facts = {
-        "root": str(snapshot.tree.root),
-        **dict(snapshot.tree.git),
-        "num_files": len(snapshot.items),
-        "num_bytes": snapshot.num_bytes,
-        "host": host,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(now_s)),
-    }
-    return json.dumps(facts, indent=1) + "\n"
+def _digest(files: Iterable[tuple[SnapshotFile, Path]]) -> str:
+    """Of the names of the files, whether they can be run, and their contents."""
+    digest = hashlib.sha256()
+    for item, path in files:
+        if item.link is not None:
+            kind, content = b"link", hashlib.sha256(os.fsencode(item.link)).digest()
+        else:
+            with path.open("rb") as file:
+                content = hashlib.file_digest(file, "sha256").digest()
+                kind = b"program" if os.fstat(file.fileno()).st_mode & 0o111 else b"file"
+        own = kind + b"\0" + os.fsencode(item.name) + b"\0" + content
+        digest.update(hashlib.sha256(own).digest())
+    return digest.hexdigest()[:12]

@@ -1,7 +1,7 @@
 """From a checked configuration to a job in the queue.
 
-One rule: everything is worked out before anything is written, and everything is written before
-sbatch is called; a submission that is refused leaves no trace in Slurm.
+Everything is worked out before anything is written, and everything is written before sbatch is
+called; a submission that is refused leaves no trace in Slurm.
 """
 
 import contextlib
@@ -22,7 +22,6 @@ from torchdistpackage.config.slurm import extra_of
 from torchdistpackage.errors import ConfigError, LaunchError
 from torchdistpackage.launch.files import atomic_write_all, make_folder, remove_empty
 from torchdistpackage.launch.slurm import node_blocklist
-from torchdistpackage.launch.slurm.environment import options_dropped
 from torchdistpackage.launch.slurm.job import (
     BatchJob,
     CodePaths,
@@ -52,6 +51,7 @@ from torchdistpackage.launch.slurm.snapshot import (
     prune,
     tree_of,
 )
+from torchdistpackage.launch.slurm_env import options_dropped
 
 _ADVICE = (
     ("partition", "`sinfo -s` lists the partitions; set launch.slurm.partition"),
@@ -63,10 +63,7 @@ _ADVICE = (
     ("unrecognized option", "this Slurm is too old for it; remove it from launch.slurm"),
     ("node count", "set launch.slurm.nodes; a list such as 2,4 needs a newer Slurm"),
     ("configuration", "`sinfo -o '%N %c %m %G'` shows CPUs, memory and GPUs of the nodes"),
-    (
-        "generic resource",
-        "`sinfo -o '%N %G'` shows what nodes have; set launch.slurm.gpus-per-node",
-    ),
+    ("generic resource", "`sinfo -o '%N %G'` shows them; set launch.slurm.gpus-per-node"),
     ("memory", "`sinfo -o '%N %m'` shows what nodes have; set launch.slurm.mem"),
     ("dependency", "set launch.slurm.dependency, e.g. afterok:123"),
     ("policy", "a limit of your account; ask for less, or wait for your other jobs"),
@@ -86,18 +83,17 @@ class Prepared:
     text: str
     runs: tuple[tuple[Path, RunConfig], ...]
     snapshot: CodeSnapshot
-    sweep: Sweep | None
     notes: tuple[str, ...]
 
     @property
     def codes(self) -> Path:
-        """Folder of all snapshots beside which this one will lie."""
+        """Folder of all snapshots."""
         return Path(self.job.code.folder).parent
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """records: one for each run. notes: what was done beside what was asked for."""
+    """records: one for each run. notes: what was done besides what was asked for."""
 
     records: tuple[Submission, ...]
     notes: tuple[str, ...] = ()
@@ -130,7 +126,8 @@ def prepare(
         names = "\0".join(folder.name for folder, _ in runs)
         tag = hashlib.sha256(names.encode()).hexdigest()[:8]
         array = Sweep(Path(first.run.dir) / f"{sweep}.sweep-{tag}", max_parallel)
-        first = _named(first, sweep)
+        own = first.run.model_copy(update={"name": sweep})
+        first = first.model_copy(update={"run": own})
     _check_paths(here, Path(first.run.dir))
     tree = tree_of(here, extra_of(first.launch.slurm, "files"), [Path(first.run.dir)])
     snapshot = collect(tree)
@@ -142,7 +139,12 @@ def prepare(
         sweep=array,
         command=command,
     )
-    return Prepared(job, render(job), runs, snapshot, array, (*snapshot.notes, *_dropped(env)))
+    notes = snapshot.notes
+    if names := options_dropped(env):
+        shown = ", ".join(map(shlex.quote, names))
+        said = f"not passed on to sbatch: {shown}; write such options into launch.slurm"
+        notes = (*notes, said)
+    return Prepared(job, render(job), runs, snapshot, notes)
 
 
 def preview(config: RunConfig, here: Path) -> str:
@@ -193,7 +195,8 @@ def submit_prepared(
         LaunchError: the files cannot be written, or Slurm does not take the job.
     """
     now_s, job = time.time(), prepared.job
-    files = RunDir(prepared.runs[0][0])
+    folders = [RunDir(folder) for folder, _ in prepared.runs]
+    files = folders[0]
     if read_records(files.records):
         node_blocklist.record_failed_nodes(files, env, runner, now_s=now_s)
     nodes = node_blocklist.excluded(files.suspects, now_s)
@@ -201,26 +204,15 @@ def submit_prepared(
     if shutil.which("sbatch", path=env.get("PATH")) is None:
         raise LaunchError("there is no sbatch here; submit from where it is, on a login node")
     write_run_dir(prepared, now_s)
-    record = Submission(
-        job="",
-        time_s=now_s,
-        via=via,
-        script=job.script,
-        code=job.code.folder,
-        nodes=job.shape.nodes_text,
-        host=socket.gethostname(),
-    )
-    folders = [RunDir(folder) for folder, _ in prepared.runs]
+    record = replace(job.record, time_s=now_s, via=via)
     if submit_fn is not None:
-        ids = submit_fn(prepared, nodes)
-        records = [replace(record, job=own_id) for own_id in ids]
+        records = [replace(record, job=own_id) for own_id in submit_fn(prepared, nodes)]
         for files, own in zip(folders, records, strict=True):
             append_record(files.records, own)
     else:
-        tasks = [f"_{i}" if job.is_array else "" for i in range(len(folders))]
+        tasks = [f"_{i}" if job.sweep else "" for i in range(len(folders))]
         intents = [(f, replace(record, job=task)) for f, task in zip(folders, tasks, strict=True)]
-        script = Path(job.script)
-        call = partial(_sbatch, script, nodes, env, runner)
+        call = partial(_sbatch, Path(job.script), nodes, env, runner)
         records = submit_with_intent(intents, call, runner)
     with contextlib.suppress(OSError):
         prune(prepared.codes, Path(job.script).parent, now_s)
@@ -254,9 +246,9 @@ def write_run_dir(prepared: Prepared, now_s: float) -> None:
             made = [*make_folder(folder), *made]
         materialize(prepared.snapshot, prepared.codes, socket.gethostname(), now_s)
         atomic_write_all(texts)
-        if prepared.sweep is not None:
+        if sweep := prepared.job.sweep:
             for index, (folder, _) in enumerate(prepared.runs):
-                link = prepared.sweep.log(index)
+                link = sweep.log(index)
                 link.unlink(missing_ok=True)
                 link.symlink_to(Path("..", RunDir(Path(folder.name)).main_log))
     except (OSError, LaunchError) as error:
@@ -266,10 +258,6 @@ def write_run_dir(prepared: Prepared, now_s: float) -> None:
         if isinstance(error, LaunchError):
             raise
         raise LaunchError(f"the run folder cannot be written: {error}; set run.dir") from error
-
-
-def _named(config: RunConfig, name: str) -> RunConfig:
-    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 
 
 def _check_shared(configs: Sequence[RunConfig]) -> None:
@@ -289,10 +277,3 @@ def _check_paths(*paths: Path) -> None:
                 f"{str(path)!r} cannot stand in a batch script and in PYTHONPATH; use a folder "
                 f"without {os.pathsep!r} and line breaks in its path"
             )
-
-
-def _dropped(env: Mapping[str, str]) -> tuple[str, ...]:
-    if not (names := options_dropped(env)):
-        return ()
-    shown = ", ".join(map(shlex.quote, names))
-    return (f"not passed on to sbatch: {shown}; write such options into launch.slurm",)

@@ -1,57 +1,43 @@
 """The ranks of a pipeline agree on what they are about to do, before anything is sent.
 
-One rule: a mistake that one rank can see is raised by all of them, with what each one saw, so no
-rank is left waiting for a message that never comes. Numbers of the host are compared over a group
-for host memory, so that no device is waited for.
-
-Ranks that have agreed on a step either all come to its end, or those that do not refuse further
-steps over the group by themselves. They cannot ask the others: what is still under way would be
-taken for the answer.
+A mistake that one rank can see is raised by all of them, with what each one saw, so no rank waits
+for a message that never comes. Numbers of the host are compared over a group for host memory, so
+that no device is waited for.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from zlib import crc32
 
 import torch
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.companions import on_cpu
-from torchdistpackage.comm.creation import PerGroup
+from torchdistpackage.comm.groups import on_cpu
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import CommError, ScheduleError
 
 Settings = tuple[tuple[str, object], ...]
 """(what it is, its value) of all that must be the same on all ranks."""
 
-_interrupted: PerGroup[str] = PerGroup()
-"""Groups over which a step has ended in an exception, with that exception."""
-
 
 def agree_on_settings(group: Group, settings: Settings, problem: str) -> None:
-    """All ranks have these settings and none has a problem.
-
-    Raises:
-        ScheduleError: on every rank, with what differs or the problems by pipe index.
-    """
+    """Raises ScheduleError, on every rank, where settings differ or a rank has a problem."""
     seen = primitives.gather_objects((settings, problem), on_cpu(group))
     rows: list[tuple[Settings, str]] = seen  # type: ignore[assignment]
     if problems := by_rank([text for _, text in rows]):
         raise ScheduleError(problems)
     for values in zip(*(row for row, _ in rows), strict=True):
         if len({str(value) for _, value in values}) > 1:
-            told = ", ".join(str(value) for _, value in values)
             raise ScheduleError(
                 f"the ranks of a pipeline must be given the same {values[0][0]}; by pipe rank "
-                f"they have {told}"
+                f"they have {', '.join(str(value) for _, value in values)}"
             )
 
 
 class StepAgreement:
-    """Begun when it is made; nothing may be sent before `settle`.
+    """What this rank is about to do, on its way to the others; nothing may be sent before `settle`.
 
-    what: this rank is about to do. num_samples: 0 without tensors. note: numbers for the others,
-    who find them in `notes`, by pipe index, once all have settled.
+    num_samples: 0 without tensors. note: numbers for the others, who find them in `notes`, by pipe
+    index, once all have settled.
     """
 
     def __init__(
@@ -65,14 +51,12 @@ class StepAgreement:
         self._group, self._what, self._problem = on_cpu(group), what, problem
         self.notes: list[tuple[int, int]] = []
         row = torch.tensor(((crc32(what.encode()), num_samples, bool(problem), *note),))
-        self._rows = primitives.start_all_gather(row, self._group)
+        self._rows = primitives.all_gather(row, self._group, async_op=True)
 
     def settle(self) -> int:
         """Samples of the batch, 0 where no rank brings a tensor.
 
-        Raises:
-            CommError: on every rank: they do not do the same, their samples differ, or one has a
-                problem of its own.
+        Raises CommError: on every rank: calls or numbers of samples differ, or one has a problem.
         """
         rows = self._rows.wait().tolist()
         self.notes = [(row[3], row[4]) for row in rows]
@@ -85,40 +69,17 @@ class StepAgreement:
                 f"the ranks of a pipeline must make the same calls in the same order; by pipe rank "
                 f"they call {', '.join(map(str, calls))}"
             )
-        return common_samples([row[1] for row in rows])
-
-
-@contextmanager
-def step_over(group: Group) -> Iterator[None]:
-    """A step that the ranks of `group` have agreed on; a rank alone may fail and go on."""
-    try:
-        yield
-    except BaseException as error:
-        if group.size() > 1:
-            _interrupted.setdefault(group, f"{type(error).__name__}: {error}")
-        raise
-
-
-def refuse_interrupted(group: Group) -> None:
-    """Before anything is sent over `group`.
-
-    Raises:
-        CommError: a step over it ended here in an exception.
-    """
-    if group in _interrupted:
-        raise CommError(
-            f"an earlier step over this group was interrupted by {_interrupted[group]}; its "
-            f"messages are lost: make a new group, and what steps over it"
-        )
-
-
-def is_interrupted(group: Group) -> bool:
-    """A step over `group` ended here in an exception while messages were under way."""
-    return group in _interrupted
+        seen = [row[1] for row in rows]
+        if len(known := {n for n in seen if n}) > 1:
+            raise CommError(
+                f"inputs of one step must have one number of samples along dim 0; by pipe rank "
+                f"they have {seen} (0: no tensors)"
+            )
+        return known.pop() if known else 0
 
 
 def by_rank(texts: Sequence[str]) -> str:
-    """What the pipe ranks say, a text of several once; those who say nothing are left out."""
+    """The texts of the pipe ranks, equal ones once; empty ones are left out."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         if text:
@@ -127,26 +88,7 @@ def by_rank(texts: Sequence[str]) -> str:
 
 
 def _named(ranks: Sequence[int], num_ranks: int) -> str:
-    """`pipe rank 1`, `pipe ranks 0, 2`, `pipe ranks 1-3`, `all pipe ranks`."""
-    if len(ranks) == 1:
-        return f"pipe rank {ranks[0]}"
-    if len(ranks) == num_ranks:
+    """`pipe rank 1`, `pipe ranks 0, 2`, `all pipe ranks`."""
+    if 1 < len(ranks) == num_ranks:
         return "all pipe ranks"
-    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"pipe ranks {ranks[0]}-{ranks[-1]}"
-    return f"pipe ranks {', '.join(map(str, ranks))}"
-
-
-def common_samples(seen: list[int]) -> int:
-    """The number that all who have one agree on.
-
-    Raises:
-        CommError: they do not.
-    """
-    known = {n for n in seen if n}
-    if len(known) > 1:
-        raise CommError(
-            f"inputs of one step must have one number of samples along dim 0; by pipe rank they "
-            f"have {seen} (0: no tensors)"
-        )
-    return known.pop() if known else 0
+    return f"pipe rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

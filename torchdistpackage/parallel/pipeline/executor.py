@@ -2,27 +2,27 @@
 
 The program is the one that was checked, made once into a list of bound functions. Messages are
 begun where it says and waited for only where their content is needed, which is never earlier than
-the check assumed, so what could not get stuck on paper cannot get stuck here. Where a posted
-receive holds up nothing (gloo), receives are posted ahead of their place.
+the check assumed, so the run cannot deadlock. Where a posted receive holds up nothing (gloo),
+receives are posted ahead of their place.
 
-Shapes. In its first run the executor sends a description ahead of each message; later runs
-send tensors alone, and a stage whose output then differs is refused before anything is sent.
-`dynamic_shapes` sends the description every time.
+In its first run the executor sends a description ahead of each message; later runs send tensors
+alone, and a stage whose output then differs is refused before anything is sent. `dynamic_shapes`
+sends the description every time.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 
 import torch
 from torch import nn
 
 from torchdistpackage.comm.flight_recorder import recorder
-from torchdistpackage.comm.moments import Moment, clock_of, seconds
+from torchdistpackage.comm.interrupted import exception_text, lost_messages
+from torchdistpackage.comm.moments import ComputeClock, Moment, clock_of, seconds
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import CommError, ScheduleError
-from torchdistpackage.parallel.pipeline.clock import ComputeClock
 from torchdistpackage.parallel.pipeline.grad_sync import LastBackwardNotifier
 from torchdistpackage.parallel.pipeline.program import BEGINS, COMPUTES, RankProgram, Step, within
 from torchdistpackage.parallel.pipeline.stage_runner import (
@@ -71,7 +71,7 @@ class Executor:
         self.recording: Recording | None = None
         """Of the last run, if it was recorded."""
         self.interrupted_by = ""
-        """The exception that ended a run while messages were under way."""
+        """The exception that ended a run while messages may have been under way."""
 
     def is_first_stage(self, stage: int) -> bool:
         return stage == 0
@@ -98,7 +98,7 @@ class Executor:
         backward: Backward | None = None,
         *,
         parameters: Mapping[int, Sequence[nn.Parameter]] | None = None,
-        reducer: Reducer | None = None,
+        reducer: Reducer | Sequence[Reducer] | None = None,
         keep: Keep | None = None,
         weights: Sequence[Weight] | None = None,
         around: Callable[[ActionKind], AbstractContextManager[object]] | None = None,
@@ -107,29 +107,26 @@ class Executor:
         """One pass over all microbatches. Without a backward in the schedule no graph is kept.
 
         forward, backward: see the types. backward None is autograd's, which can be split; a
-            caller's own runs whole where a schedule splits it.
+            caller's own is not.
         parameters: of each stage here; says which parameters several stages share. Without it a
             reducer sums in the last backward of this rank only, or in `finish()`.
-        reducer: held for the whole run, but for the last backward of each parameter, in which its
-            buckets leave; the caller calls `finish()` before the next run. To accumulate over
-            runs give it to the last one only: a sum, unlike a mean, would count the others again.
-            Without one, wrap the run in the reducer's `no_sync()` where modules have hooks.
+        reducer: one or several, which reduce in the last backward of each parameter only; the
+            caller calls `finish()` before the next run. To accumulate over runs give it to the last
+            one only: a sum, unlike a mean, would count the others again. Without one, wrap the run
+            in the reducer's `no_sync()` where modules have hooks.
         weights: of the loss of each microbatch in the sum whose gradient is wanted; default 1.
-        keep: called with each output of a stage here; what it does not keep is let go.
+        keep: called with each output of a stage here.
         around: a context for each computation, by its kind.
         record: `spans` says afterwards when each computation and each wait for a message began and
             ended, in seconds from the start of the run; on CUDA in the time of the stream.
 
         Raises:
             CommError: a peer did not answer in time, a message changed its form with
-                `dynamic_shapes` off, or an earlier run ended in an exception, which nobody knows
-                but this rank, and with which the messages between ranks are out of step.
+                `dynamic_shapes` off, or an exception ended an earlier run, after which messages
+                between ranks are out of step.
         """
         if self.interrupted_by:
-            raise CommError(
-                f"an earlier run of this executor was interrupted by {self.interrupted_by}; its "
-                f"messages are lost: make a new group and a new executor"
-            )
+            raise CommError(lost_messages("run of this executor", self.interrupted_by))
         steps = self._steps
         for stage in steps.stages.values():
             stage.begin(forward, backward, keep, weights)
@@ -138,25 +135,22 @@ class Executor:
             program = [
                 within(partial(around, s[2].kind), s) if s[3] == COMPUTES else s for s in program
             ]
-        trains = self._trains
-        scheduled = reducer.scheduled() if reducer is not None and trains else nullcontext()
-        is_under_way = False
+        reducers = [reducer] if isinstance(reducer, Reducer) else reducer or ()
+        recording = Recording(self.clock.device) if record else None
         try:
             self.clock.restart()
-            with scheduled as ready, torch.set_grad_enabled(trains):
-                if ready is not None:
-                    mine = reducer.parameters
-                    program = LastBackwardNotifier(ready, steps.stages, parameters, mine).within(
-                        program
-                    )
-                recording = Recording(self.clock.device) if record else None
-                is_under_way = steps.has_messages
+            with ExitStack() as reducing, torch.set_grad_enabled(self._trains):
+                if reducers and self._trains:
+                    ready = [reducing.enter_context(r.scheduled()) for r in reducers]
+                    every = [p for r in reducers for p in r.parameters]
+                    held = parameters or dict.fromkeys(steps.stages, every)
+                    program = LastBackwardNotifier(ready, steps.stages, held).within(program)
                 (recording.run if recording else run)(program)
             steps.end()
             self.clock.stop()
         except BaseException as error:
-            if is_under_way:
-                self.interrupted_by = f"{type(error).__name__}: {error}"
+            if self.group.size() > 1:
+                self.interrupted_by = exception_text(error)
             raise
         finally:
             recorder.action = None
@@ -165,20 +159,19 @@ class Executor:
 
 
 def run(program: Sequence[Step]) -> None:
-    """What a step costs beside computing and messages is this loop."""
+    """What a step costs besides computing and messages is this loop."""
     for do, m, action, _ in program:
         recorder.action = action
         do(m)
 
 
 class Recording:
-    """Runs a program, and says when each computation and each wait for a message began and ended:
-    a reading of the clock, on CUDA an event, stands before and after each.
-    """
+    """Runs a program, with a reading of the clock (on CUDA an event) before and after each
+    computation and each wait for a message."""
 
     def __init__(self, device: torch.device):
         self._now = clock_of(device)
-        self._began = self._now()
+        self.began = self._now()
         self._marks: list[tuple[Action, Moment, Moment]] = []
 
     def run(self, program: Sequence[Step]) -> None:
@@ -195,7 +188,7 @@ class Recording:
 
     def spans(self) -> list[Span]:
         """Seconds from the start of the run. On CUDA this waits for the end of it."""
-        began = self._began
+        began = self.began
         return [
             Span(a, seconds(began, start), seconds(began, end)) for a, start, end in self._marks
         ]

@@ -1,16 +1,15 @@
 """What a call of functions means on this rank, as all ranks have agreed on it, and its executor,
 which is cached from call to call.
 
-One rule: what a call gets wrong is found before anything is sent, and raised by all ranks. From its
-second run on an executor sends no headers, so all ranks take the one of an earlier call or none
-does. Before each step every rank gives the others a number for all that its messages follow from
-(`CachedExecutor.note`), and a cached executor is found by the numbers of all ranks. A rank that has
-dropped something takes a new number, which finds nothing.
+What a call gets wrong is found before anything is sent, and raised by all ranks. From its second
+run on an executor sends no headers, so all ranks take the one of an earlier call or none does:
+before each step every rank gives the others a number for all that its messages follow from, and a
+cached executor is found by the numbers of all ranks. A rank that has dropped something takes a new
+number, which finds nothing.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import count
@@ -21,79 +20,33 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm.creation import is_alive
+from torchdistpackage.comm.interrupted import refuse_interrupted, step_over
 from torchdistpackage.comm.primitives import Group, device_of, is_queued
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.parallel.pipeline.agreement import (
-    StepAgreement,
-    refuse_interrupted,
-    step_over,
-)
+from torchdistpackage.parallel.pipeline.agreement import StepAgreement
 from torchdistpackage.parallel.pipeline.executor import Backward, Executor, Forward
-from torchdistpackage.parallel.pipeline.microbatches import samples_in, sizes_of
-from torchdistpackage.parallel.pipeline.resolve_schedule import (
-    Order,
-    has_backward,
-    resolve_schedule,
-)
+from torchdistpackage.parallel.pipeline.microbatches import form_of, samples_in, sizes_of
 from torchdistpackage.parallel.pipeline.stages import Signature
 from torchdistpackage.schedule.actions import Schedule
-from torchdistpackage.schedule.generators.registry import evaluation
+from torchdistpackage.schedule.generators import evaluation
+from torchdistpackage.schedule.resolve import Order, has_backward, resolve_schedule
 
 FwdFn = Callable[..., object]
 BwdFn = Callable[..., object]
 MOST_KEPT = 8
 """Executors of one function: forms of its batches, numbers of microbatches, groups."""
 
-_numbers = count(1)
 
-
-@dataclass
 class FunctionCall:
-    """What the call means, by stage of this rank, agreed on by all ranks."""
+    """What a call means on this rank, by stage, as all ranks have agreed on it.
 
-    schedule: Schedule
-    forwards: dict[int, FwdFn]
-    backwards: dict[int, BwdFn | None]
-    inputs: dict[int, list[object]]
-    cached: "CachedExecutor"
-    executor: Executor = field(init=False)
-    sizes: Sequence[int] = ()
-    """Samples of each microbatch."""
-    counted: bool | None = None
-    """Whether losses are (sum, count), as the last stage's function gave them before."""
+    sizes: samples of each microbatch. counted: whether losses are (sum, count), as the last
+    stage's function gave them before; None before the first step.
+    """
 
-    def run(
-        self, forward: Forward, backward: Backward | None = None, reducer: Reducer | None = None
-    ) -> None:
-        """All microbatches; what an exception ends is not kept."""
-        try:
-            with step_over(self.executor.group):
-                self.executor.run(forward, backward, reducer=reducer)
-        except BaseException:
-            self.cached.failed()
-            raise
-        self.cached.succeeded()
-
-    def remember(self, counted: bool) -> None:
-        """For the next call with this function of the last stage, if it is here."""
-        function = self.forwards.get(self.schedule.num_stages - 1)
-        if function is not None:
-            remember_counted(function, counted)
-
-    def known_counted(self) -> int:
-        """As the last stage's function is here: 0: not known, 1: one number, 2: (sum, count)."""
-        function = self.forwards.get(self.schedule.num_stages - 1)
-        counted = None if function is None else counted_by(function)
-        return 0 if counted is None else 1 + counted
-
-    @property
-    def has_own_backward(self) -> bool:
-        return any(self.backwards.values())
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         fwd_fn: FwdFn | Sequence[FwdFn],
         bwd_fn: BwdFn | Sequence[BwdFn | None] | None,
         inputs: object,
@@ -106,59 +59,112 @@ class FunctionCall:
         timeout_s: float | None,
         dynamic_shapes: bool,
         num_parts: int | None = None,
-    ) -> "FunctionCall":
-        """num_parts: of a message, None where it is whole."""
+    ):
+        """num_parts: of a message, None where it is not parted."""
         refuse_interrupted(group)
-        job, what, problem, num_samples = None, "", "", 0
-        device = torch.device("cpu")
         listed = isinstance(fwd_fn, list | tuple)
-        forwards = list(fwd_fn) if listed else [cast(FwdFn, fwd_fn)]
+        functions = list(fwd_fn) if listed else [cast(FwdFn, fwd_fn)]
+        what, problem, num_samples, note, device = "", "", 0, (0, 0), torch.device("cpu")
         try:
-            backwards = _each(bwd_fn, forwards, "bwd_fn", isinstance(bwd_fn, list | tuple))
-            own = [_as_list(x) for x in _each(inputs, forwards, "inputs", listed)]
-            schedule = schedule_for(
-                order, group.size(), num_microbatches, len(forwards), forward_only
+            _check_callable("fwd_fn", functions)
+            backwards = _each(bwd_fn, functions, "bwd_fn", isinstance(bwd_fn, list | tuple))
+            _check_callable("bwd_fn", [f for f in backwards if f is not None])
+            own = [
+                [] if x is None else list(x) if isinstance(x, list | tuple) else [x]
+                for x in _each(inputs, functions, "inputs", listed)
+            ]
+            self.schedule = schedule = schedule_for(
+                order, group.size(), num_microbatches, len(functions), forward_only
             )
-            stages = schedule.stages_of(group.rank())
+            self.last, stages = schedule.num_stages - 1, schedule.stages_of(group.rank())
             if not forward_only:
-                ends = [stage == schedule.num_stages - 1 for stage in stages]
-                backwards = [_of_two(f, e) for f, e in zip(backwards, ends, strict=True)]
-            given = (dict(zip(stages, x, strict=True)) for x in (forwards, backwards, own))
+                backwards = [
+                    _of_two(f, s == self.last) for f, s in zip(backwards, stages, strict=True)
+                ]
+            self.forwards: dict[int, FwdFn] = dict(zip(stages, functions, strict=True))
+            self.backwards: dict[int, BwdFn | None] = dict(zip(stages, backwards, strict=True))
+            self.inputs: dict[int, list[object]] = dict(zip(stages, own, strict=True))
             # what is not cut may be of any length
             if num_microbatches > 1:
-                num_samples, differing = samples_in([("inputs", own)])
-                if differing:
-                    raise ScheduleError(differing)
+                num_samples, problem = samples_in([("inputs", own)])
             device = _device(group, own, optimizer)
-            form = (id(schedule), num_parts, form_around(device, optimizer))
-            forms = "dynamic" if dynamic_shapes else form_of(own)
-            job = cls(schedule, *given, CachedExecutor(forwards, group, (form, forms)))
+            note = self._note(
+                id(group),
+                id(schedule),
+                num_parts,
+                form_around(device, optimizer),
+                "dynamic" if dynamic_shapes else form_of(own),
+            )
             what = (
                 f"{schedule.name} of {schedule.num_stages} stages, {num_microbatches} microbatches"
                 + ", dynamic_shapes" * dynamic_shapes
             )
         except ScheduleError as error:
             problem = str(error)
-        note = (job.known_counted(), job.cached.note) if job else (0, 0)
         agreement = StepAgreement(group, what, num_samples, problem, note)
         num_samples = agreement.settle()
-        assert job is not None
-        job.sizes = sizes_of(num_samples or num_microbatches, num_microbatches)
-        job.counted = (None, False, True)[agreement.notes[job.schedule.placement[-1]][0]]
-        job.executor = job.cached.executor(
-            (number for _, number in agreement.notes),
-            lambda: Executor(job.schedule, group, device=device, dynamic_shapes=dynamic_shapes),
+        self.sizes = sizes_of(num_samples or num_microbatches, num_microbatches)
+        known = agreement.notes[self.schedule.placement[-1]][0]
+        self.counted: bool | None = (None, False, True)[known]
+        self._executor = self._entry.executor(
+            tuple(number for _, number in agreement.notes),
+            lambda: Executor(self.schedule, group, device=device, dynamic_shapes=dynamic_shapes),
         )
-        if job.executor.timeout_s != timeout_s:
-            job.executor.timeout_s = timeout_s
-        return job
+        if self._executor.timeout_s != timeout_s:
+            self._executor.timeout_s = timeout_s
+
+    def _note(self, *form: object) -> tuple[int, int]:
+        """For the other ranks: (0: unknown, 1: a mean, 2: (sum, count), where the last function is;
+        a number for all that messages follow from).
+
+        form: that, but for the functions. A group or schedule that is named by its address lives as
+        long as the executor does.
+        """
+        entries = {s: _entry_of(function) for s, function in self.forwards.items()}
+        self._entry, *_ = entries.values()
+        self._last_entry = entries.get(self.last)
+        if self._entry.in_use:
+            self._entry.clear()
+        text = repr(([entry.number for entry in entries.values()], form))
+        digest = blake2b(text.encode(), digest_size=8).digest()
+        counted = None if self._last_entry is None else self._last_entry.counted
+        known = 0 if counted is None else 1 + counted
+        return known, int.from_bytes(digest, "little", signed=True)
+
+    def run(
+        self,
+        forward: Forward,
+        backward: Backward | None = None,
+        reducers: Sequence[Reducer] = (),
+        weights: Sequence[float | Tensor] | None = None,
+    ) -> None:
+        """All microbatches; an executor whose run ends in an exception is dropped."""
+        executor = self._executor
+        try:
+            with step_over(executor.group):
+                executor.run(forward, backward, reducer=reducers, weights=weights)
+        except BaseException:
+            self._entry.clear()
+            raise
+        self._entry.in_use = False
+
+    def remember(self, counted: bool) -> None:
+        """For the next call with this function of the last stage, if it is here."""
+        if self._last_entry is not None:
+            self._last_entry.counted = counted
+
+
+def _check_callable(name: str, values: Sequence[object]) -> None:
+    """Raises ScheduleError: one of them is no function."""
+    wrong = [value for value in values if not callable(value)]
+    if wrong:
+        raise ScheduleError(f"{name} is {wrong[0]!r}; give a function")
 
 
 def _of_two(bwd_fn: BwdFn | None, is_last: bool) -> BwdFn | None:
     """`bwd_fn`, to be called with (output, gradient); on the last stage it may take one of them.
 
-    Raises:
-        ScheduleError: it takes another number.
+    Raises ScheduleError if it takes another number.
     """
     takes = None if bwd_fn is None else Signature.of(bwd_fn)
     if takes is None or not (misfit := takes.misfit(2)):
@@ -170,11 +176,7 @@ def _of_two(bwd_fn: BwdFn | None, is_last: bool) -> BwdFn | None:
 
 
 def _each(value: object, functions: Sequence[FwdFn], name: str, listed: bool) -> list:
-    """One for each function.
-
-    Raises:
-        ScheduleError: another number of them.
-    """
+    """One for each function; raises ScheduleError if there is another number."""
     if not listed or (value is None and len(functions) > 1):
         return [value] * len(functions)
     if not isinstance(value, Sequence) or len(value) != len(functions):
@@ -186,17 +188,11 @@ def _each(value: object, functions: Sequence[FwdFn], name: str, listed: bool) ->
     return list(value)
 
 
-def _as_list(inputs: object) -> list[object]:
-    if inputs is None:
-        return []
-    return list(inputs) if isinstance(inputs, list | tuple) else [inputs]
-
-
 def _device(
     group: Group, own: Iterable[Sequence[object]], optimizer: torch.optim.Optimizer | None
 ) -> torch.device:
-    """Where messages arrive. A group of GPUs says itself, wherever the batch is kept until
-    `fwd_fn` moves it; else this rank's inputs say, its parameters, or the current device.
+    """Where messages arrive: of a group of GPUs there, wherever the batch is kept until `fwd_fn`
+    moves it; else where this rank's inputs or parameters are, or the current device.
     """
     if is_queued(group):
         return device_of(group)
@@ -209,108 +205,25 @@ def _device(
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
 
-# -- executors of earlier calls ------------------------------------------------------------------
-
-
-class _CacheEntry:
-    """What is cached with one function, and its number.
-
-    counted: whether the function, of a last stage, returns (sum, count), once it has.
-    in_use: from the choice of an executor to the end of its run; found so, that run has failed.
-    """
-
-    def __init__(self) -> None:
-        self.counted: bool | None = None
-        self.clear()
-
-    def clear(self) -> None:
-        self.number = next(_numbers)
-        self.executors: dict[tuple[int, ...], Executor] = {}
-        self.in_use = False
-
-
-class _Cache(threading.local):
-    """By functions of a rank, which may be a thread; it keeps none of them alive."""
-
-    def __init__(self) -> None:
-        self.of: WeakKeyDictionary[object, dict[int, _CacheEntry]] = WeakKeyDictionary()
-
-
-_cache = _Cache()
-
-
-class CachedExecutor:
-    """The place of one call in the cache; `note` is for the other ranks.
-
-    form: all else that messages follow from, as plain values.
-    """
-
-    def __init__(self, functions: Sequence[Callable], group: Group, form: object):
-        entries = [_entry_of(function) for function in functions]
-        self._entry = entries[0]
-        if self._entry.in_use:
-            self._entry.clear()
-        # a group or schedule that is named by its address lives as long as the executor does
-        text = repr(([entry.number for entry in entries], id(group), form))
-        digest = blake2b(text.encode(), digest_size=8).digest()
-        self.note = int.from_bytes(digest, "little", signed=True)
-
-    def executor(self, notes: Iterable[int], make: Callable[[], Executor]) -> Executor:
-        """Of an earlier call in which all ranks had these notes; else a new one."""
-        key, entry = tuple(notes), self._entry
-        entry.in_use = True
-        if key not in entry.executors:
-            _drop_ended()
-            executor = make()
-            if len(entry.executors) == MOST_KEPT:
-                entry.clear()
-                return executor
-            entry.executors[key] = executor
-        return entry.executors[key]
-
-    def succeeded(self) -> None:
-        """The run is over, and what it has learned holds."""
-        self._entry.in_use = False
-
-    def failed(self) -> None:
-        """The run has ended in an exception: what was built for it goes now."""
-        self._entry.clear()
-
-
-def form_of(value: object) -> object:
-    """What the shapes that a stage makes of an input can follow from."""
-    if isinstance(value, Tensor):
-        return tuple(value.shape), value.dtype, value.requires_grad
-    if isinstance(value, Mapping):
-        return [(repr(key), form_of(member)) for key, member in value.items()]
-    if isinstance(value, tuple | list):
-        return [form_of(member) for member in value]
-    return repr(value) if isinstance(value, int | str | None) else type(value).__name__
-
-
 def form_around(device: torch.device, optimizer: torch.optim.Optimizer | None) -> object:
-    """The same of what is around a call: autocast, and which parameters are trained."""
+    """What else messages follow from: autocast, and which parameters are trained."""
     kind, groups = device.type, [] if optimizer is None else optimizer.param_groups
     trained = "".join("01"[p.requires_grad] for g in groups for p in g["params"])
     is_autocast = torch.is_autocast_enabled(kind)
     return str(device), is_autocast and torch.get_autocast_dtype(kind), trained
 
 
-def schedule_for(
-    order: Order, num_ranks: int, num_microbatches: int, chunks: int, forward_only: bool
-) -> Schedule:
+def schedule_for(order: Order, *asked: int) -> Schedule:
     """The same object for the same order: made and checked once.
 
-    Raises:
-        ScheduleError: as `resolve_schedule`, or it has no backwards and is to train.
+    asked: ranks, microbatches, chunks, whether only forwards. Raises ScheduleError: as
+    `resolve_schedule`, or it has no backwards and is to train.
     """
-    asked = (order, num_ranks, num_microbatches, chunks, forward_only)
     is_table = not isinstance(order, Schedule) and ("," in str(order) or "." in str(order))
     try:
-        hash(asked)
-    except TypeError:
-        return _made(*asked)
-    return _one(_made(*asked)) if is_table else _remembered(*asked)  # a file may change
+        return _first_equal(_made(order, *asked)) if is_table else _remembered(order, *asked)
+    except TypeError:  # no hash
+        return _made(order, *asked)
 
 
 def _made(
@@ -324,33 +237,64 @@ _remembered = lru_cache(maxsize=16, typed=True)(_made)
 
 
 @lru_cache(maxsize=16)
-def _one(schedule: Schedule) -> Schedule:
-    """Of equal ones the first."""
+def _first_equal(schedule: Schedule) -> Schedule:
+    """The table's file may change, so it is read each time."""
     return schedule
 
 
-def counted_by(function: Callable) -> bool | None:
-    """Whether its losses are (sum, count); None before it has returned one."""
-    return _entry_of(function).counted
+# -- executors of earlier calls ------------------------------------------------------------------
+
+_numbers = count(1)
 
 
-def remember_counted(function: Callable, counted: bool) -> None:
-    _entry_of(function).counted = counted
+class _CacheEntry:
+    """What is cached with one function, and its number.
+
+    counted: whether the function, of a last stage, returns (sum, count); None until it has
+    returned. in_use: from the choice of an executor to the end of its run; if it is still set at
+    the next choice, that run has failed.
+    """
+
+    def __init__(self) -> None:
+        self.counted: bool | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        self.number = next(_numbers)
+        self.executors: dict[tuple[int, ...], Executor] = {}
+        self.in_use = False
+
+    def executor(self, notes: tuple[int, ...], make: Callable[[], Executor]) -> Executor:
+        """Of an earlier call in which all ranks had these notes; else a new one."""
+        self.in_use = True
+        if notes not in self.executors:
+            # executors hold their group
+            for entry in [entry for held in _cache.of.values() for entry in held.values()]:
+                if not all(is_alive(executor.group) for executor in entry.executors.values()):
+                    entry.clear()
+            executor = make()
+            if len(self.executors) == MOST_KEPT:
+                self.clear()
+                return executor
+            self.executors[notes] = executor
+        return self.executors[notes]
+
+
+class _Cache(threading.local):
+    """By functions of a rank, which may be a thread; it keeps none of them alive."""
+
+    def __init__(self) -> None:
+        self.of: WeakKeyDictionary[object, dict[int, _CacheEntry]] = WeakKeyDictionary()
+
+
+_cache = _Cache()
 
 
 def _entry_of(function: Callable) -> _CacheEntry:
-    """A bound method is made anew whenever it is asked for: what counts is whose it is."""
+    """Of a bound method, which is made anew whenever it is read, that of its owner and code."""
     code, owner = getattr(function, "__func__", None), getattr(function, "__self__", None)
     of, which = (function, 0) if code is None or owner is None else (owner, id(code))
     try:
         return _cache.of.setdefault(of, {}).setdefault(which, _CacheEntry())
     except TypeError:  # of a kind that has no weak references, or no hash
         return _CacheEntry()
-
-
-def _drop_ended() -> None:
-    """Executors hold their group."""
-    for entries in list(_cache.of.values()):
-        for entry in entries.values():
-            if not all(is_alive(executor.group) for executor in entry.executors.values()):
-                entry.clear()

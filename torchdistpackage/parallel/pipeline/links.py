@@ -1,8 +1,8 @@
-"""What crosses from one stage to the next, and back: over the wire, or in memory on one rank.
+"""What crosses from one stage to the next, and back: by messages, or in memory on one rank.
 
-One rule: what a stage is given has no graph behind it. Members that want a gradient become leaves,
-whose gradients go back to the stage they came from, zeros where a microbatch did not use one. Of
-what a stage has sent, its place in the graph stays until the gradient comes, the memory does not.
+What a stage is given has no graph behind it. Members that want a gradient become leaves, whose
+gradients go back to the stage they came from, zeros where a microbatch did not use one. Of what a
+stage has sent, its place in the graph stays until the gradient comes, the memory does not.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ _LANDED = Work()
 
 
 class StageInput:
-    """What a stage is given; the gradients that it owes for it.
+    """What a stage is given, and the gradients that go back for it.
 
     takes_gradients: whether the schedule has backwards.
     """
@@ -45,12 +45,12 @@ class StageInput:
         raise NotImplementedError
 
     def owed(self, m: int) -> list[Tensor]:
-        """Gradients of the leaves of `m`, which are let go."""
+        """Gradients of the leaves of `m`, which are released."""
         leaves, self.leaves[m] = self.leaves[m], []
         return [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
 
     def reset(self) -> None:
-        """Let go of what an interrupted run has left."""
+        """Release what an interrupted run has left."""
         self.leaves[:] = [[] for _ in self.leaves]
 
 
@@ -72,19 +72,15 @@ class LocalLink(StageInput):
         members = [None if x is None else x.detach() for x in tensors]
         self._shapes[m] = (len(members), wanting)
         self.leaves[m] = [members[i].requires_grad_() for i in wanting]  # type: ignore[union-attr]
-        if isinstance(output, Tensor):
-            return members[0]
         if isinstance(output, dict):
             return dict(zip(output, members, strict=True))
-        return tuple(members)
+        return members[0] if isinstance(output, Tensor) else tuple(members)
 
     def gradients(self, m: int) -> tuple[Tensor | None, ...]:
         """For the members of what the stage before gave."""
         num, wanting = self._shapes[m]
-        back: list[Tensor | None] = [None] * num
-        for i, gradient in zip(wanting, self.owed(m), strict=True):
-            back[i] = gradient
-        return tuple(back)
+        back = dict(zip(wanting, self.owed(m), strict=True))
+        return tuple(map(back.get, range(num)))
 
 
 class RecvLink(StageInput):
@@ -138,7 +134,7 @@ class SendLink:
     """To a stage on another rank; a message of another form than agreed is refused.
 
     trains: whether the schedule has backwards. keeps_outputs: until their backward, for a caller's
-    own one. Whatever is not kept is for the wire alone, so wait for its flight.
+    own one. What is not kept is held by the message alone, so wait for its flight.
     """
 
     def __init__(
@@ -155,8 +151,7 @@ class SendLink:
     def announce(self, m: int) -> None:
         """Send the header of `m`, if the peer waits for one.
 
-        Raises:
-            CommError: the output is not of the form agreed on, or not where messages are.
+        Raises CommError: the output is not of the form agreed on, or not where messages are.
         """
         template, output, device = self.templates[m], self._outputs[m], self._headers.device
         if template is None or self._headers.always:
@@ -176,11 +171,11 @@ class SendLink:
         if self.keeps_outputs:
             self._departures[m] = flight
         else:
-            self._outputs[m] = tuple(map(_place_of, tensors)) if self._trains else None
+            self._outputs[m] = tuple(map(graph_root, tensors)) if self._trains else None
         return flight
 
     def reset(self) -> None:
-        """Let go of what an interrupted run has left."""
+        """Release what an interrupted run has left."""
         num = len(self._rooms)
         self._rooms[:], self._arrivals[:] = [()] * num, [_LANDED] * num
         self._departures[:] = [_LANDED] * num
@@ -192,7 +187,7 @@ class SendLink:
         self._arrivals[m] = wire.receive(template.travelling_back(room), self.peer)
 
     def arrive(self, m: int) -> None:
-        """Wait for the gradients; who sent them has got the output."""
+        """Wait for the gradients; their sender has received the output."""
         self._arrivals[m].wait()
         self._departures[m].wait()
         self._arrivals[m] = self._departures[m] = _LANDED
@@ -202,7 +197,7 @@ class SendLink:
         return self.templates[m].scatter_grads(room)
 
 
-def _place_of(x: Tensor | None) -> Root | None:
+def graph_root(x: Tensor | None) -> Root | None:
     """Where `x` is in its graph, which that keeps alive."""
     if x is None or not x.requires_grad:
         return None

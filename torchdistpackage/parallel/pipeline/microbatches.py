@@ -1,23 +1,23 @@
 """A batch as microbatches: cut along dim 0, run through the stages of a rank, and joined again.
 
-One rule: samples are dealt out as evenly as can be, the longer microbatches first, and a mean
-over microbatches is weighted by their samples, so that it is the mean over the batch. Everything is
-cut before the first microbatch starts, so that what runs for each looks up lists and calls the
-stage.
+Samples are dealt out as evenly as can be, the longer microbatches first, and a mean over
+microbatches is weighted by their samples, so that it is the mean over the batch. Everything is cut
+before the first microbatch starts; what runs for each looks up lists and calls the stage.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from functools import reduce
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from torchdistpackage.comm.interrupted import step_over
 from torchdistpackage.comm.tensor_meta import Message
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import CommError
 from torchdistpackage.layout.partition import even_sizes
-from torchdistpackage.parallel.pipeline.agreement import step_over
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.stage_runner import Weight
 from torchdistpackage.parallel.pipeline.stages import OwnedStages, Signature
@@ -31,8 +31,8 @@ Finish = Callable[[int, object], Tensor]
 class StepInputs:
     """What a step is called with. sizes: samples of each microbatch. whole: inputs not cut.
 
-    settle: hears that the others agree, in the last moment before anything is computed or sent.
-    before: what the step begins with.
+    settle: waits for the others' agreement, at the last moment before anything is computed or sent.
+    before: called when the step begins.
     """
 
     args: tuple[object, ...]
@@ -43,8 +43,6 @@ class StepInputs:
     before: list[Callable[[], object]] = field(default_factory=list)
 
     def args_of_first(self) -> Sequence[tuple[object, ...]]:
-        if not self.args:
-            return [()] * len(self.sizes)
         return cast(Sequence[tuple[object, ...]], cut(self.args, self.sizes))
 
     def inputs_of(self, takes: Callable[[str], bool]) -> Sequence[Named]:
@@ -63,13 +61,13 @@ def run_microbatches(
     batch: StepInputs,
     finish: Finish | None,
     *,
-    reducer: Reducer | None = None,
+    reducers: Sequence[Reducer] = (),
     weights: Sequence[Weight] | None = None,
     keep_outputs: bool = False,
 ) -> object:
-    """All microbatches; returns the last stage's outputs, joined, if they are to be kept.
+    """Run all microbatches; returns the last stage's outputs, joined, if they are to be kept.
 
-    finish: None: outputs are all that is wanted. weights: of each microbatch's loss.
+    finish: None where there is no loss. weights: of each microbatch's loss.
     """
     last, calls, skipping = own.num_stages - 1, own.calls, bool(own.skips)
     named = {s: batch.inputs_of(own.signatures[s].takes) for s in calls}
@@ -92,20 +90,19 @@ def run_microbatches(
             outputs[m] = detached(output)
         return None if finish is None else finish(m, output)
 
-    parameters = None if reducer is None else own.parameters()
+    parameters = own.parameters() if reducers else None
     if batch.settle is not None:
         batch.settle()
     with step_over(executor.group):
         for call in batch.before:
             call()
-        executor.run(forward, parameters=parameters, reducer=reducer, weights=weights)
+        executor.run(forward, parameters=parameters, reducer=reducers, weights=weights)
     return joined([outputs[m] for m in sorted(outputs)], batch.sizes) if outputs else None
 
 
 def input_problem(args: Sequence[object], inputs: Mapping[str, object], own: OwnedStages) -> str:
-    """What is wrong with these inputs for any stage, or for the first where it is; or nothing."""
-    unknown = sorted(name for name in inputs if not own.is_taken(name))
-    if unknown:
+    """What is wrong with these inputs for any stage, or for the first where it is here; or ""."""
+    if unknown := sorted(name for name in inputs if not own.is_taken(name)):
         return f"no stage has a parameter {', '.join(unknown)}; they have {', '.join(own.names())}"
     if not own.has_first:
         return ""
@@ -115,16 +112,14 @@ def input_problem(args: Sequence[object], inputs: Mapping[str, object], own: Own
 
 
 def loss_problem(loss: Signature | None, targets: object, own: OwnedStages) -> str:
-    """What is wrong with `targets` for the loss where the last stage is; or nothing.
+    """What is wrong with `targets` for the loss, where the last stage is here; or "".
 
     loss: None: the last stage returns it.
     """
-    if not own.has_last:
+    if not own.has_last or (loss is None and (targets is None or own.last_names_targets)):
         return ""
     if loss is None:
-        if targets is None or own.last_names_targets:
-            return ""
-        return "nobody takes the targets: there is no loss= and the last stage does not name them"
+        return "nothing takes the targets: there is no loss= and the last stage does not name them"
     misfit = loss.misfit(1 if targets is None else 2)
     given = "output" if targets is None else "output and targets"
     return f"the loss {misfit}; it is called with {given}" if misfit else ""
@@ -134,11 +129,7 @@ def loss_problem(loss: Signature | None, targets: object, own: OwnedStages) -> s
 
 
 def sizes_of(num_samples: int, num_microbatches: int) -> list[int]:
-    """Samples in each microbatch.
-
-    Raises:
-        CommError: fewer samples than microbatches.
-    """
+    """Samples in each microbatch; raises CommError if they are fewer than microbatches."""
     if num_samples < num_microbatches:
         raise CommError(
             f"{num_samples} samples cannot fill {num_microbatches} microbatches; "
@@ -147,36 +138,60 @@ def sizes_of(num_samples: int, num_microbatches: int) -> list[int]:
     return list(even_sizes(num_samples, num_microbatches))
 
 
+def leaves_of(tree: object) -> Iterator[object]:
+    """What tuples, lists and mappings hold, in order."""
+    if isinstance(tree, Mapping):
+        tree = list(tree.values())
+    if isinstance(tree, tuple | list):
+        for member in tree:
+            yield from leaves_of(member)
+    else:
+        yield tree
+
+
+def map_trees(function: Callable[..., object], *trees: object) -> Any:
+    """`function` of each leaf of trees that are alike; a list becomes a tuple, a mapping a dict."""
+    first: Any = trees[0]
+    if isinstance(first, Mapping):
+        return {key: map_trees(function, *(tree[key] for tree in trees)) for key in first}  # type: ignore[index]
+    if isinstance(first, tuple | list):
+        return tuple(map_trees(function, *each) for each in zip(*trees, strict=True))  # type: ignore[call-overload]
+    return function(*trees)
+
+
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """Tensors that have samples, through tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        if value.dim():
-            yield value
-    elif isinstance(value, Mapping):
-        for member in value.values():
-            yield from tensors_in(member)
-    elif isinstance(value, tuple | list):
-        for member in value:
-            yield from tensors_in(member)
+    """Tensors that have samples."""
+    return (x for x in leaves_of(value) if isinstance(x, Tensor) and x.dim())
+
+
+def form_of(value: object) -> object:
+    """What the form of a stage's output can follow from, as plain values without contents."""
+    return map_trees(_form, value)
+
+
+def _form(x: object) -> object:
+    if isinstance(x, Tensor):
+        return [*x.shape], x.dtype, x.requires_grad
+    return x if isinstance(x, int | str | None) else type(x).__name__
 
 
 def samples_in(named: Sequence[tuple[str, object]]) -> tuple[int, str]:
-    """(length along dim 0 of all tensors in the values, 0 without any; what is wrong, or nothing).
+    """(length along dim 0 of all tensors in the values, 0 without any; what is wrong, or "").
 
     named: (what an error calls it, value).
     """
     found = [(name, x.shape[0]) for name, value in named for x in tensors_in(value)]
     lengths = {length for _, length in found}
     if len(lengths) > 1:
-        told = ", ".join(f"{name} {length}" for name, length in dict.fromkeys(found))
-        return 0, f"inputs of one step must have one number of samples along dim 0, not {told}"
+        seen = ", ".join(f"{name} {length}" for name, length in dict.fromkeys(found))
+        return 0, f"inputs of one step must have one number of samples along dim 0, not {seen}"
     if 0 in lengths:
         return 0, "the batch has 0 samples; give 1 or more"
     return (lengths.pop() if lengths else 0), ""
 
 
 def cut(value: object, sizes: Sequence[int]) -> Sequence[object]:
-    """For each microbatch its part: views of tensors, other values whole.
+    """For each microbatch its part: views of tensors, other values as they are.
 
     Tuples, lists and dicts are cut member by member. One microbatch is the value as it is.
     """
@@ -195,63 +210,25 @@ def cut(value: object, sizes: Sequence[int]) -> Sequence[object]:
 
 def detached(output: object) -> object:
     """The same without its graph."""
-    if isinstance(output, Tensor):
-        return output.detach()
-    if isinstance(output, Mapping):
-        return {key: detached(value) for key, value in output.items()}
-    if isinstance(output, tuple | list):
-        return tuple(detached(value) for value in output)
-    return output
+    return map_trees(lambda x: x.detach() if isinstance(x, Tensor) else x, output)
 
 
 def is_scalar(x: object) -> bool:
-    """Whether it is a number for a whole microbatch. One of a sample has a dim, if of length 1."""
+    """Whether it is a number for a microbatch. One of a sample has a dim, if of length 1."""
     return isinstance(x, Tensor) and x.dim() == 0 and x.is_floating_point()
 
 
 def joined(outputs: Sequence[object], sizes: Sequence[int]) -> object:
     """Scalars averaged by samples, batches joined along dim 0, members one by one."""
-    first = outputs[0]
-    if isinstance(first, Mapping):
-        return {key: joined([o[key] for o in outputs], sizes) for key in first}  # type: ignore[index]
-    if isinstance(first, tuple | list):
-        return tuple(joined(list(members), sizes) for members in zip(*outputs, strict=True))  # type: ignore[call-overload]
+    return map_trees(lambda *leaves: _joined(leaves, sizes), *outputs)
+
+
+def _joined(leaves: tuple[Any, ...], sizes: Sequence[int]) -> object:
+    first = leaves[0]
     if is_scalar(first):
-        return mean(outputs, sizes)  # type: ignore[arg-type]
+        shares = (n / sum(sizes) for n in sizes)
+        wide = reduce(torch.promote_types, (x.dtype for x in leaves), torch.float32)
+        return sum(x.to(wide) * share for x, share in zip(leaves, shares, strict=True))
     if isinstance(first, Tensor) and first.dim():
-        return torch.cat(list(outputs))  # type: ignore[arg-type]
-    return first if len(outputs) == 1 or first is None else list(outputs)
-
-
-def mean(values: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """Of one mean for each microbatch, the mean over the batch, in float32 or what is wider."""
-    found = Mean(sizes)
-    for m, value in enumerate(values):
-        found.put(m, value)
-    return found.value()
-
-
-class Mean:
-    """The mean over a batch, from one mean for each microbatch, in any order.
-
-    They go into one place: a number with memory of its own, made beside the large tensors of its
-    microbatch, would break up what these leave, and the next microbatch would not fit in there.
-    """
-
-    def __init__(self, sizes: Sequence[int]):
-        self._sizes, self._total = sizes, sum(sizes)
-        self._parts: Tensor | None = None
-
-    def put(self, m: int, value: Tensor) -> None:
-        """That of microbatch `m`."""
-        value, parts = value.detach(), self._parts
-        dtype = torch.promote_types(value.dtype, torch.float32 if parts is None else parts.dtype)
-        if parts is None:
-            parts = value.new_zeros((len(self._sizes), *value.shape), dtype=dtype)
-        self._parts = parts = parts.to(dtype)
-        parts[m].copy_(value.reshape(parts.shape[1:])).mul_(self._sizes[m] / self._total)
-
-    def value(self) -> Tensor:
-        """When all have come."""
-        assert self._parts is not None
-        return self._parts.sum(0)
+        return torch.cat(leaves)
+    return first if len(leaves) == 1 or first is None else list(leaves)

@@ -1,39 +1,36 @@
 """A rank's program as a list of bound functions, made once.
 
-One rule: whatever can be known before a run (who is whose neighbour, which message a computation
-waits for, which boundary it crosses) is known when the list is made; a run calls one after another.
+Whatever can be known before a run (who is whose neighbour, which message a computation waits for,
+which boundary it crosses) is known when the list is made; a run calls one after another.
 
 There are four lists, for all ranks alike. While forms of messages are not known yet: one global
-order of all messages, in which a rank may wait for a header wherever it stands, as whoever sends it
-has nothing to wait for but what comes earlier. Then the program's own batches. And where posting a
-receive holds up nothing (gloo), each message alone, receives early, and over a connection for each
-way. In the debug mode the one global order again, each message alone: a comparison waits for the
-peer, and one of a whole batch would keep back a message that the peer needs before it can come to
-another of that batch.
+order of all messages, in which a rank may wait for a header wherever it stands, as its sender waits
+only for what comes earlier. Then the program's own batches. Where posting a receive holds up
+nothing (gloo): each message alone, receives early, and over a connection for each way. In the debug
+mode the one global order again, each message alone: a comparison waits for the peer, and one of a
+batch would keep back a message that the peer needs before it comes to another of that batch.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 import torch
 
 from torchdistpackage.comm.backends import is_queued
-from torchdistpackage.comm.companions import make_duplex_groups, reverse_group
 from torchdistpackage.comm.flight_recorder import recorder
-from torchdistpackage.comm.groups import connect
+from torchdistpackage.comm.groups import connect, make_duplex_groups, reverse_group
+from torchdistpackage.comm.moments import ComputeClock
 from torchdistpackage.comm.p2p import P2PChannel, Post
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tensor_meta import MetaChannel
 from torchdistpackage.comm.work import Work
-from torchdistpackage.parallel.pipeline.clock import ComputeClock
 from torchdistpackage.parallel.pipeline.links import LocalLink, Output, RecvLink, SendLink
 from torchdistpackage.parallel.pipeline.stage_runner import StageRunner
-from torchdistpackage.schedule.actions import Action, ActionKind, Batch, Schedule
-from torchdistpackage.schedule.passes import add_messages, receives_ahead
+from torchdistpackage.schedule.actions import Action, ActionKind, Batch, Schedule, flatten
+from torchdistpackage.schedule.passes import add_messages, fuse_messages, receives_ahead
 
 BEGINS, WAITS, COMPUTES = range(3)
 """What a step does: begin messages, wait for one, or compute."""
@@ -43,13 +40,12 @@ Step = tuple[Callable[[int], object], int, Action | Batch, int]
 PREPOST = 2
 """Computations by which receives are posted early: one in work, one to follow at once."""
 PREPOST_BYTES = 2**20
-"""Room for messages up to here is posted early in any case: each notice to the sender that there is
-room wakes a thread there, and many at a time wake it once."""
+"""Receives for messages up to here are posted early in any case: each notice of a posted receive
+wakes a thread of the sender, and many at a time wake it once."""
 SENDS_KEPT = 2
-"""Sends under way where the host waits for them: what they hold is let go with them, and does not
-grow. On a queue a wait would hold up the stream that computes until the peer has received; there
-nobody waits before the end, and the queue, not the flight, keeps what was sent until it has left:
-NCCL by `record_stream`, so the allocator has the memory back once the message is out."""
+"""Sends under way where the host waits for them, so that what they hold does not grow. On a queue a
+wait would hold up the stream that computes until the peer has received, so nothing waits before the
+end; there the queue keeps what was sent until it has left (NCCL by `record_stream`)."""
 
 
 class RankProgram:
@@ -89,11 +85,6 @@ class RankProgram:
         if self._headers is not None:
             self._headers.limit(timeout_s)
 
-    @property
-    def has_messages(self) -> bool:
-        """Whether any go to other ranks, or come from there."""
-        return bool(self._inlets or self._outlets)
-
     # -- the life of a run ---------------------------------------------------------------
 
     def begin(self) -> list[Step]:
@@ -101,7 +92,11 @@ class RankProgram:
         if recorder.checks:
             return self._list("compared", lambda: add_messages(self._schedule), self._add_batch)
         if not self._knows:
-            return self._list("learning", lambda: _in_one_order(self._schedule), self._add_batch)
+            # with a header received alone, a wait for it holds back nothing else
+            learning = lambda: fuse_messages(  # noqa: E731
+                add_messages(self._schedule), apart=ActionKind.RECV_F
+            )
+            return self._list("learning", learning, self._add_batch)
         if not self._wire.is_direct:
             return self._list("batched", lambda: self._schedule, self._add_batch)
         ahead = lambda: receives_ahead(self._schedule, self._ahead())  # noqa: E731
@@ -118,13 +113,12 @@ class RankProgram:
                 stage.learned()
             if self._headers is not None and not self._dynamic:
                 make_duplex_groups([self._group])  # all its ranks come to this place
-                self._wire = P2PChannel(
-                    self._group, self.timeout_s, down=reverse_group(self._group)
-                )
+                down = reverse_group(self._group)
+                self._wire = P2PChannel(self._group, self.timeout_s, down=down)
         self._knows = not self._dynamic
 
     def reset(self) -> None:
-        """Let go of everything; after an exception, also of what is under way."""
+        """Release everything; after an exception, also what is under way."""
         self._sends.clear()
         if self._headers is not None:
             self._headers.reset()
@@ -140,12 +134,8 @@ class RankProgram:
     # -- stages and boundaries -----------------------------------------------------------
 
     def _join(self, clock: ComputeClock) -> None:
-        schedule, ranks, num = (
-            self._schedule,
-            ranks_of(self._group),
-            self._schedule.num_microbatches,
-        )
-        place, before = schedule.placement, None
+        schedule, ranks = self._schedule, ranks_of(self._group)
+        num, place, before = schedule.num_microbatches, schedule.placement, None
         for s in schedule.stages_of(self._index):
             outputs: list[Output] = [None] * num
             entrance = exit = None
@@ -170,7 +160,7 @@ class RankProgram:
         if name not in self._lists:
             steps = self._lists[name] = []
             for step in schedule().programs[self._index]:
-                messages = step.actions if isinstance(step, Batch) else (step,)
+                messages = tuple(flatten([step]))
                 if messages[0].kind.is_message:
                     add(steps, step, messages)
                 else:
@@ -194,13 +184,9 @@ class RankProgram:
 
     def _add_early(self, steps: list[Step], _: object, messages: Sequence[Action]) -> None:
         for action in messages:
-            _, kind, m = action
-            side = self._side(action)
-            if kind.is_send:
-                do: Callable[[int], object] = partial(self._send, side)
-            else:
-                do = partial(side.receive, self._wire)
-            steps.append((do, m, action, BEGINS))
+            side, sends = self._side(action), action.kind.is_send
+            do = partial(self._send, side) if sends else partial(side.receive, self._wire)
+            steps.append((do, action.microbatch, action, BEGINS))
 
     def _add_batch(
         self, steps: list[Step], step: Action | Batch, messages: tuple[Action, ...]
@@ -209,10 +195,8 @@ class RankProgram:
         self._batches.append(messages)
 
     def _side(self, action: Action) -> RecvLink | SendLink:
-        sides = (
-            self._inlets if action.kind in (ActionKind.RECV_F, ActionKind.SEND_B) else self._outlets
-        )
-        return sides[action.stage]
+        is_input = action.kind in (ActionKind.RECV_F, ActionKind.SEND_B)
+        return (self._inlets if is_input else self._outlets)[action.stage]
 
     # -- messages ------------------------------------------------------------------------
 
@@ -240,41 +224,17 @@ class RankProgram:
                 side.learn(m)
         post = Post(self._group, self.timeout_s)
         for action in messages:
-            recorder.action = action
-            self._begin(action, self._side(action), post)
+            side, m, recorder.action = self._side(action), action.microbatch, action
+            if not action.kind.is_send:
+                side.receive(post, m)
+            elif self._queued:
+                side.send(post, m)
+            else:
+                self._await_later(side, side.send(post, m))
         flight = post.go()
         if self._queued:
             flight.forget()
             self._sends.append(flight)
-
-    def _begin(self, action: Action, side: RecvLink | SendLink, post: Post) -> None:
-        m = action.microbatch
-        if not action.kind.is_send:
-            side.receive(post, m)
-            return
-        flight = side.send(post, m)
-        if not self._queued:
-            self._await_later(side, flight)
-
-
-def _in_one_order(schedule: Schedule) -> Schedule:
-    """Messages placed anew along one order, neighbours batched, those with a header received alone:
-    who waits for a header holds back nothing else."""
-    programs: list[tuple[Action | Batch, ...]] = []
-    for program in add_messages(schedule).programs:
-        steps: list[Action | Batch] = []
-        for batched, group in groupby(program, _may_be_batched):
-            actions = list(group)
-            if batched and len(actions) > 1:
-                steps.append(Batch(tuple(sorted(actions, key=lambda a: a.kind.is_send))))
-            else:
-                steps += actions
-        programs.append(tuple(steps))
-    return replace(schedule, programs=tuple(programs))
-
-
-def _may_be_batched(action: Action) -> bool:
-    return action.kind.is_message and action.kind is not ActionKind.RECV_F
 
 
 def within(context: Callable[[], AbstractContextManager[object]], step: Step) -> Step:

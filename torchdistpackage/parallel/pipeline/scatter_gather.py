@@ -1,8 +1,8 @@
 """Messages between stages in parts: each tensor rank sends 1/n of what all n of them hold.
 
-The receiving rank joins the parts over its own tensor group, and the gradient goes back in the
-same way. Only a tensor whose number of elements divides is parted. The shape of the whole rides
-along as that of an empty tensor, which has a description and no bytes.
+The receiving rank joins the parts over its own tensor group; gradients go back in the same way.
+Only a tensor whose number of elements divides is parted. The original shape travels as that of an
+empty tensor, which has a description and no bytes.
 """
 
 import torch
@@ -10,18 +10,14 @@ from torch import Tensor
 
 from torchdistpackage.comm import collectives, primitives
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.comm.tensor_meta import Message
+from torchdistpackage.comm.tensor_meta import Message, pack_message, unpack_message
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.parallel.pipeline.stages import pack_with_skips, unpack_with_skips
 
 
 def part(message: Message, group: Group) -> Message:
-    """My parts of the members of `message`, which is equal on all ranks of `group`.
-
-    Gradients of the parts are joined, without a sum: all ranks go on with the same work.
-    """
-    sealed = pack_with_skips(message, {})
+    """My parts of the members of `message`, equal on all ranks of `group`; gradients are joined."""
+    sealed = pack_message(message, {})
     shapes: dict[str, Tensor | None] = {}
     for key, x in sealed.items():
         if x is not None and divides(x.numel(), group):
@@ -33,15 +29,15 @@ def part(message: Message, group: Group) -> Message:
 def join(parts: Message, group: Group) -> Message:
     """The message of which `parts` is my part."""
     assert isinstance(parts, dict)
-    message, shapes = unpack_with_skips(parts)
+    message, shapes = unpack_message(parts)
     if not shapes:
         return message
-    sealed = pack_with_skips(message, {})
+    sealed = pack_message(message, {})
     for key, shape in shapes.items():
         x = sealed[key]
         assert x is not None and shape is not None
         sealed[key] = collectives.gather(x, 0, group).view(shape.shape[1:])
-    return unpack_with_skips(sealed)[0]
+    return unpack_message(sealed)[0]
 
 
 def join_gradients(
@@ -64,10 +60,8 @@ def split_tensor_into_1d_equal_chunks(
 ) -> Tensor:
     """My 1/n of the elements of `tensor`, of any shape and stride: (numel / n,).
 
-    new_buffer: in memory of its own. group: default tpc's tensor group.
-
-    Raises:
-        LayoutError: the elements do not divide.
+    new_buffer: in memory of its own. group: default tpc's tensor group. Raises LayoutError where
+    the elements do not divide.
     """
     group = resolve_group(group, "tensor")
     flat = tensor.detach().reshape(-1)

@@ -1,35 +1,41 @@
 """A stage's backward in two passes: I for the gradient of its input, W for those of its weights.
 
-One rule: the first pass is an ordinary backward, which frees what it has gone through. Of each
-product whose matrix can wait it leaves the gradient that came there and the other factor, nothing
-else. The second hands each parameter what it waits for in one backward of its own, so that it is
-accumulated as ever: hooks run, in the dtype of `.grad`, and who sums it over ranks is told.
+The first pass is an ordinary backward, which frees what it has gone through. Of each product whose
+matrix can wait it leaves the gradient that came there and the other factor, nothing else. The
+second gives each parameter its gradient in one backward of its own, so that it is accumulated as
+always: hooks run, in the dtype of `.grad`.
 
-A parameter waits if all its gradients can be had later (deferred_wgrad.py). The others get
-theirs in the first pass: those of norms and added biases, which cost little; those behind
-autograd functions, so all of a compiled stage; those under a checkpoint, which would be run
-again; those from which a matrix is computed (weight norm), as that needs memory of theirs that
-ZeRO 3 frees meanwhile. Each gets its gradient in exactly one of the two.
+A parameter waits if all its gradients can be had later (deferred_wgrad.py). The others get theirs
+in the first pass: those of norms and added biases, which cost little; those behind autograd
+functions, so all of a compiled stage; those under a checkpoint, which would be run again; those
+from which a matrix is computed (weight norm), as that needs memory of theirs that ZeRO 3 frees
+meanwhile. Each gets its gradient in exactly one of the two.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from torchdistpackage.parallel.pipeline.autograd_graph import Graph, Node
-from torchdistpackage.parallel.pipeline.deferred_wgrad import DeferredGrad, deferred_gradient
+from torchdistpackage.parallel.deferred_wgrad import DeferredGrad, deferred_gradient
+
+Node = Any
+"""Of autograd's graph; torch's type of it has no members."""
+Edges = tuple[tuple[Node, int], ...]
+"""What a node hands its gradients to: by argument, (node, its output), (None, 0) for nobody."""
+
+_NO_LEAVES: frozenset[Node] = frozenset()
 
 AT_ONCE_BYTES = 2**20
 """Gradients that are handed over in one backward: to start one costs as much as a small product."""
 
 _CHECKPOINT = "CheckpointFunction"
-"""In the names of autograd functions, torch's and those made after it, that run a backward of their
-own and refuse to in one that is for `inputs` alone."""
+"""In the names of autograd functions that run a backward of their own, and refuse to in one that is
+for `inputs` alone."""
 
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
@@ -37,17 +43,17 @@ _run_backward = torch.autograd.Variable._execution_engine.run_backward
 class Deferred:
     """What the first pass left for the second, which uses it up.
 
-    parameters: ids of those that get their gradient there; None: all that the stage has.
+    parameters: ids of those that get their gradient there; None: all of the stage.
     """
 
     def __init__(self) -> None:
         self.parameters: frozenset[int] | None = frozenset()
-        self._groups: list[_SharedParamGroup] = []
+        self._groups: list[list[_DeferPoint]] = []
         self._whole: tuple[Sequence[Tensor | GradientEdge], Sequence[Tensor]] | None = None
 
 
 class _WeightBranch(NamedTuple):
-    """Where the way to `leaves`, the nodes of parameters, leaves that to the input."""
+    """Where the path to `leaves`, the nodes of parameters, leaves that to the input."""
 
     to: GradientEdge
     later: DeferredGrad
@@ -55,33 +61,21 @@ class _WeightBranch(NamedTuple):
 
 
 class _DeferPoint:
-    """A node on the way to the input, and what branches off and waits for its gradient."""
+    """A node on the path to the input, the branches there, and the gradient that they wait for.
 
-    __slots__ = ("branches", "gradient", "group")
-    group: "_SharedParamGroup"
-
-    def __init__(self, branches: Sequence[_WeightBranch]):
-        self.branches = branches
-        self.gradient: Tensor | None = None
-
-    def take(self) -> tuple[Tensor | None, Sequence[_WeightBranch]]:
-        """The gradient, if one came, and the branches; holds neither any more."""
-        taken = self.gradient, self.branches
-        self.gradient, self.branches = None, ()
-        return taken
-
-
-class _SharedParamGroup:
-    """Joints that have parameters in common, so that these get their gradients together.
-
-    leaves: nodes of these. place: where in the first pass the last of them came.
+    leaves: nodes of the parameters. place: when in the first pass the gradient came.
     """
 
-    __slots__ = ("joints", "leaves", "place")
+    __slots__ = ("branches", "gradient", "leaves", "place")
 
-    def __init__(self, joint: _DeferPoint):
-        self.joints, self.place = [joint], 0
-        self.leaves = frozenset().union(*(branch.leaves for branch in joint.branches))
+    def __init__(self, branches: Sequence[_WeightBranch]):
+        self.branches, self.place = branches, 0
+        self.leaves = frozenset().union(*(branch.leaves for branch in branches))
+        self.gradient: Tensor | None = None
+
+    def take(self, places: Iterator[int], gradients: tuple[Tensor | None, ...]) -> None:
+        """Prehook of the node, a product, which has one result."""
+        self.gradient, self.place = gradients[0], next(places)
 
 
 def backward_input(
@@ -89,29 +83,37 @@ def backward_input(
 ) -> Deferred:
     """Accumulate the gradients of `inputs` into their `.grad`, and leave the rest for later.
 
-    outputs: of a stage, all of which require a gradient, or their places in the graph; this is used
-        up. gradients: one for each. inputs: leaves that require a gradient, whose memory must stay
-        as it is until the second pass; if the outputs depend on none of them, nothing is done yet.
+    outputs: of a stage, all of which require a gradient, or their places in the graph, which is
+        used up. gradients: one for each. inputs: leaves, whose memory must stay as it is until the
+        second pass; if the outputs depend on none of them, nothing is done yet.
     """
     deferred = Deferred()
     graph = Graph(outputs, inputs)
     if not graph.path:
         deferred._whole, deferred.parameters = (outputs, gradients), None
         return deferred
-    joints, at_once = _split(graph)
-    if not joints:
+    points, at_once = _split(graph)
+    if not points:
         _accumulate(outputs, gradients)
         return deferred
-    groups, places = _grouped(joints.values()), count()
-    for node, joint in joints.items():
-        node.register_prehook(partial(_came, joint, places))
-    deferred.parameters = frozenset(id(leaf.variable) for g in groups for leaf in g.leaves)
+    places = count()
+    for node, point in points.items():
+        node.register_prehook(partial(point.take, places))
+    waiting = frozenset().union(*(point.leaves for point in points.values()))
+    deferred.parameters = frozenset(id(leaf.variable) for leaf in waiting)
     wanted = [*inputs, *(leaf.variable for leaf in at_once)]
     _accumulate(outputs, gradients, wanted)
-    if gradients[0].is_cuda:
-        _use_on_this_stream(joints.values())
-    # handed over in the order in which a whole backward gives them; the first is popped first
-    deferred._groups = sorted(groups, key=_place, reverse=True)
+    if gradients[0].is_cuda:  # what ran on another stream left memory there, to be used here
+        for point in points.values():
+            if (gradient := point.gradient) is not None:
+                for x in (gradient, *(x for b in point.branches for x in b.later.kept)):
+                    x.record_stream(torch.cuda.current_stream(gradient.device))
+    # in the order in which an ordinary backward gives them; the first is popped first
+    deferred._groups = sorted(
+        _sharing_parameters(points.values()),
+        key=lambda group: max(point.place for point in group),
+        reverse=True,
+    )
     return deferred
 
 
@@ -120,25 +122,22 @@ def backward_weight(deferred: Deferred) -> None:
     if deferred._whole is not None:
         (outputs, gradients), deferred._whole = deferred._whole, None
         _accumulate(outputs, gradients)
-    with torch.no_grad():
-        _hand_over(deferred._groups)
-
-
-def _hand_over(groups: list[_SharedParamGroup]) -> None:
-    """Compute what waits, from the last group to the first, and accumulate it."""
+    groups = deferred._groups
     edges: list[GradientEdge] = []
     grads: list[Tensor] = []
     num_bytes = 0
-    while groups:
-        for joint in groups.pop().joints:
-            gradient, branches = joint.take()
-            for branch in branches if gradient is not None else ():
-                edges.append(branch.to)
-                grads.append(branch.later(gradient))
-                num_bytes += grads[-1].nbytes
-        if edges and (num_bytes >= AT_ONCE_BYTES or not groups):
-            _accumulate(edges, grads)
-            edges, grads, num_bytes = [], [], 0
+    with torch.no_grad():
+        while groups:
+            for point in groups.pop():
+                gradient, branches = point.gradient, point.branches
+                point.gradient, point.branches = None, ()
+                for branch in branches if gradient is not None else ():
+                    edges.append(branch.to)
+                    grads.append(branch.later(gradient))
+                    num_bytes += grads[-1].nbytes
+            if edges and (num_bytes >= AT_ONCE_BYTES or not groups):
+                _accumulate(edges, grads)
+                edges, grads, num_bytes = [], [], 0
 
 
 def _accumulate(
@@ -146,7 +145,7 @@ def _accumulate(
     gradients: Sequence[Tensor],
     inputs: Sequence[Tensor] = (),
 ) -> None:
-    """What `torch.autograd.backward` does, which does not know edges in every torch."""
+    """`torch.autograd.backward`, which does not take edges in every torch."""
     _run_backward(
         tuple(roots),
         tuple(gradients),
@@ -158,8 +157,8 @@ def _accumulate(
     )
 
 
-def _split(graph: Graph) -> tuple[dict[Node, _DeferPoint], set[Node]]:
-    """Joints, and the nodes of parameters that get their gradient at once."""
+def _split(graph: "Graph") -> tuple[dict[Node, _DeferPoint], set[Node]]:
+    """Defer points by node, and the nodes of parameters that get their gradient at once."""
     at_once: set[Node] = set()
     for root in graph.roots:
         if root not in graph.path:
@@ -167,22 +166,22 @@ def _split(graph: Graph) -> tuple[dict[Node, _DeferPoint], set[Node]]:
     if graph.has(_CHECKPOINT):
         return {}, at_once
     found: list[tuple[Node, _WeightBranch]] = []
-    way = graph.path
-    for node, edges in way.items():
+    path = graph.path
+    for node, edges in path.items():
         if len(edges) < 2:
-            continue  # its one edge is the way on
+            continue  # its one edge is the path
         for argument, (child, number) in enumerate(edges):
-            if child is None or child in way:
+            if child is None or child in path:
                 continue
             leaves = graph.leaves(child)
             waits = leaves and not graph.keeps(child)
-            later = deferred_gradient(node, argument, way) if waits else None
+            later = deferred_gradient(node, argument, path) if waits else None
             if later is None:
                 at_once |= leaves
             else:
                 found.append((node, _WeightBranch(GradientEdge(child, number), later, leaves)))
-    # who shares a parameter with one that gets all at once does so too
-    while at_once and (taken := [b for _, b in found if not at_once.isdisjoint(b.leaves)]):
+    # a branch that shares a parameter with those gets all at once too
+    while taken := [b for _, b in found if not at_once.isdisjoint(b.leaves)]:
         found = [(node, branch) for node, branch in found if at_once.isdisjoint(branch.leaves)]
         at_once.update(*(branch.leaves for branch in taken))
     by_node: dict[Node, list[_WeightBranch]] = {}
@@ -191,37 +190,97 @@ def _split(graph: Graph) -> tuple[dict[Node, _DeferPoint], set[Node]]:
     return {node: _DeferPoint(branches) for node, branches in by_node.items()}, at_once
 
 
-def _grouped(joints: Iterable[_DeferPoint]) -> set[_SharedParamGroup]:
-    group_of: dict[Node, _SharedParamGroup] = {}
-    for joint in joints:
-        group = _SharedParamGroup(joint)
-        for other in {group_of[leaf] for leaf in group.leaves if leaf in group_of}:
-            group.joints += other.joints
-            group.leaves |= other.leaves
-        group_of.update(dict.fromkeys(group.leaves, group))
-    groups = set(group_of.values())
-    for group in groups:
-        for joint in group.joints:
-            joint.group = group
+def _sharing_parameters(points: Iterable[_DeferPoint]) -> list[list[_DeferPoint]]:
+    """Groups of points that have parameters in common: these get their gradients together."""
+    groups: list[list[_DeferPoint]] = []
+    group_of: dict[Node, list[_DeferPoint]] = {}
+    for point in points:
+        group = [point]
+        for leaf in point.leaves:
+            other = group_of.get(leaf, group)
+            if other is not group:
+                group += other
+                groups.remove(other)
+                group_of.update((leaf, group) for p in other for leaf in p.leaves)
+        group_of.update(dict.fromkeys(point.leaves, group))
+        groups.append(group)
     return groups
 
 
-def _came(joint: _DeferPoint, places: Iterator[int], gradients: tuple[Tensor | None, ...]) -> None:
-    """Hook of a joint's node, whose gradient is there; products have one result."""
-    joint.gradient = gradients[0]
-    joint.group.place = next(places)
+# -- autograd's graph ------------------------------------------------------------------------------
 
 
-def _place(group: _SharedParamGroup) -> int:
-    return group.place
+class Graph:
+    """The graph behind the outputs of a stage: the path to its inputs, and what branches off.
+
+    It is walked once, from the outputs; the path is then found from its other end.
+
+    path: the nodes between outputs and inputs, these included, and the edges of each. outputs: all
+    require a gradient, or are places in the graph. inputs: leaves.
+    """
+
+    def __init__(self, outputs: Sequence[Tensor | GradientEdge], inputs: Sequence[Tensor]):
+        wanted = set(map(id, inputs))
+        self.roots: list[Node] = [
+            (x if isinstance(x, GradientEdge) else get_gradient_edge(x)).node for x in outputs
+        ]
+        self._edges: dict[Node, Edges] = {}
+        self._leaves: dict[Node, frozenset[Node]] = {}
+        self._keeping: set[Node] = set()
+        parents: dict[Node, list[Node]] = {root: [] for root in self.roots}
+        found, ends = list(parents), []
+        for node in found:  # which grows
+            self._edges[node] = edges = node.next_functions
+            if not edges:
+                leaf = getattr(node, "variable", None)
+                if leaf is None:
+                    self._leaves[node] = _NO_LEAVES
+                elif id(leaf) in wanted:
+                    ends.append(node)
+                else:
+                    self._leaves[node] = frozenset((node,))
+                continue
+            for child, _ in edges:
+                if child is None:
+                    continue
+                if child not in parents:
+                    parents[child] = []
+                    found.append(child)
+                parents[child].append(node)
+        self.path: dict[Node, Edges] = {}
+        for node in ends:  # which grows
+            if node not in self.path:
+                self.path[node] = self._edges[node]
+                ends += parents[node]
+
+    def leaves(self, node: Node) -> frozenset[Node]:
+        """Nodes of the parameters to which `node`, off the path, passes a gradient."""
+        known = self._leaves.get(node)
+        if known is None:
+            below, todo = {node}, [node]
+            for other in todo:  # which grows
+                for child, _ in self._edges[other]:
+                    if child is not None and child not in below:
+                        below.add(child)
+                        todo.append(child)
+            found = [self._leaves.get(other, _NO_LEAVES) for other in below]
+            known = self._leaves[node] = _NO_LEAVES.union(*found)
+            if any(map(_keeps, map(type, below))):
+                self._keeping.add(node)
+        return known
+
+    def keeps(self, node: Node) -> bool:
+        """Whether backwards from `node` on, off the path, need what they have kept: the memory of
+        parameters, which may be gone by then."""
+        self.leaves(node)
+        return node in self._keeping
+
+    def has(self, name: str) -> bool:
+        """Whether the name of a node's type contains `name`."""
+        return any(name in kind.__name__ for kind in set(map(type, self._edges)))
 
 
-def _use_on_this_stream(joints: Iterable[_DeferPoint]) -> None:
-    """Products that ran on another stream left memory there, which the second pass uses here."""
-    for joint in joints:
-        if joint.gradient is not None:
-            stream = torch.cuda.current_stream(joint.gradient.device)
-            joint.gradient.record_stream(stream)
-            for branch in joint.branches:
-                for kept in branch.later.kept:
-                    kept.record_stream(stream)
+@cache
+def _keeps(kind: type) -> bool:
+    """Whether nodes of this type keep tensors for their backward."""
+    return any(name.startswith("_raw_saved") for name in dir(kind))

@@ -1,7 +1,7 @@
 """One stage of this rank while a schedule runs: its forwards and backwards.
 
-One rule: what a microbatch holds between its forward and its backward is in lists by microbatch,
-and is let go of in the action that uses it last.
+What a microbatch holds between its forward and its backward is in lists by microbatch, and is
+released in the action that uses it last.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,15 +9,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from torchdistpackage.comm.moments import ComputeClock
 from torchdistpackage.comm.tensor_meta import Message, tensors_of
-from torchdistpackage.parallel.pipeline.clock import ComputeClock
-from torchdistpackage.parallel.pipeline.links import (
-    LocalLink,
-    Output,
-    Root,
-    SendLink,
-    StageInput,
-)
+from torchdistpackage.parallel.pipeline.links import LocalLink, Output, Root, SendLink, StageInput
 from torchdistpackage.parallel.pipeline.split_backward import (
     Deferred,
     backward_input,
@@ -31,7 +25,6 @@ Backward = Callable[[int, int, Message, tuple[Tensor | None, ...] | None], None]
 Keep = Callable[[int, int, Message], None]
 Weight = float | Tensor
 """What the gradient of a microbatch's loss begins with: its share of the loss of the step."""
-
 
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
@@ -79,11 +72,10 @@ class StageRunner:
         self._works_in_place = bool(self._works_in_place)
 
     def reset(self) -> None:
-        """Let go of the run's functions, and of what an interrupted run has left."""
+        """Release the run's functions, and what an interrupted run has left."""
         if self.entrance is not None:
             self.entrance.reset()
-        self.forward_fn, self.backward_fn, self.keep = _unset, None, None
-        self.weights = None
+        self.forward_fn, self.backward_fn, self.keep, self.weights = _unset, None, None, None
         self._outputs[:] = [None] * len(self._outputs)
         self.deferred[:] = [None] * len(self.deferred)
 
@@ -154,7 +146,7 @@ class StageRunner:
         return 1.0 if self.weights is None else self.weights[m]
 
     def _end(self, m: int) -> tuple[Output, tuple[Tensor | None, ...] | None]:
-        """The output of `m`, let go of, and the gradients that came for it."""
+        """The output of `m`, no longer held here, and the gradients that came for it."""
         output, self._outputs[m] = self._outputs[m], None
         return output, None if self._exit is None else self._exit.gradients(m)
 
@@ -178,14 +170,12 @@ def autograd(
 def _aliased(message: Message) -> Message:
     """The same, with a tensor of its own on the memory of each leaf, which may change in place."""
     if isinstance(message, dict):
-        return {key: None if x is None else _alias(x) for key, x in message.items()}
-    if isinstance(message, tuple | list):
-        return tuple(None if x is None else _alias(x) for x in message)
-    return None if message is None else _alias(message)
+        return {key: _alias(x) for key, x in message.items()}
+    return tuple(map(_alias, message)) if isinstance(message, tuple | list) else _alias(message)
 
 
-def _alias(x: Tensor) -> Tensor:
-    return _Alias.apply(x) if x.requires_grad else x  # type: ignore[return-value]
+def _alias(x: Tensor | None) -> Tensor | None:
+    return x if x is None or not x.requires_grad else _Alias.apply(x)  # type: ignore[return-value]
 
 
 class _Alias(torch.autograd.Function):
@@ -204,10 +194,10 @@ def _roots(
     """The members to differentiate, and their gradients; of a loss its weight."""
     if gradients is None:
         losses = [x for x in tensors_of(output) if x is not None and x.requires_grad]  # type: ignore[arg-type]
-        if isinstance(weight, Tensor):
-            # of a number in host memory too: a copy to the device would wait for it each time
-            return [*losses], [torch.ones_like(x).mul_(weight.reshape(())) for x in losses]
-        return [*losses], [torch.full_like(x, weight) for x in losses]
+        if not isinstance(weight, Tensor):
+            return [*losses], [torch.full_like(x, weight) for x in losses]
+        # of a number in host memory too: a copy to the device would wait for it each time
+        return [*losses], [torch.ones_like(x).mul_(weight.reshape(())) for x in losses]
     pairs = [
         (x, g)
         for x, g in zip(tensors_of(output), gradients, strict=True)  # type: ignore[arg-type]

@@ -1,35 +1,34 @@
 """The stages of this rank: how each is called, and what all ranks agree on about them.
 
-One rule: what every rank must know of the others' stages (which inputs they name, how far a skip
-goes) is exchanged once, when the pipeline is made, and the signature of a stage's forward decides
-once how it is called. A tuple goes in as positional arguments where the forward takes so many, a
-dict by name where it names every key; else either goes in whole. A keyword input goes to the stages
-that name it. A *skip* is a member of a dict that goes to the stages that name it, however far
-ahead: those between hand it on without seeing it.
+What every rank must know of the others' stages (which inputs they name, how far a skip goes) is
+exchanged once, when the pipeline is made, and the signature of a stage's forward decides how it is
+called. A tuple goes in as positional arguments where the forward takes so many, a dict by name
+where it names every key; else either goes in as one argument. A keyword input goes to the stages
+that name it. A *skip* is a member of a dict that goes to the later stages that name it; those
+between pass it on without seeing it.
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 from zlib import crc32
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.companions import on_cpu
+from torchdistpackage.comm.groups import on_cpu
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.comm.tensor_meta import Message
+from torchdistpackage.comm.tensor_meta import Members, Message, pack_message, unpack_message
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.agreement import Settings, agree_on_settings
-from torchdistpackage.parallel.pipeline.resolve_schedule import CostsOrder, Order, resolve_schedule
 from torchdistpackage.schedule.actions import Schedule
+from torchdistpackage.schedule.resolve import CostsOrder, Order, resolve_schedule
 
 Stage = Callable[..., object]
 Stages = Stage | Sequence[Stage] | Mapping[int, Stage]
-Members = dict[str, Tensor | None]
 _WRAPPED = ("module", "_orig_mod", "fn")
 """Where wrappers that take anything keep what they call."""
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -51,15 +50,16 @@ class Signature:
 
     @classmethod
     def of(cls, stage: Stage) -> "Signature":
-        """Of what `stage` wraps, if it takes anything itself; some builtins do not tell theirs."""
+        """Of `stage`, or of what it wraps if it takes anything; some builtins have none."""
         called = stage.forward if isinstance(stage, nn.Module) else stage
         try:
             found = list(inspect.signature(called).parameters.values())
         except (TypeError, ValueError):
             return cls((), frozenset(), any_positional=True, any_named=False)
         kinds = {p.kind for p in found}
-        if kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
-            inside = [getattr(stage, name, None) for name in _WRAPPED]
+        anything = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+        if kinds == anything:
+            inside = (getattr(stage, name, None) for name in _WRAPPED)
             inner = next((x for x in inside if callable(x)), None)
             if inner is not None:
                 return cls.of(inner)
@@ -68,26 +68,22 @@ class Signature:
             frozenset(p.name for p in found if p.kind in _NAMED),
             inspect.Parameter.VAR_POSITIONAL in kinds,
             inspect.Parameter.VAR_KEYWORD in kinds,
-            tuple(
-                p.name
-                for p in found
-                if p.default is p.empty and p.kind in (*_POSITIONAL, inspect.Parameter.KEYWORD_ONLY)
-            ),
+            tuple(p.name for p in found if p.default is p.empty and p.kind not in anything),
         )
 
     def takes(self, name: str) -> bool:
         return self.any_named or name in self.named
 
     def takes_positional(self, number: int, given: Mapping[str, object]) -> bool:
-        """Whether so many fit beside what is given by name."""
+        """Whether so many fit in addition to what is given by name."""
         free = sum(name not in given for name in self.positional)
         return self.any_positional or number <= free
 
     def misfit(self, number: int, given: Collection[str] = ()) -> str:
-        """What is wrong with a call of `number` arguments and these by name; or nothing."""
+        """What is wrong with a call of `number` arguments and these by name; or ""."""
         if number > len(self.positional) and not self.any_positional:
-            told = f" ({', '.join(self.positional)})" if self.positional else ""
-            return f"takes {len(self.positional)} positional arguments{told}, not {number}"
+            names = f" ({', '.join(self.positional)})" if self.positional else ""
+            return f"takes {len(self.positional)} positional arguments{names}, not {number}"
         filled = self.positional[:number]
         if twice := [name for name in filled if name in given and name in self.named]:
             return f"is given {', '.join(twice)} by position and by name"
@@ -106,11 +102,11 @@ class StageAdapter:
         self._skips, self._forwarded = frozenset(skips), onward
 
     def first(self, args: tuple[object, ...], inputs: Mapping[str, object]) -> object:
-        """Of the first stage, with a microbatch of the step's own arguments."""
+        """Call of the first stage, with the step's own arguments."""
         return self._stage(*args, **inputs)
 
     def later(self, received: Message, inputs: Mapping[str, object]) -> object:
-        """Of a stage that got `received`."""
+        """Call of a stage that received a message."""
         takes = self._signature
         if isinstance(received, dict):
             if takes.any_named or takes.named.issuperset(received):
@@ -120,75 +116,37 @@ class StageAdapter:
         return self._stage(received, **inputs)
 
     def unpack(self, received: Message) -> tuple[Message, Members, Members]:
-        """(message, skips that this stage takes, skips that go on) of what came with skips."""
+        """(message, skips that this stage takes, skips that go on)."""
         assert isinstance(received, dict)
-        message, skips = unpack_with_skips(received)
+        message, skips = unpack_message(received)
         if isinstance(message, dict) and len(message) == 1:
             (message,) = message.values()
         mine = {name: x for name, x in skips.items() if name in self._signature.named}
         return message, mine, {name: x for name, x in skips.items() if name in self._forwarded}
 
     def pack(self, output: Message, skips: Members) -> Message:
-        """`output` with the skips that pass this stage or begin in it."""
+        """`output` with the skips that pass this stage or begin here."""
         if isinstance(output, dict):
             skips = skips | {name: x for name, x in output.items() if name in self._forwarded}
             output = {name: x for name, x in output.items() if name not in self._skips}
-        return pack_with_skips(output, skips)
+        return pack_message(output, skips)
 
 
-def pack_with_skips(message: Message, more: Members) -> Members:
-    """`message` and `more` as one flat dict, whose keys say what the message was.
-
-    `=` a tensor, `(0`, `(1`, ... a tuple, `.name` a dict; `+name` a member of `more`. So the
-    receiver needs no other description.
-    """
-    if isinstance(message, dict):
-        sealed = {f".{key}": x for key, x in message.items()}
-    elif isinstance(message, tuple | list):
-        sealed = {f"({i}": x for i, x in enumerate(message)}
-    else:
-        sealed = {"=": message}
-    for key, x in more.items():
-        sealed[f"+{key}"] = x
-    return sealed
-
-
-def unpack_with_skips(sealed: Members) -> tuple[Message, Members]:
-    """What `pack_with_skips` was given; a list comes back as a tuple."""
-    more = {key[1:]: x for key, x in sealed.items() if key[0] == "+"}
-    kept = [(key, x) for key, x in sealed.items() if key[0] != "+"]
-    if not kept or kept[0][0][0] == "(":
-        return tuple(x for _, x in kept), more
-    if kept[0][0] == "=":
-        return kept[0][1], more
-    return {key[1:]: x for key, x in kept}, more
-
-
-@dataclass(frozen=True)
 class OwnedStages:
     """By number of the stage. signatures: of all stages of the pipeline, of the others too."""
 
-    modules: dict[int, Stage]
-    calls: dict[int, StageAdapter]
-    signatures: dict[int, Signature]
-    skips: tuple[str, ...]
-    device: torch.device
-
-    @property
-    def has_first(self) -> bool:
-        return 0 in self.modules
-
-    @property
-    def has_last(self) -> bool:
-        return self.num_stages - 1 in self.modules
-
-    @property
-    def num_stages(self) -> int:
-        return len(self.signatures)
-
-    @property
-    def last_names_targets(self) -> bool:
-        return "targets" in self.signatures[self.num_stages - 1].named
+    def __init__(
+        self,
+        modules: dict[int, Stage],
+        calls: dict[int, StageAdapter],
+        signatures: dict[int, Signature],
+        skips: tuple[str, ...],
+        device: torch.device,
+    ):
+        self.modules, self.calls, self.signatures = modules, calls, signatures
+        self.skips, self.device, self.num_stages = skips, device, len(signatures)
+        self.has_first, self.has_last = 0 in modules, self.num_stages - 1 in modules
+        self.last_names_targets = "targets" in signatures[self.num_stages - 1].named
 
     def is_taken(self, name: str) -> bool:
         """Whether some stage, here or elsewhere, has a parameter `name`."""
@@ -198,7 +156,7 @@ class OwnedStages:
         return sorted({name for s in self.signatures.values() for name in s.named})
 
     def parameters(self) -> dict[int, list[nn.Parameter]]:
-        """Those that are trained now."""
+        """Those that require a gradient now."""
         return {
             stage: [p for p in module.parameters() if p.requires_grad]
             for stage, module in self.modules.items()
@@ -231,70 +189,68 @@ def agree_on_stages(
     group: Group,
     stages: Stages,
     order: tuple[Order, int | None, int | None, CostsOrder | None],
-    skips: Sequence[str],
+    lists: Mapping[str, Sequence[str]],
     alike: Settings,
     device: torch.device | str | None,
+    loss: object,
 ) -> tuple[Schedule, OwnedStages]:
     """The schedule, and the stages of this rank, where they fit on all ranks.
 
-    order: as `resolve_schedule` takes it: schedule, microbatches, chunks, costs. alike: what else
-    must be the same on all ranks.
-
-    Raises:
-        ScheduleError: on every rank: they do not fit on some rank, or ranks differ.
+    order: schedule, microbatches, chunks, costs of `resolve_schedule`. lists: of names, `skips`
+    among them. alike: what else must be the same on all ranks. loss: None or a function. Raises
+    ScheduleError: on every rank: they do not fit on some rank, or ranks differ.
     """
-    schedule, modules, problem = None, {}, ""
+    schedule, text, modules, problem, skips = None, "none", {}, "", ()
     wanted, num_microbatches, chunks, costs = order
     try:
         schedule = resolve_schedule(wanted, group.size(), num_microbatches, chunks, costs)
+        text = (
+            f"{schedule.name} of {schedule.num_stages} stages and {schedule.num_microbatches} "
+            f"microbatches ({crc32(str(schedule).encode()):08x})"
+        )
         modules = _numbered(stages, schedule, group.rank())
-        skips = listed("skips", skips)
+        names = {what: listed(what, given) for what, given in lists.items()}
+        skips = names["skips"]
+        if loss is not None and not callable(loss):
+            raise ScheduleError(f"loss is {loss!r}; give a function of output and targets, or None")
     except ScheduleError as error:
         problem = str(error)
-    settings = (("schedule", _schedule_text(schedule)), ("skips", skips), *alike)
-    agree_on_settings(group, settings, problem)
+    agree_on_settings(group, (("schedule", text), ("skips", skips), *alike), problem)
     assert schedule is not None
     mine = {stage: Signature.of(module) for stage, module in modules.items()}
     signatures: dict[int, Signature] = {}
     for theirs in primitives.gather_objects(mine, on_cpu(group)):
         signatures |= cast(dict[int, Signature], theirs)
-    until = last_takers(skips, signatures)
+    until: dict[str, int] = {}
+    for stage, signature in sorted(signatures.items()):
+        until |= {name: stage for name in skips if stage and name in signature.named}
     if lost := [name for name in skips if name not in until]:
         raise ScheduleError(
             f"no stage after the first has a parameter {', '.join(lost)}, named as a skip; a "
             f"stage takes a skip as a parameter of its forward of that name"
         )
+    onward = {stage: {name for name in skips if until[name] > stage} for stage in modules}
     calls = {
-        stage: StageAdapter(
-            module, signatures[stage], skips, {name for name in skips if until[name] > stage}
-        )
+        stage: StageAdapter(module, signatures[stage], skips, onward[stage])
         for stage, module in modules.items()
     }
-    place = _device(modules, group) if device is None else torch.device(device)
-    return schedule, OwnedStages(modules, calls, signatures, tuple(skips), place)
-
-
-def last_takers(skips: Sequence[str], signatures: Mapping[int, Signature]) -> dict[str, int]:
-    """Of each skip the last stage that names it; without one it is not listed."""
-    found: dict[str, int] = {}
-    for stage, signature in sorted(signatures.items()):
-        found |= {name: stage for name in skips if stage and name in signature.named}
-    return found
+    if device is None:  # without parameters or buffers, where messages of the group are
+        held = (m for m in modules.values() if isinstance(m, nn.Module))
+        tensors = (x for m in held for x in (*m.parameters(), *m.buffers()))
+        device = next((x.device for x in tensors), None) or primitives.device_of(group)
+    return schedule, OwnedStages(modules, calls, signatures, tuple(skips), torch.device(device))
 
 
 def listed(what: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Raises ScheduleError where one text was given, whose letters would be the names."""
-    if isinstance(names, str):
-        raise ScheduleError(f"{what} is {names!r}; give a list of names: [{names!r}]")
+    """`names` as a tuple; raises ScheduleError for one str, whose letters would be the names, and
+    for what holds none."""
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise ScheduleError(f"{what} is {names!r}; give a list of names: [{str(names)!r}]")
     return tuple(names)
 
 
 def _numbered(stages: Stages, schedule: Schedule, index: int) -> dict[int, Stage]:
-    """My stages by their numbers.
-
-    Raises:
-        ScheduleError: others, or more or fewer, than the schedule places on this rank.
-    """
+    """My stages by number; raises ScheduleError where the schedule places others on this rank."""
     mine = schedule.stages_of(index)
     if isinstance(stages, Mapping):
         if set(stages) != set(mine):
@@ -316,20 +272,3 @@ def _numbered(stages: Stages, schedule: Schedule, index: int) -> dict[int, Stage
     if wrong:
         raise ScheduleError(f"a stage is a module or a function, not a {wrong[0]}")
     return dict(zip(mine, given, strict=True))
-
-
-def _schedule_text(schedule: Schedule | None) -> str:
-    if schedule is None:
-        return "none"
-    stages, number = schedule.num_stages, schedule.num_microbatches
-    digest = crc32(str(schedule).encode())
-    return f"{schedule.name} of {stages} stages and {number} microbatches ({digest:08x})"
-
-
-def _device(modules: Mapping[int, Stage], group: Group) -> torch.device:
-    """Where the stages live; without parameters or buffers, where messages of the group do."""
-    for module in modules.values():
-        if isinstance(module, nn.Module):
-            for x in (*module.parameters(), *module.buffers()):
-                return x.device
-    return primitives.device_of(group)

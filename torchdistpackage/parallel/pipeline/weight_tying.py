@@ -1,24 +1,23 @@
 """Weights that several pipe ranks hold: an embedding on the first stage that is the head's on the
 last.
 
-One rule: such a weight has one layout that lists all its holders. Whoever takes layouts then does
-the rest: NaiveDDP and ZeroOptimizer start the copies alike and sum their gradients when the step's
+Such a weight has one layout that lists all its holders; everything that takes layouts does the
+rest: NaiveDDP and ZeroOptimizer start the copies alike and sum their gradients when the step's
 messages have gone, `clip_grad_norm_` counts it once, checkpoints store it once.
 """
 
-from typing import cast
+from typing import Any
 
 from torch import nn
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.companions import on_cpu
+from torchdistpackage.comm.groups import on_cpu
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import collect
-
-Shapes = dict[str, tuple[int, ...]]
+from torchdistpackage.parallel.pipeline.agreement import by_rank
 
 
 def tie(stage: nn.Module, *, group: Group | None = None, **weights: str) -> dict[str, Layout]:
@@ -34,16 +33,14 @@ def tie(stage: nn.Module, *, group: Group | None = None, **weights: str) -> dict
     """
     group = resolve_group(group, "pipe")
     layouts = collect(stage)
-    known: Shapes = {w: layouts[name].shape for w, name in weights.items() if name in layouts}
+    known = {w: layouts[name].shape for w, name in weights.items() if name in layouts}
     unknown = [name for name in weights.values() if name not in layouts]
     problem = f"{type(stage).__name__} has no parameter {', '.join(unknown)}" if unknown else ""
-    told = cast(
-        list[tuple[Shapes, str]], primitives.gather_objects((known, problem), on_cpu(group))
-    )
-    if texts := [f"pipe rank {i}: {text}" for i, (_, text) in enumerate(told) if text]:
-        raise ScheduleError("; ".join(texts))
-    for weight in sorted({w for shapes, _ in told for w in shapes}):
-        held = {i: shapes[weight] for i, (shapes, _) in enumerate(told) if weight in shapes}
+    rows: list[Any] = primitives.gather_objects((known, problem), on_cpu(group))
+    if problems := by_rank([text for _, text in rows]):
+        raise ScheduleError(problems)
+    for weight in sorted({w for shapes, _ in rows for w in shapes}):
+        held = {i: shapes[weight] for i, (shapes, _) in enumerate(rows) if weight in shapes}
         if len(held) == 1 or len(set(held.values())) > 1:
             raise ScheduleError(
                 f"tied weight {weight}: its shapes by pipe rank are {held}; name it on two ranks "

@@ -1,31 +1,55 @@
 """Self-attention with the heads cut over the tensor group.
 
-One rule: a head is never cut. The fused product for q, k, v is split by columns head by head, each
+One rule: a head is never cut. The products for q, k, v are split by columns head by head, each
 rank attends with its own heads over the whole sequence, and the output product sums them.
+
+Of grouped queries (Ainslie et al., arXiv:2305.13245) each rank gets whole groups, keys and values
+included. Where there are more ranks than groups, several share one: each has some of its query
+heads and a copy of its key-value head, whose gradient these ranks sum.
 """
+
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.primitives import Group, Sizes
 from torchdistpackage.comm.random import differ
-from torchdistpackage.parallel.tensor.grouped import Grouped
+from torchdistpackage.layout.derive import head_range
+from torchdistpackage.layout.layout import HeadSplit
+from torchdistpackage.layout.refusals import attention_problems, refuse
 from torchdistpackage.parallel.tensor.init import NORMAL, Initial
-from torchdistpackage.parallel.tensor.layouts import heads_per_rank
 from torchdistpackage.parallel.tensor.linear import ColumnLinear, RowLinear
+from torchdistpackage.parallel.tensor.marked import Grouped
 from torchdistpackage.parallel.tensor.rotary import Tables, rotate
+
+TORCH_NAMES = {
+    "in_proj_weight": "qkv.weight",
+    "in_proj_bias": "qkv.bias",
+    "out_proj.weight": "out.weight",
+    "out_proj.bias": "out.bias",
+}
+"""Parameters of `torch.nn.MultiheadAttention` as `ParallelAttention` calls them."""
 
 
 class ParallelAttention(Grouped):
     """Multi-head self-attention: x (S, B, D) to (S, B, D); both S/n when sequence-parallel.
 
+    heads: of queries; the group need not divide them.
+    kv_heads: of keys and values, where they are fewer; default as many as `heads`.
+    head_dim: channels of a head; default dim / heads.
     causal: a position sees itself and those before it.
+    bias: of the products; out_bias: of the output product, default the same.
     dropout: part of the attention weights dropped, with masks of each rank's own.
     out_initial: initial weights of the output product, where they differ from `initial`.
 
+    `num_heads` and `num_kv_heads` are those of this rank. `from_full` also takes a
+    `torch.nn.MultiheadAttention` or its tensors.
+
     Raises:
-        LayoutError: dim is not a multiple of the heads, or the heads of the group's size.
+        LayoutError: dim is not a multiple of the heads, the heads not of `kv_heads`, or a rank
+            would have no head; lists all.
     """
 
     def __init__(
@@ -33,10 +57,14 @@ class ParallelAttention(Grouped):
         dim: int,
         heads: int,
         *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
         causal: bool = False,
         bias: bool = True,
+        out_bias: bool | None = None,
         dropout: float = 0.0,
         sequence_parallel: bool = False,
+        tp_comm_overlap: bool = False,
         initial: Initial = NORMAL,
         out_initial: Initial | None = None,
         group: Group | None = None,
@@ -45,30 +73,61 @@ class ParallelAttention(Grouped):
         device: torch.device | str | None = None,
     ):
         super().__init__(group, axis)
-        self.num_heads = heads_per_rank(dim, heads, self.group.size())
-        self.head_dim = dim // heads
+        size, index = self.group.size(), self.group.rank()
+        refuse("ParallelAttention", attention_problems(dim, heads, size, kv_heads, head_dim))
+        kv_heads = heads if kv_heads is None else kv_heads
+        self.head_dim = dim // heads if head_dim is None else head_dim
+        query, shared = HeadSplit(kv_heads, heads // kv_heads), HeadSplit(kv_heads, shared=True)
+        self.fused = kv_heads == heads
+        _, self.num_heads = head_range(query, size, index)
+        _, self.num_kv_heads = head_range(query if self.fused else shared, size, index)
         self.causal, self.dropout = causal, dropout
         common = {
-            "bias": bias,
             "sequence_parallel": sequence_parallel,
+            "tp_comm_overlap": tp_comm_overlap,
             "group": self.group,
             "axis": axis,
             "dtype": dtype,
             "device": device,
         }
-        self.qkv = ColumnLinear(dim, 3 * dim, parts=(dim, dim, dim), initial=initial, **common)
-        self.out = RowLinear(dim, dim, initial=out_initial or initial, **common)
+        q, kv = heads * self.head_dim, kv_heads * self.head_dim
+        columns = {"bias": bias, "initial": initial, **common}
+        if self.fused:
+            self.qkv = ColumnLinear(dim, 3 * q, parts=(q, q, q), heads=query, **columns)
+        else:
+            self.q = ColumnLinear(dim, q, heads=query, **columns)
+            self.kv = ColumnLinear(dim, 2 * kv, parts=(kv, kv), heads=shared, **columns)
+        common["bias"] = bias if out_bias is None else out_bias
+        self.out = RowLinear(q, dim, heads=query, initial=out_initial or initial, **common)
 
-    def forward(self, x: Tensor, rotary: Tables | None = None) -> Tensor:
-        """rotary: tables for the whole sequence, to turn queries and keys by."""
-        qkv = self.qkv(x)
-        seq_len, batch = qkv.shape[:2]
-        # (S, B, 3 h d) -> three of (B, h, S, d)
-        q, k, v = qkv.view(seq_len, batch, 3, self.num_heads, self.head_dim).permute(2, 1, 3, 0, 4)
+    def full_names(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {TORCH_NAMES.get(name, name): x for name, x in tensors.items()}
+
+    def forward(
+        self, x: Tensor, rotary: Tables | None = None, sizes: Sizes | None = None
+    ) -> Tensor:
+        """rotary: tables for the whole sequence, to turn queries and keys by.
+        sizes: under sequence parallelism the length of each rank's x, where they differ.
+        """
+        q, k, v = self._heads_of(x, sizes)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         mixed = attend(q, k, v, self.causal, self.dropout if self.training else 0.0, self.group)
-        return self.out(mixed.permute(2, 0, 1, 3).flatten(2))
+        return self.out(mixed.permute(2, 0, 1, 3).flatten(2), sizes)
+
+    def _heads_of(self, x: Tensor, sizes: Sizes | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of this rank's heads, (B, h, S, d) each."""
+        width = self.head_dim
+        if self.fused:
+            # (S, B, 3 h d) -> three of (B, h, S, d)
+            qkv = self.qkv(x, sizes).unflatten(-1, (3, self.num_heads, width))
+            q, k, v = qkv.permute(2, 1, 3, 0, 4)
+            return q, k, v
+        parts = (self.num_heads * width, 2 * self.num_kv_heads * width)
+        q, kv = ColumnLinear.side_by_side(x, (self.q, self.kv), sizes).split(parts, -1)
+        q = q.unflatten(-1, (self.num_heads, width)).permute(1, 2, 0, 3)
+        k, v = kv.unflatten(-1, (2, self.num_kv_heads, width)).permute(2, 1, 3, 0, 4)
+        return q, k, v
 
 
 def attend(
@@ -76,9 +135,11 @@ def attend(
 ) -> Tensor:
     """softmax(q k^T / sqrt(d)) v for this rank's heads, (B, h, S, d) each.
 
+    Keys and values may have fewer heads, each for as many consecutive queries' heads.
     group: whose ranks share the heads, each with dropout masks of its own; None: all are here.
     """
+    how = {"is_causal": causal, "dropout_p": dropout, "enable_gqa": q.shape[1] != k.shape[1]}
     if not dropout or group is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout)
+        return F.scaled_dot_product_attention(q, k, v, **how)
     with differ(group.rank(), q.device):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout)
+        return F.scaled_dot_product_attention(q, k, v, **how)

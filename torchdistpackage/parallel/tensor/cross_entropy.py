@@ -1,81 +1,184 @@
-"""Cross entropy of logits whose vocabulary is cut over the tensor group.
+"""Cross entropy of logits whose vocabulary is split over the tensor group.
 
-One rule: no rank ever sees a row of all logits. Two all-reduces make the loss, one of the
-row maxima and one of the sums of exponentials packed with the target's logit; the gradient
-is then a matter of each rank's own columns.
+No rank ever sees a row of all logits: two all-reduces of a few numbers a token make the losses of
+all tokens, and the gradient is a matter of each rank's own columns (loss_terms.py).
+`linear_cross_entropy` multiplies with the output weight too, a chunk of tokens at a time, so that
+not even a rank's own logits exist as a whole.
 """
+
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from torchdistpackage.comm.primitives import MAX, Group, all_reduce
-from torchdistpackage.errors import LayoutError
-from torchdistpackage.layout.derive import chunk
-from torchdistpackage.parallel.tensor.embedding import check_ids
+from torchdistpackage.comm.primitives import Group, all_reduce
+from torchdistpackage.errors import LayoutError, NotAvailableError
+from torchdistpackage.parallel.tensor.loss_terms import (
+    LossTargets,
+    LossTerms,
+    SoftmaxRows,
+    check_classes,
+    gradient,
+    join,
+    look,
+    reduced,
+)
+
+Reduction = Literal["none", "mean", "sum"]
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, target: Tensor, group: Group, *, vocab: int, ignore_index: int = -100
+    logits: Tensor,
+    target: Tensor,
+    group: Group,
+    *,
+    vocab: int,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: Reduction = "none",
 ) -> Tensor:
-    """Loss of each token, -log softmax(logits)[target], equal on all ranks of the group.
+    """`torch.nn.functional.cross_entropy`, class dim last, equal on all ranks of the group.
 
-    logits (..., my columns of vocab); target (...) int64, equal on all ranks; result (...),
-    float32, or float64 for float64 logits, and 0 where the target is `ignore_index`. Half
-    precisions are computed in float32.
+    logits (..., my columns of vocab); target (...) int64, equal on all ranks. Result (...), or
+    0-dim for "mean" and "sum"; float32, or float64 for float64 logits. Half precisions are computed
+    in float32. An ignored token's loss is 0; "mean" divides by the class weights of the others.
+
+    weight: (vocab,) a factor for each class, the same on all ranks.
+    z_loss: factor of the squared log partition function, which is added to the loss of each token.
 
     Raises:
-        LayoutError: the columns are not this rank's share of the vocabulary, or the shapes differ.
+        LayoutError: the columns are not this rank's share of the vocabulary, shapes differ, or an
+            option is out of its range.
         DataError: a target is outside 0..vocab-1. Seen on the CPU only: on a GPU
             such a token's loss lacks the target's logit.
     """
-    start, width = chunk(vocab, group.size(), group.rank())
-    if logits.shape[-1] != width or logits.shape[:-1] != target.shape:
+    check_classes(target)
+    terms = LossTerms(group, vocab, label_smoothing, z_loss)
+    if logits.shape[-1:] != (terms.width,) or logits.shape[:-1] != target.shape:
         raise LayoutError(
             f"cross entropy of logits {tuple(logits.shape)} and targets {tuple(target.shape)}: "
-            f"index {group.rank()} of {group.size()} ranks holds {width} of {vocab} vocabulary "
-            f"columns, so logits must be {(*target.shape, width)}"
+            f"index {group.rank()} of {group.size()} ranks holds {terms.width} of {vocab} "
+            f"vocabulary columns, so logits must be {(*target.shape, terms.width)}"
         )
-    ignored = target == ignore_index
-    check_ids(target.masked_fill(ignored, 0), vocab, "targets")
-    local = target - start
-    mine = (local >= 0) & (local < width) & ~ignored
-    return _CrossEntropy.apply(logits, local.masked_fill(~mine, 0), mine, ignored, group)
+    targets = LossTargets.of(target, terms, ignore_index, weight, logits.dtype)
+    losses = _CrossEntropy.apply(logits, terms, targets)
+    return reduced(losses, targets, reduction)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    group: Group,
+    *,
+    vocab: int,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: Reduction = "none",
+    chunk_tokens: int = 1024,
+) -> Tensor:
+    """`vocab_parallel_cross_entropy` of x W^T, whose logits exist for `chunk_tokens` at a time.
+
+    x (..., D), whole on every rank, whose gradient is summed over the group; weight
+    (my rows of vocab, D); target (...). The backward multiplies again. Other arguments and the
+    result are those of `vocab_parallel_cross_entropy`; class_weight is its `weight`.
+
+    Raises:
+        LayoutError: as there, or chunk_tokens is less than 1.
+        DataError: as there.
+    """
+    check_classes(target)
+    terms = LossTerms(group, vocab, label_smoothing, z_loss)
+    if weight.shape != (terms.width, x.shape[-1]) or x.shape[:-1] != target.shape:
+        raise LayoutError(
+            f"cross entropy of x {tuple(x.shape)}, weight {tuple(weight.shape)} and targets "
+            f"{tuple(target.shape)}: index {group.rank()} of {group.size()} ranks holds "
+            f"{terms.width} of {vocab} vocabulary rows, so weight must be "
+            f"{(terms.width, x.shape[-1])} and targets {tuple(x.shape[:-1])}"
+        )
+    if chunk_tokens < 1:
+        raise LayoutError(f"chunk_tokens is {chunk_tokens}; use 1 or more")
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+    targets = LossTargets.of(target, terms, ignore_index, class_weight, x.dtype)
+    losses = _LinearCrossEntropy.apply(x, weight, terms, targets, chunk_tokens)
+    return reduced(losses, targets, reduction)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, logits: Tensor, local: Tensor, mine: Tensor, ignored: Tensor, group: Group
-    ) -> Tensor:
-        """local (...): my column of the target, 0 where `mine` is false."""
-        x = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        has_columns = x.shape[-1] > 0
-        highest = x.amax(-1) if has_columns else x.new_full(local.shape, -torch.inf)
-        all_reduce(highest, group, MAX)
-
-        shifted = x - highest.unsqueeze(-1)
-        packed = x.new_zeros((2, *local.shape))
-        if has_columns:
-            hit = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1)
-            packed[1] = hit.masked_fill(~mine, 0)
-        exponentials = shifted.exp_()
-        packed[0] = exponentials.sum(-1)
-        all_reduce(packed, group)
-
-        total, hit = packed
-        softmax = exponentials.div_(total.unsqueeze(-1))
-        ctx.dtype = logits.dtype
-        ctx.save_for_backward(softmax, local, mine, ignored)
-        return (total.log() - hit).masked_fill(ignored, 0)
+    def forward(ctx, logits: Tensor, terms: LossTerms, targets: LossTargets) -> Tensor:
+        flat = logits.reshape(len(targets.column), terms.width)
+        losses, softmax = join(look(flat, terms, targets), terms, targets)
+        ctx.terms, ctx.targets = terms, targets
+        ctx.save_for_backward(logits, softmax.highest, softmax.total)
+        return losses
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad: Tensor):
-        softmax, local, mine, ignored = ctx.saved_tensors
-        grad = grad.masked_fill(ignored, 0)
-        out = softmax * grad.unsqueeze(-1)
-        if out.shape[-1]:
-            hit = grad.masked_fill(~mine, 0)
-            out.scatter_add_(-1, local.unsqueeze(-1), -hit.unsqueeze(-1))
-        return out.to(ctx.dtype), None, None, None, None
+        logits, *softmax = ctx.saved_tensors
+        with torch.no_grad():
+            flat = logits.reshape(len(ctx.targets.column), ctx.terms.width)
+            out = gradient(grad, flat, SoftmaxRows(*softmax), ctx.terms, ctx.targets)
+        return _once((logits, grad), out.view(logits.shape))[0], None, None
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, weight: Tensor, terms: LossTerms, targets: LossTargets, num_tokens: int
+    ) -> Tensor:
+        flat = x.reshape(len(targets.column), x.shape[-1])
+        found = [look(flat[at] @ weight.t(), terms, part) for at, part in targets.split(num_tokens)]
+        losses, softmax = join(torch.cat(found, 1), terms, targets)
+        ctx.terms, ctx.targets, ctx.num_tokens = terms, targets, num_tokens
+        ctx.save_for_backward(x, weight, softmax.highest, softmax.total)
+        return losses
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight, *softmax = ctx.saved_tensors
+        terms, shares = ctx.terms, SoftmaxRows(*softmax)
+        # a backward inside autocast would multiply in another dtype than the forward did
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            flat = x.reshape(len(ctx.targets.column), x.shape[-1])
+            grad_x = torch.empty_like(flat)
+            grad_weight = torch.zeros_like(weight, dtype=ctx.targets.kept.dtype)
+            for at, part in ctx.targets.split(ctx.num_tokens):
+                logits = flat[at] @ weight.t()
+                out = gradient(grad[at], logits, shares.split(at), terms, part)
+                grad_x[at] = out @ weight
+                grad_weight += out.t() @ flat[at]
+            all_reduce(grad_x, terms.group)
+        grads = grad_x.view(x.shape), grad_weight.to(weight.dtype)
+        return *_once((x, weight, grad), *grads), None, None, None
+
+
+def _once(inputs: tuple[Tensor, ...], *grads: Tensor) -> tuple[Tensor, ...]:
+    """The gradients, of which a further derivative is refused where it is asked for."""
+    return _Once.apply(len(grads), *grads, *inputs) if torch.is_grad_enabled() else grads
+
+
+class _Once(torch.autograd.Function):
+    """As torch's `once_differentiable`, with an error that says of what.
+
+    The inputs of the loss are among its own, so that it is in the graph also where the incoming
+    gradient is a constant, as that of a loss is.
+    """
+
+    @staticmethod
+    def forward(ctx, num_grads: int, *grads_and_inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(each.clone() for each in grads_and_inputs[:num_grads])
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        raise NotAvailableError(
+            "the gradient of vocab_parallel_cross_entropy and linear_cross_entropy has no "
+            "derivative of its own; for a second derivative gather the logits and use "
+            "torch.nn.functional.cross_entropy"
+        )

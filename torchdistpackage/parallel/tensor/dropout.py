@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.random import differ
-from torchdistpackage.parallel.tensor.grouped import Grouped
+from torchdistpackage.parallel.tensor.marked import Grouped
 
 
 class Dropout(Grouped):

@@ -1,29 +1,47 @@
-"""Token embedding with the vocabulary cut over the tensor group.
+"""Token embeddings with the vocabulary, or the features, cut over the tensor group.
 
-One rule: each id is foreign to all ranks but one; the others add zero, so the sum over the
-group is the row, exactly. The vocabulary need not divide: the first ranks hold more, the
-last ones may hold nothing.
+Of the vocabulary each id is foreign to all ranks but one; the others add zero, so the sum over the
+group is the row, exactly. The vocabulary need not divide: the first ranks hold more, the last ones
+may hold nothing. Of the features each rank looks up its part of every row.
 """
+
+from dataclasses import replace
+from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from torchdistpackage.comm import collectives
-from torchdistpackage.comm.primitives import Group
-from torchdistpackage.errors import DataError
+from torchdistpackage.comm.primitives import MAX, Group, Sizes, all_reduce
+from torchdistpackage.errors import DataError, LayoutError
 from torchdistpackage.layout.derive import chunk
+from torchdistpackage.layout.refusals import feature_problems, refuse
 from torchdistpackage.parallel.tensor import layouts as cut
-from torchdistpackage.parallel.tensor.grouped import Grouped
 from torchdistpackage.parallel.tensor.init import NORMAL, Initial, make_parameters
 from torchdistpackage.parallel.tensor.layouts import Layouts
+from torchdistpackage.parallel.tensor.marked import Grouped
 
 
-class VocabParallelEmbedding(Grouped):
-    """Rows of a table (vocab, dim) by id: ids (S, ...) int64, equal on all ranks, to (S, ..., dim).
+class LookupOptions(TypedDict, total=False):
+    """Those of `torch.nn.Embedding`, with its defaults.
 
-    Under sequence parallelism the result is (S/n, ..., dim).
+    padding_idx: an id whose row gets no gradient; a layer's starts as zeros.
+    max_norm: rows that are looked up are first shrunk to this norm, in place.
+    norm_type: of max_norm; inf: the largest element.
+    scale_grad_by_freq: divide a row's gradient by how often the ids name it.
+    sparse: a sparse gradient; on ranks that hold no row, a dense one without elements.
     """
+
+    padding_idx: int | None
+    max_norm: float | None
+    norm_type: float
+    scale_grad_by_freq: bool
+    sparse: bool
+
+
+class _Embedding(Grouped):
+    """What both cuts share: sizes, options, a table made from its layout."""
 
     def __init__(
         self,
@@ -36,15 +54,19 @@ class VocabParallelEmbedding(Grouped):
         axis: str = "tensor",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        **options: Unpack[LookupOptions],
     ):
         super().__init__(group, axis)
-        self.vocab, self.dim = vocab, dim
-        self.sequence_parallel, self.initial = sequence_parallel, initial
-        self.start = chunk(vocab, self.group.size(), self.group.rank())[0]
+        self.vocab, self.dim, self.sequence_parallel = vocab, dim, sequence_parallel
+        self.options = _checked(options, vocab, type(self).__name__)
+        padding = self.options.get("padding_idx")
+        self.initial = initial if padding is None else replace(initial, zero_row=padding)
+        refuse(type(self).__name__, self.problems())
         make_parameters(self, dtype, device)
 
-    def layouts(self) -> Layouts:
-        return cut.vocab_embedding(self.vocab, self.dim, self.axis)
+    def problems(self) -> list[str]:
+        """Why the group cannot share what this layer cuts."""
+        return []
 
     def initials(self) -> dict[str, Initial]:
         return {"weight": self.initial}
@@ -52,31 +74,146 @@ class VocabParallelEmbedding(Grouped):
     def extra_repr(self) -> str:
         return f"{self.vocab}, {self.dim}, over {self.group.size()} {self.axis} ranks"
 
-    def forward(self, ids: Tensor) -> Tensor:
+
+class VocabParallelEmbedding(_Embedding):
+    """Rows of a table (vocab, dim) by id: ids (S, ...) int64, equal on all ranks, to (S, ..., dim).
+
+    Under sequence parallelism the result is (S/n, ..., dim). Takes `LookupOptions`.
+    """
+
+    def layouts(self) -> Layouts:
+        return cut.vocab_embedding(self.vocab, self.dim, self.axis)
+
+    def forward(self, ids: Tensor, sizes: Sizes | None = None) -> Tensor:
         """Look the ids up.
+
+        sizes: under sequence parallelism the length of each rank's result, where they differ.
 
         Raises:
             DataError: an id is outside 0..vocab-1. Seen on the CPU only: a GPU would have to
                 stop for the answer, and gives a zero vector (one rank: its own assertion).
-            LayoutError: under sequence parallelism, S is not a multiple of the group's size.
+            LayoutError: under sequence parallelism without `sizes`, S is not a multiple of the
+                group's size.
         """
-        check_ids(ids, self.vocab, "ids")
-        partial = self._mine(ids)
+        partial = vocab_embedding(ids, self.weight, self.group, vocab=self.vocab, **self.options)
         if self.sequence_parallel:
-            return collectives.reduce_scatter(partial, 0, self.group)
+            return collectives.reduce_scatter(partial, 0, self.group, sizes)
         return collectives.reduce(partial, self.group)
 
-    def _mine(self, ids: Tensor) -> Tensor:
-        num_rows = self.weight.shape[0]
-        if num_rows == self.vocab:
-            return F.embedding(ids, self.weight)
-        if num_rows == 0:
-            # the sum of nothing keeps the graph, so that all ranks join in the same backward
-            return self.weight.new_zeros((*ids.shape, self.dim)) + self.weight.sum()
-        local = ids - self.start
-        foreign = (local < 0) | (local >= num_rows)
-        rows = F.embedding(local.masked_fill(foreign, 0), self.weight)
+
+class FeatureParallelEmbedding(_Embedding):
+    """The same look-up with the table cut along dim: each rank holds a part of every row.
+
+    gather_output: False leaves the result cut along its last dim, (S, ..., dim/n), for a RowLinear.
+    Under sequence parallelism the result is (S/n, ..., dim). Takes `LookupOptions`.
+
+    Raises:
+        LayoutError: a rank would have no part of dim, or the result is to stay cut along two dims.
+    """
+
+    def __init__(self, vocab: int, dim: int, *, gather_output: bool = True, **how: Any):
+        self.gather_output = gather_output
+        super().__init__(vocab, dim, **how)
+
+    def problems(self) -> list[str]:
+        found = feature_problems("dim", self.dim, self.group.size())
+        if self.sequence_parallel and not self.gather_output:
+            found.append("sequence_parallel joins the features; leave gather_output=False out")
+        return found
+
+    def layouts(self) -> Layouts:
+        return cut.feature_embedding(self.vocab, self.dim, self.axis)
+
+    def forward(self, ids: Tensor, sizes: Sizes | None = None) -> Tensor:
+        """Look the ids up; `sizes` and errors as in `VocabParallelEmbedding`."""
+        check_ids(ids, self.vocab, "ids")
+        columns = feature_embedding(ids, self.weight, self.group, **self.options)
+        size, last = self.group.size(), ids.dim()
+        widths = None
+        if self.dim % size:
+            widths = [chunk(self.dim, size, rank)[1] for rank in range(size)]
+        if self.sequence_parallel:
+            # what each rank gets are all features of its rows
+            return collectives.all_to_all(columns, 0, last, self.group, sizes, widths)
+        if not self.gather_output:
+            return columns
+        return collectives.gather(columns, last, self.group, widths)
+
+
+def vocab_embedding(
+    ids: Tensor,
+    weight: Tensor,
+    group: Group,
+    *,
+    vocab: int,
+    **options: Unpack[LookupOptions],
+) -> Tensor:
+    """My rows (my part of vocab, D) by id, zero for the ids of other ranks: (..., D).
+
+    The sum over the group is `F.embedding` of the whole table, with its options. On a GPU those
+    that look at which rows were met (max_norm, scale_grad_by_freq, sparse) stop for the host.
+
+    Raises:
+        LayoutError: `weight` is not this rank's share of the vocabulary.
+        DataError: an id is outside 0..vocab-1. Seen on the CPU only.
+    """
+    check_ids(ids, vocab, "ids")
+    start, num_rows = chunk(vocab, group.size(), group.rank())
+    if weight.shape[0] != num_rows:
+        raise LayoutError(
+            f"an embedding table of {weight.shape[0]} rows, but index {group.rank()} of "
+            f"{group.size()} ranks holds {num_rows} of a vocabulary of {vocab}"
+        )
+    if num_rows == vocab:
+        return F.embedding(ids, weight, **options)
+    if num_rows == 0:
+        # the sum of nothing keeps the graph, so that all ranks join in the same backward
+        return weight.new_zeros((*ids.shape, weight.shape[1])) + weight.sum()
+    local = ids - start
+    foreign = (local < 0) | (local >= num_rows)
+    if (padding := options.get("padding_idx")) is not None:
+        padding = padding % vocab - start
+        options["padding_idx"] = padding if 0 <= padding < num_rows else None
+    looks = ("max_norm", "scale_grad_by_freq", "sparse")
+    if not any(options.get(name) not in (None, False) for name in looks):
+        rows = F.embedding(local.masked_fill(foreign, 0), weight, options.get("padding_idx"))
         return rows.masked_fill(foreign.unsqueeze(-1), 0)
+    mine = ~foreign.flatten()
+    met = F.embedding(local.flatten()[mine], weight, **options)
+    rows = met.new_zeros((ids.numel(), weight.shape[1])).index_put((mine,), met)
+    return rows.view(*ids.shape, weight.shape[1])
+
+
+def feature_embedding(
+    ids: Tensor, weight: Tensor, group: Group, **options: Unpack[LookupOptions]
+) -> Tensor:
+    """My columns (V, my part of D) of the rows by id: (..., my part of D).
+
+    The parts joined are `F.embedding` of the whole table, with its options; max_norm is the norm of
+    the whole row, for which the group sums once.
+    """
+    max_norm = options.pop("max_norm", None)
+    if max_norm is not None:
+        renormalise(weight, ids, max_norm, options.get("norm_type", 2.0), group)
+    return F.embedding(ids, weight, **options)
+
+
+@torch.no_grad()
+def renormalise(
+    weight: Tensor, ids: Tensor, max_norm: float, norm_type: float, group: Group
+) -> None:
+    """Shrink the rows of `ids`, whose columns the group shares, to a norm of at most `max_norm`."""
+    met = ids.unique()
+    parts = weight[met].abs()
+    if norm_type == torch.inf:
+        norms = parts.amax(1) if parts.shape[1] else parts.new_zeros(len(met))
+        all_reduce(norms, group, MAX)
+    else:
+        norms = parts.pow(norm_type).sum(1)
+        all_reduce(norms, group)
+        norms = norms.pow(1 / norm_type)
+    scale = torch.where(norms > max_norm, max_norm / (norms + 1e-7), 1.0)
+    weight[met] *= scale.unsqueeze(1)
 
 
 def check_ids(ids: Tensor, vocab: int, what: str) -> None:
@@ -93,3 +230,20 @@ def check_ids(ids: Tensor, vocab: int, what: str) -> None:
             f"{what} of shape {tuple(ids.shape)} hold values from {low} to {high}, but the "
             f"vocabulary is 0 to {vocab - 1}; use the tokenizer of this model, or a larger vocab"
         )
+
+
+def _checked(options: LookupOptions, vocab: int, where: str) -> LookupOptions:
+    """The options, with `padding_idx` counted from the first row.
+
+    Raises:
+        LayoutError: padding_idx is not in the vocabulary.
+    """
+    padding = options.get("padding_idx")
+    if padding is None:
+        return options
+    if not -vocab <= padding < vocab:
+        raise LayoutError(
+            f"{where}: padding_idx {padding} is not in a vocabulary of {vocab}; "
+            f"use {-vocab} to {vocab - 1}"
+        )
+    return {**options, "padding_idx": padding % vocab}

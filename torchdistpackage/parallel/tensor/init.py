@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.random import differ, seed_from
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.layout.derive import blocks, local_shape
+from torchdistpackage.layout.derive import chunk, holders_along, local_shape
 from torchdistpackage.layout.layout import Layout
+from torchdistpackage.parallel.tensor.full import copy_part
 from torchdistpackage.parallel.tensor.marked import Marked
 from torchdistpackage.topology.mesh import Mesh
 
@@ -29,10 +30,12 @@ class Initial:
 
     kind: "normal" and "uniform" are centred on 0; "zeros" and "ones" are constant.
     std: standard deviation of the draws; a uniform draw lies within std * sqrt(3).
+    zero_row: this row of the whole tensor is zeros, as that of an embedding's padding.
     """
 
     kind: Literal["normal", "uniform", "zeros", "ones"] = "normal"
     std: float = 0.02
+    zero_row: int | None = None
 
     @property
     def constant(self) -> bool:
@@ -51,6 +54,11 @@ def fill(x: Tensor, initial: Initial, generator: torch.Generator | None = None) 
         return x.normal_(0, initial.std, generator=generator)
     bound = initial.std * 3**0.5
     return x.uniform_(-bound, bound, generator=generator)
+
+
+def _zero_row(x: Tensor, row: int | None) -> None:
+    if row is not None and row >= 0:
+        x[row] = 0
 
 
 def parameter(
@@ -74,8 +82,14 @@ def parameter(
     if weight.is_meta:
         return nn.Parameter(weight)
     own = bool(layout.split_axes) and not initial.constant
-    with differ(group.rank(), weight.device) if own else nullcontext():
-        return nn.Parameter(fill(weight, initial))
+    index = holders_along(layout, group.size(), group.rank()).start
+    with differ(index, weight.device) if own else nullcontext():
+        fill(weight, initial)
+    if initial.zero_row is not None:
+        rows = layout.split[0]
+        start, num = chunk(layout.shape[0], group.size(), group.rank()) if rows else (0, shape[0])
+        _zero_row(weight, initial.zero_row - start if initial.zero_row < start + num else None)
+    return nn.Parameter(weight)
 
 
 def make_parameters(
@@ -142,20 +156,5 @@ def initialize(
         full = fill(
             torch.empty(layout.shape, dtype=torch.float32, device="cpu"), initial, generator
         )
+        _zero_row(full, initial.zero_row)
         copy_part(target, full, layout, mesh, rank)
-
-
-@torch.no_grad()
-def copy_part(target: Tensor, full: Tensor, layout: Layout, mesh: Mesh, rank: int) -> None:
-    """Overwrite `target`, the shard of `rank`, with its part of the whole tensor.
-
-    Raises:
-        LayoutError: `full` is not of the layout's shape.
-    """
-    if tuple(full.shape) != layout.shape:
-        raise LayoutError(
-            f"{layout.name}: the whole tensor has shape {tuple(full.shape)}, "
-            f"but the layer was made for {layout.shape}; give one of that shape"
-        )
-    for whole, local in blocks(layout, mesh, rank):
-        target[local].copy_(full[whole])

@@ -11,24 +11,42 @@ under sequence parallelism that is every parameter applied outside the column..r
 from dataclasses import replace
 
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.layout.layout import Axes, Layout
+from torchdistpackage.layout.layout import Axes, HeadSplit, Layout
 from torchdistpackage.layout.mark import Layouts, prefixed
 
 
-def column(dout: int, din: int, bias: bool, axis: str, parts: tuple[int, ...] = ()) -> Layouts:
-    """A product whose output is cut: weight and bias along Dout.
+def column(
+    dout: int,
+    din: int,
+    bias: bool,
+    axis: str,
+    parts: tuple[int, ...] = (),
+    heads: HeadSplit | None = None,
+) -> Layouts:
+    """A product whose output is cut: weight and bias along Dout, evenly or not.
 
     parts: sizes of fused outputs (q, k, v), each of which is cut by itself.
+    heads: of which Dout, or each part, is made, if it is.
     """
-    layouts = {"weight": Layout("weight", (dout, din), ((axis,), ()), parts=(parts, ()))}
+    shape, split, how = (dout, din), ((axis,), ()), {"uneven": True, "heads": heads}
+    layouts = {"weight": Layout("weight", shape, split, parts=(parts, ()), **how)}
     if bias:
-        layouts["bias"] = Layout("bias", (dout,), ((axis,),), parts=(parts,))
+        layouts["bias"] = Layout("bias", (dout,), ((axis,),), parts=(parts,), **how)
     return layouts
 
 
-def row(dout: int, din: int, bias: bool, axis: str, sequence_parallel: bool = False) -> Layouts:
-    """A product whose input is cut: weight along Din; the bias is whole, added after the sum."""
-    layouts = {"weight": Layout("weight", (dout, din), ((), (axis,)))}
+def row(
+    dout: int,
+    din: int,
+    bias: bool,
+    axis: str,
+    sequence_parallel: bool = False,
+    heads: HeadSplit | None = None,
+) -> Layouts:
+    """A product whose input is cut, evenly or not: weight along Din; the bias is whole, added after
+    the sum."""
+    weight = Layout("weight", (dout, din), ((), (axis,)), uneven=True, heads=heads)
+    layouts = {"weight": weight}
     if bias:
         layouts["bias"] = Layout("bias", (dout,), unreduced=_partial(axis, sequence_parallel))
     return layouts
@@ -37,6 +55,11 @@ def row(dout: int, din: int, bias: bool, axis: str, sequence_parallel: bool = Fa
 def vocab_embedding(vocab: int, dim: int, axis: str) -> Layouts:
     """A table (vocab, dim) cut along the vocabulary, evenly or not: embedding or output head."""
     return {"weight": Layout("weight", (vocab, dim), ((axis,), ()), uneven=True)}
+
+
+def feature_embedding(vocab: int, dim: int, axis: str) -> Layouts:
+    """A table (vocab, dim) cut along its features, evenly or not."""
+    return {"weight": Layout("weight", (vocab, dim), ((), (axis,)), uneven=True)}
 
 
 def position(seq_len: int, dim: int, axis: str, sequence_parallel: bool) -> Layouts:
@@ -52,20 +75,51 @@ def norm(dim: int, bias: bool, axis: str, sequence_parallel: bool) -> Layouts:
     return {name: Layout(name, (dim,), unreduced=partial) for name in names}
 
 
-def attention(dim: int, bias: bool, axis: str, sequence_parallel: bool) -> Layouts:
-    """Fused q, k, v cut by heads (`qkv`), and the product that joins the heads again (`out`)."""
-    return {
-        **prefixed("qkv", column(3 * dim, dim, bias, axis, (dim, dim, dim))),
-        **prefixed("out", row(dim, dim, bias, axis, sequence_parallel)),
-    }
+def attention(
+    dim: int,
+    bias: bool,
+    axis: str,
+    sequence_parallel: bool,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    out_bias: bool | None = None,
+) -> Layouts:
+    """Fused q, k, v cut by heads (`qkv`), and the product that joins the heads again (`out`).
+
+    heads: default one a channel. kv_heads: where they are fewer, queries (`q`) and fused keys and
+        values (`kv`) are products of their own, so that ranks that share a key-value head share
+        its parameters. head_dim: default dim / heads. out_bias: default as `bias`.
+    """
+    heads = dim if heads is None else heads
+    kv_heads = heads if kv_heads is None else kv_heads
+    width = dim // heads if head_dim is None else head_dim
+    query = HeadSplit(kv_heads, heads // kv_heads)
+    q, kv = heads * width, kv_heads * width
+    if kv_heads == heads:
+        products = prefixed("qkv", column(3 * q, dim, bias, axis, (q, q, q), query))
+    else:
+        shared = HeadSplit(kv_heads, shared=True)
+        products = {
+            **prefixed("q", column(q, dim, bias, axis, heads=query)),
+            **prefixed("kv", column(2 * kv, dim, bias, axis, (kv, kv), shared)),
+        }
+    out_bias = bias if out_bias is None else out_bias
+    return products | prefixed("out", row(dim, q, out_bias, axis, sequence_parallel, query))
 
 
-def mlp(dim: int, hidden: int, bias: bool, axis: str, sequence_parallel: bool) -> Layouts:
-    """Two products with the hidden dim cut between them (`up`, `down`)."""
-    return {
-        **prefixed("up", column(hidden, dim, bias, axis)),
-        **prefixed("down", row(dim, hidden, bias, axis, sequence_parallel)),
-    }
+def mlp(
+    dim: int, hidden: int, bias: bool, axis: str, sequence_parallel: bool, gated: bool = False
+) -> Layouts:
+    """Two products with the hidden dim cut between them (`up`, `down`).
+
+    gated: the first makes a gate too, fused with it (`gate_up`, the gate first).
+    """
+    up = column(hidden, dim, bias, axis)
+    first = prefixed("up", up)
+    if gated:
+        first = prefixed("gate_up", column(2 * hidden, dim, bias, axis, (hidden, hidden)))
+    return first | prefixed("down", row(dim, hidden, bias, axis, sequence_parallel))
 
 
 def transposed(layouts: Layouts) -> Layouts:

@@ -2,54 +2,73 @@
 
 x -> ColumnLinear -> (anything element-wise or by head) -> RowLinear -> y costs one
 collective on each side. Without sequence parallelism x and y are whole on every rank; with it
-they are cut along dim 0, the sequence. A row's bias is added once, after the sum.
+they are cut along dim 0, the sequence. A row's bias is added once, after the sum. `ParallelMlp` is
+such a pair: what stands between the products works on each hidden channel alone.
 """
+
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from torchdistpackage.comm import collectives
-from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.primitives import Group, Sizes
+from torchdistpackage.comm.tpc import resolve_group
+from torchdistpackage.layout.layout import HeadSplit
+from torchdistpackage.layout.refusals import feature_problems, refuse
 from torchdistpackage.parallel.tensor import layouts as cut
-from torchdistpackage.parallel.tensor.grouped import Grouped
+from torchdistpackage.parallel.tensor.full import FullTensors
 from torchdistpackage.parallel.tensor.init import NORMAL, ZEROS, Initial, make_parameters
 from torchdistpackage.parallel.tensor.layouts import Layouts
+from torchdistpackage.parallel.tensor.marked import Grouped, is_reduced
+from torchdistpackage.parallel.tensor.products import column_product, row_product
 
 
 def column_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence_parallel: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: Group,
+    sequence_parallel: bool = False,
+    sizes: Sizes | None = None,
 ) -> Tensor:
     """My columns of x W^T + b.
 
     x (S, ..., Din), or (S/n, ..., Din) under sequence parallelism; weight (Dout/n, Din);
     result (S, ..., Dout/n). The gradient of x is summed over the group.
+    sizes: under sequence parallelism the length of each rank's x, where they differ.
     """
-    whole = collectives.all_gather(x, 0, group) if sequence_parallel else collectives.copy(x, group)
-    return F.linear(whole, weight, bias)
+    return column_product(x, (weight,), (bias,), group, sequence_parallel, sizes)
 
 
 def row_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence_parallel: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: Group,
+    sequence_parallel: bool = False,
+    sizes: Sizes | None = None,
 ) -> Tensor:
     """x W^T + b from each rank's columns of x.
 
     x (S, ..., Din/n); weight (Dout, Din/n); bias (Dout,), whole; result (S, ..., Dout), or
-    (S/n, ..., Dout) under sequence parallelism.
+    (S/n, ..., Dout) under sequence parallelism. sizes: the length of each rank's result.
 
     Raises:
-        LayoutError: under sequence parallelism, S is not a multiple of the group's size.
+        LayoutError: under sequence parallelism without `sizes`, S is not a multiple of the group's
+            size.
     """
-    partial = F.linear(x, weight)
-    if sequence_parallel:
-        y = collectives.reduce_scatter(partial, 0, group)
-    else:
-        y = collectives.reduce(partial, group)
+    y = row_product(x, weight, group, sequence_parallel, sizes)
     return y if bias is None else y + bias
 
 
 class _Linear(Grouped):
-    """What both cuts share: sizes, parameters made from their layouts."""
+    """What both cuts share: sizes, parameters made from their layouts.
+
+    tp_comm_overlap: under sequence parallelism gather and scatter in chunks, between which the
+        product computes (Megatron-LM's word, torch's async tensor parallel).
+    """
 
     def __init__(
         self,
@@ -58,7 +77,9 @@ class _Linear(Grouped):
         *,
         bias: bool = True,
         parts: tuple[int, ...] = (),
+        heads: HeadSplit | None = None,
         sequence_parallel: bool = False,
+        tp_comm_overlap: bool = False,
         initial: Initial = NORMAL,
         group: Group | None = None,
         axis: str = "tensor",
@@ -66,9 +87,16 @@ class _Linear(Grouped):
         device: torch.device | str | None = None,
     ):
         super().__init__(group, axis)
-        self.din, self.dout, self.parts = din, dout, parts
+        self.tp_comm_overlap = tp_comm_overlap and sequence_parallel
+        self.din, self.dout, self.parts, self.heads = din, dout, parts, heads
+        if heads is None:
+            refuse(type(self).__name__, self.problems())
         self.has_bias, self.sequence_parallel, self.initial = bias, sequence_parallel, initial
         make_parameters(self, dtype, device)
+
+    def problems(self) -> list[str]:
+        """Why the group cannot share the features that this layer cuts."""
+        return []
 
     def initials(self) -> dict[str, Initial]:
         return {"weight": self.initial, "bias": ZEROS}
@@ -80,29 +108,122 @@ class _Linear(Grouped):
 class ColumnLinear(_Linear):
     """`column_linear` with its parameters: each rank holds, and returns, its columns.
 
-    parts: sizes of fused outputs (q, k, v), each of which is cut by itself.
+    Where dout does not divide, the first ranks hold more (`torch.chunk`'s rule).
+    parts: sizes of fused outputs (gate, up), each of which is cut by itself.
+    heads: dout, or each part, is heads, which stay whole.
 
     Raises:
-        LayoutError: the group cannot share dout, or a part of it, evenly.
+        LayoutError: a rank would have no part of dout, or of a part of it.
     """
 
-    def layouts(self) -> Layouts:
-        return cut.column(self.dout, self.din, self.has_bias, self.axis, self.parts)
+    def problems(self) -> list[str]:
+        extents = self.parts or (self.dout,)
+        size = self.group.size()
+        return [p for n in extents for p in feature_problems("weight: dim 0", n, size)]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return column_linear(x, self.weight, self.bias, self.group, self.sequence_parallel)
+    def layouts(self) -> Layouts:
+        return cut.column(self.dout, self.din, self.has_bias, self.axis, self.parts, self.heads)
+
+    def forward(self, x: Tensor, sizes: Sizes | None = None) -> Tensor:
+        return self.side_by_side(x, (self,), sizes)
+
+    @staticmethod
+    def side_by_side(
+        x: Tensor, layers: "Sequence[ColumnLinear]", sizes: Sizes | None = None
+    ) -> Tensor:
+        """The results of several such layers of one x, joined in the last dim: x is gathered once,
+        and its gradient summed once."""
+        first = layers[0]
+        how = first.group, first.sequence_parallel, sizes, first.tp_comm_overlap
+        parameters = [layer.parameters_here() for layer in layers]
+        weights, biases = zip(*parameters, strict=True)
+        return column_product(x, weights, biases, *how)
+
+    def parameters_here(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias as a forward is to use them."""
+        weight, bias = self.weight, self.bias
+        if self.heads is not None and self.heads.shared:
+            return cast(Tensor, self.summed(weight)), self.summed(bias)
+        return weight, bias
 
 
 class RowLinear(_Linear):
     """`row_linear` with its parameters: each rank holds the rows for its part of the input.
 
+    Where din does not divide, the first ranks hold more (`torch.chunk`'s rule).
+    heads: din is heads, which stay whole.
+
     Raises:
-        LayoutError: the group cannot share din evenly.
+        LayoutError: a rank would have no part of din.
     """
 
-    def layouts(self) -> Layouts:
-        return cut.row(self.dout, self.din, self.has_bias, self.axis, self.sequence_parallel)
+    def problems(self) -> list[str]:
+        return feature_problems("weight: dim 1", self.din, self.group.size())
 
-    def forward(self, x: Tensor) -> Tensor:
-        bias = self.summed(self.bias) if self.sequence_parallel else self.bias
-        return row_linear(x, self.weight, bias, self.group, self.sequence_parallel)
+    def layouts(self) -> Layouts:
+        how = self.axis, self.sequence_parallel, self.heads
+        return cut.row(self.dout, self.din, self.has_bias, *how)
+
+    def forward(self, x: Tensor, sizes: Sizes | None = None) -> Tensor:
+        how = self.group, self.sequence_parallel, sizes, self.tp_comm_overlap
+        if self.bias is None or not (self.sequence_parallel and is_reduced(self.bias)):
+            return row_product(x, self.weight, *how, self.bias)
+        return row_product(x, self.weight, *how) + self.bias
+
+
+class ParallelMlp(FullTensors, nn.Module):
+    """down(activation(up(x))): x (S, B, D) to (S, B, D); both S/n when sequence-parallel.
+
+    gated: down(activation(gate(x)) * up(x)), gate and up one product (`gate_up`): SwiGLU with
+        activation=F.silu (Shazeer, arXiv:2002.05202).
+    activation: works on each element alone.
+    down_initial: initial weights of the second product, where they differ from `initial`.
+
+    Raises:
+        LayoutError: a rank would have no part of `hidden`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        *,
+        gated: bool = False,
+        activation: Callable[[Tensor], Tensor] = F.gelu,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        tp_comm_overlap: bool = False,
+        initial: Initial = NORMAL,
+        down_initial: Initial | None = None,
+        group: Group | None = None,
+        axis: str = "tensor",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
+        super().__init__()
+        group = resolve_group(group, axis)
+        refuse("ParallelMlp", feature_problems("hidden", hidden, group.size()))
+        common = {
+            "bias": bias,
+            "sequence_parallel": sequence_parallel,
+            "tp_comm_overlap": tp_comm_overlap,
+            "group": group,
+            "axis": axis,
+            "dtype": dtype,
+            "device": device,
+        }
+        self.activation, self.gated = activation, gated
+        if gated:
+            parts = (hidden, hidden)
+            self.gate_up = ColumnLinear(dim, 2 * hidden, parts=parts, initial=initial, **common)
+        else:
+            self.up = ColumnLinear(dim, hidden, initial=initial, **common)
+        self.down = RowLinear(hidden, dim, initial=down_initial or initial, **common)
+
+    def forward(self, x: Tensor, sizes: Sizes | None = None) -> Tensor:
+        """sizes: under sequence parallelism the length of each rank's x, where they differ."""
+        how = {} if sizes is None else {"sizes": sizes}
+        if not self.gated:
+            return self.down(self.activation(self.up(x, **how)), **how)
+        gate, up = self.gate_up(x, **how).chunk(2, -1)
+        return self.down(self.activation(gate) * up, **how)

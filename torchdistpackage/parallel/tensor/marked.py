@@ -10,16 +10,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm import collectives
 from torchdistpackage.comm.primitives import Group, ranks_of
-from torchdistpackage.comm.tpc import group_again
+from torchdistpackage.comm.tpc import group_again, resolve_group
 from torchdistpackage.errors import CommError, LaunchError
 from torchdistpackage.layout.mark import Layouts, mark_of, mark_parameter
+from torchdistpackage.parallel.tensor.full import FullTensors
+from torchdistpackage.parallel.tensor.sharing import copy_to_sharing
 
 
-class Marked(nn.Module):
+class Marked(FullTensors, nn.Module):
     """A module with `layouts()`, which it marks its parameters with, over its `group`.
 
     A subclass sets `group`, None where nothing is cut, and calls `mark()` at the end of its
@@ -47,13 +50,29 @@ class Marked(nn.Module):
                     mark_parameter(parameter, layouts[name], group, name.count("."))
 
     def summed(self, parameter: nn.Parameter | None) -> Tensor | None:
-        """`parameter` for a forward that sees this rank's rows alone, so that its gradient here is
-        a partial sum: the backward sums it over the group, unless a reducer has taken that on.
+        """`parameter` for a forward that sees this rank's rows alone, or its own of the heads that
+        share it, so that its gradient here is a partial sum: the backward sums it over the group,
+        or the ranks that hold it, unless a reducer has taken that on.
         """
-        if parameter is None or ((mark := mark_of(parameter)) is not None and mark.num_reducers):
+        if parameter is None or is_reduced(parameter):
             return parameter
         assert self.group is not None
+        if (mark := mark_of(parameter)) is not None and mark.layout.is_shared:
+            return copy_to_sharing(parameter, mark.layout, self.group)
         return collectives.copy(parameter, self.group)
+
+    def summed_together(self, *parameters: nn.Parameter | None) -> tuple[Tensor | None, ...]:
+        """`summed` of parameters of one dim whose gradients come at once: one sum for all."""
+        given = [p for p in parameters if p is not None]
+        together = len(given) > 1 and len({(p.dtype, p.requires_grad) for p in given}) == 1
+        for parameter in given:
+            mark = mark_of(parameter)
+            if mark is None or mark.num_reducers or mark.layout.is_shared:
+                together = False
+        if not together or self.group is None:
+            return tuple([self.summed(p) for p in parameters])
+        parts = list(collectives.copy(torch.cat(given), self.group).split([len(p) for p in given]))
+        return tuple([None if p is None else parts.pop(0) for p in parameters])
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
@@ -82,7 +101,7 @@ class Marked(nn.Module):
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
-        with suppress(CommError, LaunchError):  # said to whoever uses it
+        with suppress(CommError, LaunchError):  # raised again at its first use
             _ = self.group
         self.mark()
 
@@ -101,5 +120,24 @@ class Marked(nn.Module):
             raise
 
 
+def is_reduced(parameter: nn.Parameter) -> bool:
+    """Whether a reducer sums its gradient, which is to be this rank's own."""
+    return (mark := mark_of(parameter)) is not None and mark.num_reducers > 0
+
+
 def _mark_loaded(module: Marked, incompatible: object) -> None:
     module.mark()
+
+
+class Grouped(Marked):
+    """A module with a `group`, given once when it is made, and the mesh `axis` that it lies along.
+
+    group: None means the group of `tpc` along `axis`, or all ranks where `tpc` is not set up.
+    """
+
+    group: Group
+
+    def __init__(self, group: Group | None = None, axis: str = "tensor"):
+        super().__init__()
+        self.group = resolve_group(group, axis)
+        self.axis = axis

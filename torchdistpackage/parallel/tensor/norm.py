@@ -17,7 +17,24 @@ from torchdistpackage.parallel.tensor.layouts import Layouts
 from torchdistpackage.parallel.tensor.marked import Marked
 
 
-class LayerNorm(Marked, nn.LayerNorm):
+class _Norm(Marked):
+    """What both norms share: the group under sequence parallelism, and the layouts."""
+
+    def _join(self, sequence_parallel: bool, group: Group | None, axis: str) -> None:
+        self.sequence_parallel, self.axis = sequence_parallel, axis
+        self.group = resolve_group(group, axis) if sequence_parallel else None
+        self.mark()
+
+    def layouts(self) -> Layouts:
+        (dim,) = self.normalized_shape
+        has_bias = getattr(self, "bias", None) is not None
+        return cut.norm(dim, has_bias, self.axis, self.sequence_parallel)
+
+    def initials(self) -> dict[str, Initial]:
+        return {"weight": ONES, "bias": ZEROS}
+
+
+class LayerNorm(_Norm, nn.LayerNorm):
     """`torch.nn.LayerNorm` over the last dim, with layouts.
 
     group: needed under sequence parallelism alone; default as in `Grouped`.
@@ -36,25 +53,16 @@ class LayerNorm(Marked, nn.LayerNorm):
         device: torch.device | str | None = None,
     ):
         super().__init__(dim, eps=eps, bias=bias, dtype=dtype, device=device)
-        self.sequence_parallel, self.axis = sequence_parallel, axis
-        self.group = resolve_group(group, axis) if sequence_parallel else None
-        self.mark()
-
-    def layouts(self) -> Layouts:
-        (dim,) = self.normalized_shape
-        return cut.norm(dim, self.bias is not None, self.axis, self.sequence_parallel)
+        self._join(sequence_parallel, group, axis)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.sequence_parallel:
             return super().forward(x)
-        weight, bias = self.summed(self.weight), self.summed(self.bias)
+        weight, bias = self.summed_together(self.weight, self.bias)
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
-    def initials(self) -> dict[str, Initial]:
-        return {"weight": ONES, "bias": ZEROS}
 
-
-class RMSNorm(Marked, nn.RMSNorm):
+class RMSNorm(_Norm, nn.RMSNorm):
     """`torch.nn.RMSNorm` over the last dim, with layouts; `group` as in `LayerNorm`."""
 
     def __init__(
@@ -69,18 +77,9 @@ class RMSNorm(Marked, nn.RMSNorm):
         device: torch.device | str | None = None,
     ):
         super().__init__(dim, eps=eps, dtype=dtype, device=device)
-        self.sequence_parallel, self.axis = sequence_parallel, axis
-        self.group = resolve_group(group, axis) if sequence_parallel else None
-        self.mark()
-
-    def layouts(self) -> Layouts:
-        (dim,) = self.normalized_shape
-        return cut.norm(dim, False, self.axis, self.sequence_parallel)
+        self._join(sequence_parallel, group, axis)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.sequence_parallel:
             return super().forward(x)
         return F.rms_norm(x, self.normalized_shape, self.summed(self.weight), self.eps)
-
-    def initials(self) -> dict[str, Initial]:
-        return {"weight": ONES}

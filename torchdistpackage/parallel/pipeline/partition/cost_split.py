@@ -27,12 +27,11 @@ MOST_COMPUTATIONS = 200_000
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """What a rank may hold, and what the pieces would have it hold, in bytes.
+    """What a rank may hold, and what the pieces hold, in bytes.
 
-    cap_bytes: of one rank. held_bytes: of each piece, whatever the microbatches: weights,
-    gradients, optimizer state. live_bytes: of each piece, what one microbatch keeps from its
-    forward to its backward. live: for each stage the number of such microbatches at the worst
-    moment of the schedule (`Timeline.peak_live`).
+    cap_bytes: of one rank. held_bytes: of each piece, weights, gradients, optimizer state.
+    live_bytes: of each piece, what one microbatch keeps from its forward to its backward. live: for
+    each stage the most such microbatches at a time (`Timeline.peak_live`).
     """
 
     cap_bytes: float
@@ -65,9 +64,8 @@ def split_by_cost(
 
     By dynamic programming over stages and pieces; exact for the busiest rank where each runs one
     stage, and but for what `cut_search.KEPT` leaves out where they run several. Of many pieces in
-    many stages a good cut is searched for, in about a second. What comes after that, the largest
-    stage and even ones, is preferred on the way and not searched for. With fewer pieces than
-    stages, stages without a piece stand last.
+    many stages a good cut is searched for, in about a second. With fewer pieces than stages, stages
+    without a piece stand last.
 
     Raises:
         ScheduleError: fewer than one stage, a placement of another number, a negative cost, a
@@ -117,12 +115,11 @@ def split_by_cost(
 def refine(cut: Sequence[range], schedule: Schedule, step: Callable[[Cut], float]) -> Cut:
     """The cut reached from `cut` by moves of its edges, each of which makes a step shorter.
 
-    A cut counts by the step that it makes, not by its busiest rank: with few microbatches a stage
-    before the busiest one costs less than one behind it, and a message more than its bytes.
+    The step counts, not the busiest rank: with few microbatches a stage before the busiest one
+    costs less than one behind it, and a message more than its bytes. No stage is emptied.
 
-    schedule: whose steps are simulated, so that large ones are tried less often; the first
-    cut's counts as well. step: how long one takes with a cut; infinite where it does not fit. No
-    stage is emptied.
+    schedule: whose steps are simulated; large ones are tried less often. step: how long one takes
+    with a cut; infinite where it does not fit.
     """
     tries = MOST_COMPUTATIONS // (2 * schedule.num_stages * schedule.num_microbatches)
     found, shortest = tuple(cut), step(tuple(cut))

@@ -1,9 +1,9 @@
-"""The search for a cut: what it costs is bounded, whatever the chain.
+"""The search for a cut, with bounded cost whatever the chain.
 
-One rule: all ranks find the same cut, so nothing here depends on time, or on chance but for a fixed
-seed. A small chain is searched stage by stage: of all ways to come to an edge the best are kept. In
-a large one the edges first wander until ranks are evenly busy (`wander`), and such searches go on
-from there, among edges nearby.
+All ranks find the same cut, so nothing here depends on time, or on chance but for a fixed seed. A
+small chain is searched stage by stage: of all ways to come to an edge the best are kept. In a large
+one the edges first move by simulated annealing until ranks are evenly busy (`wander`), and such
+searches go on from there, among edges nearby.
 """
 
 import math

@@ -1,14 +1,14 @@
 """Any model that torch.fx can trace, split into stages by measured time.
 
-One rule: a cut may run through anything, a residual too: every value that is made on one side of
-it and used on the other goes across, alone as a tensor, several as a dict by name. A value that is
-used two stages on passes through the one between.
+A cut may run through anything, a residual too: every value that is made on one side of it and used
+on the other goes across, alone as a tensor, several as a dict by name. A value that is used two
+stages on passes through the one between.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from operator import getitem
+from typing import NamedTuple
 
 from torch import Tensor, fx, nn
 
@@ -46,13 +46,12 @@ def split_traced(
 
     The first stage takes what the model takes, each later one what the one before returned, the
     last returns what the model returns. Operations are timed one by one on `example`, the model's
-    arguments for one microbatch.
-    placement: for each stage the pipe index that runs it. leaves: kinds of modules that are not
-    looked into. cap_bytes, live, schedule: see `layer_costs.split_measured`. group: see
-    `layer_costs.measure`.
-    bytes_per_s: of links; None: measured in `group`. A cut moves to a narrower place where that
-    costs less time than it saves.
-    What depends on `training` outside of torch's own modules is traced as it is now.
+    arguments for one microbatch. What depends on `training` outside of torch's own modules is
+    traced as it is now.
+
+    placement: for each stage the pipe index that runs it. leaves: classes of modules that are not
+    traced into. cap_bytes, live, schedule: see `layer_costs.split_measured`. group: see
+    `layer_costs.measure`. bytes_per_s: of links; None: measured in `group`.
 
     Raises:
         ScheduleError: the model cannot be traced, has too few places for a cut, or does not fit
@@ -75,20 +74,13 @@ def split_traced(
     edges = [0, *(place.at for place in places), len(nodes)]
     across = [*(place.num_bytes for place in places), 0]
     pieces = [_sum(costs[a:b], out) for (a, b), out in zip(pairwise(edges), across, strict=True)]
-    ranges = split_measured(
-        pieces,
-        placement,
-        cap_bytes=cap_bytes,
-        live=live,
-        bytes_per_s=bytes_per_s,
-        schedule=schedule,
-    )
+    options = {"cap_bytes": cap_bytes, "live": live, "schedule": schedule}
+    ranges = split_measured(pieces, placement, bytes_per_s=bytes_per_s, **options)
     ends = [edges[r.start] for r in ranges] + [len(nodes)]
     return [_stage(traced, nodes, a, b) for a, b in pairwise(ends)]
 
 
-@dataclass(frozen=True, slots=True)
-class _CutPoint:
+class _CutPoint(NamedTuple):
     """A cut before node `at`, `after_s` into the step."""
 
     at: int
@@ -153,14 +145,12 @@ def _call(traced: fx.GraphModule, node: fx.Node) -> Callable[..., object]:
 
 def _own(traced: fx.GraphModule, node: fx.Node) -> list[Tensor]:
     """The trained parameters that the node itself brings."""
+    found: list[object] = []
     if node.op == "call_module":
-        found = list(traced.get_submodule(str(node.target)).parameters())
+        found += traced.get_submodule(str(node.target)).parameters()
     elif node.op == "get_attr":
-        value = fx.Interpreter(traced).fetch_attr(str(node.target))
-        found = [value] if isinstance(value, nn.Parameter) else []
-    else:
-        found = []
-    return [p for p in found if p.requires_grad]
+        found.append(fx.Interpreter(traced).fetch_attr(str(node.target)))
+    return [p for p in found if isinstance(p, nn.Parameter) and p.requires_grad]
 
 
 def _places(
@@ -184,14 +174,11 @@ def _places(
         if at >= first and not shared and all(isinstance(x, Tensor) for x in across):
             found.append(_CutPoint(at, after_s, sum(x.nbytes for x in across)))  # type: ignore[union-attr]
         after_s += costs[at].step_s
-    return [
-        place
-        for place in found
-        if not any(
-            abs(place.after_s - other.after_s) < (place.num_bytes - other.num_bytes) / bytes_per_s
-            for other in found
-        )
-    ]
+
+    def is_worse(a: _CutPoint, b: _CutPoint) -> bool:
+        return abs(a.after_s - b.after_s) < (a.num_bytes - b.num_bytes) / bytes_per_s
+
+    return [place for place in found if not any(is_worse(place, other) for other in found)]
 
 
 def _crossing(nodes: Sequence[fx.Node], at: int) -> list[fx.Node]:
@@ -224,10 +211,6 @@ def _stage(traced: fx.GraphModule, nodes: Sequence[fx.Node], a: int, b: int) -> 
 
 
 def _sum(costs: Sequence[PieceCost], output_bytes: int) -> PieceCost:
-    return PieceCost(
-        sum(c.forward_s for c in costs),
-        sum(c.backward_s for c in costs),
-        parameter_bytes=sum(c.parameter_bytes for c in costs),
-        activation_bytes=sum(c.activation_bytes for c in costs),
-        output_bytes=output_bytes,
-    )
+    names = ("forward_s", "backward_s", "parameter_bytes", "activation_bytes")
+    sums = {name: sum(getattr(c, name) for c in costs) for name in names}
+    return PieceCost(**sums, output_bytes=output_bytes)

@@ -1,11 +1,10 @@
 """A Hugging Face decoder cut into stages along its list of blocks.
 
-One rule: a stage is the model itself with fewer blocks. It runs the family's own forward, which
-makes masks and rotary tables as ever, and the last one the family's own head and loss. Activations
-enter where the first of its blocks is called and leave where the last one returns, so that what the
-family does before and behind its blocks is done once. What other stages run there is left out.
-Whether the stages in a row compute what the model does is tried when they are made, so a family
-whose blocks share anything else is refused.
+A stage is the model itself with fewer blocks. It runs the family's own forward, which makes masks
+and rotary tables, and the last one the family's own head and loss. Activations enter where the
+first of its blocks is called and leave where the last one returns. What other stages run before and
+after the blocks is left out. Whether the stages in a row compute what the model does is tried when
+they are made, so a family whose blocks share anything else is refused.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,7 +47,7 @@ class DecoderStage(nn.Module):
             for name, child in model.named_children():
                 if name != self._prefix:
                     self.add_module(name, child)
-            # not a module of ours, or names would change; replacing one here replaces it there
+            # no module of ours, or names would change; it shares our modules
             self.__dict__["_whole"] = whole = copy(model)
             whole.__dict__["_modules"] = self._modules
 
@@ -65,10 +64,8 @@ class DecoderStage(nn.Module):
         activations; on the last stage logits (B, S, V), or with labels (B, S) the model's loss.
         """
         given: dict[str, Any] = {"input_ids" if self._is_first else "inputs_embeds": x, **_OPTIONS}
-        if attention_mask is not None:
-            given["attention_mask"] = attention_mask
-        if position_ids is not None:
-            given["position_ids"] = position_ids
+        masks = {"attention_mask": attention_mask, "position_ids": position_ids}
+        given |= {name: value for name, value in masks.items() if value is not None}
         activations = self._activations
         activations.enters = None if self._is_first else x
         try:
@@ -94,9 +91,8 @@ def decoder_stages(
     """The stages of a causal language model of transformers, in order; they share its parameters.
 
     The model runs once on a few tokens, without dropout. placement: for each stage the pipe index
-    that runs it. costs: of each block, the embedding's ahead and the head's behind; None: by the
-    matrices that a token is multiplied with. check: compare logits and loss of the stages in a row
-    with the model's, unless it is on the meta device.
+    that runs it. costs: of the embedding, each block, and the head; None: sizes of their matrices.
+    check: compare logits and loss of the stages in a row with the model's, but on the meta device.
 
     Raises:
         ScheduleError: no list of blocks is found, it is shorter than the stages, or the stages do
@@ -130,11 +126,12 @@ def decoder_stages(
 
 
 def _costs(model: nn.Module, blocks: Sequence[nn.Module]) -> list[float]:
-    def matrices(module: nn.Module) -> float:
-        return float(sum(p.numel() for p in module.parameters() if p.dim() > 1))
-
-    heads = (m for name, m in model.named_children() if name != model.base_model_prefix)
-    return [0.0, *map(matrices, blocks), sum(map(matrices, heads))]
+    heads = [m for name, m in model.named_children() if name != model.base_model_prefix]
+    matrices = [
+        float(sum(p.numel() for p in module.parameters() if p.dim() > 1))
+        for module in (*blocks, *heads)
+    ]
+    return [0.0, *matrices[: len(blocks)], sum(matrices[len(blocks) :])]
 
 
 # -- is it the model? ----------------------------------------------------------------------------
@@ -161,7 +158,7 @@ def _run(model: nn.Module, around: "BlockNeighbours") -> tuple[Tensor, Tensor] |
 def _compare(
     model: nn.Module, stages: Sequence[DecoderStage], expected: tuple[Tensor, Tensor]
 ) -> None:
-    """Raises where the stages in a row differ from the model."""
+    """Raises ScheduleError where the stages in a row differ from the model."""
     x = ids = _tokens(model)
     *rest, last = stages
     with torch.no_grad(), in_eval(*stages):
@@ -183,8 +180,8 @@ def _compare(
 
 
 class BlockNeighbours:
-    """What is called before the blocks and what behind them: names of modules beside their list,
-    and beside what holds it. As registered, until a run has shown it."""
+    """Names of the modules next to the list of blocks, and next to what holds it, that are called
+    before the blocks and behind them: as registered, until a run has shown it."""
 
     def __init__(self, base: nn.Module, path: str):
         self.before: set[str] = set()
@@ -193,27 +190,22 @@ class BlockNeighbours:
         self._first = base.get_submodule(path)[0]
         steps = path.split(".")
         for depth, step in enumerate(steps):
-            above = ".".join(steps[:depth])
-            names = list(base.get_submodule(above)._modules)
-            for i, name in enumerate(names):
-                child = base.get_submodule(above)._modules[name]
-                if name != step and child is not None:
+            side = self.before
+            for name, child in base.get_submodule(".".join(steps[:depth]))._modules.items():
+                if name == step:
+                    side = self.behind
+                elif child is not None:
                     full = ".".join([*steps[:depth], name])
                     self._modules[full] = child
-                    (self.before if i < names.index(step) else self.behind).add(full)
+                    side.add(full)
 
     @contextmanager
     def seen(self) -> Iterator[None]:
-        """A forward of the model inside shows which are called when; the others stay everywhere."""
-        before: set[str] = set()
-        behind: set[str] = set()
+        """A forward inside shows which are called when; the others stay on every stage."""
+        before, behind = set[str](), set[str]()
         now = [before]
-
-        def note(name: str) -> None:
-            now[0].add(name)
-
         handles = [
-            module.register_forward_pre_hook(lambda *_, name=name: note(name))
+            module.register_forward_pre_hook(lambda *_, name=name: now[0].add(name))
             for name, module in self._modules.items()
         ]
         handles.append(self._first.register_forward_pre_hook(lambda *_: now.__setitem__(0, behind)))
@@ -226,9 +218,9 @@ class BlockNeighbours:
 
 
 class BlockActivations:
-    """Of the call of a stage that runs: what enters its first block, what left its last one.
+    """Of a stage's call: what enters its first block, what left its last one.
 
-    is_other: whether that first block would have been given something else.
+    is_other: whether the first block would have been given something else.
     """
 
     def __init__(self) -> None:
@@ -237,11 +229,7 @@ class BlockActivations:
         self.is_other = False
 
     def take(self) -> Tensor:
-        """What left.
-
-        Raises:
-            ScheduleError: the model did not call its block, or it returned something else.
-        """
+        """What left; raises ScheduleError if the block was not called, or returned no tensor."""
         if not isinstance(self.left, Tensor):
             raise ScheduleError(
                 "the longest list of modules in this model is not a row of blocks that hand on "
@@ -251,10 +239,8 @@ class BlockActivations:
 
 
 class _BoundaryBlock:
-    """A block at an end of its stage.
-
-    Outside of the block's own call, which checkpointing repeats when other activations are here.
-    """
+    """A block at an end of its stage; works outside of the block's own call, which checkpointing
+    repeats when other activations are here."""
 
     _gate: tuple[BlockActivations, bool, bool]
 
@@ -265,8 +251,8 @@ class _BoundaryBlock:
             x = activations.enters
             if x is None and activations.is_other:
                 raise ScheduleError(
-                    f"{type(self).__name__} is run again from outside of its own call, with what a "
-                    f"stage does not begin with; use a newer transformers, whose blocks "
+                    f"{type(self).__name__} is run again from outside of its own call, with an "
+                    f"input that no stage begins with; use a newer transformers, whose blocks "
                     f"checkpoint themselves, or no activation checkpointing"
                 )
             if x is not None and given is not x:
@@ -318,8 +304,9 @@ def cut_blocks(
         for i in blocks:
             kept.add_module(str(i), inner[i])
         for i in {blocks[0], blocks[-1]}:
-            takes, leaves = i == blocks[0] and not ends[0], i == blocks[-1]
-            kept._modules[str(i)] = _with_boundary(inner[i], (activations, takes, leaves))
+            kept._modules[str(i)] = block = copy(inner[i])
+            block.__class__ = _boundary_of(type(block))
+            block._gate = activations, i == blocks[0] and not ends[0], i == blocks[-1]
         short._modules[step] = kept
     is_first, is_last = ends
     for child, module in base._modules.items():
@@ -336,15 +323,7 @@ def _boundary_of(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _new_boundary(kind: type[nn.Module]) -> nn.Module:
-    made = _boundary_of(kind)
-    return made.__new__(made)
-
-
-def _with_boundary(block: nn.Module, gate: tuple[BlockActivations, bool, bool]) -> nn.Module:
-    made = copy(block)
-    made.__class__ = _boundary_of(type(block))
-    made._gate = gate
-    return made
+    return nn.Module.__new__(_boundary_of(kind))
 
 
 def _is_own(module: nn.Module) -> bool:

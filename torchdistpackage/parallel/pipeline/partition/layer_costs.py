@@ -1,14 +1,13 @@
 """What each piece of a model costs, measured here, and the cut and stage costs that follow.
 
-Measuring leaves no trace: gradients come back as values and are thrown away, so no `.grad` is
-touched and no hook fires; buffers and random states are put back. Times add up along a stage; of
-memory a stage holds its weights once, and its activations once for every live microbatch.
+Measuring leaves no trace: gradients are values, so no `.grad` changes and no hook fires;
+buffers and random states are put back. Times add up along a stage; of memory a stage holds its
+weights once, and its activations once for every live microbatch.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
 from typing import TypeVar
@@ -17,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm import p2p, primitives
+from torchdistpackage.comm.moments import clock_of, seconds
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import ScheduleError
+from torchdistpackage.parallel.pipeline.microbatches import leaves_of, map_trees
 from torchdistpackage.parallel.pipeline.partition.cost_split import (
     Cut,
     MemoryLimit,
@@ -42,7 +43,7 @@ LINK_BYTES = 2**20
 class PieceCost:
     """One piece, one microbatch.
 
-    forward_s, backward_s: of the whole. input_s: of the gradient of its input alone.
+    forward_s, backward_s: of the full one. input_s: of the gradient of its input alone.
     parameter_bytes: of those that are trained. activation_bytes: what autograd keeps from the
     forward to the backward, parameters left out. output_bytes: what goes on to the next piece.
     """
@@ -74,9 +75,9 @@ def split_measured(
     placement: for each stage the pipe index that runs it. cap_bytes: no rank may hold more. live:
     microbatches that a stage holds at worst (`Timeline.peak_live`); None: as in the schedule, or as
     in 1F1B with microbatches enough, p - s. state_factor: bytes held for each of parameters.
-    bytes_per_s: of a link between ranks (`layer_costs.measure_link`): with two microbatches
-    under way, as between the last two stages of 1F1B, a message takes as much of a step as if both
-    ranks computed it.
+    bytes_per_s: of a link between ranks (`measure_link`): with two microbatches under way, as
+    between the last two stages of 1F1B, a message takes as much of a step as if both ranks
+    computed it.
     schedule: the order that will run the stages; then its simulated step is made short instead.
 
     Raises:
@@ -122,9 +123,8 @@ def stage_costs(
 ) -> StageCosts:
     """What schedules are simulated and synthesized with.
 
-    message_s: what any message between two ranks takes, beside its bytes over bytes_per_s.
-
-    The first stage's input asks for no gradient, so there all of a backward is of the weights.
+    message_s: what any message between two ranks takes, in addition to its bytes over bytes_per_s.
+    The first stage's input needs no gradient, so there all of a backward is of the weights.
     """
 
     def row(name: str) -> tuple[float, ...]:
@@ -152,15 +152,14 @@ def block_weights(num_pieces: int, first: float = 1.0, last: float = 1.0) -> lis
 def measure(
     pieces: Sequence[Piece], *microbatch: object, rounds: int = 3, group: Group | None = None
 ) -> list[PieceCost]:
-    """The cost of each piece: it is given what the piece before it returned.
+    """The cost of each piece, on the output of the piece before it.
 
-    microbatch: arguments of the first piece. A piece that returns a tuple or a list gives the next
-    one that many arguments; anything else is one argument. rounds: a time is the median of so many
-    microbatches, after one that warms up. group: whose ranks all measure the same pieces; each
-    piece counts with the median over them, so that all ranks decide alike.
+    microbatch: arguments of the first piece. A tuple or a list is several arguments of the next
+    piece. rounds: a time is the median of so many microbatches, after one that warms up. group:
+    whose ranks all measure the same pieces; the median over them counts, so all decide alike.
 
-    The pieces are to be where they will be trained, in the mode and under the autocast in which
-    they will be. Memory for the activations of one piece is needed, not of all.
+    The pieces are to be on the device, in the mode and under the autocast of training. Memory for
+    the activations of one piece is needed, not of all.
     """
     taken: list[list[PieceCost]] = [[] for _ in pieces]
     with undisturbed(pieces):
@@ -176,10 +175,9 @@ def measure(
 
 
 def measure_link(group: Group, *, num_bytes: int = LINK_BYTES, rounds: int = 3) -> float:
-    """Bytes a second that a message of `num_bytes` makes between neighbours of `group`.
+    """Bytes a second of a message of `num_bytes` between neighbours of `group`; all ranks call it.
 
-    Of the slowest pair, while nothing else goes on; the same on all ranks, which all call this. A
-    group of one has no link, which is as good as one without limit.
+    Of the slowest pair, the same on all ranks. A group of one has no link: without limit.
     """
     ranks, me, device = primitives.ranks_of(group), group.rank(), primitives.device_of(group)
     message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -189,11 +187,8 @@ def measure_link(group: Group, *, num_bytes: int = LINK_BYTES, rounds: int = 3) 
         if not 0 <= peer < len(ranks):
             continue
         both = (p2p.send, p2p.receive) if me < peer else (p2p.receive, p2p.send)
-
-        def there_and_back(steps=both, peer=peer) -> None:
-            for step in steps:
-                step(message, group, ranks[peer])
-
+        args = message, group, ranks[peer]
+        there_and_back = lambda both=both, args=args: [step(*args) for step in both]  # noqa: E731
         times = [_timed(there_and_back, device)[1] / 2 for _ in range(rounds + 1)]
         slowest_s = max(slowest_s, median(times[1:]))
     slowest_s = max(primitives.gather_objects(slowest_s, group))  # type: ignore[type-var]
@@ -209,9 +204,10 @@ def measure_call(
         trained = [p for p in parameters if p.requires_grad]
     kept = _SavedBytes([*parameters, *trained])
     device = next((x.device for x in (*_tensors(list(given)), *trained)), None)
+    inputs: list[Tensor] = []
     with torch.enable_grad():
-        arguments, inputs = _cut_off(list(given))
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(kept.note, kept.give):
+        arguments = map_trees(lambda x: _cut_off(x, inputs), list(given))
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(kept.note, lambda x: x):
         output, forward_s = _timed(lambda: fn(*arguments), device)
     ends = [x for x in _tensors(output) if x.requires_grad]
     grads = [torch.ones_like(x) for x in ends]
@@ -271,56 +267,31 @@ class _SavedBytes:
             self.num_bytes += storage.nbytes()
         return x
 
-    @staticmethod
-    def give(x: Tensor) -> Tensor:
+
+def _cut_off(x: object, leaves: list[Tensor]) -> object:
+    """A copy of a tensor, which a piece may change in place, off the graph that made it; its leaf
+    goes to `leaves` if it requires a gradient."""
+    if not isinstance(x, Tensor):
         return x
-
-
-def _cut_off(given: object) -> tuple[object, list[Tensor]]:
-    """`given` off the graph that made it, and its leaves that ask for gradients.
-
-    Tensors are copies, which a piece may change in place.
-    """
-    if isinstance(given, Tensor):
-        leaf = given.detach()
-        leaves = [leaf.requires_grad_()] if given.requires_grad else []
-        return leaf.clone(), leaves
-    if isinstance(given, dict):
-        values, leaves = _cut_off(list(given.values()))
-        return dict(zip(given, values, strict=True)), leaves  # type: ignore[call-overload]
-    if isinstance(given, tuple | list):
-        cut = [_cut_off(x) for x in given]
-        return [x for x, _ in cut], [leaf for _, found in cut for leaf in found]
-    return given, []
+    leaf = x.detach()
+    if x.requires_grad:
+        leaves.append(leaf.requires_grad_())
+    return leaf.clone()
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | tuple | list):
-        for x in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(x)
+    return (x for x in leaves_of(value) if isinstance(x, Tensor))
 
 
 def _timed(call: Callable[[], Result], device: torch.device | None) -> tuple[Result, float]:
     """What it returns, and the seconds until the device has done it."""
-    waits = device is not None and device.type == "cuda"
-    if waits:
-        torch.cuda.synchronize(device)
-    begin = time.perf_counter()
+    now = clock_of(device or torch.device("cpu"))
+    begin = now()
     result = call()
-    if waits:
-        torch.cuda.synchronize(device)
-    return result, time.perf_counter() - begin
+    return result, seconds(begin, now())
 
 
 def middle(costs: Sequence[PieceCost]) -> PieceCost:
     """Of one piece's costs the median of each time."""
-    return PieceCost(
-        median(c.forward_s for c in costs),
-        median(c.backward_s for c in costs),
-        median(c.input_s for c in costs),
-        costs[0].parameter_bytes,
-        costs[0].activation_bytes,
-        costs[0].output_bytes,
-    )
+    times = ("forward_s", "backward_s", "input_s")
+    return replace(costs[0], **{t: median(getattr(c, t) for c in costs) for t in times})

@@ -1,7 +1,7 @@
 """From a chain of pieces to the pieces of my stage, by a policy that has a name.
 
-One rule: every rank builds the same chain and decides alike, from tpc's pipe group unless told
-otherwise, so nothing is sent; measured times, which differ, are made one first.
+Every rank builds the same chain and decides alike, by default from tpc's pipe group, so nothing is
+sent; of measured times, which differ, the medians over ranks decide.
 """
 
 from collections import OrderedDict
@@ -20,7 +20,11 @@ from torchdistpackage.parallel.pipeline.partition.layer_costs import (
     measure_link,
     split_measured,
 )
-from torchdistpackage.parallel.pipeline.partition.sequential import Piece, flatten_sequence
+from torchdistpackage.parallel.pipeline.partition.sequential import (
+    Piece,
+    flatten_sequence,
+    num_parameters,
+)
 
 Chain = list[Piece] | nn.Sequential | nn.ModuleList
 """Pieces of a stage: a Sequential of a Sequential, a ModuleList of a ModuleList, else a list."""
@@ -38,10 +42,9 @@ def partition_uniform(
 ) -> Parts:
     """My stage of pieces whose numbers differ by at most one, the last stages with one more.
 
-    extra_len: pieces that the last stage holds beyond the sequence, counted as its own.
-    embedding, head: how many pieces the first and the last one count as.
-    placement: for each stage the pipe index that runs it, where an index runs several; then a list
-        of stages is returned, balanced by index first.
+    extra_len: pieces that the last stage holds beyond the sequence. embedding, head: how many
+    pieces the first and the last one count as. placement: for each stage the pipe index that runs
+    it, where an index runs several; then a list of stages is returned, balanced by index first.
     """
     if embedding == head == 1.0 and placement is None:
         num = len(flat_sequence) + extra_len
@@ -62,12 +65,11 @@ def partition_balanced(
 ) -> Parts:
     """My stage of a cut whose largest number of parameters is as small as can be.
 
-    A piece without parameters weighs 1. weights: factors by a piece's own kind, such as
-    `{nn.Embedding: 0}` for one that looks up and multiplies nothing.
-    placement: as in `partition_uniform`. `sequence` and others are accepted for compatibility.
+    weights: factors by a piece's class, such as `{nn.Embedding: 0}`; a piece without parameters
+    weighs 1. placement: as in `partition_uniform`. Others are accepted for compatibility.
     """
     factors = weights or {}
-    costs = [_num_parameters(piece) * factors.get(type(piece), 1.0) for piece in flat_sequence]
+    costs = [num_parameters(piece) * factors.get(type(piece), 1.0) for piece in flat_sequence]
     return _mine(flat_sequence, _split(costs, placement), placement)
 
 
@@ -86,7 +88,7 @@ def partition_by_time(
     model: a chain of pieces (a list, a Sequential), of which a part is returned; or any module that
         torch.fx can trace, of which a module is returned (`fx_split.split_traced`).
     microbatch: the one argument of the model or first piece, or a tuple of several. Each rank runs
-        the whole model on it a few times, `rounds` and one more, and the medians over ranks decide.
+        the full model on it a few times, `rounds` and one more, and the medians over ranks decide.
     placement: as in `partition_uniform`; of a module, a list of modules is returned then.
     group: the pipe group, tpc's unless given. bytes_per_s: of its links, which are measured unless
         given; where less goes across a cut may be the better one.
@@ -121,11 +123,7 @@ PARTITIONS: dict[str, Callable[..., object]] = {
 def flat_and_partition(
     sequence: Sequence[Piece], flat_level: int = 1, partition_policy: str = "uniform", **options
 ) -> object:
-    """`flatten_sequence`, then my stage by the named policy, which gets the options.
-
-    Raises:
-        ScheduleError: no policy by that name.
-    """
+    """`flatten_sequence`, then my stage by the named policy, which gets the options."""
     if partition_policy not in PARTITIONS:
         raise ScheduleError(
             f"no partition policy {partition_policy!r}; the names are {', '.join(PARTITIONS)}"
@@ -145,25 +143,16 @@ def _mine(
     index: int | None = None,
 ) -> Parts:
     index = tpc.get_pp_rank() if index is None else index
-    stages = [_part(pieces, r) for r in ranges]
     if placement is None:
-        return stages[index]
-    return [stage for stage, place in zip(stages, placement, strict=True) if place == index]
+        return _part(pieces, ranges[index])
+    return [_part(pieces, r) for r, place in zip(ranges, placement, strict=True) if place == index]
 
 
 def _part(pieces: Sequence[Piece], span: range) -> Chain:
-    """Those of `span`, in the container of the chain, under their names as in torch's own slices.
-
-    Not by a slice: a subclass would be made anew by its own constructor.
-    """
+    """Those of `span`, in the container of the chain, under their names. Not by a slice: a subclass
+    would be made anew by its own constructor."""
     if isinstance(pieces, nn.Sequential):
         named = list(pieces._modules.items())[span.start : span.stop]
         return nn.Sequential(OrderedDict(named))  # type: ignore[arg-type]
     mine = list(pieces)[span.start : span.stop]
     return nn.ModuleList(mine) if isinstance(pieces, nn.ModuleList) else mine  # type: ignore[arg-type]
-
-
-def _num_parameters(piece: Piece) -> int:
-    if not isinstance(piece, nn.Module):
-        return 1
-    return sum(p.numel() for p in piece.parameters()) or 1

@@ -1,8 +1,8 @@
 """A model as a flat chain of pieces, and the stages of a Sequential.
 
-One rule: a piece takes what the piece before it returned, so a chain may be cut anywhere. Every
-rank builds the whole chain alike, which fixes names, initial weights and what is tied, and keeps
-the pieces of its stages under their own names.
+A piece takes what the piece before it returned, so a chain may be cut anywhere. Every rank builds
+the same chain, which fixes names, initial weights and what is tied, and keeps the pieces of its
+stages under their own names.
 """
 
 from collections import OrderedDict
@@ -53,16 +53,15 @@ class Residual(nn.Module):
 def halves(block: nn.Module, *branches: Sequence[str]) -> list[Residual]:
     """A block that adds one branch after the other to its input, one piece a branch.
 
-    branches: for each the names of the modules on it, such as ("norm1", "attention", "drop"). The
-    pieces share them with the block. A pipeline may then be cut between attention and MLP.
-
-    Raises:
-        ScheduleError: the block has no module of a name.
+    branches: for each the names of its modules, such as ("norm1", "attention", "drop"), which the
+    pieces share with the block. A pipeline may then be cut between attention and MLP. Raises
+    ScheduleError where the block has no module of a name.
     """
-    pieces: list[Residual] = []
-    for names in branches:
-        pieces.append(Residual(**{name: _child(block, name) for name in names}))
-    return pieces
+    children = dict(block.named_children())
+    for name in (name for names in branches for name in names):
+        if name not in children:
+            raise _no_such(block, name)
+    return [Residual(**{name: children[name] for name in names}) for names in branches]
 
 
 def flatten_model(
@@ -71,26 +70,19 @@ def flatten_model(
     """The pieces of `model` that `layer_list` names, in its order, as one chain.
 
     layer_list: attribute names (dotted ones too), modules or functions. Sequential and ModuleList
-    are opened one level.
-
-    Raises:
-        ScheduleError: a name is no attribute of the model, or an entry can not be called.
+    are opened one level. Raises ScheduleError for an unknown name, or what cannot be called.
     """
     if isinstance(layer_list, str):
         raise ScheduleError(f"layer_list is {layer_list!r}; give a list of names: [{layer_list!r}]")
-    chain: list[nn.Module] = []
-    for item in layer_list:
-        piece = _named(model, item) if isinstance(item, str) else item
-        chain += flatten_sequence([piece])
+    pieces = [_named(model, item) if isinstance(item, str) else item for item in layer_list]
+    # one by one: errors count the pieces of an entry
+    chain = [piece for item in pieces for piece in flatten_sequence([item])]
     return chain if return_list else nn.Sequential(*chain)
 
 
 def flatten_sequence(sequence: Iterable[Piece], level: int = 1) -> list[nn.Module]:
-    """Open Sequentials, ModuleLists and lists inside `sequence`, `level` deep.
-
-    Raises:
-        ScheduleError: something in it can not be called.
-    """
+    """Open Sequentials, ModuleLists and lists inside `sequence`, `level` deep; raises ScheduleError
+    where something in it cannot be called."""
     chain: list[nn.Module] = []
     for piece in sequence:
         if level > 0 and isinstance(piece, OPENED):
@@ -141,7 +133,7 @@ def chunks_of(
             f"stages; give it {len(placement)} children or more, or take fewer stages"
         )
     if cut is None:
-        costs = [sum(p.numel() for p in piece.parameters()) or 1 for _, piece in pieces]
+        costs = [num_parameters(piece) for _, piece in pieces]
         cut = split_by_cost(costs, len(placement), placement=placement)
     if [i for span in cut for i in span] != [*range(len(pieces))] or len(cut) != len(placement):
         raise ScheduleError(
@@ -150,21 +142,23 @@ def chunks_of(
     first_name = {id(p): name for name, p in model.named_parameters()}
     holders: dict[int, set[int]] = {}
     for place, span in zip(placement, cut, strict=True):
-        for i in span:
-            for parameter in pieces[i][1].parameters():
-                holders.setdefault(id(parameter), set()).add(place)
+        for parameter in (p for i in span for p in pieces[i][1].parameters()):
+            holders.setdefault(id(parameter), set()).add(place)
     mine = [stage for stage, place in enumerate(placement) if place == index]
     chunks = {stage: nn.Sequential(OrderedDict(pieces[i] for i in cut[stage])) for stage in mine}
-    layouts: dict[str, Layout] = {}
-    seen: set[int] = set()
+    found: dict[int, tuple[str, Layout]] = {}
     for stage, chunk in chunks.items():
         named = dict(chunk.named_parameters())
         for name, layout in collect(chunk).items():
             key = id(named[name])
-            if key not in seen:
-                layouts[f"{stage}.{name}"] = layout.named(first_name[key]).on(*holders[key])
-                seen.add(key)
-    return dict(chunks), layouts
+            placed = layout.named(first_name[key]).on(*holders[key])
+            found.setdefault(key, (f"{stage}.{name}", placed))
+    return dict(chunks), dict(found.values())
+
+
+def num_parameters(piece: Piece) -> int:
+    """At least 1."""
+    return sum(p.numel() for p in piece.parameters()) or 1 if isinstance(piece, nn.Module) else 1
 
 
 def _named(model: nn.Module, name: str) -> Piece:
@@ -174,13 +168,6 @@ def _named(model: nn.Module, name: str) -> Piece:
             raise _no_such(model, name)
         piece = getattr(piece, part)
     return piece  # type: ignore[return-value]
-
-
-def _child(block: nn.Module, name: str) -> nn.Module:
-    module = dict(block.named_children()).get(name)
-    if module is None:
-        raise _no_such(block, name)
-    return module
 
 
 def _no_such(model: nn.Module, name: str) -> ScheduleError:

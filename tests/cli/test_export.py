@@ -1,0 +1,74 @@
+"""`tdp export` writes what transformers loads, from a checkpoint of any layout."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models import hugging_face_folders as folders
+from tests.models.hugging_face_ranks import save_run
+from torchdistpackage.cli.main import main
+
+LAYOUTS = {
+    "one": {},
+    "pipe2xtensor2": {"pipe": 2, "tensor": 2},
+    "data2xtensor2-zero3": {"data": 2, "tensor": 2, "zero": 3},
+    "tensor4-zero1": {"tensor": 4, "zero": 1},
+}
+SMALL_SET = ("pipe2xtensor2",)
+
+
+def saved_run(ranks, tmp_path: Path, layout: dict[str, int], *changes: str) -> Path:
+    degrees = {"data": 1, **layout}
+    mine = [*changes, *(f"parallel.{axis}={size}" for axis, size in degrees.items())]
+    mine += [f"run.dir={tmp_path}", "run.name=mine"]
+    size = degrees["data"] * layout.get("pipe", 1) * layout.get("tensor", 1)
+    ranks(size).run(save_run, mine)
+    return tmp_path / "mine"
+
+
+@pytest.mark.parametrize(
+    "layout", [n if n in SMALL_SET else pytest.param(n, marks=pytest.mark.full) for n in LAYOUTS]
+)
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.full)])
+def test_a_run_that_did_not_train_gives_its_folder_back(ranks, tmp_path, capsys, layout, name):
+    source = folders.save(name, tmp_path / "source")
+    (source / "tokenizer.json").write_text("{}")
+    run = saved_run(ranks, tmp_path, LAYOUTS[layout], f"model.weights={source}")
+    out = tmp_path / "out"
+    assert main(["export", str(run), str(out), "--to", "hf", "--shard-size", "40KB"]) == 0
+    files = sorted(x.name for x in out.glob("*.safetensors"))
+    assert len(files) > 1 and f"-> {out}: {len(files)} files" in capsys.readouterr().out
+    assert (out / "tokenizer.json").read_text() == "{}"
+    before, after = folders.tensors(source), folders.tensors(out)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(x, after[key]) for key, x in before.items())
+
+
+def test_another_type_is_written_and_no_folder_is_overwritten(ranks, tmp_path, capsys):
+    source = folders.save("gpt2", tmp_path / "source")
+    run = saved_run(ranks, tmp_path, {}, f"model.weights={source}")
+    (source / "config.json").rename(tmp_path / "moved")  # the run is enough
+    command = ["export", str(run), str(tmp_path / "out"), "--dtype", "bfloat16"]
+    assert main(command) == 0
+    after = folders.tensors(tmp_path / "out")
+    assert {x.dtype for x in after.values()} == {torch.bfloat16}
+    assert main(command) == 1
+    assert "exists and is not empty" in capsys.readouterr().err
+
+
+def test_mistakes_are_listed_at_once(ranks, tmp_path, capsys):
+    options = ["--to", "gguf", "--dtype", "int3", "--shard-size", "much"]
+    assert main(["export", str(tmp_path), str(tmp_path / "out"), *options]) == 2
+    said = capsys.readouterr().err
+    for text in ("--to gguf", "--dtype int3", "--shard-size much", "there is no resolved.yaml"):
+        assert text in said
+    run = saved_run(ranks, tmp_path, {})
+    assert main(["export", str(run), str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "for gpt2: position=learned" in said and "for llama: norm=rms, mlp=swiglu" in said
+    assert not (tmp_path / "out").exists()
+    for folder in (run / "checkpoints").iterdir():
+        folder.rename(tmp_path / folder.name)
+    assert main(["export", str(run), str(tmp_path / "out")]) == 1
+    assert "has no complete checkpoint" in capsys.readouterr().err

@@ -1,0 +1,93 @@
+"""`tdp plan` of a run that begins with the weights of a transformers folder. No torch."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from torchdistpackage.cli.main import main
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 261,
+    "tie_word_embeddings": True,
+}
+BLOCK = {
+    "input_layernorm": (16,),
+    "self_attn.q_proj": (16, 16),
+    "self_attn.k_proj": (8, 16),
+    "self_attn.v_proj": (8, 16),
+    "self_attn.o_proj": (16, 16),
+    "post_attention_layernorm": (16,),
+    "mlp.gate_proj": (24, 16),
+    "mlp.up_proj": (24, 16),
+    "mlp.down_proj": (16, 24),
+}
+SHAPES = {
+    "model.embed_tokens.weight": (261, 16),
+    "model.norm.weight": (16,),
+    **{f"model.layers.{i}.{k}.weight": shape for i in (0, 1) for k, shape in BLOCK.items()},
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> list[str]:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    held = {key: np.zeros(shape, np.float16) for key, shape in SHAPES.items()}
+    save_file(held, tmp_path / "model.safetensors")
+    (tmp_path / "run.yaml").write_text(f"model: {{weights: {tmp_path}}}\ndata: {{seq_len: 32}}\n")
+    return ["plan", str(tmp_path / "run.yaml"), "precision.dtype=bf16", "parallel.zero=1"]
+
+
+def test_parameters_and_bytes_are_those_of_the_folder(run, capsys):
+    number = sum(int(np.prod(shape)) for shape in SHAPES.values())
+    assert main([*run, "precision.weights=bf16", "parallel.data=2"]) == 0
+    said = capsys.readouterr().out
+    assert f"{number:,} parameters" in said
+    row = next(line.split() for line in said.splitlines() if " embed to head" in line)
+    weights, gradients, optimizer = 2 * number, 4 * number, 12 * -(-number // 2)
+    shown = [int(cell.replace(",", "")) for cell in row[6:10]]
+    assert shown[:2] == [weights, gradients]
+    assert shown[2] == pytest.approx(optimizer, rel=0.01)
+
+
+def test_each_of_four_ranks_holds_its_half_of_two_key_value_heads(run, capsys):
+    assert main([*run, "parallel.tensor=4"]) == 0
+    row = next(x.split() for x in capsys.readouterr().out.splitlines() if " embed to head" in x)
+    norms, table = 5 * 16, 66 * 16
+    attention, mlp = 4 * 16 + 2 * 4 * 16 + 4 * 16, 3 * 6 * 16
+    assert int(row[5].replace(",", "")) == norms + table + 2 * (attention + mlp)
+
+
+def test_what_the_folder_lacks_is_refused_before_anything_starts(run, tmp_path, capsys):
+    held = {key: np.zeros(shape, np.float16) for key, shape in SHAPES.items() if "k_p" not in key}
+    save_file(held, tmp_path / "model.safetensors")
+    assert main(run) == 2
+    said = capsys.readouterr().err
+    assert "model.weights: " in said and "2 of 20 tensors differ" in said
+    for layer in (0, 1):
+        assert f"model.layers.{layer}.self_attn.k_proj.weight is missing" in said
+
+
+def test_all_sizes_that_cannot_be_split_are_listed_at_once(run, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(
+        "model: {heads: 6, kv_heads: 4, dim: 20, mlp_hidden: 5}\n"
+        "parallel: {tensor: 4, sequence_parallel: true}\ndata: {seq_len: 30}\n"
+    )
+    assert main(["plan", str(tmp_path / "run.yaml")]) == 2
+    said = capsys.readouterr().err
+    for text in (
+        "4 problems",
+        "model.heads=6 cannot share model.kv_heads=4 evenly; set kv_heads to 3 or 6",
+        "model.dim=20 is not a multiple of model.heads=6",
+        "model.mlp_hidden=5 cannot be shared by parallel.tensor=4 ranks so that each has some",
+        "data.seq_len=30 cannot be split over parallel.tensor=4 ranks",
+    ):
+        assert text in said

@@ -1,0 +1,109 @@
+"""Every block of README.md runs: the Python ones one after another on two ranks, commands as they
+are written, but short."""
+
+import os
+import re
+import runpy
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks.data_parallel.table import PAGES as DATA_PARALLEL
+from benchmarks.pipeline.table import PAGES as PIPELINE
+from tests.conftest import PRELOAD
+from torchdistpackage.cli.main import main
+from torchdistpackage.launch.workers import run_local
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "README.md").read_text("utf-8")
+SHORT = ("train.steps=2", "optim.warmup_steps=1", "train.eval_batches=1", "log.every=1")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+
+
+def numbers_after(script: str) -> list[int]:
+    names = runpy.run_path(script)
+    return [names["tpc"].get_tp_size(), names["mlp"][0].weight.numel(), names["parts"].numel()]
+
+
+def test_the_python_blocks_run_on_two_ranks(tmp_path: Path):
+    texts = blocks("python")
+    assert len(texts) == 5 and all(len(text.split()) < 60 for text in texts)
+    script = tmp_path / "blocks.py"
+    script.write_text("import torch\n" + "".join(texts), "utf-8")
+    # half of a weight (32, 8), and the parts of both ranks
+    assert (
+        run_local(numbers_after, (str(script),), num_procs=2, preload=PRELOAD) == [[2, 128, 6]] * 2
+    )
+
+
+COMMANDS = [
+    shlex.split(line, comments=True)
+    for block in blocks("sh")
+    for line in block.splitlines()
+]  # fmt: skip
+
+
+def test_each_command_is_here():
+    """One of a kind, of which the tests below, or others, run each."""
+    assert [" ".join(words[:2]) for words in COMMANDS] == [
+        "./scripts/train configs/gpt_tiny.yaml",
+        "./scripts/test",
+        "tdp plan",
+        "tdp submit",
+        "tdp jobs",
+        "tdp comm",
+        "sbatch -p",  # tests/slurm/test_own_script.py
+    ]
+    assert all((ROOT / words[0]).exists() for words in COMMANDS[:2])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(words, marks=[pytest.mark.full] * (words[1] == "comm"))
+        for words in COMMANDS
+        if words[0] == "tdp"
+    ],
+    ids=" ".join,
+)
+def test_a_tdp_command(words: list[str], tmp_path: Path, monkeypatch, capfd):
+    monkeypatch.chdir(ROOT)
+    if words[1] == "submit":
+        words = [*words[:-1], "--dry-run", f"run.dir={tmp_path}"]
+    if words[1] == "jobs":
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert main(words[1:]) == 0, capfd.readouterr().err
+
+
+@pytest.mark.full
+def test_the_first_command_trains(tmp_path: Path):
+    done = subprocess.run(
+        [ROOT / "scripts" / "train", ROOT / "configs" / "gpt_tiny.yaml", *SHORT],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "step 2/2  loss" in done.stdout and "validation loss" in done.stdout
+
+
+def test_the_numbers_are_those_measured():
+    found = {}
+    for pages in (DATA_PARALLEL, PIPELINE):
+        results = yaml.safe_load(pages.results.read_text("utf-8"))
+        found |= {each.what: f"{each.ratio:.2f}" for each in pages.judge(results)}
+    table = dict(re.findall(r"^\| (\w.*?) \| ([\d., ;]+) \|$", TEXT, re.MULTILINE))
+    assert [re.split("[,;] ", cell) for cell in table.values()] == [
+        [found[f"NaiveDDP / torch DDP{x}, 1g mlp"] for x in (", best cap", "")],
+        [found["ZeRO-1 / torch DDP + ZeroRedundancy, 1g mlp"], found["ZeRO-3 / FSDP2, 1g mlp"]],
+        [found[f"{x} / torch Schedule1F1B, 1g gpt, m 8"] for x in ("1f1b", "auto, cut by time")],
+    ]
+
+
+def test_it_is_short():
+    assert len(TEXT.splitlines()) <= 110

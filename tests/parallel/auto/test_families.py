@@ -1,0 +1,138 @@
+"""Every family with a plan: logits, weights after steps, names and tokens of the whole model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as hf
+
+from tests.parallel.auto.models import (
+    SMALL,
+    VOCAB,
+    prompt,
+    randomised,
+    same_tokens,
+    same_training,
+    twin,
+)
+from torchdistpackage.errors import LayoutError
+from torchdistpackage.parallel.auto.factory import tensor_parallel
+from torchdistpackage.parallel.auto.families.registry import PREDEFINED_CONFIGS
+
+HALF = {"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+T5 = {"vocab_size": VOCAB, "d_model": 24, "d_ff": 37, "num_layers": 2, "num_heads": 4}
+T5 |= {"d_kv": 6, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+CODEGEN = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 16, "n_positions": 32}
+CODEGEN |= {"n_ctx": 32, "n_inner": 37, "rotary_dim": 2, "bos_token_id": 0, "eos_token_id": 1}
+CODEGEN |= {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+OPT = {**HALF, "ffn_dim": 37, "dropout": 0.0, "max_position_embeddings": 32}
+
+FAMILIES = {
+    "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**SMALL)),
+    "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**SMALL)),
+    "qwen3": lambda: hf.Qwen3ForCausalLM(
+        hf.Qwen3Config(**{**SMALL, "num_key_value_heads": 4}, head_dim=6)
+    ),
+    "gemma": lambda: hf.GemmaForCausalLM(hf.GemmaConfig(**SMALL, head_dim=8)),
+    "gemma2": lambda: hf.Gemma2ForCausalLM(
+        hf.Gemma2Config(**SMALL, head_dim=8, query_pre_attn_scalar=8)
+    ),
+    "mixtral": lambda: hf.MixtralForCausalLM(
+        hf.MixtralConfig(**SMALL, num_local_experts=4, experts_implementation="eager")
+    ),
+    "opt": lambda: hf.OPTForCausalLM(hf.OPTConfig(**OPT, word_embed_proj_dim=24)),
+    "opt with projections": lambda: hf.OPTForCausalLM(hf.OPTConfig(**OPT, word_embed_proj_dim=16)),
+    "bloom": lambda: hf.BloomForCausalLM(
+        hf.BloomConfig(vocab_size=VOCAB, hidden_size=24, n_layer=2, n_head=4)
+    ),
+    "gpt_neox": lambda: hf.GPTNeoXForCausalLM(
+        hf.GPTNeoXConfig(**HALF, intermediate_size=37, hidden_dropout=0.0, attention_dropout=0.0)
+    ),
+    "codegen": lambda: hf.CodeGenForCausalLM(hf.CodeGenConfig(**CODEGEN)),
+    "falcon": lambda: hf.FalconForCausalLM(
+        hf.FalconConfig(**HALF, num_kv_heads=2, new_decoder_architecture=True, bias=True)
+    ),
+    "falcon with one key head": lambda: hf.FalconForCausalLM(
+        hf.FalconConfig(**HALF, multi_query=True)
+    ),
+    "falcon with alibi": lambda: hf.FalconForCausalLM(
+        hf.FalconConfig(**HALF, multi_query=False, alibi=True, bias=True, parallel_attn=False)
+    ),
+    "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**HALF, intermediate_size=37, **NO_DROPOUT)),
+    "bert as a decoder": lambda: hf.BertLMHeadModel(
+        hf.BertConfig(**HALF, intermediate_size=37, is_decoder=True, **NO_DROPOUT)
+    ),
+    "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**T5)),
+    "t5 with gates": lambda: hf.T5ForConditionalGeneration(
+        hf.T5Config(**T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+    ),
+}
+FULLY_MASKED = ("gemma2", "bloom")
+"""Without a number where a row sees nothing, as the unsplit models."""
+IN_FLOAT32 = ("mixtral",)
+"""The router's scores are rounded to float32, which is left out here: `float()` is `double()`."""
+
+
+def as_the_whole_model(family: str, num: int | None) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if family in IN_FLOAT32:
+            patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        compare_with_whole(family, num)
+
+
+def compare_with_whole(family: str, num: int | None) -> None:
+    torch.manual_seed(0)
+    model = randomised(FAMILIES[family]())
+    split = tensor_parallel(twin(model).train(), num and ["cpu"] * num)
+    inputs = prompt()
+    if family in FULLY_MASKED:
+        inputs["attention_mask"].fill_(1)
+    same_training(split, model.train(), inputs)
+    if family != "bert":
+        same_tokens(split, model, inputs)
+
+
+SMALL_SET = ("t5", "bloom")
+
+
+def some_in_full(families, small):
+    return [f if f in small else pytest.param(f, marks=pytest.mark.full) for f in families]
+
+
+@pytest.mark.parametrize("family", some_in_full(FAMILIES, SMALL_SET))
+@pytest.mark.parametrize("num", some_in_full([2, 3, 4], [3]))
+def test_over_threads(family, num):
+    as_the_whole_model(family, num)
+
+
+@pytest.mark.parametrize("family", some_in_full(FAMILIES, ["falcon"]))
+@pytest.mark.parametrize("num", some_in_full([2, 3, 4], [2]))
+@pytest.mark.late_in_full
+def test_over_ranks(ranks, family, num):
+    ranks(num).run(as_the_whole_model, family, None)
+
+
+def test_every_family_is_tested():
+    kinds = {make().config.model_type for make in FAMILIES.values()} | {"gpt2", "llama"}
+    assert set(PREDEFINED_CONFIGS) - kinds == {"RefinedWeb", "RefinedWebModel"}
+
+
+@pytest.mark.parametrize(
+    ("family", "num", "text"),
+    [
+        ("codegen", 5, "16 attention heads in 4 blocks of 4, which 5 shards cannot"),
+        ("t5", 5, "4 attention heads, which 5 shards cannot share"),
+    ],
+)
+def test_too_many_shards_are_refused(family, num, text):
+    with pytest.raises(LayoutError, match=text):
+        tensor_parallel(FAMILIES[family](), ["cpu"] * num)
+
+
+def test_the_encoder_alone():
+    torch.manual_seed(0)
+    model = randomised(FAMILIES["t5"]()).eval()
+    split = tensor_parallel(twin(model), ["cpu"] * 2)
+    expected = model.get_encoder()(**prompt()).last_hidden_state
+    assert torch.allclose(split.get_encoder()(**prompt()).last_hidden_state, expected, atol=1e-12)

@@ -1,0 +1,47 @@
+"""`tdp data`: the data of a run, made ready ahead of it."""
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from torchdistpackage.cli._common import Config, Overrides
+from torchdistpackage.config.load import load
+from torchdistpackage.errors import ConfigError, DataError
+from torchdistpackage.train.job import text_source, token_cache_folder
+from torchdistpackage.train.token_cache import tokenized
+
+data = typer.Typer(no_args_is_help=True)
+
+
+@data.callback()
+def main() -> None:
+    """Make the data of a run ready ahead of it."""
+
+
+@data.command()
+def tokenize(config: Config, overrides: Overrides = None) -> None:
+    """Turn the texts of a run into token ids, once for all runs that read the same.
+
+    A run does so itself when it starts; this one needs no device, and shows how far it is.
+    """
+    run = load(config, list(overrides or []))
+    if run.data.tokenizer is None:
+        raise ConfigError(f"{config}: there is no data.tokenizer, so there is nothing to tokenize")
+    columns = TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("", total=None)
+
+        def show(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        try:
+            found = tokenized(text_source(run), token_cache_folder(run), show)
+        except DataError as error:
+            raise ConfigError(str(error)) from error
+    typer.echo(
+        f"{len(found.tokens):,} tokens of {len(found.ends):,} documents, vocabulary "
+        f"{found.vocab:,}, in {found.folder}"
+    )

@@ -1,0 +1,81 @@
+"""`tdp export`: the trained weights of a run, as a folder that transformers loads."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from torchdistpackage.checkpoint.commit import latest
+from torchdistpackage.config.load import load
+from torchdistpackage.config.yaml_loader import read
+from torchdistpackage.errors import CheckpointError, ConfigError
+from torchdistpackage.launch.entrypoint import EntryPoint
+from torchdistpackage.models.registry import model
+from torchdistpackage.train.job import CHECKPOINTS, RESOLVED
+from torchdistpackage.train.plan import model_shape
+
+EXPORT = "torchdistpackage.train.export:export_checkpoint"
+TARGETS = ("hf",)
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder to write.")],
+    to: Annotated[str, typer.Option(metavar="hf", help="Of which library.")] = "hf",
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="This step_NNNNNN, not the newest.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="|".join(DTYPES), help="Type of the weights; else as is.")
+    ] = None,
+    shard_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Largest file, such as 500MB.")
+    ] = "5GB",
+    like: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Keep its tokenizer and settings; else model.weights."),
+    ] = None,
+) -> None:
+    """Write the newest checkpoint of a run as a folder that transformers loads."""
+    problems: list[str] = []
+    if to not in TARGETS:
+        problems.append(f"--to {to}: weights can be written for {', '.join(TARGETS)}")
+    if dtype is not None and dtype not in DTYPES:
+        problems.append(f"--dtype {dtype}: use {', '.join(DTYPES)}")
+    size = re.fullmatch(r"(\d{1,15})\s*([KMG]B)?", shard_size.strip(), re.IGNORECASE)
+    if size is None or int(size[1]) == 0:
+        problems.append(f"--shard-size {shard_size}: write a number and KB, MB or GB, as in 500MB")
+    resolved = run / RESOLVED
+    if not resolved.is_file():
+        problems.append(f"{run}: there is no {RESOLVED}; name the folder of a run")
+    if problems or size is None:
+        raise ConfigError("; ".join(problems))
+    # its folder of weights may be gone since: all sizes are in the file
+    config = load(resolved, ["model.weights=null"])
+    if config.model.name is None:
+        raise ConfigError(f"{run}: model.target built its model, whose names only it knows")
+    path = checkpoint or latest(run / CHECKPOINTS)
+    if path is None:
+        raise CheckpointError(f"{run} has no complete checkpoint; let it save one first")
+    written: Any = EntryPoint.of(EXPORT).resolve()(
+        path,
+        model_shape(model(config.model.name), config),
+        folder,
+        dtype=dtype,
+        shard_bytes=int(size[1]) * _UNITS[(size[2] or "").upper()],
+        like=like or _begun_with(resolved),
+    )
+    files = sorted(x.name for x in Path(written).glob("*.safetensors"))
+    typer.echo(f"{path} -> {written}: {len(files)} files of weights, config.json")
+
+
+def _begun_with(resolved: Path) -> str | None:
+    """The folder of weights that the run began with, if it is still there."""
+    found = read(resolved.read_text(encoding="utf-8"), str(resolved)).value
+    section = cast(dict[str, Any], found).get("model") if isinstance(found, dict) else None
+    folder = section.get("weights") if isinstance(section, dict) else None
+    is_there = isinstance(folder, str) and (Path(folder) / "config.json").is_file()
+    return folder if is_there else None

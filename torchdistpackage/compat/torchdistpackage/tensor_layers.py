@@ -1,0 +1,212 @@
+"""Tensor-parallel linear layers and sequence regions under the names of the earlier package.
+
+New code takes parallel/tensor/linear.py. Weights are (fin, fout), and sequence parallelism cuts
+dim 0 of whatever comes in. A group is taken once, when a layer is made or a function is called:
+the one that `set_tp_group` chose, else tpc's tensor group, else all ranks.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchdistpackage.comm import collectives
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.random import differ
+from torchdistpackage.comm.tpc import resolve_group
+from torchdistpackage.layout.derive import local_shape
+from torchdistpackage.parallel.tensor import layouts as cut
+from torchdistpackage.parallel.tensor.full import copy_part
+from torchdistpackage.parallel.tensor.init import ZEROS, Initial, fill
+from torchdistpackage.parallel.tensor.layouts import Layouts, prefixed, transposed
+from torchdistpackage.parallel.tensor.linear import column_linear, row_linear
+from torchdistpackage.parallel.tensor.marked import Grouped, Marked
+from torchdistpackage.topology.mesh import Mesh
+
+_chosen: Group | None = None
+
+
+def set_tp_group(group: Group | None) -> None:
+    """Choose the group of layers made from now on; None goes back to the default."""
+    global _chosen
+    _chosen = group
+
+
+def get_tp_group() -> Group:
+    """The chosen group, else tpc's tensor group, else the default group.
+
+    Raises:
+        LaunchError: none is chosen and torch.distributed is not initialised.
+    """
+    return resolve_group(_chosen, "tensor")
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    """Number of ranks in `get_tp_group()`."""
+    return get_tp_group().size()
+
+
+def set_sequence_parallel_attr(x: Tensor, value: bool = True) -> Tensor:
+    """Note on `x` that it is (or is not) cut along dim 0. Operations drop the note."""
+    x.sequence_parallel = value
+    return x
+
+
+def is_squence_parallel_tensor(x: Tensor) -> bool:
+    """Whether `x` itself, not what it was made from, is noted as cut."""
+    return getattr(x, "sequence_parallel", False) is True
+
+
+def gather_from_sequence_parallel_region(
+    x: Tensor, tensor_parallel_output_grad: bool = True, *, group: Group | None = None
+) -> Tensor:
+    """Join dim 0 of the group's parts.
+
+    tensor_parallel_output_grad: each rank goes on with work of its own, so gradients are
+        summed; False: all go on with the same work, and mine is a part of what any has.
+    """
+    gather = collectives.all_gather if tensor_parallel_output_grad else collectives.gather
+    return _noted(gather(x, 0, group or get_tp_group()), x, False)
+
+
+def reduce_scatter_to_sequence_parallel_region(x: Tensor, *, group: Group | None = None) -> Tensor:
+    """My part along dim 0 of the sum over the group; gradients are gathered."""
+    return _noted(collectives.reduce_scatter(x, 0, group or get_tp_group()), x, True)
+
+
+def maybe_gather_from_sequence_parallel(x: Tensor, *, group: Group | None = None) -> Tensor:
+    """Gather `x` if it is noted as cut."""
+    if is_squence_parallel_tensor(x):
+        return gather_from_sequence_parallel_region(x, group=group)
+    return x
+
+
+def maybe_split_into_sequence_parallel(x: Tensor, *, group: Group | None = None) -> Tensor:
+    """My part along dim 0 unless `x` is noted as cut; gradients are gathered."""
+    if is_squence_parallel_tensor(x):
+        return x
+    return _noted(collectives.scatter(x, 0, group or get_tp_group()), x, True)
+
+
+def _noted(y: Tensor, x: Tensor, value: bool) -> Tensor:
+    # a group of one gives back its input, on which a note would be the caller's
+    return set_sequence_parallel_attr(y.view_as(y) if y is x else y, value)
+
+
+class TpLinear(Marked):
+    """x W + b on one rank: weight (fin, fout), uniform within 1 / sqrt(fin); bias zero.
+
+    `cut` says of which layouts these are parts, for a layer that has a part over its group.
+    """
+
+    cut: Layouts | None = None
+
+    def __init__(self, fin: int, fout: int, bias: bool = True):
+        super().__init__()
+        self.group = None
+        self.weight = nn.Parameter(fill(torch.empty(fin, fout), uniform(fin)))
+        self.bias = nn.Parameter(torch.zeros(fout)) if bias else None
+
+    def layouts(self) -> Layouts:
+        return self.cut or {}
+
+    def initials(self) -> dict[str, Initial]:
+        return {"weight": uniform(self.weight.shape[0]), "bias": ZEROS}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.t(), self.bias)
+
+
+def uniform(fin: int) -> Initial:
+    """Initial weights of a product over `fin` inputs: within 1 / sqrt(fin)."""
+    return Initial("uniform", (3 * fin) ** -0.5)
+
+
+class _EitherLinear(Grouped):
+    """What both cuts share: a TpLinear of my part, called `linear`, made from the layouts."""
+
+    def __init__(
+        self,
+        fin: int,
+        fout: int,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        *,
+        tp_group: Group | None = None,
+    ):
+        super().__init__(tp_group or get_tp_group())
+        self.fin, self.fout, self.has_bias = fin, fout, bias
+        self.sequence_parallel = sequence_parallel
+        shape = local_shape(self.layouts()["linear.weight"], self._mesh(), self.group.rank())
+        self.linear = TpLinear(*shape, bias)
+        with differ(self.group.rank(), self.linear.weight.device):
+            fill(self.linear.weight, uniform(fin))
+        own = ((n.removeprefix("linear."), x) for n, x in self.layouts().items())
+        self.linear.group, self.linear.cut = self.group, {n: x.named(n) for n, x in own}
+        self.linear.mark()
+        self.mark()
+
+    def initials(self) -> dict[str, Initial]:
+        return {"linear.weight": uniform(self.fin), "linear.bias": ZEROS}
+
+    def init_weight_from_full(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Take my part of a whole weight (fin, fout), and of a whole bias (fout,) if given."""
+        self._take(self.layouts(), weight, bias)
+
+    def _take(self, layouts: Layouts, weight: Tensor, bias: Tensor | None) -> None:
+        mesh, rank = self._mesh(), self.group.rank()
+        for name, full in (("weight", weight), ("bias", bias)):
+            if full is not None:
+                copy_part(getattr(self.linear, name), full, layouts[f"linear.{name}"], mesh, rank)
+
+    def _mesh(self) -> Mesh:
+        return Mesh(((self.axis, self.group.size()),))
+
+
+class ColParallelLinear(_EitherLinear):
+    """x (..., fin), whole on every rank, to my columns of x W + b.
+
+    sequence_parallel: x is cut along dim 0 and gathered here. Whoever gathers by hand leaves it
+        False and passes tensor_parallel_output_grad=False, as the sum over the group
+        is taken here. parts: sizes of fused outputs, each cut by itself.
+    """
+
+    def __init__(
+        self,
+        fin: int,
+        fout: int,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        *,
+        parts: tuple[int, ...] = (),
+        tp_group: Group | None = None,
+    ):
+        self.parts = parts
+        super().__init__(fin, fout, bias, sequence_parallel, tp_group=tp_group)
+
+    def layouts(self) -> Layouts:
+        return self._cut(self.parts)
+
+    def init_weight_from_full_attn(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Take my heads of a fused weight (fin, 3 * dim): a part of each of q, k and v."""
+        self._take(self._cut((self.fout // 3,) * 3), weight, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.linear.weight.t()
+        return column_linear(x, weight, self.linear.bias, self.group, self.sequence_parallel)
+
+    def _cut(self, parts: tuple[int, ...]) -> Layouts:
+        column = cut.column(self.fout, self.fin, self.has_bias, self.axis, parts)
+        return prefixed("linear", transposed(column))
+
+
+class RowParallelLinear(_EitherLinear):
+    """My columns of x to x W + b, whole, or cut along dim 0 when sequence-parallel; bias once."""
+
+    def layouts(self) -> Layouts:
+        row = cut.row(self.fout, self.fin, self.has_bias, self.axis, self.sequence_parallel)
+        return prefixed("linear", transposed(row))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.linear.weight.t()
+        bias = self.summed(self.linear.bias) if self.sequence_parallel else self.linear.bias
+        return row_linear(x, weight, bias, self.group, self.sequence_parallel)

@@ -1,0 +1,111 @@
+"""What torchshard's layers share: parameters that know how they are split, drawn as torch draws.
+
+A layer starts as torch's own with the same seed does: the whole matrix is drawn, some rows at a
+time, and this rank keeps its part. What is whole on every rank starts as on the group's first.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.compat.torchshard.functional import ParallelDim
+from torchdistpackage.compat.torchshard.marks import note
+from torchdistpackage.compat.torchshard.model_groups import get_group, is_initialized
+from torchdistpackage.layout.derive import chunk
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.parallel.tensor.layouts import Layouts
+from torchdistpackage.parallel.tensor.marked import Marked
+
+AXIS = "tensor"
+NUMBERS_AT_ONCE = 1 << 20
+"""About how many numbers of a matrix that is split exist at a time while it is drawn."""
+
+
+class ParallelLayer(Marked):
+    """What the layers share: parameters that know how they are split over my group."""
+
+    dim: ParallelDim
+    order_type = 0
+    """1 where the weight is (in, out)."""
+
+    def split_over(self) -> dict[str, int]:
+        """By parameter the dim that is split."""
+        raise NotImplementedError
+
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        raise NotImplementedError
+
+    def layouts(self) -> Layouts:
+        over = self.split_over()
+        return {
+            name: Layout(
+                name,
+                shape,
+                tuple((AXIS,) if over.get(name) == d else () for d in range(len(shape))),
+                uneven=True,
+            )
+            for name, shape in self.whole_shapes().items()
+        }
+
+    def mark(self) -> None:
+        super().mark()
+        over = self.split_over()
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                note(parameter, self.dim if name in over else None, self.order_type)
+
+    def join(self) -> None:
+        """Take my group, which nothing but a layer that is split needs."""
+        self.group = get_group() if self.dim is not None or is_initialized() else None
+
+    def part(self, whole: Tensor, name: str) -> Tensor:
+        """My part of a whole parameter."""
+        if (over := self.split_over().get(name)) is None:
+            return whole
+        assert self.group is not None
+        start, length = chunk(whole.shape[over], self.group.size(), self.group.rank())
+        return whole.narrow(over, start, length).clone()
+
+    def drawn(self, name: str, draw: Callable[[Tensor], object]) -> Tensor:
+        """My part of a whole matrix or vector, whose rows `draw` fills some at a time."""
+        shape = self.whole_shapes()[name]
+        over = self.split_over().get(name)
+        if over is None:
+            whole = torch.empty(shape)
+            draw(whole)
+            return whole
+        assert self.group is not None
+        start, length = chunk(shape[over], self.group.size(), self.group.rank())
+        mine = torch.empty([length if d == over else n for d, n in enumerate(shape)])
+        for first, rows in _blocks(shape):
+            draw(block := torch.empty(rows, *shape[1:]))
+            if over == 0:
+                low, high = max(first, start), min(first + rows, start + length)
+                if low < high:
+                    mine[low - start : high - start] = block[low - first : high - first]
+            else:
+                mine[first : first + rows] = block[:, start : start + length]
+        return mine
+
+    def equalise(self) -> None:
+        """Give what is whole the numbers of the group's first rank."""
+        if self.group is None or self.group.size() == 1 or not self.split_over():
+            return
+        for name, parameter in self._parameters.items():
+            if parameter is not None and name not in self.split_over():
+                primitives.broadcast(parameter.data, self.group)
+
+
+def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """(first row, number of rows): multiples of 16 rows, which torch's generators draw alike."""
+    width = math.prod(shape[1:])
+    rows = max(NUMBERS_AT_ONCE // max(width, 1) // 16 * 16, 16)
+    first = 0
+    while first < shape[0]:
+        rest = shape[0] - first
+        rows = rest if rest < rows + 16 else rows  # the tail is drawn with what is before it
+        yield first, rows
+        first += rows

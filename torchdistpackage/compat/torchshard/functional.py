@@ -1,0 +1,230 @@
+"""torchshard.nn.functional: products, embeddings and cross entropy over my group.
+
+dim 1 or -1 splits the outputs (of an embedding: the features), 0 the inputs (the vocabulary), None
+nothing. An input knows by its mark whether it is a part or whole. Parts need not be equally long.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchdistpackage.comm import collectives
+from torchdistpackage.compat.torchshard.arguments import check_tensors
+from torchdistpackage.compat.torchshard.cuts import Cut, cut_of
+from torchdistpackage.compat.torchshard.marks import LAST, mark, replacements, unmarked
+from torchdistpackage.compat.torchshard.model_groups import get_group
+from torchdistpackage.errors import LayoutError
+from torchdistpackage.layout.derive import chunk
+from torchdistpackage.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from torchdistpackage.parallel.tensor.embedding import check_ids, feature_embedding, vocab_embedding
+
+ParallelDim = int | None
+
+
+def check_dim(dim: ParallelDim) -> None:
+    """
+    Raises:
+        ValueError: it is none of None, 0, 1, -1.
+    """
+    if dim is not None and (type(dim) is not int or dim not in (0, *LAST)):
+        raise ValueError(
+            f"dim is {dim!r}; use 1 or -1 to split the outputs, 0 to split the inputs, or None"
+        )
+
+
+def check_sizes(what: str, lowest: int, **sizes: object) -> None:
+    """
+    Raises:
+        ValueError: some are no whole numbers of at least `lowest`; all of them.
+    """
+    wrong = [
+        f"{name} {value!r}"
+        for name, value in sizes.items()
+        if not isinstance(value, int) or isinstance(value, bool) or value < lowest
+    ]
+    if wrong:
+        raise ValueError(f"{what}: {', '.join(wrong)}; use whole numbers of at least {lowest}")
+
+
+def lengths(length: int) -> list[int]:
+    """How the ranks of my group share `length`: the first ones hold one more."""
+    size = get_group().size()
+    return [chunk(length, size, index)[1] for index in range(size)]
+
+
+def parallel_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    dim: ParallelDim = None,
+    out_features: int | None = None,
+) -> Tensor:
+    """x W^T + b with my part of W (Dout, Din).
+
+    dim 1 or -1: W (Dout/n, Din), b (Dout/n,); x whole, (..., Din); the result, marked, is
+        (..., Dout/n).
+    dim 0: W (Dout, Din/n), b (Dout,); x whole, or marked as split along its last dim; the result is
+        whole.
+
+    out_features: Dout, where it is not n times mine.
+
+    Raises:
+        ValueError: dim is none of None, 0, 1, -1, or an operand is no tensor.
+        LayoutError: x is split where it must be whole, or has another length.
+    """
+    check_dim(dim)
+    check_tensors("parallel_linear", input=input, weight=weight)
+    if weight.dim() != 2:
+        raise LayoutError(f"the weight of a product is (out, in), not {tuple(weight.shape)}")
+    if dim is None:
+        return F.linear(input, weight, bias)
+    group = get_group()
+    cut = cut_of(input)
+    width = weight.shape[1]
+    if dim in LAST and cut is None and input.shape[-1:] != (width,):
+        raise LayoutError(
+            f"a product of an input of shape {tuple(input.shape)}, whose last dim must be the "
+            f"{width} inputs of the weight {tuple(weight.shape)}"
+        )
+    if dim in LAST:
+        if cut is not None:
+            raise LayoutError(
+                f"a product split by outputs needs all of its input, but dim {cut.dim} of the "
+                f"{tuple(input.shape)} is split (of {cut.length} in all); gather it first, or "
+                f"split this layer by inputs, dim=0"
+            )
+        y = F.linear(collectives.copy(input, group), weight, bias)
+        return mark(y, y.dim() - 1, out_features)
+    part = own_part(input, cut, weight.shape[1])
+    y = collectives.reduce(F.linear(part, weight), group)
+    return y if bias is None else y + bias
+
+
+def own_part(x: Tensor, cut: Cut | None, width: int) -> Tensor:
+    """My columns of `x`, scattered here unless `cut` says that they are all it has."""
+    if cut is None:
+        sizes = lengths(x.shape[-1]) if x.dim() else []
+        if not sizes or sizes[get_group().rank()] != width:
+            raise LayoutError(
+                f"a product split by inputs takes {width} of them on this rank, but an input of "
+                f"shape {tuple(x.shape)} is shared as {sizes} by the {get_group().size()} ranks"
+            )
+        return collectives.scatter(x, -1, get_group(), sizes)
+    if cut.dim != x.dim() - 1 or x.shape[-1] != width:
+        raise LayoutError(
+            f"a product split by inputs takes {width} of them on this rank, but its input "
+            f"{tuple(x.shape)} is split along dim {cut.dim}; it must be the last one, of {width}"
+        )
+    return unmarked(x)
+
+
+def parallel_embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+    num_embeddings: int | None = None,
+    dim: ParallelDim = None,
+    embedding_dim: int | None = None,
+) -> Tensor:
+    """Rows of a table by id, whole on every rank.
+
+    dim 0: weight (V/n, D), num_embeddings is V; dim 1 or -1: (V, D/n), embedding_dim is D. By
+    default n times mine.
+
+    Raises:
+        ValueError: dim is none of None, 0, 1, -1, or ids and table are no tensors.
+        DataError: an id is outside the vocabulary.
+    """
+    check_dim(dim)
+    check_tensors("parallel_embedding", input=input, weight=weight)
+    options: dict[str, Any] = {
+        "padding_idx": padding_idx,
+        "max_norm": max_norm,
+        "norm_type": norm_type,
+        "scale_grad_by_freq": scale_grad_by_freq,
+        "sparse": sparse,
+    }
+    if input.is_floating_point():
+        raise ValueError(f"ids are {input.dtype}; an embedding looks up whole numbers")
+    if dim is None:
+        return F.embedding(input, weight, **options)
+    group = get_group()
+    if dim == 0:
+        if num_embeddings is None:
+            num_embeddings = weight.shape[0] * group.size()
+        rows = vocab_embedding(input, weight, group, vocab=num_embeddings, **options)
+        return collectives.reduce(rows, group)
+    check_ids(input, weight.shape[0], "ids")
+    columns = feature_embedding(input, weight, group, **options)
+    sizes = None if embedding_dim is None else lengths(embedding_dim)
+    return collectives.gather(columns, -1, group, sizes)
+
+
+def parallel_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """`torch.nn.functional.cross_entropy`, also of logits that are marked as split by class.
+
+    input (N, C) or (N, C/n); class weights are given for all C.
+
+    Raises:
+        LayoutError: the split dim is not the class dim, the last of two.
+        DataError: a target is outside 0..C-1.
+        ValueError: an operand is no tensor.
+    """
+    class_weights = {} if weight is None else {"weight": weight}
+    check_tensors("parallel_cross_entropy", input=input, target=target, **class_weights)
+    cut = cut_of(input)
+    if cut is None:
+        return F.cross_entropy(
+            input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+        )
+    if size_average is not None or reduce is not None:
+        from torch.nn import _reduction
+
+        reduction = _reduction.legacy_get_string(size_average, reduce)
+    if cut.dim != input.dim() - 1 or input.dim() > 2:
+        raise LayoutError(
+            f"cross entropy takes logits (N, C) that are split along C, not {tuple(input.shape)} "
+            f"split along dim {cut.dim}"
+        )
+    return vocab_parallel_cross_entropy(
+        unmarked(input),
+        target,
+        get_group(),
+        vocab=cut.length,
+        weight=weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction=reduction,  # type: ignore[arg-type]
+    )
+
+
+replacements["cross_entropy"] = parallel_cross_entropy
+"""torch's own function, given a split tensor."""
+
+cross_entropy_loss = parallel_cross_entropy
+"""The page's name."""
+
+
+class ParallelCrossEntropy(torch.autograd.Function):
+    """The name that forks import; `apply` is `parallel_cross_entropy` of split logits."""
+
+    @staticmethod
+    def apply(input: Tensor, *arguments: Any) -> Tensor:
+        if cut_of(input) is None:
+            mark(input := input.view(input.shape), input.dim() - 1)
+        return parallel_cross_entropy(input, *arguments)

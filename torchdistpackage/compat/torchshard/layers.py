@@ -1,0 +1,400 @@
+"""torchshard.nn: layers that are split by one argument, `dim`, and converters of torch's own.
+
+dim 1 or -1 splits the outputs (of an embedding: the features), 0 the inputs (the vocabulary), None
+nothing.
+
+Torch's own layers become split ones in place: a layer stays the same object with another class, its
+parameters stay the same objects with less in them. So what hangs on them (hooks, ties, an
+optimizer's references, `requires_grad`) stays.
+"""
+
+import copy
+import math
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from torchdistpackage.compat.torchshard import functional
+from torchdistpackage.compat.torchshard.arguments import check_tensors
+from torchdistpackage.compat.torchshard.base import ParallelLayer
+from torchdistpackage.compat.torchshard.cuts import cut_of
+from torchdistpackage.compat.torchshard.functional import ParallelDim, check_dim, check_sizes
+from torchdistpackage.compat.torchshard.marks import LAST, set_attribute
+from torchdistpackage.compat.torchshard.state import check_module, register_ddp_parameters_to_ignore
+from torchdistpackage.errors import LayoutError
+from torchdistpackage.layout.derive import chunk
+
+
+class ParallelLinear(ParallelLayer):
+    """`torch.nn.Linear` split over my group.
+
+    dim 1 or -1: weight (out/n, in), bias (out/n,), result marked (..., out/n). dim 0: weight
+    (out, in/n), bias whole and added once, result whole. `in_features`, `out_features` are those
+    of the whole.
+
+    Raises:
+        ValueError: dim is none of None, 0, 1, -1.
+        LaunchError: dim is given, and there are no groups yet.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, dim: ParallelDim = None
+    ):
+        check_dim(dim)
+        check_sizes("ParallelLinear", 0, in_features=in_features, out_features=out_features)
+        super().__init__()
+        self.in_features, self.out_features, self.dim = in_features, out_features, dim
+        self.join()
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
+        self._has_bias = bool(bias)
+        self.reset_params()
+
+    def split_over(self) -> dict[str, int]:
+        if self.dim is None:
+            return {}
+        return {"weight": 0, "bias": 0} if self.dim in LAST else {"weight": 1}
+
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        weight = {"weight": (self.out_features, self.in_features)}
+        return {**weight, "bias": (self.out_features,)} if self._has_bias else weight
+
+    def reset_params(self) -> None:
+        """Draw the parameters anew, as torch.nn.Linear does."""
+        root = math.sqrt(self.in_features) or 1.0
+        gain = nn.init.calculate_gain("leaky_relu", math.sqrt(5))
+        bounds = {"weight": math.sqrt(3) * (gain / root), "bias": 1 / root}  # by the whole fan-in
+        for name in self.whole_shapes():
+            bound = bounds[name]
+            self._put(name, self.drawn(name, lambda x, b=bound: x.uniform_(-b, b)))
+        self.mark()
+        self.equalise()
+
+    def slice_params(self) -> None:
+        """Cut parameters that are whole to my part; those that are cut already stay."""
+        for name, shape in self.whole_shapes().items():
+            parameter = getattr(self, name)
+            if tuple(parameter.shape) == shape:
+                parameter.data = self.part(parameter.data, name)
+        self.mark()
+
+    def _put(self, name: str, value: Tensor) -> None:
+        parameter = self._parameters[name]
+        if parameter is None or parameter.shape != value.shape:
+            self.register_parameter(name, nn.Parameter(value))
+        else:
+            parameter.data.copy_(value)
+
+    def forward(self, input: Tensor) -> Tensor:
+        whole = self.dim == 0 and cut_of(input) is None
+        if whole and input.shape[-1:] != (self.in_features,):
+            raise LayoutError(  # here, where all ranks know it; parts may be of unlike length
+                f"a product of {self.in_features} inputs, of an input of shape {tuple(input.shape)}"
+            )
+        return functional.parallel_linear(
+            input, self.weight, self.bias, self.dim, out_features=self.out_features
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, dim={self.dim}"
+        )
+
+    @classmethod
+    def convert_parallel_linear(cls, module: nn.Module, dim: ParallelDim = None) -> nn.Module:
+        """Split every torch.nn.Linear of `module`, and embeddings tied to one, in place.
+
+        Values, names, hooks, ties and what is frozen stay. A Linear itself is left as it is, and a
+        new layer returned. Names of what is split are noted for torch's DistributedDataParallel.
+
+        Raises:
+            ValueError: dim is none of None, 0, 1, -1.
+            LayoutError: a weight is shared with a layer that cannot be split alike.
+        """
+        return _convert(module, dim, nn.Linear)
+
+
+class ParallelEmbedding(ParallelLayer):
+    """`torch.nn.Embedding` split over my group; the result is whole on every rank.
+
+    dim 0: weight (V/n, D); dim 1 or -1: weight (V, D/n).
+
+    Raises:
+        ValueError: dim is none of None, 0, 1, -1, or padding_idx is outside the vocabulary.
+        LaunchError: dim is given, and there are no groups yet.
+    """
+
+    weight: nn.Parameter
+    order_type = 1
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None,
+        max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False,
+        sparse: bool = False, _weight: Tensor | None = None, dim: ParallelDim = None,
+    ):  # fmt: skip
+        check_dim(dim)
+        sizes = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
+        check_sizes("ParallelEmbedding", 0, **sizes)
+        super().__init__()
+        if padding_idx is not None:
+            known = range(-num_embeddings, num_embeddings)
+            if type(padding_idx) is not int or padding_idx not in known:
+                raise ValueError(
+                    f"padding_idx {padding_idx!r} is outside the vocabulary of {num_embeddings}"
+                )
+            padding_idx %= num_embeddings
+        self.num_embeddings, self.embedding_dim, self.dim = num_embeddings, embedding_dim, dim
+        self.padding_idx, self.max_norm, self.norm_type = padding_idx, max_norm, norm_type
+        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
+        self.join()
+        self.register_parameter("weight", None)
+        if _weight is None:
+            self.reset_parameters()
+        else:
+            check_tensors("ParallelEmbedding", _weight=_weight)
+            if tuple(_weight.shape) != (num_embeddings, embedding_dim):
+                raise ValueError(
+                    f"_weight has shape {tuple(_weight.shape)}, the table is "
+                    f"{(num_embeddings, embedding_dim)}"
+                )
+            self.weight = nn.Parameter(self.part(_weight.detach(), "weight"))
+            self.mark()
+
+    def split_over(self) -> dict[str, int]:
+        return {} if self.dim is None else {"weight": 1 if self.dim in LAST else 0}
+
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"weight": (self.num_embeddings, self.embedding_dim)}
+
+    def reset_parameters(self) -> None:
+        """Draw the table anew, N(0, 1), with zeros at padding_idx, as torch.nn.Embedding does."""
+        value = self.drawn("weight", lambda x: x.normal_())
+        if self._parameters["weight"] is None:
+            self.weight = nn.Parameter(value)
+        else:
+            self.weight.data.copy_(value)
+        self.mark()
+        if self.padding_idx is not None:
+            row = self.padding_idx
+            if self.dim == 0:
+                assert self.group is not None
+                row -= chunk(self.num_embeddings, self.group.size(), self.group.rank())[0]
+            if 0 <= row < self.weight.shape[0]:
+                self.weight.data[row] = 0
+
+    def slice_parameters(self) -> None:
+        """Cut a table that is whole to my part; one that is cut already stays."""
+        if tuple(self.weight.shape) == self.whole_shapes()["weight"]:
+            self.weight.data = self.part(self.weight.data, "weight")
+        self.mark()
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.parallel_embedding(
+            input,
+            self.weight,
+            self.padding_idx,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.sparse,
+            self.num_embeddings,
+            self.dim,
+            self.embedding_dim,
+        )
+
+    def extra_repr(self) -> str:
+        shown = nn.Embedding.extra_repr(cast(nn.Embedding, self))
+        return shown if self.dim is None else f"{shown}, dim={self.dim}"
+
+    @classmethod
+    def convert_parallel_embedding(cls, module: nn.Module, dim: ParallelDim = None) -> nn.Module:
+        """Split every torch.nn.Embedding of `module`, and products tied to one, in place.
+
+        As `ParallelLinear.convert_parallel_linear`.
+        """
+        return _convert(module, dim, nn.Embedding)
+
+
+Embedding = ParallelEmbedding
+"""A name of the page."""
+
+
+class ParallelCrossEntropyLoss(nn.Module):
+    """`torch.nn.CrossEntropyLoss`, also of logits that are split by class."""
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ):
+        super().__init__()
+        if size_average is not None or reduce is not None:
+            from torch.nn import _reduction
+
+            reduction = _reduction.legacy_get_string(size_average, reduce)
+        self.register_buffer("weight", weight)
+        self.ignore_index, self.reduction = ignore_index, reduction
+        self.label_smoothing = label_smoothing
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return functional.parallel_cross_entropy(
+            input,
+            target,
+            self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+        )
+
+
+class RegisterParallelDim(nn.Module):
+    """Marks the tensor, or each of a list or tuple, that passes through it."""
+
+    def __init__(self, dim: ParallelDim = None):
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Any) -> Any:
+        for each in x if isinstance(x, list | tuple) else [x]:
+            if not isinstance(each, Tensor):
+                raise ValueError(f"a tensor, or a list of tensors, not {type(each).__name__}")
+            set_attribute(each, self.dim)
+        return x
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}"
+
+
+# -- converters -------------------------------------------------------------------------------
+
+Plain = type[nn.Linear] | type[nn.Embedding]
+SPLIT: dict[Plain, type] = {nn.Linear: ParallelLinear, nn.Embedding: ParallelEmbedding}
+
+
+def _convert(module: nn.Module, dim: ParallelDim, kind: Plain) -> nn.Module:
+    """Split all layers of `kind` along `dim`, and those of the other kind that are tied to one.
+
+    Raises:
+        ValueError: dim is none of None, 0, 1, -1.
+        LayoutError: a weight is shared with a layer that cannot be split alike, or nothing is left
+            to split, and what is split is so along another dim.
+    """
+    check_dim(dim)
+    check_module(module)
+    if _is_plain(module, kind):
+        twin = copy.copy(module)
+        twin.__dict__ = {
+            name: copy.copy(value) if isinstance(value, dict) else value
+            for name, value in module.__dict__.items()
+        }
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                new = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                twin._parameters[name] = new
+        module = twin
+    chosen = _chosen(module, dim, kind)
+    if not chosen:
+        _check_split_alike(module, dim, kind)
+    with torch.no_grad():
+        for layer, its_dim in chosen:
+            _become(layer, its_dim)
+    register_ddp_parameters_to_ignore(module)
+    return module
+
+
+def _check_split_alike(module: nn.Module, dim: ParallelDim, kind: Plain) -> None:
+    """Refuse a conversion that would do nothing, where layers are split along another dim."""
+    split, alike = SPLIT[kind], LAST if dim in LAST else (dim,)
+    other = [
+        f"{path or 'the layer'} has dim {layer.dim}"
+        for path, layer in module.named_modules()
+        if isinstance(layer, split) and layer.dim not in alike
+    ]
+    if other:
+        raise LayoutError(
+            f"there is no {kind.__name__} left to split along dim {dim}, and {'; '.join(other)}; a "
+            f"layer is converted once: build the model again and convert it along the dim you want"
+        )
+
+
+def _is_plain(module: nn.Module, kind: Plain) -> bool:
+    """Whether it computes what a layer of torch's own does, by its own weight."""
+    return isinstance(module, kind) and type(module).forward is kind.forward
+
+
+def _chosen(root: nn.Module, dim: ParallelDim, kind: Plain) -> list[tuple[nn.Module, ParallelDim]]:
+    holders: dict[int, list[tuple[str, nn.Module]]] = {}
+    chosen: dict[int, tuple[nn.Module, ParallelDim]] = {}
+    inside_attention = {
+        id(part)
+        for outer in root.modules()
+        if isinstance(outer, nn.MultiheadAttention)
+        for part in outer.modules()  # it reads their weights itself
+    }
+    for path, layer in root.named_modules():
+        for parameter in layer._parameters.values():
+            if parameter is not None:
+                holders.setdefault(id(parameter), []).append((path, layer))
+        if _is_plain(layer, kind) and id(layer) not in inside_attention:
+            if any(map(nn.parameter.is_lazy, layer._parameters.values())):
+                raise LayoutError(
+                    f"{path or 'the layer'} has no shapes yet; run a forward once, then convert"
+                )
+            if parametrize.is_parametrized(layer):
+                raise LayoutError(
+                    f"{path or 'the layer'} has a parametrization, which computes its weight from "
+                    f"others; remove it (torch.nn.utils.parametrize.remove_parametrizations) first"
+                )
+            chosen[id(layer)] = (layer, dim)
+    if dim is None:
+        return list(chosen.values())
+    for layer, _ in list(chosen.values()):
+        for parameter in layer._parameters.values():
+            for path, other in holders.get(id(parameter), ()):
+                if id(other) not in chosen:
+                    chosen[id(other)] = (other, _tied_dim(path, other, dim, kind))
+    return list(chosen.values())
+
+
+def _tied_dim(path: str, other: nn.Module, dim: ParallelDim, kind: Plain) -> ParallelDim:
+    """How a layer of the other kind is split, so that both weights are the same part."""
+    partner = nn.Embedding if kind is nn.Linear else nn.Linear
+    tied: ParallelDim = 0 if dim in LAST else 1
+    if _is_plain(other, partner):
+        return tied
+    own = other.dim if isinstance(other, SPLIT[partner]) else None
+    if own is not None and (own in LAST) == (tied in LAST):
+        return own
+    raise LayoutError(
+        f"{path}, a {type(other).__name__}, shares its weight with a layer that is to be split "
+        f"along dim {dim}, and cannot be split alike; untie them first"
+    )
+
+
+def _become(layer: nn.Module, dim: ParallelDim) -> None:
+    if isinstance(layer, ParallelLayer):
+        return
+    layer.__class__ = SPLIT[nn.Linear if isinstance(layer, nn.Linear) else nn.Embedding]
+    assert isinstance(layer, ParallelLayer)
+    layer.dim = dim
+    if isinstance(layer, ParallelLinear):
+        layer._has_bias = layer.bias is not None
+    layer.join()
+    for name, shape in layer.whole_shapes().items():
+        parameter = layer._parameters[name]
+        assert parameter is not None
+        if tuple(parameter.shape) == shape:  # else a tied layer has done it
+            parameter.data = layer.part(parameter.data, name)
+    layer.mark()

@@ -1,0 +1,219 @@
+"""torchshard's mark `parallel_dim`: along which dim a tensor is split over the group.
+
+A mark is -1 or 1 (the last dim of an activation, the outputs of a weight), 0 (the inputs of a
+weight, the batch) or None. On an activation whose last dim is split it stays through operations:
+such a tensor is a `SplitTensor`, and rules.py says which operations it follows. On a parameter it
+is a plain attribute, beside `order_type`: 0 for a weight (out, in), 1 for (in, out), embeddings.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from torchdistpackage.comm.random import differ
+from torchdistpackage.compat.torchshard import rules
+from torchdistpackage.compat.torchshard.arguments import check_tensors, refusal, tensors
+from torchdistpackage.compat.torchshard.cuts import Cut, Touches, cut_of
+from torchdistpackage.compat.torchshard.model_groups import get_group_size, get_rank
+from torchdistpackage.compat.torchshard.view_rules import indexed
+
+MARK, ORDER = "parallel_dim", "order_type"
+LAST = (-1, 1)
+"""Marks that mean the last dim of an activation."""
+
+
+class SplitTensor(Tensor):
+    """This rank's part of an activation; operations that it cannot follow are refused by name."""
+
+    @property
+    def parallel_dim(self) -> Any:
+        return self.__dict__["_mark"]
+
+    @parallel_dim.setter
+    def parallel_dim(self, value: object) -> None:
+        set_attribute(self, value)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs, name = dict(kwargs or {}), rules.name_of(func)
+        if name in replacements and any(cut_of(x) for x in tensors(args)):
+            return replacements[name](*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            # an overload comes from a dispatch mode, of a call that was followed already
+            overload = isinstance(func, torch._ops.OpOverload)
+            if overload or name in rules.FREE or not _split(args, kwargs):
+                return func(*args, **kwargs)
+            if (rule := rules.RULES.get(name)) is None:
+                if name == "setitem" and _fits(args):
+                    return func(*args, **kwargs)
+                raise refusal(name, args, kwargs)
+            with _own_draws(args, kwargs) if name in rules.RANDOM else nullcontext():
+                out = func(*args, **kwargs)
+            try:
+                cut = rule(args, kwargs, out)
+            except Touches:
+                raise refusal(name, args, kwargs) from None
+            for x in tensors(out if isinstance(out, list | tuple) else [out]):
+                if cut is not None:
+                    follow(x, cut)
+            return out
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return unmarked(self).__reduce_ex__(proto)
+
+
+replacements: dict[str, Callable[..., Any]] = {}
+"""Functions of torch that are others for split tensors, by name."""
+
+
+def _split(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    return any(cut_of(x) is not None for x in tensors([*args, *kwargs.values()]))
+
+
+def _fits(args: Sequence[Any]) -> bool:
+    """Whether `x[index] = value` leaves the split dim of x alone."""
+    x, index, value = args
+    if cut_of(x) is None:
+        return True
+    try:
+        place = indexed((x, index), {}, None)
+        return not isinstance(value, Tensor) or cut_of(value) in (None, place)
+    except Touches:
+        return False
+
+
+def _own_draws(args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[None]:
+    device = tensors([*args, *kwargs.values()])[0].device
+    return differ(get_rank(), device)
+
+
+class SplitParameter(nn.Parameter):
+    """A parameter of a user's own layer that keeps its mark when it is copied or pickled."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if id(self) not in memo:
+            twin = super().__deepcopy__(memo)
+            set_attribute(twin, getattr(self, MARK, None), getattr(self, ORDER, 0))
+            memo[id(self)] = twin
+        return memo[id(self)]
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        plain = nn.Parameter(self.data, self.requires_grad)
+        return plain.__reduce_ex__(proto)
+
+
+marked_parameters: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
+"""Parameters with a mark, by id, by which `shard_init_helper_` knows the `.data` of one."""
+
+
+def set_attribute(tensor: Tensor, value: object = None, order_type: int = 0) -> None:
+    """Mark `tensor` itself as split along `value`; None: it is whole.
+
+    Raises:
+        ValueError: `tensor` is no tensor, `value` no dim of it (of a parameter: none of 1, -1, 0),
+            nor None or "None", or `order_type` is neither 0 nor 1. Nothing is marked then.
+    """
+    _check_mark(tensor, value, order_type)
+    if isinstance(tensor, nn.Parameter):
+        if type(tensor) is nn.Parameter and getattr(tensor, MARK, None) is None:
+            tensor.__class__ = SplitParameter
+        note(tensor, value, order_type)
+    elif value in LAST and tensor.dim():
+        mark(tensor, tensor.dim() - 1, value=value)
+    else:
+        if isinstance(tensor, SplitTensor):
+            tensor.__class__ = Tensor
+            del tensor.__dict__["_cut"], tensor.__dict__["_mark"]
+        setattr(tensor, MARK, value)
+        setattr(tensor, ORDER, order_type)
+
+
+def _check_mark(tensor: Tensor, value: object, order_type: object) -> None:
+    check_tensors("a mark 'parallel_dim'", tensor=tensor)
+    known = (0, *LAST)
+    if not isinstance(tensor, nn.Parameter):
+        known = (*known, *range(-tensor.dim(), tensor.dim()))
+    wrong: list[str] = []
+    if value is not None and value != "None" and (type(value) is not int or value not in known):
+        wrong.append(
+            f"the mark {value!r} of a tensor of shape {tuple(tensor.shape)}; use None or one of "
+            f"{', '.join(map(str, sorted({*known})))}"
+        )
+    if type(order_type) is not int or order_type not in (0, 1):
+        wrong.append(f"order_type {order_type!r}; use 0 for a weight (out, in), 1 for (in, out)")
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
+def note(parameter: nn.Parameter, value: object, order_type: int = 0) -> None:
+    """Set both attributes of a parameter, whose class stays."""
+    setattr(parameter, MARK, value)
+    setattr(parameter, ORDER, order_type)
+    marked_parameters[id(parameter)] = parameter
+
+
+def mark(x: Tensor, dim: int, length: int | None = None, value: object = -1) -> Tensor:
+    """`x` itself, marked as split along `dim`, `length` long over the group (default: evenly)."""
+    if length is None:
+        length = x.shape[dim] * get_group_size()
+    if type(x) is Tensor:
+        x.__class__ = SplitTensor
+    if isinstance(x, SplitTensor):
+        x.__dict__.update(_cut=Cut(dim, length), _mark=value)
+    else:
+        setattr(x, MARK, value)
+    return x
+
+
+def follow(x: Tensor, cut: Cut) -> None:
+    """Mark the result of an operation."""
+    mark(x, cut.dim)
+    if isinstance(x, SplitTensor):
+        x.__dict__["_cut"] = cut
+
+
+def unmarked(x: Tensor) -> Tensor:
+    """The same numbers, as a tensor of torch's own, which autograd sees as the same."""
+    if not isinstance(x, SplitTensor):
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.view(x.shape)
+
+
+def register_parallel_attribute(param: Tensor, value: object = None, order_type: int = 0) -> None:
+    """Mark `param` itself; see `set_attribute`."""
+    set_attribute(param, value, order_type)
+
+
+def register_parallel_dim(tensor: Tensor, value: object = None) -> None:
+    """Mark `tensor` itself, order 0."""
+    set_attribute(tensor, value)
+
+
+def get_parallel_dim(tensor: Tensor) -> Any:
+    """The mark, None where there is none."""
+    return getattr(tensor, MARK, None)
+
+
+def weight_dim(parameter: Tensor) -> int | None:
+    """The dim of a marked parameter that is split, or None."""
+    value = getattr(parameter, MARK, None)
+    num_dims = len(parameter.shape)
+    if value not in (0, *LAST) or isinstance(value, bool) or not num_dims:
+        return None
+    first = value in LAST
+    if getattr(parameter, ORDER, 0) == 1:
+        first = not first
+    if num_dims == 1:
+        return 0 if first else None
+    return 0 if first else 1

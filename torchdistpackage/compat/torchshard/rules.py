@@ -1,0 +1,248 @@
+"""Which operations the mark of a split activation follows, and where the split dim is afterwards.
+
+One rule: the numbers of a rank must not depend on how many ranks there are. An operation that would
+mix values along the split dim, of which this rank has a part, is refused by name; so is every
+operation that is in no table here.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchdistpackage.compat.torchshard.arguments import argument, dims_of, first_of, tensors
+from torchdistpackage.compat.torchshard.cuts import Args, Cut, Kwargs, Rule, Touches, cut_of
+from torchdistpackage.compat.torchshard.view_rules import (
+    expand,
+    indexed,
+    moved,
+    one_less,
+    permutation,
+    reshaped,
+    squeeze,
+    swapped,
+    swapped_arguments,
+    unsqueeze,
+)
+
+
+def elementwise(args: Args, kwargs: Kwargs, out: Any) -> Cut | None:
+    """Same place, counted from the end; an operand that is not split must be alike along it.
+
+    What is set against a parameter of its shape is a weight, and not followed.
+    """
+    values = tensors([*args, *kwargs.values()])
+    if any(isinstance(x, nn.Parameter) and x.shape == values[0].shape for x in values[:2]):
+        return None
+    cuts = [cut_of(x) for x in values]
+    behind = [
+        cut.behind(x) if cut and cut.loose else cut for x, cut in zip(values, cuts, strict=True)
+    ]
+    found = _alike(values, cuts) or _alike(values, behind)
+    if found is None:
+        raise Touches
+    return found
+
+
+def _alike(values: list[Tensor], cuts: list[Cut | None]) -> Cut | None:
+    """The cut of an element-wise result, None where operands do not fit together."""
+    split = [(x, cut) for x, cut in zip(values, cuts, strict=True) if cut is not None]
+    places = {(cut.dim - x.dim(), cut.length) for x, cut in split}
+    if len(places) != 1:
+        return None
+    dim, length = places.pop()
+    local = {x.shape[dim] for x, _ in split}
+    whole = {x.shape[dim] for x, c in zip(values, cuts, strict=True) if not c and x.dim() >= -dim}
+    if len(local) != 1 or not whole <= {1, *local}:
+        return None
+    loose = all(cut.loose for _, cut in split)
+    return Cut(dim + max(x.dim() for x in values), length, loose)
+
+
+def along(at: int, default: int | None = None, name: str = "dim") -> Rule:
+    """Works along the dims that argument `at` names, and keeps the shape's number of dims."""
+
+    def rule(args: Args, kwargs: Kwargs, out: Any) -> Cut:
+        x, cut = first_of(args, kwargs)
+        if cut.dim in dims_of(x, argument(args, kwargs, at, name, default)):
+            raise Touches
+        return cut
+
+    return rule
+
+
+def reduces(at: int = 1, default: int | None = None) -> Rule:
+    """Takes the dims that argument `at` names away, or makes them 1; all of them by default.
+
+    One number of this rank's part alone is given outside autograd only, to be looked at.
+    """
+
+    def rule(args: Args, kwargs: Kwargs, out: Any) -> Cut | None:
+        if len(args) > 1 and isinstance(args[1], Tensor):  # torch.maximum by another name
+            return elementwise(args, kwargs, out)
+        x, cut = first_of(args, kwargs)
+        dim = argument(args, kwargs, at, "dim", default)
+        if dim is None and not x.requires_grad:
+            return None  # to look at: a number of this rank's part
+        dims = dims_of(x, dim)
+        if cut.dim in dims:
+            raise Touches
+        if tensors([out] if isinstance(out, Tensor) else out)[0].dim() == x.dim():
+            return cut
+        return Cut(cut.dim - sum(d < cut.dim for d in dims), cut.length)
+
+    return rule
+
+
+def cat(args: Args, kwargs: Kwargs, out: Any) -> Cut:
+    values = argument(args, kwargs, 0, "tensors")
+    cuts = {cut_of(x) for x in values}
+    (cut,) = cuts if len(cuts) == 1 else (None,)
+    if cut is None or cut.dim in dims_of(out, argument(args, kwargs, 1, "dim", 0)):
+        raise Touches
+    return cut
+
+
+def stack(args: Args, kwargs: Kwargs, out: Any) -> Cut:
+    values = argument(args, kwargs, 0, "tensors")
+    cuts = {cut_of(x) for x in values}
+    (cut,) = cuts if len(cuts) == 1 else (None,)
+    if cut is None:
+        raise Touches
+    (dim,) = dims_of(out, argument(args, kwargs, 1, "dim", 0))
+    return Cut(cut.dim + (dim <= cut.dim), cut.length)
+
+
+def product(args: Args, kwargs: Kwargs, out: Any) -> Cut:
+    """Of matrices: split along batch dims alike, by rows of the first or columns of the second."""
+    a, b = tensors([*args, *kwargs.values()])[:2]
+    if a.dim() < 2 or b.dim() < 2:
+        raise Touches
+    places = {
+        (which, cut.dim - x.dim(), cut.length)
+        for which, x in (("a", a), ("b", b))
+        if (cut := cut_of(x)) is not None
+    }
+    dims = {dim for _, dim, _ in places}
+    if len({length for *_, length in places}) != 1 or len(dims) != 1:
+        raise Touches
+    (dim,) = dims
+    (length,) = {length for *_, length in places}
+    if dim >= -2:
+        if {which for which, *_ in places} != {"a" if dim == -2 else "b"}:
+            raise Touches
+        return Cut(out.dim() + dim, length)
+    sizes = [x.shape[dim] for x in (a, b) if cut_of(x) is not None]
+    whole = [x.shape[dim] for x in (a, b) if cut_of(x) is None and x.dim() >= -dim]
+    if len(set(sizes)) != 1 or not set(whole) <= {1, *sizes}:
+        raise Touches
+    return Cut(out.dim() + dim, length)
+
+
+def linear(args: Args, kwargs: Kwargs, out: Any) -> Cut:
+    x, cut = first_of(args, kwargs)
+    if cut.dim == x.dim() - 1:
+        raise Touches
+    return cut
+
+
+def layer_norm(args: Args, kwargs: Kwargs, out: Any) -> Cut:
+    x, cut = first_of(args, kwargs)
+    if cut.dim >= x.dim() - len(argument(args, kwargs, 1, "normalized_shape")):
+        raise Touches
+    return cut
+
+
+def attention(args: Args, kwargs: Kwargs, out: Any) -> Cut:
+    cuts = {cut_of(x) for x in args[:3]}
+    (cut,) = cuts if len(cuts) == 1 else (None,)
+    if cut is None or cut.dim >= args[0].dim() - 2:
+        raise Touches
+    return cut
+
+
+def _named(rule: Rule, names: str) -> dict[str, Rule]:
+    return dict.fromkeys(names.split(), rule)
+
+
+RULES: dict[str, Rule] = {
+    **_named(
+        elementwise,
+        "abs add sub subtract rsub mul multiply div divide true_divide truediv floor_divide "
+        "floordiv remainder mod fmod neg negative pos positive pow float_power square sqrt "
+        "rsqrt reciprocal "
+        "exp exp2 expm1 log log2 log10 log1p sigmoid logsigmoid tanh relu relu6 gelu silu mish elu "
+        "selu celu leaky_relu prelu rrelu hardswish hardtanh hardsigmoid hardshrink softshrink "
+        "tanhshrink softplus softsign threshold clamp clip clamp_min clamp_max maximum minimum "
+        "where masked_fill eq ne lt le gt ge logical_and logical_or logical_not logical_xor "
+        "bitwise_and bitwise_or bitwise_not bitwise_xor and or xor invert isnan isinf isfinite "
+        "isclose sign sgn round floor ceil trunc frac sin cos tan asin acos atan atan2 sinh cosh "
+        "erf erfc erfinv lerp addcmul addcdiv nan_to_num xlogy "
+        "to type type_as float double half bfloat16 int long bool cpu cuda clone contiguous detach "
+        "data zeros_like ones_like full_like empty_like fill zero "
+        "dropout alpha_dropout feature_alpha_dropout",
+    ),
+    **_named(along(1), "softmax log_softmax softmin cumsum cumprod logcumsumexp"),
+    **_named(along(1, 0), "index_select narrow gather"),
+    **_named(along(1, name="dims"), "flip"),
+    **_named(along(2, 0), "split chunk tensor_split split_with_sizes"),
+    **_named(along(2, 1), "normalize"),
+    **_named(along(2, -1), "topk kthvalue"),
+    **_named(along(1, -1), "sort argsort"),
+    **_named(reduces(), "sum mean amax amin argmax argmin max min prod all any std var logsumexp"),
+    **_named(reduces(1, -1), "median mode"),
+    **_named(reduces(2), "norm"),
+    **_named(reshaped(by_sizes=True), "view reshape unflatten"),
+    **_named(reshaped(by_sizes=False), "flatten view_as reshape_as"),
+    **_named(moved(swapped_arguments), "transpose swapaxes swapdims"),
+    **_named(moved(permutation), "permute"),
+    **_named(moved(lambda x, *_: range(x.dim())[::-1]), "t T"),
+    **_named(moved(lambda x, *_: swapped(x, -1, -2)), "mT"),
+    **_named(product, "matmul rmatmul mm bmm"),
+    "unsqueeze": unsqueeze,
+    "squeeze": squeeze,
+    "expand": expand,
+    "expand_as": expand,
+    "cat": cat,
+    "concat": cat,
+    "stack": stack,
+    "select": one_less,
+    "unbind": one_less,
+    "linear": linear,
+    "layer_norm": layer_norm,
+    "rms_norm": layer_norm,
+    "scaled_dot_product_attention": attention,
+    "getitem": indexed,
+}
+"""By the name of an operation: without underscores, and without the r of a reflected one."""
+
+RANDOM = frozenset({"dropout", "alpha_dropout", "feature_alpha_dropout"})
+"""Operations that draw: each rank draws for its own part."""
+
+_FREE = (
+    "size dim ndim ndimension shape dtype device layout numel nelement stride storage_offset "
+    "element_size itemsize nbytes is_contiguous is_floating_point is_complex is_signed is_cuda "
+    "is_cpu is_meta is_sparse is_quantized is_nested is_leaf is_pinned is_inference is_same_size "
+    "is_shared is_set_to is_xla is_mps is_xpu is_mkldnn is_mtia is_vulkan is_ipu is_maia "
+    "data_ptr untyped_storage storage storage_type get_device name names grad grad_fn grad_dtype "
+    "output_nr requires_grad requires_grad_ retains_grad retain_grad backward register_hook "
+    "register_post_accumulate_grad_hook copy_ set_ item tolist numpy len repr str format hash "
+    "deepcopy reduce_ex setstate array dlpack dlpack_device cuda_array_interface "
+    "equal allclose new_zeros new_ones new_empty new_full new_tensor _version _base _is_view "
+    "result_type can_cast volatile has_names is_conj is_neg _backward_hooks"
+)
+FREE = frozenset(_FREE.split())
+"""What does not look at the numbers, or looks at this rank's alone without giving a tensor."""
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """The name by which RULES and FREE know a function of torch: `__radd__` is `add`."""
+    name = getattr(func, "__name__", repr(func))
+    if name in ("__get__", "__set__", "__delete__"):  # of an attribute, such as `x.T`
+        return getattr(getattr(func, "__self__", None), "__name__", name)
+    if name in FREE:
+        return name
+    bare = name.strip("_")
+    if name.startswith("__") and bare not in RULES and bare[1:] in RULES:
+        return bare[1:]  # reflected and in place: radd, iadd
+    return bare

@@ -1,0 +1,161 @@
+"""The config.json of a transformers model as keys of the model section. No torch.
+
+GPT-2 and Llama, whose every setting either has a key, changes no number, or is refused. What a
+file leaves out has the default of transformers.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from torchdistpackage.bounded import parse_json, read_regular
+from torchdistpackage.errors import ConfigError
+
+FILE = "config.json"
+_MAX_BYTES = 1 << 24
+FREE_KEYS = ("norm_eps", "rope")
+"""What a run may set otherwise: no weight has another shape or name for it."""
+GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+"""transformers' activation_function -> ours; the first name of ours is the one that is written."""
+_ROPE = (
+    *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+)
+_ORIGINAL = "original_max_position_embeddings"
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The content of `folder`/config.json.
+
+    Raises:
+        ConfigError: there is none, or it is no JSON mapping.
+    """
+    path = Path(folder) / FILE
+    try:
+        found = parse_json(read_regular(path, _MAX_BYTES).decode())
+    except FileNotFoundError as error:
+        here = "no such folder" if not Path(folder).is_dir() else f"it has no {FILE}"
+        raise ConfigError(f"{folder}: {here}; name the folder of a transformers model") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} is no mapping; name the folder of a transformers model")
+    return cast(dict[str, Any], found)
+
+
+def model_keys(found: Mapping[str, Any], where: str | Path) -> dict[str, Any]:
+    """The model section that describes the model of a config.json, but for its weights.
+
+    where: what errors call it.
+
+    Raises:
+        ConfigError: the model is of another family, or has settings that have no key; lists all.
+    """
+    families = {"gpt2": (_gpt2, _gpt2_problems), "llama": (_llama, _llama_problems)}
+    family = found.get("model_type")
+    if family not in tuple(families):
+        raise ConfigError(
+            f"{where}: model_type is {family!r}; weights can be read of {', '.join(families)}"
+        )
+    keys_of, problems_of = families[family]
+    problems = list(problems_of(found))
+    if found.get("quantization_config") is not None:
+        problems.append("quantization_config is set; use the folder of the full weights")
+    if problems:
+        raise ConfigError(f"{where}: {'; '.join(problems)}")
+    return keys_of(found)
+
+
+def _gpt2(found: Mapping[str, Any]) -> dict[str, Any]:
+    dim = found.get("n_embd", 768)
+    inner = found.get("n_inner")
+    return {
+        "layers": found.get("n_layer", 12),
+        "dim": dim,
+        "heads": found.get("n_head", 12),
+        "vocab": found.get("vocab_size", 50257),
+        "mlp_hidden": 4 * dim if inner is None and isinstance(dim, int) else inner,
+        "mlp": GPT2_ACTIVATIONS[found.get("activation_function", "gelu_new")],
+        "mlp_bias": True,
+        "attention_bias": True,
+        "norm": "layer",
+        "norm_eps": found.get("layer_norm_epsilon", 1e-5),
+        "tied": found.get("tie_word_embeddings", True),
+        "position": "learned",
+        "max_seq_len": found.get("n_positions", 1024),
+    }
+
+
+def _gpt2_problems(found: Mapping[str, Any]) -> Iterator[str]:
+    activation = found.get("activation_function", "gelu_new")
+    if activation not in tuple(GPT2_ACTIVATIONS):
+        yield f"activation_function is {activation!r}; use {', '.join(GPT2_ACTIVATIONS)}"
+    wanted = {
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    }
+    for key, value in wanted.items():
+        if found.get(key, value) is not value:
+            yield f"{key} is {found[key]!r}, and only {value} can be trained here"
+
+
+def _llama(found: Mapping[str, Any]) -> dict[str, Any]:
+    dim, heads = found.get("hidden_size", 4096), found.get("num_attention_heads", 32)
+    kv_heads, head_dim = found.get("num_key_value_heads"), found.get("head_dim")
+    if isinstance(dim, int) and isinstance(heads, int) and heads and head_dim == dim // heads:
+        head_dim = None
+    return {
+        "layers": found.get("num_hidden_layers", 32),
+        "dim": dim,
+        "heads": heads,
+        "kv_heads": heads if kv_heads is None else kv_heads,
+        "head_dim": head_dim,
+        "vocab": found.get("vocab_size", 32000),
+        "mlp_hidden": found.get("intermediate_size", 11008),
+        "mlp": "swiglu",
+        "mlp_bias": found.get("mlp_bias", False),
+        "attention_bias": found.get("attention_bias", False),
+        "norm": "rms",
+        "norm_eps": found.get("rms_norm_eps", 1e-6),
+        "tied": found.get("tie_word_embeddings", False),
+        "position": "rotary",
+        "max_seq_len": found.get("max_position_embeddings", 2048),
+        "rope": _rope(found),
+    }
+
+
+def _llama_problems(found: Mapping[str, Any]) -> Iterator[str]:
+    activation = found.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        yield f"hidden_act is {activation!r}, and only silu can be trained here"
+    rope = _rope_parameters(found)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        yield f"rope_type is {kind!r}; use default, linear, llama3 or yarn"
+    if rope.get("partial_rotary_factor", found.get("partial_rotary_factor")) not in (None, 1, 1.0):
+        yield "partial_rotary_factor is set, and only whole heads can be turned here"
+
+
+def _rope_parameters(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of today; those of before transformers 5 where there are such."""
+    values = found.get("rope_scaling") or found.get("rope_parameters")
+    return dict(cast(dict[str, Any], values)) if isinstance(values, dict) else {}
+
+
+def _rope(found: Mapping[str, Any]) -> dict[str, Any]:
+    values, longest = _rope_parameters(found), found.get("max_position_embeddings", 2048)
+    kind = values.get("rope_type", values.get("type", "default"))
+    theta = values.get("rope_theta") or found.get("rope_theta") or 10000.0
+    read = {
+        "default": (),
+        "linear": _ROPE[:1],
+        "llama3": _ROPE[:4],
+        "yarn": (_ROPE[0], *_ROPE[3:]),
+    }[kind]
+    rope = {key: values[key] for key in read if values.get(key) is not None}
+    if _ORIGINAL in read:
+        original = rope.setdefault(_ORIGINAL, longest)
+        if kind == "yarn" and isinstance(longest, int) and isinstance(original, int) and original:
+            rope.setdefault("factor", longest / original)
+    return {"theta": theta, "type": kind, **rope}

@@ -1,0 +1,93 @@
+"""The model section of the YAML file: one of our models, or the user's own by import path."""
+
+from pydantic import Field
+
+from torchdistpackage.config import types as k
+from torchdistpackage.config.section import NamedSection, Section, default
+
+
+class RopeSection(Section):
+    """Frequencies of rotary positions and their scaling, as transformers' rope_parameters."""
+
+    theta: k.Positive = Field(default=10000.0, description="Base of the frequencies.")
+    type: k.RopeScaling = Field(
+        default="default", description="How they are scaled for longer sequences."
+    )
+    factor: k.PositiveOrNull = Field(
+        default=None, description="Of all but default: how many times longer sequences may be."
+    )
+    low_freq_factor: k.PositiveOrNull = Field(
+        default=None, description="Of llama3: the original length over the first scaled wavelength."
+    )
+    high_freq_factor: k.PositiveOrNull = Field(
+        default=None, description="Of llama3: the original length over the last one left alone."
+    )
+    original_max_position_embeddings: k.LengthOrNull = Field(
+        default=None, description="Of llama3 and yarn: tokens of the original length."
+    )
+    attention_factor: k.PositiveOrNull = Field(
+        default=None, description="Of yarn: factor of the tables; null: 0.1 ln(factor) + 1."
+    )
+    beta_fast: k.PositiveOrNull = Field(
+        default=None, description="Of yarn: rotations from which nothing is scaled; null: 32."
+    )
+    beta_slow: k.PositiveOrNull = Field(
+        default=None, description="Of yarn: rotations up to which all is scaled; null: 1."
+    )
+    mscale: k.PositiveOrNull = Field(
+        default=None, description="Of yarn: with mscale_all_dim, another attention factor."
+    )
+    mscale_all_dim: k.PositiveOrNull = Field(
+        default=None, description="Of yarn: what the factor of mscale is divided by."
+    )
+    truncate: k.BoolOrNull = Field(
+        default=None, description="Of yarn: whole channels as edges of the ramp; null: true."
+    )
+
+
+class ModelSection(NamedSection):
+    """What is trained: one of our models, or your own by import path."""
+
+    name: k.ModelName = Field(default="gpt", description="Our model; not with target.")
+    layers: k.Count = Field(default=4, le=2048, description="Transformer blocks.")
+    dim: k.Count = Field(default=128, le=1 << 20, description="Width of the residual stream.")
+    heads: k.Count = Field(default=4, le=k.MAX_HEADS, description="Attention heads, of queries.")
+    kv_heads: k.HeadsOrNull = Field(
+        default=None, description="Heads of keys and values, shared by queries; null: heads."
+    )
+    head_dim: k.WidthOrNull = Field(default=None, description="Width of a head; null: dim / heads.")
+    mlp_ratio: k.Positive = Field(
+        default=4.0, le=k.MAX_MLP_RATIO, description="Width of the MLP over dim."
+    )
+    mlp_hidden: k.WidthOrNull = Field(
+        default=None, description="Width of the MLP; null: dim x mlp_ratio."
+    )
+    mlp: k.Mlp = Field(default="gelu", description="Activation of the MLP; swiglu also has a gate.")
+    mlp_bias: bool = Field(default=True, description="Biases in the MLP.")
+    attention_bias: bool = Field(default=True, description="Biases in attention.")
+    vocab: k.Count = Field(default=256, le=1 << 24, description="Number of token ids.")
+    dropout: k.BelowOne = Field(default=0.0, description="Part of activations dropped.")
+    tied: bool = Field(default=True, description="Embedding and output head share one weight.")
+    position: k.Position = Field(default="rotary", description="How blocks know positions.")
+    rope: RopeSection = default(RopeSection)
+    max_seq_len: k.LengthOrNull = Field(
+        default=None, description="Positions that are learned; null: data.seq_len."
+    )
+    norm: k.Norm = Field(default="layer", description="LayerNorm, or RMSNorm.")
+    norm_eps: k.Positive = Field(default=1e-5, description="Added to the variance in every norm.")
+    weights: k.PathOrNull = Field(
+        default=None,
+        description="Folder of a transformers model (GPT-2, Llama): sizes and initial weights.",
+    )
+    target: k.ImportPath = Field(
+        default=None, description="Your model, pkg.module:build; not with name."
+    )
+    args: k.FreeForm = Field(default_factory=dict, description="Keyword arguments of target.")
+    loss: k.ImportPath = Field(
+        default=None, description="Your loss, pkg.module:fn; null: token cross entropy."
+    )
+
+    @property
+    def hidden(self) -> int:
+        """Width of the MLP."""
+        return self.mlp_hidden or max(round(self.dim * self.mlp_ratio), 1)

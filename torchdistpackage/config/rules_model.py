@@ -1,0 +1,171 @@
+"""The rules of the model section: sizes fit each other and the ranks, and keys are read."""
+
+from operator import attrgetter
+
+from torchdistpackage.config.model_section import ModelSection, RopeSection
+from torchdistpackage.config.rules import Rule, divisors, multiples, named_once, rule
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.config.types import MAX_MLP_RATIO
+from torchdistpackage.errors import LayoutError
+from torchdistpackage.layout.refusals import all_have_heads, all_have_some, either, nearest
+from torchdistpackage.layout.rope import Rope
+
+_TARGET_KEYS = ("name", "target", "args", "loss")
+_ROPE_KEYS = tuple(f"rope.{key}" for key in RopeSection.model_fields)
+_GPT_KEYS = tuple(
+    key for key in ModelSection.model_fields if key not in (*_TARGET_KEYS, "vocab", "rope")
+)
+
+
+def _changed(model: ModelSection, *names: str) -> list[str]:
+    """Those of these keys that do not have their defaults."""
+    default = ModelSection()
+    return [f"model.{x}" for x in names if attrgetter(x)(model) != attrgetter(x)(default)]
+
+
+@rule("model.heads", "model.kv_heads", "parallel.tensor", "model.name")
+def _heads_over_tensor(c: RunConfig, world_size: int | None) -> str | None:
+    heads, tensor = c.model.heads, c.parallel.tensor
+    kv = c.model.kv_heads or heads
+    if c.model.name is None or heads % kv or all_have_heads(heads, kv, tensor):
+        return None
+    ranks = nearest(tensor, lambda n: all_have_heads(heads, kv, n), at_most=tensor)
+    if kv == heads:
+        shared, more = "", (tensor,)
+    else:
+        shared = f" of model.kv_heads={kv} groups"
+        more = nearest(heads, lambda n: n % kv == 0 and all_have_heads(n, kv, tensor))
+    offers = f"set tensor to {either(ranks)}" + (f", or heads to {either(more)}" if more else "")
+    alike = "" if kv == heads else ", and each group as many ranks"
+    return (
+        f"model.heads={heads}{shared} cannot be shared by parallel.tensor={tensor} ranks, as each "
+        f"needs one{alike}; {offers}"
+    )
+
+
+@rule("model.kv_heads", "model.heads", "model.name")
+def _kv_heads_divide_heads(c: RunConfig, world_size: int | None) -> str | None:
+    heads, kv = c.model.heads, c.model.kv_heads
+    if c.model.name is None or kv is None or heads % kv == 0:
+        return None
+    return (
+        f"model.heads={heads} cannot share model.kv_heads={kv} evenly; set kv_heads to "
+        f"{divisors(heads, kv)}, or heads to {multiples(kv, heads)}"
+    )
+
+
+@rule("model.head_dim", "model.position", "model.name")
+def _heads_turn_in_pairs(c: RunConfig, world_size: int | None) -> str | None:
+    width = c.model.head_dim
+    if c.model.name is None or c.model.position != "rotary" or width is None or width % 2 == 0:
+        return None
+    return (
+        f"model.head_dim={width} is odd, but model.position=rotary turns pairs; set head_dim to "
+        f"{multiples(2, width)}"
+    )
+
+
+@rule("model.dim", "model.heads", "model.head_dim", "model.position", "model.name")
+def _dim_over_heads(c: RunConfig, world_size: int | None) -> str | None:
+    dim, heads = c.model.dim, c.model.heads
+    unit = 2 if c.model.position == "rotary" else 1
+    if c.model.name is None or c.model.head_dim is not None or dim % (heads * unit) == 0:
+        return None
+    why = f"model.dim={dim} is not a multiple of model.heads={heads}"
+    if dim % heads == 0:
+        why = f"model.dim={dim} / model.heads={heads} gives heads of {dim // heads}, an odd width, "
+        why += "but model.position=rotary turns pairs"
+    offers = f"set dim to {multiples(heads * unit, dim)}"
+    if dim % unit == 0:
+        offers += f", or heads to {divisors(dim // unit, heads)}"
+    return f"{why}; {offers}"
+
+
+@rule("model.mlp_ratio", "model.mlp_hidden", "model.dim", "parallel.tensor", "model.name")
+def _hidden_over_tensor(c: RunConfig, world_size: int | None) -> str | None:
+    hidden, tensor = c.model.hidden, c.parallel.tensor
+    if c.model.name is None or c.model.mlp_hidden is not None or all_have_some(hidden, tensor):
+        return None
+    good = min(max(round(hidden / tensor), 1), c.model.dim * MAX_MLP_RATIO // tensor) * tensor
+    return (
+        f"the MLP is model.dim={c.model.dim} x model.mlp_ratio={c.model.mlp_ratio:g} = {hidden} "
+        f"wide, which parallel.tensor={tensor} ranks cannot share so that each has some; set "
+        f"mlp_ratio to "
+        f"{_ratio(good, c.model.dim)}, which gives {good}, or change dim"
+    )
+
+
+@rule("model.mlp_hidden", "parallel.tensor", "model.name")
+def _own_hidden_over_tensor(c: RunConfig, world_size: int | None) -> str | None:
+    hidden, tensor = c.model.mlp_hidden, c.parallel.tensor
+    if c.model.name is None or hidden is None or all_have_some(hidden, tensor):
+        return None
+    use = nearest(hidden, lambda n: all_have_some(n, tensor))
+    return (
+        f"model.mlp_hidden={hidden} cannot be shared by parallel.tensor={tensor} ranks so that "
+        f"each has some; set mlp_hidden to {either(use)}"
+    )
+
+
+def _ratio(hidden: int, dim: int) -> str:
+    """The mlp_ratio that gives `hidden`, in as few digits as that takes, 6 or more."""
+    texts = (f"{hidden / dim:.{digits}g}" for digits in range(6, 18))
+    return next(text for text in texts if round(dim * float(text)) == hidden)
+
+
+@rule("model.name", "model.target", "model.args")
+def _model_is_named_once(c: RunConfig, world_size: int | None) -> str | None:
+    return named_once(c.model, "model")
+
+
+@rule(*(f"model.{key}" for key in (*_GPT_KEYS, *_ROPE_KEYS)), "model.name", "model.target")
+def _model_keys_are_read(c: RunConfig, world_size: int | None) -> str | None:
+    unread = _changed(c.model, *_GPT_KEYS, *_ROPE_KEYS)
+    if c.model.name is not None or c.model.target is None or not unread:
+        return None
+    return (
+        f"{', '.join(unread)} would not be read, because model.target={c.model.target} builds the "
+        f"model; move to model.args what it takes"
+    )
+
+
+@rule(*(f"model.{key}" for key in _ROPE_KEYS), "model.position", "model.name")
+def _rope_is_complete(c: RunConfig, world_size: int | None) -> str | None:
+    if c.model.name is None:
+        return None
+    if c.model.position != "rotary":
+        unread = _changed(c.model, *_ROPE_KEYS)
+        why = f"would not be read with model.position={c.model.position}; remove it"
+        return f"{', '.join(unread)} {why}" if unread else None
+    try:
+        Rope(**{key: getattr(c.model.rope, key) for key in RopeSection.model_fields})
+    except LayoutError as error:
+        return f"model.{error}"
+    return None
+
+
+@rule("model.mlp_hidden", "model.mlp_ratio", "model.name")
+def _mlp_width_is_given_once(c: RunConfig, world_size: int | None) -> str | None:
+    ratio, hidden = c.model.mlp_ratio, c.model.mlp_hidden
+    if c.model.name is None or hidden is None or ratio == ModelSection().mlp_ratio:
+        return None
+    return (
+        f"model.mlp_ratio={ratio:g} would not be read with model.mlp_hidden={hidden}; remove one "
+        f"of them"
+    )
+
+
+@rule("data.seq_len", "model.max_seq_len", "model.position", "model.name")
+def _positions_cover_sequences(c: RunConfig, world_size: int | None) -> str | None:
+    seq_len, most = c.data.seq_len, c.model.max_seq_len
+    learned = c.model.name is not None and c.model.position == "learned"
+    if not learned or most is None or seq_len <= most:
+        return None
+    return (
+        f"data.seq_len={seq_len}, but model.position=learned has positions for "
+        f"model.max_seq_len={most} tokens; set seq_len to {most}, or max_seq_len to {seq_len}"
+    )
+
+
+MODEL_RULES = tuple(x for x in tuple(globals().values()) if isinstance(x, Rule))
+"""In the order of this file."""

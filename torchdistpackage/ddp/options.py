@@ -1,0 +1,159 @@
+"""What NaiveDDP is given for its options: planner, sparse gradients, hooks, checks of replicas.
+
+The core knows their protocols alone; this file, which `torchdistpackage.ddp` registers, makes them.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass
+from functools import partial
+
+from torch import nn
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.creation import world
+from torchdistpackage.comm.groups import for_each_group
+from torchdistpackage.comm.primitives import ranks_of
+from torchdistpackage.comm.transport.hierarchical import hierarchical_all_reduce
+from torchdistpackage.ddp import param_sync
+from torchdistpackage.ddp.bucket_comm import AllReduceBucket, BucketComm, CommHook, ReducerParts
+from torchdistpackage.ddp.bucket_plan import MIB, Bucket, BucketSizes, bucket_sizes
+from torchdistpackage.ddp.bucket_tuning import BucketTuner
+from torchdistpackage.ddp.param_spec import ParamSpec
+from torchdistpackage.ddp.sparse_grads import SparseRows
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass
+class ResolvedOptions:
+    """The `DDPExtensions` of one NaiveDDP and of its copies, also those from a pickle.
+
+    plans: whether order and sizes of buckets follow what is measured. given_bytes: of a bucket, 0
+    to measure. mean: whether gradients are averaged. The others are as NaiveDDP has them.
+    """
+
+    module: InitVar[nn.Module]
+    reduce_op: str
+    bucket_cap_mb: float | None
+    num_grad_acc_iter: int
+    plans: bool
+    strict: bool
+    comm_hook: CommHook
+    fp32_grads: bool
+    embedding_rows: bool
+    _by_node: dict[tuple[int, ...], CommHook] | None = None
+
+    verify_params_match = staticmethod(param_sync.verify_params_match)
+    sync_module_states = staticmethod(param_sync.sync_module_states)
+
+    def __post_init__(self, module: nn.Module) -> None:
+        """Raises ValueError: names all options that make no sense."""
+        problems = common_problems(
+            module, self.reduce_op, self.bucket_cap_mb, self.num_grad_acc_iter
+        )
+        if not callable(self.comm_hook):
+            problems.append(f"comm_hook is {self.comm_hook!r}; give a function (ddp/comm_hooks.py)")
+        refuse(problems)
+
+    @property
+    def mean(self) -> bool:
+        return self.reduce_op.lower() == "avg"
+
+    @property
+    def given_bytes(self) -> int:
+        return int((self.bucket_cap_mb or 0) * MIB)
+
+    @property
+    def cap_bytes(self) -> int:
+        return self.given_bytes or _sizes().default_bytes
+
+    def prepare(
+        self, module: nn.Module, shared: Sequence[ParamSpec], is_reducing: Callable[[], bool]
+    ) -> tuple[list[ParamSpec], ReducerParts]:
+        """Collective where a group has four ranks or more, the first time."""
+        rows = SparseRows(module, shared, lookups=self.embedding_rows, counts=is_reducing)
+        if self._by_node is None:
+            self._by_node = _hooks_by_node(rows.shared)
+            self._log(type(module).__name__, rows.shared)
+        tuner = None
+        if self.plans and any(s.is_early for s in rows.shared):
+            candidates_bytes = () if self.given_bytes else _sizes().candidates_bytes
+            tuner = BucketTuner(rows.shared, self.cap_bytes, candidates_bytes)
+        return rows.shared, ReducerParts(
+            make_bucket_comm=partial(self._make_bucket_comm, rows),
+            after=rows.after,
+            planner=tuner,
+            check_used=param_sync.check_unused_parameters if self.strict else None,
+            handles=rows.handles,
+        )
+
+    def __getstate__(self) -> dict[str, object]:
+        """Hooks have groups, which no pickle holds."""
+        return {**vars(self), "_by_node": None}
+
+    def _make_bucket_comm(
+        self, rows: SparseRows, bucket: Bucket, members: Sequence[ParamSpec]
+    ) -> BucketComm:
+        if members[0].sparse_rows:
+            return rows.make_bucket_comm(members[0])
+        hook = self.comm_hook
+        if hook is primitives.start_all_reduce and self._by_node is not None:
+            hook = self._by_node.get(ranks_of(members[0].group), hook)
+        return AllReduceBucket(bucket, members, hook=hook, keep_wide=self.fp32_grads)
+
+    def _log(self, name: str, shared: Sequence[ParamSpec]) -> None:
+        wider = [s for s in shared if s.is_wider]
+        if wider:
+            dtype = str(wider[0].parameter.dtype).removeprefix("torch.")
+            cast = f"cast to {dtype} (fp32_grads=True keeps it)"
+            _LOG.info(
+                "%s: gradients of %d %s elements are summed in fp32, 4 bytes each; .grad is %s",
+                *(name, sum(s.parameter.numel() for s in wider), dtype),
+                "fp32 too" if self.fp32_grads else cast,
+            )
+        if self.comm_hook is not primitives.start_all_reduce:
+            _LOG.info("%s: gradients travel as %s has them", name, self.comm_hook)
+
+
+def common_problems(
+    module: object, reduce_op: object, bucket_cap_mb: object, num_grad_acc_iter: object
+) -> list[str]:
+    """What is wrong with the arguments that NaiveDDP and ZeroOptimizer share, one text for each."""
+    problems: list[str] = []
+    if not isinstance(module, nn.Module):
+        problems.append(f"module is of type {type(module).__name__}; give a torch.nn.Module")
+    problems += reduce_op_problems(reduce_op)
+    is_number = isinstance(bucket_cap_mb, int | float) and bucket_cap_mb >= 0
+    if bucket_cap_mb is not None and not is_number:
+        problems.append(f"bucket_cap_mb is {bucket_cap_mb!r}; give a number of MiB, or None")
+    if not isinstance(num_grad_acc_iter, int) or num_grad_acc_iter < 1:
+        problems.append(
+            f"num_grad_acc_iter is {num_grad_acc_iter!r}; give a whole number of 1 or more"
+        )
+    return problems
+
+
+def reduce_op_problems(reduce_op: object) -> list[str]:
+    if isinstance(reduce_op, str) and reduce_op.lower() in ("avg", "sum"):
+        return []
+    return [f"reduce_op is {reduce_op!r}; use 'avg' or 'sum'"]
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raises ValueError: the problems, if there are any."""
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def _sizes() -> BucketSizes:
+    return bucket_sizes(queued=primitives.is_queued(world()))
+
+
+def _hooks_by_node(shared: Sequence[ParamSpec]) -> dict[tuple[int, ...], CommHook]:
+    """Of the groups whose nodes have several ranks each, at least two and two; collective."""
+    found = {
+        ranks_of(group): hierarchical_all_reduce(group)
+        for group, _ in for_each_group(shared, min_size=4)
+    }
+    return {ranks: start for ranks, start in found.items() if start is not None}

@@ -1,0 +1,142 @@
+"""Which ranks share each parameter of an optimizer: from a module, its layouts, and groups."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.primitives import Group, ranks_of
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.ddp.param_spec import (
+    ParamSpec,
+    ReplicatedTensor,
+    batch_group,
+    follows,
+    group_of,
+    layouts_of,
+    refuse_cut,
+    sum_group,
+    summed_over,
+)
+from torchdistpackage.ddp.zero.shard_bounds import ModuleParam, group_by_module
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.layout.mark import layout_of
+
+
+@dataclass(frozen=True)
+class ReplicaGroups:
+    """Parameters without layout are shared by `group` and copied over `replicas`.
+
+    names: id of a parameter -> its name. mean: gradients are divided by the number of batches.
+    both: ranks of `group` and of replicas. cut: names of parameters of which a part is here.
+    """
+
+    names: Mapping[int, str]
+    group: Group
+    replicas: Group | None
+    layouts: Mapping[str, Layout]
+    mean: bool
+    both: frozenset[int]
+    cut: frozenset[str]
+
+    @classmethod
+    def over(
+        cls,
+        optimizer: Optimizer,
+        module: nn.Module | None,
+        group: Group | None,
+        replicas: Group | None,
+        layouts: Mapping[str, Layout] | None,
+        mean: bool,
+    ) -> "ReplicaGroups":
+        """Collective over `replicas`, whose members learn what ranks the others share with.
+
+        Raises:
+            LayoutError: ranks that share cut a parameter.
+        """
+        names = names_of(optimizer, module)
+        named = [(names[id(p)], p) for p in parameters_of(optimizer)]
+        if module is not None:
+            named = list(module.named_parameters())
+        group = batch_group() if group is None else group
+        both = frozenset(ranks_of(group))
+        if replicas is not None:
+            groups = primitives.gather_objects(ranks_of(group), replicas)
+            both = frozenset(rank for ranks in groups for rank in ranks)  # type: ignore[union-attr]
+        followed = layouts_of(module, named, layouts, both)
+        alone = [(name, p) for name, p in named if name not in followed]
+        refuse_cut(alone, sorted(both), "ZeroOptimizer")
+        cut = frozenset(n for n, p in named if is_cut(followed.get(n) or layout_of(p), p))
+        if followed:
+            tpc.prepare(sums=[x for x in followed.values() if set(summed_over(x)) != both])
+        return cls(names, group, replicas, followed, mean, both, cut)
+
+    def of(self, parameter: nn.Parameter) -> ParamSpec:
+        layout = self.layouts.get(name := self.names[id(parameter)])
+        group = sum_group(layout, self.group, self.both)
+        over = self.both if layout is None else summed_over(layout)
+        return ParamSpec.from_layout(name, parameter, layout, group, mean=self.mean, over=over)
+
+    def trained(self, optimizer: Optimizer, module: nn.Module | None) -> list[ParamSpec]:
+        """The optimizer's parameters that are not frozen, in the order of `module`."""
+        given = {id(p): p for p in parameters_of(optimizer)}
+        order = () if module is None else module.parameters()
+        ordered = {id(p): p for p in order if id(p) in given} | given
+        return [self.of(p) for p in ordered.values() if p.requires_grad]
+
+    def replicas_of(self, shared: ParamSpec) -> Group | None:
+        """Ranks with a copy of this rank's shard."""
+        return self.replicas if ranks_of(shared.group) == ranks_of(self.group) else None
+
+    def replicated(
+        self, module: nn.Module | None, shared: Sequence[ParamSpec]
+    ) -> Iterator[list[ReplicatedTensor]]:
+        """Buffers, and parameters that are not in `shared`: over groups, then over replicas."""
+        if module is None:
+            return
+        trained = {id(s.parameter) for s in shared}
+        frozen = [(n, p) for n, p in module.named_parameters() if id(p) not in trained]
+        held = [ReplicatedTensor(n, p, self.of(p).group) for n, p in frozen]
+        held += [ReplicatedTensor(name, x, self.group) for name, x in module.named_buffers()]
+        yield held
+        if self.replicas is not None:
+            yield [ReplicatedTensor(x.name, x.tensor, self.replicas) for x in held]
+
+
+def is_cut(layout: Layout | None, parameter: Tensor) -> bool:
+    """Whether this rank holds a part of it only."""
+    if layout is None or not layout.split_axes:
+        return False
+    if follows(layout, parameter):
+        return tpc.topology.view(layout.view).axis_size(*layout.split_axes) > 1
+    group = group_of(parameter)
+    return group is None or group.size() > 1
+
+
+def assign_buckets(shared: Sequence[ParamSpec], cap_bytes: int) -> list[ParamSpec]:
+    """The same, each with the number of its bucket."""
+    units = [s.name.rpartition(".")[0] or s.name for s in shared]
+    sizes = [s.parameter.numel() * s.sum_dtype.itemsize for s in shared]
+    members = map(ModuleParam, units, sizes, [s.key for s in shared])
+    numbers = group_by_module([*members], cap_bytes)
+    return [replace(s, bucket=bucket) for s, bucket in zip(shared, numbers, strict=True)]
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Those of its param groups, in their order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def names_of(optimizer: Optimizer, module: nn.Module | None) -> dict[int, str]:
+    """id of a parameter -> the module's name for it, else the optimizer's, else its number."""
+    names: dict[int, str] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        known = group.get("param_names") or [
+            f"group {number} parameter {i}" for i in range(len(group["params"]))
+        ]
+        names |= {id(p): name for p, name in zip(group["params"], known, strict=True)}
+    if module is not None:
+        names |= {id(p): name for name, p in module.named_parameters()}
+    return names

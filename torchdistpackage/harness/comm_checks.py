@@ -1,0 +1,192 @@
+"""Operations over a group on data that says which rank sent it, and what must arrive.
+
+The expected numbers follow from the global ranks alone and are exact, so a wrong rank, a wrong
+order and a wrong place each show, element by element. Only an average is rounded.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.comm import p2p, primitives
+from torchdistpackage.harness.calls import (
+    GroupMember,
+    Like,
+    expected,
+    expected_max,
+    expected_sum,
+    make_input,
+    rank_pattern,
+    reduce_input,
+    tdp_call,
+)
+from torchdistpackage.harness.operations import COLLECTIVES
+
+NUM_ELEMENTS = 1000
+NUM_ROWS = 40
+LARGE_ELEMENTS = p2p.SMALL_BYTES // 8 + 1
+"""Of 8 bytes, so that the receives of a batch are posted first."""
+
+_MOVED = (torch.float32, torch.bfloat16, torch.int64, torch.float16, torch.complex64, torch.uint8)
+
+Found = Iterator[tuple[Tensor, Tensor, str]]
+"""(what arrived, what must have, from whom or "")"""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One operation; `name` is for people, e.g. `all_gather of bfloat16`."""
+
+    name: str
+    run: Callable[[GroupMember], Found]
+
+
+def collectives() -> list[Check]:
+    """What is checked over each group: each row of COLLECTIVES, and what it does not cover."""
+    return [
+        *(
+            Check(f"{name} of {dtype}", partial(_row, name, getattr(torch, dtype)))
+            for name, spec in COLLECTIVES.items()
+            for dtype in spec.tested
+        ),
+        Check("all_reduce max of float64", _max),
+        Check("all_reduce average of float32", _average),
+        Check("all_gather of uneven int64", _all_gather_uneven),
+        Check("reduce_scatter of uneven int64", _reduce_scatter_uneven),
+        Check("all_to_all of uneven uint8", _all_to_all_uneven),
+        Check("broadcast from every rank", _broadcast),
+        Check("barrier", _barrier),
+        Check("gather_objects", _gather_objects),
+        Check("broadcast_object", _broadcast_object),
+    ]
+
+
+def neighbours() -> list[Check]:
+    """What is checked along the pipe axis, the last stage being the first one's neighbour."""
+    return [
+        Check("message to the next stage", partial(_message, 1, 0, NUM_ELEMENTS)),
+        Check("message to the previous stage", partial(_message, 0, 1, NUM_ELEMENTS)),
+        Check("messages both ways", partial(_message, 1, 1, NUM_ELEMENTS)),
+        Check("large messages both ways", partial(_message, 1, 1, LARGE_ELEMENTS)),
+    ]
+
+
+def pair() -> Check:
+    """Messages both ways between two ranks."""
+    return Check(
+        "messages both ways",
+        lambda member: _exchange(member, [(member.peer, member.peer)], NUM_ELEMENTS),
+    )
+
+
+def _row(operation: str, dtype: torch.dtype, member: GroupMember) -> Found:
+    what = operation, member.ranks, member.index, NUM_ROWS * len(member.ranks), member.like(dtype)
+    got, wanted = tdp_call(operation, make_input(*what), member)(), expected(*what)
+    assert got is not None and wanted is not None
+    yield got, wanted, ""
+
+
+def _max(member: GroupMember) -> Found:
+    like = member.like(torch.float64)
+    mine = reduce_input(member.rank, member.ranks, NUM_ELEMENTS, like)
+    got = primitives.all_reduce(mine, member.group, primitives.MAX)
+    yield got, expected_max(member.ranks, NUM_ELEMENTS, like), ""
+
+
+def _average(member: GroupMember) -> Found:
+    like, size = member.like(torch.float32), len(member.ranks)
+    mean = expected_sum(member.ranks, NUM_ELEMENTS, like) / size
+    mine = reduce_input(member.rank, member.ranks, NUM_ELEMENTS, like)
+    got = primitives.all_reduce(mine, member.group, primitives.AVG)
+    # back ends divide before or after they add, so the last bits are theirs
+    near = (got - mean).abs() <= size * torch.finfo(like[0]).eps * mean
+    yield torch.where(near, mean, got), mean, ""
+
+
+def _all_gather_uneven(member: GroupMember) -> Found:
+    like, sizes = member.like(torch.int64), _uneven(len(member.ranks))
+    parts = [
+        rank_pattern(rank, 3 * n, like).view(n, 3)
+        for rank, n in zip(member.ranks, sizes, strict=True)
+    ]
+    got = primitives.all_gather(parts[member.index], member.group, sizes)
+    yield got, torch.cat(parts), ""
+
+
+def _reduce_scatter_uneven(member: GroupMember) -> Found:
+    like, sizes = member.like(torch.int64), _uneven(len(member.ranks))
+    mine = reduce_input(member.rank, member.ranks, sum(sizes), like)
+    wanted = expected_sum(member.ranks, sum(sizes), like).split(sizes)[member.index]
+    yield primitives.reduce_scatter(mine, member.group, sizes), wanted, ""
+
+
+def _all_to_all_uneven(member: GroupMember) -> Found:
+    """Rank i sends to rank j as many rows as i + j is given."""
+    like, size, index = member.like(torch.uint8), len(member.ranks), member.index
+    table = [[(3 * i + 5 * j) % 7 for j in range(size)] for i in range(size)]
+    mine, received = table[index], [row[index] for row in table]
+    x = rank_pattern(member.rank, sum(mine), like)
+    got = primitives.all_to_all(x, member.group, mine, received)
+    parts = [
+        rank_pattern(rank, row[index], like, first=sum(row[:index]))
+        for rank, row in zip(member.ranks, table, strict=True)
+    ]
+    yield got, torch.cat(parts), ""
+
+
+def _broadcast(member: GroupMember) -> Found:
+    for turn, source in enumerate(member.ranks):
+        like = member.like(_MOVED[turn % len(_MOVED)])
+        x = rank_pattern(member.rank, NUM_ELEMENTS, like)
+        wanted = rank_pattern(source, NUM_ELEMENTS, like)
+        yield primitives.broadcast(x, member.group, source), wanted, f" from rank {source}"
+
+
+def _barrier(member: GroupMember) -> Found:
+    primitives.barrier(member.group)
+    yield from ()
+
+
+def _gather_objects(member: GroupMember) -> Found:
+    """Texts of different lengths, each with its rank."""
+    mine = {"rank": member.rank, "text": "x" * (member.rank % 5)}
+    got = primitives.gather_objects(mine, member.group)
+    ranks = [
+        o["rank"] if isinstance(o, dict) and len(o["text"]) == o["rank"] % 5 else -1 for o in got
+    ]
+    yield torch.tensor(ranks), torch.tensor(member.ranks), ""
+
+
+def _broadcast_object(member: GroupMember) -> Found:
+    source = member.ranks[-1]
+    got = primitives.broadcast_object({"rank": member.rank}, member.group, source)
+    rank = got["rank"] if isinstance(got, dict) else -1
+    yield torch.tensor([rank]), torch.tensor([source]), f" from rank {source}"
+
+
+def _message(forward: int, backward: int, number: int, member: GroupMember) -> Found:
+    ranks, index = member.ranks, member.index
+    before, after = ranks[index - 1], ranks[(index + 1) % len(ranks)]
+    ways = [(before, after)] * forward + [(after, before)] * backward
+    yield from _exchange(member, ways, number)
+
+
+def _exchange(member: GroupMember, ways: list[tuple[int, int]], number: int) -> Found:
+    """Of each (source, target) a message in, and one out, all posted together."""
+    like: Like = member.like(torch.int64)
+    post = p2p.Post(member.group)
+    rooms = [torch.zeros(number, dtype=like[0], device=like[1]) for _ in ways]
+    for way, (room, (source, target)) in enumerate(zip(rooms, ways, strict=True)):
+        post.receive([room], source)
+        post.send([rank_pattern(member.rank, number, like) + 256 * way], target)
+    post.go().wait()
+    for way, (room, (source, _)) in enumerate(zip(rooms, ways, strict=True)):
+        yield room, rank_pattern(source, number, like) + 256 * way, f" from rank {source}"
+
+
+def _uneven(size: int) -> list[int]:
+    """Rows of each rank; some have none."""
+    return [(5 * index + 1) % 4 * 7 for index in range(size)]

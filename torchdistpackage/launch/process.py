@@ -1,0 +1,128 @@
+"""Processes of this machine: their state in /proc, signals that are noted, and what a fork needs.
+
+A signal handler does nothing but note: what runs the process looks at the note where it can act on
+it, and every process that shares a step must agree first.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+from torchdistpackage.errors import LaunchError
+
+STOPPED = ("T", "t")
+"""States in /proc of a process that is stopped, by a signal and by a debugger."""
+_PR_SET_PDEATHSIG = 1
+_NOT_INITIALIZED, _NO_DEVICE = 3, 100
+
+
+class SignalFlag:
+    """Signals received since `listen`, in order. A fork takes the handlers with it."""
+
+    def __init__(self) -> None:
+        self.all_received: list[signal.Signals] = []
+
+    def listen(self, names: Sequence[str]) -> None:
+        """Note the signals `names` ("USR1", "TERM", ...) from now on, in the main thread.
+
+        Raises:
+            LaunchError: called in another thread, where Python takes no signals.
+        """
+        try:
+            for name in names:
+                signal.signal(signal.Signals[f"SIG{name}"], self._note)
+        except ValueError as error:
+            raise LaunchError(
+                f"signals {', '.join(names)} can only be noted in the main thread; start the run "
+                f"there, or set launch.requeue.signals to []"
+            ) from error
+
+    @property
+    def received(self) -> str:
+        """Name of the first one; "" if there was none."""
+        return self.all_received[0].name if self.all_received else ""
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.all_received.append(signal.Signals(signum))
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/<pid>/stat from the state on; [] if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()  # the name in parentheses may have spaces
+
+
+def stopped(pid: int) -> str:
+    """The letter of its state as in /proc, T or t (by a debugger); "" if it is not stopped."""
+    letter = "".join(_stat(pid)[:1])
+    return letter if letter in STOPPED else ""
+
+
+def started_ticks(pid: int) -> int | None:
+    """When the process was started, in clock ticks since the boot; None if it has ended."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields and fields[0] not in "ZX" else None
+
+
+def num_threads() -> int:
+    """Threads of this process, also those that Python does not know."""
+    return len(os.listdir("/proc/self/task"))  # noqa: PTH208
+
+
+def thread_names() -> str:
+    """Names of the threads besides the main one, as the kernel and as Python know them."""
+    native = [
+        (task / "comm").read_text().strip()
+        for task in Path("/proc/self/task").iterdir()
+        if task.name != str(os.getpid())
+    ]
+    python = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+    return f"native names {native}, Python names {python}"
+
+
+def die_with_parent(parent: int) -> None:
+    """In a new fork: have the kernel kill this process when `parent` ends, or already has."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def line_stream(fd: int) -> TextIO:
+    """A text stream on `fd` that keeps no full line back: a killed rank's last words count."""
+    encoding = sys.stderr.encoding
+    return os.fdopen(fd, "w", 1, encoding, errors="backslashreplace", closefd=False)
+
+
+def why_cuda_initialised(open_files: Path = Path("/proc/self/fd")) -> str:
+    """What shows that the CUDA driver was initialised here, which a fork could not use; or "".
+
+    The driver itself is asked: torch knows only what torch did. Nothing is loaded or initialised.
+    An open /dev/nvidiactl is no sign: NVML, which is safe before a fork, holds it as well.
+
+    open_files: a folder of links to what this process has open.
+    """
+    count, answer = ctypes.c_int(), _NOT_INITIALIZED
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+        answer = int(driver.cuDeviceGetCount(ctypes.byref(count)))
+    except (OSError, AttributeError):
+        pass  # not loaded
+    if answer not in (_NOT_INITIALIZED, _NO_DEVICE):
+        return f"the CUDA driver is initialised (cuDeviceGetCount returns {answer})"
+    for link in open_files.iterdir():
+        try:
+            name = str(link.readlink())
+        except OSError:  # closed meanwhile, as the one that lists them
+            continue
+        if name.startswith("/dev/nvidia-uvm"):
+            return f"{name} is open, as after the CUDA driver was initialised"
+    return ""

@@ -1,0 +1,243 @@
+"""Which tensors of a transformers folder make up each parameter of a GPT, and where. No torch.
+
+A parameter is the tensors it comes from, one below the other along its dim 0; GPT-2 stores its
+matrices transposed. Names are those that transformers saves: a tied head has none of its own.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from torchdistpackage.bounded import parse_json, read_regular
+from torchdistpackage.bounded_safetensors import read_header
+from torchdistpackage.config.hugging_face import GPT2_ACTIVATIONS
+from torchdistpackage.errors import CheckpointError, LayoutError
+from torchdistpackage.models import gpt_layout
+from torchdistpackage.models.gpt_layout import GPTShape
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_MAX_INDEX_BYTES = 1 << 28
+_DTYPES = ("F64", "F32", "F16", "BF16")
+_SHOWN = 12
+
+_UNREAD = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
+"""Buffers that older versions saved: masks and frequencies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One tensor of a folder: its name, its shape there, whether it lies transposed there."""
+
+    key: str
+    shape: tuple[int, ...]
+    transposed: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the parameter that it makes up."""
+        return self.shape[-1 if self.transposed else 0]
+
+
+def family_of(shape: GPTShape) -> str:
+    """The model_type that a GPT of this shape is to transformers: gpt2 or llama.
+
+    Raises:
+        LayoutError: it is neither; lists for both what they have instead.
+    """
+    gelu = shape.mlp in GPT2_ACTIVATIONS.values()
+    wants = {
+        "gpt2": {
+            "norm=layer": shape.norm == "layer",
+            "position=learned": shape.position == "learned",
+            "mlp=gelu or gelu_tanh": gelu,
+            "attention_bias=true": shape.attention_bias,
+            "mlp_bias=true": shape.mlp_bias,
+            "kv_heads=heads": shape.num_kv_heads == shape.heads,
+            "head_dim=dim / heads": shape.head_dim * shape.heads == shape.dim,
+        },
+        "llama": {
+            "norm=rms": shape.norm == "rms",
+            "position=rotary": shape.position == "rotary",
+            "mlp=swiglu": shape.mlp == "swiglu",
+            "dim a multiple of heads": shape.dim % shape.heads == 0,
+        },
+    }
+    lacking = {name: [x for x, holds in of.items() if not holds] for name, of in wants.items()}
+    for name, lacks in lacking.items():
+        if not lacks:
+            return name
+    texts = [f"for {name}: {', '.join(lacks)}" for name, lacks in lacking.items()]
+    raise LayoutError(
+        f"gpt: transformers has no model of this shape; what would have to be so {'; '.join(texts)}"
+    )
+
+
+def sources(shape: GPTShape) -> dict[str, tuple[Source, ...]]:
+    """For each parameter, by global name in the model's order, the tensors that make it up.
+
+    Raises:
+        LayoutError: transformers has no such model.
+    """
+    of = _gpt2 if family_of(shape) == "gpt2" else _llama
+    shapes = {name: layout.shape for name, layout in gpt_layout.layouts(shape).items()}
+    return {name: tuple(of(shape, name, whole)) for name, whole in shapes.items()}
+
+
+_GPT2 = {
+    "embed.weight": "transformer.wte.weight",
+    "embed.position": "transformer.wpe.weight",
+    "head.norm": "transformer.ln_f",
+    "head.weight": "lm_head.weight",
+    "norm1": "ln_1",
+    "norm2": "ln_2",
+    "attention.qkv": "attn.c_attn",
+    "attention.out": "attn.c_proj",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
+_LLAMA = {
+    "embed.weight": ("model.embed_tokens.weight",),
+    "head.norm": ("model.norm",),
+    "head.weight": ("lm_head.weight",),
+    "norm1": ("input_layernorm",),
+    "norm2": ("post_attention_layernorm",),
+    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.q": ("self_attn.q_proj",),
+    "attention.kv": ("self_attn.k_proj", "self_attn.v_proj"),
+    "attention.out": ("self_attn.o_proj",),
+    "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down": ("mlp.down_proj",),
+}
+"""Ours, without the block and the last word -> transformers'."""
+
+
+def _gpt2(shape: GPTShape, name: str, whole: tuple[int, ...]) -> Iterator[Source]:
+    if name in _GPT2:
+        yield Source(_GPT2[name], whole)
+        return
+    block, module, last = _words(name)
+    path = _GPT2[module] if block is None else f"transformer.h.{block}.{_GPT2[module]}"
+    transposed = len(whole) == 2
+    yield Source(f"{path}.{last}", whole[::-1] if transposed else whole, transposed)
+
+
+def _llama(shape: GPTShape, name: str, whole: tuple[int, ...]) -> Iterator[Source]:
+    if name in _LLAMA:
+        yield Source(_LLAMA[name][0], whole)
+        return
+    block, module, last = _words(name)
+    keys = _LLAMA[module]
+    q, kv = shape.heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    rows = (q, kv, kv) if len(keys) == 3 else (whole[0] // len(keys),) * len(keys)
+    for key, num_rows in zip(keys, rows, strict=True):
+        path = key if block is None else f"model.layers.{block}.{key}"
+        yield Source(f"{path}.{last}", (num_rows, *whole[1:]))
+
+
+def _words(name: str) -> tuple[str | None, str, str]:
+    """(block, module, weight or bias) of a global name."""
+    module, _, last = name.rpartition(".")
+    if not module.startswith("blocks."):
+        return None, module, last
+    _, block, module = module.split(".", 2)
+    return block, module, last
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFolder:
+    """The safetensors files of a folder: for each tensor, by its name in a whole model, its file
+    and its name there."""
+
+    folder: Path
+    places: Mapping[str, tuple[str, str]]
+
+
+def open_folder(folder: str | Path, shape: GPTShape) -> WeightFolder:
+    """The files of a folder that has exactly the weights of a GPT; only headers are read.
+
+    Raises:
+        CheckpointError: it has no weights, or others: lists all that are missing, unexpected, or
+            of another shape or type.
+        LayoutError: transformers has no such model.
+    """
+    folder = Path(folder)
+    expected = {s.key: s.shape for parts in sources(shape).values() for s in parts}
+    found = dict(_headers(folder))
+    names = _in_whole_model(found, expected)
+    if shape.tied:
+        names.pop("lm_head.weight", None)  # older versions save it twice
+    problems = [f"{key} is missing" for key in expected if key not in names]
+    problems += [
+        f"{found_as} is not expected" for key, found_as in names.items() if key not in expected
+    ]
+    for key, wanted in expected.items():
+        if key in names:
+            _, dtype, has = found[names[key]]
+            if has != wanted:
+                problems.append(f"{names[key]} has shape {has}, where the model has {wanted}")
+            elif dtype not in _DTYPES:
+                problems.append(f"{names[key]} is of type {dtype}, where one of {_DTYPES} is read")
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise CheckpointError(
+            f"{folder} has not the weights of this model: {len(problems)} of {len(expected)} "
+            f"tensors differ: {'; '.join(problems[:_SHOWN])}{more}; use the model section that its "
+            f"config.json describes, or another folder"
+        )
+    return WeightFolder(folder, {key: (found[names[key]][0], names[key]) for key in expected})
+
+
+def _in_whole_model(found: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, str]:
+    """Name in a model with a head -> name in the files, which may be of a model without one."""
+    prefix = next(iter(expected)).partition(".")[0] + "."
+    bare = not any(name.startswith(prefix) for name in found)
+    return {
+        prefix + name if bare and name != "lm_head.weight" else name: name
+        for name in found
+        if not _UNREAD.search(f".{name}")
+    }
+
+
+def _headers(folder: Path) -> Iterator[tuple[str, tuple[str, str, tuple[int, ...]]]]:
+    """Each tensor's name, with its file, type and shape."""
+    listed = _listed(folder)
+    for file in dict.fromkeys(listed.values()) if listed else (SINGLE,):
+        try:
+            header = read_header((folder / file).resolve())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{folder / file} cannot be read: {error}") from error
+        for key, stored in header.items():
+            if not listed or listed.get(key) == file:
+                yield key, (file, stored.dtype, stored.shape)
+
+
+def _listed(folder: Path) -> dict[str, str]:
+    """Tensor -> file, as the index says; empty where one file holds all."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder; name the folder of a transformers model")
+    if not (folder / INDEX).is_file():
+        if (folder / SINGLE).is_file():
+            return {}
+        others = sorted(x.name for x in folder.iterdir() if x.suffix in (".bin", ".pt", ".pth"))
+        pickled = f" ({', '.join(others[:3])} would run code when read)" if others else ""
+        raise CheckpointError(
+            f"{folder} has no weights: neither {SINGLE} nor {INDEX}{pickled}; save the model with "
+            f"save_pretrained(..., safe_serialization=True)"
+        )
+    try:
+        index = parse_json(read_regular((folder / INDEX).resolve(), _MAX_INDEX_BYTES).decode())
+        listed = cast(dict[str, str], dict(index["weight_map"]))
+        plain = all(isinstance(x, str) and x == Path(x).name for x in listed.values())
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{folder / INDEX} cannot be read: {error!r}") from error
+    if not plain or not listed:
+        raise CheckpointError(f"{folder / INDEX}: weight_map names no files of this folder")
+    missing = sorted({file for file in listed.values() if not (folder / file).is_file()})
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} of {len(set(listed.values()))} files that {INDEX} "
+            f"names: {', '.join(missing[:_SHOWN])}; copy them there"
+        )
+    return listed

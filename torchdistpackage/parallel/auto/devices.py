@@ -1,0 +1,58 @@
+"""Devices as callers name them."""
+
+from collections.abc import Sequence
+
+import torch
+
+from torchdistpackage.errors import LayoutError
+
+DeviceLike = torch.device | str | int
+
+
+def canonicalize_device(device: DeviceLike) -> torch.device:
+    """With an index where there are several: "cuda" is cuda:0."""
+    found = torch.device(device)
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", 0)
+    return found
+
+
+def check_device_ids(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
+    """The devices meant: by default all GPUs, and none without any.
+
+    Raises:
+        LayoutError: it is no list of devices.
+    """
+    if isinstance(device_ids, (str, int, torch.device)):
+        raise LayoutError(
+            f"device_ids={device_ids!r} is no list of devices; pass one for each shard, such as "
+            f'["cuda:0", "cuda:1"] or ["cpu"] * 2'
+        )
+    if device_ids is None:
+        device_ids = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    return tuple(map(canonicalize_device, device_ids))
+
+
+def output_index(
+    devices: Sequence[torch.device], device: DeviceLike | None, index: int | None
+) -> int:
+    """Position of the output device.
+
+    Raises:
+        AssertionError: it was named twice, or is not among the devices.
+    """
+    if device is not None and index is not None:
+        raise AssertionError(
+            f"output_device={device} and output_device_index={index} were given; pass one of them"
+        )
+    if index is not None and not -len(devices) <= index < len(devices):
+        raise AssertionError(
+            f"output_device_index={index} is none of the {len(devices)} devices "
+            f"{list(map(str, devices))}"
+        )
+    if device is None:
+        return 0 if index is None else index
+    place = canonicalize_device(device)
+    if place not in devices:
+        raise AssertionError(f"output device {place} is not in {list(map(str, devices))}")
+    return devices.index(place)

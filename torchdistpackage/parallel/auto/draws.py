@@ -1,0 +1,150 @@
+"""Dropout in shards: alike where shards have the same tensor, different where each has a part.
+
+Each random operation of a forward takes one number from a stream that all shards have alike, and
+runs on generators that are seeded with it. So the streams stay together whatever shapes the shards
+have. The stream of ranks is torch's default generator, which activation checkpointing replays;
+threads, which share that one, have one each, seeded for each forward.
+
+Where values are split (`Config.split_modules`) the seed is mixed with the number of the shard: in
+a dropout layer for all it is given, in any other module for tensors of four dims and more, as
+attention scores are.
+"""
+
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
+
+from torchdistpackage.comm import collectives
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.random import seed_from, seeded
+
+RANDOM = frozenset(
+    (
+        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout),
+        *(F.feature_alpha_dropout, F.rrelu, F.gumbel_softmax, F.multi_head_attention_forward),
+        *(F.scaled_dot_product_attention, torch.dropout, torch.alpha_dropout),
+        *(torch.feature_dropout, torch.feature_alpha_dropout, torch.bernoulli),
+        *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
+    )
+)
+_LOCK = threading.Lock()
+"""Over the default generators while an operation runs on a seed of its own."""
+
+_current: ContextVar["ShardDraws | None"] = ContextVar("tdp_shard_draws", default=None)
+
+
+class ShardDraws(TorchFunctionMode):
+    """The random operations of one shard in one forward. next_seed: the stream all have alike."""
+
+    def __init__(self, rank: int, next_seed: Callable[[], int]):
+        super().__init__()
+        self.rank, self.next_seed = rank, next_seed
+        self.regions: list[bool] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in RANDOM or not args or not isinstance(args[0], Tensor):
+            return func(*args, **kwargs)
+        seed = self.next_seed()
+        if self._is_split(args[0]):
+            seed = seed_from(seed, self.rank)
+        with _LOCK, seeded(seed, args[0].device):
+            return func(*args, **kwargs)
+
+    def _is_split(self, x: Tensor) -> bool:
+        return any(everything or x.dim() >= 4 for everything in self.regions)
+
+    def __enter__(self) -> "ShardDraws":
+        self._token = _current.set(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        _current.reset(self._token)
+        return super().__exit__(*error)
+
+
+def default_draw() -> int:
+    """One number of torch's default generator."""
+    return int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+
+
+def stream(seed: int) -> Callable[[], int]:
+    """A stream of numbers of its own."""
+    source = torch.Generator().manual_seed(seed)
+    return lambda: int(torch.randint(2**62, (), dtype=torch.int64, generator=source))
+
+
+def mark_split(module: nn.Module) -> None:
+    """Note that `module` works on split values."""
+    everything = isinstance(module, _DropoutNd)
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if (draws := _current.get()) is not None:
+            draws.regions.append(everything)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if (draws := _current.get()) is not None and draws.regions:
+            draws.regions.pop()
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)
+
+
+def draw_in_recomputation(shard: nn.Module, rank: int) -> None:
+    """Let what a rank's shard checkpoints draw in the same way when it is computed again.
+
+    That is in the backward, where the forward's `ShardDraws` is over. Called before each forward,
+    as checkpointing may be turned on at any time.
+    """
+    for part in shard.modules():
+        checkpoint = part.__dict__.get("_gradient_checkpointing_func")
+        if checkpoint is not None and not isinstance(checkpoint, DrawingCheckpoint):
+            part.__dict__["_gradient_checkpointing_func"] = DrawingCheckpoint(checkpoint, rank)
+
+
+class DrawingCheckpoint:
+    """A checkpointing function whose blocks draw as `rank`, in the forward and again."""
+
+    def __init__(self, checkpoint: Callable[..., Any], rank: int):
+        self.checkpoint, self.rank = checkpoint, rank
+
+    def __call__(self, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def drawing(*inputs: Any, **named: Any) -> Any:
+            if _current.get() is not None:
+                return block(*inputs, **named)
+            with ShardDraws(self.rank, default_draw):
+                return block(*inputs, **named)
+
+        return self.checkpoint(drawing, *args, **kwargs)
+
+
+def may_draw(module: nn.Module, is_known: bool) -> bool:
+    """Whether forwards in training may draw. is_known: its rates are attributes of its modules."""
+    rates = (
+        value
+        for part in module.modules()
+        for name, value in vars(part).items()
+        if ("drop" in name or name == "p") and isinstance(value, float)
+    )
+    return not is_known or any(rate > 0 for rate in rates)
+
+
+def use_draws_of_first(group: Group) -> None:
+    """Give all ranks the state of the first one's random generators."""
+    mine = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        mine.append(torch.cuda.get_rng_state())
+    packed: Any = collectives.broadcast_object([s.numpy().tobytes() for s in mine], group)
+    first = [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in packed]
+    torch.set_rng_state(first[0])
+    for state in first[1:]:
+        torch.cuda.set_rng_state(state)

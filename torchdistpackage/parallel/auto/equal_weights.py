@@ -1,0 +1,39 @@
+"""Equal weights on the ranks that are to cut them."""
+
+import torch
+from torch import nn
+
+from torchdistpackage.comm import collectives
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.errors import LayoutError
+from torchdistpackage.parallel.auto.reporting import LOG
+
+
+@torch.no_grad()
+def equalise(module: nn.Module, group: Group) -> None:
+    """Give all ranks the parameters and buffers of the group's first, where they differ.
+
+    Ranks that draw their weights differ if they are seeded differently, and parts of different
+    weights are no model.
+
+    Raises:
+        LayoutError: the ranks' modules are not built alike.
+    """
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    built = {name: (str(t.dtype), tuple(t.shape), t.is_meta) for name, t in tensors.items()}
+    sums = {n: float(t.double().abs().sum()) for n, t in tensors.items() if not t.is_meta}
+    every = collectives.gather_objects((built, sums), group)
+    first_built, first_sums = every[0]
+    for rank, (other, _) in enumerate(every):
+        if other != first_built:
+            names = [n for n in {**other, **first_built} if other.get(n) != first_built.get(n)]
+            raise LayoutError(
+                f"rank {rank} of the group has a module that is not that of rank 0: "
+                f"{', '.join(f'{n} {other.get(n)} and {first_built.get(n)}' for n in names[:3])}; "
+                f"build the same module on all ranks"
+            )
+    if any(other != first_sums for _, other in every):
+        LOG.warning("the ranks of a tensor group had different weights: all use the first rank's")
+        for tensor in tensors.values():
+            if not tensor.is_meta and tensor.numel():
+                tensor.copy_(collectives.broadcast(tensor.detach().clone(), group))

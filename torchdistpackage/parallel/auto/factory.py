@@ -1,0 +1,109 @@
+"""`tensor_parallel(module)`: the one call."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchdistpackage.comm.creation import is_joined
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.tpc import resolve_group
+from torchdistpackage.errors import LayoutError
+from torchdistpackage.parallel.auto.devices import DeviceLike, check_device_ids
+from torchdistpackage.parallel.auto.explain import explain as tabulate
+from torchdistpackage.parallel.auto.families.registry import plan_for
+from torchdistpackage.parallel.auto.hugging_face import is_pretrained, pretrained_class
+from torchdistpackage.parallel.auto.layerwise import default_rules
+from torchdistpackage.parallel.auto.model import TensorParallel, check_is_unsplit
+from torchdistpackage.parallel.auto.reporting import LOG
+from torchdistpackage.parallel.auto.rules import Config
+
+
+def tensor_parallel(
+    module: nn.Module,
+    device_ids: Sequence[DeviceLike] | None = None,
+    tensor_parallel_config: Config | None = None,
+    distributed: bool | None = None,
+    sharded: bool | None = None,
+    sharded_param_names: Collection[str] | None = None,
+    *,
+    group: Group | None = None,
+    explain: bool = False,
+    example: Tensor | tuple[Any, ...] | dict[str, Any] = (),
+    **kwargs: Any,
+) -> nn.Module:
+    """`module`, of which each device computes a part of every layer; it is called as before.
+
+    device_ids: the devices of this process, one thread each; several times "cpu" is fine.
+    distributed: one shard in each process of tpc's tensor group, or of all ranks, all of which make
+        the same calls; default: whether torch.distributed is initialised. device_ids then has the
+        one device of this process.
+    tensor_parallel_config: the plan, by default that of the model's family, else one for each layer
+        by itself.
+    sharded: threads cut what the plan leaves whole too, as ZeRO-3 does.
+    group: ranks that hold one shard each.
+    explain: log the plan as a table, at level INFO, and leave it on the module as `plan_table`.
+    example: a tensor, or arguments of one call, positional or by name, for which the table says
+        what is sent.
+    kwargs: output_device, output_device_index, delay_init.
+
+    Raises:
+        LayoutError: the model cannot be split over so many devices, and why; or it is split.
+        AssertionError: distributed with several devices, or with sharded.
+    """
+    check_is_unsplit(module)
+    if distributed is None:
+        distributed = is_joined()
+    options: dict[str, Any] = dict(kwargs)
+    if distributed:
+        group = resolve_group(group, "tensor")
+        if device_ids is None:
+            device_ids = [own_device()]
+        if len(device_ids) != 1:
+            raise AssertionError(
+                f"distributed=True holds one shard a process, but {len(device_ids)} devices were "
+                f"given: {list(map(str, device_ids))}; pass the device of this process"
+            )
+        if sharded:
+            raise AssertionError(
+                "sharded=True is for threads; with distributed=True put the model into a ZeRO "
+                "optimizer of torchdistpackage.ddp"
+            )
+        options["group"] = group
+    elif group is not None:
+        raise LayoutError("a group was given with distributed=False; leave out one of the two")
+    make: Any = pretrained_class() if is_pretrained(module) else TensorParallel
+    num = group.size() if group is not None else len(check_device_ids(device_ids))
+    if tensor_parallel_config is None:
+        tensor_parallel_config = plan_for(module, num)
+    kept: dict[str, str] = {}
+    if tensor_parallel_config is None and num > 1:
+        rules = default_rules(module, num)
+        tensor_parallel_config, kept = rules.config(), rules.kept
+    table = None
+    if explain:
+        if isinstance(example, Tensor):
+            example = (example,)
+        given = ((), example) if isinstance(example, dict) else (example, {})
+        table = tabulate(module, max(num, 1), tensor_parallel_config, *given)
+        table.kept.update(kept)
+        LOG.info("%s", table)
+    split = make(
+        module,
+        device_ids=device_ids,
+        tensor_parallel_config=tensor_parallel_config,
+        distributed=distributed,
+        sharded=bool(sharded),
+        sharded_param_names=sharded_param_names,
+        **options,
+    )
+    if table is not None:
+        split.plan_table = table
+    return split
+
+
+def own_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

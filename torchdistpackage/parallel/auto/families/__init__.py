@@ -1,0 +1,1 @@
+"""Plans for families of Hugging Face models, one a file."""

@@ -1,0 +1,94 @@
+"""Gradients of what several shards hold, joined: of ranks in hooks, of threads in the graph.
+
+Every shard that works on from a replicated tensor leaves a partial gradient on what it holds
+(actions.py). These functions make of the partial gradients, in the backward itself, the gradient
+that the unsplit module would have, on every shard that holds the parameter.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchdistpackage.comm import collectives
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.parallel.auto.actions import StateAction, Whole
+from torchdistpackage.parallel.auto.rendezvous import sums
+
+
+class JoinedCopies(torch.autograd.Function):
+    """The copies of one parameter that the shards of this process hold, each for its shard."""
+
+    @staticmethod
+    def forward(ctx: Any, action: StateAction, *copies: Tensor) -> tuple[Tensor, ...]:
+        ctx.action = action
+        return tuple(copy.view_as(copy) for copy in copies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *joined(ctx.action, grads))
+
+
+def joined(action: StateAction, grads: Sequence[Tensor]) -> list[Tensor]:
+    """The gradient for each rank, from the partial ones of all."""
+    if not action.is_shared:
+        return [action.local_gradient(grad, rank) for rank, grad in enumerate(grads)]
+    totals = sums(*(action.spread(grad, rank) for rank, grad in enumerate(grads)))
+    return [action.collect(total, rank) for rank, total in enumerate(totals)]
+
+
+def needs_joining(action: StateAction, full_gradients: bool) -> bool:
+    """Whether what autograd leaves on a part differs from its gradient."""
+    if type(action) is Whole:
+        return not full_gradients
+    return action.is_shared or type(action).local_gradient is not StateAction.local_gradient
+
+
+class GradientHooks:
+    """Hooks on the parameters of the shard of this process that join gradients over `group`.
+
+    A hook stays with its parameter, and parameters may be replaced or unfrozen, so `ensure` is
+    called before each forward.
+    """
+
+    def __init__(self, group: Group):
+        self.group = group
+        self._hooked: dict[int, nn.Parameter] = {}
+
+    def ensure(self, parameters: Iterable[tuple[nn.Parameter, StateAction]]) -> None:
+        """Hook those that need it and have no hook yet."""
+        for parameter, action in parameters:
+            if parameter.requires_grad and self._hooked.get(id(parameter)) is not parameter:
+                self._hooked[id(parameter)] = parameter
+                parameter.register_hook(self._hook(action))
+
+    def _hook(self, action: StateAction) -> Callable[[Tensor], Tensor]:
+        group, rank = self.group, self.group.rank()
+
+        def hook(grad: Tensor) -> Tensor:
+            if not action.is_shared:
+                return action.local_gradient(grad, rank)
+            total = collectives.all_reduce(action.spread(grad, rank).clone(), group)
+            return action.collect(total, rank)
+
+        return hook
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "GradientHooks":
+        return GradientHooks(self.group)  # copies of parameters have no hooks
+
+
+class FromFirst(torch.autograd.Function):
+    """An output that all ranks have alike: rank 0 brings its gradient in, the others zeros.
+
+    What the ranks then add up, wherever they meet in the backward, is the gradient once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, is_first: bool) -> Tensor:
+        ctx.is_first = is_first
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad if ctx.is_first else torch.zeros_like(grad), None

@@ -1,0 +1,234 @@
+"""`TensorParallelPreTrainedModel`: a Hugging Face model whose shards compute together.
+
+It is of the class of the model that was split, so that generation, saving and whatever else the
+library asks of a model are the family's own, and calls the shards where that called its layers.
+transformers, of the extra `hf`, is imported on first use.
+"""
+
+import inspect
+import sys
+from collections.abc import Sequence
+from functools import cache, wraps
+from typing import Any
+
+from torch import nn
+
+from torchdistpackage.comm import collectives
+from torchdistpackage.errors import LayoutError, NotAvailableError
+from torchdistpackage.parallel.auto.devices import DeviceLike, check_device_ids
+from torchdistpackage.parallel.auto.draws import may_draw, use_draws_of_first
+from torchdistpackage.parallel.auto.families.registry import plan_for
+from torchdistpackage.parallel.auto.model import TensorParallel, check_is_unsplit
+from torchdistpackage.parallel.auto.rules import Config
+
+
+def is_pretrained(module: nn.Module) -> bool:
+    """Whether it is a PreTrainedModel, also with adapters of peft around it.
+
+    It can only be one if transformers was imported.
+    """
+    library = sys.modules.get("transformers.modeling_utils")
+    return library is not None and isinstance(without_adapters(module), library.PreTrainedModel)
+
+
+def without_adapters(module: nn.Module) -> nn.Module:
+    """The model that a PeftModel was made around; any other is itself."""
+    library = sys.modules.get("peft.peft_model")
+    if library is not None and isinstance(module, library.PeftModel):
+        return module.get_base_model()
+    return module
+
+
+@cache
+def pretrained_class() -> type:
+    """The class `TensorParallelPreTrainedModel`.
+
+    Raises:
+        NotAvailableError: transformers is not installed.
+    """
+    try:
+        from transformers import PreTrainedModel
+    except ImportError as error:
+        raise NotAvailableError(
+            "TensorParallelPreTrainedModel needs transformers, which is not installed; install "
+            'the extra hf: pip install "torchdistpackage[hf]"'
+        ) from error
+
+    class TensorParallelPreTrainedModel(ShardedModelCalls, PreTrainedModel):
+        """A Hugging Face model of which each device computes a part of every layer.
+
+        Arguments as of `TensorParallel`; without a plan that of the family is used. `module` keeps
+        its weights. `save_pretrained` inside `save_tensor_parallel` writes the original's files.
+        """
+
+        is_parallelizable = model_parallel = True
+
+        def __new__(cls, module: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if module is None:  # a copy, whose class is that of a family
+                return object.__new__(cls)
+            check_is_unsplit(module)
+            return object.__new__(of_family(cls, type(without_adapters(module))))
+
+    parameters = list(inspect.signature(ShardedModelCalls.__init__).parameters.values())[1:]
+    TensorParallelPreTrainedModel.__signature__ = inspect.Signature(parameters)
+    TensorParallelPreTrainedModel.__module__ = __name__
+    TensorParallelPreTrainedModel.__qualname__ = "TensorParallelPreTrainedModel"
+    return TensorParallelPreTrainedModel
+
+
+@cache
+def of_family(cls: type, family: Any) -> type:
+    """The class for models of `family`, with its name, which is written into saved files."""
+    if issubclass(cls, family):
+        return cls
+
+    @wraps(family.forward)  # whose parameters generation and trainers look at
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = args[position] if position is not None and position < len(args) else None
+        self.check_attentions(kwargs.get("output_attentions", given))
+        return self.wrapped_model(*args, **kwargs)
+
+    names = list(inspect.signature(family.forward).parameters)[1:]
+    position = names.index("output_attentions") if "output_attentions" in names else None
+    fields = {"__module__": family.__module__, "forward": forward}
+    return type(family.__name__, (cls, family), fields)
+
+
+class ShardedModelCalls(nn.Module):
+    """What a sharded model does itself, and not as its family does."""
+
+    def __init__(
+        self,
+        module: Any,
+        device_ids: Sequence[DeviceLike] | None = None,
+        output_device: DeviceLike | None = None,
+        output_device_index: int | None = None,
+        tensor_parallel_config: Config | None = None,
+        **kwargs: Any,
+    ):
+        nn.Module.__init__(self)
+        remove_hooks(module)
+        if tensor_parallel_config is None:
+            group = kwargs.get("group")
+            num = len(check_device_ids(device_ids)) if group is None else group.size()
+            tensor_parallel_config = plan_for(module, num)
+        own = set(vars(self))
+        self.__dict__.update(
+            {
+                name: value
+                for name, value in vars(without_adapters(module)).items()
+                if name not in own and name not in KEPT_APART
+            }
+        )
+        self.training = module.training
+        self.wrapped_model = TensorParallel(
+            module, device_ids, output_device, output_device_index, tensor_parallel_config, **kwargs
+        )
+        self.wrapped_model.may_draw = may_draw(module, is_known=True)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "wrapped_model":
+                raise
+            # parts of the model, which the family's own methods look for
+            return getattr(self.wrapped_model.module_shards[0], name)
+
+    @property
+    def devices(self) -> tuple[Any, ...]:
+        return self.wrapped_model.devices
+
+    @property
+    def tensor_parallel_config(self) -> Config:
+        return self.wrapped_model.tensor_parallel_config
+
+    def set_preserve_shards_when_saving(self, value: bool) -> None:
+        """See `save_tensor_parallel`."""
+        self.wrapped_model.set_preserve_shards_when_saving(value)
+
+    def apply_sharding(self, *args: Any, **kwargs: Any) -> None:
+        """See `TensorParallel.apply_sharding`."""
+        self.wrapped_model.apply_sharding(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """See `TensorParallel.state_dict`."""
+        if self.wrapped_model.preserve_shards_when_saving:
+            return nn.Module.state_dict(self, *args, **kwargs)
+        return self.wrapped_model.state_dict(*args, **kwargs)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """Write the model. Of the ranks of a group, which all call it, the first one writes."""
+        group = self.wrapped_model._group
+        if group is None:
+            return super().save_pretrained(save_directory, *args, **kwargs)
+        if kwargs.get("state_dict") is None:
+            kwargs["state_dict"] = self.state_dict()
+        result = None
+        if group.rank() == 0:
+            result = super().save_pretrained(save_directory, *args, **kwargs)
+        collectives.barrier(group)
+        return result
+
+    def check_attentions(self, wanted: bool | None) -> None:
+        """Raises LayoutError where scores of attention are wanted and shards have heads apart."""
+        if wanted is None:
+            wanted = getattr(self.config, "output_attentions", False)
+        if wanted and self.wrapped_model.has_heads_apart:
+            raise LayoutError(
+                "output_attentions=True: each shard has the scores of its own heads alone, which "
+                "are not joined; leave it out, or ask the model that was split"
+            )
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The family's `generate`. Ranks of a group draw alike: from where the first one is."""
+        if (group := self.wrapped_model._group) is not None:
+            use_draws_of_first(group)
+        return super().generate(*args, **kwargs)
+
+    def tie_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: what the model that was split has tied is one tensor in each shard."""
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises LayoutError, as the tables are cut."""
+        raise LayoutError(
+            "resize_token_embeddings needs whole tables, which the shards do not have; resize the "
+            "model first, then split it"
+        )
+
+    def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
+        """The encoder of all shards, to be called alone."""
+        shards = [s.get_encoder(*args, **kwargs) for s in self.wrapped_model.module_shards]
+        return PartOfShards(self.wrapped_model, shards)
+
+
+KEPT_APART = frozenset(vars(nn.Module()))
+"""Attributes that every module has for itself."""
+
+
+class PartOfShards(nn.Module):
+    """The same part of each shard, called together."""
+
+    def __init__(self, model: TensorParallel, parts: Sequence[nn.Module]):
+        super().__init__()
+        self.__dict__["_parts"] = list(parts)
+
+        @wraps(parts[0].forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return model.call_shards(parts, args, kwargs)
+
+        self.forward = forward
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_parts"][0], name)
+
+
+def remove_hooks(module: nn.Module) -> None:
+    """Those of accelerate, which move weights and inputs between devices."""
+    if hasattr(module, "_hf_hook"):
+        from accelerate.hooks import remove_hook_from_module
+
+        remove_hook_from_module(module, recurse=True)

@@ -1,0 +1,228 @@
+"""A plan for any module: pairs of layers without a gather between them, the others by themselves.
+
+Pairs are found where the flow of data can be known (pairs.py). A layer by itself is cut and its
+output joined again:
+
+| layer | weight | input | output |
+|---|---|---|---|
+| Linear | rows | | joined |
+| Linear whose weight is an embedding's | columns | cut | summed |
+| Embedding, EmbeddingBag | columns | | joined |
+| convolution | output channels | | joined |
+| convolution with as many groups as shards or more | groups | cut by groups | joined |
+| convolution with fewer groups | input channels of each group | cut alike | summed |
+
+What cannot be cut stays whole on every shard: a layer with fewer outputs than shards, an embedding
+that limits the norm of its rows, the weights of torch's MultiheadAttention, which does not call its
+layers.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from torchdistpackage.layout.partition import even_sizes
+from torchdistpackage.parallel.auto.actions import (
+    FirstOnly,
+    Split,
+    SplitInChunks,
+    SplitInGroupedChunks,
+)
+from torchdistpackage.parallel.auto.ops import SizedGather
+from torchdistpackage.parallel.auto.pairs import Pair, find_pairs
+from torchdistpackage.parallel.auto.rules import Config, plain_name
+
+LAYERS = (nn.Embedding, nn.EmbeddingBag, nn.Linear, _ConvNd)
+ADAPTERS = re.compile(r"(^|\.)lora_")
+"""Parts of adapters, which are cut as their layer is."""
+
+
+def get_default_config(module: nn.Module, device_ids: Sequence[torch.device | str | int]) -> Config:
+    """Rules for each linear, embedding and convolutional layer of `module`, by itself."""
+    return default_rules(module, len(device_ids), with_pairs=False).config()
+
+
+def default_rules(module: nn.Module, world_size: int, *, with_pairs: bool = True) -> "LayerRules":
+    """The rules by which `tensor_parallel` splits a module of no known family, and what is whole.
+
+    with_pairs: look for layers that need no gather between them.
+    """
+    builder = LayerRules(module, world_size)
+    layers = list(builder.layers())
+    names_of = {names[0]: names for names, _ in layers}
+    by_name = dict(module.named_modules())
+    paired: set[str] = set()
+    for pair in find_pairs(module, world_size) if with_pairs else ():
+        if all(name in names_of for name in (*pair.firsts, *pair.seconds)):
+            builder.add_pair(pair, by_name)
+            paired |= {*pair.firsts, *pair.seconds}
+    for names, layer in layers:
+        if names[0] not in paired:
+            builder.add(names, layer)
+    return builder
+
+
+class LayerRules:
+    """The four dicts of a plan, filled layer by layer.
+
+    kept: layer -> why it stays whole. pairs: layers without a gather between them.
+    """
+
+    def __init__(self, module: nn.Module, world_size: int):
+        self.module, self.world_size = module, world_size
+        self.state: dict[str, Any] = {}
+        self.inputs: dict[str, Any] = {}
+        self.outputs: dict[str, Any] = {}
+        self.attributes: dict[str, Any] = {}
+        self.kept: dict[str, str] = {}
+        self.pairs: list[Pair] = []
+        embeddings = (nn.Embedding, nn.EmbeddingBag)
+        self.embeddings = {m.weight: m for m in module.modules() if isinstance(m, embeddings)}
+
+    def config(self) -> Config:
+        between = (f"^{re.escape(name)}$" for pair in self.pairs for name in pair.between)
+        return Config(self.state, self.inputs, self.outputs, self.attributes, True, between)
+
+    def layers(self) -> Iterator[tuple[list[str], nn.Module]]:
+        """Layers that a plan may cut, with all their names."""
+        found: dict[nn.Module, list[str]] = {}
+        inside: set[nn.Module] = set()
+        for name, module in self.module.named_modules(remove_duplicate=False):
+            found.setdefault(module, []).append(name)
+            if isinstance(module, nn.MultiheadAttention):
+                inside.update(module.modules())
+                self.kept[name] = "torch's attention reads the weights of its layers itself"
+            elif isinstance(module, nn.TransformerEncoderLayer):
+                # its fast path reads the weights of its layers too
+                self.attributes[f"^{re.escape(name)}$"] = {"activation_relu_or_gelu": no_fast_path}
+        for module, names in found.items():
+            if module not in inside and not ADAPTERS.search(names[0]):
+                yield list(dict.fromkeys(map(plain_name, names))), module
+
+    def add(self, names: list[str], layer: nn.Module) -> None:
+        """The rules of a layer, where it is of a kind that can be cut."""
+        if isinstance(layer, LAYERS) and layer._parameters.get("weight") is None:
+            self.keep(names, "its weight is computed from other tensors")
+            return
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+            self._add_embedding(names, layer)
+        elif isinstance(layer, nn.Linear):
+            self._add_linear(names, layer)
+        elif isinstance(layer, _ConvNd):
+            self._add_convolution(names, layer)
+
+    def add_pair(self, pair: Pair, layers: dict[str, nn.Module]) -> None:
+        """Rules of layers that pass split values on, with one sum behind the last ones."""
+        self.pairs.append(pair)
+        num = self.world_size
+        for name in pair.firsts:
+            layer: Any = layers[name]
+            split = Split(num, 1 if getattr(layer, "transposed", False) else 0)
+            bias = Split(num, 0) if layer.bias is not None else None
+            self.set([name], weight=split, bias=bias)
+            self.inputs[f"^{re.escape(name)}$"] = {0: "copy"}
+        for name in pair.seconds:
+            layer = layers[name]
+            split = Split(num, 0 if getattr(layer, "transposed", False) else 1)
+            self.set([name], weight=split, bias=FirstOnly() if layer.bias is not None else None)
+            self.outputs[f"^{re.escape(name)}$"] = {0: "sum"}
+
+    def set(self, names: list[str], **rules: Any) -> None:
+        """weight, bias: state actions. input, output: on the first one. attr: of the layer."""
+        for name in names:
+            here = re.escape(name)
+            for key in ("weight", "bias"):
+                if rules.get(key) is not None:
+                    dot = r"\." if name else ""
+                    self.state[rf"^{here}{dot}{key}$"] = rules[key]
+            if "output" in rules:
+                self.inputs[f"^{here}$"] = {0: rules.get("input", "copy")}
+            if "output" in rules:
+                self.outputs[f"^{here}$"] = {0: rules["output"]}
+            if "attr" in rules:
+                self.attributes[f"^{here}$"] = rules["attr"]
+
+    def gather(self, dim: int, length: int) -> SizedGather:
+        return SizedGather(dim, tuple(even_sizes(length, self.world_size)))
+
+    def keep(self, names: list[str], why: str) -> None:
+        self.kept[names[0]] = why
+
+    def _too_few(self, names: list[str], what: str, num: int) -> bool:
+        if num >= self.world_size:
+            return False
+        self.keep(names, f"{num} {what} for {self.world_size} shards")
+        return True
+
+    def _add_embedding(self, names: list[str], layer: nn.Embedding | nn.EmbeddingBag) -> None:
+        if layer.max_norm is not None:
+            self.keep(names, "max_norm needs whole rows")
+            return
+        if self._too_few(names, "columns", layer.embedding_dim):
+            return
+        split, joined = Split(self.world_size, 1), self.gather(-1, layer.embedding_dim)
+        self.set(names, weight=split, output=joined)
+        if isinstance(getattr(layer, "bias", None), nn.Parameter):
+            self.set(names, bias=Split(self.world_size, 0))
+
+    def _add_linear(self, names: list[str], layer: nn.Linear) -> None:
+        tied = self.embeddings.get(layer.weight)
+        if tied is not None:
+            if tied.max_norm is None and layer.in_features >= self.world_size:
+                bias = FirstOnly() if layer.bias is not None else None
+                split = Split(self.world_size, 1)
+                self.set(names, weight=split, input="split -1", bias=bias, output="sum")
+            else:
+                self.keep(names, "its weight is an embedding's that stays whole")
+            return
+        if self._too_few(names, "outputs", layer.out_features):
+            return
+        split = Split(self.world_size, 0)
+        bias = split if layer.bias is not None else None
+        output = self.gather(-1, layer.out_features)
+        self.set(names, weight=split, bias=bias, output=output)
+
+    def _add_convolution(self, names: list[str], layer: _ConvNd) -> None:
+        num, groups = self.world_size, layer.groups
+        has_bias = layer.bias is not None
+        if groups == 1:
+            if self._too_few(names, "output channels", layer.out_channels):
+                return
+            weight = Split(num, 1 if layer.transposed else 0)
+            output = self.gather(1, layer.out_channels)
+            self.set(names, weight=weight, bias=Split(num, 0) if has_bias else None, output=output)
+        elif groups >= num:
+            self._cut_groups(names, layer)
+        elif not self._too_few(names, "input channels in a group", layer.in_channels // groups):
+            cut = SplitInGroupedChunks(num, 1, groups, 1)
+            weight = SplitInGroupedChunks(num, 0, groups, 1) if layer.transposed else Split(num, 1)
+            bias = FirstOnly() if has_bias else None
+            self.set(names, weight=weight, bias=bias, input=cut, output="sum")
+
+    def _cut_groups(self, names: list[str], layer: _ConvNd) -> None:
+        num, groups = self.world_size, layer.groups
+        wide_in, wide_out = layer.in_channels // groups, layer.out_channels // groups
+        rows = wide_in if layer.transposed else wide_out
+        sizes = tuple(size * wide_out for size in even_sizes(groups, num))
+        self.set(
+            names,
+            weight=SplitInChunks(num, 0, rows),
+            bias=SplitInChunks(num, 0, wide_out) if layer.bias is not None else None,
+            input=SplitInChunks(num, 1, wide_in),
+            output=SizedGather(1, sizes),
+            attr={"groups": partial(even_part, world_size=num)},
+        )
+
+
+def even_part(value: int, *, rank: int, world_size: int) -> int:
+    """How many of `value` things `rank` has; the first ranks have one more."""
+    return even_sizes(value, world_size)[rank]
+
+
+def no_fast_path(value: int, *, rank: int) -> int:
+    return 0

@@ -1,0 +1,57 @@
+"""What forwards send, counted where it happens.
+
+A sum counts the bytes of the tensor that is summed, a gather those of the joined tensor. How many
+of them a link carries depends on the algorithm: about twice (n - 1) / n of a sum, (n - 1) / n of a
+gather.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+SENT = ("sum", "gather")
+"""Kinds that communicate in a forward; "copy" and "split" do so in the backward alone."""
+
+
+@dataclass
+class Traffic:
+    """Calls and bytes by kind, of one device."""
+
+    calls: dict[str, int]
+    num_bytes: dict[str, int]
+
+    def add(self, kind: str, num_bytes: int) -> None:
+        self.calls[kind] = self.calls.get(kind, 0) + 1
+        self.num_bytes[kind] = self.num_bytes.get(kind, 0) + num_bytes
+
+
+counts: Traffic | None = None
+"""Where forwards of all shards of this process are counted; None: nowhere."""
+
+
+@contextmanager
+def count_traffic(rank: int = 0) -> Iterator[Traffic]:
+    """Count what the shard `rank` sends in forwards inside. One at a time in a process."""
+    global counts, _rank
+    counts, _rank = Traffic({}, {}), rank
+    try:
+        yield counts
+    finally:
+        counts = None
+
+
+_rank = 0
+
+
+def note(action: Any, value: Any, result: Any, rank: int) -> None:
+    """Count one action of a wrapped module, if it communicates."""
+    kind = getattr(action, "kind", "")
+    if counts is not None and rank == _rank and kind in SENT and isinstance(value, Tensor):
+        counts.add(kind, size_bytes(value if kind == "sum" else result))
+
+
+def size_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,170 @@
+"""Gradients of matrices, from what the nodes of their products kept, and without these nodes.
+
+A product's matrix needs the gradient of the result and the other factor, nothing else, so it can be
+computed any time later, as autograd computes it, to the bit. The other factor is of this
+microbatch: the memory of parameters may be gone by then (ZeRO 3). What else has parameters (norms,
+added biases) is cheap compared with a product and left to autograd.
+"""
+
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import SavedTensor
+
+Formula = Callable[..., Tensor]
+
+_TELLS = hasattr(SavedTensor, "unpack_hook")
+"""Whether this torch shows the hooks on what a node has kept."""
+
+
+class DeferredGrad:
+    """Gradient of a node's result -> that of one of its arguments, up to an expansion.
+
+    formula: called with what was `kept`, that gradient, and `options`. factor: of its result.
+    """
+
+    __slots__ = ("factor", "formula", "kept", "options")
+
+    def __init__(
+        self, formula: Formula, *kept: Tensor, options: Sequence[Any] = (), factor: float = 1
+    ):
+        self.formula, self.kept, self.options, self.factor = formula, kept, options, factor
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        gradient = self.formula(*self.kept, grad, *self.options)
+        return gradient if self.factor == 1 else gradient * self.factor
+
+
+def deferred_gradient(node: Any, argument: int, path: Container[Any]) -> DeferredGrad | None:
+    """How the gradient of argument number `argument` of autograd's `node` can be had later.
+
+    To be called before a backward frees what the node kept. path: nodes of this microbatch. None:
+    it is no product of such, or what it kept is computed anew for each backward (checkpointing).
+    """
+    if (of_function := getattr(_function_of(node), "deferred_gradient", None)) is not None:
+        if node.next_functions[0][0] not in path or _has_hook(node, node._raw_saved_tensors[0]):
+            return None
+        formula, *options = of_function(node, argument)
+        return DeferredGrad(formula, node.saved_tensors[0].detach(), options=options)
+    of_node, factors = _OF_NODES.get(type(node).__name__, (None, ()))
+    if of_node is None or not any(node.next_functions[i][0] in path for i in factors):
+        return None
+    return of_node(node, argument)
+
+
+# -- one function a node; torch's derivatives name the arguments so -------------------------------
+
+
+def _of_addmm(node: Any, argument: int) -> DeferredGrad | None:
+    """self beta + (mat1 mat2) alpha."""
+    if argument == 0:
+        return DeferredGrad(_itself, factor=node._saved_beta)
+    later = _of_product(node, ("mat1", "mat2"), argument - 1)
+    if later is not None:
+        later.factor = node._saved_alpha
+    return later
+
+
+def _of_product(node: Any, factors: tuple[str, str], wanted: int) -> DeferredGrad | None:
+    """first second."""
+    name, other = factors[wanted], _kept(node, factors[1 - wanted])
+    if other is None:
+        return None
+    strides = getattr(node, f"_saved_{name}_sym_strides")
+    sizes = getattr(node, f"_saved_{name}_sym_sizes")
+    # of a factor by columns autograd gives a gradient by columns: a transposed weight wants it
+    is_by_columns = strides[0] == 1 and strides[1] == sizes[0]
+    return DeferredGrad(_OF_FACTORS[wanted][is_by_columns], other)
+
+
+def _of_bmm(node: Any, argument: int) -> DeferredGrad | None:
+    """self mat2, a product for each index of the first dim."""
+    other = _kept(node, "self" if argument else "mat2")
+    if other is None:
+        return None
+    formula = torch.bmm if argument else lambda other, grad: grad.bmm(other)
+    return DeferredGrad(formula, other.transpose(1, 2))
+
+
+def _of_convolution(node: Any, argument: int) -> DeferredGrad | None:
+    """input weight + bias."""
+    x, weight = _kept(node, "input"), _kept(node, "weight")
+    if argument == 0 or x is None or weight is None:
+        return None
+    names = ("bias_sym_sizes_opt", "stride", "padding", "dilation", "transposed")
+    how = (getattr(node, f"_saved_{name}") for name in (*names, "output_padding", "groups"))
+    options = (argument, weight.size(), weight.stride(), *how)
+    return DeferredGrad(_of_convolved, x, options=options)
+
+
+_OF_NODES: dict[str, tuple[Callable[[Any, int], DeferredGrad | None], tuple[int, ...]]] = {
+    # and one of which arguments has to be of the microbatch
+    "AddmmBackward0": (_of_addmm, (1, 2)),
+    "MmBackward0": (lambda node, i: _of_product(node, ("self", "mat2"), i), (0, 1)),
+    "BmmBackward0": (_of_bmm, (0, 1)),
+    "ConvolutionBackward0": (_of_convolution, (0,)),
+}
+
+# -- formulas ------------------------------------------------------------------------------------
+
+
+_OF_FACTORS = (
+    (lambda second, grad: grad.mm(second.t()), lambda second, grad: second.mm(grad.t()).t()),
+    (lambda first, grad: first.t().mm(grad), lambda first, grad: grad.t().mm(first).t()),
+)
+"""Gradients of the first and the second factor of a product, by rows and by columns."""
+
+
+def _of_convolved(
+    x: Tensor,
+    grad: Tensor,
+    argument: int,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    *how: Any,
+) -> Tensor:
+    mask = [False, argument == 1, argument == 2]
+    weight = x.new_empty_strided(sizes, strides)  # of which only the form is asked
+    return torch.ops.aten.convolution_backward(grad, x, weight, *how, mask)[argument]
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+# -- what a node kept ----------------------------------------------------------------------------
+
+
+def _kept(node: Any, name: str) -> Tensor | None:
+    """The tensor, if it is there as it is: real, dense, and without hooks."""
+    if _is_hooked(node, name):
+        return None
+    x = getattr(node, f"_saved_{name}")
+    return x.detach() if x.layout is torch.strided and not x.is_complex() else None
+
+
+def _function_of(node: Any) -> object:
+    """The autograd function of which this is a node. One that is a product of its first argument,
+    which it saves first, has `deferred_gradient(node, argument)`: a formula and its options."""
+    return getattr(type(node), "_forward_cls", None)
+
+
+def _is_hooked(node: Any, name: str) -> bool:
+    return _has_hook(node, getattr(node, f"_raw_saved_{name}"), name)
+
+
+def _has_hook(node: Any, saved: SavedTensor, name: str = "first") -> bool:
+    """Whether reading it would run a hook, which may count on being called once."""
+    if _TELLS:
+        return saved.unpack_hook is not None
+    # hooks can be registered once
+    known: dict[str, bool] = node.metadata
+    if name not in known:
+        try:
+            saved.register_hooks(_itself, _itself)
+            known[name] = False
+        except RuntimeError:
+            known[name] = True
+    return known[name]

@@ -1,0 +1,189 @@
+"""A chain of placed modules as a pipeline: cut into microbatches, run by the pipeline executor.
+
+Places need not ascend, and may come again: the schedule is made for where the stages are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from torchdistpackage.comm.groups import Groups
+from torchdistpackage.errors import PlacementError
+from torchdistpackage.parallel.pipeline.pipeline import Loss, Pipeline
+from torchdistpackage.parallel.placed.managed import ManagedOperation, ManagedTensor
+from torchdistpackage.parallel.placed.program import Program
+from torchdistpackage.schedule.actions import Schedule
+from torchdistpackage.schedule.engine import TaskGraph
+from torchdistpackage.schedule.generators import build
+from torchdistpackage.schedule.list_scheduling import Rules, deepest_first, list_order
+from torchdistpackage.schedule.passes import lower
+
+
+class ChainStage(Module):
+    """Operations of one place, one after the other."""
+
+    def __init__(self, operations: Sequence[Callable[..., Any]]):
+        super().__init__()
+        self.modules_of_stage = [one for one in operations if isinstance(one, Module)]
+        for i, one in enumerate(self.modules_of_stage):
+            self.add_module(str(i), one)
+        self._operations = list(operations)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        first, *rest = self._operations
+        value = first(*args, **kwargs)
+        for one in rest:
+            value = one(value)
+        return value
+
+
+class PlacedPipeline:
+    """A chain of managed modules and operations, each given what the one before it returns.
+
+        chain = PlacedPipeline([encoder, middle, head], loss=loss_of, num_microbatches=8)
+        loss = chain.step(x, targets=y)
+
+    All ranks of the program make it and call it. Neighbours on one place are one stage. loss: a
+    function, or a managed operation on the last place. options: of `Pipeline`.
+
+    schedule: of this rank's program. pipeline: None on ranks that hold no part of the chain.
+
+    Raises:
+        PlacementError: the chain is empty, an element is no managed one, or on several ranks.
+        ScheduleError: no such schedule, or it does not fit.
+    """
+
+    def __init__(
+        self,
+        chain: Sequence[ManagedOperation],
+        *,
+        loss: ManagedOperation | Callable[..., Loss] | None = None,
+        schedule: str | Schedule = "1f1b",
+        num_microbatches: int,
+        **options: Any,
+    ):
+        self.program = _program_of(chain)
+        stages = list[tuple[int, list[ManagedOperation]]]()
+        for one in chain:
+            if not stages or stages[-1][0] != one.data_device.rank:
+                stages.append((one.data_device.rank, []))
+            stages[-1][1].append(one)
+        self._ends = stages[0][0], stages[-1][0]
+        ranks = sorted({rank for rank, _ in stages})
+        places = tuple(ranks.index(rank) for rank, _ in stages)
+        self.schedule = schedule_on(places, schedule, num_microbatches)
+        self.program.begin(f"a pipeline of {len(stages)} stages", None)
+        self.pipeline: Pipeline | None = None
+        if self.program.rank not in ranks:
+            return
+        own = {
+            i: _stage([one.fn for one in operations])
+            for i, (rank, operations) in enumerate(stages)
+            if rank == self.program.rank
+        }
+        function = loss.fn if isinstance(loss, ManagedOperation) else loss
+        here = next(one.data_device for one in chain if one.is_here)
+        options.setdefault("device", here.device)
+        self.pipeline = Pipeline(
+            own,
+            loss=function,
+            schedule=self.schedule,
+            group=Groups(self.program.rank).of(ranks),
+            **options,
+        )
+
+    def step(self, *args: Any, targets: Any = None, **options: Any) -> Tensor | None:
+        """Forward and backward of a batch; gradients add to what is there.
+
+        args, targets: tensors, which every rank has, or managed ones on the first and last place.
+
+        Returns the mean loss, on ranks of the chain; elsewhere None.
+        """
+        return self._call("step", args, targets, options)
+
+    def eval_step(self, *args: Any, targets: Any = None, **options: Any) -> Tensor | None:
+        """The mean loss of a batch, without a backward."""
+        return self._call("eval_step", args, targets, options)
+
+    def _call(self, name: str, args: tuple[Any, ...], targets: Any, options: Any) -> Tensor | None:
+        self.program.flush()
+        self.program.begin(f"{name} of a pipeline", None)
+        if self.pipeline is None:
+            return None
+        given = [_here(x, self._ends[0]) for x in args]
+        options = {**options, "targets": _here(targets, self._ends[1])}
+        args = () if any(x is _ELSEWHERE for x in given) else tuple(given)
+        if options["targets"] is _ELSEWHERE:
+            options["targets"] = None
+        return getattr(self.pipeline, name)(*args, **options)
+
+
+_ELSEWHERE = object()
+
+
+def _here(x: Any, rank: int) -> Any:
+    """The tensor of a managed one on `rank`, if this is that rank; other values as they are."""
+    if not isinstance(x, ManagedTensor):
+        return x
+    if x.data_device.rank != rank:
+        raise PlacementError(
+            f"a batch of a pipeline is on {x.data_device}, but its stage is on rank {rank}; put it "
+            f"there, or give the tensor itself on every rank"
+        )
+    return x.tensor if x.is_here else _ELSEWHERE
+
+
+def _stage(functions: list[Callable[..., Any]]) -> Callable[..., Any]:
+    return functions[0] if len(functions) == 1 else ChainStage(functions)
+
+
+def _program_of(chain: Sequence[ManagedOperation]) -> Program:
+    if isinstance(chain, ManagedOperation):
+        raise PlacementError(f"a pipeline takes a list of managed modules, not {chain}")
+    if not chain:
+        raise PlacementError("a pipeline needs at least one managed module; the chain is empty")
+    for i, one in enumerate(chain):
+        if not isinstance(one, ManagedOperation):
+            raise PlacementError(
+                f"part {i} of the chain is a {type(one).__name__}; give what F(module) returned"
+            )
+        if len(one.data_device.ranks) > 1:
+            raise PlacementError(
+                f"part {i} of the chain is on {one.data_device}; a stage of a pipeline is on one "
+                f"rank"
+            )
+    return chain[0].program
+
+
+def schedule_on(
+    places: tuple[int, ...], schedule: str | Schedule, num_microbatches: int
+) -> Schedule:
+    """The schedule for stages on these pipe indices, in order.
+
+    A name whose own order of stages goes round the ranks as often as these do is that schedule,
+    on these ranks. For other orders stages run as soon as they can, the deepest first.
+    """
+    if isinstance(schedule, Schedule):
+        return schedule
+    num, chunks = max(places) + 1, len(places) // (max(places) + 1)
+    if num * chunks == len(places):
+        made = build(schedule, num, num_microbatches, chunks)
+        renamed = dict(zip(made.placement, places, strict=True))
+        if tuple(renamed[i] for i in made.placement) == places and len({*renamed.values()}) == num:
+            programs = [made.programs[0]] * num
+            for old, new in renamed.items():
+                programs[new] = made.programs[old]
+            return replace(made, placement=places, programs=tuple(programs))
+    work = TaskGraph(places, num_microbatches)
+    stages = range(work.num_stages)
+    rules = replace(
+        Rules.unlimited(work, deepest_first(work.num_stages)),
+        ahead=tuple(min(num_microbatches, work.num_stages - s) for s in stages),
+        split=tuple((0, 0) for _ in stages),
+    )
+    return lower(work.schedule(f"{schedule}~placed", list_order(work, rules)))

@@ -1,0 +1,293 @@
+"""The backward of a placed program: one graph for each operation, joined by hand.
+
+One rule: every rank posts the gradients that go to or come from other ranks from the last operation
+to the first (`routes.py`); what it computes between follows from that. An operation's inputs are
+cut from the graph that made them, so its backward runs once, when the gradients of all its outputs
+are there; autograd runs inside of operations alone.
+
+What a rank must remember of an operation is a `StepRecord`; operations without its part leave
+none. A value knows its `frontier`, the last steps of this rank that it comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.comm.tensor_meta import TensorMeta
+from torchdistpackage.errors import PlacementError
+from torchdistpackage.parallel.pipeline.links import Root, graph_root
+from torchdistpackage.parallel.placed.mail import ExpectedGrads, Mail
+from torchdistpackage.parallel.placed.structure import Hole, fill, holes
+
+_MAX_FRONTIER = 32
+
+
+class GradTarget:
+    """A tensor that a gradient is for. leaf: it is accumulated there, None for an output.
+
+    number: of the operation that made it. changed_by: an operation that wrote to it since.
+    """
+
+    __slots__ = ("changed_by", "device", "leaf", "number")
+
+    def __init__(self, number: int, device: torch.device, leaf: Tensor | None = None):
+        self.number, self.device, self.leaf, self.changed_by = number, device, leaf, ""
+
+
+class _CutEdge(torch.autograd.Function):
+    """The tensor in `box`, without the graph behind it; its gradient is left in `slot`.
+
+    Its output is no leaf, so an operation may write to it, as a ReLU in place does. `anchor` makes
+    it want a gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, box: list[Tensor], slot: list[Tensor | None]) -> Tensor:
+        ctx.slot = slot
+        ctx.set_materialize_grads(False)
+        return box[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[None, None, None]:
+        ctx.slot[:] = gradients
+        return None, None, None
+
+
+class Held(NamedTuple):
+    """What a rank of its place has of a value: structure, tensors, and who gets their gradients."""
+
+    skeleton: Any
+    tensors: list[Tensor]
+    targets: list[GradTarget | None]
+
+    def part(self, skeleton: Any) -> Held:
+        """The part with this skeleton."""
+        used = holes(skeleton)
+        renumbered = fill(skeleton, {old: Hole(new) for new, old in enumerate(used)})
+        return Held(renumbered, [self.tensors[i] for i in used], [self.targets[i] for i in used])
+
+    def detached(self) -> Held:
+        """The same without its graph."""
+        return Held(self.skeleton, [x.detach() for x in self.tensors], [None] * len(self.tensors))
+
+    def value(self) -> Any:
+        """The tensors in their structure."""
+        return fill(self.skeleton, self.tensors)
+
+
+class StepInput:
+    """A tensor that an operation reads on this rank, cut from what made it.
+
+    target: where its gradient belongs on this rank; None: it came from another rank.
+    """
+
+    __slots__ = ("_begun", "_slot", "cut", "meta", "source", "target")
+
+    def __init__(self, x: Tensor, wants: bool, target: GradTarget | None, anchor: Tensor):
+        self.source, self.target = x, target
+        self._slot: list[Tensor | None] = [None]
+        self.meta = TensorMeta(tuple(x.shape), x.dtype, wants)
+        self.cut: Tensor = _CutEdge.apply(anchor, [x], self._slot) if wants else x
+        self._begun = self.cut._version
+
+    def finish(self, operation: str) -> None:
+        """The operation has run: release the tensor, and note whether it was written to."""
+        if self.target is not None and self.cut._version != self._begun:
+            self.target.changed_by = operation
+        del self.cut, self.source
+
+    def gradient(self) -> Tensor | None:
+        """Of the backward that has just run; given once."""
+        found, self._slot[0] = self._slot[0], None
+        return found
+
+
+class StepRecord:
+    """What this rank remembers of an operation for a backward.
+
+    outputs: where it runs here, of each output that wants a gradient where it is in its graph.
+    inputs: those that want one. returns: (rank, inputs) whose gradients go to another rank.
+    expects: (rank, metas, targets) of gradients that come, where it runs elsewhere.
+    """
+
+    __slots__ = ("expects", "inputs", "number", "outputs", "parents", "returns")
+
+    def __init__(self, number: int, parents: tuple[StepRecord, ...]):
+        self.number, self.parents = number, parents
+        self.outputs: list[tuple[GradTarget, Root]] = []
+        self.inputs: list[StepInput] = []
+        self.returns: list[tuple[int, list[StepInput]]] = []
+        self.expects: list[tuple[int, list[TensorMeta], list[GradTarget]]] = []
+
+    @property
+    def matters(self) -> bool:
+        """Whether this rank has anything to do here in a backward."""
+        return bool(self.outputs or self.returns or self.expects)
+
+    def add_output(self, x: Tensor) -> GradTarget | None:
+        """Where the gradient of this output is gathered; None: it wants none."""
+        if not x.requires_grad:
+            return None
+        target = GradTarget(self.number, x.device)
+        root = graph_root(x)
+        assert root is not None
+        self.outputs.append((target, root))
+        return target
+
+    def add_return(self, rank: int, inputs: Sequence[StepInput]) -> None:
+        """The gradients of those that want one go to `rank`."""
+        if wanting := [one for one in inputs if one.meta.requires_grad]:
+            self.returns.append((rank, wanting))
+
+    def add_expected(self, rank: int, held: Sequence[Held | None]) -> None:
+        """The gradients of what these values hold come from `rank`."""
+        metas, targets = list[TensorMeta](), list[GradTarget]()
+        for x, target in [
+            pair
+            for one in held
+            if one is not None
+            for pair in zip(one.tensors, one.targets, strict=True)
+        ]:
+            if target is not None:
+                metas.append(TensorMeta(tuple(x.shape), x.dtype, True))
+                targets.append(target)
+        if targets:
+            self.expects.append((rank, metas, targets))
+
+    def backward(self, gathered: GatheredGrads, mail: Mail | None, retain_graph: bool) -> None:
+        """Run the operation's backward, if it runs here, and pass its gradients on."""
+        for rank, metas, targets in self.expects:
+            assert mail is not None
+            gathered.expect(targets, mail.expect_gradients(self.number, metas, rank), self.number)
+        found = [(root, gathered.take(target)) for target, root in self.outputs]
+        roots = [(root, g) for root, g in found if g is not None]
+        if roots:
+            torch.autograd.backward(
+                [root for root, _ in roots], [g for _, g in roots], retain_graph=retain_graph
+            )
+        made = {id(one): one.gradient() for one in self.inputs}
+        for one in self.inputs:
+            if one.target is not None:
+                gathered.add(one.target, made[id(one)])
+        for rank, inputs in self.returns:
+            assert mail is not None
+            gradients = [made[id(one)] for one in inputs]
+            mail.send_gradients(self.number, gradients, [one.meta for one in inputs], rank)
+
+
+Frontier = tuple[StepRecord, ...]
+
+
+def join_frontiers(frontiers: Iterable[Frontier]) -> Frontier:
+    """Of a value that comes from several."""
+    steps = tuple({id(step): step for frontier in frontiers for step in frontier}.values())
+    if len(steps) <= _MAX_FRONTIER:
+        return steps
+    return (StepRecord(max(step.number for step in steps), steps),)
+
+
+def steps_before(frontier: Frontier) -> list[StepRecord]:
+    """All steps that a value comes from, the last operation first."""
+    reached = {id(step): step for step in frontier}
+    todo = list(frontier)
+    while todo:
+        for step in todo.pop().parents:
+            if id(step) not in reached:
+                reached[id(step)] = step
+                todo.append(step)
+    return sorted(reached.values(), key=lambda step: -step.number)
+
+
+def in_order_of_need(steps: Sequence[StepRecord]) -> Iterator[StepRecord]:
+    """Those with messages in their order, each right after what it needs; then the others.
+
+    So no rank waits for a gradient while this one computes what nobody waits for.
+
+    steps: the last operation first. A step comes after all that read its outputs on this rank.
+    """
+    readers: dict[int, list[StepRecord]] = {}
+    for step in steps:
+        for parent in step.parents:
+            readers.setdefault(id(parent), []).append(step)
+    done: set[int] = set()
+    for step in steps:
+        if step.returns:
+            needed, todo = {id(step): step}, [step]
+            while todo:
+                for reader in readers.get(id(todo.pop()), ()):
+                    if id(reader) not in done and id(reader) not in needed:
+                        needed[id(reader)] = reader
+                        todo.append(reader)
+            chosen = sorted(needed.values(), key=lambda one: -one.number)
+        else:
+            chosen = [step] if step.expects else []
+        for one in chosen:
+            if id(one) not in done:
+                done.add(id(one))
+                yield one
+    for step in steps:
+        if id(step) not in done:
+            yield step
+
+
+class GatheredGrads:
+    """The gradients of one backward, gathered until what made their tensors has its turn."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, list[Tensor | tuple[ExpectedGrads, int, int]]] = {}
+        self._targets: dict[int, GradTarget] = {}
+
+    def add(self, target: GradTarget, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            self._at(target).append(gradient)
+
+    def expect(self, targets: Sequence[GradTarget], coming: ExpectedGrads, operation: int) -> None:
+        """Gradients that another rank sends; they are waited for when they are used."""
+        for i, target in enumerate(targets):
+            self._at(target).append((coming, i, operation))
+
+    def take(self, target: GradTarget) -> Tensor | None:
+        """The sum of what was gathered, in the order in which it was."""
+        self._targets.pop(id(target), None)
+        total: Tensor | None = None
+        for one in self._found.pop(id(target), ()):
+            if isinstance(one, tuple):
+                coming, i, operation = one
+                found = coming.wait(operation)[i]
+            else:
+                found = one
+            if found is None:
+                continue
+            found = found.to(target.device)
+            total = found if total is None else total + found
+        return total
+
+    def accumulate(self) -> None:
+        """Add what was gathered for leaves to their `grad`, the last one first."""
+        for target in sorted(self._targets.values(), key=lambda t: -t.number):
+            gradient = self.take(target)
+            if gradient is not None and target.leaf is not None:
+                torch.autograd.backward([target.leaf], [gradient])
+
+    def _at(self, target: GradTarget) -> list[Any]:
+        self._targets[id(target)] = target
+        return self._found.setdefault(id(target), [])
+
+
+def refuse_changed(targets: Iterable[GradTarget | None], operation: str) -> None:
+    """
+    Raises:
+        PlacementError: an earlier operation wrote to what this one reads, and autograd would not
+            know of it.
+    """
+    for target in targets:
+        if target is not None and target.changed_by:
+            raise PlacementError(
+                f"{operation} reads an output of operation {target.number} that "
+                f"{target.changed_by} has changed in place: read the output of the latter instead, "
+                f"or let it leave its input as it is"
+            )

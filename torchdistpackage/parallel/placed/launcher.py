@@ -1,0 +1,137 @@
+"""`launch`: a placed program on new ranks of this machine, or as the rank that this process is."""
+
+import inspect
+import os
+from collections.abc import Callable, Sized
+from pathlib import Path
+from typing import cast
+
+from torchdistpackage.comm.runtime import leave, setup_distributed
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.errors import PlacementError
+from torchdistpackage.launch.by_value import PackedCall
+from torchdistpackage.launch.entrypoint import StopLoading, main_is_loading
+from torchdistpackage.launch.rendezvous import detect
+from torchdistpackage.launch.workers import run_local, show_line
+from torchdistpackage.parallel.placed.place import Devices, devices_by_rank, problem_of
+from torchdistpackage.parallel.placed.program import DEBUG, finish_all
+from torchdistpackage.parallel.placed.rank_log import log_to_file
+from torchdistpackage.parallel.placed.rng import seed_all
+
+# once, before the ranks are forked; the first optimizer imports torch._dynamo
+_PRELOAD = ("torch", "torch.distributed", "torch._dynamo", __name__)
+
+
+def launch(
+    main: Callable[..., object],
+    devices: Devices,
+    seed: int = 42,
+    *,
+    num_procs: int | None = None,
+    backend: str | None = None,
+    log_dir: str | Path | None = None,
+    debug: bool | None = None,
+    timeout_s: float | None = None,
+    prepare: Callable[[int], object] | None = None,
+) -> list[object]:
+    """Run `main(devices)` on `num_procs` ranks; what they returned, by rank.
+
+    Under torchrun or srun this process is a rank already: nothing is started, and the list has its
+    own result alone. Each rank seeds Python, NumPy and torch alike, and prints here.
+
+    devices: one for each rank ("cpu", "cuda:0"), a list for each, or several times as many.
+    num_procs: default one for each entry of `devices`.
+    backend: None: gloo where all devices are CPUs, else nccl where each rank has a GPU of its own.
+    log_dir: each rank logs to `rank<r>.log` there, and what ranks other than 0 print goes to
+        `rank<r>.restart0.log`.
+    debug: compare the operations of all ranks; slow. None: as TDP_PLACED_DEBUG says.
+    timeout_s: how long a rank waits for another one.
+    prepare: called with its number on each rank first; a function at the top of a module.
+
+    Raises:
+        PlacementError: `main` does not take one argument, a device is not there, or `num_procs`,
+            `seed` or `timeout_s` is none that can be.
+        RankError: a rank failed; the text ends with its traceback. All are gone then.
+        LaunchError: no process can be started.
+    """
+    if main_is_loading():
+        raise StopLoading  # a script without a guard, in a rank
+    if problems := _problems(main, devices, seed, num_procs, timeout_s):
+        raise PlacementError(f"launch: {'; '.join(problems)}")
+    num_args = len(inspect.signature(main).parameters)
+    if num_args != 1:
+        raise PlacementError(
+            f"The target function must have exactly 1 argument but got {num_args}: it is called "
+            f"with the list of devices"
+        )
+    here = detect(os.environ).source != "alone"
+    num = len(devices) if num_procs is None else num_procs
+    by_rank = devices_by_rank(devices, num) if not here else []
+    if problems := [p for one in by_rank for d in one if (p := problem_of(d))]:
+        raise PlacementError("; ".join(dict.fromkeys(problems)))
+    if backend is None and "cuda" not in str(devices):
+        backend = "gloo"
+    folder = None if log_dir is None else str(Path(log_dir).resolve())
+    options = (devices, seed, backend, folder, debug, timeout_s, prepare)
+    if here:
+        return [_run(main, *options)]
+    call = PackedCall.of(main)
+    results = run_local(
+        _as_rank,
+        (call, *options),
+        num_procs=num,
+        preload=_PRELOAD,
+        log_dir=None if folder is None else Path(folder),
+        on_line=show_line,
+    )
+    return [call.unpack_result(cast(bytes, result)) for result in results]
+
+
+def _problems(
+    main: object, devices: object, seed: object, num_procs: object, timeout_s: object
+) -> list[str]:
+    """What is wrong with the arguments of `launch`, each by itself."""
+    found = list[str]()
+    if not callable(main):
+        found.append(f"what is run is a function of the devices, not {main!r}")
+    if not isinstance(devices, Sized):
+        found.append(f"devices must be a list with at least one device, not {devices!r}")
+    if not isinstance(seed, int):
+        found.append(f"seed={seed!r}: an integer")
+    if num_procs is not None and (not isinstance(num_procs, int) or num_procs < 1):
+        found.append(f"num_procs={num_procs!r}: 1 or more, or None for one a device")
+    if timeout_s is not None and (not isinstance(timeout_s, int | float) or not timeout_s > 0):
+        found.append(f"timeout_s={timeout_s!r}: seconds above 0, or None")
+    return found
+
+
+def _as_rank(call: PackedCall, *options: object) -> bytes:
+    return call.pack_result(_run(call.load(), *options))  # type: ignore[arg-type]
+
+
+def _run(
+    main: Callable[..., object],
+    devices: Devices,
+    seed: int,
+    backend: str | None,
+    log_dir: str | None,
+    debug: bool | None,
+    timeout_s: float | None,
+    prepare: Callable[[int], object] | None,
+) -> object:
+    if debug is not None:
+        os.environ[DEBUG] = str(int(debug))
+    rank, *_ = setup_distributed(backend, timeout_s=timeout_s)
+    handler = None if log_dir is None else log_to_file(Path(log_dir), rank)
+    if prepare is not None:
+        prepare(rank)
+    seed_all(seed)
+    try:
+        result = main(devices)
+        finish_all()
+    finally:
+        if handler is not None:
+            handler.remove()
+    tpc.destroy()
+    leave()
+    return result

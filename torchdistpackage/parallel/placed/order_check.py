@@ -1,0 +1,53 @@
+"""The debug mode: all ranks compare what they are about to do, one operation at a time."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchdistpackage.comm.creation import Group, ranks_of
+from torchdistpackage.comm.primitives import gather_objects
+from torchdistpackage.errors import PlacementError
+from torchdistpackage.parallel.placed.place import Place
+
+_HERE = str(Path(__file__).parent)
+
+
+class OrderCheck:
+    """Compares operations over a group; slow, as every rank waits for all others at each."""
+
+    def __init__(self, group: Group):
+        self._group = group
+
+    def compare(self, number: int, what: str, place: Place | None, reads: Sequence[int]) -> None:
+        """
+        Raises:
+            PlacementError: on all ranks: they are not about to do the same.
+        """
+        mine = what if place is None else f"{what} on {place}"
+        if reads:
+            mine += f", which reads {', '.join(map(str, reads))}"
+        said = gather_objects((mine, called_at()), self._group)
+        texts = [str(text) for text, _ in said]  # type: ignore[misc]
+        if len(set(texts)) == 1:
+            return
+        ranks = ranks_of(self._group)
+        found: dict[str, list[int]] = {}
+        for i, text in enumerate(texts):
+            found.setdefault(text, []).append(i)
+        lines = [
+            f"rank {', '.join(str(ranks[i]) for i in at)}: {text} (called at {said[at[0]][1]})"  # type: ignore[index]
+            for text, at in found.items()
+        ]
+        raise PlacementError(
+            f"the ranks take different paths at operation {number}: {'; '.join(lines)}; every rank "
+            f"must make the same calls, so let no branch depend on the rank or on a value that "
+            f"only some ranks have (`.item()` gives it to all)"
+        )
+
+
+def called_at() -> str:
+    """File and line of the program that called into this folder."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -1,0 +1,87 @@
+"""Places of a placed program: ranks, and the device there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from torchdistpackage.errors import PlacementError
+
+Devices = Sequence[str | torch.device | Sequence[str | torch.device]]
+"""One device for each rank, or for each rank the list of its devices."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device of one rank, or of several that compute the same, such as tensor-parallel ones.
+
+    Each of `ranks` holds all that is placed there, and runs every operation placed there.
+
+    device: of this rank, outside of the place that of its first. devices: of each of `ranks`;
+    default `device`. Places are equal on all ranks alike, so `device` is not compared.
+    """
+
+    device: torch.device = field(compare=False)
+    ranks: tuple[int, ...]
+    devices: tuple[torch.device, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            object.__setattr__(self, "devices", (self.device,) * len(self.ranks))
+
+    @property
+    def rank(self) -> int:
+        """The rank; of several the first."""
+        return self.ranks[0]
+
+    def __str__(self) -> str:
+        ranks = f"rank {self.rank}" if len(self.ranks) == 1 else f"ranks {list(self.ranks)}"
+        return f"{', '.join(dict.fromkeys(map(str, self.devices)))} of {ranks}"
+
+
+def problem_of(device: str | torch.device, *, is_here: bool = True) -> str:
+    """What is wrong with a device; "" if nothing is. is_here: look whether this host has it."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        return f"{device!r} is no device; write 'cpu', 'cuda:0', ..."
+    if found.type not in ("cpu", "cuda"):
+        return f"{device!r}: only 'cpu' and 'cuda' devices are known here"
+    if is_here and found.type == "cuda":
+        num = torch.cuda.device_count()
+        if (found.index or 0) >= num:
+            return f"'{device}' is not there: this host shows {num} CUDA devices"
+    return ""
+
+
+def devices_by_rank(devices: Devices, num_ranks: int) -> list[list[torch.device]]:
+    """The devices of each rank.
+
+    A flat list with k times as many devices as ranks gives each rank k of them, in order.
+
+    Raises:
+        PlacementError: they do not go round, or one is no device; names all of these.
+    """
+    listed = isinstance(devices, Sequence) and not isinstance(devices, str)
+    if not listed or not devices:
+        raise PlacementError(f"devices must be a list with at least one device, not {devices!r}")
+    nested = [list(d) if isinstance(d, list | tuple) else [d] for d in devices]
+    problems = [p for one in nested for d in one if (p := problem_of(d, is_here=False))]
+    if problems:
+        raise PlacementError("; ".join(dict.fromkeys(problems)))
+    flat = all(isinstance(d, str | torch.device) for d in devices)
+    if flat and len(nested) % num_ranks == 0:
+        each = len(nested) // num_ranks
+        nested = [
+            [d for one in nested[i : i + each] for d in one] for i in range(0, len(nested), each)
+        ]
+    if len(nested) != num_ranks:
+        raise PlacementError(
+            f"{len(nested)} devices are listed for {num_ranks} ranks; list one for each rank, the "
+            f"same number for each, or a list of devices for each"
+        )
+    if empty := [rank for rank, one in enumerate(nested) if not one]:
+        raise PlacementError(f"ranks {empty} have no device; list at least one for each rank")
+    return [[torch.device(d) for d in one] for one in nested]

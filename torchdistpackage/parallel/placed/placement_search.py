@@ -1,0 +1,220 @@
+"""Which node of a graph goes to which place: arithmetic only, no processes.
+
+A step is every node's forward in the order of the program, then every backward in reverse. A place
+computes one at a time, in that order, as the ranks of a placed program do; what a node reads from
+another place comes a message later. Small graphs are searched in whole; larger ones start from the
+placements that list scheduling and cuts of the order give, and are improved node by node.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torchdistpackage.errors import PlacementError
+
+GIB = 1 << 30
+_EXHAUSTIVE = 5000
+"""Placements that are all tried; 8 nodes on any number of equal places are 4140."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedNode:
+    """A node as it was measured.
+
+    reads: numbers of the nodes whose outputs it reads, all of them earlier. weight_bytes: of its
+    parameters and what training keeps for each; saved_bytes: what it keeps for its backward.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    output_bytes: int
+    weight_bytes: int
+    saved_bytes: int
+    reads: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceLink:
+    """Between two places: seconds of a message are latency_s + bytes / bytes_per_s."""
+
+    latency_s: float = 1e-4
+    bytes_per_s: float = 1e9
+
+    def __post_init__(self) -> None:
+        if not (self.latency_s >= 0 and self.bytes_per_s > 0):
+            raise PlacementError(
+                f"a link of latency_s={self.latency_s} and bytes_per_s={self.bytes_per_s}; the "
+                f"latency is 0 or more, the bytes a second are more than 0"
+            )
+
+    def seconds(self, num_bytes: int) -> float:
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+def step_seconds(nodes: Sequence[PlacedNode], places: Sequence[int], link: PlaceLink) -> float:
+    """How long a step takes with node i on place `places[i]`."""
+    clock = dict.fromkeys(places, 0.0)
+    done: list[float] = []
+    there: dict[tuple[int, int], float] = {}
+
+    def arrives(i: int, at: int) -> float:
+        if places[i] == at:
+            return done[i]
+        if (i, at) not in there:
+            there[i, at] = done[i] + link.seconds(nodes[i].output_bytes)
+        return there[i, at]
+
+    for i, node in enumerate(nodes):
+        at = places[i]
+        start = max([clock[at], *(arrives(j, at) for j in node.reads)])
+        clock[at] = start + node.forward_s
+        done.append(clock[at])
+    readers: list[list[int]] = [[] for _ in nodes]
+    for i, node in enumerate(nodes):
+        for j in dict.fromkeys(node.reads):
+            readers[j].append(i)
+    back = [0.0] * len(nodes)
+    for i in reversed(range(len(nodes))):
+        at, num_bytes = places[i], nodes[i].output_bytes
+        ready = [
+            back[k] if places[k] == at else back[k] + link.seconds(num_bytes) for k in readers[i]
+        ]
+        clock[at] = back[i] = max([clock[at], *ready]) + nodes[i].backward_s
+    return max(clock.values(), default=0.0)
+
+
+def bytes_of(nodes: Sequence[PlacedNode], places: Sequence[int], num_places: int) -> list[int]:
+    """What each place holds at the end of the forward, copies of what it reads included."""
+    held = [0] * num_places
+    for i, node in enumerate(nodes):
+        held[places[i]] += node.weight_bytes + node.saved_bytes + node.output_bytes
+        for j in dict.fromkeys(node.reads):
+            if places[j] != places[i]:
+                held[places[i]] += nodes[j].output_bytes
+    return held
+
+
+def search(
+    nodes: Sequence[PlacedNode],
+    memory_bytes: Sequence[int],
+    link: PlaceLink,
+    *,
+    exhaustive: bool = True,
+    seed: int = 0,
+) -> tuple[int, ...]:
+    """The place of each node, such that a step is short and each place holds what it has to.
+
+    memory_bytes: of each place. exhaustive: try every placement where there are few.
+
+    Raises:
+        PlacementError: no placement that was found fits; names the closest.
+    """
+    found = _Search(nodes, tuple(memory_bytes), link)
+    count = 0
+    if exhaustive:
+        limit = _EXHAUSTIVE + 1
+        whole = list(itertools.islice(placements(len(nodes), found.memory), limit))
+        count = len(whole)
+        if count < limit:
+            return found.checked(min(whole, key=found.value, default=()))
+    best: tuple[int, ...] | None = None
+    for start in (*found.cuts(), *found.greedy(), *found.shuffled(seed, 12)):
+        made = found.improved(start)
+        if best is None or found.value(made) < found.value(best):
+            best = made
+    return found.checked(best or ())
+
+
+def placements(num: int, memory: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Every placement of `num` nodes, those that differ by the names of equal places once."""
+    kinds = [memory[: i + 1].count(size) - 1 for i, size in enumerate(memory)]
+
+    def go(done: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if len(done) == num:
+            yield done
+            return
+        used = set(done)
+        for place, size in enumerate(memory):
+            # the first of the equal places that are still empty stands for all of them
+            before = [p for p in range(place) if memory[p] == size]
+            if place in used or kinds[place] == 0 or all(p in used for p in before):
+                yield from go((*done, place))
+
+    return go(())
+
+
+class _Search:
+    def __init__(self, nodes: Sequence[PlacedNode], memory: tuple[int, ...], link: PlaceLink):
+        self.nodes, self.memory, self.link = nodes, memory, link
+
+    def value(self, places: tuple[int, ...]) -> tuple[int, float]:
+        """(bytes too many, seconds), to be as small as can be."""
+        held = bytes_of(self.nodes, places, len(self.memory))
+        over = sum(max(0, h - limit) for h, limit in zip(held, self.memory, strict=True))
+        return over, step_seconds(self.nodes, places, self.link)
+
+    def checked(self, places: tuple[int, ...]) -> tuple[int, ...]:
+        if self.value(places)[0] == 0:
+            return places
+        held = bytes_of(self.nodes, places, len(self.memory))
+        parts = ", ".join(
+            f"place {i} would hold {h / GIB:.3g} of {limit / GIB:.3g} GiB"
+            for i, (h, limit) in enumerate(zip(held, self.memory, strict=True))
+        )
+        largest = max(self.nodes, key=lambda n: n.weight_bytes + n.saved_bytes + n.output_bytes)
+        raise PlacementError(
+            f"{len(self.nodes)} nodes do not fit: at best {parts}; the largest node is "
+            f"{largest.name}: allow more memory, or more places, or a smaller example"
+        )
+
+    def cuts(self) -> Iterator[tuple[int, ...]]:
+        """The order of the program, cut at equal shares of the time, on 1, 2, ... places."""
+        total = sum(n.forward_s + n.backward_s for n in self.nodes) or 1.0
+        for num in range(1, len(self.memory) + 1):
+            places, passed = list[int](), 0.0
+            for node in self.nodes:
+                middle = passed + (node.forward_s + node.backward_s) / 2
+                places.append(min(num - 1, int(num * middle / total)))
+                passed += node.forward_s + node.backward_s
+            yield tuple(places)
+
+    def greedy(self) -> Iterator[tuple[int, ...]]:
+        """Each node where the step so far is shortest."""
+        places: tuple[int, ...] = ()
+        for i in range(len(self.nodes)):
+            options = [(*places, p) for p in range(len(self.memory))]
+            part = _Search(self.nodes[: i + 1], self.memory, self.link)
+            places = min(options, key=part.value)
+        yield places
+
+    def shuffled(self, seed: int, num: int) -> Iterator[tuple[int, ...]]:
+        """Random ones."""
+        draw = random.Random(seed)
+        for _ in range(num):
+            yield tuple(draw.randrange(len(self.memory)) for _ in self.nodes)
+
+    def improved(self, places: tuple[int, ...]) -> tuple[int, ...]:
+        """Change one node, or exchange two, as long as that helps."""
+        best = self.value(places)
+        while True:
+            found = min(self.near(places), key=self.value, default=places)
+            if self.value(found) >= best:
+                return places
+            places, best = found, self.value(found)
+
+    def near(self, places: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        num = len(places)
+        for i in range(num):
+            for p in range(len(self.memory)):
+                if p != places[i]:
+                    yield (*places[:i], p, *places[i + 1 :])
+        # pairs only where there are few: there are as many as nodes squared
+        for i, j in itertools.combinations(range(num), 2) if num <= 24 else ():
+            for p, q in itertools.product(range(len(self.memory)), repeat=2):
+                changed = list(places)
+                changed[i], changed[j] = p, q
+                yield tuple(changed)

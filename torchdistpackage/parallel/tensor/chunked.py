@@ -1,0 +1,150 @@
+"""Gathers and reduce-scatters along a sequence in chunks, between which a product computes.
+
+A gather begins with all chunks under way; the rows that are here come first, then chunk by chunk
+those of the others. A reduce-scatter sends a chunk as soon as its rows are computed. What a call
+began is finished by `Handoff.take`, or by going through the arrivals.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.primitives import Group, Sizes
+from torchdistpackage.comm.work import Work
+from torchdistpackage.layout.partition import even_sizes
+
+CHUNK_BYTES = 2**17
+"""A rank's part of a chunk at least: below this a call costs what hiding it saves."""
+MAX_CHUNKS = 4
+
+Rows = slice
+"""Of a whole sequence."""
+
+
+@dataclass(slots=True, eq=False)
+class Handoff:
+    """What one node began, for another one to finish."""
+
+    finish: Callable[[], Tensor] | None = None
+
+    def take(self) -> Callable[[], Tensor] | None:
+        """`finish`, once; None: nothing was begun."""
+        finish, self.finish = self.finish, None
+        return finish
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """How a sequence, of which each rank holds a run of rows, travels.
+
+    rows: by chunk and rank, places in the whole sequence. mine: my run.
+    """
+
+    group: Group
+    rows: tuple[tuple[Rows, ...], ...]
+    mine: Rows
+
+    @classmethod
+    def of(cls, lengths: Sizes, num_chunks: int, group: Group) -> "Chunks":
+        starts = [sum(lengths[:rank]) for rank in range(len(lengths))]
+        by_rank: list[list[Rows]] = []
+        for start, length in zip(starts, lengths, strict=True):
+            parts: list[Rows] = []
+            for part in even_sizes(length, num_chunks):
+                parts.append(slice(start, start + part))
+                start += part
+            by_rank.append(parts)
+        me = group.rank()
+        mine = slice(starts[me], starts[me] + lengths[me])
+        return cls(group, tuple(zip(*by_rank, strict=True)), mine)
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows[-1][-1].stop
+
+    def sizes(self, chunk: int) -> list[int] | None:
+        """Rows of each rank in a chunk; None: all alike."""
+        found = [rows.stop - rows.start for rows in self.rows[chunk]]
+        return None if len(set(found)) == 1 else found
+
+
+def num_chunks_of(lengths: Sizes, row_bytes: int) -> int:
+    """Chunks in which a sequence travels; the same on all ranks."""
+    return max(1, min(MAX_CHUNKS, max(lengths) * row_bytes // CHUNK_BYTES, max(lengths)))
+
+
+@dataclass(slots=True, eq=False)
+class Arrivals:
+    """A gather under way, `into` whose rows what arrives is put. Iterate once."""
+
+    chunks: Chunks
+    into: Tensor
+    works: list[Work]
+
+    def __iter__(self) -> Iterator[Rows]:
+        """Rows that are there; those of this rank first."""
+        yield self.chunks.mine
+        me = self.chunks.group.rank()
+        for rows, work in zip(self.chunks.rows, self.works, strict=True):
+            parts = work.wait().split([r.stop - r.start for r in rows])
+            for rank, (where, part) in enumerate(zip(rows, parts, strict=True)):
+                if rank != me and len(part):
+                    with torch.no_grad():
+                        self.into[where].copy_(part)
+                    yield where
+
+    def whole(self) -> Tensor:
+        """The sequence, once all of it is there."""
+        for _ in self:
+            pass
+        return self.into
+
+
+@dataclass(slots=True, eq=False)
+class Coming:
+    """What a gather's node began, for the product behind it."""
+
+    arrivals: Arrivals | None = field(default=None)
+
+    def take(self) -> Arrivals | None:
+        arrivals, self.arrivals = self.arrivals, None
+        return arrivals
+
+
+def start_gather(x: Tensor, chunks: Chunks) -> Arrivals:
+    """x, my rows (n, ...), on its way to all ranks."""
+    x = x.contiguous()
+    into = x.new_empty((chunks.num_rows, *x.shape[1:]))
+    into[chunks.mine].copy_(x)
+    me, works = chunks.group.rank(), list[Work]()
+    for index, rows in enumerate(chunks.rows):
+        at = rows[me]
+        part = x[at.start - chunks.mine.start : at.stop - chunks.mine.start]
+        works.append(primitives.all_gather(part, chunks.group, chunks.sizes(index), True))
+    return Arrivals(chunks, into, works)
+
+
+def start_scatter(
+    chunks: Chunks, like: Tensor, compute: Callable[[Rows, Tensor], object]
+) -> Callable[[], Tensor]:
+    """My rows of the sum over ranks of what `compute` makes, chunk by chunk; to be called.
+
+    compute: puts some rows of this rank's summand into a tensor (rows, ...). like: of their dtype
+        and shape, but for the first dim.
+    """
+    works: list[Work] = []
+    for index, rows in enumerate(chunks.rows):
+        lengths = [r.stop - r.start for r in rows]
+        partial = like.new_empty((sum(lengths), *like.shape[1:]))
+        for where, into in zip(rows, partial.split(lengths), strict=True):
+            if len(into):
+                compute(where, into)
+        works.append(primitives.reduce_scatter(partial, chunks.group, chunks.sizes(index), True))
+    return lambda: _joined([work.wait() for work in works])
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -1,0 +1,235 @@
+"""What a cross entropy over split logits is made of: its terms, its targets, a softmax in parts.
+
+Each rank looks at its own columns once, a few rows at a time, and keeps of each row their maximum,
+the sum of exponentials below it and the target's logit. Two all-reduces join these for all rows.
+The gradient is made from the logits themselves, so no second tensor of their size is kept.
+
+With p the softmax, t the target, w the class weights, W their sum over the vocabulary of V classes,
+s the label smoothing and z the weight of the log partition function (z-loss of PaLM,
+arXiv:2204.02311, section 5):
+
+    loss = (1 - s) w_t (lse - x_t) + s / V sum_c w_c (lse - x_c) + z lse^2
+    d loss / d x_c = p_c ((1 - s) w_t + s W / V + 2 z lse) - (1 - s) w_t [c = t] - s w_c / V
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.comm.primitives import MAX, Group, all_reduce
+from torchdistpackage.errors import LayoutError
+from torchdistpackage.layout.derive import chunk
+from torchdistpackage.parallel.tensor.embedding import check_ids
+
+CACHED_BYTES = 1 << 20
+"""Of logits that a CPU looks at together: what its cache keeps from one operation to the next."""
+BLOCK_BYTES = 1 << 28
+"""The same on a GPU, where few large operations count."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerms:
+    """What the loss is made of, the same for all tokens."""
+
+    group: Group
+    vocab: int
+    smoothing: float
+    z: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.smoothing <= 1 or not self.z >= 0:
+            raise LayoutError(
+                f"cross entropy with label_smoothing={self.smoothing} and z_loss={self.z}; "
+                f"use a label_smoothing of 0 to 1 and a z_loss of 0 or more"
+            )
+
+    @property
+    def width(self) -> int:
+        """My number of columns."""
+        return chunk(self.vocab, self.group.size(), self.group.rank())[1]
+
+
+@dataclass(frozen=True, slots=True)
+class LossTargets:
+    """Of N tokens, flat.
+
+    column: (N,) my column of the target, 0 where it is another rank's.
+    mine: (N,) whether it is mine, and not ignored.
+    kept: (N,) 1 where the token counts, 0 where it is ignored.
+    factor: (N,) class weight of the target, 0 where it is ignored.
+    own_weights: class weights of my columns, None for 1 each. all_weights: their sum over V.
+    """
+
+    shape: torch.Size
+    column: Tensor
+    mine: Tensor
+    kept: Tensor
+    factor: Tensor
+    own_weights: Tensor | None
+    all_weights: Tensor | float
+
+    @classmethod
+    def of(
+        cls,
+        target: Tensor,
+        terms: LossTerms,
+        ignore_index: int,
+        weight: Tensor | None,
+        logits_dtype: torch.dtype,
+    ) -> "LossTargets":
+        flat = target.flatten().long()
+        ignored = flat == ignore_index
+        known = flat.masked_fill(ignored, 0)
+        check_ids(known, terms.vocab, "targets")
+        start, width = chunk(terms.vocab, terms.group.size(), terms.group.rank())
+        column = known - start
+        mine = (column >= 0) & (column < width) & ~ignored
+        kept = (~ignored).to(torch.promote_types(logits_dtype, torch.float32))
+        factor, own, total = kept, None, float(terms.vocab)
+        if weight is not None:
+            if weight.shape != (terms.vocab,):
+                raise LayoutError(
+                    f"class weights of shape {tuple(weight.shape)} for a vocabulary of "
+                    f"{terms.vocab}; pass all {terms.vocab} of them on every rank"
+                )
+            weight = weight.detach().to(kept.device, kept.dtype)
+            own, total = weight[start : start + width], weight.sum()
+            factor = weight[known.clamp(0, terms.vocab - 1)] * kept
+        return cls(target.shape, column.masked_fill(~mine, 0), mine, kept, factor, own, total)
+
+    def split(self, num_tokens: int) -> "Iterator[tuple[slice, LossTargets]]":
+        """The same targets, `num_tokens` at a time."""
+        by_token = (self.column, self.mine, self.kept, self.factor)
+        for start in range(0, len(self.column), num_tokens):
+            at = slice(start, start + num_tokens)
+            parts = [t[at] for t in by_token]
+            yield at, LossTargets(parts[0].shape, *parts, self.own_weights, self.all_weights)
+
+
+def check_classes(target: Tensor) -> None:
+    """
+    Raises:
+        LayoutError: targets are no whole numbers.
+    """
+    if target.dtype.is_floating_point or target.dtype.is_complex or target.dtype == torch.bool:
+        raise LayoutError(
+            f"targets are {target.dtype}; use the numbers of classes, int64, or, for classes "
+            f"by probability, torch.nn.functional.cross_entropy of gathered logits"
+        )
+
+
+def reduced(losses: Tensor, targets: LossTargets, reduction: str) -> Tensor:
+    if reduction == "none":
+        return losses.view(targets.shape)
+    if reduction == "sum":
+        return losses.sum()
+    if reduction != "mean":
+        raise LayoutError(f"reduction is {reduction!r}; use none, mean or sum")
+    return losses.sum() / targets.factor.sum()
+
+
+def rows_at_once(x: Tensor) -> Iterator[slice]:
+    """Rows of x (N, C) that are looked at together."""
+    at_once = CACHED_BYTES if x.device.type == "cpu" else BLOCK_BYTES
+    size = max(at_once // max(x.shape[-1] * x.element_size(), 1), 1)
+    return (slice(start, start + size) for start in range(0, len(x), size))
+
+
+def look(x: Tensor, terms: LossTerms, targets: LossTargets) -> Tensor:
+    """What the loss needs of my columns x (N, C), as rows of (4, N).
+
+    Maximum h (-inf without columns), sum of exp(x - h), logit of the target or 0, and with
+    smoothing the sum of w_c (x_c - h), where an h of -inf counts as 0.
+    """
+    found = x.new_zeros((4, len(x)), dtype=targets.kept.dtype)
+    highest, total, hit, smooth = found
+    highest.fill_(-torch.inf)
+    if not x.shape[-1]:
+        return found
+    hit.copy_(x.gather(-1, targets.column.unsqueeze(-1)).squeeze(-1))
+    hit.masked_fill_(~targets.mine, 0)
+    own = targets.own_weights
+    for at in rows_at_once(x):
+        block = x[at].to(found.dtype)
+        torch.amax(block, -1, out=highest[at])
+        below = block - highest[at].masked_fill(highest[at] == -torch.inf, 0).unsqueeze(-1)
+        if terms.smoothing:
+            smooth[at] = below.sum(-1) if own is None else below @ own
+        torch.sum(below.exp_(), -1, out=total[at])
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class SoftmaxRows:
+    """What makes logits x of N rows a softmax: exp(x - highest) / total. Each (N,)."""
+
+    highest: Tensor
+    total: Tensor
+
+    def split(self, at: slice) -> "SoftmaxRows":
+        return SoftmaxRows(self.highest[at], self.total[at])
+
+
+def join(found: Tensor, terms: LossTerms, targets: LossTargets) -> tuple[Tensor, SoftmaxRows]:
+    """Losses (N,) from what each rank saw of its own columns."""
+    own_highest, own_total, hit, smooth = found
+    highest = own_highest.clone()
+    all_reduce(highest, terms.group, MAX)
+
+    sums = found.new_zeros((3 if terms.smoothing else 2, found.shape[1]))
+    torch.mul(own_total, (own_highest - highest).exp_(), out=sums[0])
+    sums[1] = (hit - highest).masked_fill_(~targets.mine, 0)
+    if terms.smoothing and terms.width:
+        own = targets.own_weights
+        weight = float(terms.width) if own is None else own.sum()
+        start = own_highest.masked_fill(own_highest == -torch.inf, 0)
+        sums[2] = smooth + weight * (start - highest)
+    all_reduce(sums, terms.group)
+
+    total, log_sum = sums[0].clone(), sums[0].log()
+    ignored = targets.kept == 0
+    losses = targets.factor * (log_sum - sums[1]).masked_fill(ignored, 0)
+    if terms.smoothing:
+        smoothed = (targets.all_weights * log_sum - sums[2]).masked_fill(ignored, 0)
+        losses = (1 - terms.smoothing) * losses + terms.smoothing / terms.vocab * smoothed
+    if terms.z:
+        log_partition = log_sum + highest
+        losses = losses + terms.z * log_partition.square().masked_fill(ignored, 0)
+    return losses, SoftmaxRows(highest, total)
+
+
+def gradient(
+    grad: Tensor, x: Tensor, softmax: SoftmaxRows, terms: LossTerms, targets: LossTargets
+) -> Tensor:
+    """Gradient of my logits x (N, C), in their dtype, from that of the losses (N,)."""
+    grad = grad * targets.kept
+    at_target = grad * targets.factor * (1 - terms.smoothing)
+    scale, smooth = at_target, None
+    if terms.smoothing:
+        smooth = grad * (terms.smoothing / terms.vocab)
+        scale = scale + smooth * targets.all_weights
+    if terms.z:
+        scale = scale + grad * (softmax.total.log() + softmax.highest) * (2 * terms.z)
+    scale = (scale / softmax.total).unsqueeze(-1)
+    highest, own = softmax.highest.unsqueeze(-1), targets.own_weights
+    hit = at_target.masked_fill(~targets.mine, 0).unsqueeze(-1)
+    column = targets.column.unsqueeze(-1)
+
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if not x.shape[-1]:
+        return out
+    for at in rows_at_once(x):
+        direct = x.dtype == grad.dtype
+        block = torch.sub(x[at], highest[at], out=out[at]) if direct else x[at] - highest[at]
+        block.exp_().mul_(scale[at])
+        if smooth is not None:
+            if own is None:
+                block.sub_(smooth[at].unsqueeze(-1))
+            else:
+                block.addr_(smooth[at], own, alpha=-1)
+        block.scatter_add_(-1, column[at], -hit[at])
+        if not direct:
+            out[at] = block
+    return out

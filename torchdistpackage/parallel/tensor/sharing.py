@@ -1,0 +1,57 @@
+"""Gradients of the heads that several ranks of a group share.
+
+Each of these ranks has a part of the gradient. The sum runs over the group that cuts the parameter,
+every rank putting its part where its heads are in the whole: that needs no group of its own.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.autograd import LinearMap, apply
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.layout.derive import sharing_indices
+from torchdistpackage.layout.layout import HeadSplit, Layout
+
+
+def copy_to_sharing(parameter: Tensor, layout: Layout, group: Group) -> Tensor:
+    """The parameter itself; its gradient is summed over the ranks that share its heads."""
+    heads = layout.heads
+    if heads is None or group.size() <= heads.groups:
+        return parameter
+    return apply(_CopyToSharing(group, heads), parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class _CopyToSharing:
+    """Of the ranks that share: replicated to own."""
+
+    group: Group
+    heads: HeadSplit
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    def transposed(self) -> LinearMap:
+        return _SumOverSharing(self.group, self.heads)
+
+
+@dataclass(frozen=True, slots=True)
+class _SumOverSharing:
+    """Of the ranks that share: own to replicated, their sum."""
+
+    group: Group
+    heads: HeadSplit
+
+    def __call__(self, x: Tensor) -> Tensor:
+        size = self.group.size()
+        starts = sorted({sharing_indices(self.heads, size, i).start for i in range(size)})
+        mine = starts.index(sharing_indices(self.heads, size, self.group.rank()).start)
+        whole = x.new_zeros((len(starts), *x.shape))
+        whole[mine] = x
+        # a view would keep the others alive
+        return primitives.all_reduce(whole, self.group)[mine].clone()
+
+    def transposed(self) -> LinearMap:
+        return _CopyToSharing(self.group, self.heads)

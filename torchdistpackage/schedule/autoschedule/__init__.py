@@ -1,1 +1,0 @@
-"""Schedules made by search for given costs: list scheduling, rules, local search."""

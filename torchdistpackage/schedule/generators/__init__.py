@@ -1,1 +1,0 @@
-"""The stock schedules: a compute order each, by name in the registry."""

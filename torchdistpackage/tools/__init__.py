@@ -1,0 +1,11 @@
+"""Tools around a model of your own: what its modules cost, where NaN begins, what replaces what.
+
+Read in this order.
+
+Values          nested (the tensors inside tuples, dicts and dataclasses).
+Cost            module_profiler (time and memory of every module), recompute (which modules to
+                checkpoint for a memory limit).
+Numbers         debug_nan (the first module with NaN or Inf).
+Replacement     module_replace (modules by rule), int8_linear (int8 layers for nn.Linear).
+Profilers       ranges (named ranges, profiler on and off), printing (printing on one rank).
+"""

@@ -1,0 +1,88 @@
+"""Modules replaced by rule, wherever they stand: the root, at any depth, at several places."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from torchdistpackage.tools.nested import as_module
+
+Picks = Callable[[str, nn.Module], bool]
+"""(name that its parent calls it, module) -> whether it is replaced. The root's name is ''."""
+Makes = Callable[[str, nn.Module], nn.Module]
+
+
+def replace_all_module(
+    model: nn.Module, if_replace_hook: Picks, get_new_module: Makes
+) -> nn.Module:
+    """Replace, in place, every module that `if_replace_hook(name, module)` picks.
+
+    A module that stands at several places stays one: it is replaced at all of them, by one new
+    module, if it is picked at any. The children of a replaced module are not asked about.
+
+    Returns the model: `model` itself, or what replaces it where the root is picked.
+
+    Raises:
+        TypeError: the model is no module, or `get_new_module` returned none; nothing is replaced.
+    """
+    as_module(model, "replace_all_module")
+    picked: dict[int, tuple[str, nn.Module]] = {}
+    seen: set[int] = set()
+    _pick("", model, if_replace_hook, picked, seen)
+    if id(model) in picked:
+        return _new("", model, get_new_module)
+    places: list[tuple[nn.Module, str, nn.Module]] = []
+    _places(model, picked, places, set())
+    # all new modules first: a maker that fails leaves the model as it was
+    made = {id(old): old for _, _, old in places}
+    new = {key: _new(picked[key][0], old, get_new_module) for key, old in made.items()}
+    for parent, name, old in places:
+        parent._modules[name] = new[id(old)]
+    return model
+
+
+def _pick(
+    name: str,
+    module: nn.Module,
+    picks: Picks,
+    picked: dict[int, tuple[str, nn.Module]],
+    seen: set[int],
+) -> None:
+    if id(module) in picked:
+        return
+    if picks(name, module):
+        picked[id(module)] = name, module
+        return
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for child_name, child in module._modules.items():
+        if child is not None:
+            _pick(child_name, child, picks, picked, seen)
+
+
+def _places(
+    module: nn.Module,
+    picked: dict[int, tuple[str, nn.Module]],
+    places: list[tuple[nn.Module, str, nn.Module]],
+    seen: set[int],
+) -> None:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        if id(child) in picked:
+            places.append((module, name, child))
+        else:
+            _places(child, picked, places, seen)
+
+
+def _new(name: str, module: nn.Module, make: Makes) -> nn.Module:
+    new = make(name, module)
+    if not isinstance(new, nn.Module):
+        raise TypeError(
+            f"replace_all_module: get_new_module({name!r}, {type(module).__name__}) returned a "
+            f"{type(new).__name__}; return the module that takes its place"
+        )
+    return new

@@ -1,0 +1,156 @@
+"""The documents of text files, JSON lines and parquet files, one after another. No torch."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchdistpackage.bounded import parse_json
+from torchdistpackage.errors import DataError
+
+PAIRS = "prompt+completion"
+"""The field that stands for two: the prompt does not count in the loss."""
+_SUFFIXES = {"text": "", "jsonl": ".jsonl", "parquet": ".parquet"}
+
+
+@dataclass(frozen=True, slots=True)
+class TextSource:
+    """What to tokenize. kind: text, jsonl or parquet; path: a file, or a folder of such files.
+
+    field: of a jsonl line or parquet column; `prompt+completion` reads these two. tokenizer: a
+    folder with tokenizer.json, or that file.
+    """
+
+    kind: str
+    path: str
+    tokenizer: str
+    field: str = "text"
+
+
+class Document(NamedTuple):
+    """text: what is trained on. prompt: before it, without counting."""
+
+    text: str
+    prompt: str = ""
+
+
+def files_of(kind: str, path: Path) -> list[Path]:
+    """The file, or those of a folder and below that are not hidden, in order of their names.
+
+    Of a folder jsonl and parquet files are those with that suffix.
+
+    Raises:
+        DataError: there are none.
+    """
+    if path.is_file():
+        return [path]
+    suffix, found = _SUFFIXES[kind], list[Path]()
+    for folder, folders, names in os.walk(path):
+        folders[:] = [name for name in folders if name[0] != "."]
+        paths = (Path(folder, n) for n in names if n[0] != "." and n.endswith(suffix))
+        found += [path for path in paths if path.is_file()]  # the read of a pipe would not end
+    if not found:
+        what = f"no {suffix} file" if suffix else "no file"
+        raise DataError(f"data.path {path}: there is {what} there; put the data there")
+    return sorted(found)
+
+
+def documents_of(kind: str, path: Path, field: str) -> Iterator[Document]:
+    """All documents of one file: of a text file one.
+
+    Raises:
+        DataError: with file and line, what is no text, no JSON object, lacks a field or is empty.
+    """
+    if kind == "text":
+        yield Document(_text(_content(path), str(path)))
+    elif kind == "jsonl":
+        yield from _json_lines(path, field)
+    else:
+        yield from _rows(path, field)
+
+
+def _json_lines(path: Path, field: str) -> Iterator[Document]:
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                where = f"{path}:{number}"
+                if not line.strip():
+                    raise DataError(f"{where}: an empty line; each line is one JSON object")
+                try:
+                    value = parse_json(line.decode())
+                except ValueError as error:
+                    raise DataError(f"{where}: not JSON: {error}") from error
+                if not isinstance(value, dict):
+                    kind = type(value).__name__
+                    raise DataError(f"{where}: a JSON {kind}; each line is one JSON object")
+                yield _document(value, field, where)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _rows(path: Path, field: str) -> Iterator[Document]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise DataError(
+            f"data.name=parquet needs pyarrow, which cannot be imported ({error}); "
+            f"pip install pyarrow, or write JSON lines"
+        ) from error
+    number = 0
+    try:
+        with ParquetFile(path) as file:
+            names = [name for name in _fields(field) if name in file.schema_arrow.names]
+            for batch in file.iter_batches(columns=names):
+                for row in batch.to_pylist():
+                    number += 1
+                    shown = row or dict.fromkeys(file.schema_arrow.names)
+                    yield _document(shown, field, f"{path}: row {number}")
+    except (OSError, ArrowException) as error:
+        raise DataError(f"cannot read {path} as parquet: {error}") from error
+
+
+def _fields(field: str) -> list[str]:
+    return field.split("+") if field == PAIRS else [field]
+
+
+def _document(value: dict[str, Any], field: str, where: str) -> Document:
+    names = _fields(field)
+    if missing := [name for name in names if name not in value]:
+        raise DataError(
+            f"{where}: no field {missing[0]!r}; there are {', '.join(value) or 'none'} (data.field)"
+        )
+    for name in names:
+        if not isinstance(value[name], str):
+            kind = type(value[name]).__name__
+            raise DataError(f"{where}: field {name!r} is a {kind}; it has to be a text")
+        try:
+            value[name].encode()
+        except UnicodeEncodeError as error:  # JSON can write half of a pair of surrogates
+            raise DataError(
+                f"{where}: field {name!r} is no Unicode text: letter {error.start}"
+            ) from error
+    texts = [value[name] for name in names]
+    if not texts[-1]:
+        raise DataError(f"{where}: field {names[-1]!r} is empty; remove this document")
+    return Document(texts[-1], texts[0] if len(texts) > 1 else "")
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _text(content: bytes, where: str) -> str:
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where} is not UTF-8 text: byte {error.start}; save it as such"
+        ) from error
+    if not text:
+        raise DataError(f"{where} is empty; remove it")
+    return text

@@ -1,0 +1,173 @@
+"""Documents of a tokenized text, packed into samples of one length.
+
+An epoch is a permutation of all documents, drawn from the seed and the epoch's number; its tokens,
+one document after another, are cut into samples. Sample i of step s is number s x global batch + i
+of all epochs, so nothing but the step is needed to go on. A target that begins a document does not
+count, as what comes before it belongs to another; nor do prompts, nor what is left of the last
+sample of an epoch.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from torchdistpackage.comm.random import seed_from
+from torchdistpackage.errors import DataError
+from torchdistpackage.train.data import Split, check_place, hashed
+from torchdistpackage.train.step import IGNORE
+from torchdistpackage.train.token_cache import TokenizedText
+
+
+class DocumentOrder(NamedTuple):
+    """Documents one after another: which, and where each ends."""
+
+    documents: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+
+
+class PackedDataset:
+    """Samples of `seq_len` tokens from whole documents; see `DataSource`.
+
+    global_batch: samples in a step. val_fraction: part of the documents that only validation sees,
+    by a hash of their text; it begins again after its last sample.
+
+    Raises:
+        DataError: an id is outside `vocab`, a prompt leaves no room for its completion, or one side
+            has too few tokens; all at once.
+    """
+
+    def __init__(
+        self,
+        text: TokenizedText,
+        *,
+        vocab: int,
+        seq_len: int,
+        global_batch: int,
+        val_fraction: float,
+    ):
+        self.text, self.seq_len, self._global_batch = text, seq_len, global_batch
+        self._starts = text.starts
+        lengths = text.ends - self._starts
+        self._lengths = lengths
+        in_val = _in_val(text.places, val_fraction)
+        self._documents = {"train": np.flatnonzero(~in_val), "val": np.flatnonzero(in_val)}
+        self._tokens = {s: int(lengths[found].sum()) for s, found in self._documents.items()}
+        self._orders: dict[tuple[str, int, int], DocumentOrder] = {}
+        if problems := [*self._problems(vocab), *self._long_prompts()]:
+            raise DataError("; ".join(problems))
+
+    @property
+    def num_samples(self) -> dict[str, int]:
+        """Samples in an epoch, of each split."""
+        return {split: -(-(n - 1) // self.seq_len) for split, n in self._tokens.items()}
+
+    def batch(
+        self,
+        split: Split,
+        seed: int,
+        step: int,
+        data_index: int,
+        num_data: int,
+        per_rank: int,
+        *,
+        first: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """(ids, targets), int64 (per_rank, seq_len) each, on the CPU; targets of -100 do not count.
+
+        Raises:
+            DataError: no such split or data index.
+        """
+        check_place(split, data_index, num_data)
+        # training steps are counted from 1, batches of a validation from 0
+        before = (step - 1) * self._global_batch if split == "train" else step * num_data * per_rank
+        number, per_epoch = before + first + data_index * per_rank, self.num_samples[split]
+        ids = np.zeros((per_rank, self.seq_len), np.int64)
+        targets = np.full((per_rank, self.seq_len), IGNORE, np.int64)
+        for row in range(per_rank):
+            epoch, sample = divmod(number + row, per_epoch)
+            order = self._order(split, seed, epoch if split == "train" else 0)
+            self._fill(order, sample * self.seq_len, ids[row], targets[row])
+        return torch.from_numpy(ids), torch.from_numpy(targets)
+
+    def _fill(self, order: DocumentOrder, at: int, ids: npt.NDArray, targets: npt.NDArray) -> None:
+        """The sample that begins at token `at` of an epoch, document by document."""
+        text, stop = self.text, min(at + self.seq_len + 1, int(order.ends[-1]))
+        tokens = np.empty(stop - at, np.int64)
+        counts = np.ones(stop - at, bool)
+        i, begin = int(np.searchsorted(order.ends, at, side="right")), at
+        while at < stop:
+            document = int(order.documents[i])
+            end = min(int(order.ends[i]), stop)
+            offset = int(self._lengths[document]) - (int(order.ends[i]) - at)
+            source = slice(
+                int(self._starts[document]) + offset,
+                int(self._starts[document]) + offset + end - at,
+            )
+            where = slice(at - begin, end - begin)
+            tokens[where] = text.tokens[source]
+            if text.counted is not None:
+                counts[where] = text.counted[source] != 0
+            if offset == 0:
+                counts[at - begin] = False  # predicted from another document
+            at, i = end, i + 1
+        n = len(tokens) - 1
+        ids[: min(len(tokens), self.seq_len)] = tokens[: self.seq_len]
+        targets[:n] = np.where(counts[1:], tokens[1:], IGNORE)
+
+    def _order(self, split: str, seed: int, epoch: int) -> DocumentOrder:
+        key = (split, seed if split == "train" else 0, epoch)
+        if key not in self._orders:
+            documents = self._documents[split]
+            if split == "train":
+                keys = hashed(documents, seed_from("documents", seed, epoch))
+                documents = documents[np.argsort(keys, kind="stable")]
+                # two epochs at most: a step may reach into the next one
+                kept = [k for k in self._orders if k[0] == split][-1:]
+                self._orders = {k: o for k, o in self._orders.items() if k[0] != split or k in kept}
+            self._orders[key] = DocumentOrder(documents, np.cumsum(self._lengths[documents]))
+        return self._orders[key]
+
+    def _problems(self, vocab: int) -> list[str]:
+        problems: list[str] = []
+        if self.text.vocab > vocab:
+            problems.append(
+                f"the tokenizer has {self.text.vocab} ids, but model.vocab is {vocab}; set "
+                f"model.vocab to {self.text.vocab} or more"
+            )
+        for split, number in self._tokens.items():
+            if number < self.seq_len + 1:
+                problems.append(
+                    f"the {split} split has {number} tokens in {len(self._documents[split])} "
+                    f"documents, but one sample takes {self.seq_len + 1}; shorten data.seq_len, or "
+                    f"use more text" + " or a larger data.val_fraction" * (split == "val")
+                )
+        return problems
+
+    def _long_prompts(self) -> list[str]:
+        """Of documents whose prompt alone fills a sample."""
+        text = self.text
+        if text.counted is None:
+            return []
+        # differences, as a document may have no token
+        masked = np.concatenate([np.zeros(1, np.int64), np.cumsum(text.counted == 0)])
+        prompts = masked[text.ends] - masked[self._starts]
+        if not len(long := np.flatnonzero(prompts >= self.seq_len)):
+            return []
+        return [
+            f"{text.origin(int(long[0]))}: a prompt of {prompts[long[0]]} tokens is as long as a "
+            f"sample (data.seq_len={self.seq_len}), as are {len(long)} of {len(prompts)}; raise "
+            f"data.seq_len to {int(prompts.max()) + 1} or more, or remove them"
+        ]
+
+
+def _in_val(places: npt.NDArray[np.float64], val_fraction: float) -> npt.NDArray[np.bool_]:
+    """By their hash; with few documents at least one on each side, where there are two texts."""
+    in_val = places < val_fraction
+    if not in_val.any():
+        in_val = places == places.min()
+    if in_val.all():
+        in_val = places != places.max()
+    return in_val

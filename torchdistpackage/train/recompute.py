@@ -1,0 +1,157 @@
+"""`train.recompute`: which modules of a rank's stages are checkpointed.
+
+`auto` runs one microbatch through the stages, forward only, with gradients on. A stage keeps as
+many microbatches as the schedule holds at once, so its memory counts so many times; its times do
+not, as every microbatch is recomputed on every stage. Ranks of one pipe index take the choice of
+the first of them: with tensor parallelism a recomputed module communicates, which all must do.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.tensor_meta import Message
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.parallel.pipeline.executor import Executor
+from torchdistpackage.schedule.generators import evaluation
+from torchdistpackage.tools.module_profiler import (
+    Infos,
+    register_profile_hooks,
+    remove_profile_hooks,
+    take_shorter,
+    unchanged,
+)
+from torchdistpackage.tools.recompute import checkpoint_modules, propose_recompute
+from torchdistpackage.train.step import Trainer, TrainStages
+
+_REPEATS = 3
+"""After a warm-up; the shortest times count."""
+
+
+def recompute_blocks(stages: TrainStages) -> tuple[str, ...]:
+    """Checkpoint every block; their names.
+
+    Blocks are the members of a stage's lists and dicts of modules; in a stage without any, such as
+    of your own chain, its children that have children themselves.
+    """
+    names: list[str] = []
+    for stage, module in stages.named_children():
+        lists = [(n, x) for n, x in module.named_children() if _is_list(x)]
+        found = [f"{n}.{i}" for n, held in lists for i, _ in held.named_children()]
+        if not lists:
+            found = [n for n, x in module.named_children() if next(x.children(), None) is not None]
+        names += [f"{stage}.{name}" for name in found]
+    checkpoint_modules(stages, names)
+    return tuple(names)
+
+
+def recompute_within(trainer: Trainer, budget_gb: float) -> tuple[str, ...]:
+    """Checkpoint the cheapest modules with which activations take `budget_gb`; their names.
+
+    Raises:
+        ConfigError: they take more on some rank whatever is recomputed; on all ranks.
+    """
+    chosen: tuple[str, ...] | str
+    try:
+        chosen = _cheapest(measured(trainer), budget_gb)
+    except ConfigError as error:
+        chosen = str(error).partition(": ")[2]
+    mesh = trainer.plan.topology.dense
+    found = primitives.gather_objects(chosen)
+    if refused := [(rank, text) for rank, text in enumerate(found) if isinstance(text, str)]:
+        rank, text = refused[0]
+        raise ConfigError(
+            f"train.recompute=auto: activations of {len(refused)} of {len(found)} ranks do not fit "
+            f"into what weights, gradients and optimizer state leave of train.memory_gb; on rank "
+            f"{rank} {text}"
+        )
+    place = mesh.coord(trainer.rank)["pipe"]
+    first = next(r for r in range(mesh.size) if mesh.coord(r)["pipe"] == place)
+    names = tuple(map(str, found[first]))  # type: ignore[call-overload]
+    checkpoint_modules(trainer.stage, names)
+    return names
+
+
+def _cheapest(profile: Infos, budget_gb: float) -> tuple[str, ...]:
+    """Also with what the largest of the chosen modules takes while it is recomputed."""
+    reserve_gb = 0.0
+    while True:
+        limit_gb = max(budget_gb - reserve_gb, 1e-9)
+        plan = propose_recompute(profile, limit_gb, candidates=lambda name: "." in name)
+        largest_gb = max((profile[name]["once_mem"] / 1e3 for name in plan), default=0.0)
+        if plan.memory_gb + largest_gb <= budget_gb or largest_gb <= reserve_gb:
+            return tuple(plan)
+        reserve_gb = largest_gb
+
+
+class _StageProbe(nn.Module):
+    """One stage of a rank, and behind the last one the loss, whose activations count too."""
+
+    def __init__(self, trainer: Trainer, stage: int, is_last: bool):
+        super().__init__()
+        self._number, self._is_last = stage, is_last
+        self._call = trainer.forward, trainer.loss  # ZeRO's hooks are on all stages together
+        self.add_module(str(stage), trainer.stage[str(stage)])
+
+    def forward(self, x: Message, targets: Tensor | None) -> Message:
+        forward, loss = self._call
+        output = forward(self._number, x)
+        if not self._is_last:
+            return output
+        return loss(output, targets)[0]  # type: ignore[arg-type]
+
+
+def measured(trainer: Trainer) -> Infos:
+    """A profile of all stages of this rank, memory times the microbatches held at once.
+
+    once_mem: MB that checkpointing frees of one microbatch, and its recomputation takes.
+    """
+    plan, executor = trainer.plan, trainer.executor
+    schedule = evaluation(plan.schedule, 1)
+    forwards = Executor(
+        schedule, executor.group, device=trainer.device, timeout_s=executor.timeout_s
+    )
+    probes = {
+        stage: _StageProbe(trainer, stage, forwards.is_last_stage(stage))
+        for stage in forwards.stages
+    }
+    inputs, targets = trainer.sample()
+
+    def forward(stage: int, m: int, received: Message) -> Message:
+        x = inputs if forwards.is_first_stage(stage) else tree_map_only(Tensor, _leaf, received)
+        with torch.enable_grad(), trainer.precision():
+            output = probes[stage](x, targets)
+        return tree_map_only(Tensor, Tensor.detach, output)
+
+    infos: dict[int, Infos] = {stage: {} for stage in probes}
+    trainer.stage.train()
+    try:
+        with unchanged(trainer.stage), trainer.reducer.no_sync():
+            forwards.run(forward)
+            for _ in range(_REPEATS):
+                found = {stage: register_profile_hooks(probe) for stage, probe in probes.items()}
+                forwards.run(forward)
+                for stage in probes:
+                    take_shorter(infos[stage], found[stage])
+    finally:
+        for probe in probes.values():
+            remove_profile_hooks(probe)
+    profile: Infos = {"root": {"fwd_time": 0.0, "fwd_mem": 0.0}}
+    for stage, held in infos.items():
+        live = plan.timeline.peak_live[stage]
+        for name, entry in held.items():
+            scaled = {key: entry[key] * live for key in ("fwd_mem", "freed_mem")}
+            if name == "root":
+                profile["root"]["fwd_mem"] += scaled["fwd_mem"]
+            else:
+                profile[name] = {**entry, **scaled, "once_mem": entry["freed_mem"]}
+    return profile
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_(x.is_floating_point())
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
