@@ -22,7 +22,7 @@ SHARED = [
 ]
 DDP = [
     *SHARED,
-    ({"comm_hook": None}, "comm_hook is None; give a function"),
+    ({"comm_hook": None}, "comm_hook is None; use one of ddp/comm_hooks.py"),
     ({"module": [nn.Linear(2, 2)]}, "module is of type list; give a torch.nn.Module"),
 ]
 ZERO = [

@@ -52,8 +52,8 @@ class ResolvedOptions:
         problems = common_problems(
             module, self.reduce_op, self.bucket_cap_mb, self.num_grad_acc_iter
         )
-        if not callable(self.comm_hook):
-            problems.append(f"comm_hook is {self.comm_hook!r}; give a function (ddp/comm_hooks.py)")
+        if not callable(getattr(self.comm_hook, "bind", self.comm_hook)):
+            problems.append(f"comm_hook is {self.comm_hook!r}; use one of ddp/comm_hooks.py")
         refuse(problems)
 
     @property
