@@ -26,6 +26,7 @@ from tests.package_files import (
 PURE_FOLDERS = (
     "errors",
     "lazy",
+    "extensions",
     "bounded",
     "bounded_yaml",
     "bounded_safetensors",
@@ -126,7 +127,7 @@ MAY_LOAD_BY_NAME = {
     "__init__.py": "public names, on first use",
     "lazy.py": "public names of the packages below, on first use",
     "compat/paths.py": "old names, on first use",
-    "ddp/extensions.py": "what serves a core class, on first use",
+    "extensions.py": "what serves a core class, on first use",
     "launch/entrypoint.py": "the function that a user names",
     "launch/fork_server.py": "the preload list, which is given as names so that it needs no torch",
     "cli/main.py": "a command loads only what it needs",
@@ -324,10 +325,10 @@ def reachable(start: Path) -> set[Path]:
 
 
 def extensions() -> dict[str, tuple[Path, str]]:
-    """Core class -> file and attribute that `EXTENSIONS` of ddp names."""
+    """Core class -> file and attribute that `SERVED_BY` of extensions.py names."""
     (table,) = (
         ast.literal_eval(node.value)
-        for node in package_files.tree(ROOT / "ddp" / "__init__.py").body
+        for node in package_files.tree(ROOT / "extensions.py").body
         if isinstance(node, ast.Assign)
     )
     named = {core: serving.split(":") for core, serving in table.items()}

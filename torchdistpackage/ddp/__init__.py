@@ -12,7 +12,8 @@ Buckets         param_spec (a parameter, its group and its layout), bucket_plan 
                 all-reduce, and the slots of gradients in all buckets).
 
 Extensions enter at three seams: `ReadyPolicy` (ready), `BucketComm` with its `CommHook`
-(bucket_comm) and `BucketPlanner` (bucket_plan). `EXTENSIONS` below says who plugs them in.
+(bucket_comm) and `BucketPlanner` (bucket_plan). extensions.py of the package says who plugs
+them in.
 
 Options         options: makes of what a user asked for what the core of NaiveDDP is given.
 Sizes           bucket_tuning: measures the first steps and chooses a plan.
@@ -22,11 +23,3 @@ Checks          param_sync (initial values, buffers, replicas that differ, unuse
 More            expert_grads (experts), ema (averages of parameters), auto (NaiveDDP or ZeRO, by
                 measurement), module_names, weak_hook, zero/ (sharded optimizers).
 """
-
-EXTENSIONS = {
-    "NaiveDDP": "torchdistpackage.ddp.options:ResolvedOptions",
-    "ZeroOptimizer": "torchdistpackage.ddp.zero.options:ResolvedZeroOptions",
-    "ShardedOptimizerBase": "torchdistpackage.ddp.zero.state_dict:StateSaver",
-    "Reducer": "torchdistpackage.ddp.scheduled_ready:LastBackwardPolicy",
-}
-"""Core class -> "module:attribute" that makes what it is given, loaded when it is first made."""

@@ -17,7 +17,6 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.bucket_comm import CommHook, ReducerParts
-from torchdistpackage.ddp.extensions import extensions_of
 from torchdistpackage.ddp.grad_hooks import hooked_names, tensors_in
 from torchdistpackage.ddp.param_spec import (
     ParamSpec,
@@ -29,6 +28,7 @@ from torchdistpackage.ddp.param_spec import (
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.wrapper_state import ModuleWatch, Wrapper
 from torchdistpackage.errors import CommError
+from torchdistpackage.extensions import extensions_of
 from torchdistpackage.layout.layout import Layout
 
 _LOG = logging.getLogger(__name__)

@@ -30,7 +30,6 @@ from torchdistpackage.ddp.bucket_comm import (
     read_used_flags,
 )
 from torchdistpackage.ddp.bucket_plan import BucketPlan
-from torchdistpackage.ddp.extensions import extensions_of
 from torchdistpackage.ddp.grad_hooks import GradHooks, OnGradReady, on_backward_start
 from torchdistpackage.ddp.param_spec import ParamSpec, take_over
 from torchdistpackage.ddp.ready import (
@@ -43,6 +42,7 @@ from torchdistpackage.ddp.ready import (
     queue_of,
 )
 from torchdistpackage.errors import CommError
+from torchdistpackage.extensions import extensions_of
 
 
 class ReductionPhase(Enum):

@@ -21,7 +21,6 @@ from torchdistpackage.comm.groups import make_duplex_groups
 from torchdistpackage.comm.primitives import Group, is_queued
 from torchdistpackage.ddp.bucket_comm import BucketComm, ReducerParts
 from torchdistpackage.ddp.bucket_plan import MIB, Bucket, bucket_sizes
-from torchdistpackage.ddp.extensions import extensions_of
 from torchdistpackage.ddp.grad_hooks import Removable
 from torchdistpackage.ddp.param_spec import ParamSpec, ReplicatedTensor
 from torchdistpackage.ddp.reducer import Reducer
@@ -40,6 +39,7 @@ from torchdistpackage.ddp.zero.param_shard import ParamShard
 from torchdistpackage.ddp.zero.shard_bounds import requires_whole_params
 from torchdistpackage.ddp.zero.sharded_base import ShardedOptimizerBase
 from torchdistpackage.ddp.zero.sharing import ReplicaGroups, assign_buckets
+from torchdistpackage.extensions import extensions_of
 from torchdistpackage.layout.layout import Layout
 
 UNLIMITED_BYTES = 2**62

@@ -1,6 +1,6 @@
 """What ZeroOptimizer is given for its options: host memory, stage 3, compiled parts, checks.
 
-The core knows the protocol alone; `EXTENSIONS` of `torchdistpackage.ddp` names what makes it.
+The core knows the protocol alone; `SERVED_BY` of extensions.py names what makes it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

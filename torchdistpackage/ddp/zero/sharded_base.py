@@ -10,9 +10,9 @@ from weakref import WeakSet
 
 from torch.optim import Optimizer
 
-from torchdistpackage.ddp.extensions import extensions_of
 from torchdistpackage.ddp.zero.param_shard import ParamPartition
 from torchdistpackage.errors import CheckpointError, LayoutError
+from torchdistpackage.extensions import extensions_of
 
 
 class ShardedOptimizerBase(Optimizer):
