@@ -29,7 +29,6 @@ PURE_FOLDERS = (
     "extensions",
     "bounded",
     "bounded_yaml",
-    "bounded_safetensors",
     "topology",
     "layout",
     "schedule",

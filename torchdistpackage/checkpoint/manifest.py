@@ -18,8 +18,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from torchdistpackage.bounded import check_regular, parse_json, read_regular
-from torchdistpackage.bounded_safetensors import DTYPES, read_header
+from torchdistpackage.bounded import DTYPES, check_regular, parse_json, read_header, read_regular
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.flat_slices import Box, overlap, shifted
 

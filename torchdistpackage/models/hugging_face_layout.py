@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from torchdistpackage.bounded import parse_json, read_regular
-from torchdistpackage.bounded_safetensors import read_header
+from torchdistpackage.bounded import parse_json, read_header, read_regular
 from torchdistpackage.config.hugging_face import GPT2_ACTIVATIONS
 from torchdistpackage.errors import CheckpointError, LayoutError
 from torchdistpackage.models import gpt_layout
