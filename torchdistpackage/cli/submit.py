@@ -14,8 +14,8 @@ from typing import Annotated
 import typer
 
 from torchdistpackage.cli._common import Config, Overrides
+from torchdistpackage.config.check import absent_files
 from torchdistpackage.config.errors import ConfigErrors, Problem
-from torchdistpackage.config.files import absent_files
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm import extra_of

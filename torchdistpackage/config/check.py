@@ -1,4 +1,4 @@
-"""All rules across sections at once, on every world that a run may have.
+"""All rules across sections at once, on every world that a run may have, and the files it names.
 
 All violations are reported; only a rule whose own keys are already wrong is left out,
 because what it would say is noise.
@@ -6,6 +6,7 @@ because what it would say is noise.
 
 import contextlib
 from collections.abc import Collection, Iterator
+from pathlib import Path
 
 from torchdistpackage.config import rules
 from torchdistpackage.config.errors import Problem
@@ -125,3 +126,13 @@ def _touches(keys: tuple[str, ...], bad: Collection[str]) -> bool:
 def _some(numbers: list[int]) -> str:
     shown = ", ".join(map(str, numbers[:8]))
     return shown if len(numbers) <= 8 else f"{shown} and {len(numbers) - 8} more"
+
+
+def absent_files(config: RunConfig, source: str) -> list[Problem]:
+    """What the data section names and is not there. source: of the configuration, for the text."""
+    named = {"data.path": config.data.path, "data.tokenizer": config.data.tokenizer}
+    return [
+        Problem(source, None, key, f"{path} is not there, seen from {Path.cwd()}")
+        for key, path in named.items()
+        if path is not None and not Path(path).exists()
+    ]

@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from torchdistpackage.config import types as k
-from torchdistpackage.config.section import NamedSection, Section, default
+from torchdistpackage.config.types import NamedSection, Section, default
 
 
 class RopeSection(Section):

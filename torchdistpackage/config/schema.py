@@ -10,7 +10,7 @@ from pydantic import Field
 
 from torchdistpackage.config import types as k
 from torchdistpackage.config.model_section import ModelSection
-from torchdistpackage.config.section import NamedSection, Section, default
+from torchdistpackage.config.types import NamedSection, Section, default
 from torchdistpackage.config.yaml_loader import write
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.topology.views import DEFAULT_ORDER

@@ -1,4 +1,4 @@
-"""The kinds of value a key may hold: a type with its limits, and the words for them.
+"""The kinds of value a key may hold, with their limits and words, and the base of all sections.
 
 Types are strict: a string is no number, a bool is no int; an int will do for a float, and an
 integral float such as 4.0 for a count. How large a number may be stands with its key in the schema.
@@ -8,10 +8,18 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from torchdistpackage.config.slurm import EXTRA, OPTIONS
@@ -272,3 +280,39 @@ TextField = Annotated[
     Expected("the name of a field, or prompt+completion"),
 ]
 TokenDtype = Literal["uint8", "uint16", "uint32"]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, unknown keys refused, types strict."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_means_defaults(cls, value: object) -> object:
+        """`log:` with nothing under it, because all its keys are commented out."""
+        return {} if value is None else value
+
+    def __hash__(self) -> int:
+        return hash(tuple(v for v in self.__dict__.values() if not isinstance(v, dict)))
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+def default(section: type[SectionT]) -> SectionT:
+    """A section as a key: left out it holds its defaults; its docstring describes it."""
+    return Field(default_factory=section, description=section.__doc__)
+
+
+class NamedSection(Section):
+    """A section that takes one of our names, or the user's own code by import path."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _target_needs_no_name(cls, value: Any) -> Any:
+        """The default name steps back for a target; a name that was written does not."""
+        if not isinstance(value, dict):
+            return value
+        keys = cast(dict[str, Any], value)
+        return keys if "name" in keys or keys.get("target") is None else {**keys, "name": None}

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import cast
 
 from torchdistpackage.checkpoint.commit import latest
+from torchdistpackage.config.check import absent_files
 from torchdistpackage.config.errors import ConfigErrors, Problem
-from torchdistpackage.config.files import absent_files
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.types import MAX_PROCS
