@@ -138,7 +138,7 @@ def test_what_is_copied_from_here_to_a_device_is_pinned_by_that_device(monkeypat
     x, y = torch.zeros(1), torch.ones(1)
     for has_first, has_last in ((True, False), (False, False), (False, True)):
         run = SimpleNamespace(
-            device=torch.device("cuda", 3), _has_first=has_first, _has_last=has_last
+            device=torch.device("cuda", 3), has_first=has_first, has_last=has_last
         )
         Trainer._pinned(run, x, y)  # type: ignore[arg-type]
     assert [p is x for p in pinned] == [True, False]

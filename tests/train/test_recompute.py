@@ -12,7 +12,7 @@ from tests.train import parity
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.train.plan import make_plan, memory
 from torchdistpackage.train.recompute import measured, recompute_blocks
-from torchdistpackage.train.step import TrainStages
+from torchdistpackage.train.staged_model import TrainStages
 
 RUN = [
     *("model.layers=4", "model.dim=32", "model.heads=4", "data.seq_len=32", "train.steps=2"),

@@ -17,7 +17,7 @@ from torchdistpackage.checkpoint.save import fail_together
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.random import seed_rank
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.config.schema import OptimSection
+from torchdistpackage.config.schema import OptimSection, RunConfig
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.param_spec import batch_group
 from torchdistpackage.ddp.param_sync import ReplicatedTensor, sync_module_states
@@ -47,13 +47,8 @@ from torchdistpackage.train.packing import PackedDataset
 from torchdistpackage.train.plan import Plan, activation_budget_gb, memory
 from torchdistpackage.train.profiler import StepProfiler
 from torchdistpackage.train.recompute import recompute_blocks, recompute_within
-from torchdistpackage.train.step import (
-    LossFn,
-    Trainer,
-    TrainStages,
-    from_user,
-    token_cross_entropy,
-)
+from torchdistpackage.train.staged_model import LossFn, StagedModel, TrainStages
+from torchdistpackage.train.step import Trainer, from_user, token_cross_entropy
 from torchdistpackage.train.stop import StopController
 from torchdistpackage.train.token_cache import tokenized
 from torchdistpackage.train.trace import StepTrace
@@ -69,14 +64,8 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
     Raises:
         TorchDistError: the plan does not fit the user's own model, loss or data.
     """
-    config = plan.config
-    recorder.checks = config.train.check_calls
-    torch.set_float32_matmul_precision(config.precision.matmul)
-    slow = max(config.launch.init_timeout_s, config.train.step_timeout_s)
-    tpc.setup(plan.topology, rank, timeout_s=slow)
-    seed_rank(config.run.seed, plan.topology.dense, rank)
-    stage, layouts, loss = _stage(plan, device)
-    _check_declared(stage, layouts)
+    config, model = plan.config, build_model(plan, rank, device)
+    stage, layouts = model.stage, model.layouts
     inner = _optimizer(stage, config.optim)
     replicas = _data_parallel(stage, layouts, inner, config.parallel.zero)
     optimizer = replicas if isinstance(replicas, ZeroOptimizer) else inner
@@ -89,7 +78,7 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
     )
 
     def executor(schedule: Schedule) -> Executor:
-        return Executor(schedule, pipe, device=device, timeout_s=slow)
+        return Executor(schedule, pipe, device=device, timeout_s=start_timeout_s(config))
 
     trainer = Trainer(
         plan=plan,
@@ -97,7 +86,8 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
         device=device,
         stage=stage,
         layouts=layouts,
-        loss=loss,
+        loss=model.loss,
+        autocast=model.autocast,
         data=data if data is not None else build_data(plan),
         replicas=replicas,
         optimizer=optimizer,
@@ -112,7 +102,6 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
         ),
         executor=executor(plan.schedule),
         evaluator=executor(evaluation(plan.schedule, config.pipeline.microbatches)),
-        autocast=torch.bfloat16 if config.precision.dtype == "bf16" else None,
         name=config.run.name,
         seed=config.run.seed,
         num_steps=config.train.steps,
@@ -128,6 +117,28 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
         budget_gb = activation_budget_gb(config, state, f"rank {rank}")
         trainer.recomputed = recompute_within(trainer, budget_gb)
     return trainer
+
+
+def build_model(plan: Plan, rank: int, device: torch.device) -> StagedModel:
+    """The stages of `rank` with their initial weights. Needs and sets up what `build` does.
+
+    Raises:
+        TorchDistError: the plan does not fit the user's own model or loss.
+    """
+    config = plan.config
+    recorder.checks = config.train.check_calls
+    torch.set_float32_matmul_precision(config.precision.matmul)
+    tpc.setup(plan.topology, rank, timeout_s=start_timeout_s(config))
+    seed_rank(config.run.seed, plan.topology.dense, rank)
+    stage, layouts, loss = _stage(plan, device)
+    _check_declared(stage, layouts)
+    autocast = torch.bfloat16 if config.precision.dtype == "bf16" else None
+    return StagedModel(plan, rank, device, stage, layouts, loss, autocast)
+
+
+def start_timeout_s(config: RunConfig) -> float:
+    """Of collectives and messages until the first step is done, in which ranks warm up."""
+    return max(config.launch.init_timeout_s, config.train.step_timeout_s)
 
 
 def make_loop(

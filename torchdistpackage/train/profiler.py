@@ -20,7 +20,8 @@ from torchdistpackage.schedule.timeline import Span
 from torchdistpackage.schedule.trace_costs import BubbleAttribution, attribute_bubble, costs_of
 from torchdistpackage.train.callbacks import Callback
 from torchdistpackage.train.plan import Plan
-from torchdistpackage.train.step import Trainer, TrainStages
+from torchdistpackage.train.staged_model import TrainStages
+from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.step_stats import PendingStep, StepResult
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ from torchdistpackage.tools.module_profiler import (
     unchanged,
 )
 from torchdistpackage.tools.recompute import checkpoint_modules, propose_recompute
-from torchdistpackage.train.step import Trainer, TrainStages
+from torchdistpackage.train.staged_model import TrainStages
+from torchdistpackage.train.step import Trainer
 
 _REPEATS = 3
 """After a warm-up; the shortest times count."""

@@ -5,26 +5,24 @@ tokens is summed with them, and one factor at the end makes the mean and clips (
 small all-reduce a step carries loss, tokens and norm.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.backends import is_queued
 from torchdistpackage.comm.groups import on_cpu
 from torchdistpackage.comm.moments import OnHost
-from torchdistpackage.comm.tensor_meta import Message
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import DataError
 from torchdistpackage.harness.stragglers.phases import Phases
-from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.pipeline.executor import Executor, Recording
 from torchdistpackage.schedule.actions import ActionKind
 from torchdistpackage.train.data import (
@@ -34,12 +32,10 @@ from torchdistpackage.train.data import (
     check_fingerprints,
     fingerprint,
 )
-from torchdistpackage.train.plan import Plan
+from torchdistpackage.train.staged_model import LossFn, StagedModel, totals_on
 from torchdistpackage.train.step_stats import PendingStep, Period, StepStats, busy_share
 from torchdistpackage.train.update import Update
 
-LossFn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(outputs of the last stage, targets) -> (sum of losses, how many were summed)."""
 IGNORE = -100
 
 WantsSave = Callable[[], bool]
@@ -50,28 +46,9 @@ def never_save() -> bool:
     return False
 
 
-class TrainStages(nn.ModuleDict):
-    """The stages of one rank as one module: what optimizers, hooks and checkpoints see.
-
-    Called with a stage and its input it runs that stage. Each has its number as its name, so that
-    two of them may hold parts of one block; the names that outlive a run are those of the layouts.
-    """
-
-    def __init__(self, stages: Mapping[int, nn.Module]):
-        super().__init__({str(stage): module for stage, module in stages.items()})
-        self._of = dict(stages)
-
-    def forward(self, stage: int, x: Message) -> Message:
-        return self._of[stage](x)
-
-    def trained(self) -> dict[int, list[nn.Parameter]]:
-        """By stage the parameters that get a gradient; one that two stages share is in both."""
-        return {s: [p for p in m.parameters() if p.requires_grad] for s, m in self._of.items()}
-
-
 @dataclass
-class Trainer:
-    """The objects of one rank. `stage`, all its stages, and `layouts` go by local names.
+class Trainer(StagedModel):
+    """The objects of one rank.
 
     replicas: sums the gradients over replicas. optimizer: None for a stage without parameters.
     name, seed: of the run of `num_steps`, each of `rounds` passes over the microbatches.
@@ -80,19 +57,12 @@ class Trainer:
     it reads the numbers of this one.
     """
 
-    plan: Plan
-    rank: int
-    device: torch.device
-    stage: TrainStages
-    layouts: dict[str, Layout]
-    loss: LossFn
     data: DataSource
     replicas: NaiveDDP | ZeroOptimizer
     optimizer: torch.optim.Optimizer | None
     update: Update
     executor: Executor
     evaluator: Executor
-    autocast: torch.dtype | None
     name: str
     seed: int
     num_steps: int
@@ -101,6 +71,7 @@ class Trainer:
     eval_batches: int
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.phases = Phases(self.device)
         self.reducer: Reducer = self.replicas.reducer
         self._checked = False
@@ -108,16 +79,9 @@ class Trainer:
         """Modules of `stage` whose forward is done again in the backward."""
         mesh, microbatches = self.plan.topology.dense, self.plan.schedule.num_microbatches
         coord = mesh.coord(self.rank)
-        last = self.plan.schedule.placement[-1]
-        # of the ranks that compute one loss, one tells it
-        self._is_last_stage_rank = (
-            coord["pipe"] == last and coord["tensor"] == 0 and coord["context"] == 0
-        )
         self._world = tpc.groups.of(range(mesh.size))
         self._host_world = on_cpu(self._world)
         self._trained = self.stage.trained()
-        self._has_first = coord["pipe"] == self.plan.schedule.placement[0]
-        self._has_last = coord["pipe"] == last
         self.runs_ahead = self.device.type != "cpu" or is_queued(self._world)
         self.batches = Batches(
             self.data,
@@ -201,16 +165,11 @@ class Trainer:
                     self.reducer.finish()
         return totals
 
-    def forward(self, stage: int, x: Message) -> Message:
-        """One of this rank's stages, in the precision of the run."""
-        with self.precision():
-            return self.stage(stage, x)
-
     def sample(self) -> tuple[Tensor | None, Tensor | None]:
         """A microbatch of validation: inputs on the first stage's ranks, targets on the last's."""
-        weight, size = next(self.stage.parameters(), None), self.plan.samples_per_microbatch
-        inputs, targets = (self._rank_text(x[:size], weight) for x in self.batches.of_validation(0))
-        return inputs if self._has_first else None, targets if self._has_last else None
+        size = self.plan.samples_per_microbatch
+        inputs, targets = (self.to_device(x[:size]) for x in self.batches.of_validation(0))
+        return inputs if self.has_first else None, targets if self.has_last else None
 
     def close(self, *, wait: bool = True) -> None:
         """No more steps: end the thread that reads ahead, see `Batches.close`."""
@@ -254,8 +213,8 @@ class Trainer:
         # the current device of the thread that reads ahead is another one
         with torch.cuda.device(self.device):
             return (
-                inputs.pin_memory() if self._has_first and not inputs.is_cuda else inputs,
-                targets.pin_memory() if self._has_last and not targets.is_cuda else targets,
+                inputs.pin_memory() if self.has_first and not inputs.is_cuda else inputs,
+                targets.pin_memory() if self.has_last and not targets.is_cuda else targets,
             )
 
     def _pass(
@@ -267,28 +226,15 @@ class Trainer:
     ) -> Tensor:
         """(loss sum, count) of the round if this rank reports it, else zeros."""
         phases, size = self.phases, self.plan.samples_per_microbatch
-        weight = next(self.stage.parameters(), None)
         with phases("data"):
-            inputs = self._rank_text(batch[0], weight).split(size) if self._has_first else ()
-            targets = self._rank_text(batch[1], weight).split(size) if self._has_last else ()
+            inputs = self.to_device(batch[0]).split(size) if self.has_first else ()
+            targets = self.to_device(batch[1]).split(size) if self.has_last else ()
         totals = totals_on(self.device)
-
-        def forward(stage: int, m: int, received: Message) -> Message:
-            x = inputs[m] if executor.is_first_stage(stage) else received
-            output = self.forward(stage, x)
-            if not executor.is_last_stage(stage):
-                return output
-            with self.precision():
-                total, count = self.loss(output, targets[m])
-            if self._is_last_stage_rank:
-                totals.add_(torch.stack([total.detach().to(totals), count.to(totals)]))
-            return total
-
         # modules of ZeRO have hooks of their own, which would have every backward sum
         held = nullcontext() if reducer is not None else self.reducer.no_sync()
         with phases("messages"), held:
             executor.run(
-                forward,
+                self.forward_and_loss(executor, inputs, targets, totals),
                 parameters=self._trained,
                 reducer=reducer,
                 around=lambda kind: phases("forward" if kind is ActionKind.F else "backward"),
@@ -296,26 +242,11 @@ class Trainer:
             )
         return totals
 
-    def _rank_text(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """On my device; numbers that are not ids in the precision of the weights."""
-        dtype = weight.dtype if weight is not None and x.is_floating_point() else x.dtype
-        return x.to(self.device, non_blocking=True).to(dtype)
-
-    def precision(self) -> AbstractContextManager[object]:
-        """In which forwards run."""
-        dtype = self.autocast
-        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
-
 
 def check_batch(inputs: Tensor, targets: Tensor, device: torch.device) -> None:
     """All ranks of one model must hold the same batch (tensor, context and pipe peers)."""
     value = (fingerprint(inputs) * 31 + fingerprint(targets)) % 2**62
     check_fingerprints(value, tpc.get_group("model"), "model", device)
-
-
-def totals_on(device: torch.device) -> Tensor:
-    """Room for (loss sum, count): 2**24 tokens and one more are one number in float32."""
-    return torch.zeros(2, dtype=torch.float64, device=device)
 
 
 def random_states(device: torch.device) -> tuple[Tensor, ...]:

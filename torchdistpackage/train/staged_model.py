@@ -1,0 +1,105 @@
+"""The stages of one rank and their loss: what training, validation and generation run."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from torchdistpackage.comm.tensor_meta import Message
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.parallel.pipeline.executor import Executor, Forward
+from torchdistpackage.train.plan import Plan
+
+LossFn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(outputs of the last stage, targets) -> (sum of losses, how many were summed)."""
+
+
+class TrainStages(nn.ModuleDict):
+    """The stages of one rank as one module: what optimizers, hooks and checkpoints see.
+
+    Called with a stage and its input it runs that stage. Each has its number as its name, so that
+    two of them may hold parts of one block; the names that outlive a run are those of the layouts.
+    """
+
+    def __init__(self, stages: Mapping[int, nn.Module]):
+        super().__init__({str(stage): module for stage, module in stages.items()})
+        self._of = dict(stages)
+
+    def forward(self, stage: int, x: Message) -> Message:
+        return self._of[stage](x)
+
+    def trained(self) -> dict[int, list[nn.Parameter]]:
+        """By stage the parameters that get a gradient; one that two stages share is in both."""
+        return {s: [p for p in m.parameters() if p.requires_grad] for s, m in self._of.items()}
+
+
+@dataclass
+class StagedModel:
+    """`stage`, all stages of this rank, and `layouts` go by local names.
+
+    autocast: the type that forwards run in, if not that of the weights.
+    """
+
+    plan: Plan
+    rank: int
+    device: torch.device
+    stage: TrainStages
+    layouts: dict[str, Layout]
+    loss: LossFn
+    autocast: torch.dtype | None
+
+    def __post_init__(self) -> None:
+        coord, placement = self.plan.topology.dense.coord(self.rank), self.plan.schedule.placement
+        self.has_first = coord["pipe"] == placement[0]
+        self.has_last = coord["pipe"] == placement[-1]
+        # of the ranks that compute one loss, one tells it
+        self.tells_loss = self.has_last and coord["tensor"] == 0 and coord["context"] == 0
+
+    def forward(self, stage: int, x: Message) -> Message:
+        """One of this rank's stages, in the precision of the run."""
+        with self.precision():
+            return self.stage(stage, x)
+
+    def forward_and_loss(
+        self,
+        executor: Executor,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        totals: Tensor,
+    ) -> Forward:
+        """The forward of microbatches whose last stage gives the sum of their losses.
+
+        inputs, targets: of each microbatch, where the first and the last stage are. totals: (loss
+        sum, count) of all of them are added to it where this rank tells them.
+        """
+
+        def forward(stage: int, m: int, received: Message) -> Message:
+            x = inputs[m] if executor.is_first_stage(stage) else received
+            output = self.forward(stage, x)
+            if not executor.is_last_stage(stage):
+                return output
+            with self.precision():
+                total, count = self.loss(output, targets[m])
+            if self.tells_loss:
+                totals.add_(torch.stack([total.detach().to(totals), count.to(totals)]))
+            return total
+
+        return forward
+
+    def to_device(self, x: Tensor) -> Tensor:
+        """On my device; numbers that are not ids in the precision of the weights."""
+        weight = next(self.stage.parameters(), None)
+        dtype = weight.dtype if weight is not None and x.is_floating_point() else x.dtype
+        return x.to(self.device, non_blocking=True).to(dtype)
+
+    def precision(self) -> AbstractContextManager[object]:
+        """In which forwards run."""
+        dtype = self.autocast
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
+
+
+def totals_on(device: torch.device) -> Tensor:
+    """Room for (loss sum, count): 2**24 tokens and one more are one number in float32."""
+    return torch.zeros(2, dtype=torch.float64, device=device)
