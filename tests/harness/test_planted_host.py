@@ -15,7 +15,7 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.config.load import load
 from torchdistpackage.harness.lint.linter import lint
 from torchdistpackage.harness.lint.report import LintReport
-from torchdistpackage.layout import groups as order
+from torchdistpackage.layout import derive as order
 from torchdistpackage.parallel.pipeline.functional import forward_backward
 from torchdistpackage.train.plan import Plan, make_plan
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchdistpackage.config.load import load
-from torchdistpackage.layout.derive import gradient_ranks, replica_ranks
-from torchdistpackage.layout.groups import Creation, creations
+from torchdistpackage.layout.derive import Creation, creations, gradient_ranks, replica_ranks
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.gpt_layout import GPTShape, layouts, pieces
 from torchdistpackage.topology.views import Topology, topology

@@ -1,7 +1,6 @@
 """Groups that cross nodes are counted, and the busy ones warned about."""
 
-from torchdistpackage.topology.mesh import Mesh
-from torchdistpackage.topology.placement import advice, best_order, crossings
+from torchdistpackage.topology.mesh import Mesh, advice, best_order, crossings
 
 
 def test_crossings_count_groups_with_ranks_on_two_nodes():

@@ -17,8 +17,7 @@ from torchdistpackage.harness.bench.profile import read as read_profile
 from torchdistpackage.launch.slurm.job import job_shape
 from torchdistpackage.launch.slurm.submit import preview
 from torchdistpackage.schedule.actions import ActionKind, flatten
-from torchdistpackage.topology.mesh import Mesh, describe
-from torchdistpackage.topology.placement import advice
+from torchdistpackage.topology.mesh import Mesh, advice, describe
 from torchdistpackage.train.estimate import estimates, timeline_with_messages
 from torchdistpackage.train.plan import (
     Plan,

@@ -24,7 +24,7 @@ from torchdistpackage.comm.creation import Group, is_joined, ranks_of, world
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.errors import CommError, LaunchError, TopologyError
-from torchdistpackage.layout.groups import creations
+from torchdistpackage.layout.derive import creations
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.topology.mesh import Mesh, whole_size
 from torchdistpackage.topology.views import (
@@ -118,7 +118,7 @@ class ProcessTopology:
     def prepare(self, *, sums: Iterable[Layout] = (), copies: Iterable[Layout] = ()) -> None:
         """Make the groups of parameters with these layouts, which this rank holds.
 
-        sums: over which gradients are summed. copies: of equal replicas. See layout/groups.py.
+        sums: over which gradients are summed. copies: of equal replicas. See layout/derive.py.
         """
         place = self._context()
         self.groups.prepare(creations(place.topology, place.rank, sums=sums, copies=copies))

@@ -18,7 +18,7 @@ from torchdistpackage.models.gpt_layout import EMBED, HEAD, GPTShape
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.timeline import Timeline, simulate
-from torchdistpackage.topology.placement import crossings
+from torchdistpackage.topology.mesh import crossings
 from torchdistpackage.train.plan import (
     BUCKET_BYTES,
     DTypeSizes,

@@ -13,8 +13,7 @@ from torchdistpackage.config.errors import ConfigErrors, Problem
 from torchdistpackage.config.schema import PrecisionSection, RunConfig
 from torchdistpackage.ddp.bucket_plan import bucket_sizes
 from torchdistpackage.errors import CheckpointError, ConfigError, LayoutError
-from torchdistpackage.layout.derive import gradient_ranks, num_elements
-from torchdistpackage.layout.groups import Creation, creations
+from torchdistpackage.layout.derive import Creation, creations, gradient_ranks, num_elements
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.gpt_layout import GPTShape
 from torchdistpackage.models.registry import Model, model
