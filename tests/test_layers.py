@@ -57,7 +57,7 @@ PURE_FILES = (
     "comm/__init__.py",
     "harness/operations.py",
     "harness/pool.py",
-    "harness/run_on_topology.py",
+    "harness/pool.py",
     "harness/bench/*.py",
     "harness/hang/*.py",
     "harness/late/orders.py",

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.comm.creation import PerGroup
-from torchdistpackage.comm.interrupted import step_over
+from torchdistpackage.comm.groups import step_over
 from torchdistpackage.comm.transport.pairwise import EXPECTED_SUMMED, expected_tag
 from torchdistpackage.errors import LaunchError, RankError
 from torchdistpackage.testing import RankPool

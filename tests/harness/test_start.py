@@ -5,7 +5,7 @@ import os
 import pytest
 
 from torchdistpackage.errors import RankError, TopologyError
-from torchdistpackage.harness.run_on_topology import num_ranks, run_on_topology
+from torchdistpackage.harness.pool import num_ranks, run_on_topology
 from torchdistpackage.launch.rendezvous import detect
 
 LAUNCHED = {
@@ -74,7 +74,7 @@ def test_the_failure_of_a_new_rank_names_it():
     ],
 )
 def test_axes_that_cannot_be_are_refused_before_a_process_starts(axes, procs, text, monkeypatch):
-    monkeypatch.setattr("torchdistpackage.harness.run_on_topology.run_local", None)
+    monkeypatch.setattr("torchdistpackage.harness.pool.run_local", None)
     with pytest.raises(TopologyError, match=text):
         run_on_topology(where, ("c",), axes=axes, procs=procs)
 

@@ -46,7 +46,7 @@ from torchdistpackage.harness.bench.request import (
     parse_sizes,
 )
 from torchdistpackage.harness.operations import COLLECTIVES
-from torchdistpackage.harness.run_on_topology import INIT_TIMEOUT_S
+from torchdistpackage.harness.pool import INIT_TIMEOUT_S
 from torchdistpackage.launch.lock import hold
 from torchdistpackage.launch.process import SignalFlag
 from torchdistpackage.launch.rendezvous import detect

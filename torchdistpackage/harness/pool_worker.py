@@ -1,5 +1,5 @@
 """The ranks' side of `harness/pool.py`, wait for a job, run it, clean up, answer; and of
-`harness/run_on_topology.py`.
+`harness/pool.py`.
 
 The next job of a pool must find what the first one found. Torch is imported here, once, in the fork
 server, before the ranks exist.
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.creation import end_processes, forget
 from torchdistpackage.comm.flight_recorder import recorder
-from torchdistpackage.comm.interrupted import is_interrupted
+from torchdistpackage.comm.groups import is_interrupted
 from torchdistpackage.comm.runtime import join, leave
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
@@ -36,8 +36,7 @@ from torchdistpackage.harness.late.group import register
 from torchdistpackage.harness.late.orders import LATE, is_late
 from torchdistpackage.harness.late.strict import strictness
 from torchdistpackage.harness.late.world import world
-from torchdistpackage.harness.pool import Answer, Job
-from torchdistpackage.harness.run_on_topology import Axes
+from torchdistpackage.harness.pool import Answer, Axes, Job
 from torchdistpackage.launch.entrypoint import EntryPoint, Result, load_and_call, run_catching
 from torchdistpackage.launch.failure import Failure
 from torchdistpackage.launch.files import atomic_write
