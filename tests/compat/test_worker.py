@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from torchdistpackage.compat.tplib import Worker, init_dist_env
 from torchdistpackage.errors import LaunchError, RankError
-from torchdistpackage.launch.by_value import PackedCall
+from torchdistpackage.launch.entrypoint import PackedCall
 from torchdistpackage.launch.ipc import unpack
 
 

@@ -3,7 +3,8 @@
 The rank loads the file that the caller loaded, under the name that the caller knows it by. Only a
 script run as `__main__` gets another name, because its `if __name__ == "__main__":` part must not
 run again. Where a script has no such part, the place at which it starts its ranks may end its
-loading in them: what was defined by then is what the caller had.
+loading in them: what was defined by then is what the caller had. A function typed in a notebook or
+defined inside another has no name to be found by; it travels with the globals that it uses.
 
 The supervisor hears of a result or an exception before the process ends, over the private channel,
 so that no exit code has to be guessed at and no log parsed.
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
+import pickle
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -229,3 +232,65 @@ def run_rank(channel: Channel, reference: EntryPoint, args: bytes, rank: int) ->
         if rank:  # rank 0 shares the caller's terminal, where the supervisor's report ends the run
             sys.stderr.write(outcome.detail + "\n")
         raise SystemExit(outcome.exit_code)
+
+
+_ByValue = tuple[Callable[..., object], tuple[object, ...], dict[str, object]]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCall:
+    """A function and its arguments. reference: None: the function is in `packed` too."""
+
+    reference: EntryPoint | None
+    packed: bytes
+
+    @staticmethod
+    def of(func: Callable[..., object], *args: object, **kwargs: object) -> PackedCall:
+        """
+        Raises:
+            LaunchError: `func` or an argument cannot be pickled.
+        """
+        try:
+            reference = EntryPoint.of(func)
+            if _is_found(func, reference):
+                return PackedCall(reference, pack_arguments(*args, **kwargs))
+        except (LaunchError, pickle.PicklingError, AttributeError, TypeError):
+            pass  # pickle has all three for what has no name to be found by
+        try:
+            return PackedCall(None, _pack_by_value((func, args, kwargs)))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise LaunchError(
+                f"{func!r} cannot be run in another process: {error}; make what cannot be sent "
+                f"inside of the function"
+            ) from error
+
+    def load(self) -> Callable[..., object]:
+        """The function with its arguments, which follow those that it is called with; there."""
+        if self.reference is None:
+            function, args, kwargs = cast(_ByValue, unpack(self.packed))
+        else:
+            function = self.reference.resolve()
+            args, kwargs = cast(tuple[tuple[object, ...], dict[str, object]], unpack(self.packed))
+        return lambda *first: function(*first, *args, **kwargs)
+
+    def pack_result(self, value: object) -> bytes:
+        """A result, packed there: only the caller knows a script's classes by their names."""
+        return pack(value) if self.reference else _pack_by_value(value)
+
+    def unpack_result(self, packed: bytes) -> object:
+        """The result, here."""
+        return unpack(packed, self.reference.aliases if self.reference else None)
+
+
+def _pack_by_value(value: object) -> bytes:
+    import cloudpickle  # late: few processes need it, and it takes a tenth of a second
+
+    return cloudpickle.dumps(value)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _is_found(func: Callable[..., object], reference: EntryPoint) -> bool:
+    """Whether the file of a script has it: a session that began with a script goes on by hand."""
+    code = getattr(inspect.unwrap(func), "__code__", None)
+    if code is None or not reference.is_main or reference.file is None:
+        return True
+    return Path(code.co_filename).resolve() == Path(reference.file)

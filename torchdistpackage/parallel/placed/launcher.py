@@ -9,8 +9,7 @@ from typing import cast
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import PlacementError
-from torchdistpackage.launch.by_value import PackedCall
-from torchdistpackage.launch.entrypoint import StopLoading, main_is_loading
+from torchdistpackage.launch.entrypoint import PackedCall, StopLoading, main_is_loading
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.launch.workers import run_local, show_line
 from torchdistpackage.parallel.placed.place import Devices, devices_by_rank, problem_of
