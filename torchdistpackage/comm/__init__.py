@@ -4,7 +4,7 @@ Read in this order.
 
 Start           runtime (`setup_distributed`), rendezvous_store (where ranks meet).
 Groups          creation (one group, its time limit, the default group), groups (those of one rank,
-                and their companions), tpc (their names), interrupted (which lost messages).
+                their companions, and which lost messages), tpc (their names).
 Calls           backends (where gloo and NCCL differ), dtypes, work (a call and what is left of it),
                 primitives (the collectives), transport/ (made of messages on gloo).
 Autograd        autograd (maps and their transposes), collectives (the public functions).

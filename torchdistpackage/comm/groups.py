@@ -3,7 +3,7 @@
 Groups are scarce (threads, memory, and seconds to start and stop), so identical lists share
 one, all axes of size 1 share one group of one, and a list of all ranks is the default
 group. Members alone take part in making a group, and wait for each other, so all must ask for
-their groups in one order: that of layout/groups.py.
+their groups in one order: that of layout/derive.py.
 
 A group may have companions of the same ranks, for what is in host memory and for the way back. All
 members make one together when they ask for it first; it ends with its group.
@@ -12,9 +12,13 @@ A back end on devices connects the ranks of a group in their first collective, a
 their first message, and the host is blocked meanwhile. In the middle of a pipeline that is too
 late: a first batch of messages needs all ranks of the group, of which some wait for others. So
 groups are connected when they are made.
+
+What an exception left under way in a group would be taken for a message of the next step, so a rank
+refuses further steps over that group by itself, without asking the others.
 """
 
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import TypeVar
 
@@ -36,7 +40,7 @@ from torchdistpackage.comm.creation import (
 )
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.errors import CommError
-from torchdistpackage.layout.groups import Creation
+from torchdistpackage.layout.derive import Creation
 from torchdistpackage.topology.mesh import Mesh
 
 Item = TypeVar("Item")
@@ -85,7 +89,7 @@ class Groups:
         return self._made[key, use]
 
     def prepare(self, wanted: Iterable[Creation]) -> None:
-        """Make groups that hold this rank, in this order (layout/groups.py), and connect them.
+        """Make groups that hold this rank, in this order (layout/derive.py), and connect them.
 
         All ranks of each of them call it.
         """
@@ -131,7 +135,7 @@ def for_each_group(
 
     Groups come in the order of their rank lists, which is the same on all ranks. A rank that calls
     one collective a group never deadlocks: a rank that waits in a group waits for one that is still
-    at an earlier group, and none is earlier than the first (layout/groups.py).
+    at an earlier group, and none is earlier than the first (layout/derive.py).
     """
     found: dict[tuple[int, ...], tuple[Group, list[Item]]] = {}
     for item in items:
@@ -259,3 +263,42 @@ def _messages(group: Group) -> None:
     came = [int(x) for x in rooms]
     if came != peers:
         raise CommError(f"messages of ranks {peers} to rank {ranks[at]} came from ranks {came}")
+
+
+_interrupted: PerGroup[str] = PerGroup()
+"""Group -> the exception that ended a step over it."""
+
+
+@contextmanager
+def step_over(group: Group) -> Iterator[None]:
+    """Around a step that the ranks of `group` have agreed on; a group of one may fail and go on."""
+    try:
+        yield
+    except BaseException as error:
+        if group.size() > 1:
+            _interrupted.setdefault(group, exception_text(error))
+        raise
+
+
+def refuse_interrupted(group: Group) -> None:
+    """Raises CommError if a step over `group` ended here in an exception."""
+    if group in _interrupted:
+        raise CommError(lost_messages("step over this group", _interrupted[group]))
+
+
+def is_interrupted(group: Group) -> bool:
+    """Whether a step over `group` ended here in an exception."""
+    return group in _interrupted
+
+
+def exception_text(error: BaseException) -> str:
+    """Its class and its message."""
+    return f"{type(error).__name__}: {error}"
+
+
+def lost_messages(what: str, error: str) -> str:
+    """Text of the error that refuses to go on after `error` has ended an earlier one."""
+    return (
+        f"an earlier {what} was interrupted by {error}; its messages are lost: make a new group "
+        f"and a new executor or Pipeline over it"
+    )

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from torchdistpackage.comm.flight_recorder import recorder
-from torchdistpackage.comm.interrupted import exception_text, lost_messages
+from torchdistpackage.comm.groups import exception_text, lost_messages
 from torchdistpackage.comm.moments import ComputeClock, Moment, clock_of, seconds
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.ddp.reducer import Reducer

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm.creation import is_alive
-from torchdistpackage.comm.interrupted import refuse_interrupted, step_over
+from torchdistpackage.comm.groups import refuse_interrupted, step_over
 from torchdistpackage.comm.primitives import Group, device_of, is_queued
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import ScheduleError

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.groups import on_cpu
-from torchdistpackage.comm.interrupted import step_over
+from torchdistpackage.comm.groups import on_cpu, step_over
 from torchdistpackage.comm.primitives import Group, device_of, is_queued, ranks_of
 from torchdistpackage.comm.tensor_meta import Message, tensors_of
 from torchdistpackage.comm.tpc import resolve_group

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from torchdistpackage.comm.interrupted import step_over
+from torchdistpackage.comm.groups import step_over
 from torchdistpackage.comm.tensor_meta import Message
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.errors import CommError

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from torchdistpackage.comm.interrupted import refuse_interrupted, step_over
+from torchdistpackage.comm.groups import refuse_interrupted, step_over
 from torchdistpackage.comm.primitives import Group, is_queued, ranks_of
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.ddp.reducer import Reducer
