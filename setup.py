@@ -6,7 +6,13 @@ from setuptools import find_packages, setup
 
 PLOT = ["matplotlib>=3.7"]
 TOOLS = ["pytest>=8", "hypothesis>=6", "ruff>=0.9", "pyright[nodejs]>=1.1.390"]
-HF = ["transformers>=4.50", "tokenizers>=0.21", "peft>=0.14", "accelerate>=1.2"]
+HF = [
+    "transformers>=4.50",
+    "tokenizers>=0.21",
+    "jinja2>=3.1.6",
+    "peft>=0.14",
+    "accelerate>=1.2",
+]
 # The tests also use what it does not promise to keep, so not any later version will do.
 TYPES = ["spmd_types>=0.3.1,<0.4"]
 SITE = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]

@@ -79,6 +79,7 @@ PURE_FILES = (
     "models/*_layout.py",
     "checkpoint/manifest.py",
     "checkpoint/commit.py",
+    "train/chat.py",
     "train/documents.py",
     "train/estimate.py",
     "train/plan.py",

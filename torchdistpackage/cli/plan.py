@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from torchdistpackage.cli._common import PROCS, Config, Overrides, text_table
+from torchdistpackage.config.check import wrong_files
+from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm import JobGeometry
@@ -85,6 +87,8 @@ def plan(
     if shape is not None and world is None:
         world, ranks_per_node = shape.world_sizes[0], ranks_per_node or shape.tasks_per_node
     planned = make_plan(run, world or local_procs(run), config)
+    if wrong := wrong_files(run, config):  # those that are not here may be where it will run
+        raise ConfigErrors(config, wrong)
     limit = planned.world_size if show_all else LIMIT
     mesh = describe(planned.topology.dense.axes)
     parts = [

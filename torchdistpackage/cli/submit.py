@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from torchdistpackage.cli._common import Config, Overrides
-from torchdistpackage.config.check import absent_files
+from torchdistpackage.config.check import absent_files, wrong_files
 from torchdistpackage.config.errors import ConfigErrors, Problem
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
@@ -160,7 +160,7 @@ def _absent_files(run: RunConfig, path: str) -> list[Problem]:
     """A container sees other folders, and a prologue may fetch them."""
     slurm = run.launch.slurm
     may_come = extra_of(slurm, "container") or extra_of(slurm, "prologue")
-    return [] if may_come else absent_files(run, path)
+    return [] if may_come else absent_files(run, path) + wrong_files(run, path)
 
 
 def _unknown_modules(run: RunConfig) -> list[Problem]:

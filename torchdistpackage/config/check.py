@@ -23,7 +23,13 @@ from torchdistpackage.config.slurm import (
     job_geometry,
     problems,
 )
-from torchdistpackage.errors import ConfigError
+from torchdistpackage.config.tokenizer_folder import (
+    chat_template,
+    no_chat_template,
+    tokenizer_file,
+    vocabulary_size,
+)
+from torchdistpackage.errors import ConfigError, DataError
 
 _SECTIONS = tuple(RunConfig.model_fields)
 RULES = sorted(
@@ -136,3 +142,26 @@ def absent_files(config: RunConfig, source: str) -> list[Problem]:
         for key, path in named.items()
         if path is not None and not Path(path).exists()
     ]
+
+
+def wrong_files(config: RunConfig, source: str) -> list[Problem]:
+    """What the data section names and is there, but is of no use to this run."""
+    return [Problem(source, None, "data.tokenizer", text) for text in _of_tokenizer(config)]
+
+
+def _of_tokenizer(config: RunConfig) -> Iterator[str]:
+    folder = Path(config.data.tokenizer or "")
+    if config.data.tokenizer is None or not folder.exists():
+        return
+    try:
+        file = tokenizer_file(folder)
+        size, vocab = vocabulary_size(file), config.model.vocab
+        if size > vocab:
+            yield (
+                f"{folder} has {size} ids, but model.vocab is {vocab}; set model.vocab to {size} "
+                f"or more"
+            )
+        if config.data.field == "messages" and chat_template(file.parent) is None:
+            yield no_chat_template(file.parent)
+    except DataError as error:
+        yield str(error).removeprefix("data.tokenizer ")

@@ -123,7 +123,8 @@ class DataSection(NamedSection):
         default=None, description="Folder with tokenizer.json; null: the tokens of text are bytes."
     )
     field: k.TextField = Field(
-        default="text", description="Of JSON lines and parquet; prompt+completion masks prompts."
+        default="text",
+        description="Of JSON lines, parquet; prompt+completion, messages: prompts are masked.",
     )
     cache: k.PathOrNull = Field(
         default=None, description="Folder of tokenized texts; null: tokens in run.dir."

@@ -277,7 +277,7 @@ BoolOrNull = bool | None
 TextField = Annotated[
     str,
     Field(min_length=1, max_length=200),
-    Expected("the name of a field, or prompt+completion"),
+    Expected("the name of a field, prompt+completion, or messages"),
 ]
 TokenDtype = Literal["uint8", "uint16", "uint32"]
 

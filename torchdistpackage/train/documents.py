@@ -1,8 +1,13 @@
-"""The documents of text files, JSON lines and parquet files, one after another. No torch."""
+"""The documents of text files, JSON lines and parquet files, one after another. No torch.
+
+A line or row that is no document comes as the error that says so, in its place, so that a reader
+can name several of them at once.
+"""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +16,10 @@ from torchdistpackage.errors import DataError
 
 PAIRS = "prompt+completion"
 """The field that stands for two: the prompt does not count in the loss."""
+CHAT, TOOLS = "messages", "tools"
+"""The field that holds a chat, a list of messages, and the one beside it."""
+_ROWS = 512
+"""Of a parquet file that are in memory at once."""
 _SUFFIXES = {"text": "", "jsonl": ".jsonl", "parquet": ".parquet"}
 
 
@@ -18,8 +27,8 @@ _SUFFIXES = {"text": "", "jsonl": ".jsonl", "parquet": ".parquet"}
 class TextSource:
     """What to tokenize. kind: text, jsonl or parquet; path: a file, or a folder of such files.
 
-    field: of a jsonl line or parquet column; `prompt+completion` reads these two. tokenizer: a
-    folder with tokenizer.json, or that file.
+    field: of a jsonl line or parquet column; `prompt+completion` reads these two, `messages` is a
+    chat. tokenizer: a folder with tokenizer.json, or that file.
     """
 
     kind: str
@@ -29,10 +38,17 @@ class TextSource:
 
 
 class Document(NamedTuple):
-    """text: what is trained on. prompt: before it, without counting."""
+    """text: what is trained on. prompt: before it, without counting. spans: the characters of text
+    that count, from and to; None: all.
+    """
 
     text: str
     prompt: str = ""
+    spans: tuple[tuple[int, int], ...] | None = None
+
+
+Reader = Callable[[dict[str, Any], str], Document]
+"""The document of an object, and where it is, for errors; raises DataError if it is none."""
 
 
 def files_of(kind: str, path: Path) -> list[Path]:
@@ -56,40 +72,53 @@ def files_of(kind: str, path: Path) -> list[Path]:
     return sorted(found)
 
 
-def documents_of(kind: str, path: Path, field: str) -> Iterator[Document]:
+def documents_of(
+    kind: str, path: Path, field: str, reader: Reader | None = None
+) -> Iterator[Document | DataError]:
     """All documents of one file: of a text file one.
 
+    reader: of lines and rows; by default texts under `field`. Instead of a line or row that is no
+    JSON object or no document comes the error that says so.
+
     Raises:
-        DataError: with file and line, what is no text, no JSON object, lacks a field or is empty.
+        DataError: the file cannot be read, or is no text or no parquet file.
     """
+    reader = partial(text_document, field=field) if reader is None else reader
     if kind == "text":
         yield Document(_text(_content(path), str(path)))
     elif kind == "jsonl":
-        yield from _json_lines(path, field)
+        yield from _json_lines(path, reader)
     else:
-        yield from _rows(path, field)
+        yield from _rows(path, field, reader)
 
 
-def _json_lines(path: Path, field: str) -> Iterator[Document]:
+def _json_lines(path: Path, reader: Reader) -> Iterator[Document | DataError]:
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 where = f"{path}:{number}"
-                if not line.strip():
-                    raise DataError(f"{where}: an empty line; each line is one JSON object")
                 try:
-                    value = parse_json(line.decode())
-                except ValueError as error:
-                    raise DataError(f"{where}: not JSON: {error}") from error
-                if not isinstance(value, dict):
-                    kind = type(value).__name__
-                    raise DataError(f"{where}: a JSON {kind}; each line is one JSON object")
-                yield _document(value, field, where)
+                    yield reader(_json_object(line, where), where)
+                except DataError as error:
+                    yield error
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _rows(path: Path, field: str) -> Iterator[Document]:
+def _json_object(line: bytes, where: str) -> dict[str, Any]:
+    if not line.strip():
+        raise DataError(f"{where}: an empty line; each line is one JSON object")
+    try:
+        value = parse_json(line.decode())
+    except ValueError as error:
+        raise DataError(f"{where}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        kind = type(value).__name__
+        raise DataError(f"{where}: a JSON {kind}; each line is one JSON object")
+    return value
+
+
+def _rows(path: Path, field: str, reader: Reader) -> Iterator[Document | DataError]:
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -102,20 +131,30 @@ def _rows(path: Path, field: str) -> Iterator[Document]:
     try:
         with ParquetFile(path) as file:
             names = [name for name in _fields(field) if name in file.schema_arrow.names]
-            for batch in file.iter_batches(columns=names):
+            for batch in file.iter_batches(_ROWS, columns=names):
                 for row in batch.to_pylist():
                     number += 1
                     shown = row or dict.fromkeys(file.schema_arrow.names)
-                    yield _document(shown, field, f"{path}: row {number}")
+                    try:
+                        yield reader(shown, f"{path}: row {number}")
+                    except DataError as error:
+                        yield error
     except (OSError, ArrowException) as error:
         raise DataError(f"cannot read {path} as parquet: {error}") from error
 
 
 def _fields(field: str) -> list[str]:
+    if field == CHAT:
+        return [CHAT, TOOLS]
     return field.split("+") if field == PAIRS else [field]
 
 
-def _document(value: dict[str, Any], field: str, where: str) -> Document:
+def text_document(value: dict[str, Any], where: str, *, field: str) -> Document:
+    """The texts of one line or row.
+
+    Raises:
+        DataError: it lacks a field, or that is no text or empty.
+    """
     names = _fields(field)
     if missing := [name for name in names if name not in value]:
         raise DataError(
@@ -125,16 +164,20 @@ def _document(value: dict[str, Any], field: str, where: str) -> Document:
         if not isinstance(value[name], str):
             kind = type(value[name]).__name__
             raise DataError(f"{where}: field {name!r} is a {kind}; it has to be a text")
-        try:
-            value[name].encode()
-        except UnicodeEncodeError as error:  # JSON can write half of a pair of surrogates
-            raise DataError(
-                f"{where}: field {name!r} is no Unicode text: letter {error.start}"
-            ) from error
+        is_unicode(value[name], f"{where}: field {name!r}")
     texts = [value[name] for name in names]
     if not texts[-1]:
         raise DataError(f"{where}: field {names[-1]!r} is empty; remove this document")
     return Document(texts[-1], texts[0] if len(texts) > 1 else "")
+
+
+def is_unicode(text: str, what: str) -> str:
+    """`text`, which JSON can write with half of a pair of surrogates; raises DataError of such."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{what} is no Unicode text: letter {error.start}") from error
+    return text
 
 
 def _content(path: Path) -> bytes:

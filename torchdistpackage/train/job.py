@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import cast
 
 from torchdistpackage.checkpoint.commit import latest
-from torchdistpackage.config.check import absent_files
+from torchdistpackage.config.check import absent_files, wrong_files
 from torchdistpackage.config.errors import ConfigErrors, Problem
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
@@ -229,8 +229,8 @@ def _start_ranks(path: str, overrides: list[str], resume: str) -> int:
         text = f"{num_procs:,} processes on this machine, where {MAX_PROCS:,} are allowed; "
         raise ConfigErrors(path, [Problem(path, None, "parallel", text + "submit a job instead")])
     make_plan(config, num_procs, path)
-    if absent := absent_files(config, path):
-        raise ConfigErrors(path, absent)
+    if found := absent_files(config, path) + wrong_files(config, path):
+        raise ConfigErrors(path, found)
     files = RunDir(run_folder(config).absolute())
     with only_writer(files.run):
         return _run_ranks(config, num_procs, resume, files)

@@ -148,13 +148,8 @@ class PackedDataset:
 
     def _long_prompts(self) -> list[str]:
         """Of documents whose prompt alone fills a sample."""
-        text = self.text
-        if text.counted is None:
-            return []
-        # differences, as a document may have no token
-        masked = np.concatenate([np.zeros(1, np.int64), np.cumsum(text.counted == 0)])
-        prompts = masked[text.ends] - masked[self._starts]
-        if not len(long := np.flatnonzero(prompts >= self.seq_len)):
+        text, prompts = self.text, self.text.prompts
+        if prompts is None or not len(long := np.flatnonzero(prompts >= self.seq_len)):
             return []
         return [
             f"{text.origin(int(long[0]))}: a prompt of {prompts[long[0]]} tokens is as long as a "

@@ -5,10 +5,13 @@ them. It is written beside and renamed when it is complete, under a lock: of man
 tokenizes and the others wait. It holds
 
 tokens.bin     ids of all documents, one after another, uint16 or uint32
-ends.npy       int64: where each document ends in it
-places.npy     float64 in [0, 1): a hash of each document's text, by which splits are made
-counted.bin    uint8, of prompts and completions alone: 1 for a token that counts in the loss
+ends.bin       int64: where each document ends in it
+places.bin     float64 in [0, 1): a hash of each document's text, by which splits are made
+counted.bin    uint8, where prompts do not count: 1 for a token that counts in the loss
+prompts.bin    int64, with counted.bin: of each document the tokens before the first that counts
 meta.json      numbers, names of the files, and which documents came from which
+
+Whatever is long is written as it is made and mapped, so memory does not grow with the files.
 """
 
 import fcntl
@@ -17,7 +20,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -27,12 +30,29 @@ import numpy as np
 import numpy.typing as npt
 
 from torchdistpackage.bounded import parse_json
+from torchdistpackage.config.tokenizer_folder import (
+    described_by,
+    special_tokens,
+    tokenizer_file,
+    vocabulary_size,
+)
 from torchdistpackage.errors import DataError
-from torchdistpackage.train.documents import PAIRS, Document, TextSource, documents_of, files_of
+from torchdistpackage.train.chat import ChatTemplate
+from torchdistpackage.train.documents import (
+    CHAT,
+    PAIRS,
+    Document,
+    Reader,
+    TextSource,
+    documents_of,
+    files_of,
+)
 
-_FORMAT = 2
+_FORMAT = 3
 _AT_ONCE = 512
 """Documents that the tokenizer's threads get together."""
+MOST_PROBLEMS = 20
+"""Lines named in one error."""
 _ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
 """Names of the end of text, where no file beside the tokenizer says which it is."""
 
@@ -42,13 +62,17 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenizedText:
-    """A cache entry, mapped. counted: None where every token counts. eos: its id, or None."""
+    """A cache entry, mapped. counted, prompts: None where every token counts. eos: its id, or None.
+
+    prompts: by document the tokens before the first that counts.
+    """
 
     folder: Path
     tokens: npt.NDArray[np.unsignedinteger]
     ends: npt.NDArray[np.int64]
     places: npt.NDArray[np.float64]
     counted: npt.NDArray[np.uint8] | None
+    prompts: npt.NDArray[np.int64] | None
     vocab: int
     eos: int | None
     files: list[tuple[str, int]]
@@ -67,9 +91,10 @@ def tokenized(source: TextSource, cache: Path, progress: Progress | None = None)
     """The cache entry of `source` in `cache`, made now if it is not there.
 
     Raises:
-        DataError: a file or the tokenizer is missing or wrong, by file and line.
+        DataError: a file or the tokenizer is missing or wrong, by file and line; of many wrong
+            lines the first ones.
     """
-    vocabulary = _tokenizer_file(Path(source.tokenizer))
+    vocabulary = tokenizer_file(Path(source.tokenizer))
     files = files_of(source.kind, Path(source.path))
     folder = cache / _digest(source, vocabulary, files)
     if not folder.exists():
@@ -81,16 +106,6 @@ def tokenized(source: TextSource, cache: Path, progress: Progress | None = None)
         except OSError as error:
             raise DataError(f"cannot write the cache {folder}: {error.strerror}") from error
     return _read(folder)
-
-
-def _tokenizer_file(path: Path) -> Path:
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
-        raise DataError(
-            f"data.tokenizer {path}: {file} is no file; give a folder with the tokenizer.json of "
-            f"the tokenizers library, as save_pretrained writes it"
-        )
-    return file
 
 
 def load_tokenizer(path: Path) -> tuple[Any, int | None]:
@@ -105,7 +120,7 @@ def load_tokenizer(path: Path) -> tuple[Any, int | None]:
         raise DataError(
             f"data.tokenizer needs the tokenizers library ({error}); pip install tokenizers"
         ) from error
-    file = _tokenizer_file(path)
+    file = tokenizer_file(path)
     try:
         found = Tokenizer.from_str(file.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises plain Exceptions
@@ -116,15 +131,8 @@ def load_tokenizer(path: Path) -> tuple[Any, int | None]:
 
 
 def _eos(tokenizer: Any, folder: Path) -> int | None:
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        if (file := folder / name).is_file():
-            try:
-                token = parse_json(file.read_text(encoding="utf-8")).get("eos_token")
-            except (ValueError, AttributeError, OSError):
-                continue
-            token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str):
-                return tokenizer.token_to_id(token)
+    if (name := special_tokens(folder).get("eos_token")) is not None:
+        return tokenizer.token_to_id(name)
     ids = (tokenizer.token_to_id(name) for name in _ENDS)
     return next((number for number in ids if number is not None), None)
 
@@ -133,8 +141,8 @@ def _digest(source: TextSource, vocabulary: Path, files: list[Path]) -> str:
     """Of contents, not of times: a copy elsewhere finds the same entry."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(f"{_FORMAT} {source.kind} {source.field} {len(files)}".encode())
-    special = [vocabulary.parent / n for n in ("tokenizer_config.json", "special_tokens_map.json")]
-    for path in (vocabulary, *(p for p in special if p.is_file()), *files):
+    beside = described_by(vocabulary.parent, chat=source.field == CHAT)
+    for path in (vocabulary, *beside, *files):
         try:
             with path.open("rb") as file:
                 whole = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
@@ -156,82 +164,118 @@ def _make(
     source: TextSource, vocabulary: Path, files: list[Path], folder: Path, progress: Progress | None
 ) -> None:
     tokenizer, eos = load_tokenizer(vocabulary)
+    reader = ChatTemplate(vocabulary.parent).document if source.field == CHAT else None
+    vocab = vocabulary_size(vocabulary)
     draft = folder.with_name(f"{folder.name}.{os.getpid()}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
     try:
-        _write(source, tokenizer, eos, files, draft, progress)
+        with ExitStack() as stack:
+            writer = _Writer(draft, vocab, stack, masks=source.field in (CHAT, PAIRS))
+            # a template has written the end of a chat already
+            end = [] if eos is None or source.field == CHAT else [eos]
+            origins = _write(source, reader, tokenizer, end, files, writer, progress)
+        if not writer.num_tokens:
+            raise DataError(f"{source.path} holds no token; put texts there")
+        meta = {"source": asdict(source), "dtype": writer.dtype.name, "vocab": vocab, "eos": eos}
+        (draft / "meta.json").write_text(json.dumps({**meta, "files": origins}, indent=1) + "\n")
         draft.rename(folder)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
 
 
+class _Writer:
+    """The long files of an entry in `folder`, which `stack` closes. masks: tokens may not count."""
+
+    def __init__(self, folder: Path, vocab: int, stack: ExitStack, *, masks: bool):
+        self.masks, self.dtype = masks, np.dtype(np.uint16 if vocab <= 1 << 16 else np.uint32)
+        self.num_tokens = self.num_documents = 0
+        names = ("tokens", "ends", "places", *(("counted", "prompts") if masks else ()))
+        self._files = {n: stack.enter_context((folder / f"{n}.bin").open("wb")) for n in names}
+
+    def add(self, document: Document, ids: npt.NDArray, counted: npt.NDArray[np.uint8]) -> None:
+        self.num_tokens += len(ids)
+        self.num_documents += 1
+        self._files["tokens"].write(ids.astype(self.dtype).tobytes())
+        self._files["ends"].write(np.int64(self.num_tokens).tobytes())
+        self._files["places"].write(np.float64(_place(document)).tobytes())
+        if self.masks:
+            prompt = int(counted.argmax()) if counted.any() else len(counted)
+            self._files["counted"].write(counted.tobytes())
+            self._files["prompts"].write(np.int64(prompt).tobytes())
+
+
 def _write(
     source: TextSource,
+    reader: Reader | None,
     tokenizer: Any,
-    eos: int | None,
+    end: list[int],
     files: list[Path],
-    draft: Path,
+    writer: _Writer,
     progress: Progress | None,
-) -> None:
-    # ids may have gaps
-    vocab = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    dtype = np.uint16 if vocab <= 1 << 16 else np.uint32
-    ends: list[int] = []
-    places: list[float] = []
+) -> list[tuple[str, int]]:
+    """For each file its name and how many documents were before it."""
     origins: list[tuple[str, int]] = []
+    problems: list[str] = []
     sizes = [path.stat().st_size for path in files]
-    total, done = 0, 0
-    in_pairs = source.field == PAIRS
-    with (draft / "tokens.bin").open("wb") as out, (draft / "counted.bin").open("wb") as masks:
-        for path, size in zip(files, sizes, strict=True):
-            origins.append((str(path), len(ends)))
-            found = documents_of(source.kind, path, source.field)
-            read = 0
-            while batch := list(islice(found, _AT_ONCE)):
-                first = len(ends) - origins[-1][1] + 1
-                where = f"{path}: documents {first} to {first + len(batch) - 1}"
-                for ids, counted in _encoded(tokenizer, batch, eos, in_pairs, where):
-                    total += len(ids)
-                    ends.append(total)
-                    out.write(ids.astype(dtype).tobytes())
-                    if in_pairs:
-                        masks.write(counted.tobytes())
-                places += [_place(document) for document in batch]
-                read += sum(len(document.prompt) + len(document.text) for document in batch)
-                if progress is not None:
-                    progress(done + min(read, size), sum(sizes))
-            done += size
+    done = 0
+    for path, size in zip(files, sizes, strict=True):
+        origins.append((str(path), writer.num_documents))
+        found = documents_of(source.kind, path, source.field, reader)
+        read = number = 0
+        while (batch := list(islice(found, _AT_ONCE))) and len(problems) < MOST_PROBLEMS:
+            documents = [x for x in batch if isinstance(x, Document)]
+            problems += [str(x) for x in batch if isinstance(x, DataError)]
+            where = f"{path}: documents {number + 1} to {number + len(batch)}"
+            if not problems:  # else the rest is only looked through
+                encoded = _encoded(tokenizer, documents, end, where)
+                for document, (ids, counted) in zip(documents, encoded, strict=True):
+                    writer.add(document, ids, counted)
+            number += len(batch)
+            read += sum(len(document.prompt) + len(document.text) for document in documents)
             if progress is not None:
-                progress(done, sum(sizes))
-    if not in_pairs:
-        (draft / "counted.bin").unlink()
-    if not total:
-        raise DataError(f"{source.path} holds no token; put texts there")
-    np.save(draft / "ends.npy", np.asarray(ends, np.int64))
-    np.save(draft / "places.npy", np.asarray(places, np.float64))
-    meta = {"source": asdict(source), "dtype": np.dtype(dtype).name, "vocab": vocab, "eos": eos}
-    (draft / "meta.json").write_text(json.dumps({**meta, "files": origins}, indent=1) + "\n")
+                progress(done + min(read, size), sum(sizes))
+        done += size
+        if progress is not None:
+            progress(done, sum(sizes))
+    if problems:
+        more = ["and maybe more"] * (len(problems) >= MOST_PROBLEMS)
+        raise DataError("\n".join([*problems[:MOST_PROBLEMS], *more]))
+    return origins
 
 
 def _encoded(
-    tokenizer: Any, batch: list[Document], eos: int | None, in_pairs: bool, where: str
+    tokenizer: Any, batch: list[Document], end: list[int], where: str
 ) -> Iterator[tuple[npt.NDArray, npt.NDArray[np.uint8]]]:
-    """(ids, 1 where one counts) of each document, with the end of text behind it."""
+    """(ids, 1 where one counts) of each document, with `end` behind it."""
 
-    def encode(texts: list[str]) -> list[list[int]]:
+    def encode(texts: list[str]) -> list[Any]:
         try:
-            return [x.ids for x in tokenizer.encode_batch(texts, add_special_tokens=False)]
+            return tokenizer.encode_batch(texts, add_special_tokens=False)
         except Exception as error:  # the library raises plain Exceptions
             raise DataError(f"{where} cannot be tokenized: {error}") from error
 
-    end = [] if eos is None else [eos]
-    prompts = encode([x.prompt for x in batch]) if in_pairs else [[] for _ in batch]
-    for prompt, ids in zip(prompts, encode([x.text for x in batch]), strict=True):
-        counted = np.ones(len(prompt) + len(ids) + len(end), np.uint8)
+    in_pairs = any(x.prompt for x in batch)
+    prompts = [x.ids for x in encode([x.prompt for x in batch])] if in_pairs else [[]] * len(batch)
+    for document, prompt, text in zip(batch, prompts, encode([x.text for x in batch]), strict=True):
+        ids = np.asarray([*prompt, *text.ids, *end], np.int64)
+        counted = np.ones(len(ids), np.uint8)
         counted[: len(prompt)] = 0
-        yield np.asarray([*prompt, *ids, *end], np.int64), counted
+        if document.spans is not None:
+            counted[:] = _within(text.offsets, document.spans)
+        yield ids, counted
+
+
+def _within(
+    offsets: list[tuple[int, int]], spans: tuple[tuple[int, int], ...]
+) -> npt.NDArray[np.bool_]:
+    """Which tokens, each from one character to another, have a character of a span."""
+    begin, end = np.asarray(offsets, np.int64).reshape(-1, 2).T
+    found = np.zeros(len(begin), bool)
+    for first, last in spans:
+        found |= (begin < last) & (np.maximum(end, begin + 1) > first)
+    return found
 
 
 def _place(document: Document) -> float:
@@ -244,14 +288,22 @@ def _place(document: Document) -> float:
 def _read(folder: Path) -> TokenizedText:
     try:
         meta = parse_json((folder / "meta.json").read_text(encoding="utf-8"))
-        tokens = np.asarray(np.memmap(folder / "tokens.bin", meta["dtype"], mode="r"))
-        ends, places = (np.load(folder / f"{n}.npy") for n in ("ends", "places"))
-        masks = folder / "counted.bin"
-        counted = np.asarray(np.memmap(masks, np.uint8, mode="r")) if masks.exists() else None
+        types = {"tokens": meta["dtype"], "ends": "int64", "places": "float64"}
+        if (folder / "counted.bin").exists():
+            types |= {"counted": "uint8", "prompts": "int64"}
+        found = {
+            name: np.asarray(np.memmap(folder / f"{name}.bin", dtype, mode="r"))
+            for name, dtype in types.items()
+        }
         files = [(str(name), int(first)) for name, first in meta["files"]]
-        if len(tokens) != ends[-1] or len(places) != len(ends):
+        tokens, ends, places = found["tokens"], found["ends"], found["places"]
+        counted, prompts = found.get("counted", tokens), found.get("prompts", ends)
+        if not len(tokens) == len(counted) == ends[-1]:
             raise ValueError(f"{len(tokens)} tokens, where the documents end at {ends[-1]}")
+        if not len(ends) == len(places) == len(prompts):
+            raise ValueError(f"{len(ends)} documents, of which {len(places)} have a place")
         vocab, eos = int(meta["vocab"]), meta["eos"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"the cache entry {folder} is damaged ({error}); remove it") from error
-    return TokenizedText(folder, tokens, ends, places, counted, vocab, eos, files)
+    masks = found.get("counted"), found.get("prompts")
+    return TokenizedText(folder, tokens, ends, places, *masks, vocab, eos, files)
