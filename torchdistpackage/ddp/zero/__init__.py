@@ -8,13 +8,12 @@ Layout          sharing (which ranks share a parameter), shard_bounds (arithmeti
                 sizes, and which optimizers need whole parameters), param_shard (parameters side by
                 side, and what each rank owns and steps of them).
 Buckets         bucket (what belongs to one, and steps of a few at a time), grad_buffer (gradients
-                in), param_buffer (parameters out, and what a reader of one waits for), master_store
-                (copies of slices).
+                in), param_buffer (parameters out, what a reader of one waits for, and where copies
+                of slices are).
 
-The extensions, which options plugs in:
+The extensions, which options plugs in, with checks that it is still the same module:
 
 Replicas        replication (of shards: HSDP).
-Checks          guards (is it still the same module?).
 Stage 3         stage3 (parameters are gathered only where they are used; torch.compile).
 Host memory     offload (copies of slices in host memory).
 State           state_dict (saved as the plain optimizer has it), state_gather (pieces joined).

@@ -23,8 +23,7 @@ from torchdistpackage.comm.primitives import ranks_of
 from torchdistpackage.ddp.bucket_plan import Bucket
 from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.ddp.zero.grad_buffer import ReduceScatterBucket, UsedFlags
-from torchdistpackage.ddp.zero.master_store import MasterStore
-from torchdistpackage.ddp.zero.param_buffer import Need, ParamBuffer
+from torchdistpackage.ddp.zero.param_buffer import MasterStore, Need, ParamBuffer
 from torchdistpackage.ddp.zero.param_shard import (
     FlatLayout,
     ParamPartition,

@@ -15,7 +15,7 @@ from torchdistpackage.comm.primitives import Group, Work, start_all_reduce
 from torchdistpackage.comm.transport.sharded_flat import posts_ahead, prepost_reduce_scatter_v
 from torchdistpackage.ddp.bucket_comm import set_used_flags
 from torchdistpackage.ddp.grad_bucket import GradBucket
-from torchdistpackage.ddp.zero.master_store import MasterStore
+from torchdistpackage.ddp.zero.param_buffer import MasterStore
 from torchdistpackage.ddp.zero.param_shard import FlatLayout, ParamShard
 
 UNDER_WAY = 2

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchdistpackage.ddp.zero.master_store import CudaStreams, MasterStore, Stream
+from torchdistpackage.ddp.zero.param_buffer import CudaStreams, MasterStore, Stream
 from torchdistpackage.ddp.zero.shard_bounds import SLICE_BYTES
 from torchdistpackage.errors import LayoutError
 

@@ -1,23 +1,28 @@
 """What ZeroOptimizer is given for its options: host memory, stage 3, compiled parts, checks.
 
 The core knows the protocol alone; `SERVED_BY` of extensions.py names what makes it.
+
+What is stepped reaches the module only as long as its parameters are the same objects with the same
+memory, and have one optimizer. Each of these is checked, and an error names the parameter.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from weakref import finalize
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchdistpackage.ddp.grad_hooks import Removable
+from torchdistpackage.ddp.grad_hooks import Removable, hooked_names, remove_hooks
 from torchdistpackage.ddp.options import common_problems, refuse
 from torchdistpackage.ddp.param_spec import ParamSpec, ReplicatedTensor
 from torchdistpackage.ddp.param_sync import sync_module_states
 from torchdistpackage.ddp.zero.bucket import ShardedBucket
-from torchdistpackage.ddp.zero.guards import ParamGuards, refuse_owned
 from torchdistpackage.ddp.zero.offload import Offload, check_offload
-from torchdistpackage.ddp.zero.param_buffer import ParamBuffer
+from torchdistpackage.ddp.zero.param_buffer import ParamBuffer, wait_gathered
+from torchdistpackage.ddp.zero.param_shard import FlatLayout
 from torchdistpackage.ddp.zero.stage3 import ParamCoordinator, gather_ahead, may_overlap
+from torchdistpackage.errors import LayoutError
 
 
 class ResolvedZeroOptions:
@@ -122,3 +127,98 @@ class ResolvedZeroOptions:
     def stepped(self) -> None:
         if self._coordinator is not None:
             self._coordinator.stepped()
+
+
+class ParamGuards:
+    """Ties an optimizer to `module`, if it has one, and to the parameters on `lines`.
+
+    lines: each with its memory. given: all parameters of the optimizer, frozen ones too.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None,
+        lines: Iterable[tuple[FlatLayout, Tensor]],
+        given: Iterable[ParamSpec],
+    ):
+        self._module, self.handles = module, list[Removable]()
+        self._lines = [
+            (flat, line, [flat.element_size() * offset for offset in line.offsets])
+            for line, flat in lines
+        ]
+        ours = {id(s.parameter): s.name for _, line, _ in self._lines for s in line.members}
+        self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = [
+            (m._parameters, key, p)
+            for m in (() if module is None else module.modules())
+            if not isinstance(m, torch.jit.ScriptModule)
+            for key, p in m._parameters.items()
+            if p is not None and id(p) in ours
+        ]
+        self._names = ours
+        self._frozen = [s for s in given if not s.parameter.requires_grad]
+        self._cut = False
+        self._end = finalize(self, remove_hooks, self.handles)
+        self._end.atexit = False
+
+    def check(self) -> None:
+        """Raise LayoutError if a step would not reach the module."""
+        if self._cut:
+            raise LayoutError(
+                f"this optimizer was removed from its {len(self._names)} parameters; step the one "
+                f"that was wrapped after it"
+            )
+        if unfrozen := [s.name for s in self._frozen if s.parameter.requires_grad]:
+            raise LayoutError(
+                f"{len(unfrozen)} parameters were frozen when this optimizer laid out what each "
+                f"rank owns and now require gradients: {', '.join(unfrozen[:3])}; freeze them "
+                f"again, or remove() this one, wrap a new one and load its state_dict() into it"
+            )
+        # of one that is absent too the address is all that counts
+        with torch._C.DisableTorchFunctionSubclass():
+            for flat, line, places in self._lines:
+                first = flat.data_ptr()
+                for shared, place in zip(line.members, places, strict=True):
+                    p = shared.parameter
+                    if p.data_ptr() != first + place and p.numel():  # without elements it has none
+                        raise LayoutError(
+                            f"parameter {shared.name} ({p.dtype}, {p.device}) was given other "
+                            f"memory than this optimizer steps, by p.data = ..., "
+                            f"vector_to_parameters or module.to(...): write into it with "
+                            f"p.data.copy_(...) and call refresh_masters(), or move and cast the "
+                            f"module before it is wrapped"
+                        )
+        self.check_objects()
+
+    def check_objects(self) -> None:
+        """Raise LayoutError if a parameter of the module is another object than it was."""
+        for parameters, key, p in self._places:
+            now = parameters.get(key)
+            if now is p or now is None:
+                continue
+            assert self._module is not None
+            if all(other is not p for other in self._module.parameters()):
+                raise LayoutError(
+                    f"parameter {self._names[id(p)]} of the module is another object than the one "
+                    f"that is trained, as after load_state_dict(assign=True): load with "
+                    f"assign=False, or remove() this optimizer, replace it, and wrap a new one"
+                )
+
+    def cut(self) -> None:
+        """Take all hooks off the module, and give the gathered parameters memory of their own."""
+        self._end()
+        for _, line, _ in self._lines:
+            for shared in line.members:
+                shared.parameter.data = shared.parameter.data.clone()
+        self._cut = True
+
+
+def refuse_owned(shared: Sequence[ParamSpec]) -> None:
+    """Raise LayoutError if a gradient has an owner already."""
+    if names := hooked_names(shared):
+        raise LayoutError(
+            f"{len(names)} of {len(shared)} parameters have an owner of their gradients already, "
+            f"another ZeroOptimizer or a NaiveDDP: {', '.join(names[:3])}; call the remove() of "
+            f"that optimizer first, or wrap the plain module"
+        )
+    for s in shared:
+        wait_gathered(s.parameter)
