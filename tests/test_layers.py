@@ -49,7 +49,6 @@ PURE_FILES = (
     "__init__.py",
     "testing.py",
     "compat/init_method.py",
-    "compat/not_available.py",
     "compat/paths.py",
     "compat/torchdistpackage/job_monitor.py",
     "compat/torchdistpackage/ranks.py",

@@ -84,7 +84,7 @@ import torchdistpackage
 print(*sorted(set(sys.modules) - before))
 """
     loaded = python(code).split()
-    below = ("compat", "compat.not_available", "compat.paths", "errors")
+    below = ("compat", "compat.paths", "errors")
     ours = ["torchdistpackage", *(f"torchdistpackage.{name}" for name in below)]
     assert [name for name in loaded if name.startswith("torchdistpackage")] == ours
     assert not {"torch", "numpy", "pydantic", "yaml", "rich"} & set(loaded)

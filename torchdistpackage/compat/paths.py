@@ -2,7 +2,8 @@
 
 Nothing is loaded before a name is asked for. An old path imports as a module whose names are looked
 up here; a module of this package at an old path keeps its own names and gets the missing ones. A
-name that is still to come can be imported, and says so at its use.
+name that is still to come can be imported and handed on, and refuses use: the program may not use
+it at all. What an import or a type annotation does to its value therefore passes.
 """
 
 import importlib
@@ -12,8 +13,9 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn, Union
 
-from torchdistpackage.compat.not_available import NotAvailable, UnavailableReason
+from torchdistpackage.errors import NotAvailableError
 
 PACKAGE = __name__.partition(".")[0]
 
@@ -241,3 +243,38 @@ def install() -> None:
     """Let old paths be imported from now on. Safe to call twice."""
     if FINDER not in sys.meta_path:
         sys.meta_path.insert(0, FINDER)
+
+
+class NotAvailable:
+    """Stands for `name` of `module`; each use raises NotAvailableError with the reason."""
+
+    __slots__ = ("_name", "_why")
+
+    def __init__(self, module: str, name: str, why: str):
+        self._name, self._why = f"{module}.{name}", why
+
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
+        raise NotAvailableError(f"{self._name} is not available yet: {self._why}")
+
+    __call__ = __mro_entries__ = _refuse
+    """A call, and `class Mine(name)`."""
+
+    __instancecheck__ = __subclasscheck__ = _refuse
+    __getitem__ = __iter__ = __enter__ = __exit__ = _refuse
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self._refuse()
+
+    def __or__(self, other: object) -> object:
+        return Union[self, other]  # noqa: UP007  # an annotation `Name | None`
+
+    __ror__ = __or__
+
+    def __repr__(self) -> str:
+        return f"<{self._name}, not available yet>"
+
+
+class UnavailableReason(str):
+    """Why a name is not available yet; the text ends a sentence."""
+
+    __slots__ = ()
