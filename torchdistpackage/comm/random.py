@@ -8,6 +8,7 @@ does, replays the fork.
 """
 
 import hashlib
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -77,15 +78,31 @@ def fix_rand(rank: int = 0) -> None:
     Once `tpc` is set, ranks that differ only along the tensor axis count as the first of them, so
     that with its own global rank each draws as after `seed_rank`: replicated activations alike.
     """
-    import random
-
-    import numpy
-
     if tpc.is_set and 0 <= rank < tpc.topology.world_size:
         rank = tpc.topology.dense.group(rank, SAME_AXES)[0]
     seed = 2222 + rank
-    random.seed(seed)
-    numpy.random.seed(seed)
-    torch.manual_seed(seed)
+    seed_all(seed)
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
+
+
+@contextmanager
+def own_draws(number: int, device: torch.device) -> Iterator[None]:
+    """Inside, torch draws from the stream of operation `number` of a placed program; afterwards as
+    if it had not.
+
+    Only the ranks of its place run an operation. If that drew from the program's stream, the
+    streams of the ranks would part. So each operation has one of its own, which depends on the
+    program's seed and on the number of the operation alone.
+    """
+    with seeded(seed_from(torch.default_generator.initial_seed(), number), device):
+        yield
+
+
+def seed_all(seed: int) -> None:
+    """Seed torch, on the CPU and on CUDA, NumPy, and Python's `random`."""
+    import numpy as np  # late: few programs seed it
+
+    random.seed(seed)
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)

@@ -28,7 +28,7 @@ for _below, _names in {
         )
     },
     ".core.distributed": {f"{_HERE}.messages": ("send_tensor", "receive_tensor", "DTYPE_MAP")},
-    ".core.random": {"parallel.placed.rng": ("seed_all",)},
+    ".core.random": {"comm.random": ("seed_all",)},
     ".utils": {},
     ".utils.config": {f"{_HERE}.config": ("BaseConfig",)},
     ".utils.log": {f"{_HERE}.log": ("setup_logging",)},

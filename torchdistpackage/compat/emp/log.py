@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.parallel.placed.rank_log import RankLog
+from torchdistpackage.parallel.placed.launcher import RankLog
 
 __all__ = ["setup_logging"]
 

@@ -15,7 +15,7 @@ EXPORTS = homes(
         "parallel.placed.place": ("Place",),
         "parallel.placed.placement_search": ("PlaceLink",),
         "parallel.placed.proposal": ("Proposal", "propose"),
-        "parallel.placed.rng": ("seed_all",),
+        "comm.random": ("seed_all",),
     }
 )
 """Public name -> module that defines it."""

@@ -25,6 +25,7 @@ from torch.nn import Module
 from torchdistpackage.comm.creation import Group
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.primitives import gather_objects
+from torchdistpackage.comm.random import own_draws
 from torchdistpackage.errors import PlacementError
 from torchdistpackage.parallel.placed.managed import (
     AbsentModule,
@@ -35,7 +36,6 @@ from torchdistpackage.parallel.placed.managed import (
 from torchdistpackage.parallel.placed.optimizer import make_optimizer
 from torchdistpackage.parallel.placed.place import Devices, Place, devices_by_rank, problem_of
 from torchdistpackage.parallel.placed.program import Program, program_of
-from torchdistpackage.parallel.placed.rng import own_draws
 
 
 class DeviceFunctor:

@@ -1,11 +1,13 @@
 """`launch`: a placed program on new ranks of this machine, or as the rank that this process is."""
 
 import inspect
+import logging
 import os
 from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import cast
 
+from torchdistpackage.comm.random import seed_all
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import PlacementError
@@ -14,8 +16,6 @@ from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.launch.workers import run_local, show_line
 from torchdistpackage.parallel.placed.place import Devices, devices_by_rank, problem_of
 from torchdistpackage.parallel.placed.program import DEBUG, finish_all
-from torchdistpackage.parallel.placed.rank_log import log_to_file
-from torchdistpackage.parallel.placed.rng import seed_all
 
 # once, before the ranks are forked; the first optimizer imports torch._dynamo
 _PRELOAD = ("torch", "torch.distributed", "torch._dynamo", __name__)
@@ -134,3 +134,33 @@ def _run(
     tpc.destroy()
     leave()
     return result
+
+
+FORMAT = "%(asctime)s rank{rank} %(levelname)s %(name)s:%(lineno)d %(message)s"
+
+
+class RankLog:
+    """The log file of this rank; `remove()` ends it. path: of the file."""
+
+    def __init__(self, path: Path, rank: int, level: int | str):
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._handler = logging.FileHandler(path, encoding="utf-8")
+        self._handler.setLevel(level)
+        self._handler.setFormatter(logging.Formatter(FORMAT.format(rank=rank)))
+        root = logging.getLogger()
+        self._level = root.level
+        root.addHandler(self._handler)
+        root.setLevel(min(root.level, self._handler.level))
+
+    def remove(self) -> None:
+        """Close the file, and let the root logger be as it was."""
+        root = logging.getLogger()
+        root.removeHandler(self._handler)
+        root.setLevel(self._level)
+        self._handler.close()
+
+
+def log_to_file(folder: Path, rank: int, level: int | str = logging.INFO) -> RankLog:
+    """Write what is logged on this rank, from `level` on, to `rank<r>.log` in `folder`."""
+    return RankLog(folder / f"rank{rank}.log", rank, level)

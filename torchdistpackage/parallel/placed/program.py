@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm.creation import Group, PerGroup, is_joined, ranks_of, world
+from torchdistpackage.comm.random import own_draws
 from torchdistpackage.errors import PlacementError
 from torchdistpackage.parallel.placed.gradients import (
     Frontier,
@@ -31,7 +32,6 @@ from torchdistpackage.parallel.placed.gradients import (
 from torchdistpackage.parallel.placed.mail import Mail
 from torchdistpackage.parallel.placed.order_check import OrderCheck
 from torchdistpackage.parallel.placed.place import Place
-from torchdistpackage.parallel.placed.rng import own_draws
 from torchdistpackage.parallel.placed.routes import Ranks, backward_routes, forward_routes
 from torchdistpackage.parallel.placed.structure import Hole, fill, flatten, holes, to_text
 
