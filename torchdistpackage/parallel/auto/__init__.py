@@ -12,6 +12,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "parallel.auto.layerwise": ("get_default_config",),
     "parallel.auto.explain": ("explain",),
     "parallel.auto.traffic": ("count_traffic",),
+    "parallel.auto.trainer": ("prepare_trainer",),
     "parallel.auto.shard": ("make_shard", "make_distributed_shard"),
     "parallel.auto.saving": (
         "save_tensor_parallel",

@@ -158,11 +158,15 @@ class ShardedModelCalls(nn.Module):
         return self.wrapped_model.state_dict(*args, **kwargs)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """Write the model. Of the ranks of a group, which all call it, the first one writes."""
-        group = self.wrapped_model._group
-        if group is None:
+        """Write the model. Of the ranks of a group, which all call it, the first one writes.
+
+        Outside `save_tensor_parallel`, with a `state_dict`, each rank that calls it writes that.
+        """
+        group, model = self.wrapped_model._group, self.wrapped_model
+        given = kwargs.get("state_dict") is not None
+        if group is None or (given and model.preserve_shards_when_saving):
             return super().save_pretrained(save_directory, *args, **kwargs)
-        if kwargs.get("state_dict") is None:
+        if not given:
             kwargs["state_dict"] = self.state_dict()
         result = None
         if group.rank() == 0:

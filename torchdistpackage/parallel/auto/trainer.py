@@ -1,0 +1,180 @@
+"""`prepare_trainer`: Hugging Face's Trainer over the shards of a model, one process each.
+
+The Trainer and the Accelerator in it take every process for a replica with data of its own. Here
+the ranks of a tensor group get the same batches, gradients are averaged over the data axis alone,
+each element counts once in their norm, and what is saved is the model that was split. The rest of
+the Trainer stays as it is.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchdistpackage.comm import collectives
+from torchdistpackage.comm.primitives import Group, ranks_of
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.ddp.naive_ddp import NaiveDDP
+from torchdistpackage.errors import LayoutError
+from torchdistpackage.optim.clip import ShardedOptimizer, clip_grad_norm_
+from torchdistpackage.parallel.auto.hugging_face import ShardedModelCalls
+from torchdistpackage.parallel.auto.saving import save_tensor_parallel
+
+
+def prepare_trainer(trainer: Any) -> Any:
+    """`trainer`, a `transformers.Trainer` of a model that `tensor_parallel` split over processes.
+
+    Call it once, before `train()` and `evaluate()`. Data parallelism is over tpc's data axis, by
+    `NaiveDDP`, or by a `ZeroOptimizer` that is `trainer.optimizer`, made after the Trainer, which
+    moves the model to its device. `save_model` and checkpoints write the files of the model that
+    was split; all ranks call it.
+
+    Raises:
+        LayoutError: the model is not split so, or options do not go with it; names all such.
+    """
+    model, args = trainer.model, trainer.args
+    if problems := problems_of(trainer):
+        raise LayoutError("this Trainer cannot be prepared: " + "; ".join(problems))
+    group: Group = model.wrapped_model._group
+    accelerator = trainer.accelerator
+    kind = type(accelerator)
+    accelerator.__class__ = type(kind.__name__, (ShardedAcceleration, kind), {})
+    accelerator.trainer_of_shards = trainer
+    trainer.get_tp_size = group.size
+    trainer.gather_function = accelerator.gather_for_metrics  # it has kept the method of before
+
+    def save_model(output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if is_zero(trainer):
+            bare_optimizer(trainer).finish()  # stage 3 has freed what is saved
+        with save_tensor_parallel(model):
+            state = model.state_dict()
+        if args.should_save:
+            trainer._save(output_dir, state_dict=state)
+        collectives.barrier(group)
+
+    trainer.save_model = save_model
+    return trainer
+
+
+def problems_of(trainer: Any) -> list[str]:
+    model, args = trainer.model, trainer.args
+    group = model.wrapped_model._group if isinstance(model, ShardedModelCalls) else None
+    if group is None:
+        return [
+            f"its model is a {type(model).__name__} in one process; split a Hugging Face model by "
+            f"tensor_parallel(model, distributed=True)"
+        ]
+    if not tpc.is_set:
+        return ["tpc is not set up; call tpc.setup_process_groups([('data', n), ('tensor', m)])"]
+    found = []
+    if ranks_of(group) != tuple(tpc.get_ranks_in_group("tensor")):
+        found.append(
+            f"the model is split over ranks {ranks_of(group)}, tpc's tensor group is "
+            f"{tuple(tpc.get_ranks_in_group('tensor'))}; leave out group= in tensor_parallel"
+        )
+    num_ranks = group.size() * tpc.get_group_size("data")
+    if trainer.accelerator.num_processes != num_ranks:
+        found.append(
+            f"accelerate knows of {trainer.accelerator.num_processes} processes, and data x tensor "
+            f"has {num_ranks} ranks; start it by torchrun, or set RANK, LOCAL_RANK and WORLD_SIZE"
+        )
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        found.append("DeepSpeed or FSDP is on; set trainer.optimizer to a ZeroOptimizer")
+    if args.fp16:
+        found.append("fp16=True scales by what each rank sees of the gradients; use bf16=True")
+    if args.save_strategy != "no" and not args.save_only_model:
+        found.append(
+            "the Trainer saves the first rank's part of the optimizer's state alone; pass "
+            "save_only_model=True, and keep that state in checkpoints of this package"
+        )
+    if args.load_best_model_at_end:
+        found.append("load_best_model_at_end loads whole weights into shards; load them afterwards")
+    if args.eval_use_gather_object:
+        found.append("eval_use_gather_object=True gathers over shards too; return tensors")
+    if trainer.accelerator.dispatch_batches:
+        found.append("dispatch_batches=True sends each process other samples; leave it out")
+    return found
+
+
+def is_zero(trainer: Any) -> bool:
+    """Whether its optimizer averages the gradients itself."""
+    return isinstance(bare_optimizer(trainer), ShardedOptimizer)
+
+
+def bare_optimizer(trainer: Any) -> Any:
+    """Without what accelerate puts around it."""
+    return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+
+
+class ShardedAcceleration:
+    """What the Accelerator of a prepared Trainer does by itself."""
+
+    trainer_of_shards: Any
+    _gathers_over_data = False
+
+    def prepare_model(
+        self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Without torch's data parallelism, which averages over shards too; left where it is."""
+        of_library: Any = super()
+        prepared: nn.Module = of_library.prepare_model(model, False, True)
+        if evaluation_mode or is_zero(self.trainer_of_shards):
+            return prepared
+        return NaiveDDP(prepared, process_group=tpc.get_group("data"))
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """Its state stays where it is: a ZeroOptimizer's is of this rank."""
+        of_library: Any = super()
+        return of_library.prepare_optimizer(optimizer, device_placement=False)
+
+    def prepare_data_loader(self: Any, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Batches by the position on the data axis."""
+        from accelerate.data_loader import prepare_data_loader
+
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            return data_loader
+        prepared = prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=tpc.get_group_size("data"),
+            process_index=tpc.get_group_rank("data"),
+            split_batches=self.split_batches,
+            put_on_device=self.device_placement,
+            rng_types=self.rng_types.copy(),
+            dispatch_batches=False,
+            even_batches=self.even_batches,
+            use_seedable_sampler=self.use_seedable_sampler,
+            data_seed=self.dataloader_config.data_seed,
+            non_blocking=self.non_blocking,
+            use_stateful_dataloader=self.use_stateful_dataloader,
+        )
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def gather_for_metrics(self, *args: Any, **kwargs: Any) -> Any:
+        """Of the data axis: each sample once."""
+        of_library: Any = super()
+        self._gathers_over_data = True
+        try:
+            return of_library.gather_for_metrics(*args, **kwargs)
+        finally:
+            self._gathers_over_data = False
+
+    def gather(self, tensor: Any) -> Any:
+        from accelerate.utils import recursively_apply
+
+        if not self._gathers_over_data:
+            of_library: Any = super()
+            return of_library.gather(tensor)
+        return recursively_apply(joined_over_data, tensor, error_on_other_type=True)
+
+    def clip_grad_norm_(
+        self: Any, parameters: Any, max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """The norm of the gradients of the model that was split."""
+        self.unscale_gradients()
+        return clip_grad_norm_(list(parameters), max_norm, norm_type)
+
+
+def joined_over_data(tensor: Tensor) -> Tensor:
+    mine = (tensor if tensor.dim() else tensor[None]).detach().contiguous()
+    return collectives.all_gather(mine, 0, tpc.get_group("data"))
