@@ -29,6 +29,7 @@ PRELOAD = (
     *("torchdistpackage.train.worker", "torchdistpackage.cli.train", "torchdistpackage.models.gpt"),
     "torchdistpackage.compat.torchdistpackage.tensor_blocks",
     *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
+    "transformers.trainer",
 )
 """What ranks of tests import, once for all: a first optimizer alone imports torch._dynamo, which
 takes seconds."""
