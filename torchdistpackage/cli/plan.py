@@ -95,6 +95,7 @@ def plan(
         f"{run.run.name} on {planned.world_size} ranks: {mesh}, outermost first",
         _coordinates(planned, limit),
         _groups(planned, limit),
+        *_goes_with(planned),
         _stages(planned),
         _schedule(planned),
     ]
@@ -149,6 +150,13 @@ def _kind(mesh: Mesh, axes: tuple[str, ...], limit: int) -> str:
 
 def _more(number: int, what: str, before: str = "\n") -> str:
     return f"{before}... {number} more {what} (--all lists them)" if number else ""
+
+
+def _goes_with(plan: Plan) -> list[str]:
+    """What goes with a model whose modules are not ours."""
+    rows = plan.model.goes_with(plan.shape) if plan.model is not None else ()
+    named = plan.config.model.hf
+    return [f"{named}: what it goes with\n{text_table(rows)}"] if rows else []
 
 
 def _stages(plan: Plan) -> str:

@@ -25,12 +25,14 @@ _ORIGINAL = "original_max_position_embeddings"
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The content of `folder`/config.json.
+    """The content of `folder`/config.json, or of the file that is named itself.
 
     Raises:
         ConfigError: there is none, or it is no JSON mapping.
     """
-    path = Path(folder) / FILE
+    path = Path(folder)
+    if path.suffix != ".json":
+        path /= FILE
     try:
         found = parse_json(read_regular(path, _MAX_BYTES).decode())
     except FileNotFoundError as error:

@@ -167,6 +167,8 @@ class _PartialConfig:
         """Give the model section the sizes of the model whose weights it names."""
         value = self.values.get("model")
         section = cast(dict[str, Any], value) if isinstance(value, dict) else {}
+        if isinstance(section.get("hf"), str):
+            self._fill_vocab(section)
         folder = section.get("weights")
         if not isinstance(folder, str) or section.get("target") is not None:
             return
@@ -184,6 +186,22 @@ class _PartialConfig:
                     f"{_shown(section[key])}, but {folder}/{CONFIG} has {_shown(value)}; remove it"
                 )
                 self._report(self._place(("model", key)), f"model.{key}", why)
+
+    def _fill_vocab(self, section: dict[str, Any]) -> None:
+        """Of a transformers model, all that data need to know of it."""
+        place, folder = self._place(("model", "hf")), section["hf"]
+        try:
+            found = read_config(folder).get("vocab_size")
+        except ConfigError as error:
+            self._report(place, "model.hf", str(error))
+            return
+        if "vocab" not in section and isinstance(found, int):
+            section["vocab"], self.places["model", "vocab"] = found, place
+        elif section.get("vocab") != found:
+            why = f"{folder} has vocab_size={_shown(found)}"
+            if "vocab" in section:
+                why = f"{_shown(section['vocab'])}, but {why}; remove it"
+            self._report(self._place(("model", "vocab")), "model.vocab", why)
 
     def validate(self) -> RunConfig:
         """The run; what pydantic refuses is reported in our words and replaced by its default."""

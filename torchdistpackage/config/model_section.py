@@ -79,6 +79,11 @@ class ModelSection(NamedSection):
         default=None,
         description="Folder of a transformers model (GPT-2, Llama): sizes and initial weights.",
     )
+    hf: k.PathOrNull = Field(
+        default=None,
+        description="Folder of a transformers model, whose own modules are trained from its "
+        "weights; or a config.json, and they begin with weights of run.seed.",
+    )
     target: k.ImportPath = Field(
         default=None, description="Your model, pkg.module:build; not with name."
     )
@@ -86,6 +91,12 @@ class ModelSection(NamedSection):
     loss: k.ImportPath = Field(
         default=None, description="Your loss, pkg.module:fn; null: token cross entropy."
     )
+
+    @property
+    def initial_folder(self) -> str | None:
+        """The folder whose weights the run begins with; None: those of run.seed."""
+        is_folder = self.hf is not None and not self.hf.endswith(".json")
+        return self.hf if is_folder else self.weights
 
     @property
     def hidden(self) -> int:

@@ -10,7 +10,7 @@ from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.refusals import all_have_heads, all_have_some, either, nearest
 from torchdistpackage.layout.rope import Rope
 
-_TARGET_KEYS = ("name", "target", "args", "loss")
+_TARGET_KEYS = ("name", "target", "hf", "args", "loss")
 _ROPE_KEYS = tuple(f"rope.{key}" for key in RopeSection.model_fields)
 _GPT_KEYS = tuple(
     key for key in ModelSection.model_fields if key not in (*_TARGET_KEYS, "vocab", "rope")
@@ -113,15 +113,33 @@ def _ratio(hidden: int, dim: int) -> str:
     return next(text for text in texts if round(dim * float(text)) == hidden)
 
 
-@rule("model.name", "model.target", "model.args")
+@rule("model.name", "model.target", "model.args", "model.hf")
 def _model_is_named_once(c: RunConfig, world_size: int | None) -> str | None:
-    return named_once(c.model, "model")
+    given = {"name": c.model.name, "target": c.model.target}
+    both = [f"model.{key}={value}" for key, value in given.items() if value is not None]
+    if c.model.hf is None:
+        return named_once(c.model, "model")
+    if both:
+        return f"model.hf={c.model.hf} and {' and '.join(both)} exclude each other; keep one"
+    if c.model.args:
+        keys = ", ".join(c.model.args)
+        return f"model.args ({keys}) would not be read, only model.target takes them; remove it"
+    return None
 
 
-@rule(*(f"model.{key}" for key in (*_GPT_KEYS, *_ROPE_KEYS)), "model.name", "model.target")
+@rule(
+    *(f"model.{key}" for key in (*_GPT_KEYS, *_ROPE_KEYS)), "model.name", "model.target", "model.hf"
+)
 def _model_keys_are_read(c: RunConfig, world_size: int | None) -> str | None:
     unread = _changed(c.model, *_GPT_KEYS, *_ROPE_KEYS)
-    if c.model.name is not None or c.model.target is None or not unread:
+    if c.model.name is not None or not unread:
+        return None
+    if c.model.hf is not None:
+        return (
+            f"{', '.join(unread)} would not be read, because the config.json of "
+            f"model.hf={c.model.hf} describes the model; change it there"
+        )
+    if c.model.target is None:
         return None
     return (
         f"{', '.join(unread)} would not be read, because model.target={c.model.target} builds the "

@@ -311,8 +311,9 @@ class NamedSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _target_needs_no_name(cls, value: Any) -> Any:
-        """The default name steps back for a target; a name that was written does not."""
+        """The default name steps back for what replaces it; a name that was written does not."""
         if not isinstance(value, dict):
             return value
         keys = cast(dict[str, Any], value)
-        return keys if "name" in keys or keys.get("target") is None else {**keys, "name": None}
+        others = (keys.get("target"), keys.get("hf"))
+        return keys if "name" in keys or others == (None, None) else {**keys, "name": None}

@@ -161,12 +161,26 @@ def open_folder(folder: str | Path, shape: GPTShape) -> WeightFolder:
             of another shape or type.
         LayoutError: transformers has no such model.
     """
-    folder = Path(folder)
     expected = {s.key: s.shape for parts in sources(shape).values() for s in parts}
+    return find_tensors(folder, expected, "lm_head.weight" if shape.tied else None)
+
+
+def find_tensors(
+    folder: str | Path, expected: Mapping[str, tuple[int, ...]], again: str | None
+) -> WeightFolder:
+    """The files of a folder that has exactly the `expected` tensors, of these shapes.
+
+    again: another name of one of them, which older versions save as well.
+
+    Raises:
+        CheckpointError: it has no weights, or others: lists all that are missing, unexpected, or
+            of another shape or type.
+    """
+    folder = Path(folder)
     found = dict(_headers(folder))
     names = _in_whole_model(found, expected)
-    if shape.tied:
-        names.pop("lm_head.weight", None)  # older versions save it twice
+    if again is not None:
+        names.pop(again, None)
     problems = [f"{key} is missing" for key in expected if key not in names]
     problems += [
         f"{found_as} is not expected" for key, found_as in names.items() if key not in expected

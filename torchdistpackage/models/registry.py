@@ -5,13 +5,26 @@ A plan needs the numbers of a model and not its modules, so these are named by i
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
+from torchdistpackage.config.model_section import ModelSection
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.models import gpt_layout, hugging_face_layout
-from torchdistpackage.models.gpt_layout import GPTShape
+from torchdistpackage.models import gpt_layout, hugging_face_layout, transformers_layout
+
+
+class ModelShape(Protocol):
+    """What any shape tells: length of sequences, width of activations, number of token ids."""
+
+    @property
+    def seq_len(self) -> int: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def sequence_parallel(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +38,23 @@ class Model:
         dtype=..., device=...)`.
     open_weights: refuses a folder that has not the weights of a model of this shape.
     load_weights: "package.module:function", called with such a module and folder.
+    refusals: (key, text) of what the model cannot do among so many tensor ranks and stages, besides
+        what the rules of the configuration find. goes_with: what it can do, axis by axis.
+    has_own_text: whether it can write a text at the end of a run (train/finish.py).
     """
 
-    shape: Callable[[Mapping[str, Any], int, bool], GPTShape]
-    pieces: Callable[[GPTShape], tuple[str, ...]]
-    layouts: Callable[[GPTShape, Sequence[int] | None], dict[str, Layout]]
-    piece_costs: Callable[[GPTShape], tuple[float, ...]]
-    piece_parameters: Callable[[GPTShape], tuple[int, ...]]
-    flops_per_token: Callable[[GPTShape], float]
+    shape: Callable[[Mapping[str, Any], int, bool], Any]
+    pieces: Callable[[Any], tuple[str, ...]]
+    layouts: Callable[[Any, Sequence[int] | None], dict[str, Layout]]
+    piece_costs: Callable[[Any], tuple[float, ...]]
+    piece_parameters: Callable[[Any], tuple[int, ...]]
+    flops_per_token: Callable[[Any], float]
     module: str
-    open_weights: Callable[[str, GPTShape], object]
+    open_weights: Callable[[str, Any], object]
     load_weights: str
+    refusals: Callable[[Any, int, int], list[tuple[str, str]]] = lambda *_: []
+    goes_with: Callable[[Any], tuple[tuple[str, str], ...]] = lambda _: ()
+    has_own_text: bool = False
 
     def load(self) -> Callable[..., object]:
         """The module's class; imports torch."""
@@ -57,8 +76,29 @@ MODELS: dict[str, Model] = {
         "torchdistpackage.models.gpt:GPT",
         hugging_face_layout.open_folder,
         "torchdistpackage.models.hugging_face:load_weights",
+        has_own_text=True,
+    ),
+    "transformers": Model(
+        transformers_layout.shape_of_section,
+        transformers_layout.pieces,
+        transformers_layout.layouts,
+        transformers_layout.piece_costs,
+        transformers_layout.piece_parameters,
+        transformers_layout.flops_per_token,
+        "torchdistpackage.models.transformers_model:stage",
+        transformers_layout.open_folder,
+        "torchdistpackage.models.transformers_model:load_weights",
+        transformers_layout.refusals,
+        transformers_layout.goes_with,
     ),
 }
+
+
+def model_of(section: ModelSection) -> Model | None:
+    """The model that a model section describes; None: the user's own."""
+    if section.hf is not None:
+        return MODELS["transformers"]
+    return None if section.name is None else model(section.name)
 
 
 def model(name: str) -> Model:

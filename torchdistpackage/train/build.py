@@ -253,10 +253,10 @@ def _stage(plan: Plan, device: torch.device) -> tuple[TrainStages, dict[str, Lay
     layouts = {name: layout for name, layout in by_name.items() if name in named}
     if config.model.loss is not None:
         loss = from_user(user_object(config.model.loss))
-    if plan.model is not None and config.model.weights is not None:
-        with fail_together(tpc.get_group("global"), f"reading {config.model.weights}"):
+    if plan.model is not None and (folder := config.model.initial_folder) is not None:
+        with fail_together(tpc.get_group("global"), f"reading {folder}"):
             for module in stages.values():
-                plan.model.weights_loader()(module, config.model.weights)
+                plan.model.weights_loader()(module, folder)
     else:
         initialize(stage, layouts, mesh, tpc.rank, config.run.seed)
     tpc.prepare(sums=layouts.values())

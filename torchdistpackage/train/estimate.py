@@ -15,6 +15,7 @@ from torchdistpackage.harness.bench.profile import CostModel, Profile
 from torchdistpackage.harness.bench.request import NETWORK, NODE
 from torchdistpackage.harness.operations import COLLECTIVES
 from torchdistpackage.models.gpt_layout import EMBED, HEAD, GPTShape
+from torchdistpackage.models.registry import ModelShape
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.timeline import Timeline, simulate
@@ -133,7 +134,7 @@ def _of_calls(
     return what, traffic.number * once_s
 
 
-def _traffic(plan: Plan, shape: GPTShape, axis: str) -> tuple[_CommVolume, ...] | str:
+def _traffic(plan: Plan, shape: ModelShape, axis: str) -> tuple[_CommVolume, ...] | str:
     """What one rank takes part in along `axis` in a step; a text: why that is unknown."""
     size = plan.topology.dense.axis_size(axis)
     if axis == "data":
@@ -141,6 +142,8 @@ def _traffic(plan: Plan, shape: GPTShape, axis: str) -> tuple[_CommVolume, ...] 
     if axis == "pipe":
         number = _busiest_link(plan.schedule) * plan.rounds
         return (replace(_message(plan, shape), number=number),)
+    if axis == "tensor" and not isinstance(shape, GPTShape):
+        return "what transformers' own modules send is not counted yet"
     if axis == "tensor" and not shape.sequence_parallel:
         # A product in each half of a block, summed once forward and once backward; the embedding
         # is summed forward only, the input of the head backward only.
@@ -182,7 +185,7 @@ def _shared(plan: Plan, size: int) -> tuple[_CommVolume, ...]:
     )
 
 
-def _message(plan: Plan, shape: GPTShape) -> _CommVolume:
+def _message(plan: Plan, shape: ModelShape) -> _CommVolume:
     """One, between two stages."""
     note = "a microbatch's activations on, or gradients back"
     dtype = _profiled(plan.numbers.activations)
@@ -198,7 +201,7 @@ def _megabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e6:,.2f} MB"
 
 
-def _activation_bytes(plan: Plan, shape: GPTShape) -> int:
+def _activation_bytes(plan: Plan, shape: ModelShape) -> int:
     """Of one microbatch between two layers, on one rank."""
     axis_size = plan.topology.dense.axis_size
     tokens = plan.samples_per_microbatch * shape.seq_len // axis_size("context")

@@ -10,13 +10,13 @@ from functools import cached_property
 
 from torchdistpackage.config.check import violations
 from torchdistpackage.config.errors import ConfigErrors, Problem
+from torchdistpackage.config.rules_pipeline import num_stages
 from torchdistpackage.config.schema import PrecisionSection, RunConfig
 from torchdistpackage.ddp.bucket_plan import bucket_sizes
 from torchdistpackage.errors import CheckpointError, ConfigError, LayoutError
 from torchdistpackage.layout.derive import Creation, creations, gradient_ranks, num_elements
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.models.gpt_layout import GPTShape
-from torchdistpackage.models.registry import Model, model
+from torchdistpackage.models.registry import Model, ModelShape, model_of
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.timeline import Timeline
 from torchdistpackage.topology.views import Topology, topology
@@ -65,7 +65,7 @@ class Plan:
     config: RunConfig
     topology: Topology
     model: Model | None
-    shape: GPTShape | None
+    shape: ModelShape | None
     pieces: tuple[str, ...]
     pipeline: Stages
     layouts: dict[str, Layout]
@@ -167,22 +167,34 @@ def make_plan(config: RunConfig, world_size: int, source: str = "the configurati
         raise ConfigErrors(f"{source} on {world_size} ranks", problems)
     config = config.resolve(world_size)
     parallel = config.parallel
-    kind = None if config.model.name is None else model(config.model.name)
+    kind = model_of(config.model)
     world = topology(parallel.axes(), world_size, expert=parallel.expert)
     if kind is None:
         return Plan(config, world, None, None, (), find_stages(config, None), {})
     shape = model_shape(kind, config)
-    if config.model.weights is not None:
-        try:
-            kind.open_weights(config.model.weights, shape)
-        except (CheckpointError, LayoutError) as error:
-            raise ConfigErrors(source, [Problem("", None, "model.weights", str(error))]) from error
+    _refuse(kind, shape, config, source, num_stages(config))
     pieces = ModelUnits.of(kind, shape)
     plan = Plan(config, world, kind, shape, pieces.names, find_stages(config, pieces), {})
     plan = replace(plan, layouts=kind.layouts(shape, plan.place_of))
     for load in stage_loads(plan) if config.train.recompute == "auto" else ():
         activation_budget_gb(config, load.memory, f"{source}: the rank at pipe {load.index}")
     return plan
+
+
+def _refuse(
+    kind: Model, shape: ModelShape, config: RunConfig, source: str, num_stages: int
+) -> None:
+    """Raises ConfigError of all that this model cannot do, and of weights that are others."""
+    asked = kind.refusals(shape, config.parallel.tensor, num_stages)
+    problems = [Problem("", None, *found) for found in asked]
+    folder, key = config.model.initial_folder, "model.hf" if config.model.hf else "model.weights"
+    if folder is not None:
+        try:
+            kind.open_weights(folder, shape)
+        except (CheckpointError, LayoutError) as error:
+            problems.append(Problem("", None, key, str(error)))
+    if problems:
+        raise ConfigErrors(source, problems)
 
 
 def activation_budget_gb(config: RunConfig, state: "MemoryEstimate", rank: str) -> float:
@@ -212,7 +224,7 @@ def num_ranks(config: RunConfig) -> int:
     return config.parallel.model_size * (1 if data == "auto" else data)
 
 
-def model_shape(kind: Model, config: RunConfig) -> GPTShape:
+def model_shape(kind: Model, config: RunConfig) -> ModelShape:
     """The shape that the model, data and parallel sections describe together."""
     section = config.model.model_dump()
     return kind.shape(section, config.data.seq_len, config.parallel.sequence_parallel)

@@ -33,11 +33,14 @@ _REPEATS = 3
 def recompute_blocks(stages: TrainStages) -> tuple[str, ...]:
     """Checkpoint every block; their names.
 
-    Blocks are the members of a stage's lists and dicts of modules; in a stage without any, such as
-    of your own chain, its children that have children themselves.
+    Blocks are what a stage names by `block_names()`, else the members of its lists and dicts of
+    modules; in a stage without any, such as of your own chain, its children that have children.
     """
     names: list[str] = []
     for stage, module in stages.named_children():
+        if callable(own := getattr(module, "block_names", None)):
+            names += [f"{stage}.{name}" for name in own()]
+            continue
         lists = [(n, x) for n, x in module.named_children() if _is_list(x)]
         found = [f"{n}.{i}" for n, held in lists for i, _ in held.named_children()]
         if not lists:

@@ -30,7 +30,8 @@ def shrunk(plan: Plan) -> Plan:
         is_large = plan.world_size > MOST_RANKS
         if is_large:
             config = _fewer_ranks(config)
-        if num_parameters(plan) * num_ranks(config) > MOST_PARAMETERS:
+        is_ours = config.model.name is not None
+        if is_ours and num_parameters(plan) * num_ranks(config) > MOST_PARAMETERS:
             config, is_large = _smaller_model(config), True
         return _one_sample(_fewer_rounds(config) if is_large else config)
 

@@ -11,8 +11,7 @@ from functools import partial
 from torchdistpackage.config.rules_pipeline import custom_schedule, measured_costs
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.types import AUTO, CUSTOM
-from torchdistpackage.models.gpt_layout import GPTShape
-from torchdistpackage.models.registry import Model
+from torchdistpackage.models.registry import Model, ModelShape
 from torchdistpackage.parallel.pipeline.partition.cost_split import (
     refine,
     split_by_cost,
@@ -52,7 +51,7 @@ class ModelUnits:
     parameters: tuple[int, ...]
 
     @classmethod
-    def of(cls, kind: Model, shape: GPTShape) -> "ModelUnits":
+    def of(cls, kind: Model, shape: ModelShape) -> "ModelUnits":
         return cls(kind.pieces(shape), kind.piece_costs(shape), kind.piece_parameters(shape))
 
 

@@ -131,10 +131,10 @@ def _train(
 
 def _sample(trainer: Trainer) -> str | None:
     """What a language model of bytes writes at the end; None if it is none, or need not."""
-    config, shape = trainer.plan.config, trainer.plan.shape
+    config, model = trainer.plan.config, trainer.plan.model
     num_tokens = config.train.generate_tokens
     has_bytes = config.data.name in ("python_stdlib", "text") and config.data.tokenizer is None
-    if not num_tokens or shape is None or not has_bytes:
+    if not num_tokens or model is None or not model.has_own_text or not has_bytes:
         return None
     # from stage 3 on no replica has weights of its own
     return sample_text(trainer, num_tokens, every_replica=config.parallel.zero == 3)

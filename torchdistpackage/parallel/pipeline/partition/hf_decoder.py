@@ -115,14 +115,33 @@ def decoder_stages(
     ranges = split_by_cost(joined, len(placement), placement=placement)
     around = BlockNeighbours(base, path)
     expected = _run(model, around)
-    stages = []
-    for s, blocks in enumerate(ranges):
-        activations, ends = BlockActivations(), (s == 0, s == len(ranges) - 1)
-        cut = cut_blocks(base, path.split("."), blocks, ends, around, activations)
-        stages.append(DecoderStage(model, cut, activations, ends))
+    stages = [_stage(model, blocks, around) for blocks in ranges]
     if check and expected is not None:
         _compare(model, stages, expected)
     return stages
+
+
+def decoder_stage(model: nn.Module, blocks: range) -> DecoderStage:
+    """One stage alone, of these blocks of a model, which may be on the meta device.
+
+    Whether the stages in a row compute what the model does is not looked at.
+
+    Raises:
+        ScheduleError: no list of blocks is found.
+    """
+    base = getattr(model, model.base_model_prefix)
+    around = BlockNeighbours(base, path_to_blocks(base))
+    _run(model, around)
+    return _stage(model, blocks, around)
+
+
+def _stage(model: nn.Module, blocks: range, around: "BlockNeighbours") -> DecoderStage:
+    base = getattr(model, model.base_model_prefix)
+    path = path_to_blocks(base)
+    ends = blocks.start == 0, blocks.stop == len(base.get_submodule(path))
+    activations = BlockActivations()
+    cut = cut_blocks(base, path.split("."), blocks, ends, around, activations)
+    return DecoderStage(model, cut, activations, ends)
 
 
 def _costs(model: nn.Module, blocks: Sequence[nn.Module]) -> list[float]:
@@ -310,9 +329,11 @@ def cut_blocks(
         short._modules[step] = kept
     is_first, is_last = ends
     for child, module in base._modules.items():
+        if not _is_own(module):
+            continue
         if f"{above}{child}" in around.behind and not is_last:
             short._modules[child] = nn.Identity()
-        elif f"{above}{child}" in around.before and not is_first and _is_own(module):
+        elif f"{above}{child}" in around.before and not is_first:
             short._modules[child] = _SkippedModule()
     return short
 
@@ -326,8 +347,10 @@ def _new_boundary(kind: type[nn.Module]) -> nn.Module:
     return nn.Module.__new__(_boundary_of(kind))
 
 
-def _is_own(module: nn.Module) -> bool:
+def _is_own(module: nn.Module | None) -> bool:
     """Whether one stage alone is to run it; tables of positions are made on each."""
+    if module is None:
+        return False
     return isinstance(module, nn.Dropout) or any(True for _ in module.parameters())
 
 

@@ -1,0 +1,100 @@
+"""`model.hf`: transformers' own modules under every layout train as transformers in one process."""
+
+import math
+
+import pytest
+import torch
+
+from tests.train import parity
+from tests.train.transformers_ranks import VOCAB, initial, of_transformers, save_model, three_steps
+
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 22,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+MODELS = {
+    "llama": {**SMALL, "model_type": "llama", "num_key_value_heads": 2},
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": VOCAB,
+        "n_embd": 16,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 32,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
+}
+LAYOUTS = {
+    "data2": {"data": 2},
+    "pipe2": {"pipe": 2},
+    "tensor2": {"tensor": 2},
+    "pipe2xtensor2": {"pipe": 2, "tensor": 2},
+    "data2-zero1": {"data": 2, "zero": 1},
+    "data2-zero2": {"data": 2, "zero": 2},
+    "data2-zero3": {"data": 2, "zero": 3},
+    "data2xtensor2-zero1": {"data": 2, "tensor": 2, "zero": 1},
+    "tensor4": {"tensor": 4},
+}
+BY_DEFAULT = ("data2", "pipe2", "tensor2", "pipe2xtensor2", "data2-zero2")
+
+
+def asked(layout: dict[str, int]) -> tuple[int, list[str]]:
+    """(ranks, overrides) of a layout."""
+    axes = {axis: layout.get(axis, 1) for axis in ("data", "pipe", "tensor")}
+    changes = [f"parallel.{axis}={size}" for axis, size in axes.items()]
+    return math.prod(axes.values()), [*changes, f"parallel.zero={layout.get('zero', 0)}"]
+
+
+@pytest.fixture(scope="session")
+def saved(ranks, tmp_path_factory):
+    """(folder, what transformers makes of it in one process) by name, made once."""
+    made: dict[str, tuple[str, tuple]] = {}
+
+    def of(name: str) -> tuple[str, tuple]:
+        if name not in made:
+            folder = str(tmp_path_factory.mktemp("hf") / "model")
+            ranks(1).run(save_model, MODELS[name], folder)
+            made[name] = folder, ranks(1).run(of_transformers, folder)[0]
+        return made[name]
+
+    return of
+
+
+def cases():
+    for name in MODELS:
+        for layout in LAYOUTS:
+            small = name in ("llama", "gpt2") and layout in BY_DEFAULT
+            yield pytest.param(name, layout, marks=[] if small else [pytest.mark.full])
+
+
+@pytest.mark.parametrize(("name", "layout"), list(cases()))
+def test_three_steps_are_those_of_transformers(ranks, saved, name, layout):
+    folder, (held, losses) = saved(name)
+    size, changes = asked(LAYOUTS[layout])
+    results = ranks(size).run(three_steps, [f"model.hf={folder}", *changes])
+    parity.expect_close([held for held, _ in results], [held])
+    for _, mine in results:
+        assert mine == pytest.approx(losses, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "layout", ["pipe2xtensor2", pytest.param("tensor4", marks=pytest.mark.full)]
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_initial_weights_are_the_same_under_every_layout(ranks, saved, name, layout):
+    config = f"model.hf={saved(name)[0]}/config.json"
+    size, changes = asked(LAYOUTS[layout])
+    found = parity.whole(ranks(size).run(initial, [config, *changes]), rtol=0, atol=0)
+    alone = parity.whole(ranks(1).run(initial, [config]), rtol=0, atol=0)
+    assert found.keys() == alone.keys()
+    assert all(torch.equal(found[key], x) for key, x in alone.items())

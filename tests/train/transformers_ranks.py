@@ -1,0 +1,119 @@
+"""What ranks do with transformers' own modules, and transformers in one process beside them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from tests.train import parity
+from torchdistpackage.train.step import Trainer
+from torchdistpackage.train.update import warmup_cosine
+
+STEPS = 3
+VOCAB, SEQ_LEN = 64, 12
+RUN = [
+    *(f"data.seq_len={SEQ_LEN}", f"data.args={{seq_len: {SEQ_LEN}, vocab: {VOCAB}}}"),
+    *("data.global_batch=8", "pipeline.microbatches=2", "precision.dtype=float64"),
+    *("optim.clip=0.0", "optim.lr=0.01", "train.steps=5", "optim.warmup_steps=0"),
+    "data.target=tests.train.sources:UnevenTokens",
+]
+Answer = tuple[parity.Held, list[float]]
+"""(weights after the last step, loss of each step)."""
+
+
+@contextmanager
+def everywhere_float64() -> Iterator[None]:
+    """Let transformers compute in float64 what it computes in float32: norms, rotary tables."""
+    wide = {"float": torch.float64, "float32": torch.float64}
+    with patch.multiple(torch, **wide), patch.object(torch.Tensor, "float", torch.Tensor.double):
+        yield
+
+
+def trainer(overrides: list[str]) -> Trainer:
+    """Its forwards and backwards are in float64 throughout."""
+    run = parity.trainer([*RUN, *overrides])
+    plain = run.accumulate
+
+    def accumulate(*args, **kwargs):
+        with everywhere_float64():
+            return plain(*args, **kwargs)
+
+    run.accumulate = accumulate
+    return run
+
+
+def three_steps(overrides: list[str]) -> Answer:
+    run = trainer(overrides)
+    losses = [run.train_step(step).wait().loss for step in range(1, STEPS + 1)]
+    return parity.held(run, "data"), losses
+
+
+def of_transformers(folder: str) -> Answer:
+    """The same of transformers' model in one process, without this package."""
+    from transformers import AutoModelForCausalLM
+
+    section = parity.config([*RUN, f"model.hf={folder}"])
+    data = section.data.target and parity_data()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train()
+    named = dict(model.named_parameters())
+    optim = section.optim
+    groups = [
+        {
+            "params": [p for p in named.values() if p.dim() > 1],
+            "weight_decay": optim.weight_decay,
+        },
+        {"params": [p for p in named.values() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
+    losses = []
+    for step in range(1, STEPS + 1):
+        ids, targets = data.batch("train", section.run.seed, step, 0, 1, section.data.global_batch)
+        adam.zero_grad()
+        with everywhere_float64():
+            loss = loss_of(model, ids, targets)
+            loss.backward()
+        for group in adam.param_groups:
+            group["lr"] = optim.lr * warmup_cosine(
+                step - 1,
+                warmup_steps=0,
+                num_steps=section.train.steps,
+                min_ratio=optim.min_lr_ratio,
+            )
+        adam.step()
+        losses.append(loss.item())
+    whole = ((name, p.detach()) for name, p in named.items())
+    held = [(n, tuple(p.shape), tuple(slice(0, k) for k in p.shape), p.clone()) for n, p in whole]
+    return held, losses
+
+
+def parity_data():
+    from tests.train.sources import UnevenTokens
+
+    return UnevenTokens(SEQ_LEN, VOCAB)
+
+
+def loss_of(model, ids: Tensor, targets: Tensor) -> Tensor:
+    """transformers' own loss where labels are those of the next token already."""
+    return model(input_ids=ids, labels=targets, shift_labels=targets, use_cache=False).loss
+
+
+def initial(overrides: list[str]) -> parity.Held:
+    """Weights of a run before its first step."""
+    return parity.held(parity.trainer([*RUN, *overrides]), "data")
+
+
+def save_model(config: dict, folder: str, **how: object) -> str:
+    """A folder of transformers with all weights away from where they begin."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    made = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(made).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder, **how)
+    return str(Path(folder))

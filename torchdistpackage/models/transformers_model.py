@@ -1,0 +1,266 @@
+"""Stages of transformers' own causal language models, cut along tensor, and their weights.
+
+A stage is built on the meta device, staged by `decoder_stage` and cut by the plan of its family in
+parallel/auto; then each rank makes what it holds, and nothing more. Its parameters go by
+transformers' names everywhere but in the module itself. transformers, of the extra `hf`, is
+imported on first use.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.errors import LayoutError, NotAvailableError
+from torchdistpackage.layout.derive import blocks, local_shape
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.models.transformers_layout import (
+    TransformersShape,
+    global_name,
+    open_folder,
+    weights,
+)
+from torchdistpackage.parallel.auto.actions import FirstOnly
+from torchdistpackage.parallel.auto.draws import ShardDraws, default_draw, may_draw
+from torchdistpackage.parallel.auto.families.registry import PREDEFINED_CONFIGS
+from torchdistpackage.parallel.auto.rules import Config, state_action
+from torchdistpackage.parallel.auto.shard import make_shard
+from torchdistpackage.parallel.auto.wrapper import TensorParallelWrapper
+from torchdistpackage.parallel.pipeline.partition.hf_decoder import decoder_stage
+from torchdistpackage.parallel.tensor.init import Initial
+from torchdistpackage.parallel.tensor.layouts import Layouts
+from torchdistpackage.topology.mesh import Mesh
+
+IGNORE = -100
+_WRAPPED = "tp_wrapped_module."
+_SHOWN = 6
+
+
+class TransformersStage(nn.Module):
+    """Blocks of a decoder on one rank; the first stage embeds, the last makes logits.
+
+    Made by `stage`. Weights are there but hold nothing until they are drawn or read.
+    """
+
+    def __init__(
+        self,
+        decoder: nn.Module,
+        shape: TransformersShape,
+        group: Group | None,
+        axis: str,
+        stage_of: Sequence[int] | None,
+    ):
+        super().__init__()
+        self.decoder, self.shape, self.axis = decoder, shape, axis
+        self._group, self._stage_of = group, stage_of
+        self._draws = group is not None and may_draw(decoder, is_known=True)
+
+    def global_names(self) -> dict[str, str]:
+        """Name of each parameter -> its global name."""
+        return {
+            name: global_name(self.shape, name.removeprefix("decoder.").replace(_WRAPPED, ""))
+            for name, _ in self.named_parameters()
+        }
+
+    def layouts(self) -> Layouts:
+        """By name here."""
+        whole = weights(self.shape, self._stage_of, self.axis)
+        return {name: whole[key].layout for name, key in self.global_names().items()}
+
+    def initials(self) -> dict[str, Initial]:
+        """What parameters start as, as transformers has it."""
+        whole = weights(self.shape, self._stage_of, self.axis)
+        pairs = ((name, whole[key]) for name, key in self.global_names().items())
+        return {name: Initial(w.kind, w.std or 0.02, w.zero_row) for name, w in pairs}
+
+    def block_names(self) -> tuple[str, ...]:
+        """Of the blocks, for recomputation."""
+        path = f"decoder.{self.shape.kind.blocks}"
+        return tuple(f"{path}.{name}" for name, _ in self.get_submodule(path).named_children())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """ids (B, S) int64 on the first stage, else activations (B, S, D); activations, or logits
+        (B, S, V) from the last stage, alike on all ranks of the group."""
+        rank = 0 if self._group is None else self._group.rank()
+        draws = self._draws and self.training
+        with ShardDraws(rank, default_draw) if draws else nullcontext():
+            return self.decoder(x)
+
+    def loss(
+        self, logits: Tensor, targets: Tensor, ignore_index: int = IGNORE
+    ) -> tuple[Tensor, Tensor]:
+        """(sum of the tokens' losses, number of tokens counted).
+
+        logits (B, S, V); targets (B, S) int64, the tokens that follow: transformers' labels,
+        shifted by one.
+        """
+        total = F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="sum"
+        )
+        return total, (targets != ignore_index).sum()
+
+
+def stage(
+    shape: TransformersShape,
+    *,
+    pieces: range | None = None,
+    stage_of: Sequence[int] | None = None,
+    group: Group | None = None,
+    axis: str = "tensor",
+    dropout: float = 0.0,
+    tp_comm_overlap: bool = False,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> TransformersStage:
+    """The blocks `pieces` of a model, default all, cut over the ranks of `group` along `axis`.
+
+    dropout: has to be 0, as config.json has the rates. tp_comm_overlap: not for these modules.
+
+    Raises:
+        NotAvailableError: transformers is not installed.
+        LayoutError: the ranks cannot share the heads, or transformers builds other parameters than
+            this package knows of.
+    """
+    assert not dropout and not tp_comm_overlap
+    device = torch.device("cpu" if device is None else device)
+    model, num = on_meta(shape, dtype), 1 if group is None else group.size()
+    all_blocks = range(shape.sizes.layers)
+    decoder: nn.Module = decoder_stage(model, all_blocks if pieces is None else pieces)
+    if group is not None and num > 1:
+        plan = PREDEFINED_CONFIGS[shape.family](model.config, range(num))
+        bound = plan.create_collective_ops([device] * num, group=group)
+        decoder, _ = make_shard(decoder, device, bound, rank=group.rank(), world_size=num)
+        _add_biases_behind_sums(decoder, plan)
+    made = TransformersStage(decoder, shape, group if num > 1 else None, axis, stage_of)
+    index = 0 if group is None else group.rank()
+    _check_shapes(made, Mesh(((axis, num),)), index)
+    _materialize(made, device)
+    return made
+
+
+def on_meta(shape: TransformersShape, dtype: torch.dtype | None = None) -> Any:
+    """The whole model of transformers, its parameters on the meta device, its buffers made."""
+    try:
+        from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    except ImportError as error:
+        raise NotAvailableError(
+            "model.hf needs transformers, which is not installed; install the extra hf: "
+            'pip install "torchdistpackage[hf]"'
+        ) from error
+    config = CONFIG_MAPPING[shape.family].from_dict(dict(shape.given))
+    config.use_cache = False
+    with _parameters_on_meta():
+        return AutoModelForCausalLM.from_config(config, dtype=dtype or torch.get_default_dtype())
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules made inside have their parameters there; of buffers nobody could tell the values."""
+
+    def moved(module: nn.Module, name: str, parameter: Any) -> Any:
+        if parameter is None or parameter.is_meta:
+            return parameter
+        return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(moved)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _add_biases_behind_sums(shard: nn.Module, plan: Config) -> None:
+    """Let biases that a plan gives to one rank be whole on every rank, added behind the sum.
+
+    Then all ranks have the bias and its gradient alike, as a layout can say.
+    """
+    for name, bias in list(shard.named_parameters()):
+        action = state_action(plan, [name.replace(_WRAPPED, "")])
+        if not isinstance(action, FirstOnly):
+            continue
+        path = name.rpartition(".")[0]
+        wrapper = shard.get_submodule(path[: path.rindex(_WRAPPED.rstrip("."))].rstrip("."))
+        layer = shard.get_submodule(path)
+        assert isinstance(wrapper, TensorParallelWrapper)
+        layer.bias = None
+        if not isinstance(layer, nn.Linear):  # transformers' Conv1D adds one always
+            del layer._parameters["bias"]
+            zeros = torch.zeros(bias.shape, dtype=bias.dtype)
+            layer.register_buffer("bias", zeros, persistent=False)
+        wrapper.bias = bias
+        wrapper.register_forward_hook(_add_bias)
+
+
+def _add_bias(wrapper: nn.Module, args: object, output: Tensor) -> Tensor:
+    bias: Any = wrapper.bias
+    return output + bias.to(output.dtype)
+
+
+def _check_shapes(made: TransformersStage, mesh: Mesh, index: int) -> None:
+    """Raises LayoutError where transformers' parameters are not those of the layouts."""
+    known = weights(made.shape, None, made.axis)
+    problems: list[str] = []
+    parameters = dict(made.named_parameters())
+    for name, key in made.global_names().items():
+        if key not in known:
+            problems.append(f"{key} is not known")
+            continue
+        has, wants = tuple(parameters[name].shape), local_shape(known[key].layout, mesh, index)
+        if has != wants:
+            problems.append(f"{key} has shape {has}, not {wants}")
+    if problems:
+        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise LayoutError(
+            f"this release of transformers builds another {made.shape.family} than the one known "
+            f"here: {'; '.join(problems[:_SHOWN])}{more}; use model.target for this model"
+        )
+
+
+def _materialize(made: nn.Module, device: torch.device) -> None:
+    """Put parameters, without values, and buffers on `device`; what is shared stays so."""
+    known: dict[int, nn.Parameter] = {}
+    for module in made.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            if id(parameter) not in known:
+                empty = torch.empty_like(parameter, device=device)
+                known[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+            module._parameters[name] = known[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+
+@torch.no_grad()
+def load_weights(made: TransformersStage, folder: str | Path) -> None:
+    """Overwrite the parameters of a stage with those of `folder`.
+
+    File by file; of each tensor a rank reads its own part. Values are converted to the parameters'
+    type.
+
+    Raises:
+        CheckpointError: the folder has not exactly the weights of this model, as `open_folder`.
+    """
+    found, group = open_folder(folder, made.shape), made._group
+    mesh, index = Mesh(((made.axis, 1),)), 0
+    if group is not None:
+        mesh, index = Mesh(((made.axis, group.size()),)), group.rank()
+    layouts, by_file = made.layouts(), defaultdict[str, list[tuple[str, Layout, Tensor]]](list)
+    for name, parameter in made.named_parameters():
+        file, key = found.places[layouts[name].name]
+        by_file[file].append((key, layouts[name], parameter))
+    for file, wanted in by_file.items():
+        with safe_open(found.folder / file, framework="pt") as opened:
+            for key, layout, parameter in wanted:
+                part = opened.get_slice(key)
+                for where, here in blocks(layout, mesh, index):
+                    parameter[here].copy_(part[where])
