@@ -1,5 +1,6 @@
 """`model.hf`: transformers' own modules under every layout train as transformers in one process."""
 
+import json
 import math
 
 import pytest
@@ -98,3 +99,23 @@ def test_initial_weights_are_the_same_under_every_layout(ranks, saved, name, lay
     alone = parity.whole(ranks(1).run(initial, [config]), rtol=0, atol=0)
     assert found.keys() == alone.keys()
     assert all(torch.equal(found[key], x) for key, x in alone.items())
+
+
+DROPS = {"resid_pdrop": 0.3, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
+
+
+@pytest.mark.parametrize(
+    "layout", ["pipe2xtensor2", pytest.param("data2-zero3", marks=pytest.mark.full)]
+)
+def test_recomputed_blocks_change_nothing(ranks, tmp_path, layout):
+    """With dropout, whose draws are made again, alike where the tensor ranks are alike."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**MODELS["gpt2"], **DROPS}))
+    size, changes = asked(LAYOUTS[layout])
+    plain, again = (
+        ranks(size).run(three_steps, [f"model.hf={config}", *changes, f"train.recompute={how}"])
+        for how in ("none", "blocks")
+    )
+    assert [losses for _, losses in plain] == [losses for _, losses in again]
+    one, other = (parity.whole([held for held, _ in found]) for found in (plain, again))
+    assert all(torch.equal(x, other[name]) for name, x in one.items())

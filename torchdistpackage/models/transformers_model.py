@@ -29,12 +29,12 @@ from torchdistpackage.models.transformers_layout import (
     weights,
 )
 from torchdistpackage.parallel.auto.actions import FirstOnly
-from torchdistpackage.parallel.auto.draws import ShardDraws, default_draw, may_draw
+from torchdistpackage.parallel.auto.draws import ShardDraws, default_draw, draws_as, may_draw
 from torchdistpackage.parallel.auto.families.registry import PREDEFINED_CONFIGS
 from torchdistpackage.parallel.auto.rules import Config, state_action
 from torchdistpackage.parallel.auto.shard import make_shard
 from torchdistpackage.parallel.auto.wrapper import TensorParallelWrapper
-from torchdistpackage.parallel.pipeline.partition.hf_decoder import decoder_stage
+from torchdistpackage.parallel.pipeline.partition.hf_decoder import SkippedModule, decoder_stage
 from torchdistpackage.parallel.tensor.init import Initial
 from torchdistpackage.parallel.tensor.layouts import Layouts
 from torchdistpackage.topology.mesh import Mesh
@@ -62,6 +62,8 @@ class TransformersStage(nn.Module):
         self.decoder, self.shape, self.axis = decoder, shape, axis
         self._group, self._stage_of = group, stage_of
         self._draws = group is not None and may_draw(decoder, is_known=True)
+        if group is not None and self._draws:
+            draws_as(map(self.get_submodule, self.block_names()), group.rank())
 
     def global_names(self) -> dict[str, str]:
         """Name of each parameter -> its global name."""
@@ -138,6 +140,7 @@ def stage(
         plan = PREDEFINED_CONFIGS[shape.family](model.config, range(num))
         bound = plan.create_collective_ops([device] * num, group=group)
         decoder, _ = make_shard(decoder, device, bound, rank=group.rank(), world_size=num)
+        _unwrap_skipped(decoder)
         _add_biases_behind_sums(decoder, plan)
     made = TransformersStage(decoder, shape, group if num > 1 else None, axis, stage_of)
     index = 0 if group is None else group.rank()
@@ -177,6 +180,15 @@ def _parameters_on_meta() -> Iterator[None]:
         handle.remove()
 
 
+def _unwrap_skipped(shard: nn.Module) -> None:
+    """What another stage runs has no parts to join."""
+    for parent in list(shard.modules()):
+        for name, child in parent._modules.items():
+            inner = getattr(child, _WRAPPED[:-1], None)
+            if isinstance(child, TensorParallelWrapper) and isinstance(inner, SkippedModule):
+                parent._modules[name] = inner
+
+
 def _add_biases_behind_sums(shard: nn.Module, plan: Config) -> None:
     """Let biases that a plan gives to one rank be whole on every rank, added behind the sum.
 
@@ -187,7 +199,7 @@ def _add_biases_behind_sums(shard: nn.Module, plan: Config) -> None:
         if not isinstance(action, FirstOnly):
             continue
         path = name.rpartition(".")[0]
-        wrapper = shard.get_submodule(path[: path.rindex(_WRAPPED.rstrip("."))].rstrip("."))
+        wrapper = shard.get_submodule(path.rpartition(f".{_WRAPPED[:-1]}")[0])
         layer = shard.get_submodule(path)
         assert isinstance(wrapper, TensorParallelWrapper)
         layer.bias = None
@@ -195,7 +207,7 @@ def _add_biases_behind_sums(shard: nn.Module, plan: Config) -> None:
             del layer._parameters["bias"]
             zeros = torch.zeros(bias.shape, dtype=bias.dtype)
             layer.register_buffer("bias", zeros, persistent=False)
-        wrapper.bias = bias
+        wrapper._parameters["bias"] = bias  # as an attribute the wrapper has the layer's
         wrapper.register_forward_hook(_add_bias)
 
 

@@ -11,8 +11,9 @@ attention scores are.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
@@ -70,6 +71,30 @@ class ShardDraws(TorchFunctionMode):
     def __exit__(self, *error: Any) -> Any:
         _current.reset(self._token)
         return super().__exit__(*error)
+
+
+def draws_as(blocks: Iterable[nn.Module], rank: int) -> None:
+    """Let blocks draw as the shard `rank` also where they are called outside of a `ShardDraws`, as
+    checkpointing does in the backward."""
+    for block in blocks:
+        block.__class__ = _drawing(type(block))
+        block.__dict__["_draws_as"] = rank
+
+
+class _DrawingBlock:
+    _draws_as: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward = super().forward  # type: ignore[misc]
+        if _current.get() is not None:
+            return forward(*args, **kwargs)
+        with ShardDraws(self._draws_as, default_draw):
+            return forward(*args, **kwargs)
+
+
+@cache
+def _drawing(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (_DrawingBlock, kind), {"__module__": kind.__module__})
 
 
 def default_draw() -> int:

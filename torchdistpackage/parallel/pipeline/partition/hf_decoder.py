@@ -289,7 +289,7 @@ class _BoundaryBlock:
         return _new_boundary, (type(self).__bases__[1],), vars(self)
 
 
-class _SkippedModule(nn.Module):
+class SkippedModule(nn.Module):
     """In place of what another stage runs before the blocks: an embedding that adds nothing, or
     something that changes nothing."""
 
@@ -334,7 +334,7 @@ def cut_blocks(
         if f"{above}{child}" in around.behind and not is_last:
             short._modules[child] = nn.Identity()
         elif f"{above}{child}" in around.before and not is_first:
-            short._modules[child] = _SkippedModule()
+            short._modules[child] = SkippedModule()
     return short
 
 
