@@ -17,7 +17,7 @@ from torchdistpackage.harness.lint import linter
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "comm_lint.md"
 COMMANDS = re.findall(r"^tdp (comm lint .*)", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-PROVED = "proved: every group sees one order of calls, and no ranks wait in a circle"
+PROVED = "proved: every group sees one order of calls, and no ranks deadlock"
 OWN = """
 import torch
 from torch import nn

@@ -60,11 +60,25 @@ def test_the_help_lists_every_command(capsys):
     )
 
 
+def test_the_file_of_the_command_line_is_a_program_too():
+    command = [sys.executable, "-m", "torchdistpackage.cli.main", "--help"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert (run.returncode, run.stderr) == (0, "") and run.stdout == tdp("--help").stdout
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself(command, capsys):
-    assert main([command, "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith(f"Usage: tdp {command}")
+def test_every_command_explains_itself_in_80_columns(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    todo = [[command]]
+    while todo:
+        words = todo.pop()
+        assert main([*words, "--help"]) == 0
+        shown = capsys.readouterr().out
+        assert shown.startswith(f"Usage: tdp {' '.join(words)}")
+        assert max(map(len, shown.splitlines())) <= 80
+        listed = shown.partition("Commands:\n")[2].splitlines()
+        assert not [line for line in listed if line.endswith("...")], "cut off"
+        todo += [[*words, line.split()[0]] for line in listed]
 
 
 def test_a_name_that_is_nearly_a_command_is_answered_with_it(capsys):

@@ -21,7 +21,7 @@ def profile(tmp_path) -> str:
 def test_each_axis_has_its_line(profile, capsys):
     assert main(["plan", TINY, "--profile", profile, "--forward-s", "0.01"]) == 0
     part = next(x for x in capsys.readouterr().out.split("\n\n") if x.startswith("messages in"))
-    head, data, pipe, bubble = part.splitlines()
+    head, data, pipe, bubble = part.replace("\n" + " " * 27, " ").splitlines()
     assert head.endswith("by the profile of 2026-01-02T03:04:05+00:00 (me@n0)")
     assert data.split()[:5] == ["data", "1.82", "ms", "1", "x"] and "inside a node" in data
     assert pipe.split()[:5] == ["pipe", "2.9", "ms", "8", "x"]
@@ -31,9 +31,9 @@ def test_each_axis_has_its_line(profile, capsys):
 def test_between_nodes_only_what_was_measured_there(profile, capsys):
     more = ["parallel.tensor=2", "parallel.sequence_parallel=true", "--world", "8"]
     assert main(["plan", TINY, *more, "--profile", profile, "--ranks-per-node", "4"]) == 0
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
     assert "between nodes: gradients of the fullest stage" in shown
-    assert "  tensor   not estimated   under sequence parallelism" in shown
+    assert " tensor not estimated under sequence parallelism" in shown
 
 
 @pytest.mark.parametrize(

@@ -121,19 +121,20 @@ def test_a_run_without_a_pipeline_shows_no_bubble():
 
 @pytest.mark.parametrize("verbose", [False, True])
 def test_a_step_is_one_line_and_causes_of_the_bubble_are_in_its_row(tmp_path, capsys, verbose):
+    causes = "1f1b: " + "waits for messages, " * 9
     log = StepLog(tmp_path, 2, rank=0, predicted_bubble=0.2, verbose=verbose)
     with log.opened(0):
         for step in (1, 2):
-            log.note(pipeline="waits for messages")
+            log.note(pipeline=causes)
             log.write(StepResult(step, 2.5, 1.0, 8, 0.5, 0.1, 0.25, False, False), 8 * step, {})
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines if line.startswith("step")] == [
         ["step", "1/2"],
         ["step", "2/2"],
     ]
-    assert len(lines) == (4 if verbose else 2)
+    assert len(lines) == (8 if verbose else 2) and max(map(len, lines)) <= 80
     rows = read_metrics(tmp_path / "metrics.jsonl")
-    assert [row["pipeline"] for row in rows] == ["waits for messages"] * 2
+    assert [row["pipeline"] for row in rows] == [causes] * 2
 
 
 def test_a_terminal_gets_a_bar_with_the_same_numbers(monkeypatch):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.train import parity
+from tests.train import metrics_page, parity
 from torchdistpackage.checkpoint.parts import ShardedState
 from torchdistpackage.errors import NonFiniteError
 from torchdistpackage.train.build import make_loop
@@ -196,3 +196,4 @@ def test_a_run_that_skips_counts_what_it_left_out(ranks, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row.get("skipped") for row in rows] == [None, None, 1, 1]
     assert rows[2]["grad_norm"] is None and rows[3]["grad_norm"] > 0
+    assert rows[2].keys() <= metrics_page.keys()

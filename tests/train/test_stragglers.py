@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.train import parity
+from tests.train import metrics_page, parity
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.harness.stragglers.find import SPOKEN
 from torchdistpackage.train.build import make_loop
@@ -141,5 +141,6 @@ def test_a_run_says_so_in_its_log_and_in_its_metrics(ranks, tmp_path):
     ranks(2).run(loop, tmp_path)
     rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     told = [(row["step"], names(row["stragglers"])) for row in rows if "stragglers" in row]
+    assert {key for row in rows for key in row} <= metrics_page.keys()
     # on a busy machine the first window may leave it open
     assert [said for _, said in told] == [("straggler", 1, "data")] and told[0][0] <= 21

@@ -33,17 +33,17 @@ def test(
     axes: Axes = None,
     procs: Procs = None,
     pairs: Annotated[
-        bool, typer.Option("--pairs", help="Also messages between all pairs of ranks.")
+        bool, typer.Option("--pairs", help="Also test messages between all pairs of ranks.")
     ] = False,
     timeout_s: Annotated[
         float,
-        typer.Option("--timeout", metavar="S", min=1, help="Wait for a rank so many seconds."),
+        typer.Option("--timeout", metavar="S", min=1, help="Seconds to wait for a rank."),
     ] = 30.0,
 ) -> None:
-    """Send known data over every group, and compare what arrives.
+    """Send known data over every group and compare what arrives.
 
-    Under torchrun or srun this process is one of the ranks; else it starts them. Ends with 1 and
-    the culprit where something is wrong.
+    Under torchrun or srun this process is one rank. Otherwise it starts all ranks here. On an
+    error the exit code is 1 and the message names the faulty rank or group.
     """
     rank = detect(os.environ).rank
     try:
@@ -79,7 +79,7 @@ def test(
 test.__test__ = False  # type: ignore[attr-defined]  # not one of pytest's
 
 comm = typer.Typer(
-    help="Test, measure and check the communication between ranks.", no_args_is_help=True
+    help="Test, benchmark and check the communication between ranks.", no_args_is_help=True
 )
 comm.command("test")(test)
 comm.command("bench")(bench)

@@ -72,45 +72,60 @@ def bench(
     axes: Axes = None,
     procs: Procs = None,
     axis: Annotated[
-        str, typer.Option(metavar="NAMES", help="Groups of these axes; else all longer than 1.")
+        str, typer.Option(metavar="NAMES", help="Axes to measure; default: all with several ranks.")
     ] = "",
     operations: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="p2p,all_reduce,...; else all.")
+        str | None, typer.Option(metavar="NAMES", help="Such as p2p,all_reduce; default: all.")
     ] = None,
     sizes: Annotated[
-        str, typer.Option(metavar="SIZES", help="4MiB, or 1KiB:16MiB doubling, or ...:x4.")
+        str, typer.Option(metavar="SIZES", help="4MiB, or 1KiB:16MiB (doubling), or 1KiB:16MiB:x4.")
     ] = _SIZES,
-    dtypes: Annotated[str, typer.Option(metavar="NAMES", help="float32,bf16,...")] = _DTYPES,
-    iterations: Annotated[int, typer.Option(metavar="N", min=1, help="Calls that are timed.")] = 20,
-    warmup: Annotated[int, typer.Option(metavar="N", min=0, help="Calls ahead of them.")] = 3,
+    dtypes: Annotated[str, typer.Option(metavar="NAMES", help="Such as float32,bf16.")] = _DTYPES,
+    iterations: Annotated[int, typer.Option(metavar="N", min=1, help="Timed iterations.")] = 20,
+    warmup: Annotated[int, typer.Option(metavar="N", min=0, help="Warm-up iterations.")] = 3,
     isolated: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Groups measured while others are silent.")
+        int,
+        typer.Option(
+            metavar="N", min=0, help="Number of groups measured alone, the others being idle."
+        ),
     ] = 2,
     pairs: Annotated[
-        bool, typer.Option("--pairs", help="Also all pairs of ranks, and whom to exclude.")
+        bool,
+        typer.Option(
+            "--pairs", help="Also measure every pair of ranks and suggest nodes to exclude."
+        ),
     ] = False,
     min_busbw: Annotated[
         list[str] | None,
-        typer.Option(metavar="[AXIS=]GB/S", help="Exit code 1 below it; axis or pairs."),
+        typer.Option(
+            metavar="[AXIS=]GB/S", help="Exit with 1 below this bus bandwidth; AXIS may be pairs."
+        ),
     ] = None,
     timeout_s: Annotated[
         float,
-        typer.Option("--timeout", metavar="S", min=1, help="Wait for a round so many seconds."),
+        typer.Option("--timeout", metavar="S", min=1, help="Seconds to wait for a round."),
     ] = 60.0,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="All figures as JSON.")] = None,
-    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Pictures (PNG).")] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write all results (JSON).")
+    ] = None,
+    plots: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write plots (PNG) into DIR.")
+    ] = None,
     profile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A cluster profile for tdp plan.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a cluster profile for tdp plan --profile."),
     ] = None,
     slurm: Annotated[
-        str | None, typer.Option(metavar="CONFIG", help="Submit it as a job of this CONFIG.")
+        str | None,
+        typer.Option(metavar="CONFIG", help="Submit it as a job with the ranks of CONFIG."),
     ] = None,
     run_folder: Annotated[Path | None, typer.Option("--run-folder", hidden=True)] = None,
 ) -> None:
-    """Measure latency and bandwidth of every operation over every group.
+    """Measure latency and bandwidth of every operation and group.
 
-    Starts local processes when alone, and is a rank under torchrun or srun. Every element that
-    arrives is compared, and each figure is printed with that of a bare torch.distributed loop.
+    Under torchrun or srun this process is one rank. Otherwise it starts all ranks here. Every
+    element that arrives is verified, and each time is printed with that of a bare
+    torch.distributed loop.
     """
     request = Request(
         operations=parse_names(operations or ",".join(COLLECTIVES), "operation", COLLECTIVES),

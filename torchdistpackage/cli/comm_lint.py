@@ -15,7 +15,7 @@ from torchdistpackage.train.plan import Plan, local_procs, make_plan
 from torchdistpackage.train.shrink import MOST_PARAMETERS, is_small, shrunk
 
 TRIAL = "torchdistpackage.train.dry_run:trial"
-PROVED = "proved: every group sees one order of calls, and no ranks wait in a circle"
+PROVED = "proved: every group sees one order of calls, and no ranks deadlock"
 
 
 def lint(
@@ -23,23 +23,28 @@ def lint(
     overrides: Overrides = None,
     world: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help=f"Ranks; else {PROCS}, else as the degrees ask."),
+        typer.Option(
+            metavar="N",
+            min=1,
+            help=f"Number of ranks; default: {PROCS}, else the product of the degrees.",
+        ),
     ] = None,
     run: Annotated[
         bool | None,
         typer.Option(
             "--run/--no-run",
-            help=f"Run two real steps, ranks as threads; by default if parameters x ranks are at "
-            f"most {MOST_PARAMETERS:,} once the run is shrunk, of a model of ours.",
+            help=f"Run two real steps with threads as ranks. Default: if parameters x ranks of the "
+            f"shrunk run are at most {MOST_PARAMETERS:,}, and the model is one of this package.",
         ),
     ] = None,
 ) -> None:
-    """Prove that all ranks make their calls in one order.
+    """Check that all ranks make their calls in one order.
 
-    No ranks wait for each other in a circle then, also where a device runs what it is given on
-    several groups one by one. A large run is shrunk to 16 ranks, which make the same calls.
+    Such ranks do not deadlock, even on a device that runs the calls of several groups one after
+    another. A large run is shrunk to at most 16 ranks, which make the same calls.
 
-    Exit code 1 with the first disagreement and both its stacks. Under a launcher rank 0 does it.
+    On an error the exit code is 1, and the first mismatch is printed with both stacks. Under a
+    launcher rank 0 alone checks.
     """
     if detect(os.environ).rank != 0:
         return

@@ -27,16 +27,17 @@ _LINE = "command line"
 Words = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[CONFIG] section.key=value", help="YAML file of a run, and changes to it."
+        metavar="[CONFIG] section.key=value",
+        help="YAML file of a run, and values that override it.",
     ),
 ]
 Axes = Annotated[
     str | None,
-    typer.Option(metavar="AXIS=N,...", help="Groups, outermost first, e.g. data=2,pipe=2."),
+    typer.Option(metavar="AXIS=N,...", help="Mesh axes, outermost first, such as data=2,pipe=2."),
 ]
 Procs = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, help="Processes to start; a launcher knows its own number."),
+    typer.Option(metavar="N", min=1, help="Number of local processes; a launcher sets its own."),
 ]
 
 

@@ -15,14 +15,14 @@ data = typer.Typer(no_args_is_help=True)
 
 @data.callback()
 def main() -> None:
-    """Make the data of a run ready ahead of it."""
+    """Prepare the training data of a run."""
 
 
 @data.command()
 def tokenize(config: Config, overrides: Overrides = None) -> None:
-    """Turn the texts of a run into token ids, once for all runs that read the same.
+    """Tokenize the texts of a run into a cache for all such runs.
 
-    A run does so itself when it starts; this one needs no device, and shows how far it is.
+    A run does this itself at its start. This command needs no GPU and shows its progress.
     """
     run = load(config, list(overrides or []))
     if run.data.tokenizer is None:

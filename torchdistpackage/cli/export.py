@@ -22,24 +22,27 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
 
 
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder to write.")],
-    to: Annotated[str, typer.Option(metavar="hf", help="Of which library.")] = "hf",
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to create.")],
+    to: Annotated[str, typer.Option(metavar="hf", help="Format: hf, of Hugging Face.")] = "hf",
     checkpoint: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="This step_NNNNNN, not the newest.")
+        Path | None, typer.Option(metavar="PATH", help="Folder step_NNNNNN; default: the latest.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(metavar="|".join(DTYPES), help="Type of the weights; else as is.")
+        str | None,
+        typer.Option(metavar="|".join(DTYPES), help="Type of the weights; default: as saved."),
     ] = None,
     shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Largest file, such as 500MB.")
+        str, typer.Option(metavar="SIZE", help="Maximum size of a file, such as 500MB.")
     ] = "5GB",
     like: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Keep its tokenizer and settings; else model.weights."),
+        typer.Option(
+            metavar="FOLDER", help="Copy tokenizer and settings from here; default: model.weights."
+        ),
     ] = None,
 ) -> None:
-    """Write the newest checkpoint of a run as a folder that transformers loads."""
+    """Export the latest checkpoint for Hugging Face transformers."""
     problems: list[str] = []
     if to not in TARGETS:
         problems.append(f"--to {to}: weights can be written for {', '.join(TARGETS)}")

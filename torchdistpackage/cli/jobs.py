@@ -38,8 +38,10 @@ from torchdistpackage.launch.slurm.runs import (
     status,
 )
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Run, run folder or job id.")]
-Dir = Annotated[Path, typer.Option("--dir", metavar="DIR", help="Folder of the run folders.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of a run, run folder or job id.")]
+Dir = Annotated[
+    Path, typer.Option("--dir", metavar="DIR", help="Folder that contains the run folders.")
+]
 RUNS = Path("runs")
 DEFAULTS = ResubmitLimits()
 
@@ -52,7 +54,7 @@ jobs = typer.Typer(
 
 @jobs.command()
 def ls(folder: Dir = RUNS) -> None:
-    """List the submitted runs, the latest last."""
+    """List the submitted runs, latest last."""
     runs = find_runs(folder)
     looked = submitted.query_runs(runs)
     rows: list[Sequence[str]] = [
@@ -79,10 +81,7 @@ def ls(folder: Dir = RUNS) -> None:
 
 @jobs.command()
 def show(name: Name, folder: Dir = RUNS) -> None:
-    """Show all that is known of a run.
-
-    Its jobs, the starts with their nodes, decisions and failures, and where its logs are.
-    """
+    """Show a run's jobs, starts, nodes, failures and logs."""
     runs = find(name, folder)
     looked = submitted.query_runs(runs)
     typer.echo("\n\n".join(_story(run, looked.jobs[run.latest.job]) for run in runs))
@@ -94,18 +93,18 @@ def logs(
     name: Name,
     folder: Dir = RUNS,
     follow_on: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the job is over.")
+        bool, typer.Option("--follow", "-f", help="Print new lines until the job ends.")
     ] = False,
     rank: Annotated[
-        int | None, typer.Option(metavar="R", min=0, help="A rank's own log, not the main one.")
+        int | None, typer.Option(metavar="R", min=0, help="Print the log of this rank instead.")
     ] = None,
     restart: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Only this start, with --rank.")
+        int | None, typer.Option(metavar="N", min=0, help="Print this restart only; needs --rank.")
     ] = None,
 ) -> None:
-    """Print the main log of a run, or a rank's, over all its starts.
+    """Print the main log of a run, or the log of one rank.
 
-    With -f the exit code is 0 if the job ended well.
+    Logs of all restarts are joined. With --follow the exit code is 0 if the job succeeded.
     """
     if restart is not None and rank is None:
         raise typer.BadParameter("the main log holds all starts; give --rank too")
@@ -127,14 +126,17 @@ def logs(
 
 @jobs.command()
 def cancel(name: Name, folder: Dir = RUNS) -> None:
-    """Cancel the jobs of a run; all of a sweep by the array's id."""
+    """Cancel the jobs of a run; an array id cancels its sweep."""
     ids = submitted.cancel(find(name, folder))
     typer.echo(f"cancelled job {', '.join(ids)}")
 
 
 @jobs.command()
 def resubmit(name: Name, folder: Dir = RUNS) -> None:
-    """Submit the kept script of a run again. It goes on from its newest checkpoint."""
+    """Submit the saved batch script of a run again.
+
+    The run resumes from its latest checkpoint.
+    """
     run = single(find(name, folder))
     if text := node_blocklist.explain(run.files.suspects, time.time()):
         typer.echo(text)
@@ -145,23 +147,27 @@ def resubmit(name: Name, folder: Dir = RUNS) -> None:
 @jobs.command()
 def monitor(
     name: Annotated[
-        str, typer.Argument(metavar="NAME|SCRIPT", help="Submitted run, or batch script to submit.")
+        str,
+        typer.Argument(metavar="NAME|SCRIPT", help="Submitted run, or a batch script to submit."),
     ],
     folder: Dir = RUNS,
     max_resubmits: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Times it is submitted again.")
+        int, typer.Option(metavar="N", min=0, help="Maximum number of resubmissions.")
     ] = DEFAULTS.max_resubmits,
     interval: Annotated[
-        float, typer.Option(metavar="S", min=1.0, help="Seconds between looks.")
+        float, typer.Option(metavar="S", min=1.0, help="Seconds between queries of Slurm.")
     ] = DEFAULTS.query_s,
     delay: Annotated[
         float,
-        typer.Option(metavar="S", min=0.0, help="Seconds before the first; doubled each time."),
+        typer.Option(
+            metavar="S", min=0.0, help="Seconds before the first resubmission; doubles each time."
+        ),
     ] = DEFAULTS.first_wait_s,
 ) -> None:
-    """Watch a job, and submit it again when it dies.
+    """Watch a job and submit it again when it fails.
 
-    Later each time, not without end, and never after scancel. Ctrl-C ends the watching alone.
+    The delay before a resubmission doubles each time. A job that was cancelled with scancel is
+    not submitted again. Ctrl-C ends the watching, not the job.
     """
     limits = ResubmitLimits(max_resubmits=max_resubmits, first_wait_s=delay, query_s=interval)
     if Path(name).is_file():

@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
+from torchdistpackage.cli._common import wrap
 from torchdistpackage.errors import (
     ConfigError,
     HeldError,
@@ -75,7 +76,8 @@ def _run(args: list[str]) -> int:
             return end.code
         raise
     except TorchDistError as error:
-        print(f"tdp: {error}", file=sys.stderr)
+        text = f"tdp: {error}"
+        print(wrap(text, indent="    ") if sys.stderr.isatty() else text, file=sys.stderr)
         return _REFUSED if isinstance(error, _REFUSALS) else _FAILED
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -112,7 +114,7 @@ def _command(names: Sequence[str]) -> TyperGroup:
             typer.Option("--version", is_eager=True, callback=_version, help="Print versions."),
         ] = False,
     ) -> None:
-        """Mixed-parallelism training from one YAML file."""
+        """Train with mixed parallelism from one YAML file, locally or under Slurm."""
 
     for name in names:
         command = getattr(import_module(f"torchdistpackage.cli.{name}"), name)
@@ -123,3 +125,7 @@ def _command(names: Sequence[str]) -> TyperGroup:
     group = typer.main.get_group(app)
     group.commands = {name: group.commands[name] for name in names}  # typer puts groups first
     return group
+
+
+if __name__ == "__main__":
+    sys.exit(main())

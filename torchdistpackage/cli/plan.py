@@ -1,6 +1,5 @@
-"""`tdp plan`: what a run is on so many ranks, before it is queued: the value it is built from."""
+"""`tdp plan`: the layout, memory and schedule of a run, before it is queued."""
 
-import textwrap
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from torchdistpackage.cli._common import PROCS, Config, Overrides, text_table
+from torchdistpackage.cli._common import PROCS, Config, Overrides, text_table, wrap
 from torchdistpackage.config.check import wrong_files
 from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.load import load
@@ -36,10 +35,14 @@ GROUPS = ("data", "pipe", "context", "tensor", "model", "expert", "expert_data")
 """Kinds of groups, by the names that Topology knows."""
 LIMIT = 64
 """Ranks listed in each part, without --all."""
-_ZERO = ("", "optimizer state", "gradients and optimizer state", "all")
-"""What ranks hold in parts, by parallel.zero."""
-_BYTES = ("weights", "gradients", "optimizer", "bytes")
-_WIDTH = 100
+_ZERO = (
+    "",
+    "optimizer state",
+    "gradients and optimizer state",
+    "weights, gradients and optimizer state",
+)
+"""What is sharded, by parallel.zero."""
+_BYTES = ("weights", "gradients", "optimizer", "total")
 _SHOWN = 8
 """Counts of nodes named, where there is a choice."""
 
@@ -49,36 +52,44 @@ def plan(
     overrides: Overrides = None,
     world: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help=f"Ranks; else {PROCS}, else as the degrees ask."),
+        typer.Option(
+            metavar="N",
+            min=1,
+            help=f"Number of ranks; default: {PROCS}, else the product of the degrees.",
+        ),
     ] = None,
     ranks_per_node: Annotated[
         int | None,
-        typer.Option(metavar="K", min=1, help="Warn about groups that cross nodes of K ranks."),
+        typer.Option(metavar="K", min=1, help="Warn about groups that span nodes of K ranks."),
     ] = None,
     show_all: Annotated[
         bool, typer.Option("--all", help=f"List every rank, not the first {LIMIT}.")
     ] = False,
     sbatch: Annotated[
-        bool, typer.Option("--sbatch", help="End with the batch script, as with launch.slurm.")
+        bool, typer.Option("--sbatch", help="Print the batch script; implied by launch.slurm.")
     ] = False,
     profile: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Estimate messages from what tdp comm bench measured."),
+        typer.Option(
+            metavar="FILE", help="Estimate communication times from a profile of tdp comm bench."
+        ),
     ] = None,
     forward_s: Annotated[
         float | None,
         typer.Option(
-            metavar="S", min=0, help="Forward of a microbatch on a stage, for the bubble."
+            metavar="S",
+            min=0,
+            help="Seconds of a microbatch's forward on a stage; needs --profile.",
         ),
     ] = None,
 ) -> None:
-    """Show which rank is where and holds what, and the batch script of a Slurm job.
+    """Show a run's layout, memory, schedule and batch script.
 
-    Needs no device. A run that cannot be is answered with every rule that it breaks.
+    Needs no GPU. An invalid configuration is refused with all its errors at once.
     """
     if forward_s is not None and profile is None:
         raise typer.BadParameter(
-            "needs --profile, which says what messages take", param_hint="--forward-s"
+            "needs --profile, which has the times of messages", param_hint="--forward-s"
         )
     cluster = None if profile is None else read_profile(profile)
     run = load(config, overrides or [], world, job=sbatch or None)
@@ -92,7 +103,7 @@ def plan(
     limit = planned.world_size if show_all else LIMIT
     mesh = describe(planned.topology.dense.axes)
     parts = [
-        f"{run.run.name} on {planned.world_size} ranks: {mesh}, outermost first",
+        f"{run.run.name} on {planned.world_size} ranks\n{mesh}, outermost first",
         _coordinates(planned, limit),
         _groups(planned, limit),
         *_goes_with(planned),
@@ -123,15 +134,8 @@ def _groups(plan: Plan, limit: int) -> str:
     lines = ["groups"]
     for name in GROUPS:
         mesh, axes = plan.topology.named(name)
-        lines.append(
-            textwrap.fill(
-                f"{name:<12} {_kind(mesh, axes, limit)}",
-                _WIDTH,
-                initial_indent="  ",
-                subsequent_indent=" " * 15,
-                break_long_words=False,
-            )
-        )
+        text = f"  {name:<12} {_kind(mesh, axes, limit)}"
+        lines.append(wrap(text, indent=" " * 15))
     return "\n".join(lines)
 
 
@@ -162,26 +166,31 @@ def _goes_with(plan: Plan) -> list[str]:
 def _stages(plan: Plan) -> str:
     if plan.shape is None:
         return f"stages: their parameters are known once {plan.config.model.target} has built them"
-    rows: list[Sequence[object]] = [("rank", "stage", "pieces", "parameters", *_BYTES, "compute")]
-    for held in stage_loads(plan):
-        m = held.memory
+    loads = stage_loads(plan)
+    scale, unit = (1e9, "GB") if any(x.memory.state_bytes >= 1e9 for x in loads) else (1e6, "MB")
+    memory: list[Sequence[object]] = [("pipe", "parameters", *_BYTES)]
+    held: list[Sequence[object]] = [("pipe", "compute", "stage", "modules")]
+    for rank in loads:
+        m = rank.memory
         parts = (m.weights_bytes, m.gradients_bytes, m.optimizer_bytes, m.state_bytes)
-        counts = [f"{n:,}" for n in (held.num_parameters, *parts)]
-        first, *more = [
-            (s, " to ".join(dict.fromkeys((*names[:1], *names[-1:]))) or "none")
-            for s, names in held.stages.items()
-        ]
-        rows.append((held.index, *first, *counts, f"{held.share:.1%}"))
-        rows += [("", *chunk, *[""] * 6) for chunk in more]
-    zero, note = plan.config.parallel.zero, ""
+        sizes = [f"{num_bytes / scale:,.3f}" for num_bytes in parts]
+        memory.append((rank.index, f"{rank.num_parameters:,}", *sizes))
+        first = (rank.index, f"{rank.share:.1%}")
+        for stage, names in rank.stages.items():
+            held.append((*first, stage, _ends(names)))
+            first = ("", "")
+    zero, notes = plan.config.parallel.zero, ""
     if zero:
-        note = f",\nof which ZeRO stage {zero} leaves {_ZERO[zero]} in parts"
+        notes = f"\nZeRO stage {zero} shards {_ZERO[zero]}"
     if zero >= 2 and plan.config.pipeline.microbatches > 1:
-        note += "; gradients of a round's microbatches add up whole"
-    return (
-        f"{num_parameters(plan):,} parameters; on each rank along pipe, with bytes of weights, "
-        f"gradients and optimizer state{note}\n{text_table(rows)}"
-    )
+        notes += ",\nand holds full gradients too while microbatches accumulate"
+    total = f"{num_parameters(plan):,} parameters"
+    head = f"{total}; a rank of each pipe index holds, in {unit}{notes}"
+    return f"{head}\n{text_table(memory)}\n\n{text_table(held, last_left=True)}"
+
+
+def _ends(names: Sequence[str]) -> str:
+    return " to ".join(dict.fromkeys((*names[:1], *names[-1:]))) or "none"
 
 
 def _schedule(plan: Plan) -> str:
@@ -202,17 +211,15 @@ def _schedule(plan: Plan) -> str:
         lines.append(f"                   {ranks}   (at most, of all stages of a pipe rank)")
     if any(a.kind is ActionKind.W for program in schedule.programs for a in flatten(program)):
         lines.append("                   (held until the gradients of the weights are there)")
-    return "\n".join(lines)
+    return wrap("\n".join(lines), indent=" " * 19)
 
 
 def _recompute(plan: Plan) -> str:
     train, loads = plan.config.train, stage_loads(plan)
     if train.recompute == "blocks":
         return "recompute          every block, in its backward"
-    lines = [
-        f"recompute          auto: chosen at the start from measured times and memory, for "
-        f"{train.memory_gb:g} GB a rank"
-    ]
+    lines = ["recompute          auto: from times and memory measured at the start"]
+    lines.append(f"                   {train.memory_gb:g} GB for everything on a rank")
     for held in loads:
         left_gb = activation_budget_gb(plan.config, held.memory, f"pipe {held.index}")
         lines.append(f"                   {left_gb:.4g} GB for activations at pipe {held.index}")
@@ -225,7 +232,7 @@ def _communication(
     lines = [f"messages in a step, by the profile of {profile.date} ({profile.by})"]
     for found in estimates(plan, profile, ranks_per_node):
         time = "not estimated" if found.time_s is None else f"{found.time_s * 1e3:.3g} ms"
-        lines.append(f"  {found.axis:<8} {time:>13}   {found.what}")
+        lines.append(wrap(f"  {found.axis:<8} {time:>13}   {found.what}", indent=" " * 27))
     if len(lines) == 1:
         lines.append("  none: every rank is alone")
     if forward_s is not None:
@@ -239,13 +246,12 @@ def _placement(plan: Plan, ranks_per_node: int) -> str:
     warnings = advice(plan.topology.dense, ranks_per_node)
     if not warnings:
         return f"placement: tensor and context groups stay inside nodes of {ranks_per_node} ranks"
-    return "\n".join(f"warning: {text}" for text in warnings)
+    return "\n".join(wrap(f"warning: {text}") for text in warnings)
 
 
 def _script(run: RunConfig, shape: JobGeometry) -> str:
     many = [f"{n} ({w} ranks)" for n, w in zip(shape.nodes, shape.world_sizes, strict=True)]
     granted = f"; Slurm may grant {', '.join(many[:_SHOWN])} nodes" if len(many) > 1 else ""
     text = preview(run, Path.cwd())
-    return (
-        f"batch script, as tdp submit writes it but for the folder of the code{granted}\n\n{text}"
-    )
+    head = f"batch script, as tdp submit writes it but for the folder of the code{granted}"
+    return f"{wrap(head)}\n\n{text}"

@@ -12,16 +12,18 @@ from torchdistpackage.train.trace_file import TRACE, png, read_trace, summary
 
 def profile(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help=f"Run folder with a {TRACE}, or that file.")
+        Path, typer.Argument(metavar="RUN", help=f"Run folder with a {TRACE}, or that file itself.")
     ],
     png_file: Annotated[
-        Path | None, typer.Option("--png", metavar="FILE", help="Draw it (matplotlib).")
+        Path | None,
+        typer.Option("--png", metavar="FILE", help="Write a drawing (PNG); needs matplotlib."),
     ] = None,
 ) -> None:
-    """Show what the ranks of a run did in its profiled steps (train.profile.steps).
+    """Summarise the trace of a run's profiled steps.
 
-    Shares are of the time of the steps: computing, waiting for messages of the schedule, and
-    waiting for calls of each group. The trace itself opens in ui.perfetto.dev.
+    The key train.profile.steps selects the steps. For each rank the table has the share of time
+    spent in computation, in waiting for pipeline messages, and in waiting for the calls of each
+    group. Open the trace itself in ui.perfetto.dev.
     """
     trace = read_trace(run)
     written = ""

@@ -22,12 +22,12 @@ WIDEST_CELLS = 200
 
 def _cost(of: ActionKind, words: str) -> typer.models.OptionInfo:
     # Integers, because a cell of the table is one unit; any ratio can be written with two.
-    text = f"Time units of one {words} on every stage; {DEFAULT_COSTS[of]:g} if not given."
+    text = f"Time units of one {words} on every stage; default: {DEFAULT_COSTS[of]:g}."
     return typer.Option(metavar="N", min=1, help=text)
 
 
 def _file(what: str) -> typer.models.OptionInfo:
-    return typer.Option(metavar="FILE", help=f"Write {what} into this file.")
+    return typer.Option(metavar="FILE", help=f"Write {what}.")
 
 
 def schedule(
@@ -43,41 +43,45 @@ def schedule(
         int | None,
         typer.Option(
             metavar="P",
-            help="Pipe ranks. Each runs V stages (see --chunks), so the model has P x V in all.",
+            help="Pipeline ranks. Each holds V stages (--chunks), P x V in all.",
         ),
     ] = None,
     microbatches: Annotated[
-        int | None, typer.Option(metavar="M", help="Microbatches in one step.")
+        int | None, typer.Option(metavar="M", help="Microbatches in a step.")
     ] = None,
     chunks: Annotated[
         int | None,
         typer.Option(
-            metavar="V", help="Stages on each pipe rank; the schedule's own if not given."
+            metavar="V", help="Stages on each pipeline rank; default: the schedule's own."
         ),
     ] = None,
     costs: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="YAML or JSON with forward, backward or input and weight, and message: a list of "
-            "one number a stage, or one number for all.",
+            help="YAML or JSON file of costs: forward, backward (or input and weight) and message, "
+            "each one number or a list with a number for each stage.",
         ),
     ] = None,
     forward_cost: Annotated[int | None, _cost(ActionKind.F, "forward")] = None,
     backward_cost: Annotated[int | None, _cost(ActionKind.B, "backward")] = None,
     steps: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Steps back to back, no rank waiting for all.")
+        int,
+        typer.Option(
+            metavar="N", min=1, help="Number of consecutive steps, with no barrier between them."
+        ),
     ] = 1,
     svg: Annotated[Path | None, _file("a drawing (SVG)")] = None,
     png_file: Annotated[
-        Path | None, typer.Option("--png", metavar="FILE", help="The same as PNG (matplotlib).")
+        Path | None,
+        typer.Option("--png", metavar="FILE", help="Write a drawing (PNG); needs matplotlib."),
     ] = None,
     trace_file: Annotated[
-        Path | None, typer.Option("--trace", metavar="FILE", help="A Chrome trace (JSON).")
+        Path | None, typer.Option("--trace", metavar="FILE", help="Write a Chrome trace (JSON).")
     ] = None,
-    csv: Annotated[Path | None, _file("its computations, as torch reads them (CSV),")] = None,
+    csv: Annotated[Path | None, _file("the computations in torch's format (CSV)")] = None,
 ) -> None:
-    """Show a pipeline schedule and how long its ranks are idle."""
+    """Show a pipeline schedule and its bubble."""
     read, words = _costs(costs, forward_cost, backward_cost)
     made = _schedule(name, stages, microbatches, chunks, read)
     taken = read(made.num_stages)

@@ -65,28 +65,33 @@ def submit(
     config: Config,
     overrides: Overrides = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the batch script; write and submit nothing.")
+        bool, typer.Option("--dry-run", help="Print the batch script and submit nothing.")
     ] = False,
     follow: Annotated[
-        bool, typer.Option("--follow", help="Print the main log until the job is over.")
+        bool, typer.Option("--follow", help="Print the main log until the job ends.")
     ] = False,
     sweep: Annotated[
         list[str] | None,
-        typer.Option(metavar="key=v1,v2", help="A job array, a run for each value; repeatable."),
+        typer.Option(
+            metavar="key=v1,v2", help="Submit a job array with a run for each value; repeatable."
+        ),
     ] = None,
     max_parallel: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Runs of a sweep at a time; else all.")
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Maximum number of array tasks at a time; default: all."
+        ),
     ] = None,
     via: Annotated[
-        str, typer.Option(metavar="|".join(WAYS), help="Who hands the job to Slurm.")
+        str, typer.Option(metavar="|".join(WAYS), help="Program that submits the job.")
     ] = "sbatch",
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Move an earlier run folder of this name aside.")
+        bool, typer.Option("--fresh", help="Rename an earlier run folder of this name first.")
     ] = False,
 ) -> None:
-    """Submit a run, or a sweep of runs, as a Slurm job.
+    """Submit a run, or a sweep of runs, to Slurm.
 
-    Checked as by plan. The job runs the code as it is now.
+    The configuration is checked first, as by tdp plan. The job runs a copy of the current code.
     """
     if via not in WAYS:
         raise typer.BadParameter(f"{via} is none of {', '.join(WAYS)}", param_hint="--via")

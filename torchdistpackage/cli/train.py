@@ -18,22 +18,24 @@ def train(
     config: Config,
     overrides: Overrides = None,
     procs: Annotated[
-        int | None, typer.Option(metavar="N", help=f"Processes to start, as {PROCS}=N.")
+        int | None, typer.Option(metavar="N", help=f"Number of local processes; sets {PROCS}.")
     ] = None,
     resume: Annotated[
         str,
         typer.Option(
-            metavar="auto|never|PATH", help="Go on from the newest checkpoint, none, or this one."
+            metavar="auto|never|PATH", help="Resume from the latest checkpoint, none, or PATH."
         ),
     ] = "auto",
     verbose: Annotated[
         bool,
-        typer.Option("--verbose", "-v", help="Show what the pipeline waited for, as log.verbose."),
+        typer.Option(
+            "--verbose", "-v", help="Print the causes of the pipeline bubble; sets log.verbose."
+        ),
     ] = False,
 ) -> None:
-    """Train on local processes, or join as one rank.
+    """Train on local processes, or as a rank of torchrun or srun.
 
-    Under torchrun or srun this process becomes a rank; else it starts the processes.
+    Under torchrun or srun this process is one rank. Otherwise it starts all ranks here.
     """
     changes = list(overrides or [])
     if procs is not None:

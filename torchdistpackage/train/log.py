@@ -8,11 +8,13 @@ import json
 import logging
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from textwrap import fill, indent
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -275,7 +277,8 @@ class StepLog:
             predicted_bubble=self._predicted_bubble,
         )
         if self._verbose and "pipeline" in noted:
-            self._bar.say(f"  {noted['pipeline']}")
+            width = shutil.get_terminal_size().columns - 2
+            self._bar.say(indent(fill(str(noted["pipeline"]), width), "  "))
 
     def amend(self, step: int, values: Mapping[str, float]) -> None:
         """Add to the row of `step`, the last one, what an earlier start did not come to."""

@@ -99,7 +99,8 @@ readonly _tdp_series="${{1:-$SLURM_JOB_ID}}"
 readonly _tdp_nodes={nodes}
 readonly _tdp_ntasks=$((_tdp_nodes * {job.shape.tasks_per_node}))
 _tdp_say() {{ printf 'job %s: %s\\n' "$_tdp_job" "$*"; }}
-# What squeue says of this job; nothing if it does not answer. What it warns of is in the log.
+# What squeue says of this job; nothing if it does not answer. Its warnings go
+# to the log.
 _tdp_squeue() {{
     command squeue --noheader --states=all --jobs="$_tdp_job" --format="tdp=$1" |
         sed -n 's/^tdp=//p'
@@ -116,7 +117,8 @@ _tdp_say "start $_tdp_start on $SLURM_JOB_NODELIST, $(date '+%F %T')"
 def _body(job: BatchJob) -> str:
     parts = "\n\n".join([*environment(job), *ranks(job)])
     return f"""
-# The prologue and the ranks, in a shell of their own: nothing behind it hears of what they do.
+# The prologue and the ranks run in a subshell, so nothing that they set reaches
+# the rest of this script.
 trap : TERM HUP USR1 USR2
 (
 {parts}
@@ -128,7 +130,7 @@ _tdp_status=$?
 def _come_back(job: BatchJob) -> list[str]:
     attempts = f"{{,.{{1..{job.restarts_in_job}}}}}" if job.restarts_in_job else ""
     read = f"""
-# The word of the ranks that came last.
+# The last decision of the ranks.
 _tdp_word='' _tdp_reason=''
 for _tdp_file in "$_tdp_run/job/decision.$_tdp_start"{attempts}; do
     [ ! -f "$_tdp_file" ] || read -r _tdp_word _tdp_reason <"$_tdp_file"
@@ -191,7 +193,7 @@ def _chain(job: BatchJob) -> str:
     known = json.dumps({k: v for k, v in asdict(job.record).items() if k not in ("job", "time_s")})
     return f"""
 _tdp_now=$(_tdp_state)
-# A job that was cancelled stays so; one that was preempted without requeue is over as well.
+# A cancelled job gets no successor; one preempted without a requeue does.
 case $_tdp_now in
 RUNNING* | *TimeLimit) ;;
 *)
@@ -208,7 +210,8 @@ for _tdp_name in $(compgen -e); do
     {dropped}) _tdp_own+=("--unset=$_tdp_name") ;;
     esac
 done
-# The intent stays if the answer is lost, so that the next submission looks for this job first.
+# The intent stays if the answer of sbatch is lost: the next submission then
+# looks for this job first.
 _tdp_note() {{
     printf '{{"job": "%s", "time_s": %s, %s}}\\n' "$1" "$(date +%s)" \\
         {shlex.quote(known[1:-1])}
@@ -232,7 +235,7 @@ def environment(job: BatchJob) -> list[str]:
     """What comes before the ranks, whatever starts them."""
     parts = [
         f"""
-# What another launcher left behind would be believed by a rank.
+# Variables of another launcher would mislead the ranks.
 for _tdp_name in $(compgen -e); do
     case $_tdp_name in
     {patterns(RANKS)}) unset "$_tdp_name" ;;
@@ -274,12 +277,13 @@ conda activate {shlex.quote(conda)} || exit 1
 set +eu
 trap - ERR DEBUG RETURN
 IFS=$' \\t\\n'
-# srun would take these for options, and stop where they contradict its own.
+# srun reads these as options, and fails where they contradict its command line.
 unset {folded(_SRUN_READS)}
-# The code as it was at submission: what is edited later does not reach this job.
+# The code as it was at submission: later edits do not reach this job.
 export PYTHONPATH={shlex.quote(paths)}${{PYTHONPATH:+:$PYTHONPATH}}
 export TDP_CODE={shlex.quote(job.code.workdir)}
-# This script acts on what the ranks decide. A job that was chained behind another is told by whom.
+# This script acts on the decision of the ranks. TDP_SERIES names the first job
+# of a chain.
 export TDP_BATCH=1 TDP_SERIES="$_tdp_series"
 if [ -n "$_tdp_end" ]; then export TDP_JOB_END_S="$_tdp_end"; fi
 """
@@ -290,8 +294,9 @@ if [ -n "$_tdp_end" ]; then export TDP_JOB_END_S="$_tdp_end"; fi
 def ranks(job: BatchJob) -> list[str]:
     """srun, and where the ranks left no word, who of them failed; ends its shell."""
     start = f"""
-# Signals are for the ranks, which save and leave word; this script outlives them to act on it.
-# A signal that asks a rank to save must not end a Python that is still starting: hence sh -c.
+# The ranks handle signals: they save and write their decision, on which this
+# script then acts. sh -c ignores them until the Python of a rank does, or a
+# request to save would end one that is still starting.
 {_srun(job)}
 _tdp_status=$?
 """.strip("\n")
@@ -307,7 +312,7 @@ _tdp_status=$?
 def _srun(job: BatchJob) -> str:
     stated = (
         f'command srun --nodes="$_tdp_nodes" --ntasks="$_tdp_ntasks" '
-        f"--ntasks-per-node={job.shape.tasks_per_node} "
+        f"\\\n    --ntasks-per-node={job.shape.tasks_per_node} "
         f"--cpus-per-task={job.shape.cpus_per_task}"
     )
     lines = [stated, "--mpi=none --kill-on-bad-exit=1"]
@@ -325,7 +330,7 @@ def verdict(job: BatchJob, start: str = "_tdp_start", more: str = "") -> tuple[s
     """
     python = shlex.join((*job.extra("container"), *job.python))
     ask = f"""
-# No word: the ranks are asked who failed first, which says more than srun's code.
+# No decision: find the rank that failed first; it says more than srun's code.
 [ "$_tdp_status" -ne 0 ] || exit 0
 {python} -m torchdistpackage.launch.slurm.failure_report \\
     "$_tdp_run" "${start}" "$_tdp_status" "$_tdp_ntasks"{more}
