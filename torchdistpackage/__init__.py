@@ -64,7 +64,7 @@ NAMES: dict[str, str] = {
     "ShardedEMA": "ddp.ema:ShardedEMA",
     "partition_params": "layout.partition:partition_params",
     "ZeroOptimizer": "ddp.zero.optimizer:ZeroOptimizer",
-    "Bf16ZeroOptimizer": "compat.torchdistpackage.bf16_zero:Bf16ZeroOptimizer",
+    "Bf16ZeroOptimizer": "compat.torchdistpackage.mixed_precision:Bf16ZeroOptimizer",
     "replica_group": "ddp.zero.replication:replica_group",
     "same_place": "ddp.zero.replication:replica_group",  # its earlier name
     "Pipeline": "parallel.pipeline.pipeline:Pipeline",
@@ -78,7 +78,7 @@ NAMES: dict[str, str] = {
     "save_tensor_parallel": "parallel.auto.saving:save_tensor_parallel",
     "clip_grad_norm_": "optim.clip:clip_grad_norm_",
     "GradScaler": "optim.scaler:GradScaler",
-    "NativeScalerPP": "compat.torchdistpackage.native_scaler:NativeScalerPP",
+    "NativeScalerPP": "compat.torchdistpackage.mixed_precision:NativeScalerPP",
     # tools around any model; more in torchdistpackage.tools
     "register_profile_hooks": "tools.module_profiler:register_profile_hooks",
     "remove_profile_hooks": "tools.module_profiler:remove_profile_hooks",

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.data_parallel.bars import EARLIER
 from benchmarks.data_parallel.models import Case
-from torchdistpackage.compat.torchdistpackage.bf16_zero import Bf16ZeroOptimizer
+from torchdistpackage.compat.torchdistpackage.mixed_precision import Bf16ZeroOptimizer
 from torchdistpackage.ddp.auto import data_parallel
 from torchdistpackage.ddp.comm_hooks import bf16_compress
 from torchdistpackage.ddp.naive_ddp import NaiveDDP

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.train import parity
 from torchdistpackage.comm.backends import GLOO, Transport, register_transport
-from torchdistpackage.compat.torchdistpackage.bf16_zero import Bf16ZeroOptimizer
+from torchdistpackage.compat.torchdistpackage.mixed_precision import Bf16ZeroOptimizer
 from torchdistpackage.ddp.bucket_plan import MIB, bucket_sizes
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer

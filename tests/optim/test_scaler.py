@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.compat.torchdistpackage.native_scaler import NativeScalerPP
+from torchdistpackage.compat.torchdistpackage.mixed_precision import NativeScalerPP
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.optim.scaler import GradScaler
 

@@ -40,7 +40,7 @@ _PARTITION: Names = {
 }
 _CLIP: Names = {
     "optim.clip": ("clip_grad_norm_",),
-    "compat.torchdistpackage.native_scaler": ("NativeScalerPP",),
+    "compat.torchdistpackage.mixed_precision": ("NativeScalerPP",),
 }
 _P2P: Names = {
     "compat.torchdistpackage.p2p": (
@@ -59,7 +59,7 @@ _P2P: Names = {
         "gather_split_1d_tensor",
     ),
 }
-_ZERO_OPTIMIZER: Names = {"compat.torchdistpackage.bf16_zero": ("Bf16ZeroOptimizer",)}
+_ZERO_OPTIMIZER: Names = {"compat.torchdistpackage.mixed_precision": ("Bf16ZeroOptimizer",)}
 
 OLD_PATHS: dict[str, Names] = {
     "dist.launch_from_slurm": {

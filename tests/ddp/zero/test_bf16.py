@@ -10,7 +10,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.creation import world
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.tpc import setup_node_groups
-from torchdistpackage.compat.torchdistpackage.bf16_zero import Bf16ZeroOptimizer
+from torchdistpackage.compat.torchdistpackage.mixed_precision import Bf16ZeroOptimizer
 from torchdistpackage.ddp.zero.replication import replica_group
 from torchdistpackage.errors import TopologyError
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.ddp.zero.beside_one_process import DIM, TINY, adamw, batches
 from tests.ddp.zero.test_stages import STAGES, stages
-from torchdistpackage.compat.torchdistpackage.bf16_zero import Bf16ZeroOptimizer
+from torchdistpackage.compat.torchdistpackage.mixed_precision import Bf16ZeroOptimizer
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import CommError, LayoutError
