@@ -12,8 +12,7 @@ from torchdistpackage.comm import collectives
 from torchdistpackage.compat import paths
 from torchdistpackage.compat.reduction import all_reduce_, summed_in_place
 from torchdistpackage.compat.torchshard import marks
-from torchdistpackage.compat.torchshard.arguments import check_tensors
-from torchdistpackage.compat.torchshard.cuts import cut_of
+from torchdistpackage.compat.torchshard.cuts import check_tensors, cut_of
 from torchdistpackage.compat.torchshard.model_groups import (
     destroy_process_group,
     get_group,

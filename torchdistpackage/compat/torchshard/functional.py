@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchdistpackage.comm import collectives
-from torchdistpackage.compat.torchshard.arguments import check_tensors
-from torchdistpackage.compat.torchshard.cuts import Cut, cut_of
+from torchdistpackage.compat.torchshard.cuts import Cut, check_tensors, cut_of
 from torchdistpackage.compat.torchshard.marks import LAST, mark, replacements, unmarked
 from torchdistpackage.compat.torchshard.model_groups import get_group
 from torchdistpackage.errors import LayoutError

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.compat.torchshard.arguments import check_tensors
+from torchdistpackage.compat.torchshard.cuts import check_tensors
 from torchdistpackage.compat.torchshard.marks import MARK, marked_parameters, weight_dim
 from torchdistpackage.compat.torchshard.model_groups import get_group
 from torchdistpackage.layout.derive import chunk

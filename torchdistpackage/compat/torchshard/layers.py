@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from torchdistpackage.compat.torchshard import functional
-from torchdistpackage.compat.torchshard.arguments import check_tensors
 from torchdistpackage.compat.torchshard.base import ParallelLayer
-from torchdistpackage.compat.torchshard.cuts import cut_of
+from torchdistpackage.compat.torchshard.cuts import check_tensors, cut_of
 from torchdistpackage.compat.torchshard.functional import ParallelDim, check_dim, check_sizes
 from torchdistpackage.compat.torchshard.marks import LAST, set_attribute
 from torchdistpackage.compat.torchshard.state import check_module, register_ddp_parameters_to_ignore

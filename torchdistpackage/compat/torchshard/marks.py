@@ -16,8 +16,14 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm.random import differ
 from torchdistpackage.compat.torchshard import rules
-from torchdistpackage.compat.torchshard.arguments import check_tensors, refusal, tensors
-from torchdistpackage.compat.torchshard.cuts import Cut, Touches, cut_of
+from torchdistpackage.compat.torchshard.cuts import (
+    Cut,
+    Touches,
+    check_tensors,
+    cut_of,
+    refusal,
+    tensors,
+)
 from torchdistpackage.compat.torchshard.model_groups import get_group_size, get_rank
 from torchdistpackage.compat.torchshard.view_rules import indexed
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from torchdistpackage.comm.collectives import as_dim
-from torchdistpackage.compat.torchshard.arguments import check_tensors
+from torchdistpackage.compat.torchshard.cuts import check_tensors
 
 
 def check_divisibility(numerator: int, denominator: int) -> None:

@@ -10,8 +10,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchdistpackage.compat.torchshard.arguments import argument, dims_of, first_of, tensors
-from torchdistpackage.compat.torchshard.cuts import Args, Cut, Kwargs, Rule, Touches, cut_of
+from torchdistpackage.compat.torchshard.cuts import (
+    Args,
+    Cut,
+    Kwargs,
+    Rule,
+    Touches,
+    argument,
+    cut_of,
+    dims_of,
+    first_of,
+    tensors,
+)
 from torchdistpackage.compat.torchshard.view_rules import (
     expand,
     indexed,

@@ -7,8 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchdistpackage.compat.torchshard.arguments import argument, dims_of, first_of
-from torchdistpackage.compat.torchshard.cuts import Args, Cut, Kwargs, Rule, Touches, cut_of
+from torchdistpackage.compat.torchshard.cuts import (
+    Args,
+    Cut,
+    Kwargs,
+    Rule,
+    Touches,
+    argument,
+    cut_of,
+    dims_of,
+    first_of,
+)
 
 
 def reshaped(by_sizes: bool) -> Rule:
