@@ -22,8 +22,8 @@ from torchdistpackage.schedule.list_scheduling import (
     list_order,
     merge_backward,
 )
-from torchdistpackage.schedule.local_search import local_search
 from torchdistpackage.schedule.one_f_one_b import looped
+from torchdistpackage.schedule.order_search import local_search
 from torchdistpackage.schedule.timeline import simulate
 from torchdistpackage.schedule.trace_costs import costs_of
 

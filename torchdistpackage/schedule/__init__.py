@@ -6,8 +6,8 @@ By name         generators (names, `build`) on one_f_one_b (GPipe, 1F1B, interle
 Lowering        passes (messages placed, batched, posted early; `lower`), check (complete, in
                 order, free of deadlock).
 Simulation      engine (an order as numbers, timed), timeline (times, bubble, activations held).
-By search       autoschedule (never longer than the best by name) on list_scheduling, rule_search
-                and local_search.
+By search       autoschedule (never longer than the best by name) on list_scheduling and
+                order_search.
 After a run     trace_costs (costs from measured spans, and why ranks idled).
 Files           draw (table, SVG, PNG, Chrome trace), csv (torch's format).
 """

@@ -1,7 +1,7 @@
 """An order made for measured costs and a memory cap: never longer than the best stock one.
 
 Candidates are the stock orders, each as it is, with all backwards split and with none; the best
-list-scheduled one (`rule_search.py`); and what local search makes of the best. The shortest that
+list-scheduled one; and what local search makes of the best (`order_search.py`). The shortest that
 fits is taken, of several as short the one that holds least.
 """
 
@@ -13,10 +13,9 @@ from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.engine import BACKWARD, INPUT, WEIGHT, Order, TaskGraph
 from torchdistpackage.schedule.generators import GENERATORS
 from torchdistpackage.schedule.list_scheduling import merge_backward
-from torchdistpackage.schedule.local_search import local_search
 from torchdistpackage.schedule.one_f_one_b import looped
+from torchdistpackage.schedule.order_search import local_search, rule_search
 from torchdistpackage.schedule.passes import lower
-from torchdistpackage.schedule.rule_search import rule_search
 from torchdistpackage.schedule.v_shape import zigzag
 
 NAME = "auto"
