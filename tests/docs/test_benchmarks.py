@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.any_model import table as any_model
 from benchmarks.common import take_turns
 from benchmarks.data_parallel import table as data_parallel
 from benchmarks.data_parallel.limits import CAP_BYTES, Trace, bound_s, roofline_s
@@ -30,7 +31,9 @@ def test_what_a_script_imports_is_there(script, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "table", [data_parallel, pipeline, tensor_parallel], ids=lambda table: table.PAGES.name
+    "table",
+    [any_model, data_parallel, pipeline, tensor_parallel],
+    ids=lambda table: table.PAGES.name,
 )
 def test_the_tables_follow_the_results(table):
     pages = table.PAGES
