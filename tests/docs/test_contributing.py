@@ -2,6 +2,7 @@
 edited that the row does not name, and what was added works."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -60,6 +61,75 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
             "    return _narrow(flat, group, op, torch.float32)\n",
         )
     ],
+    "a collective": [
+        (
+            "comm/primitives.py",
+            "",
+            "def sum_parts(x, group, async_op=False):\n"
+            "    if group.size() == 1:\n"
+            "        return Work(x) if async_op else x\n"
+            "    total = x.clone()\n"
+            "    finish = lambda: total.chunk(group.size())[group.rank()]\n"
+            "    go = run_async if async_op else run_sync\n"
+            "    return go('sum_parts', group, x, NO_FACTS, finish, dist.all_reduce, total)\n",
+        ),
+        (
+            "comm/autograd.py",
+            "",
+            "@dataclass(frozen=True, slots=True)\n"
+            "class SumParts:\n"
+            "    group: Group\n"
+            "    dim: int\n"
+            "    def __call__(self, x):\n"
+            "        rows = primitives.sum_parts(_rows(x, self.dim), self.group)\n"
+            "        return _from_rows(rows, self.dim)\n"
+            "    def transposed(self):\n"
+            "        return AllGather(self.group, self.dim, None)\n",
+        ),
+        (
+            "comm/collectives.py",
+            "",
+            "from torchdistpackage.comm.autograd import SumParts\n"
+            "def sum_parts(x, dim, group):\n"
+            "    return apply(SumParts(as_group(group), as_dim(x, dim)), x)\n"
+            "start_sum_parts = _by_name(primitives.sum_parts, 'start_sum_parts', async_op=True)\n",
+        ),
+        ("comm/__init__.py", r'"broadcast",\n', '"sum_parts", "start_sum_parts",\n'),
+        (
+            "harness/operations.py",
+            r'CollectiveSpec\("all_to_all".*\n',
+            'CollectiveSpec("sum_parts", _others_share, output_is_part=True, in_parts=True, '
+            "is_sum=True),\n",
+        ),
+        (
+            "harness/calls.py",
+            r"_TORCH: dict.*= \{\n",
+            '"sum_parts": torch_reduce_scatter,\n',
+        ),
+    ],
+    "a model family": [
+        (
+            "models/flat.py",
+            "",
+            "from torchdistpackage.models.gpt import GPT\n"
+            "class Flat(GPT):\n"
+            "    def forward(self, x):\n"
+            "        out = super().forward(x)\n"
+            "        return out if self.head is None else out * 0\n",
+        ),
+        ("models/flat_layout.py", "", "from torchdistpackage.models.gpt_layout import *\n"),
+        (
+            "models/registry.py",
+            r"MODELS: dict\[str, Model\] = \{\n",
+            "'flat': Model(flat_layout.shape_of_section, flat_layout.pieces, flat_layout.layouts,\n"
+            "flat_layout.piece_costs, flat_layout.piece_parameters, flat_layout.flops_per_token,\n"
+            "'torchdistpackage.models.flat:Flat', hugging_face_layout.open_folder,\n"
+            "'torchdistpackage.models.hugging_face:load_weights'),\n",
+        ),
+        ("models/registry.py", r"from torchdistpackage.models import ", "flat_layout, "),
+        ("config/types.py", r"ModelName = Literal\[", "'flat', "),
+        ("configs/flat.yaml", "", "run: {name: flat}\nmodel: {name: flat, vocab: 256}\n"),
+    ],
     "a check of the communication test": [
         (
             "harness/comm_checks.py",
@@ -85,6 +155,11 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
         ("train/step_stats.py", r'"lr": self.lr,\n', '"ranks": self.ranks,\n'),
         ("train/step_stats.py", r"stop=sums.stop > 0,\n", "ranks=sums.ranks,\n"),
         ("train/step.py", r"stop=float\(stop\(\)\)", ", ranks=1.0"),
+    ],
+    "a value in the log line": [
+        ("train/log.py", r"        tokens_per_s: float,\n", "        ranks: float = 0.0,\n"),
+        ("train/log.py", r'        text = f"loss .*\n', "        text += f'  {ranks:g} ranks'\n"),
+        ("train/log.py", r"            loss=result.loss,\n", "            ranks=result.ranks,\n"),
     ],
     "something a run does between steps": [
         (
@@ -137,8 +212,9 @@ def edited(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("edited")
     shutil.copytree(ROOT / "torchdistpackage", copy / "torchdistpackage")
     for path, before, added in (edit for edits in EDITS.values() for edit in edits):
-        file = copy / "torchdistpackage" / path
+        file = copy / (path if path.startswith("configs/") else f"torchdistpackage/{path}")
         if not before:
+            file.parent.mkdir(exist_ok=True)
             text = file.read_text("utf-8") if file.exists() else ""
             file.write_text(f"{text}\n\n{added}", "utf-8")
             continue
@@ -185,18 +261,45 @@ def test_a_schedule_a_layer_a_hook_an_option_and_a_command(edited: Path):
     assert "fill-drain" in shown and "hello" in shown
 
 
-def test_a_key_a_logged_value_and_a_callback_in_a_run(edited: Path):
-    tiny = ROOT / "configs" / "gpt_tiny.yaml"
+def test_a_model_a_key_a_logged_value_and_a_callback_in_a_run(edited: Path):
     changes = ("pipeline.schedule=fill-drain", "optim.noise=0.5", "train.steps=2", "--procs=2")
     small = ("model.layers=2", "model.dim=16", "model.heads=2", "optim.warmup_steps=0")
-    less = ("train.generate_tokens=0", "log.plot=false", "data.seq_len=16", "parallel.data=1")
-    shown = run(edited, "-m", "torchdistpackage", "train", str(tiny), *changes, *small, *less)
-    assert "noise of the update: 0.5" in shown
+    less = ("log.plot=false", "data.seq_len=16", "parallel.pipe=2", "data.global_batch=8")
+    less += ("train.eval_batches=1", "checkpoint.save_every=0")
+    flat = str(edited / "configs" / "flat.yaml")
+    shown = run(edited, "-m", "torchdistpackage", "train", flat, *changes, *small, *less)
+    assert "noise of the update: 0.5" in shown and "  2 ranks  bubble" in shown
     (metrics,) = edited.glob("runs/*/metrics.jsonl")
     found = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
     assert [(row["ranks"], row["greeting"]) for row in found] == [(2.0, "hello")] * 2
+    assert [row["loss"] for row in found] == pytest.approx([math.log(256)] * 2), "of equal logits"
 
 
 def test_a_check_of_the_communication_test(edited: Path):
     shown = run(edited, "-m", "torchdistpackage", "comm", "test", "--axes", "data=2", code=1)
     assert "a check that fails" in shown
+
+
+@pytest.mark.full
+def test_a_collective(edited: Path):
+    options = ("--axes", "data=2", "--operations", "sum_parts", "--sizes", "4KiB")
+    shown = run(edited, "-m", "torchdistpackage", "comm", "bench", *options, "--iterations", "1")
+    assert "every element verified" in shown and "sum_parts" in shown
+    (edited / "gradient.py").write_text(GRADIENT, "utf-8")
+    run(edited, "-c", "from torchdistpackage.testing import run_ranks\n"
+                      "import gradient\nrun_ranks(gradient.check, world_size=2)")  # fmt: skip
+
+
+GRADIENT = """
+import torch
+from torchdistpackage import comm, tpc
+
+def check():
+    tpc.setup_process_groups([("data", 2)])
+    x = torch.arange(4.0, dtype=torch.float64, requires_grad=True)
+    mine = comm.sum_parts(x, 0, "data")
+    assert mine.tolist() == [[0.0, 2.0], [4.0, 6.0]][tpc.rank]
+    (mine * (tpc.rank + 1)).sum().backward()
+    assert x.grad.tolist() == [1.0, 1.0, 2.0, 2.0]
+    assert comm.start_sum_parts(x.detach(), "data").wait().tolist() == mine.tolist()
+"""

@@ -22,7 +22,12 @@ SAME_AXES = ("tensor",)
 
 
 def seed_from(*parts: object) -> int:
-    """A 63-bit seed from anything that prints: equal parts, equal seed, on every machine."""
+    """A 63-bit seed from anything that prints: equal parts, equal seed, on every machine.
+
+    For noise that is equal on all ranks that hold a parameter, draw that of the full parameter from
+    `torch.Generator().manual_seed(seed_from(seed, step, layout.name))` and take this rank's part
+    with `parallel.tensor.full.copy_part`; docs/random.md has the function.
+    """
     digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
