@@ -14,6 +14,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "parallel.auto.traffic": ("count_traffic",),
     "parallel.auto.trainer": ("prepare_trainer",),
     "parallel.auto.shard": ("make_shard", "make_distributed_shard"),
+    "parallel.auto.loading": ("load_tensor_parallel",),
     "parallel.auto.saving": (
         "save_tensor_parallel",
         "convert_state_dict",

@@ -1,0 +1,160 @@
+"""Weights of the whole model into the shards that were made from it, the reverse of saving.py.
+
+Files are read tensor by tensor, and of each tensor the parts that shards here hold are copied. So a
+model that was split on the meta device comes to its weights with the tensors of one file, which
+safetensors maps into memory, beside its shards.
+"""
+
+from collections.abc import Iterator, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from torchdistpackage.errors import LayoutError
+from torchdistpackage.layout.mark import mark_parameter
+from torchdistpackage.parallel.auto.model import TensorParallel
+from torchdistpackage.parallel.auto.nested import find_tied_weight_aliases
+from torchdistpackage.parallel.auto.saving import OriginalEntry
+
+AnyPath = str | PathLike[str]
+
+
+def load_tensor_parallel(model: nn.Module, files: AnyPath | Sequence[AnyPath]) -> None:
+    """Give the shards of `model` what safetensors files of the unsplit model hold.
+
+    files: a folder, as `save_pretrained` writes, or files. model: made by `tensor_parallel`; what
+    it has on the meta device comes to the devices of its shards. Where these are processes each
+    calls it for itself.
+
+    Raises:
+        LayoutError: files and model do not fit, with all names; nothing was loaded then. Or tensors
+            that are in no file are still on the meta device.
+    """
+    root: Any = getattr(model, "wrapped_model", model)
+    if not isinstance(root, TensorParallel) or not hasattr(root, "_original"):
+        raise LayoutError(
+            f"a {type(model).__name__} was given, which has no shards; pass what tensor_parallel "
+            f"made of a module for several devices or ranks"
+        )
+    if root.sharding_manager is not None:
+        raise LayoutError("sharded=True has cut the weights again; load, then apply_sharding()")
+    paths = files_of(files)
+    shards = [Shard(root, at) for at in range(len(root.module_shards))]
+    check_fit(root, shards, paths)
+    entries = {entry.name: entry for entry in root._original.entries}
+    done: set[str] = set()
+    for path in paths:
+        with safe_open(path, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118, it is no mapping
+                if (entry := entries[name]).first not in done:
+                    done.add(entry.first)
+                    load_entry(shards, entry, opened.get_tensor(name))
+    for at, sentinel in enumerate(getattr(root, "_sanity_check_params", ())):
+        if sentinel.is_meta:
+            empty = torch.empty(0, device=root.devices[at])
+            root._sanity_check_params[at] = nn.Parameter(empty, requires_grad=False)
+    check_none_is_meta(root)
+
+
+class Shard:
+    """One shard of this process: what it holds, under all names."""
+
+    def __init__(self, root: Any, at: int):
+        self.root, self.at, self.module = root, at, root.module_shards[at]
+        self.rank = at if root._group is None else root._group.rank()
+        self.device = root.devices[at] if root.devices else torch.device("cpu")
+        self.names = {names[0]: names for names in find_tied_weight_aliases(self.module).values()}
+        self.names |= {name: names for names in self.names.values() for name in names}
+
+    def held(self, name: str) -> Tensor:
+        path, _, attribute = name.rpartition(".")
+        found: Tensor = getattr(self.module.get_submodule(path), attribute)
+        return found
+
+    @torch.no_grad()
+    def put(self, name: str, part: Tensor) -> None:
+        """Copy `part` into what is called `name`, or make that of it, under all its names."""
+        held = self.held(name)
+        if not held.is_meta:
+            held.copy_(part)
+            return
+        made = torch.empty(part.shape, dtype=held.dtype, device=self.device).copy_(part)
+        if isinstance(held, nn.Parameter):
+            made = nn.Parameter(made, held.requires_grad)
+            layout = self.root._layouts.get(f"module_shards.{self.at}.{name}")
+            if layout is not None:
+                mark_parameter(made, layout, self.root._group)
+        for alias in self.names[name]:
+            path, _, attribute = alias.rpartition(".")
+            setattr(self.module.get_submodule(path), attribute, made)
+
+
+def load_entry(shards: Sequence[Shard], entry: OriginalEntry, tensor: Tensor) -> None:
+    for shard in shards:
+        shard.put(entry.in_shard, part_of(entry, tensor, shard.rank))
+
+
+def part_of(entry: OriginalEntry, tensor: Tensor, rank: int) -> Tensor:
+    return tensor if entry.action is None else entry.action(tensor, rank=rank)
+
+
+def files_of(files: AnyPath | Sequence[AnyPath]) -> list[Path]:
+    """Raises LayoutError where there are none."""
+    if not isinstance(files, (str, PathLike)):
+        return [Path(file) for file in files]
+    path = Path(files)
+    found = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not found:
+        raise LayoutError(f"{path} has no *.safetensors; write them with save_pretrained(folder)")
+    return found
+
+
+def shapes_in(paths: Sequence[Path]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes, by the headers alone."""
+    for path in paths:
+        with safe_open(path, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                yield name, tuple(opened.get_slice(name).get_shape())
+
+
+def check_fit(root: Any, shards: Sequence[Shard], paths: Sequence[Path]) -> None:
+    """Raises LayoutError, of all tensors at once, before one is loaded."""
+    entries = {entry.name: entry for entry in root._original.entries}
+    shapes = dict(shapes_in(paths))
+    given = {entries[name].first for name in shapes if name in entries}
+    problems = [f"{name} is of no such model" for name in shapes if name not in entries]
+    missing = [e.name for e in entries.values() if e.first not in given and e.name == e.first]
+    problems += [f"{name} is in no file" for name in missing]
+    for name, shape in shapes.items():
+        if (entry := entries.get(name)) is not None:
+            outline = torch.empty(shape, device="meta")
+            for shard in shards:
+                wanted = tuple(shard.held(entry.in_shard).shape)
+                try:
+                    found: Any = tuple(part_of(entry, outline, shard.rank).shape)
+                except (RuntimeError, IndexError, LayoutError) as error:
+                    found = error
+                if found != wanted:
+                    problems.append(
+                        f"{name} of shape {shape} gives shard {shard.rank} {found}, not {wanted}"
+                    )
+    if problems:
+        raise LayoutError(
+            f"{len(paths)} files do not fit the model that was split: {'; '.join(problems[:8])}"
+            f"{f'; and {len(problems) - 8} more' if len(problems) > 8 else ''}; pass all files of "
+            f"that model, and tie its weights before it is split"
+        )
+
+
+def check_none_is_meta(root: nn.Module) -> None:
+    tensors = [*root.named_parameters(), *root.named_buffers()]
+    if left := [name for name, tensor in tensors if tensor.is_meta]:
+        raise LayoutError(
+            f"{', '.join(left[:3])} and {len(left) - 1} more are in no file, as buffers that are "
+            f"not saved, and on the meta device; build the model under "
+            f"accelerate.init_empty_weights(), which leaves buffers alone"
+        )
