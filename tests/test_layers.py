@@ -87,6 +87,8 @@ PURE_FILES = (
     "train/job.py",
     "train/stop.py",
     "train/submitit_task.py",
+    "train/inference_request.py",
+    "train/prompts.py",
     "train/token_cache.py",
     "train/trace_file.py",
     "cli/*.py",
@@ -107,7 +109,7 @@ MAY_LAUNCH = {
 }
 """Files of these folders that see the launcher all the same."""
 
-PLANNERS = ["build", "job", "plan", "worker"]
+PLANNERS = ["build", "inference", "job", "plan", "worker"]
 """Files of train that read the configuration; the others get plain arguments."""
 
 MAY_CALL_TORCH_DISTRIBUTED = {

@@ -1,10 +1,10 @@
 """A recorded step: what the run folder holds of it, that others are not, and what comes of it."""
 
 import xml.etree.ElementTree as ET
+from itertools import islice
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.train import parity
 from torchdistpackage.config.load import loads
@@ -12,7 +12,8 @@ from torchdistpackage.schedule.actions import flatten
 from torchdistpackage.schedule.costs import read_costs
 from torchdistpackage.schedule.generators import build
 from torchdistpackage.train.build import make_loop
-from torchdistpackage.train.finish import generate
+from torchdistpackage.train.generate import generate
+from torchdistpackage.train.inference_request import Sampling
 from torchdistpackage.train.log import read_metrics
 from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.train_state import TrainState
@@ -88,7 +89,7 @@ def test_without_a_pipeline_nothing_is_recorded(ranks, tmp_path):
 
 def generated(extra: list[str]) -> list[int]:
     run = parity.trainer([*RUN, "precision.dtype=float64", *extra])
-    return generate(run, torch.tensor([1, 2, 3]), 6).tolist()
+    return list(islice(generate(run, [1, 2, 3], Sampling(0.8), 8, None), 6))
 
 
 @pytest.mark.parametrize("schedule", ["zb-v", pytest.param("interleaved", marks=pytest.mark.full)])

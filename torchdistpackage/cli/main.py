@@ -26,8 +26,8 @@ from torchdistpackage.errors import (
 )
 
 COMMANDS = (
-    *("train", "submit", "jobs", "plan", "data", "export", "comm", "schedule", "profile"),
-    "schema",
+    *("train", "submit", "jobs", "plan", "data", "generate", "eval", "export", "comm"),
+    *("schedule", "profile", "schema"),
 )
 """Each a function, or commands of its own, in the module of its name; in the order of the help."""
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import DataError, LayoutError
 from torchdistpackage.models import gpt_layout
@@ -130,6 +131,15 @@ class GPT(Grouped):
             logits, targets.t(), self.group, vocab=self.shape.vocab, ignore_index=ignore_index
         )
         return losses.sum(), (targets != ignore_index).sum()
+
+    def logits_at(self, logits: Tensor, position: int) -> Tensor:
+        """All logits (V,) of one position of the first sample, equal over the group.
+
+        logits (S, B, V/n) as `forward` gives them.
+        """
+        mine, width = logits[position, 0], -(-self.shape.vocab // self.group.size())
+        padded = F.pad(mine, (0, width - mine.shape[0]))
+        return primitives.all_gather(padded, self.group)[: self.shape.vocab]
 
     def _rotary(self, x: Tensor) -> Tables | None:
         if self.shape.position != "rotary":

@@ -15,7 +15,8 @@ from torchdistpackage.models import gpt_layout, hugging_face_layout, transformer
 
 
 class ModelShape(Protocol):
-    """What any shape tells: length of sequences, width of activations, number of token ids."""
+    """What any shape tells: length of sequences, width of activations, number of token ids, and the
+    longest sequence that the model is made for."""
 
     @property
     def seq_len(self) -> int: ...
@@ -23,6 +24,8 @@ class ModelShape(Protocol):
     def dim(self) -> int: ...
     @property
     def vocab(self) -> int: ...
+    @property
+    def num_positions(self) -> int: ...
     @property
     def sequence_parallel(self) -> bool: ...
 

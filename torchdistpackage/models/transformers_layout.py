@@ -54,6 +54,12 @@ class TransformersShape:
     def dim(self) -> int:
         return self.sizes.dim
 
+    @property
+    def num_positions(self) -> int:
+        """The longest sequence that the model is made for; seq_len where config.json has none."""
+        found = self.sizes.positions or self.given.get("max_position_embeddings")
+        return found if isinstance(found, int) and found > 0 else self.seq_len
+
 
 def shape_of_section(
     section: Mapping[str, Any], seq_len: int, sequence_parallel: bool

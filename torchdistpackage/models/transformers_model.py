@@ -109,6 +109,10 @@ class TransformersStage(nn.Module):
         )
         return total, (targets != ignore_index).sum()
 
+    def logits_at(self, logits: Tensor, position: int) -> Tensor:
+        """Those (V,) of one position of the first sample, from logits (B, S, V)."""
+        return logits[0, position]
+
 
 def stage(
     shape: TransformersShape,

@@ -17,7 +17,7 @@ from torchdistpackage.checkpoint.save import fail_together
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.random import seed_rank
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.config.schema import OptimSection, RunConfig
+from torchdistpackage.config.schema import DataSection, OptimSection, RunConfig
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.param_spec import batch_group
 from torchdistpackage.ddp.param_sync import ReplicatedTensor, sync_module_states
@@ -208,13 +208,7 @@ def build_data(plan: Plan) -> DataSource:
             global_batch=section.global_batch,
             val_fraction=section.val_fraction,
         )
-    match section.name:
-        case "python_stdlib":
-            found = corpus.python_stdlib(section.val_fraction)
-        case "text":
-            found = corpus.text(section.path or "", section.val_fraction)
-        case _:
-            found = corpus.tokens(section.path or "", section.dtype, section.val_fraction)
+    found = read_corpus(section, section.val_fraction)
     return TokenDataset(
         found.train,
         found.val,
@@ -222,6 +216,17 @@ def build_data(plan: Plan) -> DataSource:
         section.seq_len,
         num_val=plan.config.train.eval_batches * section.global_batch,
     )
+
+
+def read_corpus(section: DataSection, val_fraction: float) -> corpus.Corpus:
+    """The token ids of a data section without a tokenizer or target."""
+    match section.name:
+        case "python_stdlib":
+            return corpus.python_stdlib(val_fraction)
+        case "text":
+            return corpus.text(section.path or "", val_fraction)
+        case _:
+            return corpus.tokens(section.path or "", section.dtype, val_fraction)
 
 
 def user_object(path: str) -> Callable:

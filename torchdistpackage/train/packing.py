@@ -32,7 +32,7 @@ class PackedDataset:
     """Samples of `seq_len` tokens from whole documents; see `DataSource`.
 
     global_batch: samples in a step. val_fraction: part of the documents that only validation sees,
-    by a hash of their text; it begins again after its last sample.
+    by a hash of their text; it begins again after its last sample. 1: all, with no training.
 
     Raises:
         DataError: an id is outside `vocab`, a prompt leaves no room for its completion, or one side
@@ -52,7 +52,8 @@ class PackedDataset:
         self._starts = text.starts
         lengths = text.ends - self._starts
         self._lengths = lengths
-        in_val = _in_val(text.places, val_fraction)
+        self._trains = val_fraction < 1
+        in_val = _in_val(text.places, val_fraction) if self._trains else text.places < 1
         self._documents = {"train": np.flatnonzero(~in_val), "val": np.flatnonzero(in_val)}
         self._tokens = {s: int(lengths[found].sum()) for s, found in self._documents.items()}
         self._orders: dict[tuple[str, int, int], DocumentOrder] = {}
@@ -138,7 +139,7 @@ class PackedDataset:
                 f"model.vocab to {self.text.vocab} or more"
             )
         for split, number in self._tokens.items():
-            if number < self.seq_len + 1:
+            if self._trains and number < self.seq_len + 1:
                 problems.append(
                     f"the {split} split has {number} tokens in {len(self._documents[split])} "
                     f"documents, but one sample takes {self.seq_len + 1}; shorten data.seq_len, or "

@@ -1,0 +1,107 @@
+"""Tokens that a trained model writes: those of transformers, and the same on every layout."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models import hugging_face_folders as folders
+from tests.models.hugging_face_ranks import save_run
+from tests.train.inference_ranks import tokens
+from torchdistpackage.cli._inference import ModelSource, source_of
+from torchdistpackage.train.generate import next_token
+from torchdistpackage.train.inference_request import Sampling
+
+LAYOUTS = {
+    "one": {},
+    "pipe2xtensor2": {"pipe": 2, "tensor": 2},
+    "pipe2": {"pipe": 2},
+    "tensor4": {"tensor": 4},
+    "pipe4": {"pipe": 4},
+}
+PROMPT = [197, 197, 197]
+SMALL_SET = ("one", "pipe2xtensor2")
+EACH = [n if n in SMALL_SET else pytest.param(n, marks=pytest.mark.full) for n in LAYOUTS]
+
+
+def on_layout(ranks, source: ModelSource, layout: dict[str, int], *changes: str, **how) -> list:
+    """Of every rank what follows the prompt."""
+    ones = {"data": 1, "pipe": 1, "tensor": 1}
+    degrees = {f"parallel.{axis}": size for axis, size in {**ones, **layout}.items()}
+    keys = {**degrees, "pipeline.microbatches": 1, "data.global_batch": 1}
+    config = source.config(keys, ["precision.dtype=float64", *changes])
+    number = layout.get("pipe", 1) * layout.get("tensor", 1)
+    sampling, window = how.get("sampling", Sampling()), how.get("window", source.window)
+    return ranks(number).run(tokens, config, source.weights, PROMPT, sampling, window, 8)
+
+
+def of_transformers(name: str, prompt: list[int], length: int) -> list[int]:
+    with folders.everywhere_float64():
+        found = folders.model(name).generate(
+            torch.tensor([prompt]),
+            max_new_tokens=length,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return found[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("layout", EACH)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_greedy_tokens_of_a_folder_are_those_of_transformers(ranks, tmp_path, name, layout):
+    source = source_of(folders.save(name, tmp_path / "source"), None)
+    truth = of_transformers(name, PROMPT, 8)
+    assert len(set(truth)) > 3, "too few kinds of tokens to tell right from wrong"
+    told = on_layout(ranks, source, LAYOUTS[layout])
+    assert told == [truth] * len(told)
+
+
+def a_run(ranks, folder: Path, *changes: str) -> ModelSource:
+    """A run whose pipe and tensor ranks are two each, with large random weights."""
+    mine = ["parallel.pipe=2", "parallel.tensor=2", f"run.dir={folder}", "run.name=mine"]
+    ranks(4).run(save_run, [*mine, "model.layers=2", "model.dim=16", *changes])
+    return source_of(folder / "mine", None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["parallel.sequence_parallel=true"],
+        pytest.param([], marks=pytest.mark.full),
+        pytest.param(["pipeline.schedule=interleaved"], marks=pytest.mark.full),
+        pytest.param(["pipeline.schedule=zb-v", "parallel.zero=3"], marks=pytest.mark.full),
+    ],
+    ids=" ".join,
+)
+def test_sampled_tokens_of_a_run_are_the_same_on_every_layout(ranks, tmp_path, changes):
+    """Also where the sequence grows out of the window, and is no multiple of the ranks."""
+    source = a_run(ranks, tmp_path)
+    how = {"sampling": Sampling(1.0, 100, 0.9, seed=3), "window": 6}
+    (truth,) = on_layout(ranks, source, {}, **how)
+    assert len(set(truth)) > 3
+    told = on_layout(ranks, source, {"pipe": 2, "tensor": 2}, *changes, **how)
+    assert told == [truth] * 4
+    other = on_layout(ranks, source, {}, **{**how, "sampling": Sampling(1.0, 100, 0.9, seed=4)})
+    assert other != [truth]
+
+
+def test_sampling_keeps_what_is_asked_and_follows_the_chances():
+    chances = torch.tensor([0.1, 0.4, 0.05, 0.25, 0.2], dtype=torch.float64)
+    draw = torch.Generator().manual_seed(0)
+
+    def shares(how: Sampling) -> list[float]:
+        found = [next_token(chances.log(), how, draw) for _ in range(1500)]
+        return [found.count(token) / 1500 for token in range(5)]
+
+    def close_to(*weights: float):
+        return pytest.approx([w / sum(weights) for w in weights], abs=0.06)
+
+    assert shares(Sampling(1.0)) == close_to(0.1, 0.4, 0.05, 0.25, 0.2)
+    assert shares(Sampling(0.5)) == close_to(0.01, 0.16, 0.0025, 0.0625, 0.04)
+    assert shares(Sampling(1.0, top_k=2)) == close_to(0, 0.4, 0, 0.25, 0)
+    assert shares(Sampling(1.0, top_p=0.7)) == close_to(0, 0.4, 0, 0.25, 0.2)
+    assert shares(Sampling(1.0, top_k=1)) == [0, 1, 0, 0, 0]
+    assert shares(Sampling(1.0, top_p=1e-9)) == [0, 1, 0, 0, 0]
+    assert next_token(chances.log(), Sampling(), draw) == 1
+    assert next_token(torch.tensor([0.0, float("nan")]), Sampling(), draw) == -1

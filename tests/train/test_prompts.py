@@ -1,0 +1,40 @@
+"""Prompts become ids, and a growing text shows whole letters only."""
+
+from tests.train.texts import save_tokenizer
+from torchdistpackage.train.prompts import ByteCodec, GrowingText, TokenizerCodec
+
+
+def shown(codec, prompt: str, text: str) -> list[str]:
+    """What each token of `text` adds behind the prompt, and the end."""
+    before = codec.encode(prompt)
+    growing = GrowingText(codec, before)
+    return [*map(growing.add, codec.encode(prompt + text)[len(before) :]), growing.end()]
+
+
+def test_a_letter_of_several_bytes_is_shown_when_it_is_whole():
+    assert shown(ByteCodec(), "a", "\u00e9b\u20ac") == ["", "\u00e9", "b", "", "", "\u20ac", ""]
+    cut = GrowingText(ByteCodec(), [])
+    assert [cut.add(0xE2), cut.add(0x82), cut.end()] == ["", "", "\ufffd"]
+    wrong = GrowingText(ByteCodec(), [0x61])
+    assert [wrong.add(0xFF), wrong.add(0x62), wrong.add(999)] == ["", "\ufffdb", ""]
+
+
+def test_what_a_tokenizer_makes_of_a_text_comes_back(tmp_path):
+    codec = TokenizerCodec(save_tokenizer(tmp_path), special=False)
+    assert codec.stop == 1 and codec.num_ids == 300
+    parts = shown(codec, "alpha beta", " gamma \u20ac delta")
+    assert "".join(parts) == " gamma \u20ac delta" and len(parts) > 4
+    assert codec.decode([*codec.encode("alpha"), codec.stop]) == "alpha"
+
+
+def test_a_tokenizer_adds_what_belongs_around_a_text_where_it_is_asked(tmp_path):
+    from tokenizers import Tokenizer, processors
+
+    file = save_tokenizer(tmp_path) / "tokenizer.json"
+    made = Tokenizer.from_file(str(file))
+    made.post_processor = processors.TemplateProcessing(
+        single="<pad> $A", special_tokens=[("<pad>", 0)]
+    )
+    made.save(str(file))
+    plain, special = (TokenizerCodec(file, special=x).encode("alpha") for x in (False, True))
+    assert special == [0, *plain]

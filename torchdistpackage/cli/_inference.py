@@ -1,0 +1,210 @@
+"""A folder of a run, or of transformers, as the configuration of forwards alone. No torch.
+
+Of a run's configuration what only training needs is set aside, so that its model runs on any
+layout: its weights fit all of them.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from torchdistpackage.checkpoint.commit import latest
+from torchdistpackage.cli._common import Overrides
+from torchdistpackage.config.hugging_face import FILE as CONFIG
+from torchdistpackage.config.hugging_face import model_keys, read_config
+from torchdistpackage.config.load import load, loads
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.config.yaml_loader import write
+from torchdistpackage.errors import CheckpointError, ConfigError
+from torchdistpackage.launch.entrypoint import EntryPoint
+from torchdistpackage.launch.rendezvous import detect
+from torchdistpackage.launch.workers import run_local
+from torchdistpackage.models.families_layout import FAMILIES
+from torchdistpackage.models.registry import model_of
+from torchdistpackage.topology.views import DEFAULT_ORDER
+from torchdistpackage.train.inference_request import (
+    EvalRequest,
+    GenerateRequest,
+    RankRefusal,
+    TrainedWeights,
+)
+from torchdistpackage.train.job import CHECKPOINTS, RESOLVED
+from torchdistpackage.train.plan import local_procs, make_plan, model_shape
+
+RANK_MAIN = "torchdistpackage.train.inference:rank_main"
+PRELOAD = ("torch", "torch.distributed", "numpy", "safetensors.torch", RANK_MAIN.partition(":")[0])
+
+Target = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN_OR_FOLDER", help="Folder of a run, or of a transformers model (GPT-2, Llama)."
+    ),
+]
+Changes = Overrides
+Pipe = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Pipeline stages; else as the run has them.")
+]
+Tensor = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Ranks that share each weight; else as the run has it."),
+]
+Checkpoint = Annotated[
+    Path | None, typer.Option(metavar="PATH", help="This step_NNNNNN, not the newest good one.")
+]
+Tokenizer = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="With tokenizer.json; else that of the run or folder."),
+]
+
+_FORWARD_KEYS: Mapping[str, object] = {
+    "parallel.order": f"[{', '.join(DEFAULT_ORDER)}]",
+    **dict.fromkeys(("parallel.sequence_parallel", "parallel.tp_comm_overlap"), "false"),
+    "parallel.zero": 0,
+    "precision.weights": "float32",
+    "pipeline.schedule": "1f1b",
+    "pipeline.partition": "cost",
+    **dict.fromkeys(("pipeline.chunks", "pipeline.file", "pipeline.costs"), "null"),
+    "train.accumulate": 1,
+    "train.recompute": "none",
+    **dict.fromkeys(("train.memory_gb", "train.profile.steps", "launch.local.procs"), "null"),
+}
+"""What weights and losses do not depend on, and only training asks for."""
+_NO_POSITIONS = 1024
+"""Tokens that a model sees at once whose config.json does not say how many it may."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A folder to take a model from. own: the configuration of the run, or made for the folder."""
+
+    path: Path
+    own: RunConfig
+    is_run: bool
+    checkpoint: Path | None = None
+
+    @property
+    def weights(self) -> TrainedWeights:
+        named = None if self.checkpoint is None else str(self.checkpoint)
+        return TrainedWeights(str(self.path), named) if self.is_run else TrainedWeights()
+
+    @property
+    def window(self) -> int:
+        """Tokens that the model sees at once; of a model of your own, those of a sample."""
+        kind = model_of(self.own.model)
+        return self.own.data.seq_len if kind is None else model_shape(kind, self.own).num_positions
+
+    def tokenizer(self, given: Path | None) -> Path | None:
+        """The one to use; None: there is none, or tokens are bytes."""
+        found = given or self.own.data.tokenizer
+        return None if found is None else Path(found)
+
+    @property
+    def has_bytes(self) -> bool:
+        data = self.own.data
+        return data.name in ("python_stdlib", "text") and data.tokenizer is None
+
+    @property
+    def _own_weights(self) -> list[str]:
+        """A run has its own in the place of those that it began with, which may be gone."""
+        model = self.own.model
+        if model.hf is not None and model.initial_folder is not None:
+            return [f"model.hf={quoted(Path(model.hf) / CONFIG)}"]
+        return [] if model.hf is not None else ["model.weights=null"]
+
+    def problems(self) -> list[str]:
+        """Checkpoints that are not there."""
+        if self.checkpoint is not None and not self.is_run:
+            return [f"--checkpoint {self.checkpoint}: {self.path} is no run; leave it out"]
+        if self.checkpoint is not None and not self.checkpoint.is_dir():
+            return [f"--checkpoint {self.checkpoint}: there is no such folder"]
+        if self.is_run and self.checkpoint is None and latest(self.path / CHECKPOINTS) is None:
+            return [f"{self.path} has no complete checkpoint; let it save one first"]
+        return []
+
+    def config(self, keys: Mapping[str, object], changes: Sequence[str]) -> RunConfig:
+        """The configuration for this layout. keys: set besides; changes: of the user, which win."""
+        given = {change.partition("=")[0].strip() for change in changes}
+        every = {**_FORWARD_KEYS, **keys}
+        overrides = [f"{key}={value}" for key, value in every.items() if key not in given]
+        here = detect(os.environ)
+        world_size = None if here.source == "alone" else here.world_size
+        if self.is_run:
+            return load(
+                self.path / RESOLVED, [*self._own_weights, *overrides, *changes], world_size
+            )
+        return loads(_yaml_of(self.path), str(self.path), [*overrides, *changes], world_size)
+
+
+def source_of(path: Path, checkpoint: Path | None) -> ModelSource:
+    """The model of a run folder or a transformers folder.
+
+    Raises:
+        ConfigError: it is neither, or its configuration is wrong.
+    """
+    if (path / RESOLVED).is_file():
+        # its folder of weights may be gone since: all sizes are in the file
+        return ModelSource(path, load(path / RESOLVED, ["model.weights=null"]), True, checkpoint)
+    if (path / CONFIG).is_file():
+        return ModelSource(path, loads(_yaml_of(path), str(path)), False, checkpoint)
+    what = f"neither {RESOLVED} nor {CONFIG} is there" if path.is_dir() else "no such folder"
+    raise ConfigError(f"{path}: {what}; name the folder of a run, or of a transformers model")
+
+
+def _yaml_of(folder: Path) -> str:
+    """A configuration whose model is that of a transformers folder.
+
+    GPT-2 and Llama are the GPT of this package, which keeps logits cut; others, where they can be,
+    transformers' own modules.
+    """
+    found = read_config(folder)
+    try:
+        model_keys(found, folder / CONFIG)
+        model: dict[str, Any] = {"weights": str(folder)}
+    except ConfigError:
+        if found.get("model_type") not in tuple(FAMILIES):
+            raise
+        model = {"hf": str(folder)}
+    window = found.get("n_positions") or found.get("max_position_embeddings") or _NO_POSITIONS
+    data: dict[str, Any] = {"name": "tokens", "path": os.devnull, "seq_len": window}
+    if (folder / "tokenizer.json").is_file():
+        data |= {"name": "text", "tokenizer": str(folder)}
+    return write({"model": model, "data": data})
+
+
+def quoted(path: str | Path) -> str:
+    """As YAML reads it."""
+    return json.dumps(str(path), ensure_ascii=False)
+
+
+def on_ranks(source: ModelSource, config: RunConfig, request: GenerateRequest | EvalRequest) -> Any:
+    """What rank 0 answers, or under a launcher this rank.
+
+    Raises:
+        ConfigError: the layout does not fit the model.
+        CheckpointError: all ranks alike could not do it.
+        RankError: a rank failed.
+    """
+    here, args = detect(os.environ), (config, source.weights, request)
+    if here.source == "alone":
+        num_procs = local_procs(config)
+        make_plan(config, num_procs, str(source.path))
+        answer = run_local(RANK_MAIN, args, num_procs=num_procs, preload=PRELOAD)[0]
+    else:
+        answer = EntryPoint.of(RANK_MAIN).resolve()(*args)
+    if isinstance(answer, RankRefusal):
+        raise CheckpointError(answer.text)
+    return answer
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """
+    Raises:
+        ConfigError: there are problems; lists them.
+    """
+    if problems:
+        raise ConfigError("; ".join(problems))

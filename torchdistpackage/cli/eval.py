@@ -1,0 +1,170 @@
+"""`tdp eval`: loss and perplexity of a trained model, on any layout."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchdistpackage.cli import _inference as inference
+from torchdistpackage.cli._inference import (
+    Changes,
+    Checkpoint,
+    ModelSource,
+    Pipe,
+    Target,
+    Tensor,
+    Tokenizer,
+    quoted,
+)
+from torchdistpackage.config.check import absent_files
+from torchdistpackage.config.errors import ConfigErrors
+from torchdistpackage.config.schema import DataSection
+from torchdistpackage.errors import ConfigError, DataError
+from torchdistpackage.launch.rendezvous import detect
+from torchdistpackage.train.inference_request import EvalRequest, EvalResult
+from torchdistpackage.train.job import text_source, token_cache_folder
+from torchdistpackage.train.token_cache import tokenized
+
+_KINDS = {".jsonl": "jsonl", ".parquet": "parquet", ".bin": "tokens"}
+"""Suffix of a file -> data.name; any other: text."""
+_MICROBATCHES = 4
+_WINDOW = 1024
+"""Of a transformers folder: longer windows give a lower loss and take more memory."""
+
+
+def eval(
+    target: Target,
+    overrides: Changes = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Text, .jsonl, .parquet or token ids (.bin), all of it."),
+    ] = None,
+    tokenizer: Tokenizer = None,
+    checkpoint: Checkpoint = None,
+    pipe: Pipe = None,
+    tensor: Tensor = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Loss and perplexity of a trained model, the same on every layout.
+
+    On the part of the run's data that is held for validation, or on all of --data. Each token
+    is predicted once, in windows of data.seq_len.
+    """
+    source, changes = inference.source_of(target, checkpoint), list(overrides or ())
+    given = dict(change.split("=", 1) for change in changes if "=" in change)
+    problems = source.problems()
+    if data is None and not source.is_run and "data.path" not in given:
+        problems.append(f"{target} says nothing of data; give --data FILE")
+    if data is not None and not data.exists():
+        problems.append(f"--data {data} is not there, seen from {Path.cwd()}")
+    keys: dict[str, object] = {}
+    if data is not None or tokenizer is not None:
+        keys |= _data_keys(source, data, tokenizer, given.get("data.name"), problems)
+    inference.refuse(problems)
+    layout = {"parallel.pipe": pipe, "parallel.tensor": tensor}
+    keys |= {key: size for key, size in layout.items() if size is not None}
+    keys |= _batch_keys(source, {**keys, **given})
+    config = source.config(keys, changes)
+    if absent := absent_files(config, str(target)):
+        raise ConfigErrors(str(target), absent)
+    if config.data.tokenizer is not None and detect(os.environ).source == "alone":
+        try:  # a bad line is refused here, and the ranks find what was made
+            tokenized(text_source(config), token_cache_folder(config))
+        except DataError as error:
+            raise ConfigError(str(error)) from error
+    found = inference.on_ranks(source, config, EvalRequest(all_data=data is not None))
+    if detect(os.environ).rank == 0:
+        on = str(data) if data is not None else "validation data"
+        typer.echo(_json(found, on) if as_json else _line(found, on, config.data.seq_len))
+
+
+def _data_keys(
+    source: ModelSource,
+    data: Path | None,
+    given: Path | None,
+    kind: str | None,
+    problems: list[str],
+) -> dict[str, object]:
+    """The data section that reads this file as the model's tokens."""
+    folder, plain = source.tokenizer(given), DataSection()
+    if data is None:
+        return {} if folder is None else {"data.tokenizer": quoted(folder)}
+    kind = kind or _KINDS.get(data.suffix, "text")
+    reads_text = kind != "tokens"
+    if reads_text and folder is None and not source.has_bytes:
+        problems.append(
+            f"--data {data} is text, but {source.path} has no tokenizer, and its tokens are no "
+            f"bytes; give --tokenizer FOLDER, or token ids (.bin)"
+        )
+    keys: dict[str, object] = {
+        "data.name": kind,
+        "data.path": quoted(data),
+        "data.target": "null",
+        "data.args": "{}",
+        "data.tokenizer": quoted(folder) if reads_text and folder is not None else "null",
+    }
+    if kind not in ("jsonl", "parquet"):
+        keys["data.field"] = plain.field
+    if reads_text:
+        keys["data.dtype"] = plain.dtype
+    if not reads_text or folder is None:
+        keys["data.cache"] = "null"
+    return keys
+
+
+def _batch_keys(source: ModelSource, keys: dict[str, object]) -> dict[str, object]:
+    """Microbatches as large as the run's, whatever the layout; of your own source whole batches,
+    which its samples depend on."""
+    own, here = source.own, detect(os.environ)
+
+    def size(axis: str) -> int:
+        text = str(keys.get(f"parallel.{axis}", getattr(own.parallel, axis)))
+        return int(text) if text.isdigit() else 1
+
+    if here.source == "alone" or "parallel.data" in keys:
+        num_data = size("data")
+    else:
+        num_data = max(here.world_size // (size("pipe") * size("tensor")), 1)
+    found: dict[str, object] = {"parallel.data": num_data}
+    if not source.is_run:
+        found["data.seq_len"] = min(source.window, _WINDOW)
+    if own.data.target is not None and keys.get("data.target") != "null":
+        return found | {"pipeline.microbatches": 1}
+    rounds = (own.parallel.data if own.parallel.data != "auto" else 1) * own.train.accumulate
+    samples = own.data.global_batch // (rounds * own.pipeline.microbatches) if source.is_run else 1
+    return found | {
+        "pipeline.microbatches": _MICROBATCHES,
+        "data.global_batch": max(samples, 1) * _MICROBATCHES * num_data,
+    }
+
+
+def _line(found: EvalResult, on: str, seq_len: int) -> str:
+    line = f"loss {found.loss:.6f}"
+    if found.num_windows:
+        line += (
+            f" nats per token, perplexity {_perplexity(found):.4f}, {found.num_tokens:,} tokens in "
+            f"{found.num_windows:,} windows of {seq_len}"
+        )
+    else:
+        line += f", {found.num_tokens:,} counted"
+    return f"{line} of {on}" + ("" if found.step is None else f", step {found.step}")
+
+
+def _json(found: EvalResult, on: str) -> str:
+    loss, perplexity = found.loss, _perplexity(found) if found.num_windows else None
+    values = {
+        "loss": loss if math.isfinite(loss) else None,
+        "perplexity": perplexity if perplexity is None or math.isfinite(perplexity) else None,
+        "tokens": found.num_tokens,
+        "windows": found.num_windows,
+        "data": on,
+        "step": found.step,
+    }
+    return json.dumps(values)
+
+
+def _perplexity(found: EvalResult) -> float:
+    return math.exp(found.loss) if not found.loss > 700 else math.inf

@@ -1,0 +1,149 @@
+"""`tdp generate`: what a trained model writes after a prompt, on any layout."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from torchdistpackage.bounded import parse_json
+from torchdistpackage.cli import _inference as inference
+from torchdistpackage.cli._inference import Changes, Checkpoint, Pipe, Target, Tensor, Tokenizer
+from torchdistpackage.errors import ConfigError, DataError
+from torchdistpackage.models.registry import model_of
+from torchdistpackage.train.inference_request import GenerateRequest, Sampling
+from torchdistpackage.train.prompts import ByteCodec, TokenCodec, TokenizerCodec
+
+_STOPS_IN = ("generation_config.json", "config.json")
+
+
+def generate(
+    target: Target,
+    overrides: Changes = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="What to continue; several times.")
+    ] = None,
+    prompt_file: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="A prompt in a file, without its last line break."),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Tokens after the prompt, unless it ends.")
+    ] = 100,
+    temperature: Annotated[
+        float, typer.Option(metavar="T", min=0.0, help="0: always the likeliest token (greedy).")
+    ] = 0.0,
+    top_k: Annotated[
+        int | None, typer.Option(metavar="K", min=1, help="Sample from the K likeliest tokens.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(metavar="P", help="Sample from the likeliest that add up to P (nucleus)."),
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the sampling.")] = 0,
+    tokenizer: Tokenizer = None,
+    checkpoint: Checkpoint = None,
+    pipe: Pipe = None,
+    tensor: Tensor = None,
+) -> None:
+    """Continue prompts with a trained model, on any layout.
+
+    The same tokens on every layout. Text is printed as it comes.
+    """
+    source = inference.source_of(target, checkpoint)
+    problems = [*source.problems(), *_sampling_problems(temperature, top_k, top_p)]
+    texts = [*(prompt or ()), *_read_prompts(prompt_file or (), problems)]
+    if not prompt and not prompt_file:
+        problems.append("nothing to continue; give --prompt TEXT or --prompt-file FILE")
+    problems += [f"prompt {i} is empty; write something" for i, x in enumerate(texts, 1) if not x]
+    codec, folder = None, source.tokenizer(tokenizer)
+    if model_of(source.own.model) is None:
+        problems.append(
+            f"model.target={source.own.model.target} built the model, and only a language model of "
+            f"this package or of transformers can be asked for tokens"
+        )
+    elif folder is None and not source.has_bytes:
+        problems.append(
+            f"{target} has no tokenizer, and its tokens are no bytes; give --tokenizer FOLDER"
+        )
+    else:
+        codec = _codec(folder, source, problems)
+    encoded = [] if codec is None else [codec.encode(text) for text in texts]
+    problems += _prompt_problems(encoded, texts, source.window)
+    inference.refuse(problems)
+    assert codec is not None
+    layout = {"parallel.pipe": pipe, "parallel.tensor": tensor}
+    keys = {key: size for key, size in layout.items() if size is not None}
+    keys |= {"parallel.data": 1, "pipeline.microbatches": 1, "data.global_batch": 1}
+    config = source.config(keys, overrides or ())
+    request = GenerateRequest(
+        texts=tuple(texts),
+        prompts=tuple(map(tuple, encoded)),
+        tokenizer=None if folder is None else str(folder),
+        max_new_tokens=max_new_tokens,
+        window=source.window,
+        stops=_stops(source, codec),
+        sampling=Sampling(temperature, top_k, top_p, seed),
+    )
+    inference.on_ranks(source, config, request)
+
+
+def _codec(
+    folder: Path | None, source: inference.ModelSource, problems: list[str]
+) -> TokenCodec | None:
+    """A run learned texts as they are; a folder's model what its tokenizer makes of them."""
+    if folder is None:
+        return ByteCodec()
+    try:
+        codec = TokenizerCodec(folder, special=not source.is_run)
+    except DataError as error:
+        problems.append(f"{error} (another one: --tokenizer FOLDER)")
+        return None
+    vocab = source.own.model.vocab
+    if codec.num_ids > vocab:
+        problems.append(
+            f"the tokenizer {folder} has {codec.num_ids} ids, but the model has a vocabulary of "
+            f"{vocab}; give the one that it was trained with (--tokenizer FOLDER)"
+        )
+    return codec
+
+
+def _sampling_problems(temperature: float, top_k: int | None, top_p: float | None) -> Iterator[str]:
+    if top_p is not None and not 0 < top_p <= 1:
+        yield f"--top-p {top_p:g}: a share of the chances, above 0 and at most 1"
+    for name, value in (("top-k", top_k), ("top-p", top_p)):
+        if value is not None and temperature == 0:
+            yield f"--{name} {value:g} would not be used with --temperature 0; set that to 1, say"
+
+
+def _read_prompts(paths: Any, problems: list[str]) -> Iterator[str]:
+    for path in paths:
+        try:
+            yield path.read_text(encoding="utf-8").removesuffix("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            problems.append(f"--prompt-file {path} cannot be read as UTF-8 text: {error}")
+
+
+def _prompt_problems(encoded: list[list[int]], texts: list[str], window: int) -> Iterator[str]:
+    for number, (ids, text) in enumerate(zip(encoded, texts, strict=False), 1):
+        if len(ids) > window:
+            yield (
+                f"prompt {number} has {len(ids)} tokens, and the model sees {window} at once; "
+                f"shorten it by {len(ids) - window}"
+            )
+        elif text and not ids:
+            yield f"prompt {number} has no token; write something that the tokenizer knows"
+
+
+def _stops(source: inference.ModelSource, codec: TokenCodec) -> tuple[int, ...]:
+    """Ids that end a text: of a transformers folder those that its files name."""
+    for name in _STOPS_IN if not source.is_run else ():
+        if not (file := source.path / name).is_file():
+            continue
+        try:
+            found = parse_json(file.read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{file} cannot be read: {error}") from error
+        if found is not None:
+            return tuple(x for x in (found if isinstance(found, list) else [found]))
+    return () if codec.stop is None else (codec.stop,)

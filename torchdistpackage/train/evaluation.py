@@ -1,0 +1,120 @@
+"""Loss on all of a data set, each token predicted once: windows one after another, the last as
+long as it comes.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.errors import DataError
+from torchdistpackage.parallel.pipeline.executor import Executor
+from torchdistpackage.schedule.generators import evaluation
+from torchdistpackage.train.corpus import Ids
+from torchdistpackage.train.data import Batch
+from torchdistpackage.train.packing import PackedDataset
+from torchdistpackage.train.staged_model import StagedModel, totals_on
+from torchdistpackage.train.step import IGNORE
+
+_AT_ONCE = 1 << 22
+
+
+class Windows(Protocol):
+    """`number` windows of `seq_len` tokens; targets that do not count are -100."""
+
+    number: int
+    seq_len: int
+
+    def read(self, first: int, number: int) -> Batch:
+        """(ids, targets), int64 (number, seq_len) each, of the windows from `first` on."""
+        ...
+
+
+class TokenWindows:
+    """A row of token ids: every one but the first is predicted, from those before it in its window.
+
+    Raises:
+        DataError: there are fewer than two, or one is outside the vocabulary.
+    """
+
+    def __init__(self, ids: Ids, vocab: int, seq_len: int):
+        self.seq_len, self._ids = seq_len, ids
+        self.number = -(-(len(ids) - 1) // seq_len)
+        if len(ids) < 2:
+            raise DataError(f"{len(ids)} tokens to evaluate on; use 2 or more")
+        # here, where all ranks see the same, and not when one of them comes to it
+        for at in range(0, len(ids), _AT_ONCE) if np.iinfo(ids.dtype).max >= vocab else ():
+            tokens = ids[at : at + _AT_ONCE]
+            if tokens.max() >= vocab:
+                raise DataError(
+                    f"token id {tokens.max()} at position {at + int(tokens.argmax())}, outside the "
+                    f"vocabulary of {vocab}; is it of this model's tokenizer and data.dtype?"
+                )
+
+    def read(self, first: int, number: int) -> Batch:
+        ids = np.zeros((number, self.seq_len), np.int64)
+        targets = np.full((number, self.seq_len), IGNORE, np.int64)
+        for row in range(number):
+            at = (first + row) * self.seq_len
+            tokens = self._ids[at : at + self.seq_len + 1]
+            ids[row, : min(len(tokens), self.seq_len)] = tokens[: self.seq_len]
+            targets[row, : len(tokens) - 1] = tokens[1:]
+        return torch.from_numpy(ids), torch.from_numpy(targets)
+
+
+class DocumentWindows:
+    """The documents of `text` that are held for validation, cut as in training."""
+
+    def __init__(self, text: PackedDataset):
+        self.number, self.seq_len, self._text = text.num_samples["val"], text.seq_len, text
+
+    def read(self, first: int, number: int) -> Batch:
+        return self._text.batch("val", 0, 0, 0, 1, number, first=first)
+
+
+def batches_of(
+    windows: Windows, index: int, num_data: int, per_rank: int
+) -> Callable[[int], Batch]:
+    """Batch b of the rank at `index` along data; after the last window nothing counts."""
+
+    def batch(b: int) -> Batch:
+        first = (b * num_data + index) * per_rank
+        number = min(max(windows.number - first, 0), per_rank)
+        ids = torch.zeros(per_rank, windows.seq_len, dtype=torch.int64)
+        targets = torch.full((per_rank, windows.seq_len), IGNORE)
+        if number:
+            ids[:number], targets[:number] = windows.read(first, number)
+        return ids, targets
+
+    return batch
+
+
+def evaluate(
+    model: StagedModel,
+    batch: Callable[[int], Batch],
+    num_batches: int,
+    timeout_s: float | None,
+) -> tuple[float, int]:
+    """(sum of losses, how many were summed) over all batches and ranks, the same on all.
+
+    batch: number b of this rank. The model is left in evaluation mode.
+
+    Raises:
+        DataError: nothing counts.
+    """
+    plan = model.plan
+    schedule = evaluation(plan.schedule, plan.schedule.num_microbatches)
+    pipe = tpc.get_group("pipe")
+    executor = Executor(schedule, pipe, device=model.device, timeout_s=timeout_s)
+    totals, size = totals_on(model.device), plan.samples_per_microbatch
+    model.stage.eval()
+    for b in range(num_batches):
+        parts = [model.to_device(x).split(size) for x in batch(b)]
+        executor.run(model.forward_and_loss(executor, parts[0], parts[1], totals))
+    total, count = primitives.all_reduce(totals, tpc.get_group("global")).tolist()
+    if not count:
+        raise DataError("no token counts in the loss; use data with completions or longer texts")
+    return total, round(count)

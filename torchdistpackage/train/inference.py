@@ -1,0 +1,168 @@
+"""What the ranks of `tdp generate` and `tdp eval` do, from joining the others to their answer."""
+
+import os
+import sys
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from torchdistpackage.checkpoint.load import latest_together, load
+from torchdistpackage.checkpoint.save import fail_together
+from torchdistpackage.comm.creation import end_processes
+from torchdistpackage.comm.runtime import join, leave
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.errors import CheckpointError, DataError, NonFiniteError
+from torchdistpackage.launch.rendezvous import detect
+from torchdistpackage.train.build import build_data, build_model, read_corpus, start_timeout_s
+from torchdistpackage.train.evaluation import (
+    DocumentWindows,
+    TokenWindows,
+    Windows,
+    batches_of,
+    evaluate,
+)
+from torchdistpackage.train.generate import generate
+from torchdistpackage.train.inference_request import (
+    EvalRequest,
+    EvalResult,
+    GenerateRequest,
+    RankRefusal,
+    TrainedWeights,
+)
+from torchdistpackage.train.job import CHECKPOINTS, add_user_code, text_source, token_cache_folder
+from torchdistpackage.train.packing import PackedDataset
+from torchdistpackage.train.plan import Plan, make_plan
+from torchdistpackage.train.prompts import ByteCodec, GrowingText, TokenizerCodec
+from torchdistpackage.train.staged_model import StagedModel
+from torchdistpackage.train.token_cache import tokenized
+
+Answer = EvalResult | RankRefusal | None
+"""None of texts, which have been written."""
+Write = Callable[[str], object]
+
+
+def rank_main(
+    config: RunConfig, weights: TrainedWeights, request: GenerateRequest | EvalRequest
+) -> Answer:
+    """Join the others, do what is asked, and leave; rank 0 writes texts as they come."""
+    rendezvous = detect(os.environ)
+    if "OMP_NUM_THREADS" not in os.environ and rendezvous.world_size > 1:
+        torch.set_num_threads(1)  # the ranks of a node would otherwise each take all its cores
+    add_user_code(os.environ)
+    end_processes()
+    joined = join(rendezvous, init_timeout_s=config.launch.init_timeout_s)
+    plan = make_plan(config, rendezvous.world_size)
+    answer = perform(plan, rendezvous.rank, joined.device, weights, request, _write)
+    leave()
+    return answer
+
+
+def perform(
+    plan: Plan,
+    rank: int,
+    device: torch.device,
+    weights: TrainedWeights,
+    request: GenerateRequest | EvalRequest,
+    write: Write,
+) -> Answer:
+    """What is asked, on ranks that have joined. write: called on rank 0."""
+    try:
+        model = build_model(plan, rank, device)
+        step = load_weights(model, weights)
+        tpc.groups.set_timeout(plan.config.train.step_timeout_s)
+        if isinstance(request, EvalRequest):
+            return _evaluated(model, request, step)
+        write_texts(model, request, write if rank == 0 else _ignore)
+    except (CheckpointError, DataError, NonFiniteError) as error:  # each on all ranks
+        return RankRefusal(str(error))
+    return None
+
+
+def write_texts(model: StagedModel, request: GenerateRequest, write: Write) -> None:
+    """Each prompt and what follows it, token by token."""
+    path = request.tokenizer
+    codec = ByteCodec() if path is None else TokenizerCodec(path, special=False)
+    timeout_s = start_timeout_s(model.plan.config)
+    for number, (text, prompt) in enumerate(zip(request.texts, request.prompts, strict=True), 1):
+        if len(request.texts) > 1:
+            write(f"[{number}/{len(request.texts)}] ")
+        write(text)
+        growing = GrowingText(codec, prompt)
+        tokens = generate(model, prompt, request.sampling, request.window, timeout_s)
+        for token in islice(tokens, request.max_new_tokens):
+            if token in request.stops:
+                break
+            write(growing.add(token))
+        write(f"{growing.end()}\n")
+
+
+def load_weights(model: StagedModel, weights: TrainedWeights) -> int | None:
+    """The step of the checkpoint whose parameters the model has now; None: its own."""
+    path = None if weights.checkpoint is None else Path(weights.checkpoint)
+    if path is None and weights.run is not None:
+        path = latest_together(Path(weights.run) / CHECKPOINTS, rank=model.rank)
+        if path is None:
+            raise CheckpointError(
+                f"{weights.run} has no complete checkpoint; let it save one first"
+            )
+    if path is None:
+        return None
+    loaded = load(
+        path,
+        params={n: (p, model.layouts[n]) for n, p in model.stage.named_parameters()},
+        topology=tpc.topology,
+        rank=model.rank,
+        with_extras=False,
+        checksums=weights.checkpoint is not None,  # latest_together has read them
+    )
+    return loaded.step
+
+
+def _evaluated(model: StagedModel, request: EvalRequest, step: int | None) -> EvalResult:
+    config, topology = model.plan.config, model.plan.topology
+    index, num_data = tpc.get_dp_rank(), topology.dense.axis_size("data")
+    per_rank = config.data.global_batch // num_data
+    timeout_s = start_timeout_s(config)
+    with fail_together(tpc.get_group("global"), "reading the data"):
+        if config.data.target is not None:
+            source, windows = build_data(model.plan), None
+        else:
+            source, windows = None, _windows(config, request)
+    if windows is not None:
+        batch = batches_of(windows, index, num_data, per_rank)
+        num_batches, number = -(-windows.number // config.data.global_batch), windows.number
+    else:
+        assert source is not None
+
+        def batch(b: int):
+            return source.batch("val", config.run.seed, b, index, num_data, per_rank)
+
+        num_batches, number = config.train.eval_batches, 0
+    total, count = evaluate(model, batch, num_batches, timeout_s)
+    return EvalResult(total / count, count, number, step)
+
+
+def _windows(config: RunConfig, request: EvalRequest) -> Windows:
+    section, vocab = config.data, config.model.vocab
+    if section.tokenizer is not None:
+        packed = PackedDataset(
+            tokenized(text_source(config), token_cache_folder(config)),
+            vocab=vocab,
+            seq_len=section.seq_len,
+            global_batch=section.global_batch,
+            val_fraction=1.0 if request.all_data else section.val_fraction,
+        )
+        return DocumentWindows(packed)
+    found = read_corpus(section, 0.0 if request.all_data else section.val_fraction)
+    return TokenWindows(found.train if request.all_data else found.val, vocab, section.seq_len)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _ignore(text: str) -> None: ...

@@ -1,0 +1,68 @@
+"""What `tdp generate` and `tdp eval` ask of the ranks, and their answer. No torch."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedWeights:
+    """Where weights come from. run: its newest good checkpoint; checkpoint: this one instead.
+
+    Without both they are those that the configuration begins with.
+    """
+
+    run: str | None = None
+    checkpoint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen. temperature: 0 takes the likeliest; the others: None is off."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """texts, prompts: the same as letters and as ids. stops: ids that end a text.
+
+    tokenizer: a folder with tokenizer.json; None: tokens are bytes. window: tokens that the model
+    sees at once.
+    """
+
+    texts: tuple[str, ...]
+    prompts: tuple[tuple[int, ...], ...]
+    tokenizer: str | None
+    max_new_tokens: int
+    window: int
+    stops: tuple[int, ...] = ()
+    sampling: Sampling = Sampling()
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRequest:
+    """all_data: not only the part that the data section holds for validation."""
+
+    all_data: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """loss: mean over the tokens that count, in nats. num_windows: 0 where samples are a user's.
+
+    step: of the checkpoint; None: the weights are no run's.
+    """
+
+    loss: float
+    num_tokens: int
+    num_windows: int
+    step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankRefusal:
+    """Why all ranks alike could not do it."""
+
+    text: str

@@ -1,0 +1,80 @@
+"""Prompts as token ids, and ids as a text that grows. No torch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torchdistpackage.config.tokenizer_folder import tokenizer_file, vocabulary_size
+from torchdistpackage.train.token_cache import load_tokenizer
+
+_BYTES = 256
+_UNFINISHED = "\ufffd"
+"""What stands at the end of a text whose last letter has not all its bytes."""
+
+
+class TokenCodec(Protocol):
+    """Text to ids and back. num_ids: one more than the largest id. stop: the end of text."""
+
+    num_ids: int
+    stop: int | None
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Without special tokens, and without ids that stand for nothing."""
+        ...
+
+
+class ByteCodec:
+    """Tokens are the bytes of the text in UTF-8."""
+
+    num_ids, stop = _BYTES, None
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < _BYTES).decode(errors="replace")
+
+
+class TokenizerCodec:
+    """A tokenizer.json. special: add what the tokenizer puts around a text, such as its begin.
+
+    Raises:
+        DataError: the tokenizers library is missing, or the file is none of its.
+    """
+
+    def __init__(self, path: str | Path, *, special: bool):
+        self._tokenizer: Any
+        self._tokenizer, self.stop = load_tokenizer(Path(path))
+        self._special = special
+        self.num_ids = vocabulary_size(tokenizer_file(Path(path)))
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=self._special).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+class GrowingText:
+    """The text behind a prompt, as far as its letters are certain."""
+
+    def __init__(self, codec: TokenCodec, prompt: Sequence[int]):
+        self._codec, self._ids = codec, list(prompt)
+        self._shown = codec.decode(prompt)  # a decoder may look at what stands before
+
+    def add(self, token: int) -> str:
+        """What one more token adds; nothing while the bytes of a letter are missing."""
+        self._ids.append(token)
+        text = self._codec.decode(self._ids)
+        return "" if text.endswith(_UNFINISHED) else self._show(text)
+
+    def end(self) -> str:
+        """What is left, with a sign for what is no letter."""
+        return self._show(self._codec.decode(self._ids))
+
+    def _show(self, text: str) -> str:
+        new = text[len(self._shown) :]
+        self._shown = text
+        return new
