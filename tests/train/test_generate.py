@@ -86,6 +86,17 @@ def test_sampled_tokens_of_a_run_are_the_same_on_every_layout(ranks, tmp_path, c
     assert other != [truth]
 
 
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.full)])
+def test_a_run_of_transformers_own_modules_writes_the_same(ranks, tmp_path, name):
+    folder = folders.save(name, tmp_path / "source")
+    mine = ["parallel.tensor=2", f"run.dir={tmp_path}", "run.name=mine", f"model.hf={folder}"]
+    ranks(2).run(save_run, mine)
+    (folder / "model.safetensors").unlink()  # the run has its own weights
+    source = source_of(tmp_path / "mine", None)
+    told = on_layout(ranks, source, {"pipe": 2, "tensor": 2})
+    assert told == [of_transformers(name, PROMPT, 8)] * 4
+
+
 def test_sampling_keeps_what_is_asked_and_follows_the_chances():
     chances = torch.tensor([0.1, 0.4, 0.05, 0.25, 0.2], dtype=torch.float64)
     draw = torch.Generator().manual_seed(0)
