@@ -18,7 +18,7 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.compat.tplib import create_group_and_assign
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.bench.request import Request
-from torchdistpackage.harness.measure.run import measure
+from torchdistpackage.harness.measure import measure
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.schedule.generators import build
 

@@ -57,7 +57,7 @@ from torchdistpackage.launch.supervisor import WatchedRank, supervise
 from torchdistpackage.topology.mesh import describe
 from torchdistpackage.topology.views import topology
 
-_RANK = "torchdistpackage.harness.measure.run:bench"
+_RANK = "torchdistpackage.harness.measure:bench"
 Sizes = Sequence[tuple[str, int | None]]
 _SIZES, _DTYPES = "1KiB:4MiB:x16", "float32"
 _SUFFIX = "-bench"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from torchdistpackage.harness.measure import timing
+from torchdistpackage.harness import measure as measuring
 
 CYCLES_PER_S, US = 1e9, 1e-6
 LAUNCH_S = 3 * US
@@ -64,11 +64,11 @@ def call(stream: Stream, issue_s: float, run_s: float) -> Callable[[], None]:
     return go
 
 
-def timed(stream: Stream, issue_s: float, run_s: float, *, warmup: int = 3) -> timing.CallTimes:
+def timed(stream: Stream, issue_s: float, run_s: float, *, warmup: int = 3) -> measuring.CallTimes:
     together = lambda: stream.kernel(5 * US)  # noqa: E731
     calls = [call(stream, issue_s, run_s)]
     cuda = torch.device("cuda")
-    (times,) = timing.in_turns(calls, together, cuda, iterations=4, warmup=warmup)
+    (times,) = measuring.in_turns(calls, together, cuda, iterations=4, warmup=warmup)
     return times
 
 
@@ -91,4 +91,4 @@ def test_a_host_that_is_slower_than_the_sleep_gets_a_longer_one(stream):
 def test_a_host_that_is_slower_than_any_sleep_still_ends(stream):
     times = timed(stream, 1.0, 4 * US, warmup=10)
     assert times.seconds[0] > 0.9
-    assert max(stream.slept_s[2:]) == pytest.approx(timing.LONGEST_S)
+    assert max(stream.slept_s[2:]) == pytest.approx(measuring.LONGEST_S)

@@ -16,11 +16,10 @@ from torchdistpackage.compat.torchdistpackage.py_comm_test import (
     test_collection,
 )
 from torchdistpackage.errors import CommError
+from torchdistpackage.harness import measure as measuring
 from torchdistpackage.harness.bench.report import BenchReport
 from torchdistpackage.harness.bench.request import ELEMENT_BYTES, Request
-from torchdistpackage.harness.measure import run as measuring
-from torchdistpackage.harness.measure import timing
-from torchdistpackage.harness.measure.run import measure
+from torchdistpackage.harness.measure import measure
 from torchdistpackage.harness.operations import COLLECTIVES
 
 QUICK = {"iterations": 1, "warmup": 0}
@@ -203,7 +202,7 @@ def test_calls_take_turns_after_a_meeting_and_the_warm_up_is_not_kept():
     seen: list[str] = []
     calls = [lambda: seen.append("a"), lambda: seen.append("b")]
     together = lambda: seen.append("|")  # noqa: E731
-    times = timing.in_turns(calls, together, torch.device("cpu"), iterations=3, warmup=2)
+    times = measuring.in_turns(calls, together, torch.device("cpu"), iterations=3, warmup=2)
     assert "".join(seen) == "|a|b|b|a|a|b|b|a|a|b"
     assert [len(kept.seconds) for kept in times] == [3, 3]
     assert [kept.host_s for kept in times] == [[], []]
@@ -212,7 +211,7 @@ def test_calls_take_turns_after_a_meeting_and_the_warm_up_is_not_kept():
 def spans_of_calls(config, request: Request) -> list[tuple[float, float]]:
     """Begin and end of each timed call of this rank; those of rank 0's unit take longer."""
     tpc.setup_process_groups(list(config))
-    spans, right = [], timing._host_s
+    spans, right = [], measuring._host_s
 
     def watched(call):
         begin_s = time.monotonic()
@@ -222,7 +221,7 @@ def spans_of_calls(config, request: Request) -> list[tuple[float, float]]:
         return seconds
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timing, "_host_s", watched)
+        patch.setattr(measuring, "_host_s", watched)
         measure(request)
     return spans
 

@@ -8,7 +8,7 @@ from tests.harness.test_absent import stop_for
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.bench.request import Request
-from torchdistpackage.harness.measure.run import MARGIN_S, watched
+from torchdistpackage.harness.measure import MARGIN_S, watched
 
 TIMEOUT_S = 2.0
 

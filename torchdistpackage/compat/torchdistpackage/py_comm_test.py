@@ -13,7 +13,7 @@ from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.calls import GroupMember, make_input, sync, tdp_call
-from torchdistpackage.harness.measure.timing import in_turns
+from torchdistpackage.harness.measure import in_turns
 from torchdistpackage.harness.operations import COLLECTIVES
 
 MODES = ("all_reduce", "all_gather", "reduce_scatter")
