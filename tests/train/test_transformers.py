@@ -21,6 +21,63 @@ SMALL = {
 }
 MODELS = {
     "llama": {**SMALL, "model_type": "llama", "num_key_value_heads": 2},
+    "llama, tied": {
+        **SMALL,
+        "model_type": "llama",
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "head_dim": 6,
+    },
+    "mistral": {**SMALL, "model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 5},
+    "qwen2": {
+        **SMALL,
+        "model_type": "qwen2",
+        "num_key_value_heads": 2,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+    },
+    "qwen3": {**SMALL, "model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 6},
+    "gemma2": {
+        **SMALL,
+        "model_type": "gemma2",
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "query_pre_attn_scalar": 6,
+        "sliding_window": 5,
+    },
+    "gpt_neox": {**SMALL, "model_type": "gpt_neox", "rotary_pct": 0.5},
+    "falcon": {
+        **SMALL,
+        "model_type": "falcon",
+        "num_kv_heads": 2,
+        "new_decoder_architecture": True,
+        "bias": True,
+    },
+    "falcon, alibi": {
+        **SMALL,
+        "model_type": "falcon",
+        "alibi": True,
+        "multi_query": False,
+        "parallel_attn": False,
+        "bias": True,
+    },
+    "opt": {
+        **SMALL,
+        "model_type": "opt",
+        "ffn_dim": 22,
+        "word_embed_proj_dim": 16,
+        "dropout": 0.0,
+    },
+    "bloom": {
+        "model_type": "bloom",
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "n_layer": 3,
+        "n_head": 4,
+    },
     "gpt2": {
         "model_type": "gpt2",
         "vocab_size": VOCAB,
@@ -46,6 +103,7 @@ LAYOUTS = {
     "data2xtensor2-zero1": {"data": 2, "tensor": 2, "zero": 1},
     "tensor4": {"tensor": 4},
 }
+FULL, BOTH = (pytest.mark.full,), "pipe2xtensor2"
 BY_DEFAULT = ("data2", "pipe2", "tensor2", "pipe2xtensor2", "data2-zero2")
 
 
@@ -74,8 +132,10 @@ def saved(ranks, tmp_path_factory):
 def cases():
     for name in MODELS:
         for layout in LAYOUTS:
+            if (name, layout) == ("falcon", "tensor4"):  # more ranks than its fused keys
+                continue
             small = name in ("llama", "gpt2") and layout in BY_DEFAULT
-            yield pytest.param(name, layout, marks=[] if small else [pytest.mark.full])
+            yield pytest.param(name, layout, marks=() if small else FULL)
 
 
 @pytest.mark.parametrize(("name", "layout"), list(cases()))
@@ -89,9 +149,15 @@ def test_three_steps_are_those_of_transformers(ranks, saved, name, layout):
 
 
 @pytest.mark.parametrize(
-    "layout", ["pipe2xtensor2", pytest.param("tensor4", marks=pytest.mark.full)]
+    ("name", "layout"),
+    [
+        pytest.param(
+            name, layout, marks=FULL * ((name, layout) not in (("gpt2", BOTH), ("llama", BOTH)))
+        )
+        for name in MODELS
+        for layout in (BOTH, "tensor2")
+    ],
 )
-@pytest.mark.parametrize("name", MODELS)
 def test_initial_weights_are_the_same_under_every_layout(ranks, saved, name, layout):
     config = f"model.hf={saved(name)[0]}/config.json"
     size, changes = asked(LAYOUTS[layout])

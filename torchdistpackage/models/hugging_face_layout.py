@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 from torchdistpackage.bounded import parse_json, read_header, read_regular
@@ -166,11 +167,15 @@ def open_folder(folder: str | Path, shape: GPTShape) -> WeightFolder:
 
 
 def find_tensors(
-    folder: str | Path, expected: Mapping[str, tuple[int, ...]], again: str | None
+    folder: str | Path,
+    expected: Mapping[str, tuple[int, ...]],
+    again: str | None,
+    other_names: Mapping[str, str] = MappingProxyType({}),
 ) -> WeightFolder:
     """The files of a folder that has exactly the `expected` tensors, of these shapes.
 
-    again: another name of one of them, which older versions save as well.
+    again: another name of one of them, which older versions save as well. other_names: of tensors
+        in the files -> in `expected`.
 
     Raises:
         CheckpointError: it has no weights, or others: lists all that are missing, unexpected, or
@@ -178,7 +183,8 @@ def find_tensors(
     """
     folder = Path(folder)
     found = dict(_headers(folder))
-    names = _in_whole_model(found, expected)
+    whole = _in_whole_model(found, expected)
+    names = {other_names.get(name, name): found_as for name, found_as in whole.items()}
     if again is not None:
         names.pop(again, None)
     problems = [f"{key} is missing" for key in expected if key not in names]

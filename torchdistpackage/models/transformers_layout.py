@@ -15,7 +15,8 @@ from torchdistpackage.config.hugging_face import read_config
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.layout.layout import HeadSplit, Layout
 from torchdistpackage.layout.refusals import either, nearest
-from torchdistpackage.models.families_layout import FAMILIES, Family, Sizes, Weight, Weights
+from torchdistpackage.models.families_layout import FAMILIES
+from torchdistpackage.models.family_layout import Family, Sizes, Weight, Weights
 from torchdistpackage.models.hugging_face_layout import WeightFolder, find_tensors
 
 BACKWARD_PER_FORWARD = 2.0
@@ -168,6 +169,8 @@ def can_share(shape: TransformersShape, tensor: int) -> bool:
         return True
     if tensor <= n.kv_heads:
         return n.kv_heads % tensor == 0
+    if not shape.kind.shares_keys:
+        return False
     return tensor % n.kv_heads == 0 and n.heads % tensor == 0
 
 
@@ -295,4 +298,4 @@ def open_folder(folder: str | Path, shape: TransformersShape) -> WeightFolder:
     """
     expected = {name: layout.shape for name, layout in layouts(shape).items()}
     again = f"{shape.kind.output}.weight" if shape.sizes.tied else None
-    return find_tensors(folder, expected, again)
+    return find_tensors(folder, expected, again, shape.kind.other_names)

@@ -23,6 +23,6 @@ def get_gpt_neox_config(model_config: Any, devices: Sequence[Any]) -> Config:
     rules.row("mlp\\.dense_4h_to_h")
     rules.enter("mlp")
     rules.embedding("embed_in", dim)
-    rules.head("embed_out", model_config)
+    rules.head("(embed_out|lm_head)", model_config)  # by release
     rules.draws_apart("attention")
     return rules.config()
