@@ -1,5 +1,6 @@
 """`tdp export` writes what transformers loads, from a checkpoint of any layout."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -31,10 +32,11 @@ def saved_run(ranks, tmp_path: Path, layout: dict[str, int], *changes: str) -> P
     "layout", [n if n in SMALL_SET else pytest.param(n, marks=pytest.mark.full) for n in LAYOUTS]
 )
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.full)])
-def test_a_run_that_did_not_train_gives_its_folder_back(ranks, tmp_path, capsys, layout, name):
+@pytest.mark.parametrize("key", ["weights", "hf"])
+def test_a_run_that_did_not_train_gives_its_folder_back(ranks, tmp_path, capsys, layout, name, key):
     source = folders.save(name, tmp_path / "source")
     (source / "tokenizer.json").write_text("{}")
-    run = saved_run(ranks, tmp_path, LAYOUTS[layout], f"model.weights={source}")
+    run = saved_run(ranks, tmp_path, LAYOUTS[layout], f"model.{key}={source}")
     out = tmp_path / "out"
     assert main(["export", str(run), str(out), "--to", "hf", "--shard-size", "40KB"]) == 0
     files = sorted(x.name for x in out.glob("*.safetensors"))
@@ -42,7 +44,9 @@ def test_a_run_that_did_not_train_gives_its_folder_back(ranks, tmp_path, capsys,
     assert (out / "tokenizer.json").read_text() == "{}"
     before, after = folders.tensors(source), folders.tensors(out)
     assert before.keys() == after.keys()
-    assert all(torch.equal(x, after[key]) for key, x in before.items())
+    assert all(torch.equal(x, after[name]) for name, x in before.items())
+    settings = [json.loads((x / "config.json").read_text()) for x in (source, out)]
+    assert settings[0].items() <= settings[1].items()
 
 
 def test_another_type_is_written_and_no_folder_is_overwritten(ranks, tmp_path, capsys):

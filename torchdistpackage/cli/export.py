@@ -7,11 +7,12 @@ from typing import Annotated, Any, cast
 import typer
 
 from torchdistpackage.checkpoint.commit import latest
+from torchdistpackage.config.hugging_face import config_file
 from torchdistpackage.config.load import load
 from torchdistpackage.config.yaml_loader import read
 from torchdistpackage.errors import CheckpointError, ConfigError
 from torchdistpackage.launch.entrypoint import EntryPoint
-from torchdistpackage.models.registry import model
+from torchdistpackage.models.registry import model_of
 from torchdistpackage.train.job import CHECKPOINTS, RESOLVED
 from torchdistpackage.train.plan import model_shape
 
@@ -38,7 +39,8 @@ def export(
     like: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", help="Copy tokenizer and settings from here; default: model.weights."
+            metavar="FOLDER",
+            help="Copy tokenizer and settings from here; default: model.weights or model.hf.",
         ),
     ] = None,
 ) -> None:
@@ -58,14 +60,16 @@ def export(
         raise ConfigError("; ".join(problems))
     # its folder of weights may be gone since: all sizes are in the file
     config = load(resolved, ["model.weights=null"])
-    if config.model.name is None:
+    model = model_of(config.model)
+    if model is None:
         raise ConfigError(f"{run}: model.target built its model, whose names only it knows")
     path = checkpoint or latest(run / CHECKPOINTS)
     if path is None:
         raise CheckpointError(f"{run} has no complete checkpoint; let it save one first")
     written: Any = EntryPoint.of(EXPORT).resolve()(
         path,
-        model_shape(model(config.model.name), config),
+        model,
+        model_shape(model, config),
         folder,
         dtype=dtype,
         shard_bytes=int(size[1]) * _UNITS[(size[2] or "").upper()],
@@ -76,9 +80,11 @@ def export(
 
 
 def _begun_with(resolved: Path) -> str | None:
-    """The folder of weights that the run began with, if it is still there."""
+    """What the run's weights or model came from, if it is still there."""
     found = read(resolved.read_text(encoding="utf-8"), str(resolved)).value
     section = cast(dict[str, Any], found).get("model") if isinstance(found, dict) else None
-    folder = section.get("weights") if isinstance(section, dict) else None
-    is_there = isinstance(folder, str) and (Path(folder) / "config.json").is_file()
-    return folder if is_there else None
+    names = (section.get("weights"), section.get("hf")) if isinstance(section, dict) else ()
+    for name in names:
+        if isinstance(name, str) and config_file(name).is_file():
+            return name
+    return None

@@ -24,15 +24,19 @@ _ROPE = (
 _ORIGINAL = "original_max_position_embeddings"
 
 
+def config_file(folder: str | Path) -> Path:
+    """The config.json of a folder, or the file that is named itself."""
+    path = Path(folder)
+    return path if path.suffix == ".json" else path / FILE
+
+
 def read_config(folder: str | Path) -> dict[str, Any]:
     """The content of `folder`/config.json, or of the file that is named itself.
 
     Raises:
         ConfigError: there is none, or it is no JSON mapping.
     """
-    path = Path(folder)
-    if path.suffix != ".json":
-        path /= FILE
+    path = config_file(folder)
     try:
         found = parse_json(read_regular(path, _MAX_BYTES).decode())
     except FileNotFoundError as error:

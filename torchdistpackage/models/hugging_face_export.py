@@ -1,205 +1,24 @@
-"""A GPT as a folder that transformers loads: config.json and safetensors files.
+"""Ranks that hold the parts of a GPT write it as a folder that transformers loads."""
 
-One process writes, file by file: it holds the tensors of one file, and one whole parameter. The
-folder has its name once it is complete.
-"""
-
-import json
-import math
-import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
-from itertools import islice
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from torchdistpackage import errors
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.p2p import receive, send
 from torchdistpackage.comm.tpc import resolve_group, tpc
-from torchdistpackage.config.hugging_face import FILE, GPT2_ACTIVATIONS, read_config
 from torchdistpackage.errors import CheckpointError, LayoutError, TorchDistError
 from torchdistpackage.layout.derive import blocks, local_shape, owns
 from torchdistpackage.models import gpt_layout
 from torchdistpackage.models.gpt import GPT
-from torchdistpackage.models.gpt_layout import GPTShape
-from torchdistpackage.models.hugging_face import with_starts
-from torchdistpackage.models.hugging_face_layout import INDEX, SINGLE, Source, family_of, sources
+from torchdistpackage.models.hugging_face_config import config_json
+from torchdistpackage.models.hugging_face_folder import SHARD_BYTES, check_new, write_folder
+from torchdistpackage.models.hugging_face_layout import sources
 from torchdistpackage.topology.mesh import Mesh
-
-SHARD_BYTES = 5_000_000_000
-"""Largest file by default."""
-COMPANIONS = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
-    "generation_config.json",
-)
-"""Files that go with a model, copied from the folder that it was made from."""
-
-
-def config_json(
-    shape: GPTShape, dtype: torch.dtype, like: str | Path | None = None
-) -> dict[str, Any]:
-    """The config.json of a model.
-
-    like: a folder whose other settings (special tokens, ...) are kept.
-
-    Raises:
-        LayoutError: transformers has no such model.
-        ConfigError: `like` has no readable config.json.
-    """
-    family = family_of(shape)
-    kept = {"bos_token_id": None, "eos_token_id": None}
-    if like is not None:
-        kept = read_config(like)
-        kept.pop("torch_dtype", None)
-    known = _gpt2(shape) if family == "gpt2" else _llama(shape)
-    return {**kept, **known, "model_type": family, "dtype": str(dtype).removeprefix("torch.")}
-
-
-def _gpt2(shape: GPTShape) -> dict[str, Any]:
-    activations = {ours: theirs for theirs, ours in reversed(GPT2_ACTIVATIONS.items())}
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "n_layer": shape.layers,
-        "n_embd": shape.dim,
-        "n_head": shape.heads,
-        "n_inner": shape.hidden,
-        "n_positions": shape.num_positions,
-        "vocab_size": shape.vocab,
-        "activation_function": activations[shape.mlp],
-        "layer_norm_epsilon": shape.norm_eps,
-        "tie_word_embeddings": shape.tied,
-    }
-
-
-def _llama(shape: GPTShape) -> dict[str, Any]:
-    rope = {k: v for k, v in asdict(shape.rope).items() if k != "theta" and v is not None}
-    kind = rope.pop("type")
-    today = {"rope_theta": shape.rope.theta, "rope_type": kind, **rope}
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": shape.layers,
-        "hidden_size": shape.dim,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.hidden,
-        "max_position_embeddings": shape.num_positions,
-        "vocab_size": shape.vocab,
-        "hidden_act": "silu",
-        "rms_norm_eps": shape.norm_eps,
-        "attention_bias": shape.attention_bias,
-        "mlp_bias": shape.mlp_bias,
-        "tie_word_embeddings": shape.tied,
-        "rope_parameters": today,
-        # as versions before 5 read it
-        "rope_theta": shape.rope.theta,
-        "rope_scaling": None if kind == "default" else {"rope_type": kind, **rope},
-    }
-
-
-def check_new(folder: str | Path) -> None:
-    """Raises CheckpointError if `folder` is there and not empty: old files would mix with new."""
-    folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} exists and is not empty; name a new folder, or remove it")
-
-
-def write_folder(
-    folder: str | Path,
-    shape: GPTShape,
-    whole: Callable[[str], Tensor],
-    dtype: torch.dtype,
-    *,
-    shard_bytes: int = SHARD_BYTES,
-    like: str | Path | None = None,
-) -> Path:
-    """Write config.json and the weights to `folder`, which is new or empty; returns it.
-
-    whole: the parameter of a global name, asked for once each in the order of `sources(shape)`.
-    dtype: type of the weights in the files.
-    shard_bytes: the largest file, as transformers' max_shard_size; one tensor may be larger.
-    like: a folder of a transformers model whose other settings and tokenizer are kept.
-
-    Raises:
-        CheckpointError: the folder is not empty, or cannot be written; nothing of it is left.
-        LayoutError: transformers has no such model.
-    """
-    folder, config = Path(folder), config_json(shape, dtype, like)
-    check_new(folder)
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-    try:
-        temporary.mkdir(parents=True)
-        _write_weights(temporary, shape, whole, dtype, shard_bytes)
-        (temporary / FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        for name in COMPANIONS if like is not None else ():
-            if (companion := Path(like or "") / name).is_file():
-                shutil.copyfile(companion, temporary / name)
-        if folder.exists():
-            folder.rmdir()
-        temporary.rename(folder)
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return folder
-
-
-def _write_weights(
-    folder: Path,
-    shape: GPTShape,
-    whole: Callable[[str], Tensor],
-    dtype: torch.dtype,
-    shard_bytes: int,
-) -> None:
-    made_of = sources(shape)
-    in_order = [source for of in made_of.values() for source in of]
-    chunks = list(_chunks(in_order, dtype.itemsize, shard_bytes))
-    files = [SINGLE]
-    if len(chunks) > 1:
-        files = [f"model-{i:05}-of-{len(chunks):05}.safetensors" for i in range(1, len(chunks) + 1)]
-    tensors = _stored(made_of, whole, dtype)
-    for file, chunk in zip(files, chunks, strict=True):
-        save_file(dict(islice(tensors, len(chunk))), folder / file, metadata={"format": "pt"})
-    if len(chunks) > 1:
-        places = {x.key: file for file, of in zip(files, chunks, strict=True) for x in of}
-        number = sum(math.prod(source.shape) for source in in_order)
-        size = {"total_parameters": number, "total_size": number * dtype.itemsize}
-        index = {"metadata": size, "weight_map": dict(sorted(places.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _chunks(parts: Iterable[Source], itemsize: int, shard_bytes: int) -> Iterator[list[Source]]:
-    """Sources of one file each, in order, as many as fit."""
-    held: list[Source] = []
-    num_bytes = 0
-    for source in parts:
-        more = math.prod(source.shape) * itemsize
-        if held and num_bytes + more > shard_bytes:
-            yield held
-            held, num_bytes = [], 0
-        held.append(source)
-        num_bytes += more
-    yield held
-
-
-def _stored(
-    made_of: Mapping[str, tuple[Source, ...]], whole: Callable[[str], Tensor], dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of each source, as it is stored."""
-    for name, of in made_of.items():
-        full = whole(name).detach()
-        for source, start in with_starts(of):
-            rows = full[start : start + source.num_rows]
-            stored = rows.t() if source.transposed else rows
-            # a copy, since tensors of one file must not share memory
-            yield source.key, stored.to("cpu", dtype).clone(memory_format=torch.contiguous_format)
 
 
 @torch.no_grad()
@@ -225,15 +44,19 @@ def save_weights(
     nets = [stages] if isinstance(stages, GPT) else list(stages)
     ranks = _RanksOfModel(nets)
     dtype = ranks.dtype if dtype is None else dtype
-    names = iter(sources(ranks.shape))
+    made_of = sources(ranks.shape)
+    names = iter(made_of)
+
+    def config() -> dict[str, Any]:
+        return config_json(ranks.shape, str(dtype).removeprefix("torch."), like)
 
     def check() -> None:
         check_new(folder)
-        config_json(ranks.shape, dtype, like)
+        config()
 
     def write() -> None:
         how = {"shard_bytes": shard_bytes, "like": like}
-        write_folder(folder, ranks.shape, lambda _: ranks.whole(next(names)), dtype, **how)
+        write_folder(folder, config(), made_of, lambda _: ranks.whole(next(names)), dtype, **how)
 
     ranks.raise_all(ranks.try_on_first(check))
     error = ranks.try_on_first(write)

@@ -5,13 +5,20 @@ A plan needs the numbers of a model and not its modules, so these are named by i
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 from torchdistpackage.config.model_section import ModelSection
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.models import gpt_layout, hugging_face_layout, transformers_layout
+from torchdistpackage.models import (
+    gpt_layout,
+    hugging_face_config,
+    hugging_face_layout,
+    transformers_layout,
+)
+from torchdistpackage.models.hugging_face_layout import Source
 
 
 class ModelShape(Protocol):
@@ -41,6 +48,8 @@ class Model:
         dtype=..., device=...)`.
     open_weights: refuses a folder that has not the weights of a model of this shape.
     load_weights: "package.module:function", called with such a module and folder.
+    sources: the tensors that each parameter makes up in a folder of transformers. config_json:
+        that of such a folder, from the shape, the type of the weights, a folder to be like.
     refusals: (key, text) of what the model cannot do among so many tensor ranks and stages, besides
         what the rules of the configuration find. goes_with: what it can do, axis by axis.
     has_own_text: whether it can write a text at the end of a run (train/finish.py).
@@ -55,6 +64,8 @@ class Model:
     module: str
     open_weights: Callable[[str, Any], object]
     load_weights: str
+    sources: Callable[[Any], dict[str, tuple[Source, ...]]]
+    config_json: Callable[[Any, str, str | Path | None], dict[str, Any]]
     refusals: Callable[[Any, int, int], list[tuple[str, str]]] = lambda *_: []
     goes_with: Callable[[Any], tuple[tuple[str, str], ...]] = lambda _: ()
     has_own_text: bool = False
@@ -79,6 +90,8 @@ MODELS: dict[str, Model] = {
         "torchdistpackage.models.gpt:GPT",
         hugging_face_layout.open_folder,
         "torchdistpackage.models.hugging_face:load_weights",
+        hugging_face_layout.sources,
+        hugging_face_config.config_json,
         has_own_text=True,
     ),
     "transformers": Model(
@@ -91,6 +104,8 @@ MODELS: dict[str, Model] = {
         "torchdistpackage.models.transformers_model:stage",
         transformers_layout.open_folder,
         "torchdistpackage.models.transformers_model:load_weights",
+        transformers_layout.sources,
+        transformers_layout.config_json,
         transformers_layout.refusals,
         transformers_layout.goes_with,
     ),

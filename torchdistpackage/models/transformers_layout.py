@@ -17,7 +17,7 @@ from torchdistpackage.layout.layout import HeadSplit, Layout
 from torchdistpackage.layout.refusals import either, nearest
 from torchdistpackage.models.families_layout import FAMILIES
 from torchdistpackage.models.family_layout import Family, Sizes, Weight, Weights
-from torchdistpackage.models.hugging_face_layout import WeightFolder, find_tensors
+from torchdistpackage.models.hugging_face_layout import Source, WeightFolder, find_tensors
 
 BACKWARD_PER_FORWARD = 2.0
 _MOST = 1 << 24
@@ -287,6 +287,19 @@ def piece_costs(shape: TransformersShape) -> tuple[float, ...]:
 def flops_per_token(shape: TransformersShape) -> float:
     """Of forward and backward for one token of a full sequence."""
     return (1 + BACKWARD_PER_FORWARD) * sum(piece_costs(shape))
+
+
+def sources(shape: TransformersShape) -> dict[str, tuple[Source, ...]]:
+    """For each parameter, by global name in order, the tensor of a folder that it is."""
+    return {name: (Source(name, layout.shape),) for name, layout in layouts(shape).items()}
+
+
+def config_json(
+    shape: TransformersShape, dtype: str, like: str | Path | None = None
+) -> dict[str, Any]:
+    """The config.json it was made of, with torch's name of the type of the weights."""
+    kept = {key: value for key, value in shape.given.items() if key != "torch_dtype"}
+    return {**kept, "dtype": dtype}
 
 
 def open_folder(folder: str | Path, shape: TransformersShape) -> WeightFolder:

@@ -4,6 +4,7 @@ The pieces of each parameter come together from whichever files hold them, so th
 any layout. Held at once are the tensors of one file that is written, and one parameter.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -13,14 +14,16 @@ from torch import Tensor
 from torchdistpackage.checkpoint.commit import damage
 from torchdistpackage.checkpoint.manifest import Manifest, read_manifest
 from torchdistpackage.errors import CheckpointError
-from torchdistpackage.models import gpt_layout
-from torchdistpackage.models.gpt_layout import GPTShape
-from torchdistpackage.models.hugging_face_export import write_folder
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.models.hugging_face_folder import write_folder
+from torchdistpackage.models.registry import Model
+from torchdistpackage.train.plan import ModelShape
 
 
 def export_checkpoint(
     path: str | Path,
-    shape: GPTShape,
+    model: Model,
+    shape: ModelShape,
     folder: str | Path,
     *,
     dtype: str | None = None,
@@ -39,21 +42,22 @@ def export_checkpoint(
     if problem := damage(path, checksums=True):
         raise CheckpointError(f"{path} is damaged: {problem}; name another checkpoint")
     manifest = read_manifest(path)
-    _check_model(manifest, shape, path)
-    own = manifest.tensors[gpt_layout.TIED].dtype
-    kind = getattr(torch, dtype or own)
+    made_of = model.sources(shape)
+    _check_model(manifest, model.layouts(shape, None), path)
+    dtype = dtype or manifest.tensors[next(iter(made_of))].dtype
     return write_folder(
         folder,
-        shape,
+        model.config_json(shape, dtype, like),
+        made_of,
         lambda name: _whole(manifest, path, name),
-        kind,
+        getattr(torch, dtype),
         shard_bytes=shard_bytes,
         like=like,
     )
 
 
-def _check_model(manifest: Manifest, shape: GPTShape, path: Path) -> None:
-    wanted = {name: layout.shape for name, layout in gpt_layout.layouts(shape).items()}
+def _check_model(manifest: Manifest, layouts: Mapping[str, Layout], path: Path) -> None:
+    wanted = {name: layout.shape for name, layout in layouts.items()}
     has = {name: entry.shape for name, entry in manifest.tensors.items() if "#" not in name}
     problems = [f"{name} is missing" for name in wanted if name not in has]
     problems += [f"{name} is not expected" for name in has if name not in wanted]

@@ -1,0 +1,137 @@
+"""A folder that transformers loads: config.json, safetensors files, and what goes with a model.
+
+One process writes, file by file: it holds the tensors of one file, and one whole parameter. The
+folder has its name once it is complete.
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from torchdistpackage.config.hugging_face import FILE, config_file
+from torchdistpackage.errors import CheckpointError
+from torchdistpackage.models.hugging_face import with_starts
+from torchdistpackage.models.hugging_face_layout import INDEX, SINGLE, Source
+
+SHARD_BYTES = 5_000_000_000
+"""Largest file by default."""
+COMPANIONS = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
+    "generation_config.json",
+)
+"""Files that go with a model, copied from the folder that it was made from."""
+
+
+def check_new(folder: str | Path) -> None:
+    """Raises CheckpointError if `folder` is there and not empty: old files would mix with new."""
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} exists and is not empty; name a new folder, or remove it")
+
+
+def write_folder(
+    folder: str | Path,
+    config: Mapping[str, Any],
+    made_of: Mapping[str, tuple[Source, ...]],
+    whole: Callable[[str], Tensor],
+    dtype: torch.dtype,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    like: str | Path | None = None,
+) -> Path:
+    """Write config.json and the weights to `folder`, which is new or empty; returns it.
+
+    config: the config.json.
+    made_of: for each parameter, by global name, the tensors of the files that it makes up.
+    whole: the parameter of a global name, asked for once each in the order of `made_of`.
+    dtype: type of the weights in the files.
+    shard_bytes: the largest file, as transformers' max_shard_size; one tensor may be larger.
+    like: a folder of a transformers model, or its config.json, whose tokenizer is kept.
+
+    Raises:
+        CheckpointError: the folder is not empty, or cannot be written; nothing of it is left.
+    """
+    folder = Path(folder)
+    check_new(folder)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        temporary.mkdir(parents=True)
+        _write_weights(temporary, made_of, whole, dtype, shard_bytes)
+        (temporary / FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        for companion in _companions(like):
+            shutil.copyfile(companion, temporary / companion.name)
+        if folder.exists():
+            folder.rmdir()
+        temporary.rename(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def _companions(like: str | Path | None) -> list[Path]:
+    if like is None:
+        return []
+    folder = config_file(like).parent
+    return [folder / name for name in COMPANIONS if (folder / name).is_file()]
+
+
+def _write_weights(
+    folder: Path,
+    made_of: Mapping[str, tuple[Source, ...]],
+    whole: Callable[[str], Tensor],
+    dtype: torch.dtype,
+    shard_bytes: int,
+) -> None:
+    in_order = [source for of in made_of.values() for source in of]
+    chunks = list(_chunks(in_order, dtype.itemsize, shard_bytes))
+    files = [SINGLE]
+    if len(chunks) > 1:
+        files = [f"model-{i:05}-of-{len(chunks):05}.safetensors" for i in range(1, len(chunks) + 1)]
+    tensors = _stored(made_of, whole, dtype)
+    for file, chunk in zip(files, chunks, strict=True):
+        save_file(dict(islice(tensors, len(chunk))), folder / file, metadata={"format": "pt"})
+    if len(chunks) > 1:
+        places = {x.key: file for file, of in zip(files, chunks, strict=True) for x in of}
+        number = sum(math.prod(source.shape) for source in in_order)
+        size = {"total_parameters": number, "total_size": number * dtype.itemsize}
+        index = {"metadata": size, "weight_map": dict(sorted(places.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _chunks(parts: Iterable[Source], itemsize: int, shard_bytes: int) -> Iterator[list[Source]]:
+    """Sources of one file each, in order, as many as fit."""
+    held: list[Source] = []
+    num_bytes = 0
+    for source in parts:
+        more = math.prod(source.shape) * itemsize
+        if held and num_bytes + more > shard_bytes:
+            yield held
+            held, num_bytes = [], 0
+        held.append(source)
+        num_bytes += more
+    yield held
+
+
+def _stored(
+    made_of: Mapping[str, tuple[Source, ...]], whole: Callable[[str], Tensor], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor of each source, as it is stored."""
+    for name, of in made_of.items():
+        full = whole(name).detach()
+        for source, start in with_starts(of):
+            rows = full[start : start + source.num_rows]
+            stored = rows.t() if source.transposed else rows
+            # a copy, since tensors of one file must not share memory
+            yield source.key, stored.to("cpu", dtype).clone(memory_format=torch.contiguous_format)
