@@ -15,6 +15,7 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm import JobGeometry
 from torchdistpackage.harness.bench.profile import Profile
 from torchdistpackage.harness.bench.profile import read as read_profile
+from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.launch.slurm.job import job_shape
 from torchdistpackage.launch.slurm.submit import preview
 from torchdistpackage.schedule.actions import ActionKind, flatten
@@ -29,6 +30,7 @@ from torchdistpackage.train.plan import (
     stage_loads,
 )
 
+SPLIT = "torchdistpackage.parallel.auto.plan_text:split_table"
 AXES = ("pipe", "data", "context", "expert", "tensor")
 """Columns of the coordinates."""
 GROUPS = ("data", "pipe", "context", "tensor", "model", "expert", "expert_data")
@@ -74,6 +76,15 @@ def plan(
             metavar="FILE", help="Estimate communication times from a profile of tdp comm bench."
         ),
     ] = None,
+    tensor: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Split the Hugging Face model in folder CONFIG over N shards."
+        ),
+    ] = None,
+    seq_len: Annotated[
+        int, typer.Option(metavar="L", min=1, help="With --tensor, tokens of a forward.")
+    ] = 128,
     forward_s: Annotated[
         float | None,
         typer.Option(
@@ -91,6 +102,11 @@ def plan(
         raise typer.BadParameter(
             "needs --profile, which has the times of messages", param_hint="--forward-s"
         )
+    if tensor is not None:
+        typer.echo(EntryPoint.of(SPLIT).resolve()(Path(config), tensor, seq_len, show_all))
+        return
+    if Path(config).is_dir() or config.endswith(".json"):
+        raise typer.BadParameter("a model needs the number of shards", param_hint="--tensor")
     cluster = None if profile is None else read_profile(profile)
     run = load(config, overrides or [], world, job=sbatch or None)
     is_job = sbatch or bool(run.launch.slurm)

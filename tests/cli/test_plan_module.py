@@ -1,0 +1,59 @@
+"""`tdp plan FOLDER --tensor N`: the plan by which a model alone is split."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.parallel.auto.models import language_model
+from torchdistpackage.cli.main import main
+from torchdistpackage.parallel.auto import count_traffic, tensor_parallel
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("llama")
+    model = language_model("llama")
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.dtype = "float64"
+    model.config.save_pretrained(made)
+    return made
+
+
+def test_what_it_shows_is_held_and_sent(folder, capsys):
+    assert main(["plan", str(folder), "--tensor", "2", "--seq-len", "5"]) == 0
+    text = capsys.readouterr().out
+    split = tensor_parallel(language_model("llama"), ["cpu"] * 2)
+    ids = torch.zeros(1, 5, dtype=torch.int64)
+    with torch.no_grad(), count_traffic() as counted:
+        split(ids)
+    held = [sum(p.nbytes for p in s.parameters()) for s in split.wrapped_model.module_shards]
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert f"all {min(held):,} to {max(held):,}" in lines  # of 61 tokens one has one more
+    assert "2 x model.layers.*.self_attn.q_proj.weight" in text
+    for kind, calls in counted.calls.items():
+        assert f"all {kind} {calls} {counted.num_bytes[kind]:,}" in lines
+    assert main(["plan", str(folder / "config.json"), "--tensor", "2", "--all"]) == 0
+    assert "model.layers.1.self_attn.q_proj.weight" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--tensor", "5"], "llama has 4 attention heads, which 5 shards cannot share; use at"),
+        ([], "a model needs the number of shards"),
+    ],
+)
+def test_what_cannot_be_is_refused(folder, capsys, arguments, text):
+    assert main(["plan", str(folder), *arguments]) == 2
+    assert text in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path, capsys):
+    assert main(["plan", str(tmp_path), "--tensor", "2"]) == 2
+    assert "config.json is not there; name a folder with" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "none of them"}))
+    assert main(["plan", str(tmp_path), "--tensor", "2"]) == 2
+    assert "describes no model of transformers" in capsys.readouterr().err
