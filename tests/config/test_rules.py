@@ -263,6 +263,12 @@ def run(**values: Any) -> RunConfig:
             "data.name=jsonl needs data.tokenizer, a folder with tokenizer.json",
         ),
         (
+            {"data__document_masks": True},
+            None,
+            "data.document_masks",
+            "without data.tokenizer it is not known where documents end; set it to false",
+        ),
+        (
             {"train__recompute": "auto"},
             None,
             "train.recompute",

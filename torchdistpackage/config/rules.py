@@ -218,6 +218,23 @@ def _tokenizer_is_for_text(c: RunConfig, world_size: int | None) -> str | None:
     return None
 
 
+@rule("data.document_masks", "data.tokenizer", "model.name", "model.target")
+def _documents_are_known(c: RunConfig, world_size: int | None) -> str | None:
+    if not c.data.document_masks:
+        return None
+    if c.data.tokenizer is None:
+        return (
+            "data.document_masks=true, but without data.tokenizer it is not known where documents "
+            "end; set it to false"
+        )
+    if c.model.target is not None:
+        return (
+            f"data.document_masks=true, but model.target={c.model.target} is given ids alone, and "
+            f"no positions; set it to false, or use model.name or model.hf"
+        )
+    return None
+
+
 @rule("data.name", "data.target", "data.args", "data.path", "data.dtype")
 def _data_is_named_once(c: RunConfig, world_size: int | None) -> str | None:
     if text := named_once(c.data, "data"):

@@ -129,6 +129,9 @@ class DataSection(NamedSection):
     cache: k.PathOrNull = Field(
         default=None, description="Folder of tokenized texts; null: tokens in run.dir."
     )
+    document_masks: bool = Field(
+        default=False, description="Tokens see their own document alone; needs tokenizer."
+    )
     dtype: k.TokenDtype = Field(default="uint16", description="Type of the ids of tokens.")
     target: k.ImportPath = Field(
         default=None, description="Your data, pkg.module:build; not with name."

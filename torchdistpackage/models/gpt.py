@@ -18,7 +18,7 @@ from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import DataError, LayoutError
 from torchdistpackage.models import gpt_layout
 from torchdistpackage.models.gpt_layout import ATTENTION, EMBED, HEAD, MLP, TIED, GPTShape
-from torchdistpackage.parallel.tensor.attention import ParallelAttention
+from torchdistpackage.parallel.tensor.attention import ParallelAttention, document_mask
 from torchdistpackage.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from torchdistpackage.parallel.tensor.dropout import Dropout
 from torchdistpackage.parallel.tensor.embedding import VocabParallelEmbedding
@@ -104,20 +104,24 @@ class GPT(Grouped):
             for name, _ in self.named_parameters()
         }
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """ids (B, S) int64 if the embedding is here, else activations; logits (S, B, V/n) if the
         head is here, else activations.
+
+        position_ids (B, S) int64, on every stage and rank: of several documents in a sample, from 0
+        in each; no token sees another document. None: 0 to S - 1.
 
         Raises:
             DataError: S is longer than the table of learned positions.
             LayoutError: under sequence parallelism, S is not a multiple of the group's size.
         """
         if self.embed is not None:
-            x = self.embed(x)
+            x = self.embed(x, position_ids)
         if self.blocks:
-            tables = self._rotary(x)
+            tables = self._rotary(x, position_ids)
+            mask = None if position_ids is None else document_mask(position_ids)
             for block in self.blocks.values():
-                x = block(x, tables)
+                x = block(x, tables, mask)
         return x if self.head is None else self.head(x)
 
     def loss(
@@ -141,17 +145,20 @@ class GPT(Grouped):
         padded = F.pad(mine, (0, width - mine.shape[0]))
         return primitives.all_gather(padded, self.group)[: self.shape.vocab]
 
-    def _rotary(self, x: Tensor) -> Tables | None:
+    def _rotary(self, x: Tensor, position_ids: Tensor | None) -> Tables | None:
         if self.shape.position != "rotary":
             return None
         cuts = self.group.size() if self.shape.sequence_parallel else 1
-        return rotary_tables(
+        cos, sin = rotary_tables(
             x.shape[0] * cuts,
             self.shape.head_dim,
             rope=self.shape.rope,
             dtype=x.dtype,
             device=x.device,
         )
+        if position_ids is None:
+            return cos, sin
+        return cos[position_ids].unsqueeze(1), sin[position_ids].unsqueeze(1)
 
 
 class Embed(VocabParallelEmbedding):
@@ -171,23 +178,28 @@ class Embed(VocabParallelEmbedding):
     def initials(self) -> dict[str, Initial]:
         return {"weight": NORMAL, "position": NORMAL}
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         x = super().forward(ids.t())
         if self.position is not None:
-            x = x + self._positions(ids.shape[1]).unsqueeze(1)
+            x = x + self._positions(ids.shape[1], position_ids)
         return self.drop(x)
 
-    def _positions(self, seq_len: int) -> Tensor:
-        """The vectors of my rows of the sequence: all, or my part under sequence parallelism."""
+    def _positions(self, seq_len: int, position_ids: Tensor | None) -> Tensor:
+        """The vectors of my rows of the sequence: all, or my part under sequence parallelism; those
+        of each sample, (S/n, B, D), or of all alike, (S/n, 1, D).
+        """
         if seq_len > self.shape.num_positions:
             raise DataError(
                 f"gpt: a sequence of {seq_len} tokens, but positions are learned for "
                 f"{self.shape.num_positions}; shorten it, or use rotary positions"
             )
-        if not self.shape.sequence_parallel:
-            return self.position[:seq_len]
-        rows = seq_len // self.group.size()
-        return self.summed(self.position).narrow(0, self.group.rank() * rows, rows)
+        table, first, rows = self.position, 0, seq_len
+        if self.shape.sequence_parallel:
+            rows = seq_len // self.group.size()
+            table, first = self.summed(table), self.group.rank() * rows
+        if position_ids is None:
+            return table.narrow(0, first, rows).unsqueeze(1)
+        return F.embedding(position_ids.t().narrow(0, first, rows), table)
 
 
 class GPTBlock(nn.Module):
@@ -237,9 +249,11 @@ class GPTBlock(nn.Module):
         group, axis = common["group"], common["axis"]
         self.drop = Dropout(dropout, split=sequence_parallel, group=group, axis=axis)
 
-    def forward(self, x: Tensor, rotary: Tables | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotary: Tables | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         if self.attention is not None:
-            x = x + self.drop(self.attention(self.norm1(x), rotary))
+            x = x + self.drop(self.attention(self.norm1(x), rotary, mask=mask))
         return x if self.mlp is None else x + self.drop(self.mlp(self.norm2(x)))
 
 

@@ -88,13 +88,16 @@ class TransformersStage(nn.Module):
         path = f"decoder.{self.shape.kind.blocks}"
         return tuple(f"{path}.{name}" for name, _ in self.get_submodule(path).named_children())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """ids (B, S) int64 on the first stage, else activations (B, S, D); activations, or logits
-        (B, S, V) from the last stage, alike on all ranks of the group."""
+        (B, S, V) from the last stage, alike on all ranks of the group.
+
+        position_ids (B, S) int64: where they begin again with 0, transformers begins a document.
+        """
         rank = 0 if self._group is None else self._group.rank()
         draws = self._draws and self.training
         with ShardDraws(rank, default_draw) if draws else nullcontext():
-            return self.decoder(x)
+            return self.decoder(x, position_ids=position_ids)
 
     def loss(
         self, logits: Tensor, targets: Tensor, ignore_index: int = IGNORE

@@ -207,6 +207,7 @@ def build_data(plan: Plan) -> DataSource:
             seq_len=section.seq_len,
             global_batch=section.global_batch,
             val_fraction=section.val_fraction,
+            document_masks=section.document_masks,
         )
     found = read_corpus(section, section.val_fraction)
     return TokenDataset(

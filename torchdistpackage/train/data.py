@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import islice
 from queue import SimpleQueue
 from threading import Thread
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -46,9 +46,10 @@ class DataSource(Protocol):
         per_rank: int,
         *,
         first: int = 0,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
         """(inputs, targets) of one rank, dim 0 of both being its `per_rank` samples, on the CPU.
 
+        Samples of several documents may have a third, position_ids, see `DataBatch`.
         They are the samples `first + data_index * per_rank` and up of step `step`. Sample i of a
         step must depend on nothing but (split, seed, step, i): never on `num_data`, the global
         rank, or what was asked before. Accumulation round r has first = r * num_data * per_rank.
@@ -177,19 +178,27 @@ def table_entropies(source: DataSource) -> tuple[float, float] | None:
     return source.table_entropies if isinstance(source, TokenDataset) else None
 
 
-Batch = tuple[Tensor, Tensor]
-"""(inputs, targets), on the host."""
+class DataBatch(NamedTuple):
+    """On the host. position_ids: int64 like ids, from 0 in each document of a sample; no token sees
+    another document. None: a sample is one document.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    position_ids: Tensor | None = None
+
+
 _Number = tuple[Split, int, int]
 """Split, step (of a validation: its batch) and round."""
-_Task = tuple[_Number, "Future[Batch]"]
+_Task = tuple[_Number, "Future[DataBatch]"]
 
 
 class Batches:
     """The part of a rank, `data_index` of `num_data`, in every batch; one is asked for at a time.
 
     per_round: its samples in a round, of which a step has `rounds`; num_steps: of the run.
-    prepare: called with each batch before it is handed out. ahead: have those of the next step made
-    in a thread, which `close` ends.
+    prepare: called with the tensors of each batch before it is handed out. ahead: have those of the
+    next step made in a thread, which `close` ends.
     """
 
     def __init__(
@@ -202,7 +211,7 @@ class Batches:
         per_round: int,
         rounds: int,
         num_steps: int,
-        prepare: Callable[[Tensor, Tensor], Batch],
+        prepare: Callable[..., DataBatch],
         ahead: bool = False,
     ):
         self._source, self._seed, self._prepare = source, seed, prepare
@@ -210,9 +219,9 @@ class Batches:
         self._rounds, self._num_steps, self._ahead = rounds, num_steps, ahead
         self._thread: Thread | None = None
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        self._coming: deque[tuple[_Number, Future[Batch]]] = deque()
+        self._coming: deque[tuple[_Number, Future[DataBatch]]] = deque()
 
-    def of_training(self, step: int, index: int) -> Batch:
+    def of_training(self, step: int, index: int) -> DataBatch:
         """Round `index` of step `step`.
 
         Raises:
@@ -229,8 +238,8 @@ class Batches:
         self._ask_for_next(number)
         return batch.result()
 
-    def of_validation(self, index: int) -> Batch:
-        """Batch `index` of a validation; raises as `of_training`."""
+    def of_validation(self, index: int) -> DataBatch:
+        """DataBatch `index` of a validation; raises as `of_training`."""
         number: _Number = ("val", index, 0)
         return self._in_thread(number).result() if self._ahead else self._make(number)
 
@@ -256,20 +265,20 @@ class Batches:
         for following in islice(numbers, len(self._coming), None):
             self._coming.append((following, self._in_thread(following)))
 
-    def _in_thread(self, number: _Number) -> "Future[Batch]":
+    def _in_thread(self, number: _Number) -> "Future[DataBatch]":
         if self._thread is None:
             # a daemon: a source that never answers must not keep a failed rank from ending
             self._thread = Thread(
                 target=_serve, args=(self._tasks, self._make), name="data", daemon=True
             )
             self._thread.start()
-        future: Future[Batch] = Future()
+        future: Future[DataBatch] = Future()
         self._tasks.put((number, future))
         return future
 
-    def _make(self, number: _Number) -> Batch:
+    def _make(self, number: _Number) -> DataBatch:
         split, step, index = number
-        inputs, targets = self._source.batch(
+        found = self._source.batch(
             split,
             self._seed,
             step,
@@ -278,15 +287,16 @@ class Batches:
             self._per_round,
             first=index * self._num_data * self._per_round,
         )
-        if inputs.shape[0] != self._per_round or targets.shape[0] != self._per_round:
+        if any(x.shape[0] != self._per_round for x in found):
+            names = zip((len(x) for x in found), DataBatch._fields, strict=False)
             raise DataError(
-                f"the data source gave {inputs.shape[0]} inputs and {targets.shape[0]} targets "
+                f"the data source gave {' and '.join(f'{n} {name}' for n, name in names)} "
                 f"where {self._per_round} samples were asked of data index {self._data_index}"
             )
-        return self._prepare(inputs, targets)
+        return self._prepare(*found)
 
 
-def _serve(tasks: "SimpleQueue[_Task | None]", make: Callable[[_Number], Batch]) -> None:
+def _serve(tasks: "SimpleQueue[_Task | None]", make: Callable[[_Number], DataBatch]) -> None:
     """Make what is asked for, one after another; what is raised goes to its taker."""
     while (task := tasks.get()) is not None:
         number, future = task

@@ -14,7 +14,7 @@ from torchdistpackage.errors import DataError
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.schedule.generators import evaluation
 from torchdistpackage.train.corpus import Ids
-from torchdistpackage.train.data import Batch
+from torchdistpackage.train.data import DataBatch
 from torchdistpackage.train.packing import PackedDataset
 from torchdistpackage.train.staged_model import StagedModel, totals_on
 from torchdistpackage.train.step import IGNORE
@@ -28,8 +28,8 @@ class Windows(Protocol):
     number: int
     seq_len: int
 
-    def read(self, first: int, number: int) -> Batch:
-        """(ids, targets), int64 (number, seq_len) each, of the windows from `first` on."""
+    def read(self, first: int, number: int) -> DataBatch:
+        """Of the windows from `first` on, int64 (number, seq_len) each."""
         ...
 
 
@@ -54,7 +54,7 @@ class TokenWindows:
                     f"vocabulary of {vocab}; is it of this model's tokenizer and data.dtype?"
                 )
 
-    def read(self, first: int, number: int) -> Batch:
+    def read(self, first: int, number: int) -> DataBatch:
         ids = np.zeros((number, self.seq_len), np.int64)
         targets = np.full((number, self.seq_len), IGNORE, np.int64)
         for row in range(number):
@@ -62,7 +62,7 @@ class TokenWindows:
             tokens = self._ids[at : at + self.seq_len + 1]
             ids[row, : min(len(tokens), self.seq_len)] = tokens[: self.seq_len]
             targets[row, : len(tokens) - 1] = tokens[1:]
-        return torch.from_numpy(ids), torch.from_numpy(targets)
+        return DataBatch(torch.from_numpy(ids), torch.from_numpy(targets))
 
 
 class DocumentWindows:
@@ -71,30 +71,31 @@ class DocumentWindows:
     def __init__(self, text: PackedDataset):
         self.number, self.seq_len, self._text = text.num_samples["val"], text.seq_len, text
 
-    def read(self, first: int, number: int) -> Batch:
-        return self._text.batch("val", 0, 0, 0, 1, number, first=first)
+    def read(self, first: int, number: int) -> DataBatch:
+        return DataBatch(*self._text.batch("val", 0, 0, 0, 1, number, first=first))
 
 
 def batches_of(
     windows: Windows, index: int, num_data: int, per_rank: int
-) -> Callable[[int], Batch]:
+) -> Callable[[int], DataBatch]:
     """Batch b of the rank at `index` along data; after the last window nothing counts."""
 
-    def batch(b: int) -> Batch:
+    def batch(b: int) -> DataBatch:
         first = (b * num_data + index) * per_rank
         number = min(max(windows.number - first, 0), per_rank)
-        ids = torch.zeros(per_rank, windows.seq_len, dtype=torch.int64)
-        targets = torch.full((per_rank, windows.seq_len), IGNORE)
-        if number:
-            ids[:number], targets[:number] = windows.read(first, number)
-        return ids, targets
+        # where there are too few, others take their place and do not count
+        found = windows.read(first if number else 0, max(number, 1))
+        rows = torch.arange(per_rank).clamp(max=len(found.targets) - 1)
+        filled = DataBatch(*(None if x is None else x[rows] for x in found))
+        filled.targets[number:] = IGNORE
+        return filled
 
     return batch
 
 
 def evaluate(
     model: StagedModel,
-    batch: Callable[[int], Batch],
+    batch: Callable[[int], DataBatch],
     num_batches: int,
     timeout_s: float | None,
 ) -> tuple[float, int]:
@@ -112,8 +113,10 @@ def evaluate(
     totals, size = totals_on(model.device), plan.samples_per_microbatch
     model.stage.eval()
     for b in range(num_batches):
-        parts = [model.to_device(x).split(size) for x in batch(b)]
-        executor.run(model.forward_and_loss(executor, parts[0], parts[1], totals))
+        parts = [None if x is None else model.to_device(x).split(size) for x in batch(b)]
+        inputs, targets, positions = parts
+        assert inputs is not None and targets is not None
+        executor.run(model.forward_and_loss(executor, inputs, targets, totals, positions))
     total, count = primitives.all_reduce(totals, tpc.get_group("global")).tolist()
     if not count:
         raise DataError("no token counts in the loss; use data with completions or longer texts")

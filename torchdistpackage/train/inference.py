@@ -17,6 +17,7 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import CheckpointError, DataError, NonFiniteError
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.train.build import build_data, build_model, read_corpus, start_timeout_s
+from torchdistpackage.train.data import DataBatch
 from torchdistpackage.train.evaluation import (
     DocumentWindows,
     TokenWindows,
@@ -138,7 +139,7 @@ def _evaluated(model: StagedModel, request: EvalRequest, step: int | None) -> Ev
         assert source is not None
 
         def batch(b: int):
-            return source.batch("val", config.run.seed, b, index, num_data, per_rank)
+            return DataBatch(*source.batch("val", config.run.seed, b, index, num_data, per_rank))
 
         num_batches, number = config.train.eval_batches, 0
     total, count = evaluate(model, batch, num_batches, timeout_s)
@@ -154,6 +155,7 @@ def _windows(config: RunConfig, request: EvalRequest) -> Windows:
             seq_len=section.seq_len,
             global_batch=section.global_batch,
             val_fraction=1.0 if request.all_data else section.val_fraction,
+            document_masks=section.document_masks,
         )
         return DocumentWindows(packed)
     found = read_corpus(section, 0.0 if request.all_data else section.val_fraction)

@@ -5,6 +5,9 @@ one document after another, are cut into samples. Sample i of step s is number s
 of all epochs, so nothing but the step is needed to go on. A target that begins a document does not
 count, as what comes before it belongs to another; nor do prompts, nor what is left of the last
 sample of an epoch.
+
+With document masks each piece of a document in a sample stands alone: positions begin again with
+it, which is all that a model needs to know where it begins.
 """
 
 from typing import NamedTuple
@@ -33,6 +36,8 @@ class PackedDataset:
 
     global_batch: samples in a step. val_fraction: part of the documents that only validation sees,
     by a hash of their text; it begins again after its last sample. 1: all, with no training.
+    document_masks: batches come with position_ids, from 0 in each piece of a document, see
+    `DataBatch`.
 
     Raises:
         DataError: an id is outside `vocab`, a prompt leaves no room for its completion, or one side
@@ -47,8 +52,10 @@ class PackedDataset:
         seq_len: int,
         global_batch: int,
         val_fraction: float,
+        document_masks: bool = False,
     ):
         self.text, self.seq_len, self._global_batch = text, seq_len, global_batch
+        self._document_masks = document_masks
         self._starts = text.starts
         lengths = text.ends - self._starts
         self._lengths = lengths
@@ -75,8 +82,9 @@ class PackedDataset:
         per_rank: int,
         *,
         first: int = 0,
-    ) -> tuple[Tensor, Tensor]:
-        """(ids, targets), int64 (per_rank, seq_len) each, on the CPU; targets of -100 do not count.
+    ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+        """(ids, targets) and, with document masks, position_ids: int64 (per_rank, seq_len) each, on
+        the CPU; targets of -100 do not count.
 
         Raises:
             DataError: no such split or data index.
@@ -87,18 +95,26 @@ class PackedDataset:
         number, per_epoch = before + first + data_index * per_rank, self.num_samples[split]
         ids = np.zeros((per_rank, self.seq_len), np.int64)
         targets = np.full((per_rank, self.seq_len), IGNORE, np.int64)
+        positions = np.zeros((per_rank, self.seq_len), np.int64)
         for row in range(per_rank):
             epoch, sample = divmod(number + row, per_epoch)
             order = self._order(split, seed, epoch if split == "train" else 0)
-            self._fill(order, sample * self.seq_len, ids[row], targets[row])
-        return torch.from_numpy(ids), torch.from_numpy(targets)
+            begins = self._fill(order, sample * self.seq_len, ids[row], targets[row])
+            positions[row] = _positions(begins, self.seq_len)
+        found = torch.from_numpy(ids), torch.from_numpy(targets)
+        return (*found, torch.from_numpy(positions)) if self._document_masks else found
 
-    def _fill(self, order: DocumentOrder, at: int, ids: npt.NDArray, targets: npt.NDArray) -> None:
-        """The sample that begins at token `at` of an epoch, document by document."""
+    def _fill(
+        self, order: DocumentOrder, at: int, ids: npt.NDArray, targets: npt.NDArray
+    ) -> list[int]:
+        """The sample that begins at token `at` of an epoch, document by document; where each
+        begins in it, what is filled up with zeros too.
+        """
         text, stop = self.text, min(at + self.seq_len + 1, int(order.ends[-1]))
         tokens = np.empty(stop - at, np.int64)
         counts = np.ones(stop - at, bool)
         i, begin = int(np.searchsorted(order.ends, at, side="right")), at
+        begins: list[int] = []
         while at < stop:
             document = int(order.documents[i])
             end = min(int(order.ends[i]), stop)
@@ -108,6 +124,7 @@ class PackedDataset:
                 int(self._starts[document]) + offset + end - at,
             )
             where = slice(at - begin, end - begin)
+            begins.append(at - begin)
             tokens[where] = text.tokens[source]
             if text.counted is not None:
                 counts[where] = text.counted[source] != 0
@@ -117,6 +134,7 @@ class PackedDataset:
         n = len(tokens) - 1
         ids[: min(len(tokens), self.seq_len)] = tokens[: self.seq_len]
         targets[:n] = np.where(counts[1:], tokens[1:], IGNORE)
+        return [*begins, len(tokens)]
 
     def _order(self, split: str, seed: int, epoch: int) -> DocumentOrder:
         key = (split, seed if split == "train" else 0, epoch)
@@ -157,6 +175,14 @@ class PackedDataset:
             f"sample (data.seq_len={self.seq_len}), as are {len(long)} of {len(prompts)}; raise "
             f"data.seq_len to {int(prompts.max()) + 1} or more, or remove them"
         ]
+
+
+def _positions(begins: list[int], seq_len: int) -> npt.NDArray[np.int64]:
+    """0, 1, ... from each beginning on, in a sample of `seq_len`."""
+    first = np.zeros(seq_len, np.int64)
+    inside = np.asarray([x for x in begins if x < seq_len], np.int64)
+    first[inside] = inside
+    return np.arange(seq_len) - np.maximum.accumulate(first)
 
 
 def _in_val(places: npt.NDArray[np.float64], val_fraction: float) -> npt.NDArray[np.bool_]:

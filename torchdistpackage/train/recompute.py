@@ -98,9 +98,9 @@ class _StageProbe(nn.Module):
         self._call = trainer.forward, trainer.loss  # ZeRO's hooks are on all stages together
         self.add_module(str(stage), trainer.stage[str(stage)])
 
-    def forward(self, x: Message, targets: Tensor | None) -> Message:
+    def forward(self, x: Message, targets: Tensor | None, position_ids: Tensor | None) -> Message:
         forward, loss = self._call
-        output = forward(self._number, x)
+        output = forward(self._number, x, position_ids)
         if not self._is_last:
             return output
         return loss(output, targets)[0]  # type: ignore[arg-type]
@@ -120,12 +120,12 @@ def measured(trainer: Trainer) -> Infos:
         stage: _StageProbe(trainer, stage, forwards.is_last_stage(stage))
         for stage in forwards.stages
     }
-    inputs, targets = trainer.sample()
+    inputs, targets, positions = trainer.sample()
 
     def forward(stage: int, m: int, received: Message) -> Message:
         x = inputs if forwards.is_first_stage(stage) else tree_map_only(Tensor, _leaf, received)
         with torch.enable_grad(), trainer.precision():
-            output = probes[stage](x, targets)
+            output = probes[stage](x, targets, positions)
         return tree_map_only(Tensor, Tensor.detach, output)
 
     infos: dict[int, Infos] = {stage: {} for stage in probes}

@@ -27,8 +27,8 @@ class TrainStages(nn.ModuleDict):
         super().__init__({str(stage): module for stage, module in stages.items()})
         self._of = dict(stages)
 
-    def forward(self, stage: int, x: Message) -> Message:
-        return self._of[stage](x)
+    def forward(self, stage: int, x: Message, **given: Tensor) -> Message:
+        return self._of[stage](x, **given)
 
     def trained(self) -> dict[int, list[nn.Parameter]]:
         """By stage the parameters that get a gradient; one that two stages share is in both."""
@@ -57,10 +57,11 @@ class StagedModel:
         # of the ranks that compute one loss, one tells it
         self.tells_loss = self.has_last and coord["tensor"] == 0 and coord["context"] == 0
 
-    def forward(self, stage: int, x: Message) -> Message:
-        """One of this rank's stages, in the precision of the run."""
+    def forward(self, stage: int, x: Message, position_ids: Tensor | None = None) -> Message:
+        """One of this rank's stages, in the precision of the run; position_ids: see `DataBatch`."""
+        given = {} if position_ids is None else {"position_ids": position_ids}
         with self.precision():
-            return self.stage(stage, x)
+            return self.stage(stage, x, **given)
 
     def forward_and_loss(
         self,
@@ -68,16 +69,18 @@ class StagedModel:
         inputs: Sequence[Tensor],
         targets: Sequence[Tensor],
         totals: Tensor,
+        position_ids: Sequence[Tensor] | None = None,
     ) -> Forward:
         """The forward of microbatches whose last stage gives the sum of their losses.
 
         inputs, targets: of each microbatch, where the first and the last stage are. totals: (loss
-        sum, count) of all of them are added to it where this rank tells them.
+        sum, count) of all of them are added to it where this rank tells them. position_ids: of each
+        microbatch, on every rank.
         """
 
         def forward(stage: int, m: int, received: Message) -> Message:
             x = inputs[m] if executor.is_first_stage(stage) else received
-            output = self.forward(stage, x)
+            output = self.forward(stage, x, None if position_ids is None else position_ids[m])
             if not executor.is_last_stage(stage):
                 return output
             with self.precision():

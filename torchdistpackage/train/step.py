@@ -26,8 +26,8 @@ from torchdistpackage.harness.stragglers.phases import Phases
 from torchdistpackage.parallel.pipeline.executor import Executor, Recording
 from torchdistpackage.schedule.actions import ActionKind
 from torchdistpackage.train.data import (
-    Batch,
     Batches,
+    DataBatch,
     DataSource,
     check_fingerprints,
     fingerprint,
@@ -153,7 +153,7 @@ class Trainer(StagedModel):
             with self.phases("data"):
                 batch = self.batches.of_training(step, index)
             if not self._checked:  # the first of this process, of a resumed run too
-                check_batch(*batch, self.device)
+                check_batch(batch, self.device)
                 self._checked = True
             due = index == self.rounds - 1 or self.sums_each_round
             reducer = self.reducer if reduce and due else None
@@ -165,11 +165,16 @@ class Trainer(StagedModel):
                     self.reducer.finish()
         return totals
 
-    def sample(self) -> tuple[Tensor | None, Tensor | None]:
-        """A microbatch of validation: inputs on the first stage's ranks, targets on the last's."""
-        size = self.plan.samples_per_microbatch
-        inputs, targets = (self.to_device(x[:size]) for x in self.batches.of_validation(0))
-        return inputs if self.has_first else None, targets if self.has_last else None
+    def sample(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """A microbatch of validation: inputs on the first stage's ranks, targets on the last's, and
+        position_ids on all, if it has such.
+        """
+        size, batch = self.plan.samples_per_microbatch, self.batches.of_validation(0)
+        inputs, targets = (self.to_device(x[:size]) for x in batch[:2])
+        positions = (
+            None if batch.position_ids is None else self.to_device(batch.position_ids[:size])
+        )
+        return inputs if self.has_first else None, targets if self.has_last else None, positions
 
     def close(self, *, wait: bool = True) -> None:
         """No more steps: end the thread that reads ahead, see `Batches.close`."""
@@ -206,35 +211,40 @@ class Trainer(StagedModel):
 
     # -- one pass over the microbatches of a round -------------------------------------
 
-    def _pinned(self, inputs: Tensor, targets: Tensor) -> Batch:
+    def _pinned(
+        self, inputs: Tensor, targets: Tensor, position_ids: Tensor | None = None
+    ) -> DataBatch:
         """Those that are copied from here to a device, in memory that copies without waiting."""
         if self.device.type != "cuda":
-            return inputs, targets
+            return DataBatch(inputs, targets, position_ids)
         # the current device of the thread that reads ahead is another one
         with torch.cuda.device(self.device):
-            return (
+            return DataBatch(
                 inputs.pin_memory() if self.has_first and not inputs.is_cuda else inputs,
                 targets.pin_memory() if self.has_last and not targets.is_cuda else targets,
+                None if position_ids is None else position_ids.pin_memory(),
             )
 
     def _pass(
         self,
         executor: Executor,
-        batch: Batch,
+        batch: DataBatch,
         reducer: Reducer | None,
         record: bool = False,
     ) -> Tensor:
         """(loss sum, count) of the round if this rank reports it, else zeros."""
         phases, size = self.phases, self.plan.samples_per_microbatch
         with phases("data"):
-            inputs = self.to_device(batch[0]).split(size) if self.has_first else ()
-            targets = self.to_device(batch[1]).split(size) if self.has_last else ()
+            inputs = self.to_device(batch.inputs).split(size) if self.has_first else ()
+            targets = self.to_device(batch.targets).split(size) if self.has_last else ()
+            positions = batch.position_ids
+            positions = None if positions is None else self.to_device(positions).split(size)
         totals = totals_on(self.device)
         # modules of ZeRO have hooks of their own, which would have every backward sum
         held = nullcontext() if reducer is not None else self.reducer.no_sync()
         with phases("messages"), held:
             executor.run(
-                self.forward_and_loss(executor, inputs, targets, totals),
+                self.forward_and_loss(executor, inputs, targets, totals, positions),
                 parameters=self._trained,
                 reducer=reducer,
                 around=lambda kind: phases("forward" if kind is ActionKind.F else "backward"),
@@ -243,9 +253,11 @@ class Trainer(StagedModel):
         return totals
 
 
-def check_batch(inputs: Tensor, targets: Tensor, device: torch.device) -> None:
+def check_batch(batch: DataBatch, device: torch.device) -> None:
     """All ranks of one model must hold the same batch (tensor, context and pipe peers)."""
-    value = (fingerprint(inputs) * 31 + fingerprint(targets)) % 2**62
+    value = 0
+    for x in batch:
+        value = (value * 31 + (0 if x is None else fingerprint(x))) % 2**62
     check_fingerprints(value, tpc.get_group("model"), "model", device)
 
 

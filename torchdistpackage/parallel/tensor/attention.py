@@ -104,15 +104,21 @@ class ParallelAttention(Grouped):
         return {TORCH_NAMES.get(name, name): x for name, x in tensors.items()}
 
     def forward(
-        self, x: Tensor, rotary: Tables | None = None, sizes: Sizes | None = None
+        self,
+        x: Tensor,
+        rotary: Tables | None = None,
+        sizes: Sizes | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """rotary: tables for the whole sequence, to turn queries and keys by.
         sizes: under sequence parallelism the length of each rank's x, where they differ.
+        mask: (B, 1, S, S) of the whole sequence, True where a position is seen; replaces `causal`.
         """
         q, k, v = self._heads_of(x, sizes)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
-        mixed = attend(q, k, v, self.causal, self.dropout if self.training else 0.0, self.group)
+        dropout = self.dropout if self.training else 0.0
+        mixed = attend(q, k, v, self.causal, dropout, self.group, mask)
         return self.out(mixed.permute(2, 0, 1, 3).flatten(2), sizes)
 
     def _heads_of(self, x: Tensor, sizes: Sizes | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,15 +136,32 @@ class ParallelAttention(Grouped):
         return q, k, v
 
 
+def document_mask(position_ids: Tensor) -> Tensor:
+    """Which positions a position sees: those of its own document up to itself.
+
+    position_ids (B, S): begin with 0 in each document. Returns (B, 1, S, S), of True and False.
+    """
+    document = (position_ids == 0).cumsum(1)
+    return (document[:, None, :, None] == document[:, None, None, :]).tril()
+
+
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float, group: Group | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    dropout: float,
+    group: Group | None,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(d)) v for this rank's heads, (B, h, S, d) each.
 
     Keys and values may have fewer heads, each for as many consecutive queries' heads.
     group: whose ranks share the heads, each with dropout masks of its own; None: all are here.
+    mask: instead of `causal`.
     """
-    how = {"is_causal": causal, "dropout_p": dropout, "enable_gqa": q.shape[1] != k.shape[1]}
+    how = {"attn_mask": mask, "is_causal": causal and mask is None, "dropout_p": dropout}
+    how["enable_gqa"] = q.shape[1] != k.shape[1]
     if not dropout or group is None:
         return F.scaled_dot_product_attention(q, k, v, **how)
     with differ(group.rank(), q.device):

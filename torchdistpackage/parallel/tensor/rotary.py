@@ -67,7 +67,10 @@ def rotary_frequencies(
 
 
 def rotate(x: Tensor, tables: Tables) -> Tensor:
-    """Turn x (..., S, head_dim) by its positions; same dtype as x."""
+    """Turn x (..., S, head_dim) by its positions; same dtype as x.
+
+    tables: for all samples alike, or (B, 1, S, head_dim / 2) each, for x (B, heads, S, head_dim).
+    """
     cos, sin = tables
     first, second = x.chunk(2, -1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

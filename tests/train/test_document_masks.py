@@ -1,0 +1,215 @@
+"""Packed documents that do not see each other: the same as if each were run alone."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train import parity
+from tests.train.inference_ranks import answer
+from tests.train.texts import json_lines, pairs, sentences
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.parallel.tensor.attention import document_mask
+from torchdistpackage.train.inference_request import EvalRequest, EvalResult, TrainedWeights
+from torchdistpackage.train.packing import PackedDataset
+from torchdistpackage.train.token_cache import tokenized
+
+RUN = [
+    *(
+        "data.seq_len=32",
+        "data.global_batch=4",
+        "pipeline.microbatches=2",
+        "train.steps=3",
+        "optim.warmup_steps=1",
+    ),
+    *("train.eval_batches=1", "precision.dtype=float64", "data.name=jsonl"),
+    "data.document_masks=true",
+]
+OURS = ["model.layers=2", "model.dim=16", "model.heads=4", "model.vocab=300"]
+LEARNED = [*OURS, "model.position=learned"]
+ROTARY = [*OURS, "model.position=rotary", "model.kv_heads=2", "model.norm=rms", "model.mlp=swiglu"]
+SEQUENCE = ["parallel.tensor=2", "parallel.sequence_parallel=true"]
+
+
+def gradients(overrides: list[str]) -> tuple[list[float], parity.Held]:
+    """((loss sum, count), gradients) of a step, where this rank has them."""
+    run = parity.trainer([*RUN, *overrides])
+    totals = run.accumulate(1)
+    run.close()
+    return totals.tolist(), parity.held(run, "grad")
+
+
+def one_by_one(overrides: list[str]) -> tuple[list[float], parity.Held, int]:
+    """The same of one process that runs every document of the batch alone; and their number."""
+    run = parity.trainer([*RUN, *overrides])
+    model, sums, number = run.stage["0"], torch.zeros(2, dtype=torch.float64), 0
+    for row in zip(*run.batches.of_training(1, 0), strict=True):
+        begins = [*(row[2] == 0).nonzero().flatten().tolist(), len(row[2])]
+        for begin, end in pairwise(begins):
+            ids, targets, _ = (x[None, begin:end] for x in row)
+            number += 1
+            with run.reducer.no_sync():
+                total, count = model.loss(model(ids), targets)
+                total.backward()
+            sums += torch.stack([total.detach(), count])
+    run.close()
+    return sums.tolist(), parity.held(run, "grad"), number
+
+
+@pytest.fixture
+def where(tmp_path) -> list[str]:
+    """Short documents, several in a sample; prompts do not count."""
+    source = pairs(tmp_path, [(t[:8], t[8:60] + "x") for t in sentences(60)])
+    return [
+        f"data.path={source.path}",
+        f"data.tokenizer={source.tokenizer}",
+        "data.field=prompt+completion",
+        f"data.cache={tmp_path}/cache",
+    ]
+
+
+def expect_equal(ranks, where: list[str], model: list[str], layout: list[str], world: int) -> None:
+    ((sums, grads, number),) = ranks(1).run(one_by_one, [*where, *model])
+    assert number > 8, "several documents in a sample"
+    found = ranks(world).run(gradients, [*where, *model, *layout])
+    total = [sum(column) for column in zip(*(x[0] for x in found), strict=True)]
+    assert total == pytest.approx(sums, rel=1e-12)
+    parity.expect_close((x[1] for x in found), [grads])
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "world"),
+    [
+        pytest.param(LEARNED, [], 1, id="one-learned"),
+        pytest.param(LEARNED, SEQUENCE, 2, id="sequence-learned"),
+        pytest.param(ROTARY, ["parallel.pipe=2"], 2, id="pipe-rotary"),
+        *(
+            pytest.param(model, layout, world, id=f"{name}-{kind}", marks=pytest.mark.full)
+            for kind, model in (("learned", LEARNED), ("rotary", ROTARY))
+            for name, layout, world in (
+                ("data", ["parallel.data=2", "pipeline.microbatches=1"], 2),
+                ("tensor", ["parallel.tensor=2"], 2),
+                ("sequence", SEQUENCE, 2),
+                ("overlap", [*SEQUENCE, "parallel.tp_comm_overlap=true"], 2),
+                ("pipe", ["parallel.pipe=2", "pipeline.schedule=zb-h1"], 2),
+                ("chunks", ["parallel.pipe=2", "pipeline.schedule=zb-v"], 2),
+                ("both", ["parallel.pipe=2", *SEQUENCE], 4),
+                ("zero", ["parallel.data=2", "pipeline.microbatches=1", "parallel.zero=3"], 2),
+                ("blocks", ["parallel.pipe=2", "train.recompute=blocks"], 2),
+            )
+        ),
+    ],
+)
+def test_losses_and_gradients_are_those_of_the_documents_one_by_one(
+    ranks, where, model, layout, world
+):
+    expect_equal(ranks, where, model, layout, world)
+
+
+SIZES = {
+    "llama": {"hidden_size": 16, "intermediate_size": 22, "num_hidden_layers": 2}
+    | {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32},
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [[], ["parallel.pipe=2", "parallel.tensor=2"]])
+@pytest.mark.parametrize("family", SIZES)
+def test_modules_of_transformers_take_them_too(ranks, where, tmp_path, family, layout):
+    tokens = {"vocab_size": 300, "bos_token_id": 0, "eos_token_id": 1}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": family, **tokens, **SIZES[family]}))
+    expect_equal(ranks, where, [f"model.hf={config}"], layout, 4 if layout else 1)
+
+
+def test_without_masks_they_are_not(ranks, where):
+    ((masked, _),) = ranks(1).run(gradients, [*where, *ROTARY])
+    ((seen, _),) = ranks(1).run(gradients, [*where, *ROTARY, "data.document_masks=false"])
+    assert masked[1] == seen[1] and abs(masked[0] - seen[0]) > 1e-4
+
+
+def evaluated(overrides: list[str]) -> float | None:
+    run = parity.trainer([*RUN, *overrides])
+    found = run.evaluate()
+    run.close()
+    return found
+
+
+@pytest.mark.full
+def test_validation_is_masked_alike_on_two_layouts(ranks, where):
+    (one,) = ranks(1).run(evaluated, [*where, *LEARNED])
+    four = ranks(4).run(evaluated, [*where, *LEARNED, "parallel.pipe=2", *SEQUENCE])
+    assert four == pytest.approx([one] * 4, rel=1e-12)
+
+
+def asked_of(overrides: list[str]) -> EvalResult:
+    """What `tdp eval` says of all documents."""
+    found, _ = answer(parity.config([*RUN, *overrides]), TrainedWeights(), EvalRequest(True))
+    assert isinstance(found, EvalResult)
+    return found
+
+
+@pytest.mark.full
+def test_an_evaluation_is_masked_too(ranks, where):
+    (one,) = ranks(1).run(asked_of, [*where, *LEARNED])
+    (seen,) = ranks(1).run(asked_of, [*where, *LEARNED, "data.document_masks=false"])
+    assert one.num_tokens == seen.num_tokens and abs(one.loss - seen.loss) > 1e-6
+    four = ranks(4).run(asked_of, [*where, *LEARNED, "parallel.data=2", "parallel.tensor=2"])
+    assert [x.num_tokens for x in four] == [one.num_tokens] * 4
+    assert [x.loss for x in four] == pytest.approx([one.loss] * 4, rel=1e-12)
+
+
+def test_a_mask_is_of_documents_and_of_what_came_before():
+    found = document_mask(torch.tensor([[0, 1, 0, 1, 2, 0]]))
+    assert found.shape == (1, 1, 6, 6)
+    rows = ["100000", "110000", "001000", "001100", "001110", "000001"]
+    assert ["".join(map(str, row)) for row in found[0, 0].int().tolist()] == rows
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_positions_begin_again_with_each_document_and_in_each_sample(tmp_path, split):
+    text = tokenized(json_lines(tmp_path, sentences(40)), tmp_path / "cache")
+    options = {"vocab": 300, "seq_len": 16, "global_batch": 8, "val_fraction": 0.2}
+    plain = PackedDataset(text, **options)
+    data = PackedDataset(text, **options, document_masks=True)
+    eos, steps = text.eos, -(-data.num_samples[split] // 8)
+    for step in range(1, steps + 1):
+        ids, targets, positions = data.batch(split, 7, step, 0, 1, 8)
+        without = plain.batch(split, 7, step, 0, 1, 8)
+        assert torch.equal(ids, without[0]) and torch.equal(targets, without[1])
+        for row in range(8):
+            count = 0
+            for at in range(16):
+                assert positions[row, at] == count or (ids[row, at:] == 0).all()
+                count = 0 if ids[row, at] == eos else count + 1
+        # resumed at this step, in another layout
+        fresh = PackedDataset(text, **options, document_masks=True)
+        parts = [fresh.batch(split, 7, step, d, 2, 4) for d in range(2)]
+        for i, whole in enumerate((ids, targets, positions)):
+            assert torch.equal(torch.cat([part[i] for part in parts]), whole)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ([], "without data.tokenizer it is not known where documents end; set it to false"),
+        (
+            [
+                *("data.name=text", f"data.path={Path(__file__)}", "data.tokenizer=t"),
+                *("model.name=null", "model.target=x:y", "model.loss=x:z"),
+            ],
+            "model.target=x:y is given ids alone, and no positions; set it to false, or use model",
+        ),
+        (
+            ["data.name=text", "data.path=p", "data.tokenizer=t", "parallel.context=2"],
+            "parallel.context=2 is not available yet; set it to 1",
+        ),
+    ],
+)
+def test_runs_that_cannot_have_masks_are_refused(overrides, text):
+    with pytest.raises(ConfigError, match=text):
+        parity.config(["data.document_masks=true", *overrides])
