@@ -34,6 +34,7 @@ FAMILIES = {
     "qwen3": lambda: hf.Qwen3ForCausalLM(
         hf.Qwen3Config(**{**SMALL, "num_key_value_heads": 4}, head_dim=6)
     ),
+    "qwen3 with shared key heads": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**SMALL, head_dim=6)),
     "gemma": lambda: hf.GemmaForCausalLM(hf.GemmaConfig(**SMALL, head_dim=8)),
     "gemma2": lambda: hf.Gemma2ForCausalLM(
         hf.Gemma2Config(**SMALL, head_dim=8, query_pre_attn_scalar=8)
@@ -70,15 +71,24 @@ FAMILIES = {
 }
 FULLY_MASKED = ("gemma2", "bloom")
 """Without a number where a row sees nothing, as the unsplit models."""
-IN_FLOAT32 = ("mixtral",)
-"""The router's scores are rounded to float32, which is left out here: `float()` is `double()`."""
+IN_FLOAT32 = ("mixtral", "qwen3 with shared key heads")
+"""Steps that are rounded to float32 are in float64 here: the router's scores, and norms of keys,
+through which each of the shards that hold a key head has a part of the gradient, rounded apart."""
 
 
 def as_the_whole_model(family: str, num: int | None) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if family in IN_FLOAT32:
+            unpatched = torch.Tensor.to
             patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+            patch.setattr(
+                torch.Tensor, "to", lambda x, *to, **named: unpatched(x, *wide(to), **named)
+            )
         compare_with_whole(family, num)
+
+
+def wide(given: tuple) -> list:
+    return [torch.float64 if each is torch.float32 else each for each in given]
 
 
 def compare_with_whole(family: str, num: int | None) -> None:
