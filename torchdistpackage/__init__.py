@@ -65,8 +65,8 @@ NAMES: dict[str, str] = {
     "partition_params": "layout.partition:partition_params",
     "ZeroOptimizer": "ddp.zero.optimizer:ZeroOptimizer",
     "Bf16ZeroOptimizer": "compat.torchdistpackage.mixed_precision:Bf16ZeroOptimizer",
-    "replica_group": "ddp.zero.replication:replica_group",
-    "same_place": "ddp.zero.replication:replica_group",  # its earlier name
+    "replica_group": "ddp.zero.options:replica_group",
+    "same_place": "ddp.zero.options:replica_group",  # its earlier name
     "Pipeline": "parallel.pipeline.pipeline:Pipeline",
     "forward_backward": "parallel.pipeline.functional:forward_backward",
     "forward_eval": "parallel.pipeline.functional:forward_eval",

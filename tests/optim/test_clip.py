@@ -12,7 +12,7 @@ from tests.train import parity
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.tpc import setup_node_groups, tpc
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
-from torchdistpackage.ddp.zero.replication import replica_group
+from torchdistpackage.ddp.zero.options import replica_group
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import mark
 from torchdistpackage.models.gpt import GPT

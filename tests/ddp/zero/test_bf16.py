@@ -11,7 +11,7 @@ from torchdistpackage.comm.creation import world
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.tpc import setup_node_groups
 from torchdistpackage.compat.torchdistpackage.mixed_precision import Bf16ZeroOptimizer
-from torchdistpackage.ddp.zero.replication import replica_group
+from torchdistpackage.ddp.zero.options import replica_group
 from torchdistpackage.errors import TopologyError
 
 STEPS, WIDTH = 5, 6

@@ -11,9 +11,9 @@ Buckets         bucket (what belongs to one, and steps of a few at a time), grad
                 in), param_buffer (parameters out, what a reader of one waits for, and where copies
                 of slices are).
 
-The extensions, which options plugs in, with checks that it is still the same module:
+The extensions, which options plugs in, with `replica_group` (HSDP) and checks that it is still the
+same module:
 
-Replicas        replication (of shards: HSDP).
 Stage 3         stage3 (parameters are gathered only where they are used; torch.compile).
 Host memory     offload (copies of slices in host memory).
 State           state_dict (saved as the plain optimizer has it), state_gather (pieces joined).

@@ -1,4 +1,4 @@
-"""What ZeroOptimizer is given for its options: host memory, stage 3, compiled parts, checks.
+"""What ZeroOptimizer is given for its options: replicas, host memory, stage 3, parts, checks.
 
 The core knows the protocol alone; `SERVED_BY` of extensions.py names what makes it.
 
@@ -7,12 +7,17 @@ memory, and have one optimizer. Each of these is checked, and an error names the
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 from weakref import finalize
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.groups import Groups
+from torchdistpackage.comm.primitives import Group, ranks_of
+from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.ddp.grad_hooks import Removable, hooked_names, remove_hooks
 from torchdistpackage.ddp.options import common_problems, refuse
 from torchdistpackage.ddp.param_spec import ParamSpec, ReplicatedTensor
@@ -22,7 +27,7 @@ from torchdistpackage.ddp.zero.offload import Offload, check_offload
 from torchdistpackage.ddp.zero.param_buffer import ParamBuffer, wait_gathered
 from torchdistpackage.ddp.zero.param_shard import FlatLayout
 from torchdistpackage.ddp.zero.stage3 import ParamCoordinator, gather_ahead, may_overlap
-from torchdistpackage.errors import LayoutError
+from torchdistpackage.errors import LayoutError, TopologyError
 
 
 class ResolvedZeroOptions:
@@ -222,3 +227,34 @@ def refuse_owned(shared: Sequence[ParamSpec]) -> None:
         )
     for s in shared:
         wait_gathered(s.parameter)
+
+
+def replica_group(group: Group | None, among: Group | None = None) -> Group | None:
+    """Ranks of `among` with my place in their own `group`; None where there is one group.
+
+    They hold the same shard where each group shards: shards inside a node make the gather cheap,
+    and what is summed inside a node is summed once more over the same place of all nodes.
+
+    group: a part of `among` of equal size on each rank, such as `setup_node_groups()` gives; None
+        is all of them. among: ranks that see different batches; default all.
+
+    All ranks of `among` call it.
+
+    Raises:
+        TopologyError: the groups do not tile `among` evenly.
+    """
+    among = resolve_group(among, "global")
+    rank = ranks_of(among)[among.rank()]
+    mine = ranks_of(among if group is None else group)
+    groups = sorted(set(cast(list[tuple[int, ...]], primitives.gather_objects(mine, among))))
+    held = sorted(r for ranks in groups for r in ranks)
+    if held != sorted(ranks_of(among)) or len({len(ranks) for ranks in groups}) > 1:
+        raise TopologyError(
+            f"groups {groups} do not tile ranks {ranks_of(among)} evenly, so shards have no "
+            f"replicas; give every rank one group, all of one size"
+        )
+    if len(groups) == 1:
+        return None
+    place = mine.index(rank)
+    made = tpc.groups if tpc.is_set else Groups(rank)
+    return made.of([ranks[place] for ranks in groups], name=f"place {place} of each group")
