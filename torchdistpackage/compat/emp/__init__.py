@@ -27,7 +27,7 @@ for _below, _names in {
             "EmptyModule",
         )
     },
-    ".core.distributed": {f"{_HERE}.messages": ("send_tensor", "receive_tensor", "DTYPE_MAP")},
+    ".core.distributed": {f"{_HERE}.transfer": ("send_tensor", "receive_tensor", "DTYPE_MAP")},
     ".core.random": {"comm.random": ("seed_all",)},
     ".utils": {},
     ".utils.config": {f"{_HERE}.config": ("BaseConfig",)},
