@@ -25,7 +25,7 @@ from torchdistpackage.compat.torchshard.cuts import (
     tensors,
 )
 from torchdistpackage.compat.torchshard.model_groups import get_group_size, get_rank
-from torchdistpackage.compat.torchshard.view_rules import indexed
+from torchdistpackage.compat.torchshard.rules import indexed
 
 MARK, ORDER = "parallel_dim", "order_type"
 LAST = (-1, 1)
