@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from tests.train import parity
-from tests.train.transformers_ranks import VOCAB, initial, of_transformers, save_model, three_steps
+from tests.train.transformers_ranks import (
+    VOCAB,
+    initial,
+    of_transformers,
+    save_model,
+    third_step,
+    three_steps,
+    two_steps_and_save,
+)
 
 SMALL = {
     "vocab_size": VOCAB,
@@ -165,6 +173,26 @@ def test_initial_weights_are_the_same_under_every_layout(ranks, saved, name, lay
     alone = parity.whole(ranks(1).run(initial, [config]), rtol=0, atol=0)
     assert found.keys() == alone.keys()
     assert all(torch.equal(found[key], x) for key, x in alone.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "then"),
+    [
+        ("gpt2", BOTH, "data2-zero2"),
+        pytest.param("llama", "data2-zero3", BOTH, marks=FULL),
+        pytest.param("llama, tied", "tensor4", "pipe2", marks=FULL),
+        pytest.param("qwen3", "tensor2", "data2-zero1", marks=FULL),
+    ],
+)
+def test_a_run_goes_on_under_another_layout(ranks, saved, tmp_path, name, first, then):
+    folder, (held, losses) = saved(name)
+    size, changes = asked(LAYOUTS[first])
+    hf = f"model.hf={folder}"
+    before = ranks(size).run(two_steps_and_save, [hf, *changes], str(tmp_path))
+    size, changes = asked(LAYOUTS[then])
+    results = ranks(size).run(third_step, [hf, *changes], str(tmp_path))
+    parity.expect_close([held for held, _ in results], [held])
+    assert [*before[0], *results[0][1]] == pytest.approx(losses, rel=1e-9)
 
 
 DROPS = {"resid_pdrop": 0.3, "embd_pdrop": 0.2, "attn_pdrop": 0.2}

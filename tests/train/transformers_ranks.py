@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.train import parity
+from tests.train.sources import UnevenTokens
 from torchdistpackage.train.step import Trainer
+from torchdistpackage.train.train_state import TrainState, resume, save_state
 from torchdistpackage.train.update import warmup_cosine
 
 STEPS = 3
@@ -56,7 +58,7 @@ def of_transformers(folder: str) -> Answer:
     from transformers import AutoModelForCausalLM
 
     section = parity.config([*RUN, f"model.hf={folder}"])
-    data = section.data.target and parity_data()
+    data = UnevenTokens(SEQ_LEN, VOCAB)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train()
     named = dict(model.named_parameters())
     optim = section.optim
@@ -89,12 +91,6 @@ def of_transformers(folder: str) -> Answer:
     return held, losses
 
 
-def parity_data():
-    from tests.train.sources import UnevenTokens
-
-    return UnevenTokens(SEQ_LEN, VOCAB)
-
-
 def loss_of(model, ids: Tensor, targets: Tensor) -> Tensor:
     """transformers' own loss where labels are those of the next token already."""
     return model(input_ids=ids, labels=targets, shift_labels=targets, use_cache=False).loss
@@ -105,15 +101,30 @@ def initial(overrides: list[str]) -> parity.Held:
     return parity.held(parity.trainer([*RUN, *overrides]), "data")
 
 
-def save_model(config: dict, folder: str, **how: object) -> str:
+def save_model(config: dict, folder: str, dtype: str = "float64", **how: object) -> str:
     """A folder of transformers with all weights away from where they begin."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     made = CONFIG_MAPPING[config["model_type"]].from_dict(config)
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(made).double()
+    model = AutoModelForCausalLM.from_config(made).to(getattr(torch, dtype))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder, **how)
     return str(Path(folder))
+
+
+def two_steps_and_save(overrides: list[str], folder: str) -> list[float]:
+    run = trainer(overrides)
+    losses = [run.train_step(step).wait().loss for step in (1, 2)]
+    save_state(run, TrainState(step=2), Path(folder), keep_last=1)
+    return losses
+
+
+def third_step(overrides: list[str], folder: str) -> Answer:
+    """Of a run that goes on from a checkpoint."""
+    run = trainer(overrides)
+    assert resume(run, Path(folder), "auto").step == 2
+    loss = run.train_step(3).wait().loss
+    return parity.held(run, "data"), [loss]

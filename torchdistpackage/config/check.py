@@ -157,10 +157,10 @@ def _of_tokenizer(config: RunConfig) -> Iterator[str]:
         file = tokenizer_file(folder)
         size, vocab = vocabulary_size(file), config.model.vocab
         if size > vocab:
-            yield (
-                f"{folder} has {size} ids, but model.vocab is {vocab}; set model.vocab to {size} "
-                f"or more"
-            )
+            fix = f"set model.vocab to {size} or more"
+            if (hf := config.model.hf) is not None:
+                fix = f"use the tokenizer of {hf}"
+            yield f"{folder} has {size} ids, but model.vocab is {vocab}; {fix}"
         if config.data.field == "messages" and chat_template(file.parent) is None:
             yield no_chat_template(file.parent)
     except DataError as error:

@@ -195,12 +195,13 @@ class _PartialConfig:
         except ConfigError as error:
             self._report(place, "model.hf", str(error))
             return
-        if "vocab" not in section and isinstance(found, int):
+        if type(found) is not int:
+            why = f"{folder} has vocab_size={_shown(found)}; it needs the number of token ids"
+            self._report(place, "model.hf", why)
+        elif "vocab" not in section:
             section["vocab"], self.places["model", "vocab"] = found, place
-        elif section.get("vocab") != found:
-            why = f"{folder} has vocab_size={_shown(found)}"
-            if "vocab" in section:
-                why = f"{_shown(section['vocab'])}, but {why}; remove it"
+        elif section["vocab"] != found:
+            why = f"{_shown(section['vocab'])}, but {folder} has {_shown(found)}; remove it"
             self._report(self._place(("model", "vocab")), "model.vocab", why)
 
     def validate(self) -> RunConfig:

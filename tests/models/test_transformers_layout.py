@@ -1,0 +1,212 @@
+"""`model.hf` before ranks start: what a plan says of it, and all that it refuses. No torch."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from torchdistpackage.cli.main import main
+from torchdistpackage.config.check import wrong_files
+from torchdistpackage.config.load import loads
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.models.transformers_layout import layouts, shape_of_section
+from torchdistpackage.train.plan import make_plan
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "intermediate_size": 22,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 4,
+}
+GPT2 = {"model_type": "gpt2", "vocab_size": 300, "n_embd": 16, "n_layer": 3, "n_head": 4}
+
+
+def named(folder: Path, **changes: object) -> str:
+    """A config.json of a Llama with these settings; None: without it."""
+    settings = {**LLAMA, **changes}
+    path = folder / "config.json"
+    path.write_text(json.dumps({k: v for k, v in settings.items() if v is not None}))
+    return str(path)
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config = loads("{}", overrides=list(overrides))
+        parallel = config.parallel
+        make_plan(config, parallel.pipe * parallel.tensor)
+    return str(caught.value)
+
+
+def test_all_that_a_model_cannot_do_is_said_at_once(tmp_path):
+    text = refusal(
+        f"model.hf={named(tmp_path)}",
+        *("parallel.tensor=4", "parallel.pipe=4", "parallel.sequence_parallel=true"),
+    )
+    assert text.startswith("3 problems")
+    assert "parallel.sequence_parallel: transformers' modules take whole sequences" in text
+    assert "llama with 6 heads of 3 key-value heads" in text
+    assert "parallel.tensor=4 ranks, each of which needs whole heads" in text
+    assert "set tensor to 3" in text
+    assert "4 stages for the 3 blocks of llama" in text
+
+
+@pytest.mark.parametrize("tensor", [3, 6])
+def test_ranks_that_share_key_heads_evenly_are_taken(tmp_path, tensor):
+    config = loads("{}", overrides=[f"model.hf={named(tmp_path)}", f"parallel.tensor={tensor}"])
+    assert make_plan(config, tensor).world_size == tensor
+
+
+@pytest.mark.parametrize("tensor", [2, 4, 5, 7])
+def test_others_are_refused(tmp_path, tensor):
+    text = refusal(f"model.hf={named(tmp_path)}", f"parallel.tensor={tensor}")
+    assert f"cannot be shared by parallel.tensor={tensor} ranks" in text
+
+
+def test_a_fused_key_head_is_not_shared(tmp_path):
+    falcon = {"multi_query": True, "num_attention_heads": 4, "head_dim": None}
+    path = named(tmp_path, model_type="falcon", **falcon)
+    assert "falcon with 4 heads of 1 key-value heads" in refusal(
+        f"model.hf={path}", "parallel.tensor=2"
+    )
+
+
+def test_learned_positions_end(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**GPT2, "n_positions": 12}))
+    text = refusal(f"model.hf={path}", "data.seq_len=16")
+    assert "data.seq_len=16, but positions are learned for 12" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"model_type": "t5"},
+            "model_type is 't5'; transformers' own modules are trained of llama",
+        ),
+        ({"model_type": ["llama"]}, "model_type is ['llama']"),
+        (
+            {"hidden_size": "wide", "initializer_range": "small", "mlp_bias": 3},
+            "hidden_size is 'wide', which is no size; mlp_bias is 3; use true or false; "
+            "initializer_range is 'small', which is no number",
+        ),
+        ({"num_attention_heads": 0, "head_dim": None}, "it has no attention heads"),
+        ({"num_key_value_heads": 4}, "6 heads cannot share 4 key-value heads evenly"),
+        ({"num_hidden_layers": 0}, "its size layers is 0"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1, which is no size"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is set"),
+        ({"vocab_size": None}, "vocab_size"),
+        (
+            {"model_type": "gpt2", "n_head": 4, "n_embd": 16, "add_cross_attention": True},
+            "add_cross_attention is true",
+        ),
+        ({"model_type": "opt", "layerdrop": 0.1, "head_dim": None}, "layerdrop is 0.1"),
+        (
+            {"model_type": "opt", "word_embed_proj_dim": 8, "head_dim": None},
+            "word_embed_proj_dim is 8",
+        ),
+        (
+            {"model_type": "bloom", "pretraining_tp": 2, "slow_but_exact": True},
+            "slow_but_exact multiplies by slices of whole weights",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_no_model_that_can_be_trained_is_refused(tmp_path, changes, says):
+    assert says in refusal(f"model.hf={named(tmp_path, **changes)}")
+
+
+def test_keys_that_would_not_be_read_are_refused(tmp_path):
+    hf = f"model.hf={named(tmp_path)}"
+    assert "model.layers, model.dropout would not be read" in refusal(
+        hf, "model.layers=2", "model.dropout=0.1"
+    )
+    assert "and model.name=gpt exclude each other" in refusal(hf, "model.name=gpt")
+    assert "model.target=a:b exclude each other" in refusal(hf, "model.target=a:b")
+    assert "only model.target takes them" in refusal(hf, "model.args={a: 1}")
+    assert "the number 301, but" in refusal(hf, "model.vocab=301")
+    assert "no such folder" in refusal(f"model.hf={tmp_path / 'lost'}")
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path):
+    words = {f"w{i}": i for i in range(301)}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "w0"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    (tmp_path / "text.txt").write_text("w1 w2\n" * 50)
+    data = f"data={{name: text, path: {tmp_path}/text.txt, tokenizer: {tmp_path}}}"
+    config = loads("{}", overrides=[f"model.hf={named(tmp_path)}", data])
+    (problem,) = wrong_files(config, "run.yaml")
+    assert problem.path == "data.tokenizer"
+    assert "has 301 ids, but model.vocab is 300; use the tokenizer of" in problem.text
+
+
+# -- folders ---------------------------------------------------------------------------------
+
+
+def folder_of(folder: Path, **changes: object) -> dict[str, np.ndarray]:
+    """Writes a folder with the weights of the model, but for changes; None: left out."""
+    shape = shape_of_section({"hf": named(folder)}, 8, False)
+    held = {name: np.zeros(x.shape, np.float32) for name, x in layouts(shape).items()}
+    for name, value in changes.items():
+        held[name.replace("__", ".")] = value
+    held = {name: value for name, value in held.items() if value is not None}
+    save_file(held, folder / "model.safetensors")
+    return held
+
+
+def test_a_folder_is_read_when_it_has_the_weights(tmp_path):
+    folder_of(tmp_path)
+    plan = make_plan(loads("{}", overrides=[f"model.hf={tmp_path}"]), 1)
+    assert plan.config.model.initial_folder == str(tmp_path)
+
+
+def test_a_folder_without_weights_is_refused_but_its_config_is_taken(tmp_path):
+    path = named(tmp_path)
+    text = refusal(f"model.hf={tmp_path}")
+    assert "has no weights: neither model.safetensors nor model.safetensors.index.json" in text
+    plan = make_plan(loads("{}", overrides=[f"model.hf={path}"]), 1)
+    assert plan.config.model.initial_folder is None
+
+
+def test_tensors_that_are_missing_or_others_are_all_said(tmp_path):
+    folder_of(
+        tmp_path,
+        model__norm__weight=None,
+        model__layers__0__self_attn__q_proj__weight=np.zeros((16, 16), np.float32),
+        model__norm__bias=np.zeros(16, np.float32),
+    )
+    text = refusal(f"model.hf={tmp_path}", "parallel.tensor=2")
+    assert "2 problems" in text  # with that of the axis
+    assert "model.norm.weight is missing" in text
+    assert "q_proj.weight has shape (16, 16), where the model has (24, 16)" in text
+    assert "model.norm.bias is not expected" in text
+
+
+def test_a_shard_that_is_missing_is_refused(tmp_path):
+    held = folder_of(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")
+    files = dict.fromkeys(held, "model-00001-of-00002.safetensors")
+    files["lm_head.weight"] = "model-00002-of-00002.safetensors"
+    index = {"metadata": {}, "weight_map": files}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    text = refusal(f"model.hf={tmp_path}")
+    assert "lacks 1 of 2 files" in text and "model-00002-of-00002.safetensors" in text
+
+
+def test_a_plan_says_what_goes_with_what(tmp_path, capsys):
+    run = tmp_path / "run.yaml"
+    run.write_text(f"model: {{hf: {named(tmp_path)}}}\nparallel: {{pipe: 2, tensor: 3}}\n")
+    assert main(["plan", str(run)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "tensor 1, 3, 6 (6 heads of 3 key-value heads)" in shown
+    assert "pipe up to 3 stages, of whole blocks" in shown
+    assert "sequence_parallel no: transformers' modules take whole sequences" in shown
+    shape = shape_of_section({"hf": named(tmp_path)}, 8, False)
+    count = sum(np.prod(x.shape) for x in layouts(shape).values())
+    assert f"{count:,} parameters" in shown

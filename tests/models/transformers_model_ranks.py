@@ -1,0 +1,74 @@
+"""What ranks do with stages of transformers' own modules: differences, and memory."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.models import transformers_layout
+from torchdistpackage.models.families_layout import FAMILIES
+from torchdistpackage.models.transformers_layout import TransformersShape, shape_of_section
+from torchdistpackage.models.transformers_model import load_weights, on_meta, stage
+
+
+def different_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Name -> (shape by transformers, shape by the table) where they are not the same."""
+    shape = TransformersShape(settings["model_type"], settings, 8)
+    named = on_meta(shape).named_parameters()
+    real = {transformers_layout.global_name(shape, n): tuple(p.shape) for n, p in named}
+    known = {n: layout.shape for n, layout in transformers_layout.layouts(shape).items()}
+    names = real.keys() | known.keys()
+    return {n: (real.get(n), known.get(n)) for n in names if real.get(n) != known.get(n)}
+
+
+def different_defaults(family: str) -> dict[str, Any]:
+    """Setting -> (transformers' default, ours) where they are not the same; None: derived."""
+    from transformers import CONFIG_MAPPING
+
+    real = CONFIG_MAPPING[family]()
+    mine = FAMILIES[family].defaults
+    return {
+        name: (getattr(real, name), value)
+        for name, value in mine.items()
+        if value is not None and hasattr(real, name) and getattr(real, name) != value
+    }
+
+
+def initial_of_transformers(settings: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """(mean, standard deviation) of every parameter as transformers draws it."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[settings["model_type"]].from_dict(dict(settings))
+    model = AutoModelForCausalLM.from_config(config)
+    shape = TransformersShape(settings["model_type"], settings, 8)
+    return {
+        transformers_layout.global_name(shape, n): (p.mean().item(), p.std().item())
+        for n, p in model.named_parameters()
+    }
+
+
+def memory_of_loading(folder: str, tensor: int) -> tuple[int, int]:
+    """(most bytes in use while a stage is built and read, above those before; bytes it holds)."""
+    tpc.setup_process_groups([("tensor", tensor)])
+    shape = shape_of_section({"hf": folder}, 8, False)
+    group = tpc.get_group("tensor")
+    load_weights(stage(shape, group=group), folder)  # what is imported and kept on first use
+    before = _forget_peak()
+    made = stage(shape, group=group)
+    load_weights(made, folder)
+    return _status("VmHWM") - before, sum(p.numel() * p.element_size() for p in made.parameters())
+
+
+def _forget_peak() -> int:
+    """Begin anew with the largest memory; the memory in use now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (found,) = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
+    return int(found) * 1024
