@@ -97,13 +97,18 @@ def from_added(wire: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.view_as_complex(wire) if dtype.is_complex else wire.to(dtype)
 
 
-def added(parts: Sequence[Tensor]) -> Tensor:
-    """Sum of the parts in their order, in the memory of the first; narrow floats in float32."""
-    total = parts[0]
-    if total.is_floating_point() and total.dtype.itemsize < 4:
-        return sum((part.float() for part in parts[1:]), total.float()).to(total.dtype)
-    for part in parts[1:]:
-        total += part
+def added(parts: Sequence[Tensor], kept: int | None = None) -> Tensor:
+    """Sum of the parts in their order, in memory of the first ones; narrow floats in float32.
+
+    kept: which part, of several, is not to be written to.
+    """
+    total, *others = parts
+    if total.is_floating_point() and total.itemsize < 4:
+        return sum((part.float() for part in others), total.float()).to(total.dtype)
+    if kept == 0:
+        total = others.pop(0).add_(total)
+    for part in others:
+        total.add_(part)
     return total
 
 

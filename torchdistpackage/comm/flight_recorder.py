@@ -38,16 +38,18 @@ class GroupLog:
     queued: calls return before they are done; passed: the state of one that has returned.
     direct: parts go by messages (comm/transport/pairwise.py), each of which may take `limit`; None:
     as long as the back end says. left: messages that are waited for no more. expected: calls whose
-    receives were posted ahead (comm/transport/sharded_flat.py).
+    receives were posted ahead (comm/transport/sharded_flat.py). index: of this rank in the group;
+    others: of the others, from the next one on, so that no rank is everybody's first.
     """
 
     __slots__ = (
-        "axis", "direct", "done", "expected", "group", "issued", "left", "limit",
-        "passed", "queued", "ranks", "received", "sent",
+        "axis", "direct", "done", "expected", "group", "index", "issued", "left", "limit",
+        "others", "passed", "queued", "ranks", "received", "sent",
     )  # fmt: skip
 
-    def __init__(self, ranks: tuple[int, ...], transport: Transport):
-        self.ranks, self.axis = ranks, ""
+    def __init__(self, ranks: tuple[int, ...], index: int, transport: Transport):
+        self.ranks, self.index, self.axis = ranks, index, ""
+        self.others = tuple([(index + step) % len(ranks) for step in range(1, len(ranks))])
         self.group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self.queued, self.direct = transport.queued, transport.direct
         self.passed = ISSUED if self.queued else DONE
@@ -215,7 +217,7 @@ class FlightRecorder:
         alive = [g for line in list(lines.values()) if (g := line.group()) is not None]
         self.forget(*[g for g in alive if g not in known])
         ranks = tuple(dist.get_process_group_ranks(group))
-        line = lines[key] = GroupLog(ranks, transport_of(group))
+        line = lines[key] = GroupLog(ranks, group.rank(), transport_of(group))
         line.group = ref(group, lambda _: lines.pop(key, None))
         if line.direct:
             deprioritize()  # here, as every group comes by before its first call, whatever made it

@@ -16,12 +16,12 @@ from torch import Tensor
 from torchdistpackage.comm.flight_recorder import recorder
 
 Group = dist.ProcessGroup
-GATHERED, SUMMED, EXPECTED_GATHERED, EXPECTED_SUMMED = range(4)
+GATHERED, SUMMED, REDUCED, EXPECTED_GATHERED, EXPECTED_SUMMED = range(5)
 """Kinds of calls that are made of messages."""
 PIECE_BYTES = 2**20
 """Longer messages travel in even pieces of about this, so that a notice of readiness to receive,
 which queues behind what is being sent, waits for no more than half as much again."""
-_FIRST_TAG, _NUM_TAGS = 2**12, 2**28
+_FIRST_TAG, _NUM_TAGS = 2**12, 2**27
 """Above what messages by themselves use over the same group; gloo's tags have 31 bits."""
 
 
@@ -36,11 +36,13 @@ def pairwise(
 
     All are contiguous. Empty ones do not travel, so both sides must know which are.
     """
-    mine, line = group.rank(), recorder.line(group)
+    line = recorder.line(group)
     line.settle()
     tag = call_tag(kind, line.issued)
-    receive[mine].copy_(send[mine])
-    return post_receives(receive, group, tag) + post_sends(send, group, tag)
+    works = post_receives(receive, group, tag) + post_sends(send, group, tag)
+    if (mine := receive[line.index]) is not send[line.index]:
+        mine.copy_(send[line.index])
+    return works
 
 
 def expected_tag(kind: int, group: Group) -> int:
@@ -53,7 +55,7 @@ def expected_tag(kind: int, group: Group) -> int:
 
 
 def call_tag(kind: int, number: int) -> int:
-    return _FIRST_TAG + 4 * (number % _NUM_TAGS) + kind
+    return _FIRST_TAG + 8 * (number % _NUM_TAGS) + kind
 
 
 def post_receives(
@@ -66,12 +68,12 @@ def post_receives(
     from it, which may be for long where all cores compute, so traffic that computation is to hide
     has a connection for each way.
     """
-    mine, reverse = group.rank(), reverse or group
+    line, reverse = recorder.line(group), reverse or group
+    mine = line.index
     # the first to be sent to me is the first of which I tell that I am ready
-    others = reversed(_others(group))
     return [
         (reverse if i > mine else group).recv([x], i, tag)
-        for i in others
+        for i in reversed(line.others)
         for x in _pieces(parts[i])
     ]
 
@@ -80,18 +82,13 @@ def post_sends(
     parts: Sequence[Tensor], group: Group, tag: int, reverse: Group | None = None
 ) -> list[dist.Work]:
     """parts[i] to rank i of the group, except mine; reverse: as above."""
-    mine, reverse = group.rank(), reverse or group
+    line, reverse = recorder.line(group), reverse or group
+    mine = line.index
     return [
         (reverse if i < mine else group).send([x], i, tag)
-        for i in _others(group)
+        for i in line.others
         for x in _pieces(parts[i])
     ]
-
-
-def _others(group: Group) -> list[int]:
-    """Each begins with another peer, so that no rank is everybody's first."""
-    mine, size = group.rank(), group.size()
-    return [(mine + step) % size for step in range(1, size)]
 
 
 def _pieces(x: Tensor) -> Sequence[Tensor]:

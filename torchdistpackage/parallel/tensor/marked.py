@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm import collectives
+from torchdistpackage.comm.autograd import copy_together
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import group_again, resolve_group
 from torchdistpackage.errors import CommError, LaunchError
@@ -71,8 +72,8 @@ class Marked(FullTensors, nn.Module):
                 together = False
         if not together or self.group is None:
             return tuple([self.summed(p) for p in parameters])
-        parts = list(collectives.copy(torch.cat(given), self.group).split([len(p) for p in given]))
-        return tuple([None if p is None else parts.pop(0) for p in parameters])
+        copies = list(copy_together(given, self.group))
+        return tuple([None if p is None else copies.pop(0) for p in parameters])
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
