@@ -157,9 +157,7 @@ def all_reduce(
     return go(*ask, finish, dist.all_reduce, wire, op)
 
 
-def _add_to(
-    x: Tensor, wire: Tensor, room: Tensor, finish: Callable[[], Tensor] | None
-) -> Tensor:
+def _add_to(x: Tensor, wire: Tensor, room: Tensor, finish: Callable[[], Tensor] | None) -> Tensor:
     with torch.inference_mode(wire.is_inference()):
         wire.add_(room)
     return x if finish is None else finish()

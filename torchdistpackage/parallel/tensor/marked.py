@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm import collectives

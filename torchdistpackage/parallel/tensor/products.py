@@ -1,18 +1,15 @@
 """Products of a tensor-parallel layer, whose communication runs while they compute.
 
-Two nodes of autograd stand where a column product meets other ranks: one brings the input together,
-one multiplies. In the backward the second computes the input's gradient, begins to sum it over the
-group, computes the gradients of the weights meanwhile, and leaves the waiting to the first. With
-`overlap` the forward's gather, and both ends of a row product, run in chunks as well. Megatron-LM
-does the first by default and calls the second tp_comm_overlap.
+A column product is one node of autograd: its backward computes the input's gradient, begins to sum
+it over the group, and computes the gradients of the weights meanwhile. With `overlap` the forward's
+gather, and both ends of a row product, run in chunks as well (overlapped.py). Megatron-LM does the
+first by default and calls the second tp_comm_overlap.
 
 Where a gradient of a gradient is asked for, the backward is made of differentiable operations, and
 nothing overlaps. The pipeline's split backward knows the node: see deferred_wgrad.py.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -23,20 +20,20 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.autograd import (
     AllGather,
     IdentityForward,
-    LinearMap,
     Reduce,
     ReduceScatter,
     apply,
 )
 from torchdistpackage.comm.primitives import Group, Sizes, check_sizes
-from torchdistpackage.parallel.tensor.chunked import (
-    Chunks,
-    Coming,
-    Handoff,
-    Rows,
-    num_chunks_of,
-    start_gather,
-    start_scatter,
+from torchdistpackage.comm.work import Work
+from torchdistpackage.parallel.tensor.overlapped import overlapped_column, overlapped_row
+from torchdistpackage.parallel.tensor.product_gradients import (
+    as_matrix,
+    input_gradient,
+    is_wanted,
+    multiply,
+    parameter_gradient,
+    places_of,
 )
 
 
@@ -57,20 +54,16 @@ def column_product(
     differ.
     """
     if group.size() == 1:
-        return _multiply(x, weights, biases)
+        return multiply(x, weights, biases)
     sizes = check_sizes(x, 0, sizes, group, cut=False) if sequence_parallel else None
     x, weights, biases = _autocast(x, weights, biases)
-    ends = _Ends(len(weights), Handoff(), Coming())
-    plain: LinearMap = IdentityForward(group)
-    if sequence_parallel:
-        plain = AllGather(group, 0, sizes)
-        lengths = sizes or (x.shape[0],) * group.size()
-        num_chunks = num_chunks_of(lengths, _row_bytes(x)) if overlap else 1
-        if overlap:
-            ends.chunks = Chunks.of(lengths, num_chunks, group)
-    into = _Entry(plain, ends.sent, ends.chunks, ends.coming)
-    ends.send = plain.transposed()
-    return _product(apply(into, x), ends, weights, biases)
+    given = [b for b in biases if b is not None]
+    if overlap and sequence_parallel:
+        return overlapped_column(x, weights, given, AllGather(group, 0, sizes))
+    into = AllGather(group, 0, sizes) if sequence_parallel else IdentityForward(group)
+    if torch.is_grad_enabled():
+        return _ColumnProduct.apply(x, into, len(weights), *weights, *given)[0]
+    return multiply(into(x), weights, given)
 
 
 def row_product(
@@ -102,135 +95,30 @@ def row_product(
         y = F.linear(x, weight)
         return apply(plain, y) if bias is None else _ScatterAdd.apply(y, bias, plain)
     x, (weight,), _ = _autocast(x, (weight,), ())
-    lengths = sizes or (x.shape[0] // group.size(),) * group.size()
-    row_bytes = _row_bytes(x) // max(x.shape[-1], 1) * weight.shape[0]
-    ends = _Ends(1, Handoff(), Coming(), scatters=True)
-    ends.chunks = Chunks.of(lengths, num_chunks_of(lengths, row_bytes), group)
-    out_of = _Exit(plain, ends.sent, ends.chunks, ends.coming)
-    y = apply(out_of, _product(x, ends, (weight,), ()))
+    y = overlapped_row(x, weight, plain)
     return _plus(y, None if bias is None else apply(IdentityForward(group), bias))
 
 
-@dataclass(slots=True, eq=False)
-class _Ends:
-    """What a product does where it meets other ranks, in one forward and its backwards.
+class _ColumnProduct(torch.autograd.Function):
+    """x as a map brings it together, and its products with the weights side by side.
 
-    sent: what the product began to send, of its result or of the gradient of x. coming: what it
-    waits for, x or the gradient of its result. chunks: None: in one piece. scatters: the result is
-    summed and scattered, as of a row product. send: the map of a gradient in one piece.
+    The first of the two is a result for gradients of gradients alone.
     """
 
-    num_weights: int
-    sent: Handoff
-    coming: Coming
-    chunks: Chunks | None = None
-    scatters: bool = False
-    send: LinearMap | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    """`plain`, of which the product may have begun the call already."""
-
-    plain: LinearMap
-    sent: Handoff
-
-    @property
-    def group(self) -> Group:
-        return self.plain.group
-
-    def __call__(self, x: Tensor) -> Tensor:
-        finish = self.sent.take()
-        return self.plain(x) if finish is None else finish()
-
-    def transposed(self) -> LinearMap:
-        return self.plain.transposed()
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """The input of a column product, as `plain` makes it, or begun in chunks."""
-
-    plain: LinearMap
-    sent: Handoff
-    chunks: Chunks | None
-    coming: Coming
-
-    @property
-    def group(self) -> Group:
-        return self.plain.group
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.chunks is None:
-            return self.plain(x)
-        self.coming.arrivals = start_gather(x, self.chunks)
-        return self.coming.arrivals.into
-
-    def transposed(self) -> LinearMap:
-        return _Begun(self.plain.transposed(), self.sent)
-
-
-@dataclass(frozen=True, slots=True)
-class _Exit:
-    """The result of a row product, of which the product sends a chunk once it has computed it."""
-
-    plain: LinearMap
-    sent: Handoff
-    chunks: Chunks
-    coming: Coming
-
-    @property
-    def group(self) -> Group:
-        return self.plain.group
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return _Begun(self.plain, self.sent)(x)
-
-    def transposed(self) -> LinearMap:
-        return _Entry(self.plain.transposed(), Handoff(), self.chunks, self.coming)
-
-
-def _product(
-    x: Tensor, ends: _Ends, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
-) -> Tensor:
-    given = [b for b in biases if b is not None]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights, *given)):
-        return _Product.apply(x, ends, *weights, *given)
-    return _forward(x, ends, weights, given)
-
-
-def _forward(x: Tensor, ends: _Ends, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    arrivals = ends.coming.take()
-    if arrivals is None and not ends.scatters:
-        return _multiply(x, weights, biases)
-    width = sum(weight.shape[0] for weight in weights)
-    if ends.scatters:
-        assert ends.chunks is not None
-        like = x.new_empty((0, *x.shape[1:-1], width))
-        matrix = weights[0].t()
-
-        def compute(rows: Rows, into: Tensor) -> object:
-            return torch.mm(_flat(x[rows]), matrix, out=_flat(into))
-
-        ends.sent.finish = start_scatter(ends.chunks, like, compute)
-        return x.new_zeros(()).expand(*x.shape[:-1], width)  # of the shape; nobody reads it
-    assert arrivals is not None
-    y = x.new_empty((*x.shape[:-1], width))
-    for rows in arrivals:
-        y[rows] = _multiply(x[rows], weights, biases)
-    return y
-
-
-class _Product(torch.autograd.Function):
-    """x (S, ..., Din) and weights, then biases, to their products side by side."""
-
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ends: _Ends, *parameters: Tensor) -> Tensor:
-        weights, biases = parameters[: ends.num_weights], parameters[ends.num_weights :]
-        ctx.save_for_backward(x, *weights)
-        ctx.ends, ctx.widths = ends, [weight.shape[0] for weight in weights]
-        ctx.places = _places(weights, len(biases))
-        return _forward(x, ends, weights, biases)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        into: AllGather | IdentityForward,
+        num_weights: int,
+        *parameters: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        weights, biases = parameters[:num_weights], parameters[num_weights:]
+        whole = into(x)
+        ctx.save_for_backward(whole, *weights)
+        ctx.set_materialize_grads(False)
+        ctx.into, ctx.places = into, places_of(weights, len(biases))
+        return multiply(whole, weights, biases), whole
 
     @staticmethod
     def deferred_gradient(node: Any, argument: int) -> tuple[Any, ...]:
@@ -238,23 +126,31 @@ class _Product(torch.autograd.Function):
         return parameter_gradient, *node.places[argument - 1]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        ends: _Ends = ctx.ends
-        wanted = _wanted(ctx)
-        dx = None
-        if torch.is_grad_enabled():
-            if (arrivals := ends.coming.take()) is not None:
-                arrivals.whole()
-            if wanted[0]:
-                dx = _input_gradient(grad, weights, ctx.widths)
-        else:
-            dx = _send_input_gradient(grad, x, weights, ctx, wanted[0])
+    def backward(ctx: Any, grad: Tensor | None, of_whole: Tensor | None) -> tuple[Any, ...]:
+        whole, *weights = ctx.saved_tensors
+        for_x, *for_parameters = is_wanted(ctx, 3)
+        dx, work = of_whole, None
+        if grad is not None and for_x:
+            dx = input_gradient(grad, weights)
+            dx = dx if of_whole is None else dx + of_whole
+        if for_x and dx is not None and not torch.is_grad_enabled():
+            work = _start_sum(dx, ctx.into)
         grads = [
-            parameter_gradient(x, grad, *where) if is_wanted else None
-            for where, is_wanted in zip(ctx.places, wanted[1:], strict=True)
+            parameter_gradient(whole, grad, *place) if wanted and grad is not None else None
+            for place, wanted in zip(ctx.places, for_parameters, strict=True)
         ]
-        return dx, None, *grads
+        if work is not None:
+            dx = work.wait()
+        elif for_x and dx is not None:
+            dx = apply(ctx.into.transposed(), dx)
+        return dx, None, None, *grads
+
+
+def _start_sum(dx: Tensor, into: AllGather | IdentityForward) -> Work:
+    """The sum over the group of the gradients of what `into` made, begun."""
+    if isinstance(into, AllGather):
+        return primitives.reduce_scatter(dx, into.group, into.sizes, True)
+    return primitives.all_reduce(dx, into.group, async_op=True)
 
 
 class _ScatterAdd(torch.autograd.Function):
@@ -270,92 +166,8 @@ class _ScatterAdd(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         dtype, bias_dtype = ctx.dtypes
         rows = apply(ctx.scatter.transposed(), grad.to(dtype))
-        of_bias = _flat(rows).sum(0, dtype=bias_dtype) if ctx.needs_input_grad[1] else None
+        of_bias = as_matrix(rows).sum(0, dtype=bias_dtype) if ctx.needs_input_grad[1] else None
         return rows, of_bias, None
-
-
-def _wanted(ctx: Any) -> list[bool]:
-    """For x and each parameter whether its gradient is, in this backward."""
-    static = [ctx.needs_input_grad[0], *ctx.needs_input_grad[2:]]
-    found: list[bool] = []
-    for needs, (node, _) in zip(static, ctx.next_functions, strict=True):
-        try:
-            found.append(needs and node is not None and torch._C._will_engine_execute_node(node))
-        except RuntimeError:  # torch.autograd.grad with leaves does not say
-            found.append(needs)
-    return found
-
-
-def _places(weights: Sequence[Tensor], num_biases: int) -> list[tuple[int, int, bool, bool]]:
-    """Of each parameter its part of the result's last dim, whether it is a bias, and whether its
-    memory is by columns, as autograd then wants the gradient of a weight."""
-    found: list[tuple[int, int, bool, bool]] = []
-    for is_bias in (False, True):
-        start = 0
-        for weight in weights:
-            by_columns = weight.stride(0) == 1 and weight.stride(1) == weight.shape[0]
-            found.append((start, weight.shape[0], is_bias, by_columns))
-            start += weight.shape[0]
-    return found[: len(weights) + num_biases]
-
-
-def parameter_gradient(
-    x: Tensor, grad: Tensor, start: int, width: int, is_bias: bool, by_columns: bool
-) -> Tensor:
-    """Of the weight, or bias, behind columns [start, start + width) of a product of x."""
-    part = _flat(grad.narrow(-1, start, width))
-    if is_bias:
-        return part.sum(0)
-    flat = _flat(x)
-    return flat.t().mm(part).t() if by_columns else part.t().mm(flat)
-
-
-def _send_input_gradient(
-    grad: Tensor, x: Tensor, weights: Sequence[Tensor], ctx: Any, is_wanted: bool
-) -> Tensor | None:
-    """The gradient of x, or a stand-in for one whose sum over the group is under way."""
-    ends: _Ends = ctx.ends
-    if (arrivals := ends.coming.take()) is not None:  # of a row product
-        dx = x.new_empty(x.shape) if is_wanted else None
-        for rows in arrivals:
-            if dx is not None:
-                dx[rows] = _input_gradient(grad[rows], weights, ctx.widths)
-        return dx
-    if not is_wanted:
-        return None
-    if ends.send is None:
-        return _input_gradient(grad, weights, ctx.widths)
-    if ends.chunks is not None:
-
-        def compute(rows: Rows, into: Tensor) -> object:
-            return into.copy_(_input_gradient(grad[rows], weights, ctx.widths))
-
-        ends.sent.finish = start_scatter(ends.chunks, x[:0], compute)
-    else:
-        partial = _input_gradient(grad, weights, ctx.widths)
-        if isinstance(ends.send, ReduceScatter):
-            work = primitives.reduce_scatter(partial, ends.send.group, ends.send.sizes, True)
-        else:
-            work = primitives.all_reduce(partial, ends.send.group, async_op=True)
-        ends.sent.finish = work.wait
-    return x.new_zeros(()).expand(x.shape)  # of the shape; the node before it has the sum
-
-
-def _multiply(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
-    """All products, in one tensor."""
-    if len(weights) == 1:
-        return F.linear(x, weights[0], biases[0] if biases else None)
-    given = biases or (None,) * len(weights)
-    return torch.cat([F.linear(x, w, b) for w, b in zip(weights, given, strict=True)], -1)
-
-
-def _input_gradient(grad: Tensor, weights: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
-    """Gradient of x, by which all weights were multiplied."""
-    parts = grad.split(list(widths), -1)
-    total = parts[0] @ weights[0]
-    for part, weight in zip(parts[1:], weights[1:], strict=True):
-        total = total + part @ weight
-    return total
 
 
 def _autocast(
@@ -375,11 +187,3 @@ def _autocast(
 
 def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias
-
-
-def _row_bytes(x: Tensor) -> int:
-    return x.itemsize * prod(x.shape[1:])
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
