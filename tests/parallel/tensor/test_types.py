@@ -3,6 +3,8 @@
 The planted errors at the end show that the types can fail.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -229,7 +231,8 @@ def test_a_gather_whose_backward_does_not_sum_is_an_error(world, monkeypatch):
 
 def test_an_input_that_is_not_copied_is_an_error(world, monkeypatch):
     column = ColumnLinear(8, 16)
-    monkeypatch.setattr(products, "apply", lambda linear, x: x)
+    alone = SimpleNamespace(group=SimpleNamespace(size=lambda: 1))
+    monkeypatch.setattr(products, "IdentityForward", lambda group: alone)
     with pytest.raises(SpmdTypeError, match="Invariant"):
         train(column, activations(False), wrap={"layouts": collect(column)})
 

@@ -17,6 +17,7 @@ A number that a rank makes of its own index (an offset, a length) is not seen to
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import spmd_types as spmd
@@ -33,7 +34,8 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.bucket_comm import BucketMember, Start
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.parallel.tensor import cross_entropy, loss_terms, products
+from torchdistpackage.parallel.tensor import cross_entropy, loss_terms, overlapped, products
+from torchdistpackage.parallel.tensor.product_gradients import multiply
 
 assert fake_pg  # which makes the back end `fake` known
 
@@ -70,8 +72,10 @@ def typed_world(data: int = 2, tensor: int = 2) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for function, hook in hooks:
             patch.setattr(function, "spmd_typecheck", staticmethod(hook), raising=False)
-        # what is begun early, and taken up by the next node, is typed as what it stands for
-        patch.setattr(products, "_product", lambda x, ends, *given: products._multiply(x, *given))
+        # a node that does several things at once is typed as what it stands for
+        patch.setattr(overlapped, "_product", lambda x, ends, *given: multiply(x, *given))
+        patch.setattr(products, "_ColumnProduct", SimpleNamespace(apply=_column_product))
+        patch.setattr(autograd, "_CopyTogether", SimpleNamespace(apply=_copy_together))
         # and what is written in place keeps its first type
         patch.setattr(products, "Reduce", lambda group, in_place: autograd.Reduce(group))
         try:
@@ -166,6 +170,14 @@ class Sums:
                     raise SpmdTypeError(
                         f"{name}.grad is {DUAL[held].name}, summed {times}x on {axis}"
                     )
+
+
+def _column_product(x: Tensor, into: autograd.LinearMap, num: int, *given: Tensor) -> list[Tensor]:
+    return [multiply(autograd.apply(into, x), given[:num], given[num:])]
+
+
+def _copy_together(group: Group, *xs: Tensor) -> list[Tensor]:
+    return [autograd.apply(autograd.IdentityForward(group), x) for x in xs]
 
 
 def _through(outputs: Tensor, *, x: Tensor, linear: autograd.LinearMap) -> None:
