@@ -37,7 +37,8 @@ def pairwise(
     All are contiguous. Empty ones do not travel, so both sides must know which are.
     """
     line = recorder.line(group)
-    line.settle()
+    if line.left:
+        line.settle()
     tag = call_tag(kind, line.issued)
     works = post_receives(receive, group, tag) + post_sends(send, group, tag)
     if (mine := receive[line.index]) is not send[line.index]:

@@ -125,7 +125,9 @@ class ColumnLinear(_Linear):
         return cut.column(self.dout, self.din, self.has_bias, self.axis, self.parts, self.heads)
 
     def forward(self, x: Tensor, sizes: Sizes | None = None) -> Tensor:
-        return self.side_by_side(x, (self,), sizes)
+        weight, bias = self.parameters_here()
+        how = self.group, self.sequence_parallel, sizes, self.tp_comm_overlap
+        return column_product(x, (weight,), (bias,), *how)
 
     @staticmethod
     def side_by_side(

@@ -6,7 +6,7 @@ and pickles. Children do so first and outer modules after them, as outer ones sp
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Self
 
@@ -30,8 +30,19 @@ class Marked(FullTensors, nn.Module):
     same group, which is no value to copy; a pickle keeps the group's ranks.
     """
 
-    group: Group | None
+    _group: Group | None = None
     _is_marked = False
+
+    # no attribute that `__getattr__` finds: nn.Module asks that for every parameter and child
+    @property
+    def group(self) -> Any:
+        if "_ranks" in self.__dict__:
+            self._group = self._find(self.__dict__.pop("_ranks"))
+        return self._group
+
+    @group.setter
+    def group(self, group: Group | None) -> None:
+        self._group = group
 
     def layouts(self) -> Layouts:
         """How its parameters are cut, by name; those of children may be among them."""
@@ -44,7 +55,7 @@ class Marked(FullTensors, nn.Module):
             # once its children have theirs, which `assign=True` replaces
             self.register_load_state_dict_post_hook(_mark_loaded)
         if layouts := self.layouts():
-            group = self.__dict__.get("group")
+            group = self._group
             for name, parameter in self.named_parameters(remove_duplicate=False):
                 if name in layouts:
                     mark_parameter(parameter, layouts[name], group, name.count("."))
@@ -61,18 +72,21 @@ class Marked(FullTensors, nn.Module):
             return copy_to_sharing(parameter, mark.layout, self.group)
         return collectives.copy(parameter, self.group)
 
-    def summed_together(self, *parameters: nn.Parameter | None) -> tuple[Tensor | None, ...]:
+    def summed_together(self, *parameters: nn.Parameter | None) -> Sequence[Tensor | None]:
         """`summed` of parameters of one dim whose gradients come at once: one sum for all."""
-        given = [p for p in parameters if p is not None]
-        together = len(given) > 1 and len({(p.dtype, p.requires_grad) for p in given}) == 1
-        for parameter in given:
-            mark = mark_of(parameter)
-            if mark is None or mark.num_reducers or mark.layout.is_shared:
-                together = False
-        if not together or self.group is None:
-            return tuple([self.summed(p) for p in parameters])
-        copies = list(copy_together(given, self.group))
-        return tuple([None if p is None else copies.pop(0) for p in parameters])
+        first, group = parameters[0], self.group
+        for parameter in parameters:
+            if (
+                first is None
+                or parameter is None
+                or parameter.dtype is not first.dtype
+                or parameter.requires_grad is not first.requires_grad
+                or (mark := mark_of(parameter)) is None
+                or mark.num_reducers
+                or mark.layout.is_shared
+            ):
+                return tuple([self.summed(p) for p in parameters])
+        return parameters if group is None else copy_together(parameters, group)  # type: ignore
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
@@ -85,7 +99,7 @@ class Marked(FullTensors, nn.Module):
         return self
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        if (group := self.__dict__.get("group")) is not None:
+        if (group := self._group) is not None:
             memo[id(group)] = group
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
@@ -95,7 +109,7 @@ class Marked(FullTensors, nn.Module):
 
     def __getstate__(self) -> dict[str, object]:
         state = dict(self.__dict__)
-        if (group := state.pop("group", None)) is not None:
+        if (group := state.pop("_group", None)) is not None:
             state["_ranks"] = ranks_of(group)
         return state
 
@@ -104,13 +118,6 @@ class Marked(FullTensors, nn.Module):
         with suppress(CommError, LaunchError):  # raised again at its first use
             _ = self.group
         self.mark()
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "group":
-            ranks = self.__dict__.pop("_ranks", None)
-            self.group = None if ranks is None else self._find(ranks)
-            return self.group
-        return super().__getattr__(name)
 
     def _find(self, ranks: tuple[int, ...]) -> Group:
         try:
@@ -134,8 +141,6 @@ class Grouped(Marked):
 
     group: None means the group of `tpc` along `axis`, or all ranks where `tpc` is not set up.
     """
-
-    group: Group
 
     def __init__(self, group: Group | None = None, axis: str = "tensor"):
         super().__init__()

@@ -61,7 +61,7 @@ def parameter_gradient(
     x: Tensor, grad: Tensor, start: int, width: int, is_bias: bool, by_columns: bool
 ) -> Tensor:
     """Of the weight, or bias, behind columns [start, start + width) of a product of x."""
-    part = as_matrix(grad.narrow(-1, start, width))
+    part = as_matrix(grad if width == grad.shape[-1] else grad.narrow(-1, start, width))
     if is_bias:
         return part.sum(0)
     rows = as_matrix(x)
