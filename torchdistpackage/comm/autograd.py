@@ -8,7 +8,6 @@ counted once. *Own*: each rank's is a thing by itself. `IdentityForward` leads f
 to the second and `Reduce` back; so do `Scatter` and `Gather`. The others stay within the second.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
@@ -58,26 +57,6 @@ class _LinearMapFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         return apply(ctx.linear.transposed(), grad), None
-
-
-def copy_together(xs: Sequence[Tensor], group: Group) -> Sequence[Tensor]:
-    """`IdentityForward` of several tensors of one dim and dtype: one sum for all gradients."""
-    if group.size() == 1 or not torch.is_grad_enabled():
-        return xs
-    return _CopyTogether.apply(group, *xs)
-
-
-class _CopyTogether(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, group: Group, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        return xs
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        total = Reduce(ctx.group, in_place=not torch.is_grad_enabled())
-        whole = apply(total, torch.cat(grads))
-        return None, *whole.split_with_sizes([len(grad) for grad in grads])
 
 
 @dataclass(frozen=True, slots=True)

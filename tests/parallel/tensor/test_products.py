@@ -161,17 +161,54 @@ def test_a_row_product_copies_no_partial_sum(ranks):
     ranks(2).run(one_buffer)
 
 
-def one_sum() -> None:
+def one_sum(how: str) -> None:
+    """Of all norms of a backward, wherever they stand in it; and the numbers of one process."""
     tpc.setup_process_groups([("tensor", 2)])
-    norm = LayerNorm(DIM, sequence_parallel=True)
-    y = norm(rows_of("sequence", whole_input()).float())
+    norms = [LayerNorm(DIM, sequence_parallel=True, dtype=torch.float64) for _ in range(3)]
+    plain = [nn.LayerNorm(DIM, dtype=torch.float64) for _ in range(3)]
+
+    def step(net, x):
+        first, second, third = net
+        x = x + torch.tanh(second(torch.tanh(first(x))))
+        loss = third(x).square().sum() + x.sin().sum()
+        parameters = [p for norm in net for p in (norm.weight, norm.bias)]
+        if how in ("grad", "create_graph"):
+            return torch.autograd.grad(loss, parameters, create_graph=how == "create_graph")
+        for _ in range(2 if how == "twice" else 1):
+            loss.backward(retain_graph=True)
+        return [p.grad for p in parameters]
+
     before = num_calls()
-    y.square().sum().backward()
-    assert num_calls() - before == 1
+    found = step(norms, rows_of("sequence", whole_input()))
+    # of which the gradients can be differentiated again each norm has a sum of its own
+    assert num_calls() - before == {"twice": 2, "create_graph": 3}.get(how, 1)
+    for one, other in zip(found, step(plain, whole_input()), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_scale_and_shift_of_a_norm_are_summed_together(ranks):
-    ranks(2).run(one_sum)
+def test_scales_and_shifts_of_norms_are_summed_in_one_message(ranks):
+    ways = ("backward", "twice", "grad", "create_graph")
+    ranks(2).run(each, one_sum, [(how,) for how in ways])
+
+
+def sums_by_dtype() -> None:
+    tpc.setup_process_groups([("tensor", 2)])
+    wide, narrow = (
+        LayerNorm(DIM, sequence_parallel=True, dtype=d) for d in (torch.float64, torch.float32)
+    )
+    x = rows_of("sequence", whole_input())
+    loss = wide(x).sin().sum() + narrow(x.float()).sin().sum()
+    before = num_calls()
+    loss.backward()
+    assert num_calls() - before == 2
+    for norm in (wide, narrow):
+        one = nn.LayerNorm(DIM, dtype=norm.weight.dtype)
+        one(whole_input().to(norm.weight.dtype)).sin().sum().backward()
+        torch.testing.assert_close(norm.weight.grad, one.weight.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_two_dtypes_are_two_sums(ranks):
+    ranks(2).run(sums_by_dtype)
 
 
 def one_gather() -> None:

@@ -34,7 +34,7 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.bucket_comm import BucketMember, Start
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.parallel.tensor import cross_entropy, loss_terms, overlapped, products
+from torchdistpackage.parallel.tensor import cross_entropy, loss_terms, marked, overlapped, products
 from torchdistpackage.parallel.tensor.product_gradients import multiply
 
 assert fake_pg  # which makes the back end `fake` known
@@ -75,7 +75,7 @@ def typed_world(data: int = 2, tensor: int = 2) -> Iterator[None]:
         # a node that does several things at once is typed as what it stands for
         patch.setattr(overlapped, "_product", lambda x, ends, *given: multiply(x, *given))
         patch.setattr(products, "_ColumnProduct", SimpleNamespace(apply=_column_product))
-        patch.setattr(autograd, "_CopyTogether", SimpleNamespace(apply=_copy_together))
+        patch.setattr(marked, "copy_together", _copy_together)
         # and what is written in place keeps its first type
         patch.setattr(products, "Reduce", lambda group, in_place: autograd.Reduce(group))
         try:
@@ -176,7 +176,7 @@ def _column_product(x: Tensor, into: autograd.LinearMap, num: int, *given: Tenso
     return [multiply(autograd.apply(into, x), given[:num], given[num:])]
 
 
-def _copy_together(group: Group, *xs: Tensor) -> list[Tensor]:
+def _copy_together(xs: Sequence[Tensor], group: Group) -> list[Tensor]:
     return [autograd.apply(autograd.IdentityForward(group), x) for x in xs]
 
 

@@ -13,8 +13,8 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from torchdistpackage.comm import collectives
-from torchdistpackage.comm.autograd import copy_together
 from torchdistpackage.comm.primitives import Group, ranks_of
+from torchdistpackage.comm.summed_copies import copy_together
 from torchdistpackage.comm.tpc import group_again, resolve_group
 from torchdistpackage.errors import CommError, LaunchError
 from torchdistpackage.layout.mark import Layouts, mark_of, mark_parameter
