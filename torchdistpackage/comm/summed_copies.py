@@ -71,12 +71,14 @@ def _sum_all_like(this: _Kept) -> None:
         kept.total, kept.parts = [next(sums) for _ in kept.parts], ()
 
 
-class _Keep(torch.autograd.Function):
+class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kept: _Kept, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.kept = kept
         return xs
 
+
+class _Keep(_Copy):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
         if torch.is_grad_enabled():
@@ -87,12 +89,7 @@ class _Keep(torch.autograd.Function):
         return None, *grads
 
 
-class _Deliver(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, kept: _Kept, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.kept = kept
-        return xs
-
+class _Deliver(_Copy):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
         kept: _Kept = ctx.kept

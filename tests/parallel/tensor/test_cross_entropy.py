@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.parallel.tensor.vocabularies import VOCABULARIES
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import DataError, LayoutError
 from torchdistpackage.layout.derive import chunk
@@ -58,14 +59,7 @@ def check_loss(world, vocab: int) -> None:
 
 @pytest.mark.parametrize(
     ("world", "vocab"),
-    [
-        ((("tensor", 1),), 7),
-        ((("tensor", 2), ("data", 2)), 8),
-        ((("tensor", 3),), 8),
-        ((("tensor", 4),), 257),
-        ((("tensor", 4),), 5),  # the last rank holds no column
-        ((("tensor", 4),), 2),
-    ],
+    [*VOCABULARIES, ((("tensor", 4),), 2)],
     ids=str,
 )
 def test_loss_and_gradient_are_torchs(ranks, world, vocab):

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.each import each
+from tests.parallel.tensor.vocabularies import VOCABULARIES
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import DataError, LayoutError
 from torchdistpackage.layout.derive import blocks
@@ -53,13 +54,7 @@ def check_embedding(world, vocab: int, sequence_parallel: bool) -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
 @pytest.mark.parametrize(
     ("world", "vocab"),
-    [
-        ((("tensor", 1),), 7),
-        ((("tensor", 2), ("data", 2)), 8),
-        ((("tensor", 3),), 8),
-        ((("tensor", 4),), 257),
-        ((("tensor", 4),), 5),  # the last rank holds nothing
-    ],
+    VOCABULARIES,
     ids=str,
 )
 def test_the_sum_over_ranks_is_the_row(ranks, world, vocab, sequence_parallel):
