@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.autograd import Reduce, apply
+from torchdistpackage.comm.creation import PerGroup
 from torchdistpackage.comm.primitives import Group
 
 
@@ -47,23 +48,24 @@ class _Kept:
         self.total: Sequence[Tensor] = ()
 
 
-_waiting: list[ref[_Kept]] = []
-"""Of graphs that are alive: a backward that failed leaves no more than these."""
+_waiting: PerGroup[list[ref[_Kept]]] = PerGroup()
+"""Of graphs that are alive: a backward that failed leaves no more than these. By group, as ranks
+may be threads of one process."""
 
 
 def _sum_all_like(this: _Kept) -> None:
     """The sums of what waits for the group of `this`, in its dtype."""
     together: list[_Kept] = []
     others: list[ref[_Kept]] = []
-    for found in _waiting:
+    for found in _waiting.pop(this.group):
         kept = found()
         if kept is None or not kept.parts:
             continue
-        if kept.group is this.group and kept.parts[0].dtype is this.parts[0].dtype:
+        if kept.parts[0].dtype is this.parts[0].dtype:
             together.append(kept)
         else:
             others.append(found)
-    _waiting[:] = others
+    _waiting[this.group] = others
     parts = [part for kept in together for part in kept.parts]
     flat = primitives.all_reduce(torch.cat(parts), this.group)
     sums = iter(flat.split_with_sizes([len(part) for part in parts]))
@@ -85,7 +87,7 @@ class _Keep(_Copy):
             whole = apply(Reduce(ctx.kept.group), torch.cat(grads))
             return None, *whole.split_with_sizes([len(grad) for grad in grads])
         ctx.kept.parts, ctx.kept.total = grads, ()
-        _waiting.append(ref(ctx.kept))
+        _waiting.setdefault(ctx.kept.group, []).append(ref(ctx.kept))
         return None, *grads
 
 
