@@ -19,8 +19,9 @@ from torchdistpackage.config.hugging_face import FILE as CONFIG
 from torchdistpackage.config.hugging_face import model_keys, read_config
 from torchdistpackage.config.load import load, loads
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.config.tokenizer_folder import tokenizer_file, vocabulary_size
 from torchdistpackage.config.yaml_loader import write
-from torchdistpackage.errors import CheckpointError, ConfigError
+from torchdistpackage.errors import CheckpointError, ConfigError, DataError
 from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.launch.workers import run_local
@@ -102,6 +103,20 @@ class ModelSource:
         """The one to use; None: there is none, or tokens are bytes."""
         found = given or self.own.data.tokenizer
         return None if found is None else Path(found)
+
+    def tokenizer_problems(self, folder: Path) -> list[str]:
+        """What is wrong with this tokenizer for this model."""
+        vocab = self.own.model.vocab
+        try:
+            num_ids = vocabulary_size(tokenizer_file(folder))
+        except DataError as error:
+            return [f"{error} (another one: --tokenizer FOLDER)"]
+        if num_ids <= vocab or model_of(self.own.model) is None:
+            return []
+        return [
+            f"the tokenizer {folder} has {num_ids} ids, but the model has a vocabulary of {vocab}; "
+            f"give the one that it was trained with (--tokenizer FOLDER)"
+        ]
 
     @property
     def has_bytes(self) -> bool:

@@ -78,7 +78,10 @@ def eval(
     found = inference.on_ranks(source, config, EvalRequest(all_data=data is not None))
     if detect(os.environ).rank == 0:
         on = str(data) if data is not None else "validation data"
-        typer.echo(_json(found, on) if as_json else _line(found, on, config.data.seq_len))
+        of_tokens = config.model.loss is None and found.num_windows > 0
+        perplexity = _perplexity(found.loss) if of_tokens else None
+        show = _json if as_json else _line
+        typer.echo(show(found, perplexity, on))
 
 
 def _data_keys(
@@ -99,6 +102,8 @@ def _data_keys(
             f"--data {data} is text, but {source.path} has no tokenizer, and its tokens are no "
             f"bytes; give --tokenizer FOLDER, or token ids (.bin)"
         )
+    elif reads_text and folder is not None:
+        problems += source.tokenizer_problems(folder)
     keys: dict[str, object] = {
         "data.name": kind,
         "data.path": quoted(data),
@@ -141,30 +146,22 @@ def _batch_keys(source: ModelSource, keys: dict[str, object]) -> dict[str, objec
     }
 
 
-def _line(found: EvalResult, on: str, seq_len: int) -> str:
+def _line(found: EvalResult, perplexity: float | None, on: str) -> str:
     line = f"loss {found.loss:.6f}"
-    if found.num_windows:
-        line += (
-            f" nats per token, perplexity {_perplexity(found):.4f}, {found.num_tokens:,} tokens in "
-            f"{found.num_windows:,} windows of {seq_len}"
-        )
+    if perplexity is not None:
+        line += f" nats per token, perplexity {perplexity:.4f}, {found.num_tokens:,} tokens"
     else:
         line += f", {found.num_tokens:,} counted"
     return f"{line} of {on}" + ("" if found.step is None else f", step {found.step}")
 
 
-def _json(found: EvalResult, on: str) -> str:
-    loss, perplexity = found.loss, _perplexity(found) if found.num_windows else None
-    values = {
-        "loss": loss if math.isfinite(loss) else None,
-        "perplexity": perplexity if perplexity is None or math.isfinite(perplexity) else None,
-        "tokens": found.num_tokens,
-        "windows": found.num_windows,
-        "data": on,
-        "step": found.step,
-    }
-    return json.dumps(values)
+def _json(found: EvalResult, perplexity: float | None, on: str) -> str:
+    """With null for what is no finite number, which JSON does not have."""
+    values = {"loss": found.loss, "perplexity": perplexity}
+    numbers = {k: x if x is not None and math.isfinite(x) else None for k, x in values.items()}
+    more = {"tokens": found.num_tokens, "windows": found.num_windows, "data": on}
+    return json.dumps({**numbers, **more, "step": found.step})
 
 
-def _perplexity(found: EvalResult) -> float:
-    return math.exp(found.loss) if not found.loss > 700 else math.inf
+def _perplexity(loss: float) -> float:
+    return math.exp(loss) if not loss > 700 else math.inf

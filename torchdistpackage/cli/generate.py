@@ -94,18 +94,14 @@ def _codec(
     """A run learned texts as they are; a folder's model what its tokenizer makes of them."""
     if folder is None:
         return ByteCodec()
-    try:
-        codec = TokenizerCodec(folder, special=not source.is_run)
-    except DataError as error:
-        problems.append(f"{error} (another one: --tokenizer FOLDER)")
+    if wrong := source.tokenizer_problems(folder):
+        problems += wrong
         return None
-    vocab = source.own.model.vocab
-    if codec.num_ids > vocab:
-        problems.append(
-            f"the tokenizer {folder} has {codec.num_ids} ids, but the model has a vocabulary of "
-            f"{vocab}; give the one that it was trained with (--tokenizer FOLDER)"
-        )
-    return codec
+    try:
+        return TokenizerCodec(folder, special=not source.is_run)
+    except DataError as error:
+        problems.append(str(error))
+        return None
 
 
 def _sampling_problems(temperature: float, top_k: int | None, top_p: float | None) -> Iterator[str]:

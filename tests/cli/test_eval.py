@@ -1,0 +1,163 @@
+"""`tdp eval` gives the loss of each token once, the same on every layout."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.models import hugging_face_folders as folders
+from tests.models.hugging_face_ranks import VOCAB, save_run
+from tests.train.inference_ranks import run_in
+from tests.train.texts import save_lines, save_tokenizer, sentences
+from torchdistpackage.cli import _inference
+from torchdistpackage.cli.main import main
+from torchdistpackage.train.prompts import TokenizerCodec
+
+LAYOUTS = {
+    "one": [],
+    "data2xpipe2": ["--pipe", "2", "parallel.data=2"],
+    "pipe2xtensor2": ["--pipe", "2", "--tensor", "2"],
+    "data3": ["parallel.data=3"],
+    "tensor4, interleaved": ["--tensor", "2", "--pipe", "2", "pipeline.schedule=interleaved"],
+    "sequence": ["--tensor", "2", "parallel.sequence_parallel=true"],
+}
+SMALL_SET = ("one", "data2xpipe2")
+EACH = [n if n in SMALL_SET else pytest.param(n, marks=pytest.mark.full) for n in LAYOUTS]
+CHANGES = ["precision.dtype=float64", "data.seq_len=8"]
+
+
+@pytest.fixture(autouse=True)
+def pooled(ranks, monkeypatch):
+    monkeypatch.setattr(_inference, "run_local", run_in(ranks))
+
+
+def evaluated(capsys, *args: object) -> dict:
+    assert main(["eval", *map(str, args), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def expected(name: str, tokens: list[int], counts: list[bool]) -> tuple[float, int]:
+    """(mean loss, number) of windows of 8 by transformers; counts: of each token as a target."""
+    total, number = 0.0, 0
+    for at in range(0, len(tokens) - 1, 8):
+        window = tokens[at : at + 9]
+        logits = folders.in_float64(name, torch.tensor([window[:-1]]))[0]
+        losses = F.cross_entropy(logits, torch.tensor(window[1:]), reduction="none")
+        kept = torch.tensor(counts[at + 1 : at + len(window)])
+        total, number = total + losses[kept].sum().item(), number + int(kept.sum())
+    return total / number, number
+
+
+@pytest.mark.parametrize("layout", EACH)
+def test_ids_have_the_loss_of_transformers(tmp_path, capsys, layout):
+    """29 tokens: three full windows, and one of four targets."""
+    source = folders.save("llama", tmp_path / "source")
+    ids = np.random.default_rng(3).integers(0, VOCAB, 29, np.uint16)
+    ids.tofile(tmp_path / "ids.bin")
+    truth, number = expected("llama", ids.tolist(), [True] * 29)
+    command = [source, "--data", tmp_path / "ids.bin", *CHANGES, *LAYOUTS[layout]]
+    found = evaluated(capsys, *command)
+    assert found["loss"] == pytest.approx(truth, rel=1e-9)
+    assert (found["tokens"], found["windows"], number) == (28, 4, 28)
+    assert found["perplexity"] == pytest.approx(np.exp(truth), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "field", ["text", pytest.param("prompt+completion", marks=pytest.mark.full)]
+)
+def test_documents_have_the_masks_of_training(tmp_path, capsys, field):
+    """Neither what begins a document counts, nor a prompt."""
+    source = save_tokenizer(folders.save("llama", tmp_path / "source"), VOCAB)
+    codec = TokenizerCodec(source, special=False)
+    texts = [(x[:6], x[6:20]) for x in sentences(5)]
+    names = ("text",) if field == "text" else ("prompt", "completion")
+    rows = [dict(zip(names, x if len(names) > 1 else x[1:], strict=True)) for x in texts]
+    file = save_lines(tmp_path / "data.jsonl", rows)
+    tokens, counts = list[int](), list[bool]()
+    for prompt, text in texts:
+        before = codec.encode(prompt) if len(names) > 1 else []
+        ids = [*before, *codec.encode(text), 1]
+        tokens += ids
+        counts += [i >= len(before) and i > 0 for i in range(len(ids))]
+    truth, number = expected("llama", tokens, counts)
+    changes = [*CHANGES, f"data.field={field}", f"run.dir={tmp_path}"]
+    # samples longer than prompts
+    command = [source, "--data", file, *changes, "--pipe", "2", "--tensor", "2"]
+    found = evaluated(capsys, *command)
+    assert (found["loss"], found["tokens"]) == (pytest.approx(truth, rel=1e-9), number)
+
+
+def a_run(ranks, folder: Path, *changes: str) -> Path:
+    """Of a text file of bytes, the last part of which is for validation."""
+    (folder / "all.txt").write_text("".join(sentences(40)))
+    data = ["data.name=text", f"data.path={folder / 'all.txt'}", "data.val_fraction=0.1"]
+    mine = ["parallel.pipe=2", "parallel.zero=1", f"run.dir={folder}", "run.name=mine"]
+    ranks(2).run(save_run, [*data, *mine, *changes])
+    return folder / "mine"
+
+
+def test_a_run_is_evaluated_on_what_it_holds_for_validation(ranks, tmp_path, capsys):
+    run = a_run(ranks, tmp_path)
+    content = (tmp_path / "all.txt").read_bytes()
+    (tmp_path / "end.txt").write_bytes(content[len(content) - round(len(content) * 0.1) :])
+    own = evaluated(capsys, run)
+    given = evaluated(capsys, run, "--data", tmp_path / "end.txt", "--pipe", 1)
+    assert own["tokens"] == given["tokens"] == (tmp_path / "end.txt").stat().st_size - 1
+    assert own["loss"] == pytest.approx(given["loss"], rel=1e-9)
+    assert (own["step"], own["data"], given["data"][-7:]) == (1, "validation data", "end.txt")
+    assert main(["eval", str(run), "--tensor", "2"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"loss {own['loss']:.6f} nats per token, perplexity ")
+    assert f", {own['tokens']:,} tokens of validation data, step 1" in said
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [["--pipe", "1"], ["parallel.data=2"]], ids=" ".join)
+def test_a_model_and_data_of_your_own(ranks, tmp_path, capsys, layout):
+    own = ["model.name=null", "model.target=tests.train.sources:build", "data.name=null"]
+    own += ["model.args={width: 3}", "data.target=tests.train.sources:Line"]
+    own += ["model.loss=tests.train.sources:squared_error", "train.eval_batches=3"]
+    mine = ["parallel.pipe=2", f"run.dir={tmp_path}", "run.name=mine"]
+    losses = ranks(2).run(validated, [*own, *mine])
+    found = evaluated(capsys, tmp_path / "mine", *layout)
+    assert found["loss"] == pytest.approx(losses[0], rel=1e-9)
+    assert (found["tokens"], found["perplexity"]) == (12, None)
+
+
+def validated(changes: list[str]) -> float | None:
+    from tests.models.hugging_face_ranks import START
+    from tests.train import parity
+
+    save_run(changes)
+    return parity.trainer([*START, *changes]).evaluate()
+
+
+def test_mistakes(ranks, tmp_path, capsys):
+    source = folders.save("llama", tmp_path / "source")
+
+    def refused(code: int, *args: object) -> str:
+        assert main(["eval", *map(str, args)]) == code
+        return capsys.readouterr().err
+
+    assert "says nothing of data; give --data FILE" in refused(2, source)
+    assert "none.txt is not there" in refused(2, source, "--data", tmp_path / "none.txt")
+    text = tmp_path / "a.txt"
+    text.write_text("alpha beta")
+    assert "has no tokenizer" in refused(2, source, "--data", text)
+    save_tokenizer(source, VOCAB)
+    lines = tmp_path / "a.jsonl"
+    lines.write_text('{"text": "alpha"}\nbeta\n')
+    said = refused(2, source, "--data", lines, f"run.dir={tmp_path}")
+    assert f"{lines}:2: not JSON" in said
+    np.array([1, VOCAB, 2], np.uint16).tofile(tmp_path / "ids.bin")
+    said = refused(1, source, "--data", tmp_path / "ids.bin")
+    assert f"token id {VOCAB} at position 1, outside the vocabulary of {VOCAB}" in said
+    np.array([1], np.uint16).tofile(tmp_path / "ids.bin")
+    assert "1 tokens to evaluate on" in refused(1, source, "--data", tmp_path / "ids.bin")
+    save_tokenizer(source, 300)
+    said = refused(2, source, "--data", text, f"run.dir={tmp_path}")
+    assert f"has 300 ids, but the model has a vocabulary of {VOCAB}" in said
+    assert "is no run" in refused(2, source, "--data", text, "--checkpoint", tmp_path)
