@@ -9,11 +9,13 @@ import torch
 
 from tests.train import parity
 from tests.train.inference_ranks import answer
+from tests.train.test_transformers import MODELS
 from tests.train.texts import json_lines, pairs, sentences
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.parallel.tensor.attention import document_mask
 from torchdistpackage.train.inference_request import EvalRequest, EvalResult, TrainedWeights
 from torchdistpackage.train.packing import PackedDataset
+from torchdistpackage.train.plan import make_plan
 from torchdistpackage.train.token_cache import tokenized
 
 RUN = [
@@ -76,7 +78,12 @@ def expect_equal(ranks, where: list[str], model: list[str], layout: list[str], w
     found = ranks(world).run(gradients, [*where, *model, *layout])
     total = [sum(column) for column in zip(*(x[0] for x in found), strict=True)]
     assert total == pytest.approx(sums, rel=1e-12)
-    parity.expect_close((x[1] for x in found), [grads])
+    parity.expect_close((without_zeros(x[1]) for x in found), [without_zeros(grads)])
+
+
+def without_zeros(grads: parity.Held) -> parity.Held:
+    """But for biases that a softmax takes out, of whose gradients there is only rounding."""
+    return [x for x in grads if not (".decoder.layers." in x[0] and x[0].endswith("k_proj.bias"))]
 
 
 @pytest.mark.parametrize(
@@ -108,22 +115,39 @@ def test_losses_and_gradients_are_those_of_the_documents_one_by_one(
     expect_equal(ranks, where, model, layout, world)
 
 
-SIZES = {
-    "llama": {"hidden_size": 16, "intermediate_size": 22, "num_hidden_layers": 2}
-    | {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32},
-    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
-    | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-}
+def config_json(folder: Path, name: str) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**MODELS[name], "vocab_size": 300}))
+    return path
+
+
+FAMILIES = [name for name in MODELS if "alibi" not in name and name != "bloom"]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", [[], ["parallel.pipe=2", "parallel.tensor=2"]])
-@pytest.mark.parametrize("family", SIZES)
-def test_modules_of_transformers_take_them_too(ranks, where, tmp_path, family, layout):
-    tokens = {"vocab_size": 300, "bos_token_id": 0, "eos_token_id": 1}
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({"model_type": family, **tokens, **SIZES[family]}))
-    expect_equal(ranks, where, [f"model.hf={config}"], layout, 4 if layout else 1)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_modules_of_transformers_take_them_too(ranks, where, tmp_path, name):
+    model = [f"model.hf={config_json(tmp_path, name)}"]
+    layout = ["parallel.pipe=2", "parallel.tensor=2"]
+    if name != "gemma2":
+        expect_equal(ranks, where, model, [], 1)
+        expect_equal(ranks, where, model, layout, 4)
+        return
+    # its softmax is in float32, so numbers that a mask hides leave a trace
+    ((sums, _, _),) = ranks(1).run(one_by_one, [*where, *model])
+    ((packed, grads),) = ranks(1).run(gradients, [*where, *model])
+    assert packed == pytest.approx(sums, rel=1e-7)
+    found = ranks(4).run(gradients, [*where, *model, *layout])
+    parity.expect_close((x[1] for x in found), [grads])
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon, alibi"])
+def test_what_counts_distances_across_a_sample_is_refused(where, tmp_path, name):
+    run = parity.config([*RUN, *where, f"model.hf={config_json(tmp_path, name)}"])
+    with pytest.raises(
+        ConfigError, match=r"data\.document_masks: .* across a whole sample; set it"
+    ):
+        make_plan(run, 1)
 
 
 def test_without_masks_they_are_not(ranks, where):

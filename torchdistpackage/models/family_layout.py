@@ -141,6 +141,8 @@ class Family:
     output matrix. table, output: names of the embedding and of the matrix that makes logits.
     problems: what is no model in settings. other_names: of tensors in older folders -> today's.
     shares_keys: several ranks may hold one key-value head, which is then a parameter's part alone.
+    documents: how those of one sample are kept apart: transformers makes a mask of position_ids, or
+    has to be given one, or it cannot be done.
     """
 
     defaults: Settings
@@ -154,3 +156,4 @@ class Family:
     output: str = "lm_head"
     other_names: Mapping[str, str] = field(default_factory=dict)
     shares_keys: bool = True
+    documents: Literal["positions", "mask", "not"] = "positions"

@@ -235,6 +235,7 @@ BLOOM = Family(
     _last_norm("transformer.ln_f"),
     "transformer.word_embeddings",
     _bloom_problems,
+    documents="not",
 )
 FALCON = Family(
     _FALCON,
@@ -245,4 +246,5 @@ FALCON = Family(
     _last_norm("transformer.ln_f"),
     "transformer.word_embeddings",
     shares_keys=False,
+    documents="mask",
 )

@@ -85,4 +85,5 @@ OPT = Family(
     _head,
     "model.decoder.embed_tokens",
     _problems,
+    documents="mask",
 )

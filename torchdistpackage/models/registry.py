@@ -50,8 +50,9 @@ class Model:
     load_weights: "package.module:function", called with such a module and folder.
     sources: the tensors that each parameter makes up in a folder of transformers. config_json:
         that of such a folder, from the shape, the type of the weights, a folder to be like.
-    refusals: (key, text) of what the model cannot do among so many tensor ranks and stages, besides
-        what the rules of the configuration find. goes_with: what it can do, axis by axis.
+    refusals: (key, text) of what the model cannot do among so many tensor ranks and stages, and
+        with or without document masks, besides what the rules of the configuration find.
+    goes_with: what it can do, axis by axis.
     has_own_text: whether it can write a text at the end of a run (train/finish.py).
     """
 
@@ -66,7 +67,7 @@ class Model:
     load_weights: str
     sources: Callable[[Any], dict[str, tuple[Source, ...]]]
     config_json: Callable[[Any, str, str | Path | None], dict[str, Any]]
-    refusals: Callable[[Any, int, int], list[tuple[str, str]]] = lambda *_: []
+    refusals: Callable[[Any, int, int, bool], list[tuple[str, str]]] = lambda *_: []
     goes_with: Callable[[Any], tuple[tuple[str, str], ...]] = lambda _: ()
     has_own_text: bool = False
 

@@ -114,7 +114,9 @@ def _setting_problems(shape: TransformersShape) -> list[str]:
     return problems + shape.kind.problems(shape.settings)
 
 
-def refusals(shape: TransformersShape, tensor: int, num_stages: int) -> list[tuple[str, str]]:
+def refusals(
+    shape: TransformersShape, tensor: int, num_stages: int, document_masks: bool
+) -> list[tuple[str, str]]:
     """(key, text) of what this model cannot do among what a run asks of it."""
     n, found = shape.sizes, list[tuple[str, str]]()
     if shape.sequence_parallel:
@@ -122,6 +124,13 @@ def refusals(shape: TransformersShape, tensor: int, num_stages: int) -> list[tup
             (
                 "parallel.sequence_parallel",
                 "transformers' modules take whole sequences; set sequence_parallel to false",
+            )
+        )
+    if document_masks and documents_by(shape) == "not":
+        found.append(
+            (
+                "data.document_masks",
+                f"{shape.family} counts distances (ALiBi) across a whole sample; set it to false",
             )
         )
     if not can_share(shape, tensor):
@@ -154,6 +163,11 @@ def refusals(shape: TransformersShape, tensor: int, num_stages: int) -> list[tup
             )
         )
     return found
+
+
+def documents_by(shape: TransformersShape) -> str:
+    """How documents of one sample are kept apart, see `Family`."""
+    return "not" if shape.given.get("alibi") else shape.kind.documents
 
 
 def can_share(shape: TransformersShape, tensor: int) -> bool:
@@ -190,6 +204,7 @@ def goes_with(shape: TransformersShape) -> tuple[tuple[str, str], ...]:
         ("tensor", f"{', '.join(shown)} ({n.heads} heads{shared})"),
         ("sequence_parallel", "no: transformers' modules take whole sequences"),
         ("recompute", "none, blocks, auto"),
+        ("document_masks", "no: ALiBi" if documents_by(shape) == "not" else "yes"),
     )
 
 

@@ -24,6 +24,7 @@ from torchdistpackage.layout.derive import blocks, local_shape
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.transformers_layout import (
     TransformersShape,
+    documents_by,
     global_name,
     open_folder,
     weights,
@@ -35,6 +36,7 @@ from torchdistpackage.parallel.auto.rules import Config, state_action
 from torchdistpackage.parallel.auto.shard import make_shard
 from torchdistpackage.parallel.auto.wrapper import TensorParallelWrapper
 from torchdistpackage.parallel.pipeline.partition.hf_decoder import SkippedModule, decoder_stage
+from torchdistpackage.parallel.tensor.attention import document_mask
 from torchdistpackage.parallel.tensor.init import Initial
 from torchdistpackage.parallel.tensor.layouts import Layouts
 from torchdistpackage.topology.mesh import Mesh
@@ -92,12 +94,15 @@ class TransformersStage(nn.Module):
         """ids (B, S) int64 on the first stage, else activations (B, S, D); activations, or logits
         (B, S, V) from the last stage, alike on all ranks of the group.
 
-        position_ids (B, S) int64: where they begin again with 0, transformers begins a document.
+        position_ids (B, S) int64: from 0 in each document of a sample; no token sees another.
         """
+        mask = None
+        if position_ids is not None and documents_by(self.shape) == "mask":
+            mask = document_mask(position_ids)
         rank = 0 if self._group is None else self._group.rank()
         draws = self._draws and self.training
         with ShardDraws(rank, default_draw) if draws else nullcontext():
-            return self.decoder(x, position_ids=position_ids)
+            return self.decoder(x, attention_mask=mask, position_ids=position_ids)
 
     def loss(
         self, logits: Tensor, targets: Tensor, ignore_index: int = IGNORE

@@ -185,7 +185,8 @@ def _refuse(
     kind: Model, shape: ModelShape, config: RunConfig, source: str, num_stages: int
 ) -> None:
     """Raises ConfigError of all that this model cannot do, and of weights that are others."""
-    asked = kind.refusals(shape, config.parallel.tensor, num_stages)
+    masks = config.data.document_masks
+    asked = kind.refusals(shape, config.parallel.tensor, num_stages, masks)
     problems = [Problem("", None, *found) for found in asked]
     folder, key = config.model.initial_folder, "model.hf" if config.model.hf else "model.weights"
     if folder is not None:
