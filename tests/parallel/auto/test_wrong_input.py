@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from copy import deepcopy
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.parallel.auto.models import language_model, prompt
-from torchdistpackage.errors import CommError, LayoutError
+from torchdistpackage.errors import CommError, LayoutError, NotAvailableError
 from torchdistpackage.parallel.auto import (
     Config,
     FirstOnly,
@@ -21,6 +23,7 @@ from torchdistpackage.parallel.auto import (
     tensor_parallel,
 )
 from torchdistpackage.parallel.auto.hugging_face import pretrained_class
+from torchdistpackage.parallel.auto.plan_text import split_table
 
 TWO = ["cpu"] * 2
 
@@ -177,3 +180,64 @@ def test_tables_are_resized_before_and_stay_tied():
         assert shard.lm_head.weight is shard.transformer.wte.weight
     ids = prompt()["input_ids"]
     torch.testing.assert_close(split(ids).logits, model(ids).logits, atol=1e-11, rtol=0)
+
+
+class SecondShardFails(nn.Module):
+    """Its second shard raises between two sums, for which the other one then waits."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 4)
+        self.third, self.fails = nn.Linear(4, 4), True
+
+    def forward(self, x):
+        x = self.second(self.first(x).relu())
+        if self.fails and len(self.first.weight) == 2:
+            raise OSError("a disk of the second shard")
+        return self.third(x)
+
+
+def test_the_exception_of_one_thread_is_there_within_seconds():
+    split = tensor_parallel(SecondShardFails(), ["cpu"] * 2)
+    start = time.monotonic()
+    for _ in range(3):
+        with pytest.raises(OSError, match="a disk of the second shard"):
+            split(torch.ones(2, 4))
+    assert time.monotonic() - start < 5
+    for shard in split.module_shards:
+        shard.fails = False
+    assert split(torch.ones(2, 4)).shape == (2, 4)
+
+
+def test_without_the_extra_the_message_says_what_to_install(monkeypatch, tmp_path):
+    for name in [each for each in sys.modules if each.partition(".")[0] == "transformers"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert tensor_parallel(mlp(), TWO)(torch.ones(1, 4)).shape == (1, 4)  # needs none of it
+    text = r'install the extra hf: pip install "torchdistpackage\[hf\]"'
+    for asked in (pretrained_class.__wrapped__, lambda: split_table(tmp_path, 2, 8, False)):
+        with pytest.raises(NotAvailableError, match=text):
+            asked()
+
+
+def test_weights_that_bitsandbytes_has_packed_are_refused():
+    bnb = pytest.importorskip("bitsandbytes")
+    module = nn.Sequential(bnb.nn.Linear8bitLt(4, 6, has_fp16_weights=False), nn.Linear(6, 4))
+    module[0].weight.data = torch.ones(6, 4, dtype=torch.int8)
+    with pytest.raises(LayoutError, match=r"0\.weight is of type torch\.int8, as quantised"):
+        tensor_parallel(module, TWO)
+
+
+class Speaks(nn.Module):
+    def __init__(self, output: object):
+        super().__init__()
+        self.layer, self.output = nn.Linear(4, 4), output
+
+    def forward(self, x):
+        self.layer(x)
+        return self.output
+
+
+@pytest.mark.parametrize("output", [None, "text", 3, {"a": (1, None)}, {1, 2}])
+def test_what_is_no_tensor_comes_back_as_it_is(output):
+    assert tensor_parallel(Speaks(output), TWO)(torch.ones(1, 4)) == output
