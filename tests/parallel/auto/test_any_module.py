@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from typing import ClassVar
+from weakref import ref
 
 import pytest
 import torch
@@ -365,3 +367,25 @@ def test_sharded_parameters_are_held_once_but_for_padding(num):
     padding = {2: 0, 3: 4}[num]
     assert held[1] == held[0] + (num - 1) * 128
     assert sum(p.numel() for p in split.parameters()) == held[0] + padding
+
+
+class Watched(nn.LayerNorm):
+    """Remembers the tensors that it computed with."""
+
+    used: ClassVar[list[ref[torch.Tensor]]] = []
+
+    def forward(self, x):
+        self.used.append(ref(self.weight))
+        return super().forward(x)
+
+
+def test_full_weights_live_for_a_forward_or_its_backward():
+    module = nn.Sequential(nn.Linear(4, 4), Watched(4))
+    split = tensor_parallel(module, ["cpu"] * 3, sharded=True)
+    with torch.no_grad():
+        split(torch.ones(1, 4))
+    assert len(Watched.used) == 3 and not any(each() is not None for each in Watched.used)
+    Watched.used.clear()
+    split(torch.ones(1, 4)).sum().backward()
+    assert len(Watched.used) == 3 and not any(each() is not None for each in Watched.used)
+    assert all(p.grad is not None for p in split.sharding_manager.flat_shards)
