@@ -10,7 +10,7 @@ each rank adds up its shards, over all ranks.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from torchdistpackage.ddp.zero.state_dict import owners_of
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.derive import holders_along, replica_ranks
 from torchdistpackage.layout.layout import Axes, HeadSplit, Layout
-from torchdistpackage.layout.mark import layout_of
+from torchdistpackage.layout.mark import counted_places, layout_of
 from torchdistpackage.topology.mesh import Mesh
 
 INF = float("inf")
@@ -222,13 +222,13 @@ def counted(
             and (layouts is not None or follows(layout, parameter))
         ):
             if _counts_here(layout, among):
-                mine.held.append(parameter)
+                mine.held.append(_counted_part(parameter))
         elif (over := _cut_over(layout, parameter)) is not None:
             first = min({*ranks_of(over)} & (among or {*ranks_of(over)}))
             part = NormTerm(over=over, counts=among is None or first == _me(over))
             term = cut.setdefault(ranks_of(over), part)
             if _holders_over(layout, over).start == over.rank():
-                term.held.append(parameter)
+                term.held.append(_counted_part(parameter))
         else:
             unsharded.append(parameter)
     if all(part.counts for part in cut.values()) and (
@@ -236,6 +236,17 @@ def counted(
     ):
         mine.held += unsharded
     return [mine, *(cut[ranks] for ranks in sorted(cut))]
+
+
+def _counted_part(parameter: Tensor) -> Tensor:
+    """Of a parameter that other ranks hold in part, with its gradient, what this one counts."""
+    found: Any = counted_places(parameter)
+    if found is None or parameter.grad is None:
+        return parameter
+    dim, places = found
+    part = parameter.detach().index_select(dim, places.to(parameter.device))
+    part.grad = parameter.grad.index_select(dim, places.to(parameter.device))
+    return part
 
 
 def counted_shards(shards: Iterable[ParamShard], group: Group) -> list[NormTerm]:

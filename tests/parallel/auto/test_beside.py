@@ -89,3 +89,26 @@ def layouts_are_noted() -> None:
 
 def test_parameters_say_how_they_are_cut(ranks):
     ranks(2).run(layouts_are_noted)
+
+
+def shared_heads_count_once(num_heads: int, num_key_heads: int) -> None:
+    model = language_model(
+        "llama", num_attention_heads=num_heads, num_key_value_heads=num_key_heads
+    )
+    split = tensor_parallel(deepcopy(model))
+    norms = []
+    for each, clip in ((model, torch.nn.utils.clip_grad_norm_), (split, clip_grad_norm_)):
+        each(**prompt(), labels=prompt()["input_ids"]).loss.backward()
+        norms.append([clip(each.parameters(), 0.1, kind).item() for kind in (2.0, float("inf"))])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-9)
+    with torch.no_grad():
+        for each in (model, split):
+            for parameter in each.parameters():
+                parameter -= parameter.grad
+    same_state(split, model, 1e-9)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), pytest.param((4, 1), marks=pytest.mark.full)])
+@pytest.mark.parametrize("num", [3, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 4))])
+def test_key_heads_that_several_shards_hold_count_once(ranks, num, heads):
+    ranks(num).run(shared_heads_count_once, *heads)

@@ -46,9 +46,10 @@ def test_every_convolution_over_threads(every_convolution, name, num, sharded):
     as_before(name, num, sharded)
 
 
-def all_convolutions() -> None:
-    for name, make in EVERY.items():
-        MODULES[name] = make
+def all_convolutions(kind: str) -> None:
+    for option in OPTIONS:
+        name = f"{kind} {option}"
+        MODULES[name] = EVERY[name]
         try:
             as_before(name, None, False)
         finally:
@@ -56,10 +57,11 @@ def all_convolutions() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num", [2, 3, 4])
 @pytest.mark.late_in_full
-def test_every_convolution_over_ranks(ranks, num):
-    ranks(num).run(all_convolutions)
+def test_every_convolution_over_ranks(ranks, kind, num):
+    ranks(num).run(all_convolutions, kind)
 
 
 @pytest.mark.parametrize("devices", [None, [], ["cpu"]])

@@ -20,7 +20,7 @@ GLOBAL_BATCH = 4
 
 
 def model() -> Any:
-    return language_model("llama", num_key_value_heads=4)
+    return language_model("llama")
 
 
 def samples(num: int, seed: int) -> list[dict[str, torch.Tensor]]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.layout.layout import Layout
+from torchdistpackage.layout.mark import mark_counted
 from torchdistpackage.parallel.auto.actions import (
     Split,
     SplitInChunks,
@@ -51,3 +52,16 @@ def is_in_runs(action: StateAction) -> bool:
         held = [chunk for mine in action.chunks for chunk in mine]
         return held == list(range(action.num_chunks))
     return type(action) in (Split, SplitInChunks, SplitInGroupedChunks)
+
+
+def note_counted(parameter: Tensor, action: StateAction, rank: int) -> None:
+    """Let norms count each chunk that several shards hold, or one holds twice, once."""
+    if not isinstance(action, TakeChunks) or not action.is_shared:
+        return
+    known = {chunk for mine in action.chunks[:rank] for chunk in mine}
+    rows: list[int] = []
+    for at, chunk in enumerate(action.chunks[rank]):
+        if chunk not in known:
+            known.add(chunk)
+            rows += range(at * action.chunk_size, (at + 1) * action.chunk_size)
+    mark_counted(parameter, dim_of(action, parameter), torch.tensor(rows, dtype=torch.int64))

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.layout.mark import mark_parameter
+from torchdistpackage.layout.mark import counted_places, mark_counted, mark_parameter
 from torchdistpackage.parallel.auto.model import TensorParallel
 from torchdistpackage.parallel.auto.nested import find_tied_weight_aliases
 from torchdistpackage.parallel.auto.saving import OriginalEntry
@@ -88,6 +88,8 @@ class Shard:
             layout = self.root._layouts.get(f"module_shards.{self.at}.{name}")
             if layout is not None:
                 mark_parameter(made, layout, self.root._group)
+            if (counted := counted_places(held)) is not None:
+                mark_counted(made, *counted)
         for alias in self.names[name]:
             path, _, attribute = alias.rpartition(".")
             setattr(self.module.get_submodule(path), attribute, made)

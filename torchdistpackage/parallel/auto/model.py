@@ -40,7 +40,7 @@ from torchdistpackage.parallel.auto.gradients import (
     needs_joining,
 )
 from torchdistpackage.parallel.auto.layerwise import get_default_config
-from torchdistpackage.parallel.auto.layouts import layout_of_cut
+from torchdistpackage.parallel.auto.layouts import layout_of_cut, note_counted
 from torchdistpackage.parallel.auto.places import Place, places_of, stand_in, withdraw
 from torchdistpackage.parallel.auto.reporting import LOG
 from torchdistpackage.parallel.auto.rules import Config, add_lora_rules
@@ -197,6 +197,7 @@ class TensorParallel(nn.Module):
                 layout = layout_of_cut(name, sources[name], action, group.size())
                 self._layouts[f"module_shards.0.{inside}"] = layout
                 mark_parameter(held[inside], layout, group)
+                note_counted(held[inside], action, group.rank())
 
     def layouts(self) -> Layouts:
         """How the parameters of the shard of this rank are cut."""
