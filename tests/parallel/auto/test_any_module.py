@@ -150,7 +150,7 @@ def as_before(name: str, num: int | None, sharded: bool) -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize("num", [2, 3, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num", [3, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 4))])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_over_threads(name, num, sharded):
     as_before(name, num, sharded)
@@ -161,7 +161,7 @@ def all_as_before() -> None:
         as_before(name, None, False)
 
 
-@pytest.mark.parametrize("num", [2, 3, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num", [3, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 4))])
 def test_over_ranks(ranks, num):
     ranks(num).run(all_as_before)
 

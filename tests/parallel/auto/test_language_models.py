@@ -40,7 +40,7 @@ def test_over_ranks(ranks, family, num):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-@pytest.mark.parametrize("num", [2, 3, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num", [3, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 4))])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_over_threads(family, num, sharded):
     model = language_model(family)
