@@ -76,7 +76,7 @@ class IdentityForward:
 class Reduce:
     """Own to replicated: the sum over the group.
 
-    in_place: x is a contiguous tensor that nobody else reads, so its memory takes the sum.
+    in_place: x is contiguous and has no other reader, so its memory takes the sum.
     """
 
     group: Group

@@ -251,7 +251,7 @@ def _master(rendezvous: Rendezvous) -> str | None:
 
 
 def _choose_network(master: str) -> str:
-    """Tell gloo and NCCL their interface, unless the user did; one line that says which."""
+    """Set the interface of gloo and NCCL unless the user did; one line that says which."""
     addresses = read_addresses()
     if not addresses:
         return ""

@@ -265,7 +265,7 @@ class MetaChannel:
         self._left: list[Work] = []
 
     def send(self, description: Description, target: int) -> MessageSpec:
-        """Tell global rank `target` what comes next; it need not be there yet."""
+        """Send global rank `target` a description of what comes next, without waiting for it."""
         known = self._written.get(description)
         if known is None:
             if len(self._written) == _KEPT:

@@ -80,7 +80,7 @@ def _tcp(method: str, url: SplitResult, numbers: Env) -> dict[str, str]:
         raise LaunchError(f"init method {method!r} needs a host and a port: tcp://HOST:PORT")
     place = {**numbers, "MASTER_ADDR": url.hostname, "MASTER_PORT": str(port)}
     if local := numbers.get("LOCAL_RANK"):
-        # at least that many are here; how many more, nobody said
+        # at least that many are here; how many more is not known
         place.setdefault("LOCAL_WORLD_SIZE", str(int(local) + 1))
     if url.hostname in ("localhost", "127.0.0.1", "::1"):
         place["LOCAL_WORLD_SIZE"] = numbers["WORLD_SIZE"]

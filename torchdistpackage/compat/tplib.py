@@ -1,7 +1,7 @@
 """tplib's names, by `from torchdistpackage.compat.tplib import ...`.
 
 One rule: nothing is kept here. `init_model_parallel` sets `tpc` (data x tensor), and every other
-name reads it, so all of this package may be used beside it. `src` is a global rank, `dst` a
+name reads it, so all of this package may be used with it. `src` is a global rank, `dst` a
 position in the tensor parallel group.
 """
 
@@ -179,7 +179,7 @@ def get_local_rank() -> int:
     """My rank among those of this host.
 
     Raises:
-        LaunchError: nobody has said it.
+        LaunchError: it was never set.
     """
     if "LOCAL_RANK" not in os.environ:
         raise LaunchError(f"the local rank is not known yet; call {_INIT} first")

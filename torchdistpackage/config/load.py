@@ -271,7 +271,7 @@ def _unfit_value(path: str, value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value as the user wrote it, with its kind: quotes tell "4" from 4."""
+    """A value as the user wrote it, with its kind: quotes distinguish "4" from 4."""
     match value:
         case None:
             return "nothing (null)"

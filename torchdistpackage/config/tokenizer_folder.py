@@ -72,7 +72,7 @@ def chat_template(folder: Path) -> str | None:
 
 
 def described_by(folder: Path, *, chat: bool) -> list[Path]:
-    """The files beside tokenizer.json on which ids depend. chat: of chats too."""
+    """The files next to tokenizer.json on which ids depend. chat: of chats too."""
     template = folder / TEMPLATE
     return _settings(folder) + ([template] if chat and template.is_file() else [])
 

@@ -4,7 +4,7 @@ The reducer says when a bucket is launched; its `BucketComm` says how, and how i
 `AllReduceBucket` leaves the mean in every rank's bucket, by a communication hook.
 
 A parameter without gradient contributes zeros, and an unset flag at the bucket's end. After the sum
-the flag tells whether any rank used it; if none did, `.grad` stays None, as in one process. Flags
+the flag says whether any rank used it; if none did, `.grad` stays None, as in one process. Flags
 are read only where this rank did not use one, those of all buckets at once: the usual step has no
 device synchronisation, and any other has one.
 """

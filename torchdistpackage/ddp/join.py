@@ -149,7 +149,7 @@ class _JoinContext:
         return max(primitives.ranks_of(group), key=self._num_said.__getitem__)
 
     def _say(self, word: _JoinState) -> _JoinState:
-        """Tell all; returns what those with data do next, DONE if there are none."""
+        """Announce it to all; returns what ranks with data do next, DONE if there are none."""
         said = primitives.all_gather(torch.tensor([int(word)]), self._through).tolist()
         self._active = tuple(r for r, w in zip(self._ranks, said, strict=True) if w)
         for rank in self._active:

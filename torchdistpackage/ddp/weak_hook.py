@@ -1,4 +1,4 @@
-"""A hook on a module that keeps nobody alive and is not copied with the module."""
+"""A hook on a module that keeps no object alive and is not copied with the module."""
 
 from collections.abc import Callable
 from types import MethodType

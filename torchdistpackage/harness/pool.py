@@ -212,7 +212,7 @@ class Ranks:
             try:
                 worker.channel.send(job, timeout_s=max(deadline_s - time.monotonic(), 0.1))
             except (BrokenPipeError, ConnectionResetError):
-                continue  # it just died, which the server will tell
+                continue  # it just died, which the server will report
             except TimeoutError:
                 return answers
         while len(self._group.ended | answers.keys()) < self.world_size:

@@ -56,7 +56,7 @@ _CONSEQUENCES = (
     *("timed out", "timeout", "time limit"),
 )
 
-# Modules whose frames stand before the user's in every traceback and tell nothing.
+# Modules whose frames stand before the user's in every traceback and explain nothing.
 _CALLERS = (
     "torchdistpackage.launch.entrypoint",
     "torchdistpackage.launch.supervisor",

@@ -88,7 +88,7 @@ class ForkedChild:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it is in stopped state (SIGSTOP, Ctrl-Z), which no exit code ever tells."""
+        """Whether it is in stopped state (SIGSTOP, Ctrl-Z), which no exit code ever shows."""
         return self.exit is None and stopped(self.pid) == "T"
 
 
@@ -164,7 +164,7 @@ class ForkServer:
         return child
 
     def fileno(self) -> int:
-        """Descriptor that becomes readable when `reap` has something to tell."""
+        """Descriptor that becomes readable when `reap` has something to return."""
         return self._start().fileno()
 
     def reap(self) -> None:

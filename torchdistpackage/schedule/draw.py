@@ -63,7 +63,7 @@ def svg(timeline: Timeline, measured: Timeline | None = None) -> str:
     """A picture of a timeline: one `rect` with a `data-action` for each computation.
 
     The box of a span starts at x = LEFT_PX + start * px and is (end - start) * px wide, where px =
-    `px_per_unit(timeline)`. Colours tell F, B, I and W apart, lighter ones later chunks.
+    `px_per_unit(timeline)`. Colours distinguish F, B, I and W, lighter ones later chunks.
 
     measured: drawn below on the same time axis, in seconds; each is a group (`g`) with its
     `data-timeline`. Its waits for messages are grey, with a `data-wait` as `data-action`.

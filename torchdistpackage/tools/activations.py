@@ -82,7 +82,7 @@ class SavedTensorRun:
     def freed_bytes(self, saved: SavedStorages) -> int:
         """What is held less if this part is recomputed in the backward, and only its inputs kept.
 
-        Storages that others saved too are not freed; inputs that nobody else saved are kept anew.
+        Storages that others saved too are not freed; inputs that no other node saved are kept anew.
         """
         freed = 0
         for key, count in saved.counts.items():

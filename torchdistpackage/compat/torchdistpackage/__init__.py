@@ -1,1 +1,1 @@
-"""Functions and classes of the earlier TorchDistPackage that have no use beside it."""
+"""Functions and classes of the earlier TorchDistPackage that only its users need."""

@@ -5,7 +5,7 @@ Each function moves a tensor, or a list of tensors and None, between this pipe r
 the previous one, all it moves in one batch; at an end of the pipeline, with no rank there, it does
 nothing.
 
-A receiver must know what comes. Shapes it is given; dtypes are those that `recv_obj_meta` was told
+A receiver must know what comes. Shapes it is given; dtypes are those that `recv_obj_meta` received
 for such shapes, else `dtype`. A gradient has the form of what it is of, which the rank that sent
 that remembers: so numbers that are no floats get none, and one that is None goes as zeros.
 """
@@ -38,7 +38,7 @@ _last_forms: PerGroup[dict[tuple[str, int], Form]] = PerGroup()
 
 
 def send_obj_meta(obj: Object, need_meta: bool = True, next_rank: int | None = None) -> bool:
-    """Tell the next stage the shapes and dtypes of `obj`, if `need_meta`; returns False."""
+    """Send the next stage the shapes and dtypes of `obj`, if `need_meta`; returns False."""
     peer = _next(next_rank)
     if need_meta and peer is not None:
         group = _group_of(peer)
@@ -51,7 +51,7 @@ def send_obj_meta(obj: Object, need_meta: bool = True, next_rank: int | None = N
 
 
 def recv_obj_meta(obj_shape: Shapes, prev_rank: int | None = None) -> Shapes:
-    """What the previous stage told; `obj_shape` itself if that is known already."""
+    """What the previous stage sent; `obj_shape` itself if that is known already."""
     peer = _prev(prev_rank)
     if obj_shape is not None or peer is None:
         return obj_shape

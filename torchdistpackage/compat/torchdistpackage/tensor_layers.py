@@ -165,7 +165,7 @@ class _EitherLinear(Grouped):
 class ColParallelLinear(_EitherLinear):
     """x (..., fin), whole on every rank, to my columns of x W + b.
 
-    sequence_parallel: x is cut along dim 0 and gathered here. Whoever gathers by hand leaves it
+    sequence_parallel: x is cut along dim 0 and gathered here. Who gathers by hand leaves it
         False and passes tensor_parallel_output_grad=False, as the sum over the group
         is taken here. parts: sizes of fused outputs, each cut by itself.
     """

@@ -3,7 +3,7 @@
 A mark is -1 or 1 (the last dim of an activation, the outputs of a weight), 0 (the inputs of a
 weight, the batch) or None. On an activation whose last dim is split it stays through operations:
 such a tensor is a `SplitTensor`, and rules.py says which operations it follows. On a parameter it
-is a plain attribute, beside `order_type`: 0 for a weight (out, in), 1 for (in, out), embeddings.
+is a plain attribute, next to `order_type`: 0 for a weight (out, in), 1 for (in, out), embeddings.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -174,7 +174,7 @@ class ParamCoordinator:
         self._have(places)
 
     def _have(self, places: Sequence[int]) -> None:
-        """Parameters that autograd is about to read, which no class tells of."""
+        """Parameters that autograd is about to read, which no class shows."""
         for place in reversed(places):
             if self._order[place].is_free:
                 self._fetch_until(place)

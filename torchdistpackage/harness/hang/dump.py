@@ -223,7 +223,7 @@ class Folder:
 
 
 class Nearby:
-    """What the ranks of a host that watch over `shared` tell each other on its own disk.
+    """What the ranks of a host that watch over `shared` exchange on its own disk.
 
     One of them looks there every `every_s` for all. None is in charge: the first to find that none
     has looked for a while looks, and says so, and so replaces one that is stopped or gone. Where

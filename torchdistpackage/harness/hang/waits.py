@@ -125,7 +125,7 @@ class RankRecord:
 
     def __init__(self, snapshot: Mapping[str, Any]) -> None:
         groups: Sequence[Mapping[str, Any]] = snapshot["groups"]
-        # groups of the same ranks are told apart by the order in which they were made
+        # groups of the same ranks are distinguished by the order in which they were made
         lists = [tuple(group["ranks"]) for group in groups]
         keys = [(ranks, lists[:i].count(ranks)) for i, ranks in enumerate(lists)]
         on_device = [group["done"] is None for group in groups]

@@ -68,7 +68,7 @@ class Guard:
         self.written, self.shape, self.span = written, tuple(x.shape), span(x)
         storage = x.untyped_storage()
         self._nbytes, self.pointer = storage.nbytes(), storage.data_ptr()
-        # tensors of one storage share a counter: it tells of this one only where it is all there is
+        # tensors of one storage share a counter: of this one only where it is all of it
         alone = x.numel() * x.itemsize == self._nbytes and not x.is_inference()
         self._version = x._version if alone else None
 

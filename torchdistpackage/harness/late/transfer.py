@@ -49,7 +49,7 @@ class Transfer:
             at += len(room)
 
     def is_ready(self, patience_s: float) -> bool:
-        """Whether `wait` returns at once. gloo does not tell of messages, so a thread waits."""
+        """Whether `wait` returns at once. gloo does not report messages, so a thread waits."""
         if not self._works:
             return True
         if self._waiter is None:

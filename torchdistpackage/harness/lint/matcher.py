@@ -289,7 +289,7 @@ _TORCH = str(Path("site-packages", "torch", "distributed"))
 def stack_here() -> tuple[Where, object]:
     """(the caller's stack from the inside out, the frame of the batch a message is part of).
 
-    torch hands the messages of a batch over one by one; its frame tells which belong together.
+    torch hands the messages of a batch over one by one; its frame shows which belong together.
     """
     frames = list(_frames(inspect.currentframe()))
     batches = [frame for frame in frames if frame.f_code.co_name == "batch_isend_irecv"]

@@ -88,7 +88,7 @@ class Comparison:
         return lines
 
     def _send(self, steps: range) -> None:
-        """Begin to tell all ranks my times of these steps, NaN for what is not known."""
+        """Begin to send all ranks my times of these steps, NaN for what is not known."""
         if self._alerts is None:
             hosts = primitives.gather_objects(socket.gethostname(), self._group)
             self._alerts = Alerts(self._mesh, [str(host) for host in hosts])

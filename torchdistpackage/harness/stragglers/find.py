@@ -210,7 +210,7 @@ def _judged(
 class Alerts:
     """What is said of stragglers from window to window: each once, and again when it is over.
 
-    One that is not clear is told when two windows in a row have found it. hosts: by rank.
+    One that is not clear is reported when two windows in a row have found it. hosts: by rank.
     """
 
     def __init__(self, mesh: Mesh, hosts: Sequence[str]):

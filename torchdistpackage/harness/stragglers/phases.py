@@ -36,7 +36,7 @@ class Phases:
 
     `begin(step)`, then any number of `with phases("forward"):`, then `end()`. A phase may come
     many times in a step, which adds up, and inside another, which does not count its time. Also
-    tells a hang report (`recorder.phase`, `recorder.step`) what the rank was at.
+    gives a hang report (`recorder.phase`, `recorder.step`) what the rank was at.
 
     device: where the work is done; the CPU without. event: makes a mark on the stream.
     clock_s: of this host; on a CPU of the thread that made this.

@@ -36,7 +36,7 @@ _ARRAY = re.compile(r"^#SBATCH\s+(--array|-a)\b", re.MULTILINE)
 class ResubmitLimits:
     """How often, and how soon, a job is submitted again.
 
-    healthy_s: a job that lived so long counts as one that made progress, where no step tells.
+    healthy_s: a job that lived so long counts as one that made progress, without steps to show it.
     unknown_s: how long Slurm may know nothing of the job before it is given up.
     """
 

@@ -48,7 +48,7 @@ class StageRunner:
         self.stage, self._outputs = stage, outputs
         self.entrance, self._exit, self._clock = entrance, exit, clock
         self.deferred: list[Deferred | None] = [None] * len(outputs)
-        self._works_in_place: bool | None = None  # on its input; None: the first run tells
+        self._works_in_place: bool | None = None  # on its input; None: the first run finds out
         self.forward_fn: Forward = _unset
         self.backward_fn: Backward | None = None
         self.keep: Keep | None = None

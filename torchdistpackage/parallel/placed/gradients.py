@@ -205,7 +205,7 @@ def steps_before(frontier: Frontier) -> list[StepRecord]:
 def in_order_of_need(steps: Sequence[StepRecord]) -> Iterator[StepRecord]:
     """Those with messages in their order, each right after what it needs; then the others.
 
-    So no rank waits for a gradient while this one computes what nobody waits for.
+    So no rank waits for a gradient while this one computes what no other rank waits for.
 
     steps: the last operation first. A step comes after all that read its outputs on this rank.
     """

@@ -36,7 +36,7 @@ class StageCut(NamedTuple):
     """A cut of the first `end` pieces; the smaller in this order is the better.
 
     rank, stage: largest sum of a rank and of a stage; of ranks that have stages to come, `open` and
-    `full` tell what they cost and hold so far.
+    `full` are what they cost and hold so far.
     """
 
     rank: float
