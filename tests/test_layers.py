@@ -76,6 +76,7 @@ PURE_FILES = (
     "parallel/tensor/layouts.py",
     "models/registry.py",
     "models/*_layout.py",
+    "models/hugging_face_config.py",
     "checkpoint/manifest.py",
     "checkpoint/commit.py",
     "train/chat.py",
