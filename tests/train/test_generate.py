@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.models import hugging_face_folders as folders
 from tests.models.hugging_face_ranks import save_run
 from tests.train.inference_ranks import tokens
+from tests.train.test_transformers import MODELS
+from tests.train.transformers_ranks import save_model
 from torchdistpackage.cli._inference import ModelSource, source_of
 from torchdistpackage.train.generate import next_token
 from torchdistpackage.train.inference_request import Sampling
@@ -31,13 +34,18 @@ def on_layout(ranks, source: ModelSource, layout: dict[str, int], *changes: str,
     keys = {**degrees, "pipeline.microbatches": 1, "data.global_batch": 1}
     config = source.config(keys, ["precision.dtype=float64", *changes])
     number = layout.get("pipe", 1) * layout.get("tensor", 1)
+    prompt = how.get("prompt", PROMPT)
     sampling, window = how.get("sampling", Sampling()), how.get("window", source.window)
-    return ranks(number).run(tokens, config, source.weights, PROMPT, sampling, window, 8)
+    return ranks(number).run(tokens, config, source.weights, prompt, sampling, window, 8)
 
 
 def of_transformers(name: str, prompt: list[int], length: int) -> list[int]:
+    return greedy(folders.model(name), prompt, length)
+
+
+def greedy(model: PreTrainedModel, prompt: list[int], length: int) -> list[int]:
     with folders.everywhere_float64():
-        found = folders.model(name).generate(
+        found = model.generate(
             torch.tensor([prompt]),
             max_new_tokens=length,
             do_sample=False,
@@ -54,6 +62,17 @@ def test_greedy_tokens_of_a_folder_are_those_of_transformers(ranks, tmp_path, na
     truth = of_transformers(name, PROMPT, 8)
     assert len(set(truth)) > 3, "too few kinds of tokens to tell right from wrong"
     told = on_layout(ranks, source, LAYOUTS[layout])
+    assert told == [truth] * len(told)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["one", "pipe2xtensor2"])
+@pytest.mark.parametrize("name", [n for n in MODELS if n[:5] not in ("llama", "gpt2")])
+def test_greedy_tokens_of_other_families(ranks, tmp_path, name, layout):
+    folder = save_model(MODELS[name], str(tmp_path / "source"))
+    truth = greedy(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64), [9, 9, 9], 8)
+    source = source_of(Path(folder), None)
+    told = on_layout(ranks, source, LAYOUTS[layout], prompt=[9, 9, 9])
     assert told == [truth] * len(told)
 
 

@@ -42,9 +42,7 @@ PRELOAD = ("torch", "torch.distributed", "numpy", "safetensors.torch", RANK_MAIN
 
 Target = Annotated[
     Path,
-    typer.Argument(
-        metavar="RUN_OR_FOLDER", help="Folder of a run, or of a transformers model (GPT-2, Llama)."
-    ),
+    typer.Argument(metavar="RUN_OR_FOLDER", help="Folder of a run, or of a transformers model."),
 ]
 Changes = Overrides
 Pipe = Annotated[
