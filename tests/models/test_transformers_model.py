@@ -51,7 +51,7 @@ def test_initial_weights_are_distributed_as_those_of_transformers(ranks):
 
 @pytest.mark.own_transport("memory, and no calls")
 def test_a_rank_holds_its_part_and_no_more_than_one_file(ranks, tmp_path):
-    """Of 96 MB in files of 8 MB: half of it, one file, and what Python needs."""
+    """Of 109 MB in files of 8 MB: half of it, one file, and what Python needs."""
     large = {**SMALL, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
     settings = {**large, "model_type": "llama", "num_key_value_heads": 4}
     folder = str(tmp_path / "model")

@@ -1,5 +1,6 @@
 """What ranks do with stages of transformers' own modules: differences, and memory."""
 
+import gc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ def memory_of_loading(folder: str, tensor: int) -> tuple[int, int]:
     shape = shape_of_section({"hf": folder}, 8, False)
     group = tpc.get_group("tensor")
     load_weights(stage(shape, group=group), folder)  # what is imported and kept on first use
+    gc.collect()
     before = _forget_peak()
     made = stage(shape, group=group)
     load_weights(made, folder)
