@@ -308,7 +308,21 @@ def test_tdp_data_tokenizes_chats(tmp_path, capsys):
     source = chats(tmp_path, [chat("alpha", "beta"), chat("gamma", "delta")])
     assert main(["data", "tokenize", str(config_of(tmp_path, source))]) == 0
     found = tokenized(source, tmp_path / "runs" / "tokens")
-    assert f"{len(found.tokens)} tokens of 2 documents, voc" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{len(found.tokens)} tokens of 2 documents, voc" in said and "note" not in said
+
+
+def test_documents_that_no_sample_holds_whole_are_told(tmp_path, capsys):
+    rows = [chat("alpha", "beta"), chat("mu", "nu xi " * 60), chat("eta", "mu " * 150)]
+    source = chats(tmp_path, rows)
+    config = str(config_of(tmp_path, source, seq_len=90))
+    assert main(["data", "tokenize", config]) == 0
+    longest = int(np.diff(tokenized(source, tmp_path / "runs" / "tokens").ends).max())
+    said = capsys.readouterr().out
+    assert "note: 2 of 3 documents are longer than a sample (data.seq_len=90; the lon" in said
+    assert f"gest has {longest} tokens): they are cut, and what follows a cut is learned wi" in said
+    assert main(["data", "tokenize", config, f"data.seq_len={longest - 1}"]) == 0
+    assert "note" not in capsys.readouterr().out
 
 
 def test_the_chat_of_the_page_is_read_with_its_configuration(tmp_path, monkeypatch, capsys):

@@ -8,7 +8,7 @@ from torchdistpackage.cli._common import Config, Overrides
 from torchdistpackage.config.load import load
 from torchdistpackage.errors import ConfigError, DataError
 from torchdistpackage.train.job import text_source, token_cache_folder
-from torchdistpackage.train.token_cache import tokenized
+from torchdistpackage.train.token_cache import cut_documents, tokenized
 
 data = typer.Typer(no_args_is_help=True)
 
@@ -45,3 +45,5 @@ def tokenize(config: Config, overrides: Overrides = None) -> None:
         f"{len(found.tokens):,} tokens of {len(found.ends):,} documents, vocabulary "
         f"{found.vocab:,}, in {found.folder}"
     )
+    if note := cut_documents(found, run.data.seq_len):
+        typer.echo(f"note: {note}")

@@ -87,6 +87,20 @@ class TokenizedText:
         return f"{name}:{document - first + 1}"
 
 
+def cut_documents(text: TokenizedText, seq_len: int) -> str | None:
+    """What to say of documents with a prompt that no sample of `seq_len` tokens can hold whole."""
+    # a sample has one more token, as its last target
+    lengths = np.diff(text.ends, prepend=0)
+    num_long = int((lengths > seq_len + 1).sum())
+    if text.prompts is None or not num_long:
+        return None
+    return (
+        f"{num_long:,} of {len(lengths):,} documents are longer than a sample (data.seq_len="
+        f"{seq_len}; the longest has {lengths.max():,} tokens): they are cut, and what follows a "
+        f"cut is learned without the prompt"
+    )
+
+
 def tokenized(source: TextSource, cache: Path, progress: Progress | None = None) -> TokenizedText:
     """The cache entry of `source` in `cache`, made now if it is not there.
 

@@ -35,9 +35,11 @@ from torchdistpackage.train.job import (
     run_folder,
 )
 from torchdistpackage.train.log import print_line
+from torchdistpackage.train.packing import PackedDataset
 from torchdistpackage.train.plan import Plan, make_plan
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.stop import begin, end, write_decision
+from torchdistpackage.train.token_cache import cut_documents
 from torchdistpackage.train.train_state import resume as resume_state
 
 
@@ -93,6 +95,9 @@ def _train(
         for note in joined.notes:
             print_line(note)
     trainer = build(plan, rendezvous.rank, joined.device)
+    data = trainer.data if rendezvous.rank == 0 else None
+    if isinstance(data, PackedDataset) and (note := cut_documents(data.text, data.seq_len)):
+        print_line(f"note: {note}")
     if rendezvous.rank == 0 and config.train.recompute != "none":
         # a chain of your own may have no blocks, and a limit may be large enough
         names = ", ".join(trainer.recomputed) or "nothing"
