@@ -9,6 +9,9 @@ import torch
 from tests.models import hugging_face_folders as folders
 from tests.models.hugging_face_ranks import save_run
 from torchdistpackage.cli.main import main
+from torchdistpackage.config.load import load
+from torchdistpackage.train.export import export_run
+from torchdistpackage.train.plan import make_plan
 
 LAYOUTS = {
     "one": {},
@@ -76,3 +79,34 @@ def test_mistakes_are_listed_at_once(ranks, tmp_path, capsys):
         folder.rename(tmp_path / folder.name)
     assert main(["export", str(run), str(tmp_path / "out")]) == 1
     assert "has no complete checkpoint" in capsys.readouterr().err
+
+
+def test_a_run_that_ends_exports_its_newest_checkpoint_anew(ranks, tmp_path):
+    source = folders.save("llama", tmp_path / "source")
+    (source / "tokenizer.json").write_text("{}")
+    run = saved_run(ranks, tmp_path, {}, f"model.hf={source}", "checkpoint.export=hf")
+    plan = make_plan(load(run / "resolved.yaml"), 1)
+    (run / "hf").mkdir()
+    (run / "hf" / "model-00001-of-00009.safetensors").touch()  # of an earlier end
+    files = {x.name for x in export_run(run, plan.model, plan.shape, str(source)).iterdir()}
+    assert files == {
+        *("config.json", "model.safetensors", "generation_config.json", "tokenizer.json"),
+    }
+    before, after = folders.tensors(source), folders.tensors(run / "hf")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(x, after[name]) for name, x in before.items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ([], "for gpt2: position=learned"),
+        (["checkpoint.save_every=0"], "save_every and save_every_min are off"),
+        (["model={target: m.py:Net}"], "cannot name the weights of model.target=m.py:Net"),
+    ],
+)
+def test_what_cannot_be_exported_at_the_end_is_refused_before_the_run(capsys, changes, said):
+    tiny = str(Path(__file__).parents[2] / "configs" / "gpt_tiny.yaml")
+    assert main(["plan", tiny, "checkpoint.export=hf", *changes]) == 2
+    assert "checkpoint.export" in (text := " ".join(capsys.readouterr().err.split()))
+    assert said in text

@@ -53,6 +53,7 @@ def test_each_command_is_here():
     """One of a kind, of which the tests below, or others, run each."""
     assert [" ".join(words[:2]) for words in COMMANDS] == [
         "./scripts/train configs/gpt_tiny.yaml",
+        ".venv/bin/python examples/small_llama.py",  # tests/examples
         "./scripts/test",
         "tdp plan",
         "tdp submit",
@@ -60,7 +61,7 @@ def test_each_command_is_here():
         "tdp comm",
         "sbatch -p",  # tests/slurm/test_own_script.py
     ]
-    assert all((ROOT / words[0]).exists() for words in COMMANDS[:2])
+    assert all((ROOT / words[0]).exists() for words in COMMANDS[:3])
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,17 @@ def test_fully_shard_offload_gives_memory_back_and_changes_nothing(start: Start)
     assert numbers(r"change ([\d.e-]+): ([\d.]+) MiB on the", text) == [0, mine]
 
 
+@pytest.mark.full
+def test_small_llama_writes_what_transformers_continues_alike(tmp_path: Path):
+    short = ("train.steps=20", "train.eval_every=0", "checkpoint.save_every=20")
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "small_llama.py"), str(tmp_path / "llama"), *short],
+        capture_output=True, text=True, timeout=2 * LIMIT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "tdp generate on pipe 2 x tensor 2 writes the same" in done.stdout
+
+
 SPLIT = "--enable-model-parallel"
 FLOAT32_NOISE = 1e-4
 """Of a loss after some dozens of steps whose sums are added in another order."""

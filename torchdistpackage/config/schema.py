@@ -231,6 +231,10 @@ class CheckpointSection(Section):
     keep_last: k.Count = Field(
         default=2, le=1 << 20, description="Checkpoints kept; older ones go."
     )
+    export: k.ExportFormat = Field(
+        default=None,
+        description="hf: the last checkpoint also becomes a folder hf/ that transformers loads.",
+    )
 
 
 class LocalSection(Section):

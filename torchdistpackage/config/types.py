@@ -234,6 +234,7 @@ ModelName = Literal["gpt"] | None
 DataName = Literal["python_stdlib", "text", "jsonl", "parquet", "tokens"] | None
 OptimizerName = Literal["adamw"]
 Partition = Literal["cost", "parameters", "uniform", "time"]
+ExportFormat = Literal["hf"] | None
 RequeueMode = Literal["requeue", "chain", "never"]
 Dtype = Annotated[Literal["float32", "float64", "bf16"], BeforeValidator(_bf16)]
 WeightDtype = Annotated[Literal["float32", "bf16"], BeforeValidator(_bf16)]

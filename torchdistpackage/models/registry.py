@@ -9,15 +9,11 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from torchdistpackage.config.model_section import ModelSection
-from torchdistpackage.errors import ConfigError
+from torchdistpackage.errors import ConfigError, LayoutError
 from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.models import (
-    gpt_layout,
-    hugging_face_config,
-    hugging_face_layout,
-    transformers_layout,
-)
+from torchdistpackage.models import gpt_layout, hugging_face_layout, transformers_layout
+from torchdistpackage.models.hugging_face_config import config_json
 from torchdistpackage.models.hugging_face_layout import Source
 
 
@@ -37,6 +33,10 @@ class ModelShape(Protocol):
     def sequence_parallel(self) -> bool: ...
 
 
+def _no_sources(shape: Any) -> dict[str, tuple[Source, ...]]:
+    raise LayoutError("this model has no form as a folder of transformers")
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """What there is to know about a model before any torch is loaded.
@@ -48,8 +48,9 @@ class Model:
         dtype=..., device=...)`.
     open_weights: refuses a folder that has not the weights of a model of this shape.
     load_weights: "package.module:function", called with such a module and folder.
-    sources: the tensors that each parameter makes up in a folder of transformers. config_json:
-        that of such a folder, from the shape, the type of the weights, a folder to be like.
+    sources: the tensors that each parameter makes up in a folder of transformers; LayoutError
+        where it has no such model. config_json: that of such a folder, from the shape, the type of
+        the weights, a folder to be like.
     refusals: (key, text) of what the model cannot do among so many tensor ranks and stages, and
         with or without document masks, besides what the rules of the configuration find.
     goes_with: what it can do, axis by axis.
@@ -65,11 +66,11 @@ class Model:
     module: str
     open_weights: Callable[[str, Any], object]
     load_weights: str
-    sources: Callable[[Any], dict[str, tuple[Source, ...]]]
-    config_json: Callable[[Any, str, str | Path | None], dict[str, Any]]
     refusals: Callable[[Any, int, int, bool], list[tuple[str, str]]] = lambda *_: []
     goes_with: Callable[[Any], tuple[tuple[str, str], ...]] = lambda _: ()
     has_own_text: bool = False
+    sources: Callable[[Any], dict[str, tuple[Source, ...]]] = _no_sources
+    config_json: Callable[[Any, str, str | Path | None], dict[str, Any]] = lambda *_: {}
 
     def load(self) -> Callable[..., object]:
         """The module's class; imports torch."""
@@ -91,9 +92,9 @@ MODELS: dict[str, Model] = {
         "torchdistpackage.models.gpt:GPT",
         hugging_face_layout.open_folder,
         "torchdistpackage.models.hugging_face:load_weights",
-        hugging_face_layout.sources,
-        hugging_face_config.config_json,
         has_own_text=True,
+        sources=hugging_face_layout.sources,
+        config_json=config_json,
     ),
     "transformers": Model(
         transformers_layout.shape_of_section,
@@ -105,10 +106,10 @@ MODELS: dict[str, Model] = {
         "torchdistpackage.models.transformers_model:stage",
         transformers_layout.open_folder,
         "torchdistpackage.models.transformers_model:load_weights",
-        transformers_layout.sources,
-        transformers_layout.config_json,
         transformers_layout.refusals,
         transformers_layout.goes_with,
+        sources=transformers_layout.sources,
+        config_json=transformers_layout.config_json,
     ),
 }
 

@@ -4,6 +4,7 @@ The pieces of each parameter come together from whichever files hold them, so th
 any layout. Held at once are the tensors of one file that is written, and one parameter.
 """
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,13 +12,35 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from torchdistpackage.checkpoint.commit import damage
+from torchdistpackage.checkpoint.commit import damage, latest
 from torchdistpackage.checkpoint.manifest import Manifest, read_manifest
+from torchdistpackage.config.hugging_face import config_file
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.models.hugging_face_folder import write_folder
+from torchdistpackage.models.hugging_face_folder import SHARD_BYTES, write_folder
 from torchdistpackage.models.registry import Model
+from torchdistpackage.train.job import CHECKPOINTS
 from torchdistpackage.train.plan import ModelShape
+
+EXPORTED = "hf"
+"""In a run folder, the model at the end of the run."""
+
+
+def export_run(run: Path, model: Model, shape: ModelShape, like: str | None) -> Path:
+    """Write the newest checkpoint of a run to its folder `EXPORTED`, anew.
+
+    like: the folder or config.json that the run began with, if any.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is damaged, or the folder cannot be written.
+    """
+    path, folder = latest(run / CHECKPOINTS), run / EXPORTED
+    if path is None:
+        raise CheckpointError(f"{run} has no complete checkpoint")
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier end of this run
+    if like is not None and not config_file(like).is_file():
+        like = None  # gone since the run began
+    return export_checkpoint(path, model, shape, folder, like=like)
 
 
 def export_checkpoint(
@@ -27,7 +50,7 @@ def export_checkpoint(
     folder: str | Path,
     *,
     dtype: str | None = None,
-    shard_bytes: int,
+    shard_bytes: int = SHARD_BYTES,
     like: str | Path | None = None,
 ) -> Path:
     """Write the weights of the checkpoint folder `path` as `write_folder` does; returns `folder`.

@@ -194,6 +194,11 @@ def _refuse(
             kind.open_weights(folder, shape)
         except (CheckpointError, LayoutError) as error:
             problems.append(Problem("", None, key, str(error)))
+    if config.checkpoint.export is not None:
+        try:
+            kind.sources(shape)
+        except LayoutError as error:
+            problems.append(Problem("", None, "checkpoint.export", str(error)))
     if problems:
         raise ConfigErrors(source, problems)
 

@@ -13,6 +13,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.creation import end_processes
 from torchdistpackage.comm.runtime import JoinResult, join, leave
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.errors import TorchDistError
 from torchdistpackage.harness.hang.dump import remove_traces
 from torchdistpackage.harness.watchdog import HangWatchdog, agree_on_start
 from torchdistpackage.launch.process import SignalFlag
@@ -26,6 +27,7 @@ from torchdistpackage.launch.slurm.run_dir import (
     this_start,
 )
 from torchdistpackage.train.build import build, make_loop
+from torchdistpackage.train.export import EXPORTED, export_run
 from torchdistpackage.train.finish import finish, sample_text
 from torchdistpackage.train.job import (
     RESOLVED,
@@ -35,6 +37,7 @@ from torchdistpackage.train.job import (
     run_folder,
 )
 from torchdistpackage.train.log import print_line
+from torchdistpackage.train.loop import Loop
 from torchdistpackage.train.packing import PackedDataset
 from torchdistpackage.train.plan import Plan, make_plan
 from torchdistpackage.train.step import Trainer
@@ -122,6 +125,8 @@ def _train(
         loss = loop.run()
         with watch.allow_slow():
             if loss is not None:
+                if rendezvous.rank == 0 and config.checkpoint.export is not None:
+                    _export(plan, loop)
                 finish(loop, loss, text=_sample(trainer), plot=config.log.plot)
             primitives.barrier()
     if rendezvous.rank == 0:
@@ -132,6 +137,17 @@ def _train(
             write_decision(files, Decision(RequeueDecision.FINISHED, f"{folder}"), os.environ)
     leave()
     return EXIT_TEMPFAIL if loss is None else 0
+
+
+def _export(plan: Plan, loop: Loop) -> None:
+    """The run has succeeded: what goes wrong here is only said."""
+    try:
+        assert plan.model is not None and plan.shape is not None
+        section = plan.config.model
+        export_run(loop.folder, plan.model, plan.shape, section.hf or section.weights)
+        loop.artifacts += (f"{EXPORTED}/",)
+    except TorchDistError as error:
+        print_line(f"not exported: {error}; mend it, and call tdp export {loop.folder} FOLDER")
 
 
 def _sample(trainer: Trainer) -> str | None:
