@@ -47,6 +47,11 @@ scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatt
 SWAPPED_BYTES = 2**16
 """Up to here two ranks of gloo swap what they add up: a quarter of what its all_reduce costs."""
 
+WAITED_FOR_BYTES = 2**16
+"""Up to this a gather that the host waits for is gloo's own: what it costs is waiting, and less of
+that where a thread of gloo posts the messages than where this one does, which then waits for the
+connection too."""
+
 Sizes = Sequence[int]
 """Lengths along one dim, one for each rank of a group, in its order; some may be 0."""
 Result = Tensor | Any
@@ -183,13 +188,16 @@ def all_gather(
     direct, lengths = recorder.line(group).direct, _rows(x, group, sizes, cut=False)
     if direct:
         require_host_memory("all_gather", group, x)
+    is_even = lengths.count(lengths[0]) == len(lengths)
+    if is_even and not async_op and x.nbytes <= WAITED_FOR_BYTES:
+        direct = False
     out = torch.empty((sum(lengths), *x.shape[1:]), dtype=x.dtype, device=x.device)
     mine, joined = to_bytes(x), to_bytes(out)
     facts = NO_FACTS if sizes is None else ("rows of each rank", *lengths)
     go, ask = run_async if async_op else run_sync, ("all_gather", group, x, facts, lambda: out)
     if direct:
         return go(*ask, pairwise, GATHERED, [mine] * len(lengths), joined.split_with_sizes(lengths))
-    if sizes is None:
+    if is_even:
         return go(*ask, gather_into, joined, mine)
     return go(*ask, dist.all_gather, list(joined.split(lengths)), mine)
 

@@ -186,9 +186,19 @@ class ShardedModelCalls(nn.Module):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The family's `generate`. Ranks of a group draw alike: from where the first one is."""
-        if (group := self.wrapped_model._group) is not None:
+        group = self.wrapped_model._group
+        if group is not None and self._may_draw_tokens(args, kwargs):
             use_draws_of_first(group)
         return super().generate(*args, **kwargs)
+
+    def _may_draw_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """False where tokens are searched for, and no function of the caller's has a part in it."""
+        if len(args) > 1 or any(kwargs.get(name) is not None for name in FUNCTIONS):
+            return True
+        if (sampled := kwargs.get("do_sample")) is not None:
+            return bool(sampled)
+        configs = kwargs.get("generation_config"), self.generation_config
+        return any(getattr(config, "do_sample", None) for config in configs)
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: what the model that was split has tied is one tensor in each shard."""
@@ -206,6 +216,15 @@ class ShardedModelCalls(nn.Module):
         return PartOfShards(self.wrapped_model, shards)
 
 
+FUNCTIONS = (
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+    "assistant_model",
+    "streamer",
+    "custom_generate",
+)
+"""Arguments of `generate` that are the caller's own code, or a model that draws."""
 KEPT_APART = frozenset(vars(nn.Module()))
 """Attributes that every module has for itself."""
 

@@ -114,6 +114,7 @@ class RankMap(CollectiveBase):
 class CopyThenCut(CollectiveBase):
     """My part, by an action, of an input whose gradient is summed."""
 
+    kind = "split"
     copy: CollectiveBase
     cut: StateAction
 
@@ -176,6 +177,11 @@ def _full(kind: str, options: list[str], text: str, num: int, group: Group | Non
     if kind == "gather":
         return RankJoin(num, dim, group, getattr(text, "sizes", None))
     return RankMap(kind, group, dim)
+
+
+def is_copy(action: Any) -> bool:
+    """Whether an action, whose collectives are bound, leaves the value as it is in the forward."""
+    return action == "copy" or (isinstance(action, CollectiveBase) and action.kind == "copy")
 
 
 def apply_action(value: Any, action: Any, *, rank: int, world_size: int) -> Any:

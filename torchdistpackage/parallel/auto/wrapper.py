@@ -4,12 +4,13 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.auto import traffic
 from torchdistpackage.parallel.auto.nested import is_namedtuple, rebuilt
-from torchdistpackage.parallel.auto.ops import apply_action
+from torchdistpackage.parallel.auto.ops import apply_action, is_copy
 
 
 class TensorParallelWrapper(nn.Module):
@@ -33,9 +34,11 @@ class TensorParallelWrapper(nn.Module):
         self.tp_wrapped_module = module
         self.input_actions, self.output_actions = input_actions, output_actions
         self.rank, self.world_size = rank, world_size
+        self._only_copies = all(map(is_copy, input_actions.values()))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.input_actions:
+        # a copy does something in the backward alone
+        if self.input_actions and (torch.is_grad_enabled() or not self._only_copies):
             args, kwargs = self._process_input(args, kwargs)
         output = self.tp_wrapped_module(*args, **kwargs)
         return self._process_output(output) if self.output_actions else output
