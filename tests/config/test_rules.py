@@ -251,6 +251,12 @@ def run(**values: Any) -> RunConfig:
             "cannot cut 8 samples into equal pieces",
         ),
         (
+            {"checkpoint__save_every": 0, "checkpoint__export": "hf"},
+            None,
+            "checkpoint.export",
+            "checkpoint.export=hf needs a checkpoint, but save_every and save_every_min are off",
+        ),
+        (
             {"train__profile": {"steps": "3..9"}, "train__steps": 5, "optim__warmup_steps": 0},
             None,
             "train.profile.steps",

@@ -2,7 +2,9 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import chdir
 from itertools import islice
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,12 +25,13 @@ CPU = torch.device("cpu")
 
 
 def answer(
-    config: RunConfig, weights: TrainedWeights, request: GenerateRequest | EvalRequest
+    folder: str, config: RunConfig, weights: TrainedWeights, request: GenerateRequest | EvalRequest
 ) -> tuple[Answer, str]:
-    """What a rank answers, and what it writes."""
+    """What a rank answers, and what it writes. folder: where it is called, as paths may say."""
     written: list[str] = []
     plan = make_plan(config, dist.get_world_size())
-    found = perform(plan, dist.get_rank(), CPU, weights, request, written.append)
+    with chdir(folder):
+        found = perform(plan, dist.get_rank(), CPU, weights, request, written.append)
     return found, "".join(written)
 
 
@@ -36,7 +39,7 @@ def run_in(ranks) -> Callable[..., list[Answer]]:
     """`run_local` with the ranks of the pool; rank 0 writes here."""
 
     def run_local(_: str, args: Sequence[object], *, num_procs: int, preload: object):
-        found = ranks(num_procs).run(answer, *args)
+        found = ranks(num_procs).run(answer, str(Path.cwd()), *args)
         assert all(not text for _, text in found[1:])
         sys.stdout.write(found[0][1])
         return [told for told, _ in found]
