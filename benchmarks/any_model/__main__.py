@@ -1,6 +1,6 @@
 """A model split by one line beside transformers' own plan, DTensor, threads and one process.
 
-    python -m benchmarks.any_model                    everything, 5 minutes, JSON and pages
+    python -m benchmarks.any_model                    everything, 9 minutes, JSON and pages
     python -m benchmarks.any_model --quick --parts 'Llama 256;GPT-2 512'
 
 It needs the extra `hf`. A run replaces only the parts that it measured.

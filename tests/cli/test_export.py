@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from tests.models import hugging_face_folders as folders
 from tests.models.hugging_face_ranks import save_run
@@ -110,3 +111,16 @@ def test_what_cannot_be_exported_at_the_end_is_refused_before_the_run(capsys, ch
     assert main(["plan", tiny, "checkpoint.export=hf", *changes]) == 2
     assert "checkpoint.export" in (text := " ".join(capsys.readouterr().err.split()))
     assert said in text
+
+
+def test_a_full_disk_leaves_nothing(ranks, tmp_path, monkeypatch, capsys):
+    source = folders.save("gpt2", tmp_path / "source")
+    run = saved_run(ranks, tmp_path, {}, f"model.weights={source}")
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: no space left on device")
+
+    monkeypatch.setattr("torchdistpackage.models.hugging_face_folder.save_file", full)
+    assert main(["export", str(run), str(tmp_path / "out")]) == 1
+    assert "cannot be written: Error while serializing" in capsys.readouterr().err
+    assert not [x for x in tmp_path.iterdir() if "out" in x.name]

@@ -103,6 +103,8 @@ def test_mistakes_are_listed_at_once_and_no_rank_starts(run, tmp_path, monkeypat
         str(run), "--prompt", "hello world"
     )
     assert "nothing to continue" in refused(str(run))
+    assert r"'caf\udce9' is no UTF-8 text" in refused(str(run), "--prompt", "caf\udce9")
+    assert "use a finite number" in refused(str(run), "--prompt", "a", "--temperature", "inf")
     said = refused(str(run), "--prompt", "a", "--tokenizer", str(tmp_path))
     assert "tokenizer.json is no file" in said
     assert "neither resolved.yaml nor config.json" in refused(str(tmp_path), "--prompt", "a")

@@ -44,6 +44,7 @@ def test_what_it_shows_is_held_and_sent(folder, capsys):
     [
         (["--tensor", "5"], "llama has 4 attention heads, which 5 shards cannot share; use at"),
         ([], "a model needs the number of shards"),
+        (["--tensor", "2", "--world", "8"], "takes --seq-len and --all only"),
     ],
 )
 def test_what_cannot_be_is_refused(folder, capsys, arguments, text):
@@ -55,5 +56,15 @@ def test_a_folder_without_a_model_is_refused(tmp_path, capsys):
     assert main(["plan", str(tmp_path), "--tensor", "2"]) == 2
     assert "config.json is not there; name a folder with" in capsys.readouterr().err
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "none of them"}))
+    assert main(["plan", str(tmp_path), "--tensor", "2"]) == 2
+    assert "describes no model of transformers" in capsys.readouterr().err
+    # a model whose code lies beside it is not asked about, and does not run
+    wrong = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(wrong))
+    (tmp_path / "mine.py").write_text("open('ran', 'w')")
+    assert main(["plan", str(tmp_path), "--tensor", "2"]) == 2
+    assert "trust_remote_code" in capsys.readouterr().err
+    known = {"model_type": "llama", "vocab_size": 8, "pad_token_id": 8, "hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({**known, "num_attention_heads": 4}))
     assert main(["plan", str(tmp_path), "--tensor", "2"]) == 2
     assert "describes no model of transformers" in capsys.readouterr().err

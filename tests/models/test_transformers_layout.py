@@ -102,6 +102,7 @@ def test_learned_positions_end(tmp_path):
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1, which is no size"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is set"),
         ({"vocab_size": None}, "vocab_size"),
+        ({"pad_token_id": 300}, "pad_token_id is 300, but the vocabulary has 300 tokens"),
         (
             {"model_type": "gpt2", "n_head": 4, "n_embd": 16, "add_cross_attention": True},
             "add_cross_attention is true",

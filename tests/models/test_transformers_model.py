@@ -8,6 +8,7 @@ from tests.models.transformers_model_ranks import (
     different_parameters,
     initial_of_transformers,
     memory_of_loading,
+    what_is_refused,
 )
 from tests.train.test_transformers import MODELS, SMALL
 from tests.train.transformers_ranks import save_model
@@ -47,6 +48,12 @@ def test_initial_weights_are_distributed_as_those_of_transformers(ranks):
                 assert std == pytest.approx(w.std, rel=0.3), name
             else:
                 assert (mean, std) == (float(w.kind == "ones"), 0.0), name
+
+
+def test_what_transformers_or_the_model_cannot_do_is_an_error_with_a_name(ranks):
+    ((settings, of_data),) = ranks(1).run(what_is_refused, MODELS["llama"], MODELS["bloom"])
+    assert "transformers refuses the config.json of model.hf: KeyError('none')" in settings
+    assert "bloom counts distances (ALiBi) across a sample" in of_data
 
 
 @pytest.mark.own_transport("memory, and no calls")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.errors import ConfigError, DataError
 from torchdistpackage.models import transformers_layout
 from torchdistpackage.models.families_layout import FAMILIES
 from torchdistpackage.models.transformers_layout import TransformersShape, shape_of_section
@@ -74,3 +75,20 @@ def _status(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     (found,) = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
     return int(found) * 1024
+
+
+def what_is_refused(settings: Mapping[str, Any], alibi: Mapping[str, Any]) -> tuple[str, str]:
+    """By transformers, and of data whose documents this model cannot keep apart."""
+    said = []
+    try:
+        stage(TransformersShape(settings["model_type"], {**settings, "hidden_act": "none"}, 8))
+    except ConfigError as error:
+        said.append(str(error))
+    made = stage(TransformersShape(alibi["model_type"], alibi, 8))
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    try:
+        made(ids, position_ids=ids)
+    except DataError as error:
+        said.append(str(error))
+    found, of_data = said
+    return found, of_data

@@ -241,6 +241,11 @@ def test_all_wrong_lines_are_named_at_once_up_to_a_number(tmp_path):
         ),
         ("{{ messages.append(1) }}", chat("a", "b"), "1: .* of 'list' object is unsafe"),
         ("same", chat("a", "b"), "1: the chat template writes nothing of what the assistant says"),
+        (
+            "{% for m in messages %}{% generation %}{% endgeneration %}{{ m.content }}{% endfor %}",
+            chat("a", "b"),
+            "1: the chat template writes nothing of what the assistant says",
+        ),
         ("{% for %}", chat("a", "b"), "is no Jinja template: "),
         (
             None,

@@ -1,6 +1,7 @@
 """`tdp generate`: what a trained model writes after a prompt, on any layout."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,7 +53,7 @@ def generate(
     """
     source = inference.source_of(target, checkpoint)
     problems = [*source.problems(), *_sampling_problems(temperature, top_k, top_p)]
-    texts = [*(prompt or ()), *_read_prompts(prompt_file or (), problems)]
+    texts = [*_given(prompt or (), problems), *_read_prompts(prompt_file or (), problems)]
     if not prompt and not prompt_file:
         problems.append("nothing to continue; give --prompt TEXT or --prompt-file FILE")
     problems += [f"prompt {i} is empty; write something" for i, x in enumerate(texts, 1) if not x]
@@ -107,9 +108,21 @@ def _codec(
 def _sampling_problems(temperature: float, top_k: int | None, top_p: float | None) -> Iterator[str]:
     if top_p is not None and not 0 < top_p <= 1:
         yield f"--top-p {top_p:g}: a share of the chances, above 0 and at most 1"
+    if not math.isfinite(temperature):
+        yield f"--temperature {temperature}: use a finite number, 0 or more"
     for name, value in (("top-k", top_k), ("top-p", top_p)):
         if value is not None and temperature == 0:
             yield f"--{name} {value:g} would not be used with --temperature 0; set that to 1, say"
+
+
+def _given(texts: Iterable[str], problems: list[str]) -> Iterator[str]:
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            problems.append(f"--prompt {text!r} is no UTF-8 text")
+        else:
+            yield text
 
 
 def _read_prompts(paths: Any, problems: list[str]) -> Iterator[str]:

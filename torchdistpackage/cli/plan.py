@@ -103,6 +103,10 @@ def plan(
             "needs --profile, which has the times of messages", param_hint="--forward-s"
         )
     if tensor is not None:
+        if overrides or world or ranks_per_node or sbatch or profile:
+            raise typer.BadParameter(
+                "a model alone takes --seq-len and --all only", param_hint="--tensor"
+            )
         typer.echo(EntryPoint.of(SPLIT).resolve()(Path(config), tensor, seq_len, show_all))
         return
     if Path(config).is_dir() or config.endswith(".json"):

@@ -86,8 +86,9 @@ class _Keep(_Copy):
         if torch.is_grad_enabled():
             whole = apply(Reduce(ctx.kept.group), torch.cat(grads))
             return None, *whole.split_with_sizes([len(grad) for grad in grads])
+        if not ctx.kept.parts:  # else it waits already, since a backward that failed
+            _waiting.setdefault(ctx.kept.group, []).append(ref(ctx.kept))
         ctx.kept.parts, ctx.kept.total = grads, ()
-        _waiting.setdefault(ctx.kept.group, []).append(ref(ctx.kept))
         return None, *grads
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -73,7 +74,7 @@ def write_folder(
         if folder.exists():
             folder.rmdir()
         temporary.rename(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder} cannot be written: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

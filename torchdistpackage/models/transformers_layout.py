@@ -111,6 +111,8 @@ def _setting_problems(shape: TransformersShape) -> list[str]:
     ]
     if not problems and n.heads % n.kv_heads:
         problems.append(f"{n.heads} heads cannot share {n.kv_heads} key-value heads evenly")
+    if not problems and n.padding is not None and n.padding >= n.vocab:
+        problems.append(f"pad_token_id is {n.padding}, but the vocabulary has {n.vocab} tokens")
     return problems + shape.kind.problems(shape.settings)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.errors import LayoutError, NotAvailableError
+from torchdistpackage.errors import ConfigError, DataError, LayoutError, NotAvailableError
 from torchdistpackage.layout.derive import blocks, local_shape
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.transformers_layout import (
@@ -97,7 +97,14 @@ class TransformersStage(nn.Module):
         position_ids (B, S) int64: from 0 in each document of a sample; no token sees another.
         """
         mask = None
-        if position_ids is not None and documents_by(self.shape) == "mask":
+        by = None if position_ids is None else documents_by(self.shape)
+        if by == "not":
+            raise DataError(
+                f"the data has position_ids, but {self.shape.family} counts distances (ALiBi) "
+                f"across a sample; return ids and targets alone"
+            )
+        if by == "mask":
+            assert position_ids is not None
             mask = document_mask(position_ids)
         rank = 0 if self._group is None else self._group.rank()
         draws = self._draws and self.training
@@ -140,6 +147,7 @@ def stage(
 
     Raises:
         NotAvailableError: transformers is not installed.
+        ConfigError: it refuses these settings.
         LayoutError: the ranks cannot share the heads, or transformers builds other parameters than
             this package knows of.
     """
@@ -170,10 +178,14 @@ def on_meta(shape: TransformersShape, dtype: torch.dtype | None = None) -> Any:
             "model.hf needs transformers, which is not installed; install the extra hf: "
             'pip install "torchdistpackage[hf]"'
         ) from error
-    config = CONFIG_MAPPING[shape.family].from_dict(dict(shape.given))
-    config.use_cache = False
-    with _parameters_on_meta():
-        return AutoModelForCausalLM.from_config(config, dtype=dtype or torch.get_default_dtype())
+    dtype = dtype or torch.get_default_dtype()
+    try:
+        config = CONFIG_MAPPING[shape.family].from_dict(dict(shape.given))
+        config.use_cache = False
+        with _parameters_on_meta():
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (ValueError, KeyError, TypeError, AssertionError, ImportError) as error:
+        raise ConfigError(f"transformers refuses the config.json of model.hf: {error!r}") from error
 
 
 @contextmanager

@@ -65,7 +65,7 @@ class ChatTemplate:
         render = partial(self._text, tools=tools, where=where)
         text = render(messages)
         if self._begin in text:
-            return self._marked(text)
+            return self._marked(text, where)
         spans: list[tuple[int, int]] = []
         for i, message in enumerate(messages):
             if message["role"] == ASSISTANT:
@@ -94,13 +94,13 @@ class ChatTemplate:
             ) from error
         return is_unicode(text, f"{where}: the chat")
 
-    def _marked(self, text: str) -> Document:
+    def _marked(self, text: str, where: str) -> Document:
         plain, spans = "", list[tuple[int, int]]()
         for number, part in enumerate(text.split(self._begin)):
             inside, _, after = part.partition(self._end) if number else ("", "", part)
             spans.append((len(plain), len(plain) + len(inside)))
             plain += inside + after
-        return Document(plain, spans=tuple(span for span in spans if span[0] < span[1]))
+        return Document(plain, spans=_joined([x for x in spans if x[0] < x[1]], where))
 
 
 def _joined(spans: list[tuple[int, int]], where: str) -> tuple[tuple[int, int], ...]:

@@ -287,8 +287,9 @@ class Batches:
             self._per_round,
             first=index * self._num_data * self._per_round,
         )
-        if any(x.shape[0] != self._per_round for x in found):
-            names = zip((len(x) for x in found), DataBatch._fields, strict=False)
+        given = zip(found, DataBatch._fields, strict=False)  # two of them, or all
+        names = [(len(x), name) for x, name in given if x is not None]
+        if any(n != self._per_round for n, _ in names):
             raise DataError(
                 f"the data source gave {' and '.join(f'{n} {name}' for n, name in names)} "
                 f"where {self._per_round} samples were asked of data index {self._data_index}"

@@ -21,7 +21,7 @@ def finish(loop: Loop, loss: float, *, text: str | None, plot: bool) -> None:
     """Say the losses, a text (see `sample_text`) and where things are; plot: draw the losses."""
     if not loop.is_main:
         return
-    width = shutil.get_terminal_size().columns - len("  | ")
+    width = max(shutil.get_terminal_size().columns - len("  | "), 20)
     of_tokens = " nats per token" if loop.log.unit == "tokens" else ""
     print_line(f"validation loss {loss:.4f}{of_tokens}")
     if found := table_entropies(loop.trainer.data):

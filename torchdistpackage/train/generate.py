@@ -97,7 +97,7 @@ def next_token(logits: Tensor, how: Sampling, draw: torch.Generator) -> int:
     (nucleus sampling, arXiv:1904.09751). One number is drawn for each token, whatever is kept.
     """
     logits = logits.detach().to("cpu", torch.float64)
-    if logits.isnan().any():
+    if logits.isnan().any() or logits.isposinf().any():
         return _NO_NUMBER
     if how.temperature == 0:
         return int(logits.argmax())

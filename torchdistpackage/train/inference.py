@@ -163,8 +163,11 @@ def _windows(config: RunConfig, request: EvalRequest) -> Windows:
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has enough; the other ranks go on with this one
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _ignore(text: str) -> None: ...

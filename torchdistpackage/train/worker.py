@@ -27,7 +27,7 @@ from torchdistpackage.launch.slurm.run_dir import (
     this_start,
 )
 from torchdistpackage.train.build import build, make_loop
-from torchdistpackage.train.export import EXPORTED, export_run
+from torchdistpackage.train.export import export_run
 from torchdistpackage.train.finish import finish, sample_text
 from torchdistpackage.train.job import (
     RESOLVED,
@@ -37,7 +37,6 @@ from torchdistpackage.train.job import (
     run_folder,
 )
 from torchdistpackage.train.log import print_line
-from torchdistpackage.train.loop import Loop
 from torchdistpackage.train.packing import PackedDataset
 from torchdistpackage.train.plan import Plan, make_plan
 from torchdistpackage.train.step import Trainer
@@ -125,8 +124,6 @@ def _train(
         loss = loop.run()
         with watch.allow_slow():
             if loss is not None:
-                if rendezvous.rank == 0 and config.checkpoint.export is not None:
-                    _export(plan, loop)
                 finish(loop, loss, text=_sample(trainer), plot=config.log.plot)
             primitives.barrier()
     if rendezvous.rank == 0:
@@ -136,18 +133,20 @@ def _train(
         elif attempt_id(os.environ) != "local":
             write_decision(files, Decision(RequeueDecision.FINISHED, f"{folder}"), os.environ)
     leave()
+    if loss is not None and rendezvous.rank == 0 and config.checkpoint.export is not None:
+        _export(plan, folder)  # no rank waits for it any more
     return EXIT_TEMPFAIL if loss is None else 0
 
 
-def _export(plan: Plan, loop: Loop) -> None:
+def _export(plan: Plan, run: Path) -> None:
     """The run has succeeded: what goes wrong here is only said."""
     try:
         assert plan.model is not None and plan.shape is not None
         section = plan.config.model
-        export_run(loop.folder, plan.model, plan.shape, section.hf or section.weights)
-        loop.artifacts += (f"{EXPORTED}/",)
-    except TorchDistError as error:
-        print_line(f"not exported: {error}; mend it, and call tdp export {loop.folder} FOLDER")
+        written = export_run(run, plan.model, plan.shape, section.hf or section.weights)
+        print_line(f"exported to {written}")
+    except (TorchDistError, OSError) as error:
+        print_line(f"not exported: {error}; mend it, and call tdp export {run} FOLDER")
 
 
 def _sample(trainer: Trainer) -> str | None:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,16 @@ def model_of(path: Path) -> Any:
     if not file.is_file():
         raise ConfigError(f"{file} is not there; name a folder with the config.json of a model")
     try:
-        config = transformers.AutoConfig.from_pretrained(file, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(
+            file, local_files_only=True, trust_remote_code=False
+        )
         name = (config.architectures or [""])[0]
         made: Any = getattr(transformers, name, None) if name else None
         if not (isinstance(made, type) and issubclass(made, transformers.PreTrainedModel)):
-            made = transformers.AutoModel.from_config
+            made = partial(transformers.AutoModel.from_config, trust_remote_code=False)
         with torch.device("meta"):
             return made(config).to(config.dtype or torch.float32)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # what a wrong setting raises depends on the family
         raise ConfigError(f"{file} describes no model of transformers: {error}") from error
 
 

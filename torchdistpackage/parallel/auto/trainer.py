@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchdistpackage.comm import collectives
-from torchdistpackage.comm.primitives import Group, ranks_of
+from torchdistpackage.comm.primitives import Group, gather_objects, ranks_of
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
-from torchdistpackage.errors import LayoutError
+from torchdistpackage.errors import CheckpointError, LayoutError
 from torchdistpackage.optim.clip import ShardedOptimizer, clip_grad_norm_
 from torchdistpackage.parallel.auto.hugging_face import ShardedModelCalls
 from torchdistpackage.parallel.auto.saving import save_tensor_parallel
@@ -47,9 +47,16 @@ def prepare_trainer(trainer: Any) -> Any:
             bare_optimizer(trainer).finish()  # stage 3 has freed what is saved
         with save_tensor_parallel(model):
             state = model.state_dict()
-        if args.should_save:
-            trainer._save(output_dir, state_dict=state)
-        collectives.barrier(group)
+        mine: Exception | None = None
+        try:
+            if args.should_save:
+                trainer._save(output_dir, state_dict=state)
+        except Exception as error:
+            mine = error
+        for failure in gather_objects(None if mine is None else repr(mine), group):
+            if failure is not None:
+                folder = output_dir or args.output_dir
+                raise CheckpointError(f"{folder} cannot be written: {failure}") from mine
 
     trainer.save_model = save_model
     return trainer
