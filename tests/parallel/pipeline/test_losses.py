@@ -71,5 +71,5 @@ def test_the_mean_is_at_least_in_float32():
     for m in (1, 0):
         losses.put(m, parts[m])
     assert losses.totals is not None
-    for wider in (mean_of(losses.totals, losses.dtype), joined(parts, [1, 1])):
+    for wider in (mean_of(losses.totals, losses.dtype, False), joined(parts, [1, 1])):
         assert wider.item() == 1 + 2**-41

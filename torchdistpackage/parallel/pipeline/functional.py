@@ -157,7 +157,7 @@ def forward_backward(
                 totals = division.divide(primitives.broadcast(totals, group, source), sum(sizes))
                 losses.totals = None if losses.totals is None else totals
     if losses.totals is not None and losses.is_complete:
-        return mean_of(losses.totals, losses.dtype)
+        return mean_of(losses.totals, losses.dtype, losses.counted)
     return joined([outputs[m] for m in sorted(outputs)], sizes) if outputs else None
 
 

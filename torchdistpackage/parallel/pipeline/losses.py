@@ -93,10 +93,15 @@ class Losses:
             _refuse_nothing(m, total, targets, loss)
         if self.totals is None:
             self.totals = torch.zeros(2, dtype=torch.float64, device=total.device)
-        self.dtype = torch.promote_types(total.dtype, self.dtype)
+            self._sum, self._count = self.totals.unbind()
+            if not counted:
+                self._count.fill_(1)
+        if total.dtype is not self.dtype:
+            self.dtype = torch.promote_types(total.dtype, self.dtype)
         share = (1 if counted else self._sizes[m]) / sum(self._sizes)
-        self.totals[0].add_(total.detach(), alpha=1 if counted else share)
-        self.totals[1].add_(count) if counted else self.totals[1].fill_(1)
+        self._sum.add_(total.detach(), alpha=1 if counted else share)
+        if counted:
+            self._count.add_(count)
         self.weights[m] = share * self._scale
         return total
 
@@ -110,9 +115,15 @@ def is_counted(value: object) -> bool:
     return is_scalar(total) and is_number
 
 
-def mean_of(totals: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The mean in `dtype` of [sum, count], 0 where nothing was counted."""
-    return torch.div(totals[0], _divisor(totals), out=totals.new_empty((), dtype=dtype))
+def mean_of(totals: Tensor, dtype: torch.dtype | None, counted: bool | None) -> Tensor:
+    """The mean in `dtype` of [sum, count], 0 where nothing was counted.
+
+    counted: of (sum, count), and not a mean already, whose count is 1.
+    """
+    mean = totals.new_empty((), dtype=dtype)
+    if not counted:
+        return mean.copy_(totals[0])
+    return torch.div(totals[0], _divisor(totals), out=mean)
 
 
 class LossDivision:

@@ -156,7 +156,7 @@ class Pipeline:
         if self._loss_broadcast.counted:
             self._check_divisible(early)
             loss = division.divide(loss, sum(batch.sizes))
-        return mean_of(loss, self._loss_broadcast.dtype)
+        return mean_of(loss, self._loss_broadcast.dtype, self._loss_broadcast.counted)
 
     def eval_step(
         self,
@@ -177,7 +177,7 @@ class Pipeline:
         batch = self._batch("eval_step", args, targets, inputs, num_microbatches)
         with self._own.evaluating():
             loss = self._loss_over(self._evaluator(batch), batch, targets, 1.0, keep_outputs)
-            return mean_of(loss, self._loss_broadcast.dtype)
+            return mean_of(loss, self._loss_broadcast.dtype, self._loss_broadcast.counted)
 
     def predict(
         self, *args: object, num_microbatches: int | None = None, **inputs: object
