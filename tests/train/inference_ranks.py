@@ -29,8 +29,8 @@ def answer(
 ) -> tuple[Answer, str]:
     """What a rank answers, and what it writes. folder: where it is called, as paths may say."""
     written: list[str] = []
-    plan = make_plan(config, dist.get_world_size())
     with chdir(folder):
+        plan = make_plan(config, dist.get_world_size())
         found = perform(plan, dist.get_rank(), CPU, weights, request, written.append)
     return found, "".join(written)
 
