@@ -147,14 +147,14 @@ def all_reduce(
     Raises:
         CommError: the dtype cannot be reduced, or the backend failed.
     """
-    if group.size() == 1:
+    if (num := group.size()) == 1:
         return Work(x) if async_op else x
     wire, finish = to_reducible(x, op)
     facts = (str(op),) if recorder.checks else NO_FACTS
     go, ask = run_async if async_op else run_sync, ("all_reduce", group, x, facts)
-    if wire.nbytes <= SWAPPED_BYTES and op == SUM and wire.is_cpu:
+    if num == 2 and wire.nbytes <= SWAPPED_BYTES and wire.is_cpu:
         line = recorder.line(group)
-        if line.direct and len(line.ranks) == 2:
+        if line.direct and op == SUM:
             rooms = [wire, wire]
             rooms[1 - line.index] = room = torch.empty_like(wire)
             summed = partial(_add_to, x, wire, room, finish)
