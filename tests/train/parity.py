@@ -57,11 +57,13 @@ def whole(ranks: Iterable[Held], *, rtol: float = 1e-12, atol: float = 1e-14) ->
     return tensors
 
 
-def expect_close(results: Iterable[Held], truth: Iterable[Held]) -> None:
-    """Put together, every tensor is within 1e-9 of the largest element of the one in `truth`."""
+def expect_close(results: Iterable[Held], truth: Iterable[Held], *, least: float = 1e-30) -> None:
+    """Put together, every tensor is within 1e-9 of the largest element of the one in `truth`,
+    or of `least` where that is larger.
+    """
     mine, reference = whole(results), whole(truth)
     assert mine.keys() == reference.keys()
     for name, true in reference.items():
-        scale = true.abs().max().clamp(min=1e-30)
+        scale = true.abs().max().clamp(min=least)
         worst = ((mine[name] - true).abs().max() / scale).item()
         assert worst < 1e-9, f"{name}: off by {worst:.2e} of its largest element"

@@ -9,6 +9,7 @@ import torch
 from tests.train import parity
 from tests.train.transformers_ranks import (
     VOCAB,
+    Answer,
     initial,
     of_transformers,
     save_model,
@@ -111,6 +112,8 @@ LAYOUTS = {
     "data2xtensor2-zero1": {"data": 2, "tensor": 2, "zero": 1},
     "tensor4": {"tensor": 4},
 }
+NO_GRADIENT = 1e-6
+"""Of a bias of keys, which no probability depends on, only rounding is left."""
 FULL, BOTH = (pytest.mark.full,), "pipe2xtensor2"
 BY_DEFAULT = ("data2", "pipe2", "tensor2", "pipe2xtensor2", "data2-zero2")
 
@@ -125,9 +128,9 @@ def asked(layout: dict[str, int]) -> tuple[int, list[str]]:
 @pytest.fixture(scope="session")
 def saved(ranks, tmp_path_factory):
     """(folder, what transformers makes of it in one process) by name, made once."""
-    made: dict[str, tuple[str, tuple]] = {}
+    made: dict[str, tuple[str, Answer]] = {}
 
-    def of(name: str) -> tuple[str, tuple]:
+    def of(name: str) -> tuple[str, Answer]:
         if name not in made:
             folder = str(tmp_path_factory.mktemp("hf") / "model")
             ranks(1).run(save_model, MODELS[name], folder)
@@ -148,12 +151,22 @@ def cases():
 
 @pytest.mark.parametrize(("name", "layout"), list(cases()))
 def test_three_steps_are_those_of_transformers(ranks, saved, name, layout):
-    folder, (held, losses) = saved(name)
+    """Losses, the gradient of every parameter in each step, and the weights after them."""
+    folder, truth = saved(name)
     size, changes = asked(LAYOUTS[layout])
     results = ranks(size).run(three_steps, [f"model.hf={folder}", *changes])
-    parity.expect_close([held for held, _ in results], [held])
-    for _, mine in results:
-        assert mine == pytest.approx(losses, rel=1e-9)
+    expect_same(results, truth)
+
+
+def expect_same(results: list[Answer], truth: Answer) -> None:
+    """Of as many last steps as the results have."""
+    parity.expect_close([mine.weights for mine in results], [truth.weights])
+    num_steps = len(results[0].losses)
+    for index in range(-num_steps, 0):
+        mine = [answer.gradients[index] for answer in results]
+        parity.expect_close(mine, [truth.gradients[index]], least=NO_GRADIENT)
+    for answer in results:
+        assert answer.losses == pytest.approx(truth.losses[-num_steps:], rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -185,14 +198,14 @@ def test_initial_weights_are_the_same_under_every_layout(ranks, saved, name, lay
     ],
 )
 def test_a_run_goes_on_under_another_layout(ranks, saved, tmp_path, name, first, then):
-    folder, (held, losses) = saved(name)
+    folder, truth = saved(name)
     size, changes = asked(LAYOUTS[first])
     hf = f"model.hf={folder}"
     before = ranks(size).run(two_steps_and_save, [hf, *changes], str(tmp_path))
     size, changes = asked(LAYOUTS[then])
     results = ranks(size).run(third_step, [hf, *changes], str(tmp_path))
-    parity.expect_close([held for held, _ in results], [held])
-    assert [*before[0], *results[0][1]] == pytest.approx(losses, rel=1e-9)
+    expect_same(results, truth)
+    assert before[0] == pytest.approx(truth.losses[:2], rel=1e-9)
 
 
 DROPS = {"resid_pdrop": 0.3, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
@@ -210,6 +223,6 @@ def test_recomputed_blocks_change_nothing(ranks, tmp_path, layout):
         ranks(size).run(three_steps, [f"model.hf={config}", *changes, f"train.recompute={how}"])
         for how in ("none", "blocks")
     )
-    assert [losses for _, losses in plain] == [losses for _, losses in again]
-    one, other = (parity.whole([held for held, _ in found]) for found in (plain, again))
+    assert [mine.losses for mine in plain] == [mine.losses for mine in again]
+    one, other = (parity.whole([mine.weights for mine in found]) for found in (plain, again))
     assert all(torch.equal(x, other[name]) for name, x in one.items())

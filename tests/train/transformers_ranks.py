@@ -1,8 +1,9 @@
 """What ranks do with transformers' own modules, and transformers in one process beside them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -22,8 +23,14 @@ RUN = [
     *("optim.clip=0.0", "optim.lr=0.01", "train.steps=5", "optim.warmup_steps=0"),
     "data.target=tests.train.sources:UnevenTokens",
 ]
-Answer = tuple[parity.Held, list[float]]
-"""(weights after the last step, loss of each step)."""
+
+
+class Answer(NamedTuple):
+    """weights: after the last step. gradients, losses: of each step, means over its tokens."""
+
+    weights: parity.Held
+    gradients: list[parity.Held]
+    losses: list[float]
 
 
 @contextmanager
@@ -48,9 +55,15 @@ def trainer(overrides: list[str]) -> Trainer:
 
 
 def three_steps(overrides: list[str]) -> Answer:
-    run = trainer(overrides)
-    losses = [run.train_step(step).wait().loss for step in range(1, STEPS + 1)]
-    return parity.held(run, "data"), losses
+    return steps_of(trainer(overrides), range(1, STEPS + 1))
+
+
+def steps_of(run: Trainer, steps: range) -> Answer:
+    gradients, losses = [], []
+    for step in steps:
+        losses.append(run.train_step(step).wait().loss)
+        gradients.append(parity.held(run, "grad"))
+    return Answer(parity.held(run, "data"), gradients, losses)
 
 
 def of_transformers(folder: str) -> Answer:
@@ -70,13 +83,14 @@ def of_transformers(folder: str) -> Answer:
         {"params": [p for p in named.values() if p.dim() <= 1], "weight_decay": 0.0},
     ]
     adam = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
-    losses = []
+    gradients, losses = [], []
     for step in range(1, STEPS + 1):
         ids, targets = data.batch("train", section.run.seed, step, 0, 1, section.data.global_batch)
         adam.zero_grad()
         with everywhere_float64():
             loss = loss_of(model, ids, targets)
             loss.backward()
+        gradients.append(whole({name: p.grad for name, p in named.items()}))
         for group in adam.param_groups:
             group["lr"] = optim.lr * warmup_cosine(
                 step - 1,
@@ -86,9 +100,15 @@ def of_transformers(folder: str) -> Answer:
             )
         adam.step()
         losses.append(loss.item())
-    whole = ((name, p.detach()) for name, p in named.items())
-    held = [(n, tuple(p.shape), tuple(slice(0, k) for k in p.shape), p.clone()) for n, p in whole]
-    return held, losses
+    return Answer(whole(named), gradients, losses)
+
+
+def whole(tensors: Mapping[str, Tensor | None]) -> parity.Held:
+    return [
+        (name, tuple(x.shape), tuple(slice(0, k) for k in x.shape), x.detach().clone())
+        for name, x in tensors.items()
+        if x is not None
+    ]
 
 
 def loss_of(model, ids: Tensor, targets: Tensor) -> Tensor:
@@ -126,5 +146,4 @@ def third_step(overrides: list[str], folder: str) -> Answer:
     """Of a run that goes on from a checkpoint."""
     run = trainer(overrides)
     assert resume(run, Path(folder), "auto").step == 2
-    loss = run.train_step(3).wait().loss
-    return parity.held(run, "data"), [loss]
+    return steps_of(run, range(3, 4))
