@@ -1,0 +1,67 @@
+"""The configuration and the refusals of docs/hugging_face.md are those of the package."""
+
+import json
+import re
+import shlex
+from contextlib import chdir
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.models import hugging_face_folders as folders
+from tests.models.hugging_face_ranks import VOCAB
+from tests.train.texts import save_tokenizer, sentences
+from torchdistpackage.cli.main import main
+from torchdistpackage.config.load import load
+from torchdistpackage.train.build import build
+from torchdistpackage.train.plan import make_plan
+
+PAGE = (Path(__file__).parents[2] / "docs" / "hugging_face.md").read_text(encoding="utf-8")
+YAML = re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[1]
+COMMAND, REFUSED = re.search(r"```\n\$ (.*?)\n(.*?)```", PAGE, re.DOTALL).groups()
+
+
+def first_step(folder: str, overrides: list[str]) -> float:
+    """Loss of the file's run."""
+    with chdir(folder):
+        plan = make_plan(load("run.yaml", overrides), dist.get_world_size())
+        run = build(plan, dist.get_rank(), torch.device("cpu"))
+        try:
+            return run.train_step(1).wait().loss
+        finally:
+            run.close()
+
+
+def test_the_configuration_of_the_page_trains(ranks, tmp_path, monkeypatch, capsys):
+    """As it stands in a plan; then on shorter samples, with the loss of one process."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(YAML)
+    save_tokenizer(folders.save("llama", Path("Llama-3.2-1B")), VOCAB)
+    Path("notes").mkdir()
+    for i, text in enumerate(sentences(8)):
+        Path(f"notes/{i}.txt").write_text(text)
+    assert main(["plan", "run.yaml"]) == 0
+    assert "data=2 x pipe=2 x context=1 x tensor=2" in capsys.readouterr().out
+    small = ["data.seq_len=16", "data.global_batch=8", "pipeline.microbatches=2"]
+    small += ["train.eval_batches=1", "precision.dtype=float64", f"run.dir={tmp_path}/runs"]
+    alone = ["parallel={data: 1, pipe: 1, tensor: 1, zero: 0}"]
+    (truth,) = ranks(1).run(first_step, str(tmp_path), [*small, *alone])
+    assert ranks(8).run(first_step, str(tmp_path), small) == pytest.approx([truth] * 8, rel=1e-6)
+
+
+def test_the_refusals_of_the_page_are_those_that_are_printed(tmp_path, monkeypatch, capsys):
+    sizes = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    llama = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 22, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps({**llama, "vocab_size": 300}))
+    (tmp_path / "run.yaml").write_text("model: {hf: config.json}\ndata: {seq_len: 12}\n")
+    monkeypatch.chdir(tmp_path)
+    name, *args = shlex.split(COMMAND)
+    assert name == "tdp" and main(args) == 2
+    assert capsys.readouterr().err == REFUSED
+
+
+@pytest.mark.parametrize("text", sorted(set(re.findall(r"`(tests/[\w/]+\.py)`", PAGE))))
+def test_what_shows_it_is_there(text):
+    assert (Path(__file__).parents[2] / text).is_file()
