@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 from contextlib import chdir
 from pathlib import Path
 
@@ -22,6 +24,11 @@ PAGE = (Path(__file__).parents[2] / "docs" / "hugging_face.md").read_text(encodi
 YAML = re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[1]
 COMMAND, REFUSED = re.search(r"```\n\$ (.*?)\n(.*?)```", PAGE, re.DOTALL).groups()
 
+SMALL = [
+    *("data.seq_len=16", "data.global_batch=8", "pipeline.microbatches=2"),
+    "train.eval_batches=1",
+]
+
 
 def first_step(folder: str, overrides: list[str]) -> float:
     """Loss of the file's run."""
@@ -34,21 +41,41 @@ def first_step(folder: str, overrides: list[str]) -> float:
             run.close()
 
 
-def test_the_configuration_of_the_page_trains(ranks, tmp_path, monkeypatch, capsys):
-    """As it stands in a plan; then on shorter samples, with the loss of one process."""
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """What the file of the page names, small, in the current folder."""
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(YAML)
     save_tokenizer(folders.save("llama", Path("Llama-3.2-1B")), VOCAB)
     Path("notes").mkdir()
     for i, text in enumerate(sentences(8)):
         Path(f"notes/{i}.txt").write_text(text)
+    return tmp_path
+
+
+def test_the_configuration_of_the_page_runs(files, capsys):
+    """As it stands in a plan; then two steps of shorter samples on threads as ranks."""
     assert main(["plan", "run.yaml"]) == 0
     assert "data=2 x pipe=2 x context=1 x tensor=2" in capsys.readouterr().out
-    small = ["data.seq_len=16", "data.global_batch=8", "pipeline.microbatches=2"]
-    small += ["train.eval_batches=1", "precision.dtype=float64", f"run.dir={tmp_path}/runs"]
+    assert main(["comm", "lint", "run.yaml", *SMALL]) == 0
+    assert "two steps, 8 threads as ranks" in (shown := capsys.readouterr().out)
+    assert "no ranks deadlock (in two steps)" in shown
+
+
+@pytest.mark.full
+def test_threads_import_transformers_in_turn(files):
+    """In a process in which nothing of it is imported."""
+    command = [sys.executable, "-m", "torchdistpackage", "comm", "lint", "run.yaml", *SMALL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.full
+def test_the_configuration_of_the_page_trains_as_in_one_process(ranks, files):
+    small = [*SMALL, "precision.dtype=float64", f"run.dir={files}/runs"]
     alone = ["parallel={data: 1, pipe: 1, tensor: 1, zero: 0}"]
-    (truth,) = ranks(1).run(first_step, str(tmp_path), [*small, *alone])
-    assert ranks(8).run(first_step, str(tmp_path), small) == pytest.approx([truth] * 8, rel=1e-6)
+    (truth,) = ranks(1).run(first_step, str(files), [*small, *alone])
+    assert ranks(8).run(first_step, str(files), small) == pytest.approx([truth] * 8, rel=1e-6)
 
 
 def test_the_refusals_of_the_page_are_those_that_are_printed(tmp_path, monkeypatch, capsys):

@@ -6,6 +6,7 @@ transformers' names everywhere but in the module itself. transformers, of the ex
 imported on first use.
 """
 
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -44,6 +45,10 @@ from torchdistpackage.topology.mesh import Mesh
 IGNORE = -100
 _WRAPPED = "tp_wrapped_module."
 _SHOWN = 6
+_ALONE = threading.Lock()
+"""Of threads as ranks one makes a model at a time: transformers imports parts of itself meanwhile,
+which threads cannot do side by side, and sets the process's default type.
+"""
 
 
 class TransformersStage(nn.Module):
@@ -170,7 +175,17 @@ def stage(
 
 
 def on_meta(shape: TransformersShape, dtype: torch.dtype | None = None) -> Any:
-    """The whole model of transformers, its parameters on the meta device, its buffers made."""
+    """The whole model of transformers, its parameters on the meta device, its buffers made.
+
+    Raises:
+        NotAvailableError: transformers is not installed.
+        ConfigError: it refuses these settings.
+    """
+    with _ALONE:
+        return _on_meta(shape, dtype or torch.get_default_dtype())
+
+
+def _on_meta(shape: TransformersShape, dtype: torch.dtype) -> Any:
     try:
         from transformers import CONFIG_MAPPING, AutoModelForCausalLM
     except ImportError as error:
@@ -178,7 +193,6 @@ def on_meta(shape: TransformersShape, dtype: torch.dtype | None = None) -> Any:
             "model.hf needs transformers, which is not installed; install the extra hf: "
             'pip install "torchdistpackage[hf]"'
         ) from error
-    dtype = dtype or torch.get_default_dtype()
     try:
         config = CONFIG_MAPPING[shape.family].from_dict(dict(shape.given))
         config.use_cache = False
@@ -191,9 +205,10 @@ def on_meta(shape: TransformersShape, dtype: torch.dtype | None = None) -> Any:
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Modules made inside have their parameters there; of buffers nobody could tell the values."""
+    thread = threading.get_ident()  # the hook is called in all of them
 
     def moved(module: nn.Module, name: str, parameter: Any) -> Any:
-        if parameter is None or parameter.is_meta:
+        if parameter is None or parameter.is_meta or threading.get_ident() != thread:
             return parameter
         return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
