@@ -142,7 +142,11 @@ def test_mistakes(ranks, tmp_path, capsys):
         assert main(["eval", *map(str, args)]) == code
         return capsys.readouterr().err
 
-    assert "says nothing of data; give --data FILE" in refused(2, source)
+    said = refused(2, tmp_path / "none", "--data", tmp_path / "none.txt", "optim.lrr=1")
+    assert said.startswith("tdp: 3 problems in tdp eval:") and "none.txt is not there" in said
+    assert "none: no such folder" in said and "optim.lrr=1: unknown key" in said
+    said = refused(2, source, "--tensor", "7", "optim.lrr=1")
+    assert "says nothing of data; give --data FILE" in said and "optim.lrr=1: unknown key" in said
     assert "none.txt is not there" in refused(2, source, "--data", tmp_path / "none.txt")
     text = tmp_path / "a.txt"
     text.write_text("alpha beta")

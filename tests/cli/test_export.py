@@ -61,7 +61,7 @@ def test_another_type_is_written_and_no_folder_is_overwritten(ranks, tmp_path, c
     assert main(command) == 0
     after = folders.tensors(tmp_path / "out")
     assert {x.dtype for x in after.values()} == {torch.bfloat16}
-    assert main(command) == 1
+    assert main(command) == 2
     assert "exists and is not empty" in capsys.readouterr().err
 
 
@@ -78,8 +78,19 @@ def test_mistakes_are_listed_at_once(ranks, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
     for folder in (run / "checkpoints").iterdir():
         folder.rename(tmp_path / folder.name)
-    assert main(["export", str(run), str(tmp_path / "out")]) == 1
-    assert "has no complete checkpoint" in capsys.readouterr().err
+    paths = [str(run), str(tmp_path), "--like", str(tmp_path / "none")]
+    assert main(["export", *paths, "--dtype", "int3"]) == 2
+    said = capsys.readouterr().err
+    for text in (
+        "4 problems in tdp export:",
+        "--dtype int3",
+        f"{tmp_path} exists and is not empty",
+        f"{tmp_path / 'none' / 'config.json'}",
+        f"{run} has no complete checkpoint",
+    ):
+        assert text in said, said
+    assert main(["export", *paths[:2], "--checkpoint", str(tmp_path / "none")]) == 2
+    assert "none: there is no such folder" in capsys.readouterr().err
 
 
 def test_a_run_that_ends_exports_its_newest_checkpoint_anew(ranks, tmp_path):

@@ -84,9 +84,20 @@ def test_mistakes_are_listed_at_once_and_no_rank_starts(run, tmp_path, monkeypat
         assert main(["generate", *args]) == 2
         return capsys.readouterr().err
 
+    none = str(tmp_path / "none")
+    said = refused(none, "optim.lrr=1", "--prompt-file", none, "--temperature", "-2")
+    for text in (
+        "4 problems in tdp generate:",
+        f"{none}: no such folder; name the folder of a run",
+        "optim.lrr=1: unknown key; did you mean optim.lr?",
+        f"--prompt-file {none} cannot be read",
+        "--temperature -2.0: use a finite number, 0 or more",
+    ):
+        assert text in said, said
     tokenizer = save_tokenizer(tmp_path / "tokenizer", 300)
     said = refused(
-        *(str(run), "--prompt", "alpha beta gamma delta", "--prompt", ""),
+        *(str(run), "optim.lrr=1", "--tensor", "8"),
+        *("--prompt", "alpha beta gamma delta", "--prompt", ""),
         *("--tokenizer", str(tokenizer), "--top-k", "5", "--top-p", "1.5"),
         *("--prompt-file", str(tmp_path / "none"), "--checkpoint", str(tmp_path / "none")),
     )
@@ -97,6 +108,8 @@ def test_mistakes_are_listed_at_once_and_no_rank_starts(run, tmp_path, monkeypat
         "--top-p 1.5: a share",
         f"--prompt-file {tmp_path / 'none'} cannot be read",
         f"--checkpoint {tmp_path / 'none'}: there is no such folder",
+        "optim.lrr=1: unknown key",
+        "cannot be shared by parallel.tensor=8",
     ):
         assert text in said, said
     assert "prompt 1 has 11 tokens, and the model sees 8 at once; shorten it by 3" in refused(

@@ -58,6 +58,20 @@ def test_stages_are_pipe_ranks_and_chunks_the_stages_of_each(capsys):
     assert "P x V in all" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_terminal_gets_the_drawing_in_blocks_of_its_width(monkeypatch, capsys):
+    whole = table(simulate(build("zb-v", 4, 8))).splitlines()
+    assert len(whole[0]) > 200
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(sized("zb-v", 4, 8)) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert max(map(len, shown)) <= 80
+    for index, row in enumerate(whole):
+        parts = [line.partition(" | ")[2] for line in shown if line.startswith(f"  {index} | ")]
+        assert len(parts) == 3 and f"  {index} | {' '.join(parts)}" == row
+    assert main(sized("zb-v", 40, 80)) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
 def test_two_steps_run_back_to_back(capsys):
     assert main([*sized("zb-h2", 4, 8), "--steps", "2"]) == 0
     shown = capsys.readouterr().out
@@ -74,7 +88,7 @@ def test_costs_come_stage_by_stage_from_a_file(kind, tmp_path, capsys):
     assert main([*sized("zb-h1", 3, 5), "--costs", str(path)]) == 0
     timeline = simulate(build("zb-h1", 3, 5), UNEVEN)
     shown = capsys.readouterr().out
-    assert f"costs of {path}" in shown
+    assert f"costs of {path}" in " ".join(shown.split())
     assert f"total              {timeline.total:g} units" in shown
     assert f"bubble             {timeline.bubble:.1%}" in shown
     assert table(timeline, unit=0.5) in shown

@@ -1,11 +1,22 @@
-"""Arguments, tables and line breaks that commands share."""
+"""Arguments, lists of problems, tables and line breaks that commands share.
 
+Text wraps everywhere. Tables and drawings are cut into blocks on a terminal alone, so that other
+programs read whole rows.
+"""
+
+import math
+import os
 import shutil
+import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
+
+from torchdistpackage.config.errors import ConfigErrors, Problem
+from torchdistpackage.errors import ConfigError
 
 PROCS = "launch.local.procs"
 """The key that a number of ranks on the command line stands for."""
@@ -17,20 +28,64 @@ Overrides = Annotated[
 ]
 
 
+@contextmanager
+def listed_in(problems: list[str]) -> Iterator[None]:
+    """Add what the body refuses to `problems`, and go on after it."""
+    try:
+        yield
+    except ConfigErrors as error:
+        problems += map(str, error.problems)
+    except ConfigError as error:
+        problems.append(str(error))
+
+
+def refusal(command: str, problems: Sequence[str]) -> ConfigErrors:
+    """The error that lists all of them."""
+    return ConfigErrors(command, [Problem("", None, "", text) for text in problems])
+
+
+def terminal_width() -> int | None:
+    """Columns of the terminal that the output goes to, or COLUMNS; None: it goes elsewhere."""
+    if sys.stdout.isatty() or "COLUMNS" in os.environ:
+        return shutil.get_terminal_size().columns
+    return None
+
+
 def text_table(
-    rows: Iterable[Sequence[object]], *, num_left: int = 0, last_left: bool = False
+    rows: Iterable[Sequence[object]],
+    *,
+    num_left: int = 0,
+    last_left: bool = False,
+    num_keys: int = 0,
 ) -> str:
     """Columns two spaces apart, aligned to the right but for the first `num_left` and, if
-    `last_left`, the last."""
+    `last_left`, the last.
+
+    num_keys: if not 0, a table wider than the terminal is printed in blocks of columns, one below
+    another, each of which begins with the first `num_keys` columns.
+    """
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     align = [str.ljust if i < num_left else str.rjust for i in range(len(widths))]
     align[-1:] = [str.ljust] if last_left else align[-1:]
-    lines = [
-        "  ".join(put(cell, width) for put, cell, width in zip(align, row, widths, strict=True))
-        for row in cells
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+    blocks = _blocks(widths, num_keys) if num_keys else [range(len(widths))]
+    texts = (
+        "\n".join("  ".join(align[i](row[i], widths[i]) for i in block).rstrip() for row in cells)
+        for block in blocks
+    )
+    return "\n\n".join(texts)
+
+
+def _blocks(widths: Sequence[int], num_keys: int) -> list[list[int]]:
+    """The columns of each block; one that has only the keys takes a column of any width."""
+    keys, limit = list(range(num_keys)), terminal_width() or math.inf
+    blocks = [list(keys)]
+    for i in range(num_keys, len(widths)):
+        width = sum(widths[k] + 2 for k in blocks[-1]) + widths[i]
+        if width > limit and len(blocks[-1]) > num_keys:
+            blocks.append(list(keys))
+        blocks[-1].append(i)
+    return blocks
 
 
 def wrap(text: str, indent: str = "  ") -> str:

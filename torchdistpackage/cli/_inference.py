@@ -14,10 +14,10 @@ from typing import Annotated, Any
 import typer
 
 from torchdistpackage.checkpoint.commit import latest
-from torchdistpackage.cli._common import Overrides
+from torchdistpackage.cli._common import Overrides, listed_in, refusal
 from torchdistpackage.config.hugging_face import FILE as CONFIG
 from torchdistpackage.config.hugging_face import model_keys, read_config
-from torchdistpackage.config.load import load, loads
+from torchdistpackage.config.load import load, loads, override_problems
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.tokenizer_folder import tokenizer_file, vocabulary_size
 from torchdistpackage.config.yaml_loader import write
@@ -140,17 +140,26 @@ class ModelSource:
         return []
 
     def config(self, keys: Mapping[str, object], changes: Sequence[str]) -> RunConfig:
-        """The configuration for this layout. keys: set besides; changes: of the user, which win."""
+        """The configuration for this layout. keys: set besides; changes: of the user, which win.
+
+        Raises:
+            ConfigError: a change is wrong, or, unless a launcher started this, the layout does
+                not fit the model.
+        """
         given = {change.partition("=")[0].strip() for change in changes}
         every = {**_FORWARD_KEYS, **keys}
         overrides = [f"{key}={value}" for key, value in every.items() if key not in given]
         here = detect(os.environ)
         world_size = None if here.source == "alone" else here.world_size
         if self.is_run:
-            return load(
-                self.path / RESOLVED, [*self._own_weights, *overrides, *changes], world_size
-            )
-        return loads(_yaml_of(self.path), str(self.path), [*overrides, *changes], world_size)
+            overrides = [*self._own_weights, *overrides]
+            found = load(self.path / RESOLVED, [*overrides, *changes], world_size)
+        else:
+            text = _yaml_of(self.path)
+            found = loads(text, str(self.path), [*overrides, *changes], world_size)
+        if world_size is None:
+            make_plan(found, local_procs(found), str(self.path))
+        return found
 
 
 def source_of(path: Path, checkpoint: Path | None) -> ModelSource:
@@ -166,6 +175,26 @@ def source_of(path: Path, checkpoint: Path | None) -> ModelSource:
         return ModelSource(path, loads(_yaml_of(path), str(path)), False, checkpoint)
     what = f"neither {RESOLVED} nor {CONFIG} is there" if path.is_dir() else "no such folder"
     raise ConfigError(f"{path}: {what}; name the folder of a run, or of a transformers model")
+
+
+def find_source(
+    command: str,
+    path: Path,
+    checkpoint: Path | None,
+    changes: Sequence[str],
+    problems: list[str],
+) -> ModelSource:
+    """`source_of`; adds to `problems` what is wrong with the checkpoint.
+
+    Raises:
+        ConfigErrors: there is none; lists `problems` too, and what is wrong with the changes alone.
+    """
+    with listed_in(problems):
+        source = source_of(path, checkpoint)
+        problems += source.problems()
+        return source
+    problems += map(str, override_problems(changes))
+    raise refusal(command, problems)
 
 
 def _yaml_of(folder: Path) -> str:
@@ -198,26 +227,15 @@ def on_ranks(source: ModelSource, config: RunConfig, request: GenerateRequest | 
     """What rank 0 answers, or under a launcher this rank.
 
     Raises:
-        ConfigError: the layout does not fit the model.
+        ConfigError: under a launcher, the layout does not fit the model.
         CheckpointError: all ranks alike could not do it.
         RankError: a rank failed.
     """
     here, args = detect(os.environ), (config, source.weights, request)
     if here.source == "alone":
-        num_procs = local_procs(config)
-        make_plan(config, num_procs, str(source.path))
-        answer = run_local(RANK_MAIN, args, num_procs=num_procs, preload=PRELOAD)[0]
+        answer = run_local(RANK_MAIN, args, num_procs=local_procs(config), preload=PRELOAD)[0]
     else:
         answer = EntryPoint.of(RANK_MAIN).resolve()(*args)
     if isinstance(answer, RankRefusal):
         raise CheckpointError(answer.text)
     return answer
-
-
-def refuse(problems: Sequence[str]) -> None:
-    """
-    Raises:
-        ConfigError: there are problems; lists them.
-    """
-    if problems:
-        raise ConfigError("; ".join(problems))

@@ -13,7 +13,7 @@ from typing import Annotated, cast
 
 import typer
 
-from torchdistpackage.cli._common import text_table
+from torchdistpackage.cli._common import text_table, wrap
 from torchdistpackage.cli.comm_ranks import (
     Axes,
     CommTarget,
@@ -62,7 +62,9 @@ Sizes = Sequence[tuple[str, int | None]]
 _SIZES, _DTYPES = "1KiB:4MiB:x16", "float32"
 _SUFFIX = "-bench"
 _BENCH = ("-u", "-P", "-m", "torchdistpackage", "comm", "bench")
-_HEAD = ("operation", "dtype", "size", "p50", "p95", "max", "algbw", "busbw", "bare p50", "ours")
+_KEYS = ("operation", "dtype", "size")
+_HEAD = (*_KEYS, "p50", "bare p50", "ours", "algbw", "busbw", "p95", "max")
+"""On 80 columns all but the last few fit side by side."""
 _MATRIX = 16
 """Ranks whose matrix is printed; the file has all of it."""
 
@@ -224,36 +226,38 @@ def _options(request: Request, sizes: str, min_busbw: Sequence[str]) -> list[str
 def report_text(report: BenchReport) -> str:
     """All tables, one for each axis, link and mode."""
     num_hosts = len(set(report.hosts))
-    parts = [
+    head = (
         f"{report.backend} on {len(report.hosts)} ranks of {num_hosts} "
         f"host{'s' if num_hosts > 1 else ''} ({describe(report.topology)}), {report.date}; "
         f"{report.iterations} iterations after {report.warmup}, every element verified"
-    ]
+    )
+    parts = [wrap(head)]
     kinds = dict.fromkeys((row.axis, row.link, row.mode) for row in report.rows)
     for kind in kinds:
         rows = [row for row in report.rows if (row.axis, row.link, row.mode) == kind]
         lines = [x for x in report.lines if (x.axis, x.link, x.mode) == kind]
-        parts.append(f"{_title(rows)}\n{text_table(_cells(rows), num_left=1)}" + _fits(lines))
+        table = text_table(_cells(rows), num_left=1, num_keys=len(_KEYS))
+        parts.append(f"{_title(rows)}\n{table}{_fits(lines)}")
     return "\n\n".join(parts)
 
 
 def pairs_text(pairs: Pairs, suspects: SlowLinks, hosts: Sequence[str]) -> str:
     """The matrix where it is small, the slowest pair, and what to leave out."""
     num_ranks = len(hosts)
-    lines = [f"pairs, both ways at once, {size_text(pairs.size_bytes)} of {pairs.dtype}"]
+    parts = [f"pairs, both ways at once, {size_text(pairs.size_bytes)} of {pairs.dtype}"]
     if num_ranks <= _MATRIX:
         rows: list[Sequence[str]] = [("GB/s", *map(str, range(num_ranks)), "")]
         for a in range(num_ranks):
             found = [(min(a, b), max(a, b)) for b in range(num_ranks)]
             shown = (rate(pairs.busbw_bytes_per_s(x)) if x in pairs.times else "" for x in found)
             rows.append((str(a), *shown, hosts[a]))
-        lines.append(text_table(rows, num_left=1))
+        parts.append(text_table(rows, num_left=1, num_keys=1))
     a, b = suspects.slowest
-    lines.append(
+    lines = [
         f"slowest pair: rank {a} ({hosts[a]}) and rank {b} ({hosts[b]}), "
         f"{rate(pairs.busbw_bytes_per_s((a, b)))} GB/s, {suspects.times_slower:.1f} x the "
         f"median time"
-    )
+    ]
     for rank, slower in suspects.ranks:
         lines.append(
             f"slow rank: {rank} on {hosts[rank]}, to other hosts {slower:.1f} x the time of the "
@@ -266,7 +270,7 @@ def pairs_text(pairs: Pairs, suspects: SlowLinks, hosts: Sequence[str]) -> str:
         where = f"inside {first}" if first == second else f"between {first} and {second}"
         lines.append(f"slow link: {where}, {slower:.1f} x the time of the fast ones")
     lines.append(suspects.exclude or "no host stands out, so none is to be excluded")
-    return "\n".join(lines)
+    return "\n".join([*parts, wrap("\n".join(lines))])
 
 
 def duration(seconds: float) -> str:
@@ -295,10 +299,11 @@ def _cells(rows: Sequence[Row]) -> list[Sequence[str]]:
                 row.operation,
                 row.dtype,
                 size_text(row.size_bytes),
-                *map(duration, (row.p50_s, row.p95_s, row.max_s)),
-                *map(rate, (row.algbw_bytes_per_s, row.busbw_bytes_per_s)),
+                duration(row.p50_s),
                 duration(row.bare_p50_s),
                 f"{row.p50_s / row.bare_p50_s:.2f} x",
+                *map(rate, (row.algbw_bytes_per_s, row.busbw_bytes_per_s)),
+                *map(duration, (row.p95_s, row.max_s)),
                 *[duration(row.host_p50_s or 0.0)] * queues,
                 f"{ranks} (of {row.num_units})" if row.num_units > 1 else ranks,
             )
@@ -319,7 +324,7 @@ def _fits(lines: Sequence[CostModel]) -> str:
         + ("two sizes" if x.fit.deviation is None else f"{x.fit.deviation:.0%} off")
         for x in lines
     ]
-    return "\nfitted\n" + "\n".join(shown)
+    return "\nfitted\n" + wrap("\n".join(shown), indent="    ")
 
 
 # With --slurm: everything but the command of the tasks is that of `tdp submit`, in a run folder of

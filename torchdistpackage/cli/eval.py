@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from torchdistpackage.cli import _inference as inference
+from torchdistpackage.cli._common import listed_in, refusal
 from torchdistpackage.cli._inference import (
     Changes,
     Checkpoint,
@@ -20,14 +21,14 @@ from torchdistpackage.cli._inference import (
     quoted,
 )
 from torchdistpackage.config.check import absent_files
-from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.schema import DataSection
-from torchdistpackage.errors import ConfigError, DataError
+from torchdistpackage.errors import DataError
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.train.inference_request import EvalRequest, EvalResult
 from torchdistpackage.train.job import text_source, token_cache_folder
 from torchdistpackage.train.token_cache import tokenized
 
+_COMMAND = "tdp eval"
 _KINDS = {".jsonl": "jsonl", ".parquet": "parquet", ".bin": "tokens"}
 """Suffix of a file -> data.name; any other: text."""
 _MICROBATCHES = 4
@@ -48,33 +49,36 @@ def eval(
     tensor: Tensor = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Loss and perplexity of a trained model, the same on every layout.
+    """Loss and perplexity of a trained model, on any layout.
 
-    On the part of the run's data that is held for validation, or on all of --data. Each token
-    is predicted once, in windows of data.seq_len.
+    The same on every layout. On the part of the run's data that is held for validation, or on all
+    of --data. Each token is predicted once, in windows of data.seq_len.
     """
-    source, changes = inference.source_of(target, checkpoint), list(overrides or ())
-    given = dict(change.split("=", 1) for change in changes if "=" in change)
-    problems = source.problems()
-    if data is None and not source.is_run and "data.path" not in given:
-        problems.append(f"{target} says nothing of data; give --data FILE")
+    problems, changes = list[str](), list(overrides or ())
     if data is not None and not data.exists():
         problems.append(f"--data {data} is not there, seen from {Path.cwd()}")
+    source = inference.find_source(_COMMAND, target, checkpoint, changes, problems)
+    given = dict(change.split("=", 1) for change in changes if "=" in change)
+    if data is None and not source.is_run and "data.path" not in given:
+        problems.append(f"{target} says nothing of data; give --data FILE")
     keys: dict[str, object] = {}
     if data is not None or tokenizer is not None:
         keys |= _data_keys(source, data, tokenizer, given.get("data.name"), problems)
-    inference.refuse(problems)
     layout = {"parallel.pipe": pipe, "parallel.tensor": tensor}
     keys |= {key: size for key, size in layout.items() if size is not None}
     keys |= _batch_keys(source, {**keys, **given})
-    config = source.config(keys, changes)
-    if absent := absent_files(config, str(target)):
-        raise ConfigErrors(str(target), absent)
+    config = None
+    with listed_in(problems):
+        config = source.config(keys, changes)
+    if config is not None and (data is None or data.exists()):
+        problems += map(str, absent_files(config, str(target)))
+    if problems or config is None:
+        raise refusal(_COMMAND, problems)
     if config.data.tokenizer is not None and detect(os.environ).source == "alone":
         try:  # a bad line is refused here, and the ranks find what was made
             tokenized(text_source(config), token_cache_folder(config))
         except DataError as error:
-            raise ConfigError(str(error)) from error
+            raise refusal(_COMMAND, [str(error)]) from error
     found = inference.on_ranks(source, config, EvalRequest(all_data=data is not None))
     if detect(os.environ).rank == 0:
         on = str(data) if data is not None else "validation data"

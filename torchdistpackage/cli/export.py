@@ -7,10 +7,10 @@ from typing import Annotated, Any, cast
 import typer
 
 from torchdistpackage.checkpoint.commit import latest
-from torchdistpackage.config.hugging_face import config_file
+from torchdistpackage.cli._common import listed_in, refusal
+from torchdistpackage.config.hugging_face import config_file, read_config, taken
 from torchdistpackage.config.load import load
 from torchdistpackage.config.yaml_loader import read
-from torchdistpackage.errors import CheckpointError, ConfigError
 from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.models.registry import model_of
 from torchdistpackage.train.job import CHECKPOINTS, RESOLVED
@@ -53,19 +53,28 @@ def export(
     size = re.fullmatch(r"(\d{1,15})\s*([KMG]B)?", shard_size.strip(), re.IGNORECASE)
     if size is None or int(size[1]) == 0:
         problems.append(f"--shard-size {shard_size}: write a number and KB, MB or GB, as in 500MB")
-    resolved = run / RESOLVED
+    if problem := taken(folder):
+        problems.append(problem)
+    if like is not None:
+        with listed_in(problems):
+            read_config(like)
+    resolved, config, path = run / RESOLVED, None, checkpoint
     if not resolved.is_file():
         problems.append(f"{run}: there is no {RESOLVED}; name the folder of a run")
-    if problems or size is None:
-        raise ConfigError("; ".join(problems))
-    # its folder of weights may be gone since: all sizes are in the file
-    config = load(resolved, ["model.weights=null"])
-    model = model_of(config.model)
-    if model is None:
-        raise ConfigError(f"{run}: model.target built its model, whose names only it knows")
-    path = checkpoint or latest(run / CHECKPOINTS)
-    if path is None:
-        raise CheckpointError(f"{run} has no complete checkpoint; let it save one first")
+    else:
+        with listed_in(problems):
+            # its folder of weights may be gone since: all sizes are in the file
+            config = load(resolved, ["model.weights=null"])
+        path = checkpoint or latest(run / CHECKPOINTS)
+        if path is None:
+            problems.append(f"{run} has no complete checkpoint; let it save one first")
+    if checkpoint is not None and not checkpoint.is_dir():
+        problems.append(f"--checkpoint {checkpoint}: there is no such folder")
+    model = None if config is None else model_of(config.model)
+    if config is not None and model is None:
+        problems.append(f"{run}: model.target built its model, whose names only it knows")
+    if problems or size is None or config is None or model is None or path is None:
+        raise refusal("tdp export", problems)
     written: Any = EntryPoint.of(EXPORT).resolve()(
         path,
         model,

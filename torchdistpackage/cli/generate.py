@@ -9,12 +9,14 @@ import typer
 
 from torchdistpackage.bounded import parse_json
 from torchdistpackage.cli import _inference as inference
+from torchdistpackage.cli._common import listed_in, refusal
 from torchdistpackage.cli._inference import Changes, Checkpoint, Pipe, Target, Tensor, Tokenizer
 from torchdistpackage.errors import ConfigError, DataError
 from torchdistpackage.models.registry import model_of
 from torchdistpackage.train.inference_request import GenerateRequest, Sampling
 from torchdistpackage.train.prompts import ByteCodec, TokenCodec, TokenizerCodec
 
+_COMMAND = "tdp generate"
 _STOPS_IN = ("generation_config.json", "config.json")
 
 
@@ -32,10 +34,10 @@ def generate(
         int, typer.Option(metavar="N", min=1, help="Tokens after the prompt, unless it ends.")
     ] = 100,
     temperature: Annotated[
-        float, typer.Option(metavar="T", min=0.0, help="0: always the likeliest token (greedy).")
+        float, typer.Option(metavar="T", help="0: always the likeliest token (greedy).")
     ] = 0.0,
     top_k: Annotated[
-        int | None, typer.Option(metavar="K", min=1, help="Sample from the K likeliest tokens.")
+        int | None, typer.Option(metavar="K", help="Sample from the K likeliest tokens.")
     ] = None,
     top_p: Annotated[
         float | None,
@@ -51,12 +53,19 @@ def generate(
 
     The same tokens on every layout. Text is printed as it comes.
     """
-    source = inference.source_of(target, checkpoint)
-    problems = [*source.problems(), *_sampling_problems(temperature, top_k, top_p)]
+    changes = overrides or ()
+    problems = list(_sampling_problems(temperature, top_k, top_p))
     texts = [*_given(prompt or (), problems), *_read_prompts(prompt_file or (), problems)]
     if not prompt and not prompt_file:
         problems.append("nothing to continue; give --prompt TEXT or --prompt-file FILE")
     problems += [f"prompt {i} is empty; write something" for i, x in enumerate(texts, 1) if not x]
+    source = inference.find_source(_COMMAND, target, checkpoint, changes, problems)
+    layout = {"parallel.pipe": pipe, "parallel.tensor": tensor}
+    keys = {key: size for key, size in layout.items() if size is not None}
+    keys |= {"parallel.data": 1, "pipeline.microbatches": 1, "data.global_batch": 1}
+    config = None
+    with listed_in(problems):
+        config = source.config(keys, changes)
     codec, folder = None, source.tokenizer(tokenizer)
     if model_of(source.own.model) is None:
         problems.append(
@@ -71,19 +80,18 @@ def generate(
         codec = _codec(folder, source, problems)
     encoded = [] if codec is None else [codec.encode(text) for text in texts]
     problems += _prompt_problems(encoded, texts, source.window)
-    inference.refuse(problems)
-    assert codec is not None
-    layout = {"parallel.pipe": pipe, "parallel.tensor": tensor}
-    keys = {key: size for key, size in layout.items() if size is not None}
-    keys |= {"parallel.data": 1, "pipeline.microbatches": 1, "data.global_batch": 1}
-    config = source.config(keys, overrides or ())
+    stops: tuple[int, ...] = ()
+    with listed_in(problems):
+        stops = _stops(source, codec)
+    if problems or codec is None or config is None:
+        raise refusal(_COMMAND, problems)
     request = GenerateRequest(
         texts=tuple(texts),
         prompts=tuple(map(tuple, encoded)),
         tokenizer=None if folder is None else str(folder),
         max_new_tokens=max_new_tokens,
         window=source.window,
-        stops=_stops(source, codec),
+        stops=stops,
         sampling=Sampling(temperature, top_k, top_p, seed),
     )
     inference.on_ranks(source, config, request)
@@ -108,7 +116,9 @@ def _codec(
 def _sampling_problems(temperature: float, top_k: int | None, top_p: float | None) -> Iterator[str]:
     if top_p is not None and not 0 < top_p <= 1:
         yield f"--top-p {top_p:g}: a share of the chances, above 0 and at most 1"
-    if not math.isfinite(temperature):
+    if top_k is not None and top_k < 1:
+        yield f"--top-k {top_k}: a number of tokens, 1 or more"
+    if not 0 <= temperature < math.inf:
         yield f"--temperature {temperature}: use a finite number, 0 or more"
     for name, value in (("top-k", top_k), ("top-p", top_p)):
         if value is not None and temperature == 0:
@@ -144,7 +154,7 @@ def _prompt_problems(encoded: list[list[int]], texts: list[str], window: int) ->
             yield f"prompt {number} has no token; write something that the tokenizer knows"
 
 
-def _stops(source: inference.ModelSource, codec: TokenCodec) -> tuple[int, ...]:
+def _stops(source: inference.ModelSource, codec: TokenCodec | None) -> tuple[int, ...]:
     """Ids that end a text: of a transformers folder those that its files name."""
     for name in _STOPS_IN if not source.is_run else ():
         if not (file := source.path / name).is_file():
@@ -155,4 +165,4 @@ def _stops(source: inference.ModelSource, codec: TokenCodec) -> tuple[int, ...]:
             raise ConfigError(f"{file} cannot be read: {error}") from error
         if found is not None:
             return tuple(x for x in (found if isinstance(found, list) else [found]))
-    return () if codec.stop is None else (codec.stop,)
+    return () if codec is None or codec.stop is None else (codec.stop,)

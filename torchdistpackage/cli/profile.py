@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from torchdistpackage.cli._common import text_table
+from torchdistpackage.cli._common import listed_in, refusal, text_table
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.train.trace_file import TRACE, png, read_trace, summary
 
@@ -25,8 +25,13 @@ def profile(
     spent in computation, in waiting for pipeline messages, and in waiting for the calls of each
     group. Open the trace itself in ui.perfetto.dev.
     """
-    trace = read_trace(run)
-    written = ""
+    problems, trace, written = list[str](), None, ""
+    with listed_in(problems):
+        trace = read_trace(run)
+    if png_file is not None and not png_file.parent.is_dir():
+        problems.append(f"--png {png_file} cannot be written: there is no folder for it")
+    if problems or trace is None:
+        raise refusal("tdp profile", problems)
     if png_file is not None:
         content = png(trace)
         try:
@@ -36,4 +41,4 @@ def profile(
         written = f"\nwrote {png_file}"
     steps = ", ".join(map(str, trace.steps))
     head = f"{trace.run}: {trace.schedule}, {len(trace.ranks)} ranks, steps {steps}"
-    typer.echo(f"{head}\n{text_table(summary(trace))}{written}")
+    typer.echo(f"{head}\n{text_table(summary(trace), num_keys=1)}{written}")

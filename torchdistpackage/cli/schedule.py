@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from torchdistpackage.cli._common import terminal_width, wrap
 from torchdistpackage.errors import ConfigError, ScheduleError
 from torchdistpackage.schedule import draw
 from torchdistpackage.schedule.actions import ActionKind, Schedule
@@ -164,12 +165,14 @@ def _report(made: Schedule, timeline: Timeline, costs: str, unit: float, steps: 
     idle, slots = ranks - 1, microbatches + ranks - 1
     chunks = "" if made.num_stages == ranks else f" on {ranks} pipe ranks"
     repeated = "" if steps == 1 else f", {steps} steps"
+    head = f"{made.name}, {made.num_stages} stages{chunks}, {microbatches} microbatches{repeated}; "
+    drawing = [
+        wrap(head + costs),
+        "",
+        draw.table(timeline, unit, terminal_width()),
+        "",
+    ]
     lines = [
-        f"{made.name}, {made.num_stages} stages{chunks}, {microbatches} microbatches{repeated}; "
-        f"{costs}",
-        "",
-        draw.table(timeline, unit),
-        "",
         f"total              {timeline.total:g} units",
         f"bubble             {timeline.bubble:.1%}",
         f"by pipe rank       {' '.join(f'{bubble:.1%}' for bubble in timeline.bubbles)}",
@@ -179,7 +182,7 @@ def _report(made: Schedule, timeline: Timeline, costs: str, unit: float, steps: 
     if chunks:
         live = " ".join(map(str, timeline.peak_live_of_rank))
         lines.append(f"                   {live}   (at most, by pipe rank)")
-    return lines
+    return [*drawing, wrap("\n".join(lines), indent=" " * 19)]
 
 
 def _write(path: Path, content: bytes) -> None:

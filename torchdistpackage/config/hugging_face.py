@@ -30,6 +30,14 @@ def config_file(folder: str | Path) -> Path:
     return path if path.suffix == ".json" else path / FILE
 
 
+def taken(folder: str | Path) -> str | None:
+    """What is wrong with `folder` for a new model, if anything: old files would mix with new."""
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        return f"{folder} exists and is not empty; name a new folder, or remove it"
+    return None
+
+
 def read_config(folder: str | Path) -> dict[str, Any]:
     """The content of `folder`/config.json, or of the file that is named itself.
 

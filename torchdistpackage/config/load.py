@@ -96,6 +96,15 @@ def loads(
     return config
 
 
+def override_problems(overrides: Sequence[str]) -> list[Problem]:
+    """What is wrong with overrides whatever the file holds: their form, names and types."""
+    draft = _PartialConfig("", read("", ""))
+    for override in overrides:
+        draft.override(override)
+    draft.validate()
+    return draft.problems
+
+
 class _PartialConfig:
     """Values with their places on the way to a RunConfig, and the problems met so far."""
 

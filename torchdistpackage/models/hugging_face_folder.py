@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from torchdistpackage.config.hugging_face import FILE, config_file
+from torchdistpackage.config.hugging_face import FILE, config_file, taken
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.models.hugging_face import with_starts
 from torchdistpackage.models.hugging_face_layout import INDEX, SINGLE, Source
@@ -34,10 +34,9 @@ COMPANIONS = (
 
 
 def check_new(folder: str | Path) -> None:
-    """Raises CheckpointError if `folder` is there and not empty: old files would mix with new."""
-    folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} exists and is not empty; name a new folder, or remove it")
+    """Raises CheckpointError if `folder` is there and not empty."""
+    if problem := taken(folder):
+        raise CheckpointError(problem)
 
 
 def write_folder(

@@ -35,11 +35,13 @@ _WORDS = {
 }
 
 
-def table(timeline: Timeline, unit: float = 1.0) -> str:
+def table(timeline: Timeline, unit: float = 1.0, columns: int | None = None) -> str:
     """One line a rank; a cell is one unit of time wide, `.` is idle.
 
     A box opens with its action, without the stage where a rank has only one. Times are rounded to
     full cells, so let `unit` divide them, or be well below the shortest action.
+
+    columns: of characters; what is longer goes on below, all ranks together. None: any number.
     """
     stages = [sorted({s.action.stage for s in _compute(row)}) for row in timeline.spans]
     full = any(len(found) > 1 for found in stages)
@@ -48,15 +50,21 @@ def table(timeline: Timeline, unit: float = 1.0) -> str:
         for row in map(_compute, timeline.spans)
     ]
     width = max((len(label) for row in labels for _, label in row), default=2)
-    lines: list[str] = []
-    for index, row in enumerate(labels):
-        cells = ["." * width] * round(timeline.total / unit)
+    num_cells = round(timeline.total / unit)
+    rows: list[list[str]] = []
+    for row in labels:
+        cells = ["." * width] * num_cells
         for span, label in row:
             start, end = round(span.start / unit), round(span.end / unit)
             if start < end:
                 cells[start:end] = [label.ljust(width, "-"), *["-" * width] * (end - start - 1)]
-        lines.append(f"{index:>3} | " + " ".join(cells))
-    return "\n".join(lines)
+        rows.append(cells)
+    per_line = num_cells if columns is None else (columns - len("  0 | ") + 1) // (width + 1)
+    per_line = max(per_line, 1)
+    return "\n\n".join(
+        "\n".join(f"{i:>3} | " + " ".join(row[at : at + per_line]) for i, row in enumerate(rows))
+        for at in range(0, max(num_cells, 1), per_line)
+    )
 
 
 def svg(timeline: Timeline, measured: Timeline | None = None) -> str:

@@ -84,9 +84,33 @@ def test_the_table_shows_ours_beside_the_bare_call():
     shown = report_text(report(row(), row("p2p", axis="pipe", mode="alone", num_units=1)))
     assert "gloo on 8 ranks of 2 hosts (data=4 x pipe=2)" in shown
     first = next(line for line in shown.splitlines() if line.startswith("all_reduce"))
-    cells = "all_reduce float32 1 MiB 1.67 ms 3.35 ms 5.02 ms 0.627 0.94 1.67 ms 1.00 x 0 1 2 3"
+    cells = "all_reduce float32 1 MiB 1.67 ms 1.67 ms 1.00 x 0.627 0.94 3.35 ms 5.02 ms 0 1 2 3"
     assert first.split() == [*cells.split(), "(of", "2)"]
     assert "pipe, on one host: one group at a time" in shown and "fitted" not in shown
+
+
+def test_a_terminal_gets_tables_in_blocks_of_its_width(monkeypatch):
+    small = row("reduce_scatter", size_bytes=2**10, host_p50_s=4.2e-5, p50_s=1.234e-3)
+    whole = report(small, row("reduce_scatter", p50_s=1.5e-3, host_p50_s=1e-5), pairs=PAIRS)
+    hosts = [f"node{i:03}" for i in range(16)]
+    times = {(a, b): 1e-3 + 1e-5 * a for a in range(16) for b in range(a + 1, 16)}
+    pairs = Pairs(size_bytes=2**20, dtype="float32", times=times)
+    suspects = find_suspects(times, hosts)
+
+    def lines() -> list[str]:
+        return f"{report_text(whole)}\n{pairs_text(pairs, suspects, hosts)}".splitlines()
+
+    wide = lines()
+    heads = [x for x in wide if x.startswith(("operation", "GB/s"))]
+    assert len(heads) == 2 and min(map(len, heads)) > 100
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = lines()
+    assert max(map(len, narrow)) <= 80
+    for head in heads:  # the same columns in the same order, the first ones again in each block
+        begin = ("operation", "dtype", "size") if head.startswith("op") else ("GB/s",)
+        blocks = [x.split() for x in narrow if x.startswith(begin[0])]
+        assert len(blocks) > 1 and all(tuple(x[: len(begin)]) == begin for x in blocks)
+        assert [*begin, *(x for block in blocks for x in block[len(begin) :])] == head.split()
 
 
 def test_the_pairs_name_the_slowest_and_whom_to_exclude():
