@@ -9,8 +9,8 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Annotated
 
 import typer
@@ -28,15 +28,18 @@ Overrides = Annotated[
 ]
 
 
-@contextmanager
-def listed_in(problems: list[str]) -> Iterator[None]:
-    """Add what the body refuses to `problems`, and go on after it."""
-    try:
-        yield
-    except ConfigErrors as error:
-        problems += map(str, error.problems)
-    except ConfigError as error:
-        problems.append(str(error))
+class ListedIn(AbstractContextManager[None, bool]):
+    """Adds what its body refuses to a list of problems; the program goes on after it."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self._problems = problems
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, ConfigErrors):
+            self._problems += map(str, error.problems)
+        elif isinstance(error, ConfigError):
+            self._problems.append(str(error))
+        return isinstance(error, ConfigError)
 
 
 def refusal(command: str, problems: Sequence[str]) -> ConfigErrors:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from torchdistpackage.checkpoint.commit import latest
-from torchdistpackage.cli._common import Overrides, listed_in, refusal
+from torchdistpackage.cli._common import ListedIn, Overrides, refusal
 from torchdistpackage.config.hugging_face import FILE as CONFIG
 from torchdistpackage.config.hugging_face import model_keys, read_config
 from torchdistpackage.config.load import load, loads, override_problems
@@ -189,7 +189,7 @@ def find_source(
     Raises:
         ConfigErrors: there is none; lists `problems` too, and what is wrong with the changes alone.
     """
-    with listed_in(problems):
+    with ListedIn(problems):
         source = source_of(path, checkpoint)
         problems += source.problems()
         return source

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from torchdistpackage.cli import _inference as inference
-from torchdistpackage.cli._common import listed_in, refusal
+from torchdistpackage.cli._common import ListedIn, refusal
 from torchdistpackage.cli._inference import (
     Changes,
     Checkpoint,
@@ -68,7 +68,7 @@ def eval(
     keys |= {key: size for key, size in layout.items() if size is not None}
     keys |= _batch_keys(source, {**keys, **given})
     config = None
-    with listed_in(problems):
+    with ListedIn(problems):
         config = source.config(keys, changes)
     if config is not None and (data is None or data.exists()):
         problems += map(str, absent_files(config, str(target)))

@@ -7,7 +7,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from torchdistpackage.checkpoint.commit import latest
-from torchdistpackage.cli._common import listed_in, refusal
+from torchdistpackage.cli._common import ListedIn, refusal
 from torchdistpackage.config.hugging_face import config_file, read_config, taken
 from torchdistpackage.config.load import load
 from torchdistpackage.config.yaml_loader import read
@@ -56,13 +56,13 @@ def export(
     if problem := taken(folder):
         problems.append(problem)
     if like is not None:
-        with listed_in(problems):
+        with ListedIn(problems):
             read_config(like)
     resolved, config, path = run / RESOLVED, None, checkpoint
     if not resolved.is_file():
         problems.append(f"{run}: there is no {RESOLVED}; name the folder of a run")
     else:
-        with listed_in(problems):
+        with ListedIn(problems):
             # its folder of weights may be gone since: all sizes are in the file
             config = load(resolved, ["model.weights=null"])
         path = checkpoint or latest(run / CHECKPOINTS)

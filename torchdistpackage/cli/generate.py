@@ -9,9 +9,9 @@ import typer
 
 from torchdistpackage.bounded import parse_json
 from torchdistpackage.cli import _inference as inference
-from torchdistpackage.cli._common import listed_in, refusal
+from torchdistpackage.cli._common import ListedIn, refusal
 from torchdistpackage.cli._inference import Changes, Checkpoint, Pipe, Target, Tensor, Tokenizer
-from torchdistpackage.errors import ConfigError, DataError
+from torchdistpackage.errors import DataError
 from torchdistpackage.models.registry import model_of
 from torchdistpackage.train.inference_request import GenerateRequest, Sampling
 from torchdistpackage.train.prompts import ByteCodec, TokenCodec, TokenizerCodec
@@ -64,7 +64,7 @@ def generate(
     keys = {key: size for key, size in layout.items() if size is not None}
     keys |= {"parallel.data": 1, "pipeline.microbatches": 1, "data.global_batch": 1}
     config = None
-    with listed_in(problems):
+    with ListedIn(problems):
         config = source.config(keys, changes)
     codec, folder = None, source.tokenizer(tokenizer)
     if model_of(source.own.model) is None:
@@ -80,9 +80,7 @@ def generate(
         codec = _codec(folder, source, problems)
     encoded = [] if codec is None else [codec.encode(text) for text in texts]
     problems += _prompt_problems(encoded, texts, source.window)
-    stops: tuple[int, ...] = ()
-    with listed_in(problems):
-        stops = _stops(source, codec)
+    stops = _stops(source, codec, problems)
     if problems or codec is None or config is None:
         raise refusal(_COMMAND, problems)
     request = GenerateRequest(
@@ -154,7 +152,9 @@ def _prompt_problems(encoded: list[list[int]], texts: list[str], window: int) ->
             yield f"prompt {number} has no token; write something that the tokenizer knows"
 
 
-def _stops(source: inference.ModelSource, codec: TokenCodec | None) -> tuple[int, ...]:
+def _stops(
+    source: inference.ModelSource, codec: TokenCodec | None, problems: list[str]
+) -> tuple[int, ...]:
     """Ids that end a text: of a transformers folder those that its files name."""
     for name in _STOPS_IN if not source.is_run else ():
         if not (file := source.path / name).is_file():
@@ -162,7 +162,8 @@ def _stops(source: inference.ModelSource, codec: TokenCodec | None) -> tuple[int
         try:
             found = parse_json(file.read_text(encoding="utf-8")).get("eos_token_id")
         except (OSError, ValueError, AttributeError) as error:
-            raise ConfigError(f"{file} cannot be read: {error}") from error
+            problems.append(f"{file} cannot be read: {error}")
+            continue
         if found is not None:
             return tuple(x for x in (found if isinstance(found, list) else [found]))
     return () if codec is None or codec.stop is None else (codec.stop,)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from torchdistpackage.cli._common import listed_in, refusal, text_table
+from torchdistpackage.cli._common import ListedIn, refusal, text_table
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.train.trace_file import TRACE, png, read_trace, summary
 
@@ -26,7 +26,7 @@ def profile(
     group. Open the trace itself in ui.perfetto.dev.
     """
     problems, trace, written = list[str](), None, ""
-    with listed_in(problems):
+    with ListedIn(problems):
         trace = read_trace(run)
     if png_file is not None and not png_file.parent.is_dir():
         problems.append(f"--png {png_file} cannot be written: there is no folder for it")
