@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from torchdistpackage.cli import _inference as inference
-from torchdistpackage.cli._common import ListedIn, refusal
+from torchdistpackage.cli._common import ListedIn, refusal, terminal_width, wrap
 from torchdistpackage.cli._inference import (
     Changes,
     Checkpoint,
@@ -84,8 +84,8 @@ def eval(
         on = str(data) if data is not None else "validation data"
         of_tokens = config.model.loss is None and found.num_windows > 0
         perplexity = _perplexity(found.loss) if of_tokens else None
-        show = _json if as_json else _line
-        typer.echo(show(found, perplexity, on))
+        text = (_json if as_json else _line)(found, perplexity, on)
+        typer.echo(wrap(text) if terminal_width() and not as_json else text)
 
 
 def _data_keys(
