@@ -1,7 +1,7 @@
 """Arguments, lists of problems, tables and line breaks that commands share.
 
-Text wraps everywhere. Tables and drawings are cut into blocks on a terminal alone, so that other
-programs read whole rows.
+Prose wraps everywhere. Results, tables and drawings fit the width of a terminal, and are whole lines
+for other programs.
 """
 
 import math
@@ -104,3 +104,8 @@ def wrap(text: str, indent: str = "  ") -> str:
         )
         for line in text.splitlines()
     )
+
+
+def wrap_on_terminal(text: str) -> str:
+    """`wrap`, but whole lines where other programs read them."""
+    return text if terminal_width() is None else wrap(text)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from torchdistpackage.cli._common import PROCS, Config, Overrides, wrap
+from torchdistpackage.cli._common import PROCS, Config, Overrides, wrap_on_terminal
 from torchdistpackage.config.load import load
 from torchdistpackage.harness.lint.report import LintReport
 from torchdistpackage.launch.entrypoint import EntryPoint
@@ -58,11 +58,11 @@ def lint(
     if run or (run is None and is_small(small)):
         typer.echo(f"two steps, {small.world_size} threads as ranks")
         _show(trial(small))
-        typer.echo(wrap(f"{PROVED} (in two steps)"))
+        typer.echo(wrap_on_terminal(f"{PROVED} (in two steps)"))
         return
     _show(trial(small, 0))
     typer.echo("steps were not run (--run runs them)")
-    typer.echo(wrap(f"{PROVED} (where groups are made)"))
+    typer.echo(wrap_on_terminal(f"{PROVED} (where groups are made)"))
 
 
 def _axes(plan: Plan) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from torchdistpackage.cli import _inference as inference
-from torchdistpackage.cli._common import ListedIn, refusal, terminal_width, wrap
+from torchdistpackage.cli._common import ListedIn, refusal, wrap_on_terminal
 from torchdistpackage.cli._inference import (
     Changes,
     Checkpoint,
@@ -85,7 +85,7 @@ def eval(
         of_tokens = config.model.loss is None and found.num_windows > 0
         perplexity = _perplexity(found.loss) if of_tokens else None
         text = (_json if as_json else _line)(found, perplexity, on)
-        typer.echo(wrap(text) if terminal_width() and not as_json else text)
+        typer.echo(text if as_json else wrap_on_terminal(text))
 
 
 def _data_keys(
