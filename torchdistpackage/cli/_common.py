@@ -1,7 +1,7 @@
 """Arguments, lists of problems, tables and line breaks that commands share.
 
-Prose wraps everywhere. Results, tables and drawings fit the width of a terminal, and are whole lines
-for other programs.
+Prose wraps everywhere. Results, tables and drawings fit the width of a terminal, and are whole
+lines for other programs.
 """
 
 import math
