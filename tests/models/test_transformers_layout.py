@@ -11,7 +11,7 @@ from torchdistpackage.cli.main import main
 from torchdistpackage.config.check import wrong_files
 from torchdistpackage.config.load import loads
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.models.transformers_layout import layouts, shape_of_section
+from torchdistpackage.models.transformers_layout import layouts, open_folder, shape_of_section
 from torchdistpackage.train.plan import make_plan
 
 LLAMA = {
@@ -165,6 +165,22 @@ def test_a_folder_is_read_when_it_has_the_weights(tmp_path):
     folder_of(tmp_path)
     plan = make_plan(loads("{}", overrides=[f"model.hf={tmp_path}"]), 1)
     assert plan.config.model.initial_folder == str(tmp_path)
+
+
+NEOX = {"model_type": "gpt_neox", "vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1}
+
+
+def test_masks_that_older_folders_hold_are_not_read(tmp_path):
+    """As the folders of Pythia, whose head has its old name as well."""
+    settings = {**NEOX, "num_attention_heads": 2, "intermediate_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    shape = shape_of_section({"hf": str(tmp_path)}, 8, False)
+    held = {name: np.zeros(x.shape, np.float32) for name, x in layouts(shape).items()}
+    held["embed_out.weight"] = held.pop("lm_head.weight")
+    path = "gpt_neox.layers.0.attention"
+    masks = {f"{path}.bias": np.ones((1, 1, 8, 8), bool), f"{path}.masked_bias": np.zeros(1)}
+    save_file(held | masks, tmp_path / "model.safetensors")
+    assert open_folder(tmp_path, shape).places.keys() == layouts(shape).keys()
 
 
 def test_a_folder_without_weights_is_refused_but_its_config_is_taken(tmp_path):

@@ -6,6 +6,7 @@ from tests.each import each
 from tests.models.transformers_model_ranks import (
     different_defaults,
     different_parameters,
+    different_under_other_keys,
     initial_of_transformers,
     memory_of_loading,
     what_is_refused,
@@ -35,6 +36,13 @@ def test_parameters_are_those_of_transformers(ranks):
 
 def test_settings_that_are_left_out_have_the_defaults_of_transformers(ranks):
     (found,) = ranks(1).run(each, different_defaults, [(family,) for family in FAMILIES])
+    assert dict(zip(FAMILIES, found, strict=True)) == {key: {} for key in FAMILIES}
+
+
+def test_a_setting_under_its_other_key_is_that_of_transformers(ranks, tmp_path):
+    """Published folders of BLOOM say n_embed and num_attention_heads."""
+    calls = [(family, str(tmp_path)) for family in FAMILIES]
+    (found,) = ranks(1).run(each, different_under_other_keys, calls)
     assert dict(zip(FAMILIES, found, strict=True)) == {key: {} for key in FAMILIES}
 
 

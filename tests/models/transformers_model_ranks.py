@@ -1,6 +1,7 @@
 """What ranks do with stages of transformers' own modules: differences, and memory."""
 
 import gc
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.config.hugging_face import read_config
 from torchdistpackage.errors import ConfigError, DataError
 from torchdistpackage.models import transformers_layout
 from torchdistpackage.models.families_layout import FAMILIES
@@ -36,6 +38,22 @@ def different_defaults(family: str) -> dict[str, Any]:
         for name, value in mine.items()
         if value is not None and hasattr(real, name) and getattr(real, name) != value
     }
+
+
+def different_under_other_keys(family: str, folder: str) -> dict[str, Any]:
+    """Setting -> (by transformers, as read) where a config.json says it twice and they differ."""
+    from transformers import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[family]
+    keys = {**kind.attribute_map, "n_embed": "hidden_size"}
+    mine = FAMILIES[family].defaults
+    twice = {key: name for key, name in keys.items() if name in mine}
+    given = {"model_type": family, **dict.fromkeys(twice.values(), 24), **dict.fromkeys(twice, 48)}
+    path = Path(folder) / f"{family}.json"
+    path.write_text(json.dumps(given))
+    real, read = kind.from_dict(dict(given)), read_config(path)
+    pairs = {name: (getattr(real, name), read[name]) for name in twice.values()}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def initial_of_transformers(settings: Mapping[str, Any]) -> dict[str, tuple[float, float]]:

@@ -22,6 +22,18 @@ _ROPE = (
     *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
 )
 _ORIGINAL = "original_max_position_embeddings"
+_WIDTH = {"n_embed": "hidden_size"}
+_OTHER_KEYS = {
+    "gpt2": {
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
+    "bloom": {**_WIDTH, "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
+    "falcon": _WIDTH,
+}
+"""Keys that transformers reads as well, and which count where both are there."""
 
 
 def config_file(folder: str | Path) -> Path:
@@ -39,7 +51,8 @@ def taken(folder: str | Path) -> str | None:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The content of `folder`/config.json, or of the file that is named itself.
+    """The content of `folder`/config.json, or of the file that is named itself, under the keys
+    that transformers saves today.
 
     Raises:
         ConfigError: there is none, or it is no JSON mapping.
@@ -54,7 +67,15 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{path} is no mapping; name the folder of a transformers model")
-    return cast(dict[str, Any], found)
+    return _with_keys_of_today(cast(dict[str, Any], found))
+
+
+def _with_keys_of_today(found: dict[str, Any]) -> dict[str, Any]:
+    """Each setting under the one key that transformers saves it as."""
+    family = found.get("model_type")
+    others = _OTHER_KEYS.get(family, {}) if isinstance(family, str) else {}
+    renamed = {key: found.pop(old) for old, key in others.items() if old in found}
+    return {**found, **{key: value for key, value in renamed.items() if value is not None}}
 
 
 def model_keys(found: Mapping[str, Any], where: str | Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ _MAX_INDEX_BYTES = 1 << 28
 _DTYPES = ("F64", "F32", "F16", "BF16")
 _SHOWN = 12
 
-_UNREAD = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
+_UNREAD = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 """Buffers that older versions saved: masks and frequencies."""
 
 

@@ -102,7 +102,7 @@ class LossTargets:
     def split(self, num_tokens: int) -> "Iterator[tuple[slice, LossTargets]]":
         """The same targets, `num_tokens` at a time."""
         by_token = (self.column, self.mine, self.kept, self.factor)
-        for start in range(0, len(self.column), num_tokens):
+        for start in range(0, max(len(self.column), 1), num_tokens):  # no tokens: once
             at = slice(start, start + num_tokens)
             parts = [t[at] for t in by_token]
             yield at, LossTargets(parts[0].shape, *parts, self.own_weights, self.all_weights)
