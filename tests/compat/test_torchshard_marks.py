@@ -4,6 +4,8 @@ refused by name.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -112,7 +114,11 @@ def followed() -> None:
     part = ts.distributed.scatter(x)
     assert part.max().item() == x.chunk(2, -1)[ts.distributed.get_rank()].max()  # to look at
     assert torch.equal(part, part.clone()) and len(part) == 4 and part.tolist()
+    twin = copy.deepcopy(part)
     part[0] = 1  # elsewhere
+    assert torch.equal(ts.distributed.gather(twin, -1), x)
+    leaf = copy.deepcopy(twin.requires_grad_())
+    assert leaf.is_leaf and leaf.requires_grad and ts.get_parallel_dim(leaf) == -1
     ts.register_parallel_dim(part, None)
     assert type(part) is Tensor and ts.get_parallel_dim(part) is None and part.sum() is not None
     module = ts.nn.RegisterParallelDim(-1)

@@ -6,6 +6,7 @@ such a tensor is a `SplitTensor`, and rules.py says which operations it follows.
 is a plain attribute, next to `order_type`: 0 for a weight (out, in), 1 for (in, out), embeddings.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
@@ -76,6 +77,14 @@ class SplitTensor(Tensor):
 
     def __reduce_ex__(self, proto: Any) -> Any:
         return unmarked(self).__reduce_ex__(proto)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        # of a leaf its numbers, as a view of it is none; torch refuses others
+        plain = unmarked(self.detach() if self.is_leaf else self)
+        twin = copy.deepcopy(plain, memo).requires_grad_(self.requires_grad)
+        found = self.__dict__
+        mark(twin, 0, value=found["_mark"]).__dict__["_cut"] = found["_cut"]
+        return twin
 
 
 replacements: dict[str, Callable[..., Any]] = {}
