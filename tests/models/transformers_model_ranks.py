@@ -45,7 +45,8 @@ def different_under_other_keys(family: str, folder: str) -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[family]
-    keys = {**kind.attribute_map, "n_embed": "hidden_size"}
+    older = {"n_embed": "hidden_size"} if family in ("bloom", "falcon") else {}
+    keys = {**kind.attribute_map, **older}
     mine = FAMILIES[family].defaults
     twice = {key: name for key, name in keys.items() if name in mine}
     given = {"model_type": family, **dict.fromkeys(twice.values(), 24), **dict.fromkeys(twice, 48)}
