@@ -1,6 +1,7 @@
 """ArcFace by torchshard's names: the margin head split by class, the backbone data parallel.
 
     python examples/torchshard_arcface.py 1000000 32 3            classes, batch, steps; two ranks
+    python examples/torchshard_arcface.py 1000 256 60 float64     and the dtype
     torchrun --nproc-per-node 4 examples/torchshard_arcface.py    or as many as torchrun makes
 
 A sample is the binary code of its class, with noise. One process and the ranks learn the same.
@@ -43,7 +44,8 @@ class ArcFace(nn.Module):
         return cos, ts.nn.functional.parallel_cross_entropy(logits, target)
 
 
-def train(classes: int = 1000, batch: int = 256, steps: int = 60) -> None:
+def train(classes: int = 1000, batch: int = 256, steps: int = 60, dtype: str = "float32") -> None:
+    torch.set_default_dtype(getattr(torch, dtype))
     rank, world_size, *_ = setup_distributed()
     ts.distributed.init_process_group(group_size=-1)
 
@@ -86,4 +88,4 @@ def train(classes: int = 1000, batch: int = 256, steps: int = 60) -> None:
 
 
 if __name__ == "__main__":
-    run_or_launch(train, *map(int, sys.argv[1:]), num_procs=2)
+    run_or_launch(train, *map(int, sys.argv[1:4]), *sys.argv[4:], num_procs=2)

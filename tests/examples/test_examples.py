@@ -187,7 +187,7 @@ FLOAT32_NOISE = 1e-4
 
 
 def arcface_bytes(classes: int, batch: int, size: int) -> int:
-    """What a rank holds at most, counted from the example's shapes in float32, 4 bytes a number.
+    """What a rank holds at most, counted from the example's shapes in float64, 8 bytes a number.
 
     A large head peaks in the backward of its normalised weight: weight, momentum, gradient, the
     normalised one, and three terms of its gradient, beside the cosines. A large batch peaks in
@@ -201,18 +201,19 @@ def arcface_bytes(classes: int, batch: int, size: int) -> int:
     head, logits, norms = mine * width, mine * batch, 4 * mine
     backbone = bits * hidden + hidden + 1 + hidden * width + width
     samples = batch // size * (bits + 2 * hidden + width) + 3 * batch * width
-    return 4 * (max(7 * head + logits, 3 * head + 5 * logits) + norms + 4 * backbone + samples)
+    return 8 * (max(7 * head + logits, 3 * head + 5 * logits) + norms + 4 * backbone + samples)
 
 
 @started(2, 2, 4)
 def test_torchshard_arcface_learns_as_one_process_and_holds_its_share(start: Start):
     classes, batch, steps = (500, 64, 30) if start.size < 4 else (1000, 256, 60)
-    text = start.printed("torchshard_arcface", *map(str, (classes, batch, steps)))
+    # the margin bends where a cosine changes its sign: float32's noise is not small after it
+    text = start.printed("torchshard_arcface", *map(str, (classes, batch, steps)), "float64")
     pattern = r"{} ranks: loss ([\d.]+), accuracy ([\d.]+), ([\d.]+) MiB"
     whole = numbers(pattern.format(1), text)
     loss, accuracy, mib = numbers(pattern.format(start.size), text)
-    assert loss == pytest.approx(whole[0], abs=FLOAT32_NOISE)
-    assert accuracy == pytest.approx(whole[1], abs=0.02)
+    assert loss == pytest.approx(whole[0], abs=1e-5)  # as many digits are printed
+    assert accuracy == whole[1]
     assert accuracy > 0.2  # by chance 1 in 500
     for size, found in ((1, whole[2]), (start.size, mib)):
         assert 0.7 < found * 2**20 / arcface_bytes(classes, batch, size) < 1
