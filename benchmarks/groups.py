@@ -14,7 +14,7 @@ from common import arguments, in_turns, local, rows, show, slowest, write
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.topology.views import topology
+from torchdistpackage.topology.mesh import topology
 
 
 def group_times(sizes: tuple[tuple[str, int], ...]) -> dict[str, list[float]]:

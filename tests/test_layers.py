@@ -26,7 +26,6 @@ from tests.package_files import (
 PURE_FOLDERS = (
     "errors",
     "lazy",
-    "extensions",
     "bounded",
     "bounded_yaml",
     "topology",
@@ -48,7 +47,6 @@ TOP_FILES = ("__init__.py", "__main__.py", "testing.py")
 PURE_FILES = (
     "__init__.py",
     "testing.py",
-    "compat/init_method.py",
     "compat/paths.py",
     "compat/torchdistpackage/job_monitor.py",
     "compat/torchdistpackage/ranks.py",
@@ -61,7 +59,6 @@ PURE_FILES = (
     "harness/hang/*.py",
     "harness/late/orders.py",
     "harness/lint/matcher.py",
-    "harness/lint/replay.py",
     "harness/lint/report.py",
     "harness/stragglers/find.py",
     "harness/comm_test_report.py",
@@ -115,7 +112,7 @@ PLANNERS = ["build", "inference", "job", "plan", "worker"]
 
 MAY_CALL_TORCH_DISTRIBUTED = {
     "harness/late/group.py": "a back end of our own, and a default group of it without peers",
-    "harness/late/transfer.py": "gloo under a back end of our own",
+    "harness/late/call.py": "gloo under a back end of our own",
     "harness/lint/linter.py": "a default group for each thread",
     "harness/lint/transport.py": "a backend of our own",
     "harness/lint/threads.py": "a world of groups for each thread",
@@ -127,9 +124,8 @@ MAY_CALL_TORCH_DISTRIBUTED = {
 
 MAY_LOAD_BY_NAME = {
     "__init__.py": "public names, on first use",
-    "lazy.py": "public names of the packages below, on first use",
     "compat/paths.py": "old names, on first use",
-    "extensions.py": "what serves a core class, on first use",
+    "lazy.py": "public names of the packages below, and what serves a core class, on first use",
     "launch/entrypoint.py": "the function that a user names",
     "launch/fork_server.py": "the preload list, which is given as names so that it needs no torch",
     "cli/main.py": "a command loads only what it needs",
@@ -327,11 +323,11 @@ def reachable(start: Path) -> set[Path]:
 
 
 def extensions() -> dict[str, tuple[Path, str]]:
-    """Core class -> file and attribute that `SERVED_BY` of extensions.py names."""
+    """Core class -> file and attribute that `SERVED_BY` of lazy.py names."""
     (table,) = (
         ast.literal_eval(node.value)
-        for node in package_files.tree(ROOT / "extensions.py").body
-        if isinstance(node, ast.Assign)
+        for node in package_files.tree(ROOT / "lazy.py").body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SERVED_BY"
     )
     named = {core: serving.split(":") for core, serving in table.items()}
     return {core: (file_of(module) or Path(), name) for core, (module, name) in named.items()}

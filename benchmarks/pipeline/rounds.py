@@ -26,8 +26,8 @@ from torchdistpackage.parallel.pipeline.partition.layer_costs import (
     measure_link,
     stage_costs,
 )
+from torchdistpackage.schedule.engine import simulate
 from torchdistpackage.schedule.generators import build
-from torchdistpackage.schedule.timeline import simulate
 
 WARM_UP_STEPS = 2
 TOLERANCE = 1e-5

@@ -25,7 +25,7 @@ from torchdistpackage.checkpoint.save import save
 from torchdistpackage.comm import primitives
 from torchdistpackage.errors import RankError
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.topology.views import topology
+from torchdistpackage.topology.mesh import topology
 
 NEVER = -1
 

@@ -20,7 +20,7 @@ from torchdistpackage.checkpoint.save import save
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.derive import blocks
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.topology.views import Topology, topology
+from torchdistpackage.topology.mesh import Topology, topology
 
 Axes = tuple[tuple[str, int], ...]
 SHAPES = {"w": (8, 6), "b": (5,)}

@@ -16,7 +16,7 @@ from torchdistpackage.checkpoint.save import save
 from torchdistpackage.comm.random import seed_from
 from torchdistpackage.layout.derive import blocks, local_shape
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.topology.views import Topology, topology
+from torchdistpackage.topology.mesh import Topology, topology
 
 T = (("tensor",), ())
 STATE = {"step", "exp_avg", "exp_avg_sq"}

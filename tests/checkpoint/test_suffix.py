@@ -3,8 +3,8 @@
 import pytest
 
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.compat.torchdistpackage.suffix import get_mp_ckpt_suffix
-from torchdistpackage.topology.views import topology
+from torchdistpackage.compat.torchdistpackage.dist import get_mp_ckpt_suffix
+from torchdistpackage.topology.mesh import topology
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torchdistpackage.checkpoint.parts import Params
 from torchdistpackage.checkpoint.save import save
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.topology.views import topology
+from torchdistpackage.topology.mesh import topology
 
 
 class Momentum(torch.optim.SGD):

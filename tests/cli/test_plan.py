@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchdistpackage.cli.main import main
-from torchdistpackage.topology.mesh import Mesh
-from torchdistpackage.topology.views import topology
+from torchdistpackage.topology.mesh import Mesh, topology
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TINY = str(CONFIGS / "gpt_tiny.yaml")

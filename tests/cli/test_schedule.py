@@ -14,10 +14,10 @@ from torchdistpackage.cli.main import main
 from torchdistpackage.schedule.actions import ActionKind
 from torchdistpackage.schedule.autoschedule import synthesize
 from torchdistpackage.schedule.costs import StageCosts, read_costs
-from torchdistpackage.schedule.csv import from_csv, to_csv
 from torchdistpackage.schedule.draw import table
+from torchdistpackage.schedule.engine import simulate
 from torchdistpackage.schedule.generators import GENERATORS, build
-from torchdistpackage.schedule.timeline import simulate
+from torchdistpackage.schedule.resolve import from_csv, to_csv
 
 PAGE = Path(__file__).parents[2] / "docs" / "pipeline_schedules.md"
 UNEVEN = StageCosts((1, 2, 1.5), (2, 4, 3), (1, 2, 1.5), (1, 2, 1.5), (0.5, 0.5, 0.5))

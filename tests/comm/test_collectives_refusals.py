@@ -9,7 +9,7 @@ from torchdistpackage import comm
 from torchdistpackage.comm import collectives as c
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError, LayoutError
-from torchdistpackage.topology.views import topology
+from torchdistpackage.topology.mesh import topology
 
 X = torch.zeros(3, 4)
 SHAPE = r"dim {} of a tensor of shape \(3, 4\) has {} elements"

@@ -13,7 +13,7 @@ from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.tpc import is_using_pp, resolve_group, tpc
 from torchdistpackage.errors import CommError, LaunchError, TopologyError
 from torchdistpackage.layout.derive import Creation
-from torchdistpackage.topology.views import topology
+from torchdistpackage.topology.mesh import topology
 
 ORDERS = list(itertools.permutations((("data", 2), ("pipe", 2), ("tensor", 2))))
 

@@ -18,7 +18,7 @@ from torchdistpackage import (
     tpc,
 )
 from torchdistpackage.ddp.naive_ddp import MoEDP
-from torchdistpackage.topology.views import topology
+from torchdistpackage.topology.mesh import topology
 
 SHORT = {"tp": "tensor", "pp": "pipe", "dp": "data", "mp": "model"}
 LONG = {"tensor": "tensor", "pipeline": "pipe", "data": "data", "model": "model"}

@@ -20,7 +20,7 @@ from torchdistpackage.layout.layout import Layout
 from torchdistpackage.optim.clip import clip_grad_norm_
 from torchdistpackage.parallel.tensor.linear import ColumnLinear, RowLinear
 from torchdistpackage.parallel.tensor.norm import LayerNorm, RMSNorm
-from torchdistpackage.topology.views import topology
+from torchdistpackage.topology.mesh import topology
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 

@@ -18,7 +18,7 @@ NOISE = "noise: k.NotNegative = Field(default=0.0, description='Of the gradient.
 EDITS: dict[str, list[tuple[str, str, str]]] = {
     "a pipeline schedule": [
         (
-            "schedule/one_f_one_b.py",
+            "schedule/orders.py",
             "",
             "import dataclasses\n"
             "def fill_drain(num_ranks, num_microbatches, chunks):\n"
@@ -32,7 +32,7 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
         ),
         (
             "schedule/generators.py",
-            r"from torchdistpackage.schedule.one_f_one_b import \(\n",
+            r"from torchdistpackage.schedule.orders import \(\n",
             "    fill_drain,\n",
         ),
     ],

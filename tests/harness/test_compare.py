@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import TopologyError
-from torchdistpackage.harness.stragglers.compare import Comparison
-from torchdistpackage.harness.stragglers.phases import Phases
+from torchdistpackage.harness.stragglers.compare import Comparison, Phases
 from torchdistpackage.topology.mesh import Mesh
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
-from torchdistpackage.harness.lint.linter import lint
+from torchdistpackage.harness.lint.linter import drive, lint
 from torchdistpackage.harness.lint.matcher import (
     LintGroup,
     Matcher,
@@ -16,9 +16,8 @@ from torchdistpackage.harness.lint.matcher import (
     P2POp,
     PendingOp,
 )
-from torchdistpackage.harness.lint.replay import drive
 from torchdistpackage.harness.lint.report import GroupKind, LintReport, group_name, rank_name
-from torchdistpackage.topology.views import Topology, topology
+from torchdistpackage.topology.mesh import Topology, topology
 
 GRID = topology([("data", 2), ("tensor", 2)], 4)
 Call = Callable[[dist.ProcessGroup | None], dist.Work]

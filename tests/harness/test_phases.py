@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchdistpackage.comm.flight_recorder import recorder
-from torchdistpackage.harness.stragglers.phases import KEPT, Phases, cpu_wait_clock
+from torchdistpackage.harness.stragglers.compare import KEPT, Phases, cpu_wait_clock
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.hostlist import MAX_HOSTS, expand, expand_counts, first_host
+from torchdistpackage.launch.slurm_env import MAX_HOSTS, expand, expand_counts, first_host
 
 CORPUS = json.loads((Path(__file__).parent / "hostlist_corpus.json").read_text())
 

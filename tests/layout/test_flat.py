@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.layout.test_derive import LAYOUTS, MESH
-from torchdistpackage.layout.derive import local_shape, owner, owns
-from torchdistpackage.layout.flat_slices import parts, runs
+from torchdistpackage.layout.derive import local_shape, owner, owns, parts, runs
 from torchdistpackage.layout.layout import Layout
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)

@@ -19,7 +19,7 @@ from torchdistpackage.models.gpt import GPT
 from torchdistpackage.models.gpt_layout import GPTShape
 from torchdistpackage.optim.clip import clip_grad_norm_
 from torchdistpackage.parallel.tensor.init import initialize
-from torchdistpackage.topology.views import topology
+from torchdistpackage.topology.mesh import topology
 
 BASE = [
     "model.layers=2", "model.dim=16", "model.heads=4", "model.vocab=257", "data.seq_len=8",

@@ -17,7 +17,7 @@ from torchdistpackage.layout.mark import collect, mark
 from torchdistpackage.optim.clip import clip_grad_norm_
 from torchdistpackage.parallel.tensor.linear import ColumnLinear, RowLinear
 from torchdistpackage.parallel.tensor.norm import LayerNorm
-from torchdistpackage.topology.views import topology
+from torchdistpackage.topology.mesh import topology
 
 P = [1.0, 2.0, math.inf]
 

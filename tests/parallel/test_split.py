@@ -27,8 +27,8 @@ from torchdistpackage.parallel.pipeline.partition.layer_costs import (
     split_measured,
     stage_costs,
 )
+from torchdistpackage.schedule.engine import simulate
 from torchdistpackage.schedule.generators import build
-from torchdistpackage.schedule.timeline import simulate
 
 
 def every_cut(num_pieces, num_stages):

@@ -7,8 +7,8 @@ import pytest
 
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import Action, ActionKind, Batch, Schedule, flatten, parse
-from torchdistpackage.schedule.check import check, check_computations
 from torchdistpackage.schedule.generators import build
+from torchdistpackage.schedule.passes import check, check_computations
 
 
 def edited(schedule: Schedule, rank: int, edit: Callable[[list], object]) -> Schedule:

@@ -10,8 +10,8 @@ import pytest
 
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import Program, Schedule, flatten
-from torchdistpackage.schedule.csv import MAX_BYTES, csv_text, from_csv, to_csv
 from torchdistpackage.schedule.generators import GENERATORS, build
+from torchdistpackage.schedule.resolve import MAX_BYTES, csv_text, from_csv, to_csv
 
 
 def computed(schedule: Schedule) -> list[list[str]]:

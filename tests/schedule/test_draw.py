@@ -15,8 +15,8 @@ from torchdistpackage.schedule import draw
 from torchdistpackage.schedule.actions import Action, ActionKind, flatten
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.draw import trace
+from torchdistpackage.schedule.engine import Span, Timeline, simulate
 from torchdistpackage.schedule.generators import GENERATORS, build
-from torchdistpackage.schedule.timeline import Span, Timeline, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 

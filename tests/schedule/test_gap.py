@@ -12,9 +12,9 @@ import pytest
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import Action, ActionKind, Schedule
 from torchdistpackage.schedule.costs import StageCosts
-from torchdistpackage.schedule.csv import from_csv
+from torchdistpackage.schedule.engine import Span, busy, simulate
 from torchdistpackage.schedule.generators import build
-from torchdistpackage.schedule.timeline import Span, busy, simulate
+from torchdistpackage.schedule.resolve import from_csv
 from torchdistpackage.schedule.trace_costs import (
     BubbleAttribution,
     aligned,

@@ -6,7 +6,7 @@ import pytest
 
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import ActionKind, Schedule, flatten
-from torchdistpackage.schedule.check import check
+from torchdistpackage.schedule.engine import simulate
 from torchdistpackage.schedule.generators import (
     GENERATORS,
     TWO_CHUNKS,
@@ -14,9 +14,8 @@ from torchdistpackage.schedule.generators import (
     canonical,
     evaluation,
 )
-from torchdistpackage.schedule.one_f_one_b import looped
-from torchdistpackage.schedule.timeline import simulate
-from torchdistpackage.schedule.v_shape import zigzag
+from torchdistpackage.schedule.orders import looped, zigzag
+from torchdistpackage.schedule.passes import check
 
 WHOLE = ["gpipe", "1f1b", "interleaved", "looped-bfs"]
 SPLIT = ["zb-h1", "zb-h2", "interleaved-zb", "zb-v", "dualpipe-v"]

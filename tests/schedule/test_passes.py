@@ -7,11 +7,10 @@ import pytest
 
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import Action, ActionKind, Batch, Schedule, Step, flatten
-from torchdistpackage.schedule.check import check
 from torchdistpackage.schedule.costs import StageCosts
+from torchdistpackage.schedule.engine import simulate
 from torchdistpackage.schedule.generators import GENERATORS, build
-from torchdistpackage.schedule.passes import add_messages, fuse_messages, receives_ahead
-from torchdistpackage.schedule.timeline import simulate
+from torchdistpackage.schedule.passes import add_messages, check, fuse_messages, receives_ahead
 
 
 def computations(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:

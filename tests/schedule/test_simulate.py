@@ -9,8 +9,8 @@ import pytest
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import Action, ActionKind, Schedule, parse_action
 from torchdistpackage.schedule.costs import StageCosts
+from torchdistpackage.schedule.engine import Span, Timeline, replay, simulate
 from torchdistpackage.schedule.generators import GENERATORS, build
-from torchdistpackage.schedule.timeline import Span, Timeline, replay, simulate
 
 SIZES = list(itertools.product(range(1, 9), range(1, 33)))
 

@@ -12,9 +12,8 @@ import pytest
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import ActionKind, Program, Schedule, flatten
 from torchdistpackage.schedule.autoschedule import synthesize
-from torchdistpackage.schedule.check import check
 from torchdistpackage.schedule.costs import StageCosts, costs_text, read_costs
-from torchdistpackage.schedule.engine import TaskGraph
+from torchdistpackage.schedule.engine import TaskGraph, simulate
 from torchdistpackage.schedule.generators import GENERATORS, build
 from torchdistpackage.schedule.list_scheduling import (
     Rules,
@@ -22,9 +21,9 @@ from torchdistpackage.schedule.list_scheduling import (
     list_order,
     merge_backward,
 )
-from torchdistpackage.schedule.one_f_one_b import looped
 from torchdistpackage.schedule.order_search import local_search
-from torchdistpackage.schedule.timeline import simulate
+from torchdistpackage.schedule.orders import looped
+from torchdistpackage.schedule.passes import check
 from torchdistpackage.schedule.trace_costs import costs_of
 
 STOCK = [name for name in GENERATORS if name != "forward"]

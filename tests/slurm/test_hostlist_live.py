@@ -12,7 +12,7 @@ import pytest
 
 from tests.slurm.cluster import ROOT
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.hostlist import MAX_HOSTS, expand
+from torchdistpackage.launch.slurm_env import MAX_HOSTS, expand
 
 CORPUS = json.loads((ROOT / "tests" / "launch" / "hostlist_corpus.json").read_text())
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from torchdistpackage.errors import TopologyError
-from torchdistpackage.topology.views import SHOWN_GROUPS, topology, unknown_axes
+from torchdistpackage.topology.mesh import SHOWN_GROUPS, topology, unknown_axes
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(("data", "pipe", "tensor"))))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.train.texts import save_lines, save_tokenizer, sentences
 from torchdistpackage.cli.main import main
-from torchdistpackage.config.tokenizer_folder import vocabulary_size
+from torchdistpackage.config.hugging_face import vocabulary_size
 from torchdistpackage.errors import DataError
 from torchdistpackage.train.documents import TextSource
 from torchdistpackage.train.packing import PackedDataset

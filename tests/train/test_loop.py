@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchdistpackage.harness.stragglers.phases import Phases
+from torchdistpackage.harness.stragglers.compare import Phases
 from torchdistpackage.train import loop as loops
 from torchdistpackage.train.log import StepLog, read_metrics
 from torchdistpackage.train.loop import Loop

@@ -5,7 +5,7 @@ import pytest
 from torchdistpackage.config.load import loads
 from torchdistpackage.config.schema import PrecisionSection
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.topology.views import topology
+from torchdistpackage.topology.mesh import topology
 from torchdistpackage.train.plan import MemoryEstimate, memory
 
 LAYOUTS = [Layout("w", (64, 48), (("tensor",), ())), Layout("b", (64,))]

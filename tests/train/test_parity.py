@@ -15,8 +15,8 @@ from tests.train import parity
 from torchdistpackage.config.load import load
 from torchdistpackage.config.types import SCHEDULES
 from torchdistpackage.schedule.actions import Action, ActionKind, Schedule
-from torchdistpackage.schedule.csv import to_csv
-from torchdistpackage.topology.views import DEFAULT_ORDER
+from torchdistpackage.schedule.resolve import to_csv
+from torchdistpackage.topology.mesh import DEFAULT_ORDER
 
 BUILT = ("data", "pipe", "tensor")
 """Axes that a run may use today; `context` waits for its own layers."""

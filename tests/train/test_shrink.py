@@ -6,8 +6,8 @@ import pytest
 
 from tests.train import parity
 from torchdistpackage.config.load import load
-from torchdistpackage.schedule.csv import to_csv
 from torchdistpackage.schedule.generators import build
+from torchdistpackage.schedule.resolve import to_csv
 from torchdistpackage.train.plan import Plan, make_plan
 from torchdistpackage.train.shrink import MOST_RANKS, is_small, shrunk
 

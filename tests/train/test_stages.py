@@ -6,8 +6,8 @@ from torchdistpackage.config.load import loads
 from torchdistpackage.config.rules_pipeline import piece_names
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.schedule.costs import PieceCosts, StageCosts, costs_text
+from torchdistpackage.schedule.engine import simulate
 from torchdistpackage.schedule.generators import GENERATORS, build
-from torchdistpackage.schedule.timeline import simulate
 from torchdistpackage.train.plan import Plan, make_plan, stage_loads
 
 BASE = "model: {layers: 4, dim: 64, vocab: 512}\npipeline: {microbatches: 8}\n"

@@ -12,8 +12,8 @@ from torchdistpackage.cli.main import main
 from torchdistpackage.config.schema import ProfileSection
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.schedule.actions import Action, ActionKind, flatten
+from torchdistpackage.schedule.engine import Span
 from torchdistpackage.schedule.generators import build
-from torchdistpackage.schedule.timeline import Span
 from torchdistpackage.train import trace_file
 from torchdistpackage.train.build import make_loop
 from torchdistpackage.train.stop import StopController

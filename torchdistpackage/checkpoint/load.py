@@ -19,13 +19,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from torchdistpackage.checkpoint.commit import candidates, check_file, damage, warn_skipped
-from torchdistpackage.checkpoint.manifest import (
-    Fact,
-    Manifest,
-    TensorEntry,
-    claims,
-    read_manifest,
-)
+from torchdistpackage.checkpoint.manifest import Fact, Manifest, TensorEntry, claims, read_manifest
 from torchdistpackage.checkpoint.parts import (
     MASTER,
     Params,
@@ -41,9 +35,9 @@ from torchdistpackage.comm.flight_recorder import dtype_name
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.errors import CheckpointError
-from torchdistpackage.layout.flat_slices import Box
+from torchdistpackage.layout.derive import Box
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.topology.views import Topology
+from torchdistpackage.topology.mesh import Topology
 
 STEP = "step"
 """Key of torch.optim's step counts: a number even for a parameter without dims."""

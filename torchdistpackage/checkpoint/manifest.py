@@ -20,7 +20,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from torchdistpackage.bounded import DTYPES, check_regular, parse_json, read_header, read_regular
 from torchdistpackage.errors import CheckpointError
-from torchdistpackage.layout.flat_slices import Box, overlap, shifted
+from torchdistpackage.layout.derive import Box, overlap, shifted
 
 FORMAT = 1
 NAME = "manifest.json"

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm.primitives import Group, ranks_of
-from torchdistpackage.ddp.module_names import unwrap_model
+from torchdistpackage.ddp.wrapper_state import unwrap_model
 from torchdistpackage.errors import CheckpointError, LayoutError
-from torchdistpackage.layout.derive import blocks, local_shape, owner, owns
-from torchdistpackage.layout.flat_slices import Box, parts
+from torchdistpackage.layout.derive import Box, blocks, local_shape, owner, owns, parts
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import collect, mark_of
-from torchdistpackage.topology.views import Topology
+from torchdistpackage.topology.mesh import Topology
 
 Params = Mapping[str, tuple[Tensor, Layout]]
 """Local name -> (parameter or buffer, its layout); the checkpoint knows it as `layout.name`."""

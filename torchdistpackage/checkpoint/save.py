@@ -28,7 +28,7 @@ from torchdistpackage.comm.flight_recorder import dtype_name
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.errors import CheckpointError
-from torchdistpackage.topology.views import Topology
+from torchdistpackage.topology.mesh import Topology
 
 Extras = Mapping[str, int | Tensor]
 """What belongs to one rank alone: random states, positions."""

@@ -16,10 +16,14 @@ import typer
 from torchdistpackage.checkpoint.commit import latest
 from torchdistpackage.cli._common import ListedIn, Overrides, refusal
 from torchdistpackage.config.hugging_face import FILE as CONFIG
-from torchdistpackage.config.hugging_face import model_keys, read_config
+from torchdistpackage.config.hugging_face import (
+    model_keys,
+    read_config,
+    tokenizer_file,
+    vocabulary_size,
+)
 from torchdistpackage.config.load import load, loads, override_problems
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.config.tokenizer_folder import tokenizer_file, vocabulary_size
 from torchdistpackage.config.yaml_loader import write
 from torchdistpackage.errors import CheckpointError, ConfigError, DataError
 from torchdistpackage.launch.entrypoint import EntryPoint
@@ -27,7 +31,7 @@ from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.launch.workers import run_local
 from torchdistpackage.models.families_layout import FAMILIES
 from torchdistpackage.models.registry import model_of
-from torchdistpackage.topology.views import DEFAULT_ORDER
+from torchdistpackage.topology.mesh import DEFAULT_ORDER
 from torchdistpackage.train.inference_request import (
     EvalRequest,
     GenerateRequest,

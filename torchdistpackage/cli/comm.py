@@ -1,6 +1,7 @@
 """`tdp comm`: what the network between ranks delivers, how fast, and in which order it is used.
 
-`tdp comm test` is here: whether every group delivers what is sent, the first command on a cluster.
+Here are `tdp comm test`, whether every group delivers what is sent, the first command on a cluster,
+and `tdp comm lint`, whether all ranks of a run make their calls in one order (train/dry_run.py).
 """
 
 import os
@@ -8,21 +9,21 @@ from typing import Annotated
 
 import typer
 
-from torchdistpackage.cli._common import text_table
+from torchdistpackage.cli._common import PROCS, Config, Overrides, text_table, wrap_on_terminal
 from torchdistpackage.cli.comm_bench import bench
-from torchdistpackage.cli.comm_lint import lint
-from torchdistpackage.cli.comm_ranks import (
-    Axes,
-    Procs,
-    Words,
-    parse_target,
-    run_ranks,
-)
+from torchdistpackage.cli.comm_ranks import Axes, Procs, Words, parse_target, run_ranks
+from torchdistpackage.config.load import load
 from torchdistpackage.errors import AbsentError, ConfigError, LaunchError
+from torchdistpackage.harness.lint.report import LintReport
+from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.topology.mesh import describe
+from torchdistpackage.train.plan import Plan, local_procs, make_plan
+from torchdistpackage.train.shrink import MOST_PARAMETERS, is_small, shrunk
 
 _TEST = "torchdistpackage.harness.comm_test:run_comm_test"
+TRIAL = "torchdistpackage.train.dry_run:trial"
+PROVED = "proved: every group sees one order of calls, and no ranks deadlock"
 MIN_MEET_S, PER_TIMEOUT = 10.0, 2.0
 """How long ranks without CONFIG may take to meet, as they start one after the other."""
 _COLUMNS = ("group", "groups", "ranks in each", "operations", "ms")
@@ -77,6 +78,64 @@ def test(
 
 
 test.__test__ = False  # type: ignore[attr-defined]  # not one of pytest's
+
+
+def lint(
+    config: Config,
+    overrides: Overrides = None,
+    world: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help=f"Number of ranks; default: {PROCS}, else the product of the degrees.",
+        ),
+    ] = None,
+    run: Annotated[
+        bool | None,
+        typer.Option(
+            "--run/--no-run",
+            help=f"Run two real steps with threads as ranks. Default: if parameters x ranks of the "
+            f"shrunk run are at most {MOST_PARAMETERS:,}, and the model is one of this package.",
+        ),
+    ] = None,
+) -> None:
+    """Check that all ranks make their calls in one order.
+
+    Such ranks do not deadlock, even on a device that runs the calls of several groups one after
+    another. A large run is shrunk to at most 16 ranks, which make the same calls.
+
+    On an error the exit code is 1, and the first mismatch is printed with both stacks. Under a
+    launcher rank 0 alone checks.
+    """
+    if detect(os.environ).rank != 0:
+        return
+    settings = load(config, overrides or [], world)
+    planned = make_plan(settings, world or local_procs(settings), config)
+    small = shrunk(planned)
+    typer.echo(_axes(planned))
+    if small.world_size != planned.world_size:
+        typer.echo(f"shrunk to {_axes(small)}")
+    trial = EntryPoint.of(TRIAL).resolve()
+    if run or (run is None and is_small(small)):
+        typer.echo(f"two steps, {small.world_size} threads as ranks")
+        _show(trial(small))
+        typer.echo(wrap_on_terminal(f"{PROVED} (in two steps)"))
+        return
+    _show(trial(small, 0))
+    typer.echo("steps were not run (--run runs them)")
+    typer.echo(wrap_on_terminal(f"{PROVED} (where groups are made)"))
+
+
+def _axes(plan: Plan) -> str:
+    return f"{plan.world_size} ranks: {describe(plan.topology.dense.axes)}"
+
+
+def _show(report: LintReport) -> None:
+    typer.echo("\n".join(f"  {line}" for line in str(report).splitlines()))
+    if not report.ok:
+        raise typer.Exit(1)
+
 
 comm = typer.Typer(
     help="Test, benchmark and check the communication between ranks.", no_args_is_help=True

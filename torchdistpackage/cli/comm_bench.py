@@ -25,7 +25,6 @@ from torchdistpackage.cli.comm_ranks import (
 from torchdistpackage.config.load import load
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.bench.outputs import Outputs, into
-from torchdistpackage.harness.bench.pairs import SlowLinks, find_suspects
 from torchdistpackage.harness.bench.profile import CostModel
 from torchdistpackage.harness.bench.report import (
     EVERY,
@@ -33,6 +32,8 @@ from torchdistpackage.harness.bench.report import (
     BenchReport,
     Pairs,
     Row,
+    SlowLinks,
+    find_suspects,
     parse_limits,
     rate,
     size_text,
@@ -54,8 +55,7 @@ from torchdistpackage.launch.slurm.job import absolute, interpreter_of, job_shap
 from torchdistpackage.launch.slurm.run_dir import RunDir, attempt_id
 from torchdistpackage.launch.slurm.submit import ensure_not_running, prepare, submit_prepared
 from torchdistpackage.launch.supervisor import WatchedRank, supervise
-from torchdistpackage.topology.mesh import describe
-from torchdistpackage.topology.views import topology
+from torchdistpackage.topology.mesh import describe, topology
 
 _RANK = "torchdistpackage.harness.measure:bench"
 Sizes = Sequence[tuple[str, int | None]]

@@ -19,7 +19,7 @@ from torchdistpackage.errors import CommError, RankError, TopologyError
 from torchdistpackage.harness.comm_test_report import CommTestError
 from torchdistpackage.harness.pool import num_ranks, run_on_topology
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
-from torchdistpackage.topology.views import DEFAULT_ORDER, topology
+from torchdistpackage.topology.mesh import DEFAULT_ORDER, topology
 from torchdistpackage.train.plan import local_procs, make_plan
 
 _LINE = "command line"

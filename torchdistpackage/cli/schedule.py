@@ -13,10 +13,10 @@ from torchdistpackage.schedule import draw
 from torchdistpackage.schedule.actions import ActionKind, Schedule
 from torchdistpackage.schedule.autoschedule import synthesize
 from torchdistpackage.schedule.costs import StageCosts, read_costs
-from torchdistpackage.schedule.csv import csv_text, from_csv, to_csv
 from torchdistpackage.schedule.draw import trace
+from torchdistpackage.schedule.engine import DEFAULT_COSTS, Timeline, simulate
 from torchdistpackage.schedule.generators import GENERATORS, build, canonical
-from torchdistpackage.schedule.timeline import DEFAULT_COSTS, Timeline, simulate
+from torchdistpackage.schedule.resolve import csv_text, from_csv, to_csv
 
 WIDEST_CELLS = 200
 

@@ -26,13 +26,14 @@ from torchdistpackage.comm.groups import Groups
 from torchdistpackage.errors import CommError, LaunchError, TopologyError
 from torchdistpackage.layout.derive import creations
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.topology.mesh import Mesh, whole_size
-from torchdistpackage.topology.views import (
+from torchdistpackage.topology.mesh import (
     DEFAULT_ORDER,
     Axes,
+    Mesh,
     Topology,
     topology,
     unknown_axes,
+    whole_size,
 )
 
 _LOG = logging.getLogger(__name__)

@@ -71,10 +71,10 @@ OLD_PATHS: dict[str, Names] = {
         "harness.comm_test": ("test_comm",),
     },
     "dist.node_group": {"comm.tpc": ("setup_node_groups",)},
-    "dist.model_parallel_ckpt": {"compat.torchdistpackage.suffix": ("get_mp_ckpt_suffix",)},
+    "dist.model_parallel_ckpt": {"compat.torchdistpackage.dist": ("get_mp_ckpt_suffix",)},
     "dist.sharded_ema": {"ddp.ema": ("ShardedEMA",)},
     "dist.py_comm_test": {
-        "compat.torchdistpackage.py_comm_test": ("test_collection", "test_all2all_balanced")
+        "compat.torchdistpackage.dist": ("test_collection", "test_all2all_balanced")
     },
     "dist.utils": {
         "tools.ranges": ("cu_prof_start", "cu_prof_stop", "nvtx_decorator", "NVTXContext"),

@@ -3,12 +3,17 @@
 One rule: nothing is kept here. `init_model_parallel` sets `tpc` (data x tensor), and every other
 name reads it, so all of this package may be used with it. `src` is a global rank, `dst` a
 position in the tensor parallel group.
+
+The ranks of a `Worker` meet at a file and end together, so there is no port to collide on and
+nothing is left behind. A function that they can find by its name is found there; any other, typed
+in a notebook or defined inside another, travels by value, over the private channels of `run_local`
+alone.
 """
 
 import os
 import socket
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -18,13 +23,14 @@ from torchdistpackage.comm.creation import is_joined, world
 from torchdistpackage.comm.groups import Groups, leave_cpu, on_cpu
 from torchdistpackage.comm.objects import TensorMetadata
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.comm.runtime import join, leave
+from torchdistpackage.comm.runtime import join, leave, setup_distributed
 from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.compat import paths
-from torchdistpackage.compat.init_method import parse_init_method
-from torchdistpackage.compat.reduction import all_reduce_
-from torchdistpackage.compat.worker import Worker
+from torchdistpackage.compat.torchshard.model_groups import all_reduce_
 from torchdistpackage.errors import LaunchError, TopologyError
+from torchdistpackage.launch.entrypoint import PackedCall, StopLoading, main_is_loading
+from torchdistpackage.launch.rendezvous import parse_init_method
+from torchdistpackage.launch.workers import run_local, show_line
 
 __all__ = [
     "TensorMetadata",
@@ -281,3 +287,63 @@ def create_group_and_assign(ranks: Sequence[int], backend: str, global_var: str)
     on_host = backend == "gloo"
     group = groups.of(ranks, name=global_var, connects=not on_host)
     return on_cpu(group) if on_host else group
+
+
+# once, before the ranks are forked
+_PRELOAD = ("torch", "torch.distributed", __name__)
+
+
+class Worker:
+    """Runs functions on `world_size` new ranks.
+
+    init_method: taken for the sake of its default and not needed: the ranks meet at a file.
+    backend: "nccl", the default, means nccl where each rank has a GPU and gloo elsewhere.
+
+    Raises:
+        LaunchError: `world_size` is below 1.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        init_method: str = "tcp://localhost:23456",
+        backend: str = "nccl",
+    ):
+        if world_size < 1:
+            raise LaunchError(f"world_size is {world_size}, but a run has at least 1 process")
+        self.world_size, self.init_method, self.backend = world_size, init_method, backend
+
+    def run(self, func: Callable[..., object], *args: object, **kwargs: object) -> list[object]:
+        """Call `func(rank, *args, **kwargs)` on each rank; what they returned, by rank.
+
+        The default group is joined before and left afterwards. What ranks print comes out here. In
+        a script without `if __name__ == "__main__":` each rank runs what stands above the first
+        call. A function that another process could not find by its name, or arguments that have
+        such ones in them, are sent by value, with the globals that they use.
+
+        Raises:
+            LaunchError: `func` or an argument cannot be pickled, or no process can be started.
+            RankError: a rank raised or died; the text ends with its traceback. All are gone then.
+        """
+        if main_is_loading():
+            # a script without a guard, in a rank: it is here to be read, not to start more
+            raise StopLoading
+        call = PackedCall.of(func, *args, **kwargs)
+        results = run_local(
+            _as_rank,
+            (call, self.backend),
+            num_procs=self.world_size,
+            preload=_PRELOAD,
+            on_line=show_line,
+        )
+        return [call.unpack_result(cast(bytes, result)) for result in results]
+
+
+def _as_rank(call: PackedCall, backend: str) -> bytes:
+    """In each process."""
+    function = call.load()
+    rank, *_ = setup_distributed(backend)
+    result = call.pack_result(function(rank))
+    tpc.destroy()
+    leave()
+    return result

@@ -10,6 +10,12 @@ from pathlib import Path
 
 from torchdistpackage.config import rules
 from torchdistpackage.config.errors import Problem
+from torchdistpackage.config.hugging_face import (
+    chat_template,
+    no_chat_template,
+    tokenizer_file,
+    vocabulary_size,
+)
 from torchdistpackage.config.rules import DEGREES
 from torchdistpackage.config.rules_model import MODEL_RULES
 from torchdistpackage.config.rules_pipeline import PIPELINE_RULES
@@ -22,12 +28,6 @@ from torchdistpackage.config.slurm import (
     canonical_name,
     job_geometry,
     problems,
-)
-from torchdistpackage.config.tokenizer_folder import (
-    chat_template,
-    no_chat_template,
-    tokenizer_file,
-    vocabulary_size,
 )
 from torchdistpackage.errors import ConfigError, DataError
 

@@ -7,7 +7,7 @@ from torchdistpackage.config.rules import Rule, divisors, multiples, named_once,
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.types import MAX_MLP_RATIO
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.layout.refusals import all_have_heads, all_have_some, either, nearest
+from torchdistpackage.layout.partition import all_have_heads, all_have_some, either, nearest
 from torchdistpackage.layout.rope import Rope
 
 _TARGET_KEYS = ("name", "target", "hf", "args", "loss")

@@ -13,7 +13,7 @@ from torchdistpackage.config.model_section import ModelSection
 from torchdistpackage.config.types import NamedSection, Section, default
 from torchdistpackage.config.yaml_loader import write
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.topology.views import DEFAULT_ORDER
+from torchdistpackage.topology.mesh import DEFAULT_ORDER
 
 
 class RunSection(Section):

@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 
 from torchdistpackage.config.slurm import EXTRA, OPTIONS
 from torchdistpackage.schedule.generators import GENERATORS, canonical
-from torchdistpackage.topology.views import DEFAULT_ORDER
+from torchdistpackage.topology.mesh import DEFAULT_ORDER
 
 AUTO, CUSTOM = "auto", "custom"
 SCHEDULES = (*(name for name in GENERATORS if name != "forward"), AUTO, CUSTOM)

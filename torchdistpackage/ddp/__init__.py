@@ -12,7 +12,7 @@ Buckets         param_spec (a parameter, its group and its layout), bucket_plan 
                 all-reduce, and the slots of gradients in all buckets).
 
 Extensions enter at three seams: `ReadyPolicy` (ready), `BucketComm` with its `CommHook`
-(bucket_comm) and `BucketPlanner` (bucket_plan). extensions.py of the package says who plugs
+(bucket_comm) and `BucketPlanner` (bucket_plan). lazy.py of the package says who plugs
 them in.
 
 Options         options: makes of what a user asked for what the core of NaiveDDP is given.
@@ -21,5 +21,5 @@ Fewer bytes     comm_hooks (bf16, fp16, PowerSGD), sparse_grads (only rows that 
 Checks          param_sync (initial values, buffers, replicas that differ, unused parameters), join
                 (uneven inputs), sync_batch_norm.
 More            expert_grads (experts), ema (averages of parameters), auto (NaiveDDP or ZeRO, by
-                measurement), module_names, weak_hook, zero/ (sharded optimizers).
+                measurement), weak_hook, zero/ (sharded optimizers).
 """

@@ -24,9 +24,8 @@ from torchdistpackage.comm.objects import broadcast_tensors
 from torchdistpackage.comm.p2p import send, start_receive
 from torchdistpackage.comm.primitives import Group, Work
 from torchdistpackage.comm.tpc import resolve_group
-from torchdistpackage.ddp.module_names import aliases, unwrap_model
 from torchdistpackage.ddp.param_spec import refuse_cut
-from torchdistpackage.ddp.wrapper_state import ModuleWatch
+from torchdistpackage.ddp.wrapper_state import ModuleWatch, aliases, unwrap_model
 from torchdistpackage.errors import CheckpointError, LayoutError
 from torchdistpackage.layout.partition import greedy_partition
 

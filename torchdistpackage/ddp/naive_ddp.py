@@ -28,8 +28,8 @@ from torchdistpackage.ddp.param_spec import (
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.wrapper_state import ModuleWatch, Wrapper
 from torchdistpackage.errors import CommError
-from torchdistpackage.extensions import extensions_of
 from torchdistpackage.layout.layout import Layout
+from torchdistpackage.lazy import extensions_of
 
 _LOG = logging.getLogger(__name__)
 

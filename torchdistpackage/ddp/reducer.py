@@ -42,7 +42,7 @@ from torchdistpackage.ddp.ready import (
     queue_of,
 )
 from torchdistpackage.errors import CommError
-from torchdistpackage.extensions import extensions_of
+from torchdistpackage.lazy import extensions_of
 
 
 class ReductionPhase(Enum):

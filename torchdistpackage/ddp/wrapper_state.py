@@ -1,8 +1,9 @@
 """A module that wraps another and communicates over a group: names, copies, pickles, changes.
 
 Names are those of the plain module everywhere, so that what is saved under them loads with any
-wrapper and with none. A copy, also from a pickle, is a wrapper of its own over the same ranks:
-groups and hooks can be neither copied nor pickled, so what belongs to a process is made anew there.
+wrapper and with none; of parameters with several the first counts. A copy, also from a pickle, is a
+wrapper of its own over the same ranks: groups and hooks can be neither copied nor pickled, so what
+belongs to a process is made anew there.
 """
 
 from collections import OrderedDict
@@ -12,6 +13,7 @@ from itertools import chain
 from operator import attrgetter, is_
 
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import group_again
@@ -114,3 +116,19 @@ def _add(module: "Wrapper", state: dict[str, Tensor], prefix: str, *_: object) -
     known = prefix + module._own_names()
     for key in [k for k in state if k.startswith(prefix) and not k.startswith(known)]:
         state[f"{prefix}module.{key.removeprefix(prefix)}"] = state.pop(key)
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """`model` without NaiveDDP, torch's data parallel and torch.compile, in any order."""
+    wrappers = Wrapper | DistributedDataParallel | DataParallel
+    # torch.compile's wrapper is known by what it holds: importing its class takes seconds
+    inside = model.module if isinstance(model, wrappers) else getattr(model, "_orig_mod", None)
+    return unwrap_model(inside) if isinstance(inside, nn.Module) else model
+
+
+def aliases(module: nn.Module) -> dict[str, str]:
+    """Further name -> first name, of the parameters and buffers that have several."""
+    first: dict[object, str] = {}
+    held = (module.named_parameters, module.named_buffers)
+    named = chain.from_iterable(names(remove_duplicate=False) for names in held)
+    return {name: first[x] for name, x in named if first.setdefault(x, name) != name}

@@ -24,14 +24,8 @@ from torchdistpackage.harness.bench.request import tournament
 from torchdistpackage.harness.calls import GroupMember, compare
 from torchdistpackage.harness.comm_checks import Check
 from torchdistpackage.harness.comm_test_report import RankReport
-from torchdistpackage.harness.guarded import (
-    GuardedThread,
-    SharedStatus,
-    limited,
-    run_guarded,
-)
-from torchdistpackage.topology.mesh import describe
-from torchdistpackage.topology.views import topology
+from torchdistpackage.harness.guarded import GuardedThread, SharedStatus, limited, run_guarded
+from torchdistpackage.topology.mesh import describe, topology
 
 _LOOK_S = 0.05
 

@@ -32,8 +32,7 @@ from torchdistpackage.launch.fork_server_client import ForkServer
 from torchdistpackage.launch.ipc import unpack
 from torchdistpackage.launch.rendezvous import Rendezvous, detect
 from torchdistpackage.launch.workers import NEWS_S, WorkerGroup, run_local
-from torchdistpackage.topology.mesh import whole_size
-from torchdistpackage.topology.views import topology
+from torchdistpackage.topology.mesh import topology, whole_size
 
 # Called in every rank after every run, where its module is loaded.
 CLEANUPS = ("torchdistpackage.comm.tpc:tpc.destroy",)

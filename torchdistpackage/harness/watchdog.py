@@ -33,7 +33,7 @@ from torchdistpackage.harness.hang.waits import SHOWN
 from torchdistpackage.launch.failure import from_exception, is_secondary, to_json
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.launch.slurm.run_dir import attempt_id
-from torchdistpackage.topology.views import Topology
+from torchdistpackage.topology.mesh import Topology
 
 LOOK_S = 1.0
 """Until every rank knows of an alarm in the folder."""

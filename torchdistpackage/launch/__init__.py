@@ -1,6 +1,6 @@
 """From a launcher's variables to ranks that run, and what became of them. No torch.
 
-Which rank          rendezvous (variables of a launcher), slurm_env and hostlist (those of Slurm).
+Which rank          rendezvous (variables of a launcher), slurm_env (those of Slurm).
 Device, network     device; network.
 Ranks of our own    workers (start, watch, end; be a rank or start them), entrypoint (the function
                     by name, and its call), fork_server_client, fork_server and ipc.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Self
 
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.hostlist import expand_counts
+from torchdistpackage.launch.slurm_env import expand_counts
 
 _NAMED = 8
 _ADVICE = (
@@ -51,7 +51,6 @@ def choose_device(
     *,
     local_world_size: int = 1,
     exclusive: bool = False,
-    oversubscribe: bool = False,
 ) -> DeviceChoice:
     """The GPU of `local_rank`, or the CPU where the GPUs do not go round.
 
@@ -60,7 +59,6 @@ def choose_device(
     exclusive: this process was given devices of its own, as the launcher says
         (`exclusive_device`) or the ranks found out by comparing, so that what it sees says
         nothing about the other local ranks.
-    oversubscribe: share the GPUs in turn if there are more local ranks than GPUs.
 
     local_world_size below local_rank + 1 counts as unknown; then one visible GPU is taken
     for this process's own.
@@ -91,9 +89,6 @@ def choose_device(
     if num_ranks <= num_visible:
         return DeviceChoice(local_rank, "")
     gpus = f"{num_visible} GPU{'s' if num_visible > 1 else ''}"
-    if oversubscribe:
-        note = f"{num_ranks} local ranks, {gpus}: sharing in turn, on request"
-        return DeviceChoice(local_rank % num_visible, note)
     return DeviceChoice(None, f"{num_ranks} local ranks, {gpus}: running on CPU with gloo")
 
 

@@ -63,7 +63,7 @@ _CALLERS = (
     "torchdistpackage.train.job",
     "torchdistpackage.train.worker",
     "torchdistpackage.harness.pool_worker",
-    "torchdistpackage.compat.worker",
+    "torchdistpackage.compat.tplib",
 )
 
 

@@ -27,12 +27,7 @@ import time
 import traceback
 from typing import NamedTuple, NoReturn, cast
 
-from torchdistpackage.launch.fork_server_client import (
-    Exited,
-    ForkReply,
-    ForkRequest,
-    SignalRequest,
-)
+from torchdistpackage.launch.fork_server_client import Exited, ForkReply, ForkRequest, SignalRequest
 from torchdistpackage.launch.ipc import Channel, unpack
 from torchdistpackage.launch.process import (
     die_with_parent,

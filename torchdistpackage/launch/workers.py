@@ -21,13 +21,7 @@ from typing import Self
 
 from torchdistpackage.errors import LaunchError, RankError
 from torchdistpackage.launch.entrypoint import EntryPoint, Result, pack_arguments
-from torchdistpackage.launch.failure import (
-    Failure,
-    FailureKind,
-    from_exit,
-    read_failure,
-    report,
-)
+from torchdistpackage.launch.failure import Failure, FailureKind, from_exit, read_failure, report
 from torchdistpackage.launch.files import tail
 from torchdistpackage.launch.fork_server_client import ForkedChild, ForkServer
 from torchdistpackage.launch.ipc import Channel, unpack

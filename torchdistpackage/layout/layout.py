@@ -9,7 +9,7 @@ checkpoints.
 from dataclasses import dataclass, replace
 
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.topology.views import View
+from torchdistpackage.topology.mesh import View
 
 Axes = tuple[str, ...]
 

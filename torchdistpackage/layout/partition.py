@@ -1,11 +1,15 @@
-"""Lengths cut evenly, and unsplit parameters shared out among ranks, the fullest share small.
+"""How ranks share lengths and parameters, and what they cannot share, from sizes alone. No torch.
 
-Of parameters the largest comes first, and each goes where least is so far (Graham, "Bounds on
-Multiprocessing Timing Anomalies", 1969). The fullest share is then at most 4/3 of the smallest
-possible one, and the same sizes give the same shares on every rank. No torch.
+Unsplit parameters are shared out so that the fullest share is small: the largest comes first, and
+each goes where least is so far (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). The
+fullest share is then at most 4/3 of the smallest possible one, and the same sizes give the same
+shares on every rank.
+
+A function of problems returns them as sentences with the numbers and the nearest ones that work, so
+that a layer, a model or a plan refuses all of them in one error.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from torchdistpackage.errors import LayoutError
@@ -78,3 +82,96 @@ def partition_params(
     if return_dict:
         return [dict(named[i] for i in share) for share in shares]
     return [[named[i][1] for i in share] for share in shares]
+
+
+def refuse(where: str, problems: Iterable[str]) -> None:
+    """Raise one error for all problems, if there are any.
+
+    Raises:
+        LayoutError: `where`, and each problem.
+    """
+    found = list(dict.fromkeys(problems))
+    if found:
+        lead = f"{where}: " if len(found) == 1 else f"{where}: {len(found)} problems\n  "
+        raise LayoutError(lead + "\n  ".join(found))
+
+
+def feature_problems(name: str, extent: int, num_ranks: int) -> list[str]:
+    """Of `extent` features cut by the chunk rule, of which every rank needs one at least."""
+    if extent >= 1 and all_have_some(extent, num_ranks):
+        return []
+    use = nearest(extent, lambda n: all_have_some(n, num_ranks))
+    ranks = nearest(num_ranks, lambda n: all_have_some(extent, n)) if extent >= 1 else ()
+    less = f", or {either(ranks)} tensor ranks" if ranks else ""
+    return [
+        f"{name} has {extent} elements, which {num_ranks} ranks cannot share so that each has "
+        f"some; use {either(use)}{less}"
+    ]
+
+
+def attention_problems(
+    dim: int,
+    heads: int,
+    num_ranks: int = 1,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+) -> list[str]:
+    """Of heads dealt to ranks in groups that share a key-value head; see `HeadSplit`."""
+    kv = heads if kv_heads is None else kv_heads
+    problems: list[str] = []
+    if heads < 1 or (head_dim is None and dim % heads):
+        divisors = nearest(heads, lambda n: dim % n == 0, at_most=dim)
+        dims = nearest(dim, lambda n: n % heads == 0) if heads >= 1 else ()
+        instead = f", or dim {either(dims)}" if dims else ""
+        problems.append(
+            f"dim {dim} cannot be cut into {heads} heads of equal width; "
+            f"use {either(divisors)} heads{instead}"
+        )
+    if head_dim is not None and head_dim < 1:
+        problems.append(f"heads are {head_dim} channels wide; use 1 or more")
+    if heads >= 1 and (kv < 1 or heads % kv):
+        use = nearest(kv, lambda n: heads % n == 0, at_most=heads)
+        problems.append(
+            f"{heads} query heads cannot share {kv} key-value heads evenly; "
+            f"use {either(use)} key-value heads"
+        )
+    elif heads >= 1 and not all_have_heads(heads, kv, num_ranks):
+        ranks = nearest(num_ranks, lambda n: all_have_heads(heads, kv, n), at_most=num_ranks)
+        more: tuple[int, ...] = (num_ranks,)
+        if kv != heads:
+            more = nearest(heads, lambda n: n % kv == 0 and all_have_heads(n, kv, num_ranks))
+        more_heads = f", or {either(more)} heads" if more else ""
+        groups, alike = "", ""
+        if kv != heads:
+            groups = f" in {kv} groups"
+            alike = ", and each key-value head the same number of ranks"
+        problems.append(
+            f"{heads} heads{groups}, which {num_ranks} tensor ranks cannot share: each needs one"
+            f"{alike}; use {either(ranks)} tensor ranks{more_heads}"
+        )
+    return problems
+
+
+def nearest(value: int, fits: Callable[[int], bool], at_most: int | None = None) -> tuple[int, ...]:
+    """The largest number below `value` and the smallest above it that fit, from 1 to `at_most`."""
+    limit = 2 * max(value, 1) + 1024 if at_most is None else at_most
+    below = next((n for n in range(min(value, limit + 1) - 1, 0, -1) if fits(n)), None)
+    above = next((n for n in range(max(value, 0) + 1, limit + 1) if fits(n)), None)
+    return tuple(n for n in (below, above) if n is not None)
+
+
+def either(numbers: Iterable[int]) -> str:
+    """`3 or 5`."""
+    return " or ".join(map(str, numbers))
+
+
+def all_have_some(extent: int, num_ranks: int) -> bool:
+    """Whether the chunk rule leaves every rank a part."""
+    return -(-extent // num_ranks) * (num_ranks - 1) < extent
+
+
+def all_have_heads(heads: int, kv_heads: int, num_ranks: int) -> bool:
+    """Ranks that share a head are as many for each: reducers then do the same on all ranks."""
+    if num_ranks <= kv_heads:
+        return True
+    return num_ranks % kv_heads == 0 and num_ranks <= heads

@@ -18,7 +18,12 @@ from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import DataError, LayoutError
 from torchdistpackage.models import gpt_layout
 from torchdistpackage.models.gpt_layout import ATTENTION, EMBED, HEAD, MLP, TIED, GPTShape
-from torchdistpackage.parallel.tensor.attention import ParallelAttention, document_mask
+from torchdistpackage.parallel.tensor.attention import (
+    ParallelAttention,
+    Tables,
+    document_mask,
+    rotary_tables,
+)
 from torchdistpackage.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from torchdistpackage.parallel.tensor.dropout import Dropout
 from torchdistpackage.parallel.tensor.embedding import VocabParallelEmbedding
@@ -27,7 +32,6 @@ from torchdistpackage.parallel.tensor.layouts import Layouts
 from torchdistpackage.parallel.tensor.linear import ParallelMlp, column_linear
 from torchdistpackage.parallel.tensor.marked import Grouped
 from torchdistpackage.parallel.tensor.norm import LayerNorm, RMSNorm
-from torchdistpackage.parallel.tensor.rotary import Tables, rotary_tables
 
 ACTIVATIONS = {
     "gelu": F.gelu,

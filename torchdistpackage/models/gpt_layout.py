@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.layout.refusals import attention_problems, feature_problems, refuse
+from torchdistpackage.layout.partition import attention_problems, feature_problems, refuse
 from torchdistpackage.layout.rope import UNSCALED, Rope
 from torchdistpackage.parallel.tensor import layouts as cut
 from torchdistpackage.parallel.tensor.layouts import Layouts, prefixed

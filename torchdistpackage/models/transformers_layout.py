@@ -14,7 +14,7 @@ from typing import Any
 from torchdistpackage.config.hugging_face import read_config
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.layout.layout import HeadSplit, Layout
-from torchdistpackage.layout.refusals import either, nearest
+from torchdistpackage.layout.partition import either, nearest
 from torchdistpackage.models.families_layout import FAMILIES
 from torchdistpackage.models.family_layout import Family, Sizes, Weight, Weights
 from torchdistpackage.models.hugging_face_layout import Source, WeightFolder, find_tensors

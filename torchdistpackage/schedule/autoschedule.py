@@ -13,10 +13,9 @@ from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.engine import BACKWARD, INPUT, WEIGHT, Order, TaskGraph
 from torchdistpackage.schedule.generators import GENERATORS
 from torchdistpackage.schedule.list_scheduling import merge_backward
-from torchdistpackage.schedule.one_f_one_b import looped
 from torchdistpackage.schedule.order_search import local_search, rule_search
+from torchdistpackage.schedule.orders import looped, zigzag
 from torchdistpackage.schedule.passes import lower
-from torchdistpackage.schedule.v_shape import zigzag
 
 NAME = "auto"
 

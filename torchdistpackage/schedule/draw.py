@@ -13,7 +13,7 @@ from typing import Any
 
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.schedule.actions import Action, ActionKind
-from torchdistpackage.schedule.timeline import Span, Timeline
+from torchdistpackage.schedule.engine import Span, Timeline
 
 ROW_PX, BOX_PX, LEFT_PX, UNIT_PX, TOP_PX, AXIS_PX = 30, 24, 64, 26, 34, 34
 COLOURS = {

@@ -13,7 +13,8 @@ from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.engine import TaskGraph
 from torchdistpackage.schedule.list_scheduling import Rules, deepest_first, list_order
-from torchdistpackage.schedule.one_f_one_b import (
+from torchdistpackage.schedule.orders import (
+    dualpipe_v,
     forward_only,
     gpipe,
     interleaved,
@@ -22,9 +23,9 @@ from torchdistpackage.schedule.one_f_one_b import (
     one_f_one_b,
     zb_h1,
     zb_h2,
+    zb_v,
 )
 from torchdistpackage.schedule.passes import lower
-from torchdistpackage.schedule.v_shape import dualpipe_v, zb_v
 
 Generator = Callable[[int, int, int], Schedule]
 """(ranks, microbatches, chunks), each 1 or more, to a Schedule of computations only."""

@@ -1,17 +1,127 @@
-"""The schedule that a user means: by name, as a value, or as a table in a file."""
+"""The schedule that a user means: by name, as a value, or as a table in a file; and such tables.
 
+They are in the CSV format of torch.distributed.pipelining. A line is a pipe rank, a cell an action
+(`2F0`), an empty cell nothing. Only the computations count: messages in a file are laid out for the
+program that wrote it, and are placed anew here.
+"""
+
+import csv
+import io
+import re
+from itertools import chain, islice
 from numbers import Integral
 from pathlib import Path
 from typing import cast
 
 from torchdistpackage.errors import ScheduleError
-from torchdistpackage.schedule.actions import Schedule, flatten
+from torchdistpackage.schedule.actions import Action, ActionKind, Schedule, flatten, parse_action
 from torchdistpackage.schedule.autoschedule import synthesize
-from torchdistpackage.schedule.check import check
-from torchdistpackage.schedule.costs import StageCosts, read_costs
-from torchdistpackage.schedule.csv import csv_text, from_csv
+from torchdistpackage.schedule.costs import MAX_BYTES as MAX_BYTES
+from torchdistpackage.schedule.costs import StageCosts, read_costs, read_text
 from torchdistpackage.schedule.generators import GENERATORS, build, canonical
-from torchdistpackage.schedule.passes import lower
+from torchdistpackage.schedule.passes import add_messages, check, check_computations, lower
+
+_Cell = tuple[Action, int, int]
+"""A computation, its line, and the number of its cell in that line."""
+
+_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+# Sharded parameters gather, free and reduce themselves here: hooks see when, not the schedule.
+_OF_PARAMETERS = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+
+
+def to_csv(schedule: Schedule, *, messages: bool = False) -> str:
+    """One line a pipe rank, as torch's `_load_csv` reads it.
+
+    messages: list them too (torch's format "compute_comms"), one by one in an order in which
+        no rank waits for ever; else only what computes ("compute_only"): torch adds its own.
+    """
+    if messages:
+        schedule = add_messages(schedule)
+    lines = (
+        ",".join(str(a) for a in flatten(program) if messages or not a.kind.is_message)
+        for program in schedule.programs
+    )
+    return "".join(f"{line}\n" for line in lines)
+
+
+def csv_text(path: Path) -> str:
+    """The text of a file of at most MAX_BYTES; raises ScheduleError where it cannot be read."""
+    return read_text(path, "CSV file of text")
+
+
+def from_csv(text: str, name: str = "custom") -> Schedule:
+    """The schedule of `to_csv` or of torch's `_dump_csv`, with messages, fused and checked.
+
+    The line of a stage's actions is its place; there are as many stages and microbatches as the
+    highest numbers say. An overlapped pair counts as its two actions, one after the other.
+
+    Raises:
+        ScheduleError: a cell does not read (the text names line and cell), a stage is on two
+            lines, or the schedule is incomplete or out of order.
+    """
+    try:
+        lines = list(csv.reader(io.StringIO(text.strip())))
+    except csv.Error as error:  # a quote that spans the file, a carriage return alone
+        raise ScheduleError(f"{name}: no CSV: {error}; write actions between commas") from error
+    rows = [_row(line, texts) for line, texts in enumerate(lines, 1)]
+    if not rows:
+        raise ScheduleError(f"{name}: no line; a line lists the actions of one pipe rank")
+    cells = list(chain.from_iterable(rows))
+    line_of: dict[int, int] = {}
+    for action, line, _ in cells:
+        if (home := line_of.setdefault(action.stage, line)) != line:
+            raise ScheduleError(
+                f"line {line}: {action} is of stage {action.stage}, which line {home} runs; keep a "
+                f"stage on one line"
+            )
+    num_stages = max(line_of) + 1
+    missing = list(islice((s for s in range(num_stages) if s not in line_of), 3))
+    if missing:
+        raise ScheduleError(
+            f"{name}: the highest stage is {num_stages - 1} but no line runs stage "
+            f"{', '.join(map(str, missing))}; number the stages from 0 without holes"
+        )
+    placement = tuple(line_of[stage] - 1 for stage in range(num_stages))
+    programs = tuple(tuple(action for action, *_ in row) for row in rows)
+    schedule = Schedule(name, num_stages, _num_microbatches(cells), placement, programs)
+    check_computations(schedule)
+    return lower(schedule)
+
+
+def _num_microbatches(cells: list[_Cell]) -> int:
+    """As the highest number says, if its stage has so many forwards, which finds a typing error."""
+    highest, line, number = max(cells, key=lambda cell: cell[0].microbatch)
+    count = 1 + highest.microbatch
+    forwards = sum(a.kind is ActionKind.F and a.stage == highest.stage for a, _, _ in cells)
+    if count > forwards:
+        raise ScheduleError(
+            f"line {line}, cell {number}: {highest} is of microbatch {highest.microbatch}, but "
+            f"stage {highest.stage} has {forwards} forwards; number the microbatches from 0 "
+            f"without holes"
+        )
+    return count
+
+
+def _row(line: int, texts: list[str]) -> list[_Cell]:
+    cells = [
+        (action, line, number)
+        for number, text in enumerate(texts, 1)
+        for action in _actions(line, number, text.strip())
+    ]
+    if not cells:
+        raise ScheduleError(f"line {line}: no action; a line lists those of one pipe rank")
+    return cells
+
+
+def _actions(line: int, number: int, text: str) -> list[Action]:
+    overlap = _OVERLAP.fullmatch(text)
+    parts = [part.strip() for part in overlap[1].split(";")] if overlap else [text]
+    try:
+        actions = [parse_action(p) for p in parts if p and not _OF_PARAMETERS.fullmatch(p)]
+    except ScheduleError as error:
+        raise ScheduleError(f"line {line}, cell {number}: {error}") from error
+    return [action for action in actions if not action.kind.is_message]
+
 
 Order = Schedule | str | Path
 """A schedule; a name; `auto`; a CSV file, or its text."""

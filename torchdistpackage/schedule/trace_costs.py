@@ -20,7 +20,7 @@ from typing import NamedTuple
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import Action, ActionKind, Schedule
 from torchdistpackage.schedule.costs import StageCosts
-from torchdistpackage.schedule.timeline import Span, Timeline, busy, simulate
+from torchdistpackage.schedule.engine import Span, Timeline, busy, simulate
 
 Spans = Sequence[Sequence[Span]]
 """For each pipe index the spans of one step, in seconds of that rank's clock."""

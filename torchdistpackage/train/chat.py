@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from torchdistpackage.config.tokenizer_folder import (
+from torchdistpackage.config.hugging_face import (
     chat_template,
     no_chat_template,
     special_tokens,

@@ -18,7 +18,7 @@ from torchdistpackage.models.gpt_layout import EMBED, HEAD, GPTShape
 from torchdistpackage.models.registry import ModelShape
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs import StageCosts
-from torchdistpackage.schedule.timeline import Timeline, simulate
+from torchdistpackage.schedule.engine import Timeline, simulate
 from torchdistpackage.topology.mesh import crossings
 from torchdistpackage.train.plan import (
     BUCKET_BYTES,

@@ -18,8 +18,8 @@ from torchdistpackage.layout.derive import Creation, creations, gradient_ranks, 
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.registry import Model, ModelShape, model_of
 from torchdistpackage.schedule.actions import Schedule
-from torchdistpackage.schedule.timeline import Timeline
-from torchdistpackage.topology.views import Topology, topology
+from torchdistpackage.schedule.engine import Timeline
+from torchdistpackage.topology.mesh import Topology, topology
 from torchdistpackage.train.stage_partition import ModelUnits, Stages
 from torchdistpackage.train.stage_partition import stages as find_stages
 

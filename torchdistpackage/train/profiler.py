@@ -16,7 +16,7 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.parallel.pipeline.executor import Recording
 from torchdistpackage.schedule.costs import PieceCosts, StageCosts, costs_text
 from torchdistpackage.schedule.draw import svg
-from torchdistpackage.schedule.timeline import Span
+from torchdistpackage.schedule.engine import Span
 from torchdistpackage.schedule.trace_costs import BubbleAttribution, attribute_bubble, costs_of
 from torchdistpackage.train.callbacks import Callback
 from torchdistpackage.train.plan import Plan

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchdistpackage.config.tokenizer_folder import tokenizer_file, vocabulary_size
+from torchdistpackage.config.hugging_face import tokenizer_file, vocabulary_size
 from torchdistpackage.train.token_cache import load_tokenizer
 
 _BYTES = 256

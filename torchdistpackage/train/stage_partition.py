@@ -20,8 +20,8 @@ from torchdistpackage.parallel.pipeline.partition.cost_split import (
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.autoschedule import synthesize
 from torchdistpackage.schedule.costs import CostsFile, StageCosts
+from torchdistpackage.schedule.engine import Timeline, simulate
 from torchdistpackage.schedule.generators import build
-from torchdistpackage.schedule.timeline import Timeline, simulate
 
 AUTO_CHUNKS = (1, 2)
 """Stages on a rank that `auto` tries: more cuts the model finer than its bubble is worth."""

@@ -22,7 +22,7 @@ from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import DataError
-from torchdistpackage.harness.stragglers.phases import Phases
+from torchdistpackage.harness.stragglers.compare import Phases
 from torchdistpackage.parallel.pipeline.executor import Executor, Recording
 from torchdistpackage.schedule.actions import ActionKind
 from torchdistpackage.train.data import (

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchdistpackage.bounded import parse_json
-from torchdistpackage.config.tokenizer_folder import (
+from torchdistpackage.config.hugging_face import (
     described_by,
     special_tokens,
     tokenizer_file,

@@ -28,7 +28,7 @@ from torchdistpackage.comm.flight_recorder import (
 )
 from torchdistpackage.comm.moments import Moment, clock_of, seconds
 from torchdistpackage.parallel.pipeline.executor import Recording
-from torchdistpackage.schedule.timeline import Span
+from torchdistpackage.schedule.engine import Span
 from torchdistpackage.train.callbacks import Callback
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.step_stats import PendingStep, StepResult

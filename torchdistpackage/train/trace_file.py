@@ -18,7 +18,7 @@ from torchdistpackage.errors import ConfigError
 from torchdistpackage.launch.files import atomic_write
 from torchdistpackage.schedule.actions import ActionKind
 from torchdistpackage.schedule.draw import COLOURS, WAIT_COLOUR, message_arrows, slice_event
-from torchdistpackage.schedule.timeline import Span
+from torchdistpackage.schedule.engine import Span
 
 TRACE = "trace.json"
 _US = 1e6

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from torchdistpackage.harness.bench.pairs import find_suspects
+from torchdistpackage.harness.bench.report import find_suspects
 
 FINE_S, WITHIN_S = 1e-3, 1e-4
 

@@ -8,11 +8,12 @@ import pytest
 from tests.harness.bench.reports import LATENCY_S, report, row
 from torchdistpackage.cli.comm_bench import duration, pairs_text, report_text
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.harness.bench.pairs import SlowLinks, find_suspects
 from torchdistpackage.harness.bench.report import (
     Measurement,
     Pairs,
     Row,
+    SlowLinks,
+    find_suspects,
     parse_limits,
     percentile,
     rate,

@@ -10,8 +10,8 @@ import torch
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.tpc import tpc
-from torchdistpackage.compat.torchdistpackage import py_comm_test as classic_tests
-from torchdistpackage.compat.torchdistpackage.py_comm_test import (
+from torchdistpackage.compat.torchdistpackage import dist as classic_tests
+from torchdistpackage.compat.torchdistpackage.dist import (
     test_all2all_balanced,
     test_collection,
 )

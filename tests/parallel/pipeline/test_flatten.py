@@ -12,7 +12,7 @@ from torchdistpackage.parallel.pipeline.partition.policies import (
     partition_uniform,
 )
 from torchdistpackage.parallel.pipeline.partition.sequential import flatten_model, flatten_sequence
-from torchdistpackage.topology.views import topology
+from torchdistpackage.topology.mesh import topology
 
 
 def test_models_are_flattened_and_cut_without_processes():

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.schedule.actions import Action, ActionKind, flatten
+from torchdistpackage.schedule.engine import Span
 from torchdistpackage.schedule.generators import build
-from torchdistpackage.schedule.timeline import Span
 from torchdistpackage.schedule.trace_costs import aligned, attribute_bubble, costs_of
 
 FORWARD_S, BACKWARD_S = (0.004, 0.008), (0.008, 0.016)

@@ -27,7 +27,7 @@ from torchdistpackage.parallel.pipeline.partition.sequential import (
     flatten_sequence,
     halves,
 )
-from torchdistpackage.topology.views import topology
+from torchdistpackage.topology.mesh import topology
 
 
 class Slow(nn.Module):

@@ -12,8 +12,8 @@ from torchdistpackage import Pipeline
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
-from torchdistpackage.schedule.csv import to_csv
 from torchdistpackage.schedule.generators import build
+from torchdistpackage.schedule.resolve import to_csv
 
 ONE_CHUNK = ["gpipe", "1f1b", "zb-h1"]
 CHUNKS = ["interleaved", "zb-v", "dualpipe-v", "interleaved-zb", "looped-bfs"]

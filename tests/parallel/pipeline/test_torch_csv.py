@@ -8,9 +8,9 @@ import torch.distributed.pipelining.schedules as theirs
 
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import Program, Schedule, flatten
-from torchdistpackage.schedule.csv import from_csv, to_csv
 from torchdistpackage.schedule.generators import GENERATORS, build
 from torchdistpackage.schedule.passes import add_messages
+from torchdistpackage.schedule.resolve import from_csv, to_csv
 
 MULTI = {
     "interleaved": theirs.ScheduleInterleaved1F1B,

@@ -23,12 +23,11 @@ from torchdistpackage.layout.derive import blocks
 from torchdistpackage.layout.mark import collect
 from torchdistpackage.optim.clip import clip_grad_norm_
 from torchdistpackage.parallel.tensor import chunked
-from torchdistpackage.parallel.tensor.attention import ParallelAttention
+from torchdistpackage.parallel.tensor.attention import ParallelAttention, rotary_tables, rotate
 from torchdistpackage.parallel.tensor.full import FullTensors
 from torchdistpackage.parallel.tensor.init import Initial, initialize
 from torchdistpackage.parallel.tensor.linear import ColumnLinear, ParallelMlp, RowLinear
 from torchdistpackage.parallel.tensor.norm import LayerNorm, RMSNorm
-from torchdistpackage.parallel.tensor.rotary import rotary_tables, rotate
 from torchdistpackage.topology.mesh import Mesh
 
 S, B, DIM, HIDDEN, HEADS = 12, 2, 24, 36, 12

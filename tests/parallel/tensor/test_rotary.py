@@ -8,7 +8,7 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from torchdistpackage.layout.rope import Rope
-from torchdistpackage.parallel.tensor.rotary import rotary_frequencies, rotary_tables
+from torchdistpackage.parallel.tensor.attention import rotary_frequencies, rotary_tables
 
 HEAD_DIM, SEQ_LEN = 32, 96
 ORIGINAL = {"original_max_position_embeddings": 64}

@@ -35,7 +35,7 @@ from torchdistpackage.ddp.bucket_comm import BucketMember, Start
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.tensor import cross_entropy, loss_terms, marked, overlapped, products
-from torchdistpackage.parallel.tensor.product_gradients import multiply
+from torchdistpackage.parallel.tensor.products import multiply
 
 assert fake_pg  # which makes the back end `fake` known
 

@@ -19,7 +19,7 @@ for _below, _names in {
     "": {f"{_HERE}.devices": _TOP},
     ".core": {f"{_HERE}.devices": (*_TOP, *_CLASSES)},
     ".core.function": {
-        f"{_HERE}.transfer": (
+        f"{_HERE}.devices": (
             "to_rank_fn",
             "ToRankFunction",
             "EmptyFunction",
@@ -27,11 +27,11 @@ for _below, _names in {
             "EmptyModule",
         )
     },
-    ".core.distributed": {f"{_HERE}.transfer": ("send_tensor", "receive_tensor", "DTYPE_MAP")},
+    ".core.distributed": {f"{_HERE}.devices": ("send_tensor", "receive_tensor", "DTYPE_MAP")},
     ".core.random": {"comm.random": ("seed_all",)},
     ".utils": {},
-    ".utils.config": {f"{_HERE}.config": ("BaseConfig",)},
-    ".utils.log": {f"{_HERE}.log": ("setup_logging",)},
+    ".utils.config": {f"{_HERE}.environment": ("BaseConfig",)},
+    ".utils.log": {f"{_HERE}.environment": ("setup_logging",)},
 }.items():
     paths.announce(__name__ + _below, _names)
 

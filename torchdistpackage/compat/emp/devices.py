@@ -2,22 +2,211 @@
 
 What it had and could not do works: keyword arguments, several outputs, integers, a backward where
 nothing moved. `launch` returns what the ranks returned.
+
+`to_rank_fn` is called by all ranks, and so is the backward through it. In a placed program
+(`parallel.placed`) transfers are in one order on all ranks; here they are in that of autograd.
+
+A message is a tensor that says its shape and dtype: any dtype, any strides, from a CPU or a GPU; it
+arrives on the CPU. A tag keeps messages apart.
 """
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn import Module
 
-from torchdistpackage.compat.emp.log import default_level
-from torchdistpackage.compat.emp.transfer import EmptyModule
+from torchdistpackage.comm.creation import is_joined, world
+from torchdistpackage.comm.groups import on_cpu
+from torchdistpackage.comm.p2p import P2PChannel
+from torchdistpackage.comm.tensor_meta import MessageSpec, decode, describe, encode, receive_header
+from torchdistpackage.compat.emp.environment import default_level
+from torchdistpackage.errors import PlacementError
 from torchdistpackage.parallel.placed import functor, launcher, managed
 from torchdistpackage.parallel.placed.place import Devices, Place
 from torchdistpackage.parallel.placed.program import Program
+
+log = logging.getLogger(__name__)
+
+
+class EmptyFunction(Function):
+    """A zero that stands for what another rank computed; its gradients are zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        ctx.like = [(x.shape, x.dtype, x.device) for x in inputs]
+        return torch.zeros([])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return tuple(torch.zeros(s, dtype=dtype, device=at) for s, dtype, at in ctx.like)
+
+
+def empty_fn(*args: Any) -> Tensor:
+    """A zero in whose graph these tensors are."""
+    return EmptyFunction.apply(*args)  # type: ignore[return-value]
+
+
+class EmptyModule(Module):
+    """Stands for a module on ranks that do not hold it."""
+
+    def get_grad_tensors(self, args: Any) -> list[Tensor]:
+        """The tensors in nested arguments that want a gradient."""
+        return list(self._iter_grad_tensors(args))
+
+    def _iter_grad_tensors(self, x: Any) -> Iterator[Tensor]:
+        if isinstance(x, Tensor):
+            if x.requires_grad:
+                yield x
+        elif isinstance(x, list | tuple | dict):
+            for part in x.values() if isinstance(x, dict) else x:
+                yield from self._iter_grad_tensors(part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """A zero in whose graph the arguments are."""
+        return empty_fn(*self.get_grad_tensors((args, kwargs)))
+
+
+class ToRankFunction(Function):
+    """See `to_rank_fn`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, src_rank: int, dst_rank: int, tag: int, dummy: Tensor
+    ) -> Tensor:
+        rank = world().rank() if is_joined() else 0
+        ctx.like = (input.shape, input.dtype, input.device)
+        ctx.source, ctx.target, ctx.tag, ctx.rank = src_rank, dst_rank, tag, rank
+        if src_rank == dst_rank:
+            return input.clone()
+        if rank == src_rank:
+            send_tensor(input, dst_rank, tag=tag)
+        elif rank == dst_rank:
+            return receive_tensor(src_rank, tag=tag)
+        return torch.zeros([])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        (gradient,) = grad_outputs
+        shape, dtype, device = ctx.like
+        if ctx.source == ctx.target:
+            return gradient, None, None, None, None
+        found = torch.zeros(shape, dtype=dtype, device=device)
+        if ctx.rank == ctx.source:
+            log.debug("receiving a gradient %s from rank %d", tuple(shape), ctx.target)
+            found = receive_tensor(ctx.target, tag=ctx.tag).to(device)
+        elif ctx.rank == ctx.target:
+            log.debug("sending a gradient %s to rank %d", tuple(gradient.shape), ctx.source)
+            send_tensor(gradient, ctx.source, tag=ctx.tag)
+        return found, None, None, None, None
+
+
+def to_rank_fn(input: Tensor, src_rank: int, tgt_rank: int, tag: int = 0) -> Tensor:
+    """`input` of rank `src_rank` on rank `tgt_rank`, elsewhere a zero; all ranks call it.
+
+    In the backward the gradient goes back. A dtype without gradients goes one way.
+
+    Raises:
+        PlacementError: on all ranks: one of both is no rank of the world.
+    """
+    for rank in (src_rank, tgt_rank):
+        check_rank("to_rank_fn", rank)
+    dummy = torch.empty([], requires_grad=input.is_floating_point() or input.is_complex())
+    return ToRankFunction.apply(input, src_rank, tgt_rank, tag, dummy)  # type: ignore[return-value]
+
+
+DTYPE_MAP = {
+    torch.float32: 0,
+    torch.float64: 1,
+    torch.int32: 2,
+    torch.int64: 3,
+    torch.int16: 4,
+    torch.int8: 5,
+    torch.uint8: 6,
+    torch.bool: 7,
+    torch.bfloat16: 8,
+    # the ones below it had no number for
+    torch.float16: 9,
+    torch.complex64: 10,
+    torch.complex128: 11,
+    torch.float8_e4m3fn: 12,
+    torch.float8_e5m2: 13,
+    torch.uint16: 14,
+    torch.uint32: 15,
+    torch.uint64: 16,
+}
+"""Numbers of dtypes in its messages; ours carry their names, so other dtypes travel too."""
+
+_FIRST_TAG = 0x10000
+_NUM_TAGS = 0x40000000
+_CPU = torch.device("cpu")
+
+
+def send_tensor(tensor: Tensor, dst: int, tag: int = 0, debug: bool = False) -> None:
+    """Send `tensor` to rank `dst`, which calls `receive_tensor` with the same tag; waits for it.
+
+    Raises:
+        PlacementError: it is no dense tensor with memory, or `dst` no other rank.
+    """
+    _check_peer("send_tensor", dst)
+    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
+        raise PlacementError(
+            f"send_tensor: only dense tensors with memory can be sent, not a "
+            f"{type(tensor).__name__}"
+            + (f" ({tensor.layout}, {tensor.device})" if isinstance(tensor, Tensor) else "")
+        )
+    sent = tensor.detach().cpu()
+    spec = MessageSpec(describe(sent), _CPU)
+    channel = _channel(tag)
+    works = [
+        channel.send(encode(spec.description), dst),
+        channel.send(spec.travelling([sent]), dst),
+    ]
+    for work in works:
+        work.wait()
+    if debug:
+        log.warning("sent %s to rank %d", spec.description, dst)
+
+
+def receive_tensor(src: int, tag: int = 0, debug: bool = False) -> Tensor:
+    """The tensor that rank `src` sends with this tag.
+
+    Raises:
+        PlacementError: `src` is no other rank.
+    """
+    _check_peer("receive_tensor", src)
+    channel = _channel(tag)
+    spec = MessageSpec(decode(receive_header(channel, src)), _CPU)
+    (room,) = spec.allocate()
+    assert room is not None
+    channel.receive(spec.travelling([room]), src).wait()
+    if debug:
+        log.warning("received %s from rank %d", spec.description, src)
+    return room
+
+
+def check_rank(used_by: str, rank: object) -> None:
+    """Raises PlacementError if `rank` is none of the world, or none is joined."""
+    size = world().size() if is_joined() else 1
+    if not isinstance(rank, int) or not 0 <= rank < size:
+        raise PlacementError(
+            f"{used_by}: rank {rank!r} is none of the {size} ranks, 0 to {size - 1}"
+        )
+
+
+def _check_peer(used_by: str, rank: int) -> None:
+    check_rank(used_by, rank)
+    if not is_joined() or rank == world().rank():
+        raise PlacementError(f"{used_by}: rank {rank} is this rank itself; name another one")
+
+
+def _channel(tag: int) -> P2PChannel:
+    return P2PChannel(on_cpu(world()), tag=_FIRST_TAG + tag % _NUM_TAGS)
+
 
 GRADIENTS = "torchdistpackage.parallel.placed.mail"
 """The logger that DEBUG_BACKWARD opens."""

@@ -13,7 +13,6 @@ _SAVING = {
 }
 _ACTIONS = ("LegacyStateAction", "Split", "SplitInChunks", "SplitInGroupedChunks", "Scale")
 _CALL = {f"{_AUTO}.factory": ("tensor_parallel",)}
-_PRETRAINED = {f"{_HERE}.lazy": ("TensorParallelPreTrainedModel",)}
 _KEY_VALUES = ("gather_kv", "select_kv_for_rank")
 _SPLITS = ("split_heads", "split_num_heads", "split_inner_dim", "split_alibi")
 _OPS = ("CollectiveOpetationBase", "AllReduce", "AllGather", "NCCLAllReduce", "NCCLAllGather")
@@ -32,15 +31,15 @@ _MORE = {
 # not tensor_parallel.tensor_parallel, where the package has its function
 for _below, _names in {
     "": {
-        **(_CALL | _PRETRAINED | _CONFIG | _STATE_ACTION | _SAVING),
+        **(_CALL | _CONFIG | _STATE_ACTION | _SAVING),
         f"{_AUTO}.model": ("TensorParallel",),
         f"{_AUTO}.shard": ("make_distributed_shard",),
-        f"{_HERE}.legacy_sharded": ("Sharded",),
+        f"{_HERE}.earlier": ("TensorParallelPreTrainedModel", "Sharded"),
     },
     ".autoconfig": {f"{_AUTO}.layerwise": ("get_default_config",)},
-    ".aux_actions": {f"{_HERE}.heads": (*_KEY_VALUES, *_SPLITS)},
+    ".aux_actions": {f"{_HERE}.earlier": (*_KEY_VALUES, *_SPLITS)},
     ".communications": {
-        f"{_HERE}.thread_ops": _OPS,
+        f"{_HERE}.earlier": _OPS,
         f"{_AUTO}.rendezvous": ("CollectiveOperation", "ScatterReduce"),
         f"{_AUTO}.ops": _RANKS,
     },
@@ -49,7 +48,7 @@ for _below, _names in {
     ".factory": _CALL,
     ".per_device_tensors": {f"{_AUTO}.caches": ("PerDeviceTensors",)},
     ".pretrained_model": {
-        **_PRETRAINED,
+        f"{_HERE}.earlier": ("TensorParallelPreTrainedModel",),
         f"{_AUTO}.families.registry": ("find_predefined_tensor_parallel_config",),
     },
     ".shard": {f"{_AUTO}.shard": ("make_shard", "make_distributed_shard")},

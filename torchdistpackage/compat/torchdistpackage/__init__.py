@@ -1,1 +1,0 @@
-"""Functions and classes of the earlier TorchDistPackage that only its users need."""

@@ -42,7 +42,7 @@ _HERE = "compat.torchshard"
 
 for _below, _names in {
     "": {
-        f"{_HERE}.parts": ("slice",),
+        f"{_HERE}.cuts": ("slice",),
         f"{_HERE}.marks": ("set_attribute", *_REGISTER),
         f"{_HERE}.state": (*_DDP, *_STATE_DICTS),
     },
@@ -51,15 +51,15 @@ for _below, _names in {
     ".distributed.core": {f"{_HERE}.distributed": _GROUPS},
     ".nn": {
         f"{_HERE}.layers": (*_LINEAR, *_LOSS, *_SPARSE, "Embedding"),
-        f"{_HERE}.init": ("shard_init_helper_",),
+        f"{_HERE}.base": ("shard_init_helper_",),
     },
     ".nn.functional": {f"{_HERE}.functional": _FUNCTIONS},
-    ".nn.init": {f"{_HERE}.init": ("shard_init_helper_",)},
+    ".nn.init": {f"{_HERE}.base": ("shard_init_helper_",)},
     ".nn.modules": {f"{_HERE}.layers": (*_LINEAR, *_LOSS, *_SPARSE)},
     ".nn.modules.linear": {f"{_HERE}.layers": _LINEAR},
     ".nn.modules.loss": {f"{_HERE}.layers": _LOSS},
     ".nn.modules.sparse": {f"{_HERE}.layers": _SPARSE},
-    ".utils": {f"{_HERE}.parts": ("check_divisibility", "divide", "VocabUtility")},
+    ".utils": {f"{_HERE}.cuts": ("check_divisibility", "divide", "VocabUtility")},
     ".serialization": {f"{_HERE}.state": _STATE_DICTS},
     ".overrides": {f"{_HERE}.state": _DDP, f"{_HERE}.marks": _REGISTER},
 }.items():

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm import collectives
 from torchdistpackage.compat import paths
-from torchdistpackage.compat.reduction import all_reduce_, summed_in_place
 from torchdistpackage.compat.torchshard import marks
 from torchdistpackage.compat.torchshard.cuts import check_tensors, cut_of
 from torchdistpackage.compat.torchshard.model_groups import (
+    all_reduce_,
     destroy_process_group,
     get_group,
     get_group_size,
@@ -21,6 +21,7 @@ from torchdistpackage.compat.torchshard.model_groups import (
     get_world_size,
     init_process_group,
     is_initialized,
+    summed_in_place,
 )
 from torchdistpackage.layout.derive import chunk
 

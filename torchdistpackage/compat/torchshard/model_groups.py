@@ -1,9 +1,14 @@
-"""torchshard's groups: the tensor groups of `tpc`, so a group may be smaller than the world.
+"""torchshard's groups: the tensor groups of `tpc`, so a group may be smaller than the world; sums.
 
 Nothing is kept here. `init_process_group` sets `tpc` (data x tensor); ranks and sizes are those of
-the group.
+the group. A sum goes into the input where autograd allows it: what autograd holds is never written
+to, so of an input that needs a gradient the sum is a new tensor.
 """
 
+import torch
+from torch import Tensor
+
+from torchdistpackage.comm import collectives, primitives
 from torchdistpackage.comm.creation import is_joined, world
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group, tpc
@@ -68,3 +73,16 @@ def get_world_size() -> int:
 def get_group_size() -> int:
     """Number of ranks in my group."""
     return get_group().size()
+
+
+def all_reduce_(x: Tensor, group: Group) -> Tensor:
+    """The sum over the group: in `x` itself unless it needs a gradient, which then passes."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return collectives.reduce(x, group)
+    return summed_in_place(x, group)
+
+
+def summed_in_place(x: Tensor, group: Group) -> Tensor:
+    """`x`, overwritten by its sum over the group and unseen by autograd."""
+    primitives.all_reduce(x.detach(), group)
+    return x

@@ -39,8 +39,8 @@ from torchdistpackage.ddp.zero.param_shard import ParamShard
 from torchdistpackage.ddp.zero.shard_bounds import requires_whole_params
 from torchdistpackage.ddp.zero.sharded_base import ShardedOptimizerBase
 from torchdistpackage.ddp.zero.sharing import ReplicaGroups, assign_buckets
-from torchdistpackage.extensions import extensions_of
 from torchdistpackage.layout.layout import Layout
+from torchdistpackage.lazy import extensions_of
 
 UNLIMITED_BYTES = 2**62
 """Buckets are filled by module (shard_bounds.group_by_module), not by the reducer."""

@@ -1,6 +1,6 @@
 """What ZeroOptimizer is given for its options: replicas, host memory, stage 3, parts, checks.
 
-The core knows the protocol alone; `SERVED_BY` of extensions.py names what makes it.
+The core knows the protocol alone; `SERVED_BY` of lazy.py names what makes it.
 
 What is stepped reaches the module only as long as its parameters are the same objects with the same
 memory, and have one optimizer. Each of these is checked, and an error names the parameter.

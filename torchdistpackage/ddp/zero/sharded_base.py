@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from torchdistpackage.ddp.zero.param_shard import ParamPartition
 from torchdistpackage.errors import CheckpointError, LayoutError
-from torchdistpackage.extensions import extensions_of
+from torchdistpackage.lazy import extensions_of
 
 
 class ShardedOptimizerBase(Optimizer):

@@ -23,12 +23,15 @@ from torchdistpackage.harness.late.call import (
     Guard,
     LateCall,
     LateWork,
+    Mirror,
+    Peers,
+    Posted,
+    Transfer,
     issued_at,
     own_operations,
 )
 from torchdistpackage.harness.late.orders import LATE
 from torchdistpackage.harness.late.strict import strictness
-from torchdistpackage.harness.late.transfer import Mirror, Peers, Posted, Transfer
 from torchdistpackage.harness.late.world import world
 from torchdistpackage.harness.lint.own_backend import (
     Collective,

@@ -2,10 +2,22 @@
 
 The step is the real one. It talks over an in-memory transport that delivers, under the strictest
 meaning that a transport may give its calls: within a group (matcher.py), and, once it has come to
-its end, over all groups of a device (replay.py). The process is afterwards as it was.
+its end, by two checks that run once more what all ranks did. The process is afterwards as it was.
+
+In the first a device runs what it is given one by one, whatever the groups: one queue a rank
+instead of one a rank and group. NCCL asks for it: kernels of several communicators wait on a device
+for room that others hold, so groups whose ranks issue on them in different orders may stop for
+ever, though each group sees one order. What ends with one queue ends with several.
+
+In the second a host stops before a call for which NCCL connects, whether or not it waits for the
+call: the first collective or batch of a group for all members, since a communicator is made there;
+the first message one way between two ranks for the other end. What else blocks (the making of a
+group, what a rank waits for) blocks here too.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch.distributed as dist
@@ -14,15 +26,199 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.harness.lint.matcher import (
     CREATION,
     SPLIT,
+    Disagreement,
     LintGroup,
     Matcher,
     OpSignature,
+    P2POp,
+    PendingOp,
+    Queues,
 )
-from torchdistpackage.harness.lint.replay import Trace, host_blocking, launch_order
-from torchdistpackage.harness.lint.report import LintReport, group_kinds, group_name, rank_name
+from torchdistpackage.harness.lint.report import (
+    Finding,
+    LintReport,
+    Name,
+    disagreement,
+    group_kinds,
+    group_name,
+    rank_name,
+    stuck,
+)
 from torchdistpackage.harness.lint.threads import Threads, settings_kept, worlds
 from torchdistpackage.harness.lint.transport import BACKEND, LintContext, attach, carry, deliver
-from torchdistpackage.topology.views import Size, Topology, topology
+from torchdistpackage.topology.mesh import Size, Topology, topology
+
+Trace = Sequence[tuple[PendingOp, bool]]
+"""What a rank did, in order: an entry, and whether it waited for it (or else issued it)."""
+Before = Callable[[PendingOp, Sequence[P2POp]], Iterator[PendingOp]]
+"""What is waited for before an entry with these messages is issued."""
+Groups = dict[LintGroup, LintGroup]
+"""For each group in the traces the one that stands for it."""
+
+FIRST_USE = OpSignature("first use")
+CONNECTS = (("connects", "the pair"),)
+
+_LAUNCH_ORDER = (
+    "ranks issue on groups that they share in different orders; a device that runs what it is "
+    "given one by one, as NCCL may, stops for ever. Issue in one order on all ranks, or wait for "
+    "the first before the second:\n"
+)
+_FIRST_USE = (
+    "the first call of a group stops the host on NCCL until its members come to theirs, and ranks "
+    "that do so wait for ever. Connect groups when they are made, or let all members make their "
+    "first call at one point:\n"
+)
+
+
+def launch_order(traces: Sequence[Trace], name: Name) -> Finding | None:
+    """What stops if all that ranks did, which came to its end, is run with one queue a rank."""
+    queues: Queues = {rank: deque() for rank in range(len(traces))}
+    # hosts make groups, and no device; what goes through host memory holds no device up
+    on_device = [[(e, w) for e, w in t if e.call not in (CREATION, SPLIT)] for t in traces]
+    groups = {
+        old: LintGroup(old.ranks, old.name, None if old.in_host else queues)
+        for old in _groups(on_device)
+    }
+
+    def runs(board: Matcher) -> list[Iterator[PendingOp]]:
+        return [_replay(board, trace, groups) for trace in on_device]
+
+    found = drive(runs, list(groups.values()), name)
+    return found and replace(found, kind="launch order", text=_LAUNCH_ORDER + found.text)
+
+
+def host_blocking(
+    traces: Sequence[Trace], name: Name, earlier: Sequence[Trace] = ()
+) -> Finding | None:
+    """What stops if all that ranks did, which came to its end, is run with hosts that stop to
+    connect.
+
+    earlier: what they did before all of them came to one point.
+    """
+    if earlier and (found := host_blocking(earlier, name)):
+        return found
+    groups = {old: LintGroup(old.ranks, old.name, lazy=old.lazy) for old in _groups(traces)}
+    for old, new in groups.items():
+        new.eager = old.eager
+
+    def runs(board: Matcher) -> list[Iterator[PendingOp]]:
+        connections = Connections(board)
+        for trace in earlier:
+            for entry, _ in trace:
+                if entry.group in groups:
+                    connections.note(entry, groups[entry.group], entry.messages)
+        return [_replay(board, trace, groups, connections.before) for trace in traces]
+
+    found = drive(runs, list(groups.values()), name)
+    return found and replace(found, kind="first use", text=_FIRST_USE + found.text)
+
+
+def drive(
+    start: Callable[[Matcher], Sequence[Iterator[PendingOp]]],
+    groups: Sequence[LintGroup],
+    name: Name,
+) -> Finding | None:
+    """Run every rank's calls on a board; a rank gives each entry that it waits for."""
+    ready: deque[int] = deque()
+
+    def done(entry: PendingOp) -> None:
+        if board.waiting.get(entry.rank) is entry:
+            del board.waiting[entry.rank]
+            ready.append(entry.rank)
+
+    board = Matcher(done=done)
+    runs = start(board)
+    ready.extend(range(len(runs)))
+    try:
+        while ready:
+            rank = ready.popleft()
+            entry = next(runs[rank], None)
+            if entry is None:
+                board.ended.add(rank)
+            elif entry.done:
+                ready.append(rank)
+            else:
+                board.waiting[rank] = entry
+    except Disagreement as found:
+        return disagreement(found, name)
+    left = [board.waiting[rank] for rank in sorted(board.waiting)] or board.leftovers(groups)
+    return stuck(board, left, name) if left else None
+
+
+def _groups(traces: Sequence[Trace]) -> list[LintGroup]:
+    return list(dict.fromkeys(entry.group for trace in traces for entry, _ in trace))
+
+
+def _replay(
+    board: Matcher, trace: Trace, groups: Groups, before: Before | None = None
+) -> Iterator[PendingOp]:
+    """The same entries on other groups; gives those that are waited for."""
+    new: dict[PendingOp, PendingOp] = {}
+    for entry, is_wait in trace:
+        if is_wait:
+            yield new[entry]
+            continue
+        parts = entry.messages
+        again = new[entry] = PendingOp(
+            *(entry.rank, groups[entry.group], entry.call, len(parts), entry.where),
+            channel=entry.channel,
+            is_batch=entry.is_batch,
+        )
+        if before is not None:
+            yield from before(again, parts)
+        board.issue(again)
+        for m in parts:
+            board.post(again, P2POp(m.call, m.source, m.target, m.tag, m.where))
+
+
+class Connections:
+    """What each rank has connected so far, and the entries in which it stops to do so."""
+
+    def __init__(self, board: Matcher):
+        self._board = board
+        self._meetings: Groups = {}
+        self._known: set[tuple[int, LintGroup]] = set()
+        self._pairs: set[tuple[int, LintGroup, int | None, int]] = set()
+
+    def before(self, entry: PendingOp, messages: Sequence[P2POp]) -> Iterator[PendingOp]:
+        """Entries that are waited for before this one is issued; messages: its own."""
+        rank, group = entry.rank, entry.group
+        if not group.lazy or len(group.ranks) == 1:
+            return
+        connects, new = self.note(entry, group, messages)
+        if not connects and not new:
+            return
+        # where members of a group meet to connect it, besides its own queue
+        meeting = self._meetings.setdefault(group, LintGroup(group.ranks, group.name))
+        if connects:
+            first = PendingOp(rank, meeting, FIRST_USE, where=entry.where)
+            self._board.issue(first)
+            yield first
+        if new:
+            pairs = PendingOp(rank, meeting, None, len(new), entry.where)
+            self._board.issue(pairs)
+            for m in new:
+                call = OpSignature(m.call.operation, CONNECTS)
+                self._board.post(pairs, P2POp(call, m.source, m.target, where=m.where))
+            yield pairs
+
+    def note(
+        self, entry: PendingOp, group: LintGroup, messages: Sequence[P2POp]
+    ) -> tuple[bool, list[P2POp]]:
+        """(whether `group` is connected by the entry, which of its messages connect a pair)."""
+        rank = entry.rank
+        connects = entry.call is not None or (entry.is_batch and rank not in group.eager)
+        connects = connects and (rank, group) not in self._known
+        if connects:
+            self._known.add((rank, group))
+        new: list[P2POp] = []
+        for m in messages:
+            key = rank, group, m.source, m.target
+            if m.source is not None and key not in self._pairs:
+                self._pairs.add(key)
+                new.append(m)
+        return connects, new
+
 
 Axes = Topology | Mapping[str, int] | Sequence[tuple[str, Size]] | int
 """A topology, its axes outermost first, or a number of ranks along `data`."""
@@ -39,7 +235,7 @@ def lint(
     axes: the layout, such as `[("data", 2), ("pipe", 2)]`.
     limit_s: wall seconds after which the report says who still computes.
     queued: calls behave as on NCCL, the package takes the branches that it takes there, and groups
-        connect at first use (replay.py). False: as on a back end that blocks and is connected.
+        connect at first use (linter.py). False: as on a back end that blocks and is connected.
 
     Proved is: the members of each group make the same calls on it in the same order (operation,
     shape, dtype, reduce operation, root), every message has its other end, and no one waits in a

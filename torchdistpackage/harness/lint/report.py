@@ -20,8 +20,7 @@ from torchdistpackage.harness.lint.matcher import (
     PendingOp,
     Where,
 )
-from torchdistpackage.topology.mesh import describe
-from torchdistpackage.topology.views import Topology
+from torchdistpackage.topology.mesh import Topology, describe
 
 Name = Callable[[int], str]
 """A rank as people call it: `rank 3 (data 1 tensor 1)`."""

@@ -1,7 +1,7 @@
 """A back end whose ranks are threads: torch.distributed's calls, taken to the board of the lint.
 
 The board decides when a call is done (matcher.py), and who runs meanwhile threads.py. Everything
-that is issued or waited for is written down, in order, for the checks that come after (replay.py).
+that is issued or waited for is written down, in order, for the checks that come after (linter.py).
 
 A group is made as NCCL makes it, its members waiting for each other. In a world that is bound to a
 device torch has all ranks of the world take part, each with the list of its own group

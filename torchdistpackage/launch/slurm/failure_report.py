@@ -28,7 +28,6 @@ from torchdistpackage.launch.failure import (
     summary,
 )
 from torchdistpackage.launch.files import atomic_write, beside
-from torchdistpackage.launch.hostlist import expand
 from torchdistpackage.launch.slurm.node_blocklist import incident_of, record
 from torchdistpackage.launch.slurm.requeue import (
     Decision,
@@ -38,6 +37,7 @@ from torchdistpackage.launch.slurm.requeue import (
 )
 from torchdistpackage.launch.slurm.run_dir import RunDir, read_starts
 from torchdistpackage.launch.slurm.runs import decision, progress
+from torchdistpackage.launch.slurm_env import expand
 
 CANNOT_WRITE = 73
 """Exit code of a job whose run folder takes nothing (EX_CANTCREAT)."""

@@ -17,9 +17,9 @@ from typing import Any
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.failure import Failure, FailureKind
 from torchdistpackage.launch.files import append_json, read_json_lines
-from torchdistpackage.launch.hostlist import expand
 from torchdistpackage.launch.slurm.query import Runner, run_command, slurm_time
 from torchdistpackage.launch.slurm.run_dir import RunDir, Start, attempt_id, read_starts
+from torchdistpackage.launch.slurm_env import expand
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from torchdistpackage.parallel.pipeline.stage_runner import (
     autograd,
 )
 from torchdistpackage.schedule.actions import Action, ActionKind, Schedule
-from torchdistpackage.schedule.timeline import Span
+from torchdistpackage.schedule.engine import Span
 
 __all__ = ["Backward", "Executor", "Forward", "Recording", "autograd"]
 

@@ -16,7 +16,7 @@ from torchdistpackage.comm import collectives
 from torchdistpackage.comm.primitives import MAX, Group, Sizes, all_reduce
 from torchdistpackage.errors import DataError, LayoutError
 from torchdistpackage.layout.derive import chunk
-from torchdistpackage.layout.refusals import feature_problems, refuse
+from torchdistpackage.layout.partition import feature_problems, refuse
 from torchdistpackage.parallel.tensor import layouts as cut
 from torchdistpackage.parallel.tensor.init import NORMAL, Initial, make_parameters
 from torchdistpackage.parallel.tensor.layouts import Layouts

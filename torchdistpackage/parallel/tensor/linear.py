@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchdistpackage.comm.primitives import Group, Sizes
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.layout.layout import HeadSplit
-from torchdistpackage.layout.refusals import feature_problems, refuse
+from torchdistpackage.layout.partition import feature_problems, refuse
 from torchdistpackage.parallel.tensor import layouts as cut
 from torchdistpackage.parallel.tensor.full import FullTensors
 from torchdistpackage.parallel.tensor.init import NORMAL, ZEROS, Initial, make_parameters

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm import collectives
 from torchdistpackage.comm.primitives import Group, ranks_of
-from torchdistpackage.comm.summed_copies import copy_together
 from torchdistpackage.comm.tpc import group_again, resolve_group
 from torchdistpackage.errors import CommError, LaunchError
 from torchdistpackage.layout.mark import Layouts, mark_of, mark_parameter
 from torchdistpackage.parallel.tensor.full import FullTensors
-from torchdistpackage.parallel.tensor.sharing import copy_to_sharing
+from torchdistpackage.parallel.tensor.sharing import copy_to_sharing, copy_together
 
 
 class Marked(FullTensors, nn.Module):

@@ -29,7 +29,7 @@ from torchdistpackage.parallel.pipeline.partition.cost_split import (
 from torchdistpackage.parallel.pipeline.partition.sequential import Piece
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs import StageCosts
-from torchdistpackage.schedule.timeline import simulate
+from torchdistpackage.schedule.engine import simulate
 
 Result = TypeVar("Result")
 

@@ -1,6 +1,10 @@
-"""Functions for plans of one's own: what of heads, and of caches of them, a rank has."""
+"""Earlier spellings of tensor_parallel's names, and functions for plans of one's own.
 
-from collections.abc import Sequence
+One class serves the threads of all devices. Of heads, and of caches of them, the functions say what
+a rank has. A class that needs transformers is made when it is asked for.
+"""
+
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +14,37 @@ from torch import Tensor
 from torchdistpackage.layout.partition import even_sizes
 from torchdistpackage.parallel.auto.actions import SplitInChunks
 from torchdistpackage.parallel.auto.caches import PerDeviceTensors
+from torchdistpackage.parallel.auto.hugging_face import pretrained_class
 from torchdistpackage.parallel.auto.nested import nested_map
+from torchdistpackage.parallel.auto.rendezvous import CollectiveBase, ThreadGather, ThreadSum
+from torchdistpackage.parallel.auto.reporting import LOG
+
+CollectiveOpetationBase = CollectiveBase
+AllReduce = ThreadSum
+AllGather = ThreadGather
+
+
+def NCCLAllReduce(world_size: int) -> ThreadSum:
+    """The sum over threads."""
+    return ThreadSum(world_size)
+
+
+def NCCLAllGather(world_size: int, dim: int) -> ThreadGather:
+    """The threads' tensors joined along `dim`."""
+    return ThreadGather(world_size, dim=dim)
+
+
+def __getattr__(name: str) -> object:
+    if name != "TensorParallelPreTrainedModel":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return pretrained_class()
+
+
+def Sharded(module: Any, sharded_param_names: Collection[str] | None = None) -> Any:
+    """`module` after `module.apply_sharding(sharded_param_names)`."""
+    LOG.warning("Sharded(model) is an earlier spelling; use model.apply_sharding()")
+    module.apply_sharding(sharded_param_names)
+    return module
 
 
 def gather_kv(*present_key_value_state: Any, world_size: int) -> Sequence[Any]:

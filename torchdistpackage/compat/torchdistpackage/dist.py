@@ -1,7 +1,9 @@
-"""The earlier package's two bandwidth tests, called by hand on every rank of a group.
+"""Functions of the earlier package's `dist`: two bandwidth tests, and suffixes of files.
 
-They are the bench's own measurement with one size, and return the same figures by the factors
-that the earlier ones used, which are those of harness/operations.py.
+The tests are called by hand on every rank of a group; they are the bench's own measurement with one
+size, and return the same figures by the factors that the earlier ones used, which are those of
+harness/operations.py. By their suffixes ranks that hold different parameters write different files,
+and replicas the same one; the checkpoints of this package need none.
 """
 
 import statistics
@@ -10,7 +12,7 @@ import torch
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.comm.tpc import resolve_group
+from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.calls import GroupMember, make_input, sync, tdp_call
 from torchdistpackage.harness.measure import in_turns
@@ -70,3 +72,12 @@ def _bandwidth(operation: str, num_elements: int, group: Group | None) -> tuple[
     time_s = statistics.median(primitives.all_reduce(slowest, group, primitives.MAX).tolist())
     num_bytes = num_elements * x.element_size()
     return COLLECTIVES[operation].bus_bytes_per_s(num_bytes, size, time_s) / 1e9, time_s
+
+
+def get_mp_ckpt_suffix() -> str:
+    """`_tp_1_pp_0.pth` for tensor index 1 and pipeline index 0; an axis of one rank is left out."""
+    places = (("tp", "tensor"), ("pp", "pipe"))
+    used = [
+        f"_{short}_{tpc.get_group_rank(axis)}" for short, axis in places if tpc.is_mode_inited(axis)
+    ]
+    return "".join(used) + ".pth"
