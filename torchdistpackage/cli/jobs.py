@@ -75,7 +75,8 @@ def ls(folder: Dir = RUNS) -> None:
                 now.reason if now.outcome is not Outcome.SUCCEEDED else "",
             )
         )
-    typer.echo(text_table(rows, num_left=9) if runs else f"no run in {folder} was submitted")
+    table = text_table(rows, num_left=9, num_keys=2)
+    typer.echo(table if runs else f"no run in {folder} was submitted")
     _notes(looked.notes)
 
 
@@ -208,7 +209,7 @@ def _story(run: SubmittedRun, info: JobInfo) -> str:
     if ends := attempt_results(run):
         rows: list[Sequence[str]] = [("START", "WHEN", "NODES", "STEP", "ENDED")]
         rows += [_start(end) for end in ends]
-        lines += ["", text_table(rows, num_left=len(rows[0]))]
+        lines += ["", text_table(rows, num_left=len(rows[0]), num_keys=1)]
     if text := node_blocklist.explain(run.files.suspects, time.time()):
         lines += ["", text]
     return "\n".join(lines)
