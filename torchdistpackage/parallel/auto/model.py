@@ -49,7 +49,7 @@ from torchdistpackage.parallel.auto.shard import (
     check_plan,
     make_shard,
     parameter_actions,
-    shard_name,
+    shard_names,
     state_actions,
 )
 from torchdistpackage.parallel.auto.threads import run_threads
@@ -179,9 +179,9 @@ class TensorParallel(nn.Module):
     def _note_parameters(self, module: nn.Module, config: Config) -> None:
         """What saving and gradients need to know of the module that was split."""
         self._original = saving.Original.of(module, config)
-        actions = parameter_actions(module, config)
+        actions, shard_name = parameter_actions(module, config), shard_names(config, module)
         self._joins: dict[str, StateAction] = {
-            shard_name(config, module, name): action
+            shard_name(name): action
             for name, action in actions.items()
             if needs_joining(action, config.full_gradients)
         }
@@ -190,9 +190,9 @@ class TensorParallel(nn.Module):
     def _mark(self, module: nn.Module, config: Config, group: Group) -> None:
         """Note on the parameters of the shard how they are cut."""
         held = dict(self.module_shards[0].named_parameters())
-        sources = dict(module.named_parameters())
+        sources, shard_name = dict(module.named_parameters()), shard_names(config, module)
         for name, action in state_actions(module, config).items():
-            inside = shard_name(config, module, name)
+            inside = shard_name(name)
             if inside in held and not isinstance(action, Whole):
                 layout = layout_of_cut(name, sources[name], action, group.size())
                 self._layouts[f"module_shards.0.{inside}"] = layout

@@ -19,7 +19,7 @@ from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.auto.actions import StateAction
 from torchdistpackage.parallel.auto.nested import find_tied_weight_aliases
 from torchdistpackage.parallel.auto.rules import Config, get_parameter_name_mapping, state_action
-from torchdistpackage.parallel.auto.shard import named_aliases, shard_name
+from torchdistpackage.parallel.auto.shard import named_aliases, shard_names
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,11 @@ class Original:
     def of(cls, module: nn.Module, config: Config) -> "Original":
         aliases = {name: names for _, names in named_aliases(module) for name in names}
         state = module.state_dict(keep_vars=True)
-        entries = []
+        entries, shard_name = [], shard_names(config, module)
         for name in state:
             names = aliases.get(name, [name])
             action = state_action(config, names)
-            entries.append(
-                OriginalEntry(name, names[0], shard_name(config, module, names[0]), action)
-            )
+            entries.append(OriginalEntry(name, names[0], shard_name(names[0]), action))
         return cls(tuple(entries), getattr(state, "_metadata", None))
 
 

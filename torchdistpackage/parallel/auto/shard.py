@@ -3,7 +3,7 @@
 The module itself is left as it is. Tensors that it shares between names stay shared in the shard.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -70,7 +70,7 @@ def make_shard(
                 setattr(parent, name, wrappers[child])
     fix_general_attributes(shard)
     shard = wrappers.get(shard, shard)
-    return shard, {shard_name(config, module, name) for name in actions}
+    return shard, set(map(shard_names(config, module), actions))
 
 
 def make_distributed_shard(
@@ -180,15 +180,15 @@ def fill(name: str, empty: Tensor, source: Tensor, action: StateAction | None, r
     empty.data = torch.empty_like(part, device=empty.device).copy_(part)
 
 
-def shard_name(config: Config, module: nn.Module, name: str) -> str:
-    """The name in a shard of what `module` calls `name`."""
+def shard_names(config: Config, module: nn.Module) -> Callable[[str], str]:
+    """Gives the name in a shard of what `module` calls so."""
     wrapped = {
         alias
         for submodule, names in modules_by_names(module).items()
         if is_wrapped(config, names)
         for alias in names
     }
-    return renamed(name, wrapped.__contains__)
+    return lambda name: renamed(name, wrapped.__contains__)
 
 
 # -- modules -------------------------------------------------------------------------------
