@@ -49,6 +49,16 @@ def test_ids_are_those_of_the_tokenizer_with_an_end_of_text(tmp_path):
     assert found.origin(4) == f"{tmp_path}/data.jsonl:5"
 
 
+def test_an_end_of_text_that_is_no_token_is_refused(tmp_path):
+    source = json_lines(tmp_path, sentences(3))
+    settings = Path(source.tokenizer) / "tokenizer_config.json"
+    settings.write_text('{"eos_token": "<end>"}')
+    with pytest.raises(DataError, match=r"is '<end>', which is no token of tokenizer\.json"):
+        tokenized(source, tmp_path / "cache")
+    settings.write_text("{}")
+    assert tokenized(source, tmp_path / "cache").eos is not None
+
+
 def test_an_entry_is_found_by_content_and_made_once(tmp_path):
     source, cache = json_lines(tmp_path, sentences(1200)), tmp_path / "cache"
     told: list[tuple[int, int]] = []
@@ -179,7 +189,7 @@ def test_parquet_files_are_read(tmp_path):
     lines = save_lines(tmp_path / "x.jsonl", [{"body+": text} for text in texts])
     other = tokenized(replace(source, kind="jsonl", path=str(lines)), tmp_path / "cache")
     assert np.array_equal(found.tokens, other.tokens) and np.array_equal(found.ends, other.ends)
-    with pytest.raises(DataError, match=r"a\.parquet: row 1: no field 'text'; there are body\+, n"):
+    with pytest.raises(DataError, match=r"a\.parquet: no column 'text'; there are body\+, n"):
         tokenized(replace(source, field="text"), tmp_path / "cache")
     (tmp_path / "b.parquet").write_bytes(b"no")
     with pytest.raises(DataError, match=r"cannot read .*b\.parquet as parquet"):

@@ -81,7 +81,7 @@ def documents_of(
     JSON object or no document comes the error that says so.
 
     Raises:
-        DataError: the file cannot be read, or is no text or no parquet file.
+        DataError: the file cannot be read, is no text or no parquet file, or lacks a column.
     """
     reader = partial(text_document, field=field) if reader is None else reader
     if kind == "text":
@@ -130,13 +130,18 @@ def _rows(path: Path, field: str, reader: Reader) -> Iterator[Document | DataErr
     number = 0
     try:
         with ParquetFile(path) as file:
-            names = [name for name in _fields(field) if name in file.schema_arrow.names]
+            there = file.schema_arrow.names
+            missing = [x for x in _fields(field) if x not in there and (field, x) != (CHAT, TOOLS)]
+            if missing:
+                raise DataError(
+                    f"{path}: no column {missing[0]!r}; there are {', '.join(there)} (data.field)"
+                )
+            names = [name for name in _fields(field) if name in there]
             for batch in file.iter_batches(_ROWS, columns=names):
                 for row in batch.to_pylist():
                     number += 1
-                    shown = row or dict.fromkeys(file.schema_arrow.names)
                     try:
-                        yield reader(shown, f"{path}: row {number}")
+                        yield reader(row, f"{path}: row {number}")
                     except DataError as error:
                         yield error
     except (OSError, ArrowException) as error:

@@ -178,6 +178,12 @@ def _make(
     source: TextSource, vocabulary: Path, files: list[Path], folder: Path, progress: Progress | None
 ) -> None:
     tokenizer, eos = load_tokenizer(vocabulary)
+    name = special_tokens(vocabulary.parent).get("eos_token")
+    if eos is None and name is not None and source.field != CHAT:
+        raise DataError(
+            f"the eos_token of {vocabulary.parent} is {name!r}, which is no token of "
+            f"{vocabulary.name}, so no document would end; name one that is, or none"
+        )
     reader = ChatTemplate(vocabulary.parent).document if source.field == CHAT else None
     vocab = vocabulary_size(vocabulary)
     draft = folder.with_name(f"{folder.name}.{os.getpid()}.draft")
