@@ -40,9 +40,9 @@ LAYOUTS = {
 }
 
 
-def limit_gb(extra: list[str], share: float) -> float:
+def limit_gb(extra: list[str], share: float, base: list[str] = RUN) -> float:
     """A limit that leaves `share` of its activations to this rank."""
-    run = parity.trainer([*RUN, *extra])
+    run = parity.trainer([*base, *extra])
     total = measured(run)["root"]["fwd_mem"] / 1e3
     run.close()
     state = memory(run.plan.config, run.plan.topology, run.layouts.values(), run.rank)

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from tests.train import parity
+from tests.train.test_recompute import limit_gb
 from tests.train.transformers_ranks import (
+    RUN,
     VOCAB,
     Answer,
     initial,
@@ -226,3 +228,24 @@ def test_recomputed_blocks_change_nothing(ranks, tmp_path, layout):
     assert [mine.losses for mine in plain] == [mine.losses for mine in again]
     one, other = (parity.whole([mine.weights for mine in found]) for found in (plain, again))
     assert all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+@pytest.mark.parametrize(
+    "layout", ["tensor2", *(pytest.param(x, marks=FULL) for x in ("data2-zero3", BOTH))]
+)
+def test_what_memory_asks_for_is_recomputed(ranks, tmp_path, layout):
+    """`auto`: some modules of the family, of which tensor ranks choose the same."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**MODELS["llama"], "attention_dropout": 0.2}))
+    size, changes = asked(LAYOUTS[layout])
+    run = [f"model.hf={config}", *changes]
+    plain = ranks(size).run(three_steps, run)
+    limit = max(ranks(size).run(limit_gb, run, 0.8, RUN))
+    again = ranks(size).run(three_steps, [*run, "train.recompute=auto", f"train.memory_gb={limit}"])
+    assert any(mine.recomputed for mine in again)
+    for mine, other in zip(again, plain, strict=True):
+        assert mine.losses == other.losses and not other.recomputed
+        for (name, _, _, x), (same, _, _, y) in zip(mine.weights, other.weights, strict=True):
+            assert name == same and torch.equal(x, y), name
+    if layout == "tensor2":
+        assert again[0].recomputed == again[1].recomputed

@@ -26,11 +26,15 @@ RUN = [
 
 
 class Answer(NamedTuple):
-    """weights: after the last step. gradients, losses: of each step, means over its tokens."""
+    """weights: after the last step. gradients, losses: of each step, means over its tokens.
+
+    recomputed: names of modules.
+    """
 
     weights: parity.Held
     gradients: list[parity.Held]
     losses: list[float]
+    recomputed: tuple[str, ...] = ()
 
 
 @contextmanager
@@ -63,7 +67,7 @@ def steps_of(run: Trainer, steps: range) -> Answer:
     for step in steps:
         losses.append(run.train_step(step).wait().loss)
         gradients.append(parity.held(run, "grad"))
-    return Answer(parity.held(run, "data"), gradients, losses)
+    return Answer(parity.held(run, "data"), gradients, losses, run.recomputed)
 
 
 def of_transformers(folder: str) -> Answer:

@@ -95,6 +95,13 @@ class TransformersStage(nn.Module):
         path = f"decoder.{self.shape.kind.blocks}"
         return tuple(f"{path}.{name}" for name, _ in self.get_submodule(path).named_children())
 
+    def may_recompute(self, name: str) -> bool:
+        """Whether this module draws the same when it alone is computed again.
+
+        Where ranks draw together (dropout) only blocks do.
+        """
+        return not self._draws or name in self.block_names()
+
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """ids (B, S) int64 on the first stage, else activations (B, S, D); activations, or logits
         (B, S, V) from the last stage, alike on all ranks of the group.

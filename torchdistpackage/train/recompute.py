@@ -58,7 +58,7 @@ def recompute_within(trainer: Trainer, budget_gb: float) -> tuple[str, ...]:
     """
     chosen: tuple[str, ...] | str
     try:
-        chosen = _cheapest(measured(trainer), budget_gb)
+        chosen = _cheapest(measured(trainer), budget_gb, trainer.stage)
     except ConfigError as error:
         chosen = str(error).partition(": ")[2]
     mesh = trainer.plan.topology.dense
@@ -77,12 +77,21 @@ def recompute_within(trainer: Trainer, budget_gb: float) -> tuple[str, ...]:
     return names
 
 
-def _cheapest(profile: Infos, budget_gb: float) -> tuple[str, ...]:
-    """Also with what the largest of the chosen modules takes while it is recomputed."""
+def _cheapest(profile: Infos, budget_gb: float, stages: TrainStages) -> tuple[str, ...]:
+    """Also with what the largest of the chosen modules takes while it is recomputed.
+
+    Of a stage that says by `may_recompute(name)` what may be chosen, nothing else is.
+    """
+
+    def may(name: str) -> bool:
+        stage, _, inside = name.partition(".")
+        asked = getattr(stages[stage], "may_recompute", None) if inside else None
+        return bool(inside) and (asked is None or asked(inside))
+
     reserve_gb = 0.0
     while True:
         limit_gb = max(budget_gb - reserve_gb, 1e-9)
-        plan = propose_recompute(profile, limit_gb, candidates=lambda name: "." in name)
+        plan = propose_recompute(profile, limit_gb, candidates=may)
         largest_gb = max((profile[name]["once_mem"] / 1e3 for name in plan), default=0.0)
         if plan.memory_gb + largest_gb <= budget_gb or largest_gb <= reserve_gb:
             return tuple(plan)
