@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import pytest
 
 if TYPE_CHECKING:
     from torchdistpackage.harness.pool import RankPool, Ranks
+    from torchdistpackage.launch.fork_server_client import ForkServer
 
 # On a loaded machine a deadline would be a coin toss, and a red run must be red again.
 hypothesis.settings.register_profile(
@@ -29,20 +30,53 @@ PRELOAD = (
     *("torchdistpackage.train.worker", "torchdistpackage.cli.train", "torchdistpackage.models.gpt"),
     "torchdistpackage.compat.torchdistpackage.tensor_blocks",
     *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
-    "transformers.trainer",
 )
 """What ranks of tests import, once for all: a first optimizer alone imports torch._dynamo, which
-takes seconds."""
+takes seconds. What the ranks of one file import besides, that file names as `RANKS_IMPORT`."""
 OWN_TRANSPORT = pytest.StashKey[dict[str, str]]()
 """Bodies there that test gloo's own transport -> why."""
 
 
 @pytest.fixture(scope="session")
-def pool() -> Generator[RankPool]:
+def pool(request: pytest.FixtureRequest) -> Generator[RankPool]:
     from torchdistpackage.testing import RankPool
 
-    with RankPool(preload=PRELOAD) as pool:
+    files = {item.path: item.module for item in request.session.items if hasattr(item, "module")}
+    own = dict.fromkeys(x for file in files.values() for x in getattr(file, "RANKS_IMPORT", ()))
+    with RankPool(preload=(*PRELOAD, *own)) as pool:
         yield pool
+
+
+@pytest.fixture
+def forks(
+    pool: RankPool, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that `run_local` starts are forked from the pool's server, which has imported torch.
+
+    For tests that are about what ranks do, and not how their server begins and ends.
+    """
+    from torchdistpackage.launch import workers
+
+    def borrow(preload: Sequence[str]) -> _Borrowed:
+        return _Borrowed(pool.server, tmp_path_factory.mktemp("ranks"))
+
+    monkeypatch.setattr(workers, "ForkServer", borrow)
+
+
+class _Borrowed:
+    """A fork server with a folder of the borrower's, which stays when the borrower closes it."""
+
+    def __init__(self, server: ForkServer, folder: Path):
+        self._server, self.folder = server, folder
+
+    def __enter__(self) -> _Borrowed:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._server, name)
 
 
 @pytest.fixture(scope="session")

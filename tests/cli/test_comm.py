@@ -65,7 +65,7 @@ def stopped_rank(pairs: bool, timeout_s: float) -> object:
     return run_comm_test(pairs, timeout_s)
 
 
-def test_a_stopped_rank_is_named_once_and_all_ranks_end(monkeypatch, capfd):
+def test_a_stopped_rank_is_named_once_and_all_ranks_end(forks, monkeypatch, capfd):
     monkeypatch.setattr(comm, "_TEST", f"{HERE}:stopped_rank")
     assert main(["comm", "test", "--axes", "data=3", "--timeout", "3"]) == 1
     said = capfd.readouterr()

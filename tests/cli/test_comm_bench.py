@@ -20,7 +20,7 @@ TINY = str(ROOT / "configs" / "gpt_tiny.yaml")
 QUICK = ["--iterations", "2", "--warmup", "1"]
 
 
-def test_local_ranks_are_measured_and_all_is_written(tmp_path, capsys):
+def test_local_ranks_are_measured_and_all_is_written(forks, tmp_path, capsys):
     files = [tmp_path / "bench.json", tmp_path / "cluster.json"]
     words = ["--axes", "data=2", "--operations", "all_reduce,p2p", "--sizes", "1KiB,64KiB"]
     words += ["--pairs", "--json", str(files[0]), "--profile", str(files[1])]
@@ -39,7 +39,7 @@ def test_local_ranks_are_measured_and_all_is_written(tmp_path, capsys):
     assert {path.name for path in (tmp_path / "p").iterdir()} == {"bandwidth.data.png", "pairs.png"}
 
 
-def test_what_is_too_slow_is_named_and_ends_with_1(capsys):
+def test_what_is_too_slow_is_named_and_ends_with_1(forks, capsys):
     words = ["--axes", "data=2", "--operations", "broadcast", "--sizes", "1KiB", *QUICK]
     assert main(["comm", "bench", *words, "--min-busbw", "data=1000000"]) == 1
     said = capsys.readouterr()
@@ -47,7 +47,7 @@ def test_what_is_too_slow_is_named_and_ends_with_1(capsys):
     assert "broadcast" in said.out
 
 
-def test_one_rank_has_nothing_to_measure(capsys):
+def test_one_rank_has_nothing_to_measure(forks, capsys):
     assert main(["comm", "bench", "--axes", "tensor=1,pipe=1", "--pairs"]) == 0
     assert "nothing to measure: no group of" in capsys.readouterr().out
 
@@ -101,7 +101,7 @@ def test_a_matplotlib_that_does_not_import_is_refused_first(capsys, monkeypatch,
 
 
 def test_what_cannot_be_written_afterwards_takes_no_other_file_and_no_limit_with_it(
-    tmp_path, capsys, monkeypatch
+    forks, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(BenchReport, "profile", refuse)
     words = ["--axes", "data=2", "--operations", "p2p", "--sizes", "1KiB,4KiB", *QUICK]

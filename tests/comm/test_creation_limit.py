@@ -99,10 +99,10 @@ def nobody_returns(which: str) -> None:
     Groups(here.rank, timeout_s=LIMIT_S).of([0, 1], use="late")
 
 
-def test_a_rank_that_we_started_is_ended_and_named():
+def test_a_rank_that_we_started_is_ended_and_named(forks):
     began = time.monotonic()
     with pytest.raises(RankError) as caught:
-        run_local(nobody_returns, ("a group",), num_procs=2, preload=["torch"])
+        run_local(nobody_returns, ("a group",), num_procs=2)
     assert time.monotonic() - began < 60
     text = str(caught.value)
     assert text.startswith("rank 0 of 2 failed")
@@ -110,17 +110,12 @@ def test_a_rank_that_we_started_is_ended_and_named():
     assert f"(rank 1 on {os.uname().nodename})" in text
 
 
-def test_a_rank_that_is_ours_ends_under_another_launcher_too():
+def test_a_rank_that_is_ours_ends_under_another_launcher_too(forks):
     with pytest.raises(RankError, match="rank 0 of 2 failed: exit code 1"):
-        run_local(
-            nobody_returns,
-            ("a group, under another launcher",),
-            num_procs=2,
-            preload=["torch"],
-        )
+        run_local(nobody_returns, ("a group, under another launcher",), num_procs=2)
 
 
-def test_a_default_group_that_is_not_there_in_time_ends_too():
+def test_a_default_group_that_is_not_there_in_time_ends_too(forks):
     with pytest.raises(RankError) as caught:
-        run_local(nobody_returns, ("the default group",), num_procs=2, preload=["torch"])
+        run_local(nobody_returns, ("the default group",), num_procs=2)
     assert "the default group: its 2 ranks came, but are not connected" in str(caught.value)

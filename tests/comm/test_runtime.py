@@ -293,13 +293,10 @@ def threads_and_place() -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_ranks_of_the_local_starter_meet_at_a_file_with_the_threads_asked_for(threads: int):
-    told = run_local(
-        threads_and_place,
-        num_procs=2,
-        preload=["torch", "torch.distributed", "numpy", "pytest"],
-        env={"OMP_NUM_THREADS": str(threads)},
-    )
+def test_ranks_of_the_local_starter_meet_at_a_file_with_the_threads_asked_for(
+    forks: None, threads: int
+):
+    told = run_local(threads_and_place, num_procs=2, env={"OMP_NUM_THREADS": str(threads)})
     assert told == [(r, 2, None, "127.0.0.1", threads) for r in range(2)]
 
 

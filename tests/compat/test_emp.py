@@ -274,7 +274,7 @@ def traced(devices: list[str]) -> float:
     return two[-1], draw
 
 
-def test_launch_gives_results_seeds_alike_and_traces_gradients(capfd, monkeypatch):
+def test_launch_gives_results_seeds_alike_and_traces_gradients(forks, capfd, monkeypatch):
     import torchdistpackage.compat.emp as emp
 
     monkeypatch.setenv("DEBUG_BACKWARD", "1")

@@ -13,7 +13,6 @@ import yaml
 
 from benchmarks.data_parallel.table import PAGES as DATA_PARALLEL
 from benchmarks.pipeline.table import PAGES as PIPELINE
-from tests.conftest import PRELOAD
 from torchdistpackage.cli.main import main
 from torchdistpackage.launch.workers import run_local
 
@@ -31,15 +30,13 @@ def numbers_after(script: str) -> list[int]:
     return [names["tpc"].get_tp_size(), names["mlp"][0].weight.numel(), names["parts"].numel()]
 
 
-def test_the_python_blocks_run_on_two_ranks(tmp_path: Path):
+def test_the_python_blocks_run_on_two_ranks(forks: None, tmp_path: Path):
     texts = blocks("python")
     assert len(texts) == 5 and all(len(text.split()) < 60 for text in texts)
     script = tmp_path / "blocks.py"
     script.write_text("import torch\n" + "".join(texts), "utf-8")
     # half of a weight (32, 8), and the parts of both ranks
-    assert (
-        run_local(numbers_after, (str(script),), num_procs=2, preload=PRELOAD) == [[2, 128, 6]] * 2
-    )
+    assert run_local(numbers_after, (str(script),), num_procs=2) == [[2, 128, 6]] * 2
 
 
 COMMANDS = [

@@ -31,7 +31,7 @@ def fails_on_rank_1() -> None:
         raise ValueError("no such thing")
 
 
-def test_new_ranks_have_their_groups_and_answer_in_order():
+def test_new_ranks_have_their_groups_and_answer_in_order(forks):
     found = run_on_topology(where, ("a",), axes=[("data", None), ("pipe", 2)], procs=4, expert=2)
     assert found == [("a", r, [r % 2, r % 2 + 2], 2, True) for r in range(4)]
 

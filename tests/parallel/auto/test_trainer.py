@@ -16,6 +16,7 @@ from torchdistpackage import ZeroOptimizer, tpc
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.auto import prepare_trainer, tensor_parallel
 
+RANKS_IMPORT = ("transformers.trainer",)
 GLOBAL_BATCH = 4
 
 
