@@ -41,10 +41,12 @@ from torchdistpackage.launch.entrypoint import EntryPoint, Result, load_and_call
 from torchdistpackage.launch.failure import Failure
 from torchdistpackage.launch.files import atomic_write
 from torchdistpackage.launch.ipc import Channel
+from torchdistpackage.launch.process import num_threads
 from torchdistpackage.launch.rendezvous import detect
 
 # Longer than any test may take: a hang is the pool's to report, with stacks, and not gloo's.
 _GROUP_TIMEOUT = timedelta(hours=1)
+_MANY_THREADS = 4
 
 
 def run_worker(
@@ -92,6 +94,7 @@ def serve(channel: Channel, rank: int, world_size: int, stacks: str) -> None:
             except EOFError:
                 return
             channel.send(worker.do(job))
+            worker.drop_groups()
 
 
 class _PoolWorker:
@@ -102,6 +105,7 @@ class _PoolWorker:
         self._default: dist.ProcessGroup | None = None
         self._store: dist.Store | None = None
         self._num_jobs = 0  # in this world
+        self._num_threads = num_threads()  # when groups of ended jobs were last dropped
 
     def do(self, job: Job) -> Answer:
         with self._fresh_process_state():
@@ -183,14 +187,10 @@ class _PoolWorker:
         assert self._default is not None
         # A collective that not all ranks took part in shows here, not in a later job.
         dist.barrier()
-        made = [g for g in dist.distributed_c10d._world.pg_map if g is not self._default]
-        for group in made:
+        for group in [g for g in dist.distributed_c10d._world.pg_map if g is not self._default]:
             dist.destroy_process_group(group)
         forget(self._default)
         recorder.forget_all()
-        if made:
-            del made[:], group
-            _collect()
         self._own_keys()
 
     def _all_keep_the_world(self) -> bool:
@@ -212,15 +212,20 @@ class _PoolWorker:
     def _leave(self) -> None:
         self._default = None
         leave()
-        _collect()
+        gc.collect()
 
+    def drop_groups(self) -> None:
+        """Drop what ended jobs left in cycles, once that holds several groups.
 
-def _collect() -> None:
-    # What the job left in cycles still holds its groups, each with a thread of gloo's that looks at
-    # its sockets a hundred times a second. What stays is not looked at again, which keeps this
-    # short.
-    gc.collect()
-    gc.freeze()
+        Each has a thread of gloo's that looks at its sockets a hundred times a second, also while
+        this rank waits. To be called when nobody holds what the job returned: what stays is not
+        looked at again, which keeps this short.
+        """
+        self._num_threads = min(self._num_threads, num_threads())
+        if num_threads() >= self._num_threads + _MANY_THREADS:
+            gc.collect()
+            gc.freeze()
+            self._num_threads = num_threads()
 
 
 def _loopback_store(path: str, rank: int, world_size: int) -> dist.Store:
