@@ -55,6 +55,24 @@ def test_what_no_weight_depends_on_may_be_set_otherwise(folder: Path) -> None:
     assert (run.model.norm_eps, run.model.rope.theta) == (0.1, 100)
 
 
+def test_adapters_of_wrong_numbers_are_listed_with_their_lines(folder: Path) -> None:
+    lora = ("r: 0", 'alpha: "16"', "dropout: 1", "lora_alpha: 16", "target: q_proj")
+    text = "\n".join((f"model:\n  hf: {folder}\n  lora:", *(f"    {x}" for x in lora)))
+    with pytest.raises(ConfigErrors) as caught:
+        loads(text, "run.yaml")
+    assert [(p.line, p.path, p.text) for p in caught.value.problems] == [
+        (4, "model.lora.r", "wants a whole number, 1 or more, up to 65,536, got the number 0"),
+        (5, "model.lora.alpha", 'wants a number above 0, got the text "16"'),
+        (6, "model.lora.dropout", "wants a number, 0 or more, below 1, got the number 1"),
+        (7, "model.lora.lora_alpha", "unknown key; did you mean model.lora.alpha?"),
+        (
+            8,
+            "model.lora.target",
+            'wants a list of names, e.g. [q_proj, v_proj], or null, got the text "q_proj"',
+        ),
+    ]
+
+
 def test_sizes_that_contradict_the_folder_are_listed_with_their_lines(folder: Path) -> None:
     text = f"model:\n  weights: {folder}\n  layers: 2\n  tied: true\n"
     with pytest.raises(ConfigErrors) as caught:

@@ -1,6 +1,7 @@
 """`model.hf` before ranks start: what a plan says of it, and all that it refuses. No torch."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +9,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from torchdistpackage.cli.main import main
-from torchdistpackage.config.check import wrong_files
+from torchdistpackage.config.check import absent_files, wrong_files
 from torchdistpackage.config.load import loads
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.models.transformers_layout import layouts, open_folder, shape_of_section
-from torchdistpackage.train.plan import make_plan
+from torchdistpackage.train.plan import make_plan, num_parameters, num_trained, stage_loads
 
 LLAMA = {
     "model_type": "llama",
@@ -227,3 +228,65 @@ def test_a_plan_says_what_goes_with_what(tmp_path, capsys):
     shape = shape_of_section({"hf": named(tmp_path)}, 8, False)
     count = sum(np.prod(x.shape) for x in layouts(shape).values())
     assert f"{count:,} parameters" in shown
+
+
+# -- adapters --------------------------------------------------------------------------------
+
+NORMS = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
+
+
+def test_adapters_on_what_cannot_have_them_are_refused_with_all_else(tmp_path):
+    folder_of(tmp_path)
+    wrong = "query, q_proj, embed_tokens, 2.input_layernorm, 3.mlp.up_proj"
+    hf = f"model.hf={tmp_path}"
+    text = refusal(hf, f"model.lora.target=[{wrong}]", "parallel.pipe=4")
+    assert text.startswith("5 problems")
+    assert "4 stages for the 3 blocks" in text
+    assert "model.lora.target: llama has no layer query" in text
+    for name in ("embed_tokens", "2.input_layernorm"):
+        assert f"{name} of llama is no linear layer, and only linear layers are adapted" in text
+    assert f"llama has no layer 3.mlp.up_proj; its linear layers are {NORMS}, lm_head" in text
+    text = refusal(hf, "model.lora.target=[all-linear, q_proj]")
+    assert "all-linear stands for all linear layers; leave the others out" in text
+
+
+def test_a_tied_head_has_no_adapter(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GPT2))
+    shape = shape_of_section({"hf": str(path)}, 8, False)
+    held = {name: np.zeros(x.shape, np.float32) for name, x in layouts(shape).items()}
+    save_file(held, tmp_path / "model.safetensors")
+    text = refusal(f"model.hf={tmp_path}", "model.lora.target=[lm_head]")
+    assert "lm_head of gpt2 is its embedding, and only linear layers are adapted" in text
+
+
+def test_a_plan_tells_what_is_trained_and_what_it_takes(tmp_path, capsys):
+    folder_of(tmp_path)
+    adapters = ["model.lora={r: 2, target: [q_proj, 2.mlp.down_proj]}"]
+    overrides = [f"model.hf={tmp_path}", "parallel.pipe=2", "parallel.tensor=3"]
+    every, some = (make_plan(loads("{}", overrides=[*overrides, *x]), 6) for x in ([], adapters))
+    q, down = 2 * (16 + 24), 2 * (22 + 16)
+    assert num_trained(some) == 3 * q + down
+    first, last = stage_loads(some)
+    # blocks 0 and 1; of each pair of matrices one is whole, the other cut over 3 ranks
+    assert first.num_trained == 2 * (2 * 16 + 2 * 8)
+    assert last.num_trained == (2 * 16 + 2 * 8) + (2 * 8 + 2 * 16)
+    assert first.memory.gradients_bytes == 4 * first.num_trained
+    assert first.memory.optimizer_bytes == 8 * first.num_trained
+    assert first.num_parameters == stage_loads(every)[0].num_parameters + first.num_trained
+    assert first.memory.weights_bytes == 4 * first.num_parameters
+    (tmp_path / "run.yaml").write_text("{}")
+    assert main(["plan", str(tmp_path / "run.yaml"), *overrides, *adapters]) == 0
+    said = capsys.readouterr().out
+    whole = num_parameters(some)
+    assert f"{whole:,} parameters, of which 316 ({316 / whole:.2%}) are trained" in said
+
+
+def test_packages_that_are_missing_are_said_before_the_run(tmp_path, monkeypatch):
+    folder_of(tmp_path)
+    config = loads("{}", overrides=[f"model.hf={tmp_path}", "model.lora.target=[q_proj]"])
+    assert absent_files(config, "run.yaml") == []
+    monkeypatch.setitem(sys.modules, "peft", None)
+    (problem,) = absent_files(config, "run.yaml")
+    assert problem.path == "model.lora.target"
+    assert problem.text.startswith("needs peft, which is not installed; install the extra hf: pip")

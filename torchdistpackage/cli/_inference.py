@@ -127,9 +127,10 @@ class ModelSource:
 
     @property
     def _own_weights(self) -> list[str]:
-        """A run has its own in the place of those that it began with, which may be gone."""
+        """A run has its own in the place of those that it began with, which may be gone, but for
+        those that have adapters."""
         model = self.own.model
-        if model.hf is not None and model.initial_folder is not None:
+        if model.hf is not None and model.initial_folder is not None and not model.lora.target:
             return [f"model.hf={quoted(Path(model.hf) / CONFIG)}"]
         return [] if model.hf is not None else ["model.weights=null"]
 

@@ -44,7 +44,7 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """Export the latest checkpoint for Hugging Face transformers."""
+    """Export the latest checkpoint for Hugging Face transformers, adapters for peft."""
     problems: list[str] = []
     if to not in TARGETS:
         problems.append(f"--to {to}: weights can be written for {', '.join(TARGETS)}")
@@ -85,7 +85,8 @@ def export(
         like=like or _begun_with(resolved),
     )
     files = sorted(x.name for x in Path(written).glob("*.safetensors"))
-    typer.echo(f"{path} -> {written}: {len(files)} files of weights, config.json")
+    named = model.files(model_shape(model, config)).config
+    typer.echo(f"{path} -> {written}: {len(files)} files of weights, {named}")
 
 
 def _begun_with(resolved: Path) -> str | None:

@@ -27,6 +27,7 @@ from torchdistpackage.train.plan import (
     local_procs,
     make_plan,
     num_parameters,
+    num_trained,
     stage_loads,
 )
 
@@ -204,7 +205,10 @@ def _stages(plan: Plan) -> str:
         notes = f"\nZeRO stage {zero} shards {_ZERO[zero]}"
     if zero >= 2 and plan.config.pipeline.microbatches > 1:
         notes += ",\nand holds full gradients too while microbatches accumulate"
-    total = f"{num_parameters(plan):,} parameters"
+    number, trained = num_parameters(plan), num_trained(plan)
+    total = f"{number:,} parameters"
+    if trained != number:
+        total += f", of which {trained:,} ({trained / number:.2%}) are trained"
     head = f"{total}; a rank of each pipe index holds, in {unit}{notes}"
     return f"{head}\n{text_table(memory)}\n\n{text_table(held, last_left=True)}"
 

@@ -6,6 +6,7 @@ because what it would say is noise.
 
 import contextlib
 from collections.abc import Collection, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from torchdistpackage.config import rules
@@ -135,12 +136,26 @@ def _some(numbers: list[int]) -> str:
 
 
 def absent_files(config: RunConfig, source: str) -> list[Problem]:
-    """What the data section names and is not there. source: of the configuration, for the text."""
+    """What the data section names and is not there, and packages that the model section needs.
+
+    source: of the configuration, for the text.
+    """
     named = {"data.path": config.data.path, "data.tokenizer": config.data.tokenizer}
-    return [
+    absent = [
         Problem(source, None, key, f"{path} is not there, seen from {Path.cwd()}")
         for key, path in named.items()
         if path is not None and not Path(path).exists()
+    ]
+    needs = {
+        "transformers": ("model.hf", config.model.hf),
+        "peft": ("model.lora.target", config.model.lora.target),
+    }
+    why = "needs {}, which is not installed; install the extra hf: "
+    why += 'pip install "torchdistpackage[hf]"'
+    return absent + [
+        Problem(source, None, key, why.format(package))
+        for package, (key, value) in needs.items()
+        if value is not None and find_spec(package) is None
     ]
 
 

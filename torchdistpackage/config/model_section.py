@@ -45,6 +45,27 @@ class RopeSection(Section):
     )
 
 
+def is_adapter(parameter: str) -> bool:
+    """Whether the parameter of this global name is part of a low-rank adapter."""
+    return ".lora_" in parameter
+
+
+class LoraSection(Section):
+    """Low-rank adapters on the weights of model.hf, as peft has them; only they train."""
+
+    target: k.NamesOrNull = Field(
+        default=None,
+        description="Layers with adapters, by the ends of their names; [all-linear]; null: none.",
+    )
+    r: k.Count = Field(default=8, le=1 << 16, description="Rank of an adapter.")
+    alpha: k.Positive = Field(
+        default=8.0, description="peft's lora_alpha: adapters count alpha / r times."
+    )
+    dropout: k.BelowOne = Field(
+        default=0.0, description="peft's lora_dropout: part of an adapter's input dropped."
+    )
+
+
 class ModelSection(NamedSection):
     """What is trained: one of our models, or your own by import path."""
 
@@ -84,6 +105,7 @@ class ModelSection(NamedSection):
         description="Folder of a transformers model, whose own modules are trained from its "
         "weights; or a config.json, and they begin with weights of run.seed.",
     )
+    lora: LoraSection = default(LoraSection)
     target: k.ImportPath = Field(
         default=None, description="Your model, pkg.module:build; not with name."
     )
@@ -97,6 +119,10 @@ class ModelSection(NamedSection):
         """The folder whose weights the run begins with; None: those of run.seed."""
         is_folder = self.hf is not None and not self.hf.endswith(".json")
         return self.hf if is_folder else self.weights
+
+    def is_trained(self, parameter: str) -> bool:
+        """Whether the parameter of this global name gets gradients."""
+        return self.lora.target is None or is_adapter(parameter)
 
     @property
     def hidden(self) -> int:

@@ -2,7 +2,7 @@
 
 from operator import attrgetter
 
-from torchdistpackage.config.model_section import ModelSection, RopeSection
+from torchdistpackage.config.model_section import LoraSection, ModelSection, RopeSection
 from torchdistpackage.config.rules import Rule, divisors, multiples, named_once, rule
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.types import MAX_MLP_RATIO
@@ -11,9 +11,10 @@ from torchdistpackage.layout.partition import all_have_heads, all_have_some, eit
 from torchdistpackage.layout.rope import Rope
 
 _TARGET_KEYS = ("name", "target", "hf", "args", "loss")
+_LORA_KEYS = tuple(f"lora.{key}" for key in LoraSection.model_fields if key != "target")
 _ROPE_KEYS = tuple(f"rope.{key}" for key in RopeSection.model_fields)
 _GPT_KEYS = tuple(
-    key for key in ModelSection.model_fields if key not in (*_TARGET_KEYS, "vocab", "rope")
+    key for key in ModelSection.model_fields if key not in (*_TARGET_KEYS, "vocab", "rope", "lora")
 )
 
 
@@ -182,6 +183,30 @@ def _positions_cover_sequences(c: RunConfig, world_size: int | None) -> str | No
     return (
         f"data.seq_len={seq_len}, but model.position=learned has positions for "
         f"model.max_seq_len={most} tokens; set seq_len to {most}, or max_seq_len to {seq_len}"
+    )
+
+
+@rule("model.lora.target", "model.hf")
+def _adapters_have_weights_to_adapt(c: RunConfig, world_size: int | None) -> str | None:
+    if c.model.lora.target is None or (c.model.hf is not None and c.model.initial_folder):
+        return None
+    names = f"model.lora.target=[{', '.join(c.model.lora.target)}]"
+    if c.model.hf is None:
+        return f"{names} adapts transformers' own modules; name their folder with model.hf"
+    return (
+        f"{names} trains adapters alone, and model.hf={c.model.hf} names no weights that they "
+        f"could adapt; name the folder"
+    )
+
+
+@rule(*(f"model.{key}" for key in _LORA_KEYS), "model.lora.target")
+def _lora_keys_are_read(c: RunConfig, world_size: int | None) -> str | None:
+    unread = _changed(c.model, *_LORA_KEYS)
+    if c.model.lora.target is not None or not unread:
+        return None
+    return (
+        f"{', '.join(unread)} would not be read without model.lora.target; name the layers there, "
+        f"e.g. [q_proj, v_proj]"
     )
 
 

@@ -233,7 +233,8 @@ class CheckpointSection(Section):
     )
     export: k.ExportFormat = Field(
         default=None,
-        description="hf: the last checkpoint also becomes a folder hf/ that transformers loads.",
+        description="hf: the last checkpoint also becomes a folder hf/ that transformers loads, or "
+        "with model.lora peft.",
     )
 
 

@@ -275,6 +275,15 @@ LengthOrNull = Annotated[int, Field(ge=1, le=MAX_LENGTH), _Whole] | None
 HeadsOrNull = Annotated[int, Field(ge=1, le=MAX_HEADS), _Whole] | None
 WidthOrNull = Annotated[int, Field(ge=1, le=MAX_WIDTH), _Whole] | None
 BoolOrNull = bool | None
+NamesOrNull = (
+    Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=200)], ...],
+        Field(min_length=1, max_length=1000),
+        BeforeValidator(_sequence),
+        Expected("a list of names, e.g. [q_proj, v_proj]"),
+    ]
+    | None
+)
 TextField = Annotated[
     str,
     Field(min_length=1, max_length=200),

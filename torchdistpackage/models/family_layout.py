@@ -7,7 +7,7 @@ there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torchdistpackage.layout.layout import HeadSplit, Layout
@@ -35,12 +35,16 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One parameter. kind, std: of its initial values. zero_row: a row of zeros among them."""
+    """One parameter. kind, std: of its initial values. zero_row: a row of zeros among them.
+
+    inputs: the dim of a linear layer's matrix that is multiplied by what the layer is given.
+    """
 
     layout: Layout
-    kind: Literal["normal", "zeros", "ones"]
+    kind: Literal["normal", "uniform", "zeros", "ones"]
     std: float = 0.0
     zero_row: int | None = None
+    inputs: int | None = None
 
 
 @dataclass
@@ -54,9 +58,7 @@ class Weights:
 
     def _add(self, name: str, weight: Weight) -> None:
         full = self.prefix + name
-        self.held[full] = Weight(
-            weight.layout.named(full), weight.kind, weight.std, weight.zero_row
-        )
+        self.held[full] = replace(weight, layout=weight.layout.named(full))
 
     def whole(
         self,
@@ -94,7 +96,7 @@ class Weights:
         heads, dim = heads or HeadSplit(size), int(transposed)
         shape = (inputs, size) if transposed else (size, inputs)
         layout = self._cut(name, shape, dim, heads, parts)
-        self._add(f"{name}.weight", Weight(layout, "normal", self.std))
+        self._add(f"{name}.weight", Weight(layout, "normal", self.std, inputs=1 - dim))
         if bias:
             layout = self._cut(name, (size,), 0, heads, parts)
             self._add(f"{name}.bias", Weight(layout, "zeros"))
@@ -114,7 +116,7 @@ class Weights:
         heads, dim = heads or HeadSplit(inputs), int(not transposed)
         shape = (inputs, size) if transposed else (size, inputs)
         layout = self._cut(name, shape, dim, heads)
-        self._add(f"{name}.weight", Weight(layout, "normal", self.std * scale))
+        self._add(f"{name}.weight", Weight(layout, "normal", self.std * scale, inputs=dim))
         if bias:
             self.whole(f"{name}.bias", size, kind="zeros")
 

@@ -18,13 +18,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from torchdistpackage.config.hugging_face import FILE, config_file, taken
+from torchdistpackage.config.hugging_face import config_file, taken
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.models.hugging_face import with_starts
-from torchdistpackage.models.hugging_face_layout import INDEX, SINGLE, Source
+from torchdistpackage.models.hugging_face_layout import INDEX, FolderFiles, Source
 
 SHARD_BYTES = 5_000_000_000
 """Largest file by default."""
+TRANSFORMERS_FILES = FolderFiles()
 COMPANIONS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
@@ -48,10 +49,11 @@ def write_folder(
     *,
     shard_bytes: int = SHARD_BYTES,
     like: str | Path | None = None,
+    files: FolderFiles = TRANSFORMERS_FILES,
 ) -> Path:
     """Write config.json and the weights to `folder`, which is new or empty; returns it.
 
-    config: the config.json.
+    config: the config.json. files: what it and the weights are called.
     made_of: for each parameter, by global name, the tensors of the files that it makes up.
     whole: the parameter of a global name, asked for once each in the order of `made_of`.
     dtype: type of the weights in the files.
@@ -66,8 +68,8 @@ def write_folder(
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         temporary.mkdir(parents=True)
-        _write_weights(temporary, made_of, whole, dtype, shard_bytes)
-        (temporary / FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        _write_weights(temporary, made_of, whole, dtype, shard_bytes, files)
+        (temporary / files.config).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         for companion in _companions(like):
             shutil.copyfile(companion, temporary / companion.name)
         if folder.exists():
@@ -93,10 +95,13 @@ def _write_weights(
     whole: Callable[[str], Tensor],
     dtype: torch.dtype,
     shard_bytes: int,
+    named: FolderFiles,
 ) -> None:
     in_order = [source for of in made_of.values() for source in of]
-    chunks = list(_chunks(in_order, dtype.itemsize, shard_bytes))
-    files = [SINGLE]
+    chunks = (
+        list(_chunks(in_order, dtype.itemsize, shard_bytes)) if named.is_sharded else [in_order]
+    )
+    files = [named.weights]
     if len(chunks) > 1:
         files = [f"model-{i:05}-of-{len(chunks):05}.safetensors" for i in range(1, len(chunks) + 1)]
     tensors = _stored(made_of, whole, dtype)

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from torchdistpackage.bounded import parse_json, read_header, read_regular
+from torchdistpackage.config.hugging_face import FILE as CONFIG
 from torchdistpackage.config.hugging_face import GPT2_ACTIVATIONS
 from torchdistpackage.errors import CheckpointError, LayoutError
 from torchdistpackage.models import gpt_layout
@@ -38,6 +39,15 @@ class Source:
     def num_rows(self) -> int:
         """Rows of the parameter that it makes up."""
         return self.shape[-1 if self.transposed else 0]
+
+
+@dataclass(frozen=True, slots=True)
+class FolderFiles:
+    """How a folder names its settings and its weights, and whether these may be several files."""
+
+    config: str = CONFIG
+    weights: str = SINGLE
+    is_sharded: bool = True
 
 
 def family_of(shape: GPTShape) -> str:

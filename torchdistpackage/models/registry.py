@@ -14,7 +14,7 @@ from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models import gpt_layout, hugging_face_layout, transformers_layout
 from torchdistpackage.models.hugging_face_config import config_json
-from torchdistpackage.models.hugging_face_layout import Source
+from torchdistpackage.models.hugging_face_layout import FolderFiles, Source
 
 
 class ModelShape(Protocol):
@@ -48,9 +48,9 @@ class Model:
         dtype=..., device=...)`.
     open_weights: refuses a folder that has not the weights of a model of this shape.
     load_weights: "package.module:function", called with such a module and folder.
-    sources: the tensors that each parameter makes up in a folder of transformers; LayoutError
-        where it has no such model. config_json: that of such a folder, from the shape, the type of
-        the weights, a folder to be like.
+    sources: the tensors that each trained parameter makes up in a folder of transformers or peft;
+        LayoutError where it has no such model. config_json: the settings of such a folder, from the
+        shape, the type of the weights, a folder to be like. files: how it names both.
     refusals: (key, text) of what the model cannot do among so many tensor ranks and stages, and
         with or without document masks, besides what the rules of the configuration find.
     goes_with: what it can do, axis by axis.
@@ -71,6 +71,7 @@ class Model:
     has_own_text: bool = False
     sources: Callable[[Any], dict[str, tuple[Source, ...]]] = _no_sources
     config_json: Callable[[Any, str, str | Path | None], dict[str, Any]] = lambda *_: {}
+    files: Callable[[Any], FolderFiles] = lambda _: FolderFiles()
 
     def load(self) -> Callable[..., object]:
         """The module's class; imports torch."""
@@ -110,6 +111,7 @@ MODELS: dict[str, Model] = {
         transformers_layout.goes_with,
         sources=transformers_layout.sources,
         config_json=transformers_layout.config_json,
+        files=transformers_layout.files,
     ),
 }
 

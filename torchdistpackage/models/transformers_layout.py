@@ -6,18 +6,31 @@ the first, the norm and the head with the last, since the stages run the family'
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torchdistpackage.config.hugging_face import read_config
+from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.layout.layout import HeadSplit, Layout
 from torchdistpackage.layout.partition import either, nearest
 from torchdistpackage.models.families_layout import FAMILIES
 from torchdistpackage.models.family_layout import Family, Sizes, Weight, Weights
-from torchdistpackage.models.hugging_face_layout import Source, WeightFolder, find_tensors
+from torchdistpackage.models.hugging_face_layout import (
+    FolderFiles,
+    Source,
+    WeightFolder,
+    find_tensors,
+)
+from torchdistpackage.models.lora_layout import (
+    ADAPTER_FILES,
+    Lora,
+    linear_layers,
+    peft_name,
+    target_problems,
+)
 
 BACKWARD_PER_FORWARD = 2.0
 _MOST = 1 << 24
@@ -26,12 +39,14 @@ _MOST = 1 << 24
 
 @dataclass(frozen=True)
 class TransformersShape:
-    """One model of a family. given: its config.json; seq_len: of the sequences it is trained on."""
+    """One model of a family. given: its config.json; seq_len: of the sequences it is trained on;
+    lora: its adapters, if only these are trained."""
 
     family: str
     given: Mapping[str, Any]
     seq_len: int
     sequence_parallel: bool = False
+    lora: Lora | None = None
 
     @property
     def kind(self) -> Family:
@@ -79,7 +94,8 @@ def shape_of_section(
             f"model.hf={where}: model_type is {family!r}; transformers' own modules are trained of "
             f"{', '.join(FAMILIES)}. A model of your own is named by model.target"
         )
-    shape = TransformersShape(family, found, seq_len, sequence_parallel)
+    lora = Lora.of_section(section.get("lora"))
+    shape = TransformersShape(family, found, seq_len, sequence_parallel, lora)
     if problems := _setting_problems(shape):
         raise ConfigError(f"model.hf={where}: {'; '.join(problems)}")
     return shape
@@ -164,6 +180,10 @@ def refusals(
                 f"seq_len to {n.positions} or less",
             )
         )
+    if shape.lora is not None:
+        known = shape.kind.output, n.tied
+        problems = target_problems(shape.lora, shape.family, weights(shape), *known)
+        found += [("model.lora.target", text) for text in problems]
     return found
 
 
@@ -206,6 +226,7 @@ def goes_with(shape: TransformersShape) -> tuple[tuple[str, str], ...]:
         ("tensor", f"{', '.join(shown)} ({n.heads} heads{shared})"),
         ("sequence_parallel", "no: transformers' modules take whole sequences"),
         ("recompute", "none, blocks, auto"),
+        ("lora", f"on {', '.join(linear_layers(weights(shape)))}"),
         ("document_masks", "no: ALiBi" if documents_by(shape) == "not" else "yes"),
     )
 
@@ -227,7 +248,7 @@ def _embed(shape: TransformersShape, axis: str) -> dict[str, Weight]:
 def _block(shape: TransformersShape, index: int, axis: str) -> dict[str, Weight]:
     w = Weights(f"{shape.kind.blocks}.{index}.", axis, shape.sizes.std)
     shape.kind.block(w, shape.settings, shape.sizes)
-    return w.held
+    return w.held if shape.lora is None else w.held | shape.lora.adapters(w.held)
 
 
 def _head(shape: TransformersShape, axis: str) -> dict[str, Weight]:
@@ -236,7 +257,7 @@ def _head(shape: TransformersShape, axis: str) -> dict[str, Weight]:
     shape.kind.head(w, shape.settings, n)
     if not n.tied:
         w.column(shape.kind.output, n.vocab, n.dim, HeadSplit(n.vocab))
-    return w.held
+    return w.held if shape.lora is None else w.held | shape.lora.adapters(w.held, is_head=True)
 
 
 def weights(
@@ -249,7 +270,7 @@ def weights(
     parts += [(_block(shape, index, axis), places[index]) for index in range(layers)]
     parts.append((_head(shape, axis), places[-1]))
     found = {
-        name: Weight(w.layout.on(*stages), w.kind, w.std, w.zero_row)
+        name: replace(w, layout=w.layout.on(*stages))
         for held, stages in parts
         for name, w in held.items()
     }
@@ -257,7 +278,7 @@ def weights(
         name = f"{shape.kind.table}.weight"
         w = found[name]
         both = w.layout.on(*places[0], *places[-1])
-        found[name] = Weight(both, w.kind, w.std, w.zero_row)
+        found[name] = replace(w, layout=both)
     return found
 
 
@@ -272,15 +293,15 @@ def layouts(
 
 
 def global_name(shape: TransformersShape, name: str) -> str:
-    """Of a parameter that transformers' module calls `name`."""
-    n = shape.kind
+    """Of a parameter that transformers' module calls `name`, with peft's layers in it or not."""
+    n, name = shape.kind, name.replace(".base_layer.", ".").replace(".default.", ".")
     is_tied = shape.sizes.tied and name == f"{n.output}.weight"
     return f"{n.table}.weight" if is_tied else name
 
 
 def piece_parameters(shape: TransformersShape) -> tuple[int, ...]:
     """Of each block, with the embedding and the head where they go."""
-    counts = [_count(_block(shape, 0, "tensor"))] * shape.sizes.layers
+    counts = [_count(_block(shape, index, "tensor")) for index in range(shape.sizes.layers)]
     counts[0] += _count(_embed(shape, "tensor"))
     counts[-1] += _count(_head(shape, "tensor"))
     return tuple(counts)
@@ -294,27 +315,56 @@ def piece_costs(shape: TransformersShape) -> tuple[float, ...]:
     """Floating-point operations of each block's forward, per token of a full sequence; counted as
     `gpt_layout.piece_costs` does, the head with the last block."""
     n = shape.sizes
-    held = _block(shape, 0, "tensor").values()
-    matrices = sum(2.0 * math.prod(w.layout.shape) for w in held if len(w.layout.shape) == 2)
-    costs = [matrices + 4.0 * shape.seq_len * n.heads * n.head_dim] * n.layers
-    costs[-1] += 2.0 * n.dim * n.vocab
+    scores = 4.0 * shape.seq_len * n.heads * n.head_dim
+    blocks = [_block(shape, index, "tensor") for index in range(n.layers)]
+    costs = [_products(held) + scores for held in blocks]
+    head = {name: w for name, w in _head(shape, "tensor").items() if is_adapter(name)}
+    costs[-1] += 2.0 * n.dim * n.vocab + _products(head)
     return tuple(costs)
 
 
+def _products(held: Mapping[str, Weight]) -> float:
+    matrices = (w.layout.shape for w in held.values() if len(w.layout.shape) == 2)
+    return sum(2.0 * math.prod(shape) for shape in matrices)
+
+
 def flops_per_token(shape: TransformersShape) -> float:
-    """Of forward and backward for one token of a full sequence."""
-    return (1 + BACKWARD_PER_FORWARD) * sum(piece_costs(shape))
+    """Of forward and backward for one token of a full sequence; what is frozen has no gradient."""
+    both = (1 + BACKWARD_PER_FORWARD) * sum(piece_costs(shape))
+    return both if shape.lora is None else both - sum(_frozen_products(shape))
+
+
+def _frozen_products(shape: TransformersShape) -> tuple[float, ...]:
+    """Of each block's forward, those with matrices that are not trained."""
+    return piece_costs(replace(shape, lora=None, seq_len=0))
 
 
 def sources(shape: TransformersShape) -> dict[str, tuple[Source, ...]]:
-    """For each parameter, by global name in order, the tensor of a folder that it is."""
-    return {name: (Source(name, layout.shape),) for name, layout in layouts(shape).items()}
+    """For each parameter that is trained, by global name in order, the tensor of a folder that it
+    is."""
+    if shape.lora is None:
+        return {name: (Source(name, layout.shape),) for name, layout in layouts(shape).items()}
+    return {
+        name: (Source(peft_name(name), layout.shape),)
+        for name, layout in layouts(shape).items()
+        if is_adapter(name)
+    }
+
+
+def files(shape: TransformersShape) -> FolderFiles:
+    """Of a folder that has these sources."""
+    return FolderFiles() if shape.lora is None else ADAPTER_FILES
 
 
 def config_json(
     shape: TransformersShape, dtype: str, like: str | Path | None = None
 ) -> dict[str, Any]:
-    """The config.json it was made of, with torch's name of the type of the weights."""
+    """The config.json it was made of, with torch's name of the type of the weights; with adapters
+    their settings, and `like` as the model they are for."""
+    if shape.lora is not None:
+        held = weights(shape).values()
+        transposed = any(w.inputs == 0 for w in held)
+        return shape.lora.adapter_config(None if like is None else str(like), transposed)
     kept = {key: value for key, value in shape.given.items() if key != "torch_dtype"}
     return {**kept, "dtype": dtype}
 
@@ -326,6 +376,6 @@ def open_folder(folder: str | Path, shape: TransformersShape) -> WeightFolder:
         CheckpointError: it has no weights, or others: lists all that are missing, unexpected, or
             of another shape or type.
     """
-    expected = {name: layout.shape for name, layout in layouts(shape).items()}
+    expected = {name: x.shape for name, x in layouts(replace(shape, lora=None)).items()}
     again = f"{shape.kind.output}.weight" if shape.sizes.tied else None
     return find_tensors(folder, expected, again, shape.kind.other_names)

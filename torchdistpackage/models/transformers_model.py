@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from torchdistpackage.comm.primitives import Group
+from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.errors import ConfigError, DataError, LayoutError, NotAvailableError
 from torchdistpackage.layout.derive import blocks, local_shape
 from torchdistpackage.layout.layout import Layout
+from torchdistpackage.models.lora_layout import Lora
 from torchdistpackage.models.transformers_layout import (
     TransformersShape,
     documents_by,
@@ -33,7 +35,7 @@ from torchdistpackage.models.transformers_layout import (
 from torchdistpackage.parallel.auto.actions import FirstOnly
 from torchdistpackage.parallel.auto.draws import ShardDraws, default_draw, draws_as, may_draw
 from torchdistpackage.parallel.auto.families.registry import PREDEFINED_CONFIGS
-from torchdistpackage.parallel.auto.rules import Config, state_action
+from torchdistpackage.parallel.auto.rules import Config, add_lora_rules, state_action
 from torchdistpackage.parallel.auto.shard import make_shard
 from torchdistpackage.parallel.auto.wrapper import TensorParallelWrapper
 from torchdistpackage.parallel.pipeline.partition.hf_decoder import SkippedModule, decoder_stage
@@ -169,7 +171,7 @@ def stage(
     all_blocks = range(shape.sizes.layers)
     decoder: nn.Module = decoder_stage(model, all_blocks if pieces is None else pieces)
     if group is not None and num > 1:
-        plan = PREDEFINED_CONFIGS[shape.family](model.config, range(num))
+        plan = add_lora_rules(decoder, PREDEFINED_CONFIGS[shape.family](model.config, range(num)))
         bound = plan.create_collective_ops([device] * num, group=group)
         decoder, _ = make_shard(decoder, device, bound, rank=group.rank(), world_size=num)
         _unwrap_skipped(decoder)
@@ -195,18 +197,44 @@ def on_meta(shape: TransformersShape, dtype: torch.dtype | None = None) -> Any:
 def _on_meta(shape: TransformersShape, dtype: torch.dtype) -> Any:
     try:
         from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+        if shape.lora is not None:
+            import peft  # noqa: F401
     except ImportError as error:
         raise NotAvailableError(
-            "model.hf needs transformers, which is not installed; install the extra hf: "
-            'pip install "torchdistpackage[hf]"'
+            f"model.hf needs transformers, and model.lora peft; install the extra hf: "
+            f'pip install "torchdistpackage[hf]" ({error})'
         ) from error
     try:
         config = CONFIG_MAPPING[shape.family].from_dict(dict(shape.given))
         config.use_cache = False
         with _parameters_on_meta():
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            return model if shape.lora is None else _with_adapters(model, shape, shape.lora, dtype)
     except (ValueError, KeyError, TypeError, AssertionError, ImportError) as error:
         raise ConfigError(f"transformers refuses the config.json of model.hf: {error!r}") from error
+
+
+def _with_adapters(
+    model: nn.Module, shape: TransformersShape, lora: Lora, dtype: torch.dtype
+) -> nn.Module:
+    """`model` with peft's layers around those that are adapted, whose weights alone train."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    known = weights(shape)
+    layers = {name.rpartition(".lora_")[0]: name for name in known if is_adapter(name)}
+    settings = LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # of which it takes any number
+        lora_dropout=lora.dropout,
+        target_modules=list(layers),
+        fan_in_fan_out=any(known[f"{layer}.weight"].inputs == 0 for layer in layers),
+    )
+    model = inject_adapter_in_model(settings, model)
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):  # which peft leaves as they are on the meta device
+            parameter.data = parameter.data.to(dtype)
+    return model
 
 
 @contextmanager
@@ -300,7 +328,7 @@ def _materialize(made: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def load_weights(made: TransformersStage, folder: str | Path) -> None:
-    """Overwrite the parameters of a stage with those of `folder`.
+    """Overwrite the parameters of a stage, but for adapters, with those of `folder`.
 
     File by file; of each tensor a rank reads its own part. Values are converted to the parameters'
     type.
@@ -314,6 +342,8 @@ def load_weights(made: TransformersStage, folder: str | Path) -> None:
         mesh, index = Mesh(((made.axis, group.size()),)), group.rank()
     layouts, by_file = made.layouts(), defaultdict[str, list[tuple[str, Layout, Tensor]]](list)
     for name, parameter in made.named_parameters():
+        if is_adapter(layouts[name].name):
+            continue
         file, key = found.places[layouts[name].name]
         by_file[file].append((key, layouts[name], parameter))
     for file, wanted in by_file.items():

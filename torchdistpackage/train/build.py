@@ -29,7 +29,7 @@ from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.partition.cost_split import split_by_cost
 from torchdistpackage.parallel.pipeline.partition.sequential import chunks_of
-from torchdistpackage.parallel.tensor.init import initialize
+from torchdistpackage.parallel.tensor.init import collect_initials, initialize
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.generators import evaluation
 from torchdistpackage.train import corpus
@@ -263,6 +263,9 @@ def _stage(plan: Plan, device: torch.device) -> tuple[TrainStages, dict[str, Lay
         with fail_together(tpc.get_group("global"), f"reading {folder}"):
             for module in stages.values():
                 plan.model.weights_loader()(module, folder)
+        drawn = collect_initials(stage) if config.model.lora.target else {}
+        drawn = {n: x for n, x in drawn.items() if plan.is_trained(layouts[n].name)}
+        initialize(stage, layouts, mesh, tpc.rank, config.run.seed, drawn)
     else:
         initialize(stage, layouts, mesh, tpc.rank, config.run.seed)
     tpc.prepare(sums=layouts.values())

@@ -98,7 +98,7 @@ def planned_costs(plan: Plan) -> dict[str, list[float]]:
     mesh = plan.topology.dense
     mine = [loads[mesh.coord(rank)["pipe"]] for rank in range(mesh.size)]
     shares = [load.share for load in mine]
-    parameters = [float(load.num_parameters) for load in mine]
+    parameters = [float(load.num_trained) for load in mine]
     return {"forward": shares, "backward": shares, "optimizer": parameters}
 
 

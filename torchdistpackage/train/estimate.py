@@ -171,7 +171,7 @@ def _busiest_link(schedule: Schedule) -> int:
 
 def _shared(plan: Plan, size: int) -> tuple[_CommVolume, ...]:
     """Of the fullest stage: sums of gradients, and under ZeRO what brings the parameters back."""
-    held = max(load.num_parameters for load in stage_loads(plan))
+    held = max(load.num_trained for load in stage_loads(plan))
     wide, weight = plan.numbers.gradients, plan.numbers.weights
     number = math.ceil(held * wide.num_bytes / BUCKET_BYTES)
     sum_bytes, gather_bytes = (held * x.num_bytes / number for x in (wide, weight))

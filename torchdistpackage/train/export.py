@@ -66,7 +66,8 @@ def export_checkpoint(
         raise CheckpointError(f"{path} is damaged: {problem}; name another checkpoint")
     manifest = read_manifest(path)
     made_of = model.sources(shape)
-    _check_model(manifest, model.layouts(shape, None), path)
+    wanted = {name: x for name, x in model.layouts(shape, None).items() if name in made_of}
+    _check_model(manifest, wanted, path)
     dtype = dtype or manifest.tensors[next(iter(made_of))].dtype
     return write_folder(
         folder,
@@ -76,6 +77,7 @@ def export_checkpoint(
         getattr(torch, dtype),
         shard_bytes=shard_bytes,
         like=like,
+        files=model.files(shape),
     )
 
 

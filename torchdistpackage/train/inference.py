@@ -113,7 +113,7 @@ def load_weights(model: StagedModel, weights: TrainedWeights) -> int | None:
         return None
     loaded = load(
         path,
-        params={n: (p, model.layouts[n]) for n, p in model.stage.named_parameters()},
+        params=model.saved(),
         topology=tpc.topology,
         rank=model.rank,
         with_extras=False,

@@ -128,6 +128,10 @@ class Plan:
     def numbers(self) -> NumberFormats:
         return number_formats(self.config.precision)
 
+    def is_trained(self, parameter: str) -> bool:
+        """Whether the parameter of this global name gets gradients; a checkpoint holds these."""
+        return self.config.model.is_trained(parameter)
+
     @property
     def user_code(self) -> dict[str, tuple[str, Mapping[str, object]]]:
         """Key -> (import path, keyword arguments) of what is not ours."""
@@ -256,7 +260,8 @@ def memory(
 
     ZeRO stage 1 leaves to each rank that shares a parameter its part of the optimizer's state,
     stage 2 of the gradient too, stage 3 of the weight too. Gradients of several microbatches add up
-    full before they are summed, besides that part. Buckets on their way do not count.
+    full before they are summed, besides that part. Buckets on their way do not count. What is not
+    trained every rank has whole, and nothing besides.
     """
     formats = number_formats(config.precision)
     weight, wide = formats.weights, formats.gradients
@@ -266,6 +271,9 @@ def memory(
     for layout in layouts:
         mesh = topology.view(layout.view)
         count = num_elements(layout, mesh, rank)
+        if not config.model.is_trained(layout.name):
+            weights += count * weight.num_bytes
+            continue
         part = -(-count // len(gradient_ranks(layout, mesh, rank)))
         # what the optimizer updates is a part apart then, so a wide one is no copy
         is_freed = zero == 3 and len(layout.stages) <= 1
@@ -279,12 +287,14 @@ def memory(
 class StageLoad:
     """What one rank of a pipe index holds and does, over all its stages.
 
-    stages: with each its pieces. num_parameters: in its shard. share: of the model's computation.
+    stages: with each its pieces. num_parameters: in its shard; num_trained: of these, those that
+    have gradients. share: of the model's computation.
     """
 
     index: int
     stages: dict[int, tuple[str, ...]]
     num_parameters: int
+    num_trained: int
     memory: MemoryEstimate
     share: float
 
@@ -299,16 +309,22 @@ def stage_loads(plan: Plan) -> tuple[StageLoad, ...]:
     for index in range(len(plan.schedule.programs)):
         rank = mesh.rank({"pipe": index})
         held = [x for x in plan.layouts.values() if not x.stages or index in x.stages]
-        count = sum(num_elements(layout, mesh, rank) for layout in held)
+        counts = {x.name: num_elements(x, mesh, rank) for x in held}
+        trained = sum(n for x, n in counts.items() if plan.is_trained(x))
         share = sum(costs[i] for i in plan.pieces_on(index)) / (sum(costs) or 1)
         names = {
             s: tuple(plan.pieces[i] for i in plan.stages[s]) for s in plan.schedule.stages_of(index)
         }
         held_bytes = memory(plan.config, plan.topology, held, rank)
-        loads.append(StageLoad(index, names, count, held_bytes, share))
+        loads.append(StageLoad(index, names, sum(counts.values()), trained, held_bytes, share))
     return tuple(loads)
 
 
 def num_parameters(plan: Plan) -> int:
     """Parameters of the full model, each counted once; 0 for a user's own."""
     return sum(math.prod(layout.shape) for layout in plan.layouts.values())
+
+
+def num_trained(plan: Plan) -> int:
+    """Of the parameters of the full model those that are trained."""
+    return sum(math.prod(x.shape) for x in plan.layouts.values() if plan.is_trained(x.name))

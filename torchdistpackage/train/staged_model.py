@@ -57,6 +57,11 @@ class StagedModel:
         # of the ranks that compute one loss, one tells it
         self.tells_loss = self.has_last and coord["tensor"] == 0 and coord["context"] == 0
 
+    def saved(self) -> dict[str, tuple[nn.Parameter, Layout]]:
+        """What a checkpoint holds, by local name: what LoRA leaves as it is comes from model.hf."""
+        named = ((n, p, self.layouts[n]) for n, p in self.stage.named_parameters())
+        return {name: (p, layout) for name, p, layout in named if self.plan.is_trained(layout.name)}
+
     def forward(self, stage: int, x: Message, position_ids: Tensor | None = None) -> Message:
         """One of this rank's stages, in the precision of the run; position_ids: see `DataBatch`."""
         given = {} if position_ids is None else {"position_ids": position_ids}

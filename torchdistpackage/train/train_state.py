@@ -45,7 +45,7 @@ def save_state(trainer: Trainer, state: TrainState, run_folder: Path, keep_last:
         run_folder / FOLDER,
         step=state.step,
         tokens=state.tokens,
-        params=_params(trainer),
+        params=trainer.saved(),
         topology=tpc.topology,
         rank=trainer.rank,
         optimizer=trainer.optimizer,
@@ -82,7 +82,7 @@ def resume(trainer: Trainer, run_folder: Path, how: str) -> TrainState:
             raise CheckpointError(f"--resume {how}: there is no such folder; name a step_NNNNNN")
     loaded = load(
         path,
-        params=_params(trainer),
+        params=trainer.saved(),
         topology=tpc.topology,
         rank=trainer.rank,
         optimizer=trainer.optimizer,
@@ -107,10 +107,6 @@ def resume(trainer: Trainer, run_folder: Path, how: str) -> TrainState:
     if not isinstance(skipped, int):
         raise CheckpointError(f"{path}: {SKIPPED} is {str(skipped)[:40]!r}, which is no number")
     return TrainState(loaded.step, loaded.tokens, bool(loaded.facts.get(OWES)), skipped)
-
-
-def _params(trainer: Trainer):
-    return {n: (p, trainer.layouts[n]) for n, p in trainer.stage.named_parameters()}
 
 
 def _random_state(trainer: Trainer) -> dict[str, int | torch.Tensor]:

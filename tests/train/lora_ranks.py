@@ -1,0 +1,139 @@
+"""What ranks do with low-rank adapters on transformers' modules, and peft in one process."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from tests.train import parity
+from tests.train.sources import UnevenTokens
+from tests.train.transformers_ranks import (
+    RUN,
+    SEQ_LEN,
+    STEPS,
+    VOCAB,
+    Answer,
+    everywhere_float64,
+    loss_of,
+    steps_of,
+    trainer,
+    whole,
+)
+from torchdistpackage.train.train_state import TrainState, save_state
+from torchdistpackage.train.update import warmup_cosine
+
+PREFIX = "base_model.model."
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """peft asks transformers by an earlier name."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+def lora_steps(overrides: list[str]) -> Answer:
+    """Three steps; nothing but adapters has a gradient, or state in the optimizer."""
+    run = trainer(overrides)
+    for name, parameter in run.stage.named_parameters():
+        assert parameter.requires_grad is (".lora_" in name), name
+    return steps_of(run, range(1, STEPS + 1))
+
+
+def initial_of(overrides: list[str]) -> parity.Held:
+    return parity.held(parity.trainer([*RUN, *overrides]), "data")
+
+
+def plain(name: str) -> str:
+    """The global name of what peft's model calls `name`."""
+    for part in (PREFIX, ".base_layer", ".default"):
+        name = name.replace(part, "." if part == PREFIX and not name.startswith(PREFIX) else "")
+    return name
+
+
+def peft_model(folder: str, initial: dict[str, torch.Tensor], options: dict):
+    """transformers' model with peft's adapters, which have these values, in float64."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    with quiet():
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options)).train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(initial[plain(name)])
+    return model
+
+
+def of_peft(folder: str, initial: dict[str, torch.Tensor], options: dict) -> Answer:
+    """`lora_steps` of transformers and peft in one process, without this package."""
+    section = parity.config([*RUN, f"model.hf={folder}"])
+    data, optim = UnevenTokens(SEQ_LEN, VOCAB), section.optim
+    model = peft_model(folder, initial, options)
+    trained = {plain(n): p for n, p in model.named_parameters() if p.requires_grad}
+    adam = torch.optim.AdamW(
+        trained.values(),
+        lr=optim.lr,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+    )
+    grads, losses = [], []
+    for step in range(1, STEPS + 1):
+        ids, targets = data.batch("train", section.run.seed, step, 0, 1, section.data.global_batch)
+        adam.zero_grad()
+        with everywhere_float64():
+            loss = loss_of(model, ids, targets)
+            loss.backward()
+        adam.param_groups[0]["lr"] = optim.lr * warmup_cosine(
+            step - 1, warmup_steps=0, num_steps=section.train.steps, min_ratio=optim.min_lr_ratio
+        )
+        adam.step()
+        losses.append(loss.item())
+        grads.append(whole({name: p.grad for name, p in trained.items()}))
+    return Answer(whole({plain(n): p for n, p in model.named_parameters()}), grads, losses)
+
+
+def save_after(overrides: list[str], folder: str, num: int) -> list[float]:
+    """`num` steps and a checkpoint, in a run folder."""
+    run = trainer(overrides)
+    losses = [run.train_step(step).wait().loss for step in range(1, num + 1)]
+    save_state(run, TrainState(step=num), Path(folder), keep_last=1)
+    if run.rank == 0:
+        (Path(folder) / "resolved.yaml").write_text(run.plan.config.to_yaml())
+    return losses
+
+
+def loaded_by_peft(
+    base: str, folder: str, prompt: list[int]
+) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Every adapter's parameter of a folder of peft, as peft loads it, and greedy tokens behind a
+    prompt; it writes the folder again."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    with quiet():
+        model = PeftModel.from_pretrained(model, folder)
+        model.save_pretrained(f"{folder}-again")
+    with everywhere_float64():
+        ids = model.generate(
+            input_ids=torch.tensor([prompt]),
+            max_new_tokens=8,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    adapters = {plain(n): p.detach() for n, p in model.named_parameters() if "lora_" in n}
+    return adapters, ids[0, len(prompt) :].tolist()
+
+
+def recomputed(overrides: list[str], how: list[str]) -> tuple[tuple[str, ...], parity.Held, list]:
+    """(what is recomputed, weights after two steps, losses)."""
+    run = trainer([*overrides, *how])
+    losses = [run.train_step(step).wait().loss for step in (1, 2)]
+    return run.recomputed, parity.held(run, "data"), losses

@@ -1,0 +1,132 @@
+"""Low-rank adapters as numbers: which layers have them, and how they are cut with these. No torch.
+
+An adapter adds alpha / r times B A x to what a linear layer makes of x. Where the layer is cut by
+outputs B is cut alike, where it is cut by inputs A is; ranks have the other one whole, and each a
+part of its gradient. Names are those of peft's files without their prefix.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchdistpackage.config.model_section import is_adapter
+from torchdistpackage.layout.layout import Axes, Layout
+from torchdistpackage.models.family_layout import Weight
+from torchdistpackage.models.hugging_face_layout import FolderFiles
+
+ALL_LINEAR = "all-linear"
+"""As a target: every linear layer of the blocks."""
+PREFIX = "base_model.model."
+"""Of names in peft's files."""
+ADAPTER_FILES = FolderFiles("adapter_config.json", "adapter_model.safetensors", is_sharded=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """peft's r, lora_alpha, lora_dropout and target_modules."""
+
+    r: int
+    alpha: float
+    dropout: float
+    target: tuple[str, ...]
+
+    @classmethod
+    def of_section(cls, section: Mapping[str, Any] | None) -> "Lora | None":
+        if section is None or section["target"] is None:
+            return None
+        return cls(section["r"], section["alpha"], section["dropout"], tuple(section["target"]))
+
+    def adapters(self, held: Mapping[str, Weight], is_head: bool = False) -> dict[str, Weight]:
+        """Those on the linear layers among `held`, by name."""
+        found: dict[str, Weight] = {}
+        for name, weight in held.items():
+            layer = name.removesuffix(".weight")
+            is_meant = any(names(target, layer) for target in self.target)
+            if weight.inputs is not None and (is_meant or (self.is_all and not is_head)):
+                found |= self._adapter(layer, weight.layout, weight.inputs)
+        return found
+
+    @property
+    def is_all(self) -> bool:
+        return ALL_LINEAR in self.target
+
+    def _adapter(self, layer: str, whole: Layout, inputs: int) -> dict[str, Weight]:
+        outputs = 1 - inputs
+        axes, num_inputs = whole.split_axes, whole.shape[inputs]
+        a = Layout(f"{layer}.lora_A.weight", (self.r, num_inputs), unreduced=axes)
+        b = Layout(f"{layer}.lora_B.weight", (whole.shape[outputs], self.r), unreduced=axes)
+        if whole.split[outputs]:
+            b = _cut_like(whole, outputs, b, 0)
+        else:
+            a = _cut_like(whole, inputs, a, 1)
+        # peft draws A uniformly within 1 / sqrt(inputs)
+        std = (3 * num_inputs) ** -0.5
+        return {a.name: Weight(a, "uniform", std), b.name: Weight(b, "zeros")}
+
+    def adapter_config(self, base: str | None, transposed: bool) -> dict[str, Any]:
+        """peft's adapter_config.json. base: the folder of the model. transposed: of Conv1D."""
+        target: str | list[str] = ALL_LINEAR if self.is_all else list(self.target)
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "inference_mode": True,
+            "r": self.r,
+            "lora_alpha": int(self.alpha) if self.alpha.is_integer() else self.alpha,
+            "lora_dropout": self.dropout,
+            "target_modules": target,
+            "fan_in_fan_out": transposed,
+            "bias": "none",
+        }
+
+
+def names(target: str, layer: str) -> bool:
+    """Whether it is the name of a layer, or its end from a dot on, as peft looks for it."""
+    return f".{layer}".endswith(f".{target}")
+
+
+def peft_name(parameter: str) -> str:
+    """Of an adapter's parameter in peft's files."""
+    return PREFIX + parameter
+
+
+def _cut_like(whole: Layout, dim: int, one: Layout, at: int) -> Layout:
+    """`one` with its dim `at` cut as the dim `dim` of `whole`."""
+
+    def only(x: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (x, ()) if at == 0 else ((), x)
+
+    split: Sequence[Axes] = only(whole.split[dim])
+    return Layout(
+        one.name, one.shape, tuple(split), parts=only(whole.parts[dim]), heads=whole.heads
+    )
+
+
+def linear_layers(weights: Mapping[str, Weight]) -> tuple[str, ...]:
+    """Last words of the names of those that can have adapters."""
+    layers = (name.split(".")[-2] for name, w in weights.items() if w.inputs is not None)
+    return tuple(dict.fromkeys(layers))
+
+
+def target_problems(
+    lora: Lora, family: str, weights: Mapping[str, Weight], output: str, is_tied: bool
+) -> list[str]:
+    """What is wrong with the targets for a model of these parameters. output: of its head."""
+    layers = {name.rpartition(".")[0]: False for name in weights if not is_adapter(name)}
+    layers |= {
+        name.removesuffix(".weight"): True for name, w in weights.items() if w.inputs is not None
+    }
+    fits = f"its linear layers are {', '.join(linear_layers(weights))}"
+    problems: list[str] = []
+    if lora.is_all and len(lora.target) > 1:
+        problems.append(f"{ALL_LINEAR} stands for all linear layers; leave the others out")
+    for target in lora.target:
+        meant = [is_one for layer, is_one in layers.items() if names(target, layer)]
+        if target == ALL_LINEAR or any(meant):
+            continue
+        if meant or (is_tied and names(target, output)):
+            what = "no linear layer" if meant else "its embedding"
+            problems.append(f"{target} of {family} is {what}, and only linear layers are adapted")
+        else:
+            problems.append(f"{family} has no layer {target}")
+    return [*problems[:-1], f"{problems[-1]}; {fits}"] if problems else []
