@@ -39,16 +39,19 @@ LAYOUTS = [
     Layout("shared by some", (4, 6), (("context",), ()), heads=HeadSplit(2, shared=True)),
     Layout("shared by all", (6, 4), ((), ("context",)), heads=HeadSplit(1, shared=True)),
     Layout("shared, tied", (4,), (("context",),), stages=(0, 1), heads=HeadSplit(1, shared=True)),
+    Layout("dealt", (7, 2), (("context",), ()), ranges=(((4, 7),), ((0, 1), (2, 4)), ((1, 2),))),
+    Layout("dealt twice", (4,), (("tensor",),), ranges=(((0, 2), (0, 2)), ((0, 2), (2, 4)))),
 ]
+PADDED = Layout("padded", (4,), (("context",),), ranges=(((0, 4),), ((4, 8),), ((4, 8),)))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", [*LAYOUTS, PADDED], ids=lambda layout: layout.name)
 def test_owned_shards_tile_the_tensor_once(layout: Layout):
     covered = [
         cell
         for rank in range(MESH.size)
         if owns(layout, MESH, rank)
-        for where, _ in blocks(layout, MESH, rank)
+        for where, _ in blocks(layout, MESH, rank, once=True)
         for cell in itertools.product(*(range(s.start, s.stop) for s in where))
     ]
     assert sorted(covered) == list(itertools.product(*(range(n) for n in layout.shape)))
@@ -137,6 +140,14 @@ def test_placements_are_the_dims_that_each_axis_shards():
         (
             lambda: local_slices(Layout("w", (6,), (("tensor",),), parts=((3, 3),)), MESH, 0),
             "dim 0 has 3 elements",
+        ),
+        (
+            lambda: Layout("w", (4,), (("tensor",),), ranges=(((0, 3),), ((2, 4),))),
+            "leave some out or overlap",
+        ),
+        (
+            lambda: local_slices(Layout("w", (1,), (("tensor",),), ranges=(((0, 1),),)), MESH, 0),
+            "dealt to 1 ranks, but tensor has 2",
         ),
     ],
 )

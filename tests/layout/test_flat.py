@@ -47,7 +47,7 @@ def test_slices_of_all_shards_tile_the_tensor_once(layout: Layout, num_slices: i
         place = {at: cell for part in whole for at, cell in of(part)}
         cuts = [round(i * len(place) / num_slices) for i in range(num_slices + 1)]
         for start, stop in itertools.pairwise(cuts):
-            for part in parts(layout, MESH, rank, start, stop):
+            for part in parts(layout, MESH, rank, start, stop, once=True):
                 for at, cell in of(part):
                     assert start <= at < stop and place[at] == cell
                     covered.append(cell)

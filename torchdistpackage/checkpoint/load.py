@@ -180,8 +180,8 @@ class ShardReader:
         for param, layout in params.values():
             mine = place.whole(layout, param)
             self._ask(mine, layout.name, rounds=param in masters)
-            if mine.is_owner and layout.name not in counted:
-                self.num_owned += sum(tensor.numel() for _, tensor in mine.parts)
+            if mine.owned is not None and layout.name not in counted:
+                self.num_owned += sum(tensor.numel() for _, tensor in mine.owned)
             counted.add(layout.name)
         if optimizer is not None and not is_sharded:
             self._ask_states(layouts)
@@ -262,7 +262,8 @@ class ShardReader:
             room = torch.empty((), dtype=dtype, device=of.device if on_device else "cpu")
             self._ask(place.number(one, shard, room), layout.name)
         else:
-            room = torch.empty_like(of, dtype=dtype, requires_grad=False)
+            # zeros, as padding that a layout has is in no file
+            room = torch.zeros_like(of, dtype=dtype, requires_grad=False)
             self._ask(place.part(one, shard, room), layout.name)
         return room
 

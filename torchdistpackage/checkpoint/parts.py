@@ -75,7 +75,7 @@ class ShardedState(Protocol):
     """An optimizer over shards, as ddp/zero has it.
 
     held: for each param group its parameters; `bounds` of each say who has which elements, all
-    zero where it is frozen. finish: parameters are full and current.
+    zero where it is frozen. finish: parameters are full and current. arrive: none is on its way.
     """
 
     state: Any
@@ -83,17 +83,25 @@ class ShardedState(Protocol):
     held: Sequence[Sequence[Any]]
 
     def finish(self) -> None: ...
+    def arrive(self) -> None: ...
+
+
+Parts = tuple[tuple[Box, Tensor], ...]
+"""Boxes of a global tensor, and the elements that lie there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedTensor:
-    """One tensor as far as this rank holds it: parts, and whether it speaks for them."""
+    """One tensor as far as this rank holds it: parts, and those for which it speaks.
+
+    owned: None where another rank speaks for all of them.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: tuple[tuple[Box, Tensor], ...]
-    is_owner: bool
+    parts: Parts
+    owned: Parts | None
 
 
 class TopologyRank:
@@ -105,11 +113,13 @@ class TopologyRank:
     def whole(self, layout: Layout, tensor: Tensor) -> SavedTensor:
         """All of the rank's shard; `tensor` has its shape."""
         mesh = self.topology.view(layout.view)
-        found = tuple(
-            (where, tensor.detach()[local]) for where, local in blocks(layout, mesh, self.rank)
-        )
-        speaks = owns(layout, mesh, self.rank)
-        return SavedTensor(layout.name, layout.shape, tensor.dtype, found, speaks)
+
+        def found(once: bool) -> Parts:
+            boxes = blocks(layout, mesh, self.rank, once)
+            return tuple((where, tensor.detach()[local]) for where, local in boxes)
+
+        owned = found(once=True) if owns(layout, mesh, self.rank) else None
+        return SavedTensor(layout.name, layout.shape, tensor.dtype, found(once=False), owned)
 
     def sliced(self, layout: Layout, shard: OptimizerShard, tensor: Tensor) -> SavedTensor:
         """The elements of a shard; `tensor` is its own, or the optimizer's state for it.
@@ -121,13 +131,16 @@ class TopologyRank:
         back = sorted(range(len(order)), key=order.__getitem__)
         flat = tensor.detach()
         flat = flat.permute(_memory_order(flat)).view(-1)
-        found: list[tuple[Box, Tensor]] = []
-        for part in parts(layout, mesh, self.rank, shard.start, shard.stop, order):
-            at = part.run.start - shard.start
-            run = flat[at : at + math.prod(part.run.lengths)].view(part.run.lengths)
-            found.append((part.where, run[part.inside].permute(back)))
-        speaks = self.is_owner(layout, shard)
-        return SavedTensor(layout.name, layout.shape, tensor.dtype, tuple(found), speaks)
+
+        def found(once: bool) -> Iterator[tuple[Box, Tensor]]:
+            for part in parts(layout, mesh, self.rank, shard.start, shard.stop, order, once):
+                at = part.run.start - shard.start
+                run = flat[at : at + math.prod(part.run.lengths)].view(part.run.lengths)
+                yield part.where, run[part.inside].permute(back)
+
+        held = tuple(found(once=False))
+        owned = tuple(found(once=True)) if self.is_owner(layout, shard) else None
+        return SavedTensor(layout.name, layout.shape, tensor.dtype, held, owned)
 
     def number(self, layout: Layout, shard: OptimizerShard | None, tensor: Tensor) -> SavedTensor:
         """A number kept for a parameter or a shard, such as its step; the owner of the parameter's
@@ -135,8 +148,9 @@ class TopologyRank:
         scalar = Layout(layout.name, (), view=layout.view, stages=layout.stages)
         if shard is None:
             return self.whole(scalar, tensor)
+        held = (((), tensor.detach()),)
         speaks = shard.start == 0 and self.is_owner(scalar, shard)
-        return SavedTensor(layout.name, (), tensor.dtype, (((), tensor.detach()),), speaks)
+        return SavedTensor(layout.name, (), tensor.dtype, held, held if speaks else None)
 
     def part(self, layout: Layout, shard: OptimizerShard | None, tensor: Tensor) -> SavedTensor:
         """`sliced`, or `whole` without a shard."""

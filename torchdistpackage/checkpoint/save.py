@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from torchdistpackage.checkpoint.commit import commit, folder_name, make_temporary, retain, settle
 from torchdistpackage.checkpoint.manifest import Fact, FileFacts, Manifest, TensorChunk, TensorEntry
-from torchdistpackage.checkpoint.parts import Params, TopologyRank, held, params_of
+from torchdistpackage.checkpoint.parts import Params, ShardedState, TopologyRank, held, params_of
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.flight_recorder import dtype_name
 from torchdistpackage.comm.primitives import Group
@@ -67,6 +67,8 @@ def save(
     ranks = primitives.ranks_of(group)
     doing = f"writing the checkpoint of step {step} to {folder}"
     temporary = folder
+    if isinstance(optimizer, ShardedState):
+        optimizer.arrive()  # a gather in flight has the slices that are written
     with fail_together(group, doing):
         params = params_of(params, topology, rank)
         if rank == ranks[0]:
@@ -110,11 +112,11 @@ def write_shard(
     tensors: dict[str, Tensor] = {}
     entries: dict[str, TensorEntry] = {}
     for each in held(params, TopologyRank(topology, rank), optimizer):
-        if not each.is_owner:
+        if each.owned is None:
             continue
         known = entries.get(each.name, TensorEntry(each.shape, dtype_name(each.dtype), ()))
         pieces = list(known.pieces)
-        for where, tensor in each.parts:
+        for where, tensor in each.owned:
             key = f"{each.name}[{len(pieces)}]"
             # safetensors writes contiguous memory that is not shared
             tensors[key] = tensor.cpu().contiguous()

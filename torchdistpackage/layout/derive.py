@@ -20,8 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.layout.layout import Axes, HeadSplit, Layout
-from torchdistpackage.layout.partition import even_sizes
+from torchdistpackage.layout.layout import Axes, Layout
 from torchdistpackage.topology.mesh import Mesh, Topology
 
 BATCH_AXES = ("data", "context", "expert_data")
@@ -39,17 +38,21 @@ def local_slices(layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[slice, ..
 
     Raises:
         LayoutError: a dim or part is not a multiple of the ranks that share it, and the
-            layout is not `uneven`.
+            layout is not `uneven`; or its ranges are of another number of ranks.
     """
     coord = mesh.coord(rank)
     result: list[tuple[slice, ...]] = []
     for dim, axes in enumerate(layout.split):
+        if layout.ranges and axes:
+            result.append(tuple(slice(*each) for each in layout.ranges[_index(layout, mesh, rank)]))
+            continue
         parts = layout.parts[dim] or (layout.shape[dim],)
         starts = itertools.accumulate(parts, initial=0)
         ranges: list[slice] = []
         for start, length in zip(starts, parts, strict=False):
             if layout.heads is not None and axes:
-                first, num = head_range(layout.heads, mesh.axis_size(*axes), coord.get(axes[0], 0))
+                index = coord.get(axes[0], 0)
+                first, num = layout.heads.head_range(mesh.axis_size(*axes), index)
                 width = length // (layout.heads.groups * layout.heads.members)
                 ranges.append(slice(start + first * width, start + (first + num) * width))
                 continue
@@ -72,39 +75,11 @@ def chunk(extent: int, num_chunks: int, index: int) -> tuple[int, int]:
     return offset, min(step, extent - offset)
 
 
-def head_range(heads: HeadSplit, num_ranks: int, index: int) -> tuple[int, int]:
-    """(first head, number of heads) of the rank at `index` of `num_ranks`."""
-    groups, members = heads.groups, heads.members
-    if num_ranks <= groups:
-        sizes = even_sizes(groups, num_ranks)
-        return sum(sizes[:index]) * members, sizes[index] * members
-    sharing = sharing_indices(heads, num_ranks, index)
-    first = _group_of(heads, num_ranks, index) * members
-    if heads.shared:
-        return first, members
-    sizes = even_sizes(members, len(sharing))
-    place = index - sharing.start
-    return first + sum(sizes[:place]), sizes[place]
-
-
-def sharing_indices(heads: HeadSplit, num_ranks: int, index: int) -> range:
-    """Of `num_ranks` those that work on the same group of heads as the one at `index`."""
-    if num_ranks <= heads.groups:
-        return range(index, index + 1)
-    sizes, group = even_sizes(num_ranks, heads.groups), _group_of(heads, num_ranks, index)
-    return range(sum(sizes[:group]), sum(sizes[: group + 1]))
-
-
-def _group_of(heads: HeadSplit, num_ranks: int, index: int) -> int:
-    ends = itertools.accumulate(even_sizes(num_ranks, heads.groups))
-    return next(group for group, end in enumerate(ends) if index < end)
-
-
 def holders_along(layout: Layout, num_ranks: int, index: int) -> range:
     """Of the ranks of the axis that splits it, those with the same elements as that at `index`."""
     if layout.heads is None or not layout.is_shared:
         return range(index, index + 1)
-    return sharing_indices(layout.heads, num_ranks, index)
+    return layout.heads.sharing_indices(num_ranks, index)
 
 
 def local_shape(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
@@ -112,21 +87,49 @@ def local_shape(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
     return tuple(sum(s.stop - s.start for s in dim) for dim in local_slices(layout, mesh, rank))
 
 
-def blocks(layout: Layout, mesh: Mesh, rank: int) -> tuple[Block, ...]:
-    """The shard of `rank` as boxes: where each lies in the global and in the local tensor."""
+def blocks(layout: Layout, mesh: Mesh, rank: int, once: bool = False) -> tuple[Block, ...]:
+    """The shard of `rank` as boxes: where each lies in the global and in the local tensor.
+
+    once: of its `ranges` only those for which it speaks, so that over all indices each element is
+    in one box.
+    """
     dims: list[list[tuple[slice, slice]]] = []
-    for ranges in local_slices(layout, mesh, rank):
+    for dim, ranges in enumerate(local_slices(layout, mesh, rank)):
         starts = itertools.accumulate((r.stop - r.start for r in ranges), initial=0)
-        dims.append(
-            [
-                (r, slice(start, start + r.stop - r.start))
-                for r, start in zip(ranges, starts, strict=False)
-                if r.stop > r.start
-            ]
-        )
+        found = [
+            (r, slice(start, start + r.stop - r.start))
+            for r, start in zip(ranges, starts, strict=False)
+        ]
+        if once and layout.ranges and layout.split[dim]:
+            found = [found[i] for i in _spoken(layout, _index(layout, mesh, rank))]
+        dims.append([(r, at) for r, at in found if r.start < min(r.stop, layout.shape[dim])])
     return tuple(
         (tuple(g for g, _ in box), tuple(at for _, at in box)) for box in itertools.product(*dims)
     )
+
+
+def spoken_places(layout: Layout, index: int) -> tuple[slice, ...]:
+    """Of what `index` holds along the dim that is split, the `ranges` that it speaks for."""
+    lengths = (stop - start for start, stop in layout.ranges[index])
+    ends = tuple(itertools.accumulate(lengths, initial=0))
+    return tuple(slice(ends[i], ends[i + 1]) for i in _spoken(layout, index))
+
+
+def _spoken(layout: Layout, index: int) -> tuple[int, ...]:
+    """Which of its ranges no earlier index holds, nor it itself before."""
+    known = {each for mine in layout.ranges[:index] for each in mine}
+    held = layout.ranges[index]
+    return tuple(i for i, each in enumerate(held) if each not in known and each not in held[:i])
+
+
+def _index(layout: Layout, mesh: Mesh, rank: int) -> int:
+    (axis,) = layout.split_axes
+    if mesh.axis_size(axis) != len(layout.ranges):
+        raise LayoutError(
+            f"{layout.name} is dealt to {len(layout.ranges)} ranks, but {axis} has "
+            f"{mesh.axis_size(axis)}; use a topology with {axis} {len(layout.ranges)}"
+        )
+    return mesh.coord(rank).get(axis, 0)
 
 
 def replicated_axes(layout: Layout, mesh: Mesh) -> Axes:
@@ -350,16 +353,17 @@ def parts(
     start: int,
     stop: int,
     order: Sequence[int] | None = None,
+    once: bool = False,
 ) -> tuple[Part, ...]:
     """Where elements [start, stop) of the flattened shard of `rank` lie in the global tensor.
 
     order: its dims from the slowest varying in memory to the fastest; default their own. Several
-    parts a run where a dim is fused, because its ranges lie apart.
+    parts a run where a dim is fused, because its ranges lie apart. once: as of `blocks`.
     """
     shape = local_shape(layout, mesh, rank)
     order = range(len(shape)) if order is None else order
     found: list[Part] = []
-    boxes = blocks(layout, mesh, rank)
+    boxes = blocks(layout, mesh, rank, once)
     for run in runs(tuple(shape[dim] for dim in order), start, stop):
         held = tuple(slice(o, o + n) for o, n in zip(run.offset, run.lengths, strict=True))
         for where, local in boxes:

@@ -7,11 +7,14 @@ checkpoints.
 """
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from torchdistpackage.errors import LayoutError
+from torchdistpackage.layout.partition import even_sizes
 from torchdistpackage.topology.mesh import View
 
 Axes = tuple[str, ...]
+Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,30 @@ class HeadSplit:
     groups: int
     members: int = 1
     shared: bool = False
+
+    def head_range(self, num_ranks: int, index: int) -> tuple[int, int]:
+        """(first head, number of heads) of the rank at `index` of `num_ranks`."""
+        if num_ranks <= self.groups:
+            sizes = even_sizes(self.groups, num_ranks)
+            return sum(sizes[:index]) * self.members, sizes[index] * self.members
+        sharing = self.sharing_indices(num_ranks, index)
+        first = self._group_of(num_ranks, index) * self.members
+        if self.shared:
+            return first, self.members
+        sizes = even_sizes(self.members, len(sharing))
+        place = index - sharing.start
+        return first + sum(sizes[:place]), sizes[place]
+
+    def sharing_indices(self, num_ranks: int, index: int) -> range:
+        """Of `num_ranks` those that work on the same group of heads as the one at `index`."""
+        if num_ranks <= self.groups:
+            return range(index, index + 1)
+        sizes, group = even_sizes(num_ranks, self.groups), self._group_of(num_ranks, index)
+        return range(sum(sizes[:group]), sum(sizes[: group + 1]))
+
+    def _group_of(self, num_ranks: int, index: int) -> int:
+        ends = accumulate(even_sizes(num_ranks, self.groups))
+        return next(group for group, end in enumerate(ends) if index < end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +71,12 @@ class Layout:
     parts: for each dim the sizes of fused parts (q, k, v) that are cut one by one, or ().
     uneven: the cut need not be even; the first ranks then hold one more (`chunk` rule).
     heads: of what the dim that is split is made, if of heads; one axis splits it then.
+    ranges: for each index along the one axis that splits it, the (start, stop) that it holds of
+        that dim, in its order, where no rule says them. They are equal or apart, and the first
+        that holds one speaks for it. What begins behind the dim is padding, zeros that stay zero.
 
     Raises:
-        LayoutError: split, parts or heads do not fit the shape.
+        LayoutError: split, parts, heads or ranges do not fit the shape.
     """
 
     name: str
@@ -58,6 +88,7 @@ class Layout:
     parts: tuple[tuple[int, ...], ...] = ()
     uneven: bool = False
     heads: HeadSplit | None = None
+    ranges: tuple[Ranges, ...] = ()
 
     def __post_init__(self) -> None:
         for field, empty in (("split", ()), ("parts", ())):
@@ -79,6 +110,8 @@ class Layout:
                 )
             if self.heads is not None and self.split[dim]:
                 self._check_heads(dim, self.heads)
+            if self.ranges and self.split[dim]:
+                self._check_ranges(extent)
 
     def _check_heads(self, dim: int, heads: HeadSplit) -> None:
         num, parts = heads.groups * heads.members, self.parts[dim] or (self.shape[dim],)
@@ -90,6 +123,16 @@ class Layout:
         if len(self.split[dim]) > 1:
             raise LayoutError(
                 f"{self.name}: heads are cut over the axes {self.split[dim]}; use one axis"
+            )
+
+    def _check_ranges(self, extent: int) -> None:
+        held = {each for mine in self.ranges for each in mine if each[0] < min(each[1], extent)}
+        starts, stops = zip(*sorted(held), strict=True) if held else ((), ())
+        if (0, *stops) != (*starts, extent) or len(self.split_axes) != 1 or any(self.parts):
+            raise LayoutError(
+                f"{self.name}: the ranges {self.ranges} of a dim of {extent} elements over the "
+                f"axes {self.split_axes} leave some out or overlap; use ranges along one axis "
+                f"that are equal or apart, without parts"
             )
 
     @property

@@ -78,7 +78,6 @@ def join(prefix: str, name: str) -> str:
 
 ATTRIBUTE = "tdp_layout"
 """Not `layout`, which is torch's word for strided or sparse."""
-COUNTED = "tdp_counted"
 
 
 class Mark:
@@ -135,20 +134,6 @@ def mark_parameter(
         known.layout, known.depth = layout, depth
     if group is not None:
         known.group = group
-
-
-def mark_counted(parameter: object, dim: int, places: object) -> None:
-    """Note which places along `dim`, a tensor of indices, this rank counts in norms.
-
-    For a part of which other ranks of its group hold some too, by no rule that a layout knows.
-    """
-    setattr(parameter, COUNTED, (dim, places))
-
-
-def counted_places(parameter: object) -> tuple[int, object] | None:
-    """What `mark_counted` noted."""
-    found: tuple[int, object] | None = getattr(parameter, COUNTED, None)
-    return found
 
 
 def mark(module: Module, layouts: Layouts | None = None) -> None:

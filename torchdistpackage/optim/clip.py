@@ -10,7 +10,7 @@ each rank adds up its shards, over all ranks.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,9 @@ from torchdistpackage.ddp.reducer import Reducer
 from torchdistpackage.ddp.zero.param_shard import ParamPartition, ParamShard
 from torchdistpackage.ddp.zero.state_dict import owners_of
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.layout.derive import holders_along, replica_ranks
+from torchdistpackage.layout.derive import holders_along, replica_ranks, spoken_places
 from torchdistpackage.layout.layout import Axes, HeadSplit, Layout
-from torchdistpackage.layout.mark import counted_places, layout_of
+from torchdistpackage.layout.mark import layout_of
 from torchdistpackage.topology.mesh import Mesh
 
 INF = float("inf")
@@ -240,12 +240,20 @@ def counted(
 
 def _counted_part(parameter: Tensor) -> Tensor:
     """Of a parameter that other ranks hold in part, with its gradient, what this one counts."""
-    found: Any = counted_places(parameter)
-    if found is None or parameter.grad is None:
+    layout, group = layout_of(parameter), group_of(parameter)
+    if layout is None or not layout.ranges or group is None or parameter.grad is None:
         return parameter
-    dim, places = found
-    part = parameter.detach().index_select(dim, places.to(parameter.device))
-    part.grad = parameter.grad.index_select(dim, places.to(parameter.device))
+    index, dim = group.rank(), next(dim for dim, axes in enumerate(layout.split) if axes)
+    counted = spoken_places(layout, index)
+    if len(counted) == len(layout.ranges[index]):
+        return parameter
+
+    def of(x: Tensor) -> Tensor:
+        parts = [x.narrow(dim, place.start, place.stop - place.start) for place in counted]
+        return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
+
+    part = of(parameter.detach())
+    part.grad = of(parameter.grad)
     return part
 
 

@@ -83,8 +83,10 @@ def layouts_are_noted() -> None:
     assert layout.shape == (24, 72) and layout.parts[1] == (24, 24, 24)
     assert layout.split == ((), ("tensor",))
     named = {layout.name: layout for layout in collect(split).values()}
-    assert named["wrapped_model.transformer.h.0.attn.c_attn.weight"].shape == (24, 72)
-    assert named["wrapped_model.transformer.h.0.mlp.c_proj.bias of 2 shards"].shape == (48,)
+    assert named["transformer.h.0.attn.c_attn.weight"].shape == (24, 72)
+    bias = named["transformer.h.0.mlp.c_proj.bias"]
+    assert bias.shape == (24,) and bias.ranges == (((0, 24),), ((24, 48),))
+    assert named["transformer.ln_f.weight"].is_whole
 
 
 def test_parameters_say_how_they_are_cut(ranks):

@@ -223,6 +223,13 @@ class ZeroOptimizer(ShardedOptimizerBase):
         In stage 3 all ranks call it, and they stay gathered until the next backward or step.
         """
         self._extensions.fetch_all()
+        self.arrive()
+
+    def arrive(self) -> None:
+        """Wait for the parameters that are on their way; what is freed stays so.
+
+        Only then may the pieces that this rank owns be read, by whoever saves them for example.
+        """
         for bucket in self._buckets:
             bucket.parameters.arrive()
 
@@ -314,8 +321,8 @@ class ZeroOptimizer(ShardedOptimizerBase):
 
     def _settle(self) -> None:
         self.reducer.finish()
+        self.arrive()
         for bucket in self._buckets:
-            bucket.parameters.arrive()
             bucket.wait()
 
     def _make_bucket_comm(self, bucket: Bucket, members: Sequence[ParamSpec]) -> BucketComm:

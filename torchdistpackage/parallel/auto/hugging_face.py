@@ -15,6 +15,7 @@ from torch import nn
 
 from torchdistpackage.comm import collectives
 from torchdistpackage.errors import LayoutError, NotAvailableError
+from torchdistpackage.layout.mark import Layouts
 from torchdistpackage.parallel.auto.devices import DeviceLike, check_device_ids
 from torchdistpackage.parallel.auto.draws import may_draw, use_draws_of_first
 from torchdistpackage.parallel.auto.families.registry import plan_for
@@ -142,6 +143,10 @@ class ShardedModelCalls(nn.Module):
     @property
     def tensor_parallel_config(self) -> Config:
         return self.wrapped_model.tensor_parallel_config
+
+    def layouts(self) -> Layouts:
+        """See `TensorParallel.layouts`."""
+        return {f"wrapped_model.{n}": x for n, x in self.wrapped_model.layouts().items()}
 
     def set_preserve_shards_when_saving(self, value: bool) -> None:
         """See `save_tensor_parallel`."""

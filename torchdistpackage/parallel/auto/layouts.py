@@ -1,67 +1,96 @@
 """How the parameters of a shard are cut, as layouts: for norms of gradients and for checkpoints.
 
-A cut into equal runs of a dim, or of equal fused parts, is the layout of the whole parameter, whose
-checkpoints load under any number of shards. Any other cut is noted as what it is to the shards: one
-part behind the other, under a name that says of how many. Its checkpoints load under that number.
+A cut into equal runs of a dim, or of equal fused parts, is a layout by its rule. Any other cut that
+deals the places of one dim says for each shard which it holds; a bias that the first shard holds is
+padding on the others. Checkpoints of these load under any number of shards. What a function of the
+user's makes, or numbers that are scaled, are one part behind the other, under a name that says of
+how many; their checkpoints load under that number.
 """
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from torchdistpackage.layout.layout import Layout
-from torchdistpackage.layout.mark import mark_counted
+from torchdistpackage.errors import LayoutError
+from torchdistpackage.layout.layout import Layout, Ranges
 from torchdistpackage.parallel.auto.actions import (
+    FirstOnly,
     Split,
     SplitInChunks,
     SplitInGroupedChunks,
     StateAction,
     TakeChunks,
+    Whole,
 )
 
 AXIS = "tensor"
+DEALING = (Split, SplitInChunks, SplitInGroupedChunks, TakeChunks)
+"""Actions that deal the places of their dim, whatever is in them."""
 
 
 def layout_of_cut(name: str, tensor: Tensor, action: StateAction, num: int) -> Layout:
-    """The layout of what `action` makes of the parameter `name` for `num` shards."""
-    outline = torch.empty_like(tensor, device="meta")
-    shapes = [tuple(action(outline, rank=rank).shape) for rank in range(num)]
-    shape, dim = tuple(tensor.shape), dim_of(action, tensor)
-    if len(set(shapes)) == 1 and is_in_runs(action) and shapes[0][dim] * num == shape[dim]:
+    """The layout of what `action` makes of the parameter `name` for `num` shards.
+
+    Raises:
+        LayoutError: it is a number without dims, and not the same on all shards.
+    """
+    shape = tuple(tensor.shape)
+    if isinstance(action, Whole):
+        return Layout(name, shape)
+    if not shape:
+        raise LayoutError(f"{name} is a number, which {action!r} cannot cut; leave it whole")
+    if isinstance(action, FirstOnly):
+        first, padding = ((0, shape[0]),), ((shape[0], 2 * shape[0]),)
+        return Layout(name, shape, at(0, shape), ranges=(first, *[padding] * (num - 1)))
+    if type(action) not in DEALING:
+        return one_behind_the_other(name, tensor, action, num)
+    dim = getattr(action, "dim", 0) % len(shape)
+    places = torch.arange(shape[dim]).view([-1 if d == dim else 1 for d in range(len(shape))])
+    dealt = [action(places, rank=rank).flatten() for rank in range(num)]
+    if len({len(mine) for mine in dealt}) == 1:
         groups = action.num_groups if isinstance(action, SplitInGroupedChunks) else 1
         parts = [()] * len(shape)
         if groups > 1:
             parts[dim] = (shape[dim] // groups,) * groups
-        return Layout(name, shape, split_at(dim, len(shape)), parts=tuple(parts))
-    widest = max(each[dim] for each in shapes)
-    joined = (*shape[:dim], widest * num, *shape[dim + 1 :])
-    return Layout(f"{name} of {num} shards", joined, split_at(dim, len(shape)))
+        in_runs = torch.cat([mine.view(groups, -1) for mine in dealt], 1).flatten()
+        if torch.equal(in_runs, places.flatten()):
+            return Layout(name, shape, at(dim, shape), parts=tuple(parts))
+    return Layout(name, shape, at(dim, shape), ranges=ranges_of(dealt))
 
 
-def split_at(dim: int, num_dims: int) -> tuple[tuple[str, ...], ...]:
-    return tuple((AXIS,) if at == dim else () for at in range(num_dims))
+def one_behind_the_other(name: str, tensor: Tensor, action: StateAction, num: int) -> Layout:
+    outline = torch.empty_like(tensor, device="meta")
+    shapes = [tuple(action(outline, rank=rank).shape) for rank in range(num)]
+    dims = range(tensor.dim())
+    dim = next((dim for dim in dims if len({shape[dim] for shape in shapes}) > 1), 0)
+    ends = tuple(accumulate((shape[dim] for shape in shapes), initial=0))
+    joined = (*shapes[0][:dim], ends[-1], *shapes[0][dim + 1 :])
+    ranges = tuple((each,) for each in pairwise(ends))
+    return Layout(f"{name} of {num} shards", joined, at(dim, joined), ranges=ranges)
 
 
-def dim_of(action: StateAction, tensor: Tensor) -> int:
-    dim: int = getattr(action, "dim", 0)
-    return dim % tensor.dim()
+def at(dim: int, shape: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+    return tuple((AXIS,) if d == dim else () for d in range(len(shape)))
 
 
-def is_in_runs(action: StateAction) -> bool:
-    """Whether the shards have the elements in their order, each once."""
-    if isinstance(action, TakeChunks):
-        held = [chunk for mine in action.chunks for chunk in mine]
-        return held == list(range(action.num_chunks))
-    return type(action) in (Split, SplitInChunks, SplitInGroupedChunks)
-
-
-def note_counted(parameter: Tensor, action: StateAction, rank: int) -> None:
-    """Let norms count each chunk that several shards hold, or one holds twice, once."""
-    if not isinstance(action, TakeChunks) or not action.is_shared:
-        return
-    known = {chunk for mine in action.chunks[:rank] for chunk in mine}
-    rows: list[int] = []
-    for at, chunk in enumerate(action.chunks[rank]):
-        if chunk not in known:
-            known.add(chunk)
-            rows += range(at * action.chunk_size, (at + 1) * action.chunk_size)
-    mark_counted(parameter, dim_of(action, parameter), torch.tensor(rows, dtype=torch.int64))
+def ranges_of(dealt: Sequence[Tensor]) -> tuple[Ranges, ...]:
+    """Runs of the places that each shard holds, which begin and end alike where they overlap."""
+    runs = [
+        [
+            (int(run[0]), int(run[-1]) + 1)
+            for run in mine.tensor_split((mine.diff() != 1).nonzero().flatten() + 1)
+            if len(run)
+        ]
+        for mine in dealt
+    ]
+    ends = sorted({end for mine in runs for run in mine for end in run})
+    return tuple(
+        tuple(
+            piece
+            for start, stop in mine
+            for piece in pairwise(end for end in ends if start <= end <= stop)
+        )
+        for mine in runs
+    )

@@ -15,7 +15,6 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.layout.mark import counted_places, mark_counted, mark_parameter
 from torchdistpackage.parallel.auto.model import TensorParallel
 from torchdistpackage.parallel.auto.nested import find_tied_weight_aliases
 from torchdistpackage.parallel.auto.saving import OriginalEntry
@@ -85,11 +84,7 @@ class Shard:
         made = torch.empty(part.shape, dtype=held.dtype, device=self.device).copy_(part)
         if isinstance(held, nn.Parameter):
             made = nn.Parameter(made, held.requires_grad)
-            layout = self.root._layouts.get(f"module_shards.{self.at}.{name}")
-            if layout is not None:
-                mark_parameter(made, layout, self.root._group)
-            if (counted := counted_places(held)) is not None:
-                mark_counted(made, *counted)
+            self.root.mark_cut(f"module_shards.{self.at}.{name}", made)
         for alias in self.names[name]:
             path, _, attribute = alias.rpartition(".")
             setattr(self.module.get_submodule(path), attribute, made)

@@ -20,9 +20,9 @@ from torchdistpackage.comm import collectives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.ddp.grad_hooks import map_tensors
 from torchdistpackage.errors import CommError, LayoutError
-from torchdistpackage.layout.mark import Layouts, mark_parameter
+from torchdistpackage.layout.mark import Layouts, collect, mark_parameter
 from torchdistpackage.parallel.auto import saving
-from torchdistpackage.parallel.auto.actions import StateAction, Whole
+from torchdistpackage.parallel.auto.actions import StateAction
 from torchdistpackage.parallel.auto.caches import joined_outputs, split_inputs
 from torchdistpackage.parallel.auto.devices import DeviceLike, check_device_ids, output_index
 from torchdistpackage.parallel.auto.draws import (
@@ -40,7 +40,7 @@ from torchdistpackage.parallel.auto.gradients import (
     needs_joining,
 )
 from torchdistpackage.parallel.auto.layerwise import get_default_config
-from torchdistpackage.parallel.auto.layouts import layout_of_cut, note_counted
+from torchdistpackage.parallel.auto.layouts import layout_of_cut
 from torchdistpackage.parallel.auto.places import Place, places_of, stand_in, withdraw
 from torchdistpackage.parallel.auto.reporting import LOG
 from torchdistpackage.parallel.auto.rules import Config, add_lora_rules
@@ -50,7 +50,6 @@ from torchdistpackage.parallel.auto.shard import (
     make_shard,
     parameter_actions,
     shard_names,
-    state_actions,
 )
 from torchdistpackage.parallel.auto.threads import run_threads
 from torchdistpackage.parallel.auto.zero3 import ShardingManager
@@ -191,16 +190,23 @@ class TensorParallel(nn.Module):
         """Note on the parameters of the shard how they are cut."""
         held = dict(self.module_shards[0].named_parameters())
         sources, shard_name = dict(module.named_parameters()), shard_names(config, module)
-        for name, action in state_actions(module, config).items():
+        for name, action in parameter_actions(module, config).items():
             inside = shard_name(name)
-            if inside in held and not isinstance(action, Whole):
+            if inside in held:
                 layout = layout_of_cut(name, sources[name], action, group.size())
                 self._layouts[f"module_shards.0.{inside}"] = layout
-                mark_parameter(held[inside], layout, group)
-                note_counted(held[inside], action, group.rank())
+                self.mark_cut(f"module_shards.0.{inside}", held[inside])
+
+    def mark_cut(self, name: str, parameter: nn.Parameter) -> None:
+        """Note on a parameter of a rank's shard, by its name here, how it is cut."""
+        layout = self._layouts.get(name)
+        if layout is not None and not layout.is_whole:
+            mark_parameter(parameter, layout, self._group, name.count("."))
 
     def layouts(self) -> Layouts:
-        """How the parameters of the shard of this rank are cut."""
+        """How the parameters of the shard of this rank are cut, by names of what was split."""
+        if self._group is None and len(self.module_shards) == 1:
+            return {f"module_shards.0.{n}": x for n, x in collect(self.module_shards[0]).items()}
         return dict(self._layouts)
 
     # -- the call ------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from torchdistpackage.comm.primitives import Group, Sizes
 from torchdistpackage.comm.random import differ
-from torchdistpackage.layout.derive import head_range
 from torchdistpackage.layout.layout import HeadSplit
 from torchdistpackage.layout.partition import attention_problems, refuse
 from torchdistpackage.layout.rope import Rope
@@ -150,8 +149,8 @@ class ParallelAttention(Grouped):
         self.head_dim = dim // heads if head_dim is None else head_dim
         query, shared = HeadSplit(kv_heads, heads // kv_heads), HeadSplit(kv_heads, shared=True)
         self.fused = kv_heads == heads
-        _, self.num_heads = head_range(query, size, index)
-        _, self.num_kv_heads = head_range(query if self.fused else shared, size, index)
+        _, self.num_heads = query.head_range(size, index)
+        _, self.num_kv_heads = (query if self.fused else shared).head_range(size, index)
         self.causal, self.dropout = causal, dropout
         common = {
             "sequence_parallel": sequence_parallel,

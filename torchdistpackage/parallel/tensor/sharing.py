@@ -23,7 +23,6 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.autograd import LinearMap, Reduce, apply
 from torchdistpackage.comm.creation import PerGroup
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.layout.derive import sharing_indices
 from torchdistpackage.layout.layout import HeadSplit, Layout
 
 
@@ -58,8 +57,8 @@ class _SumOverSharing:
 
     def __call__(self, x: Tensor) -> Tensor:
         size = self.group.size()
-        starts = sorted({sharing_indices(self.heads, size, i).start for i in range(size)})
-        mine = starts.index(sharing_indices(self.heads, size, self.group.rank()).start)
+        starts = sorted({self.heads.sharing_indices(size, i).start for i in range(size)})
+        mine = starts.index(self.heads.sharing_indices(size, self.group.rank()).start)
         whole = x.new_zeros((len(starts), *x.shape))
         whole[mine] = x
         # a view would keep the others alive
