@@ -50,18 +50,19 @@ Target = Annotated[
 ]
 Changes = Overrides
 Pipe = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Pipeline stages; else as the run has them.")
+    int | None,
+    typer.Option(metavar="N", min=1, help="Number of pipeline stages; default: the run's."),
 ]
 Tensor = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, help="Ranks that share each weight; else as the run has it."),
+    typer.Option(metavar="N", min=1, help="Number of tensor-parallel ranks; default: the run's."),
 ]
 Checkpoint = Annotated[
-    Path | None, typer.Option(metavar="PATH", help="This step_NNNNNN, not the newest good one.")
+    Path | None, typer.Option(metavar="PATH", help="Folder step_NNNNNN; default: the latest.")
 ]
 Tokenizer = Annotated[
     Path | None,
-    typer.Option(metavar="FOLDER", help="With tokenizer.json; else that of the run or folder."),
+    typer.Option(metavar="FOLDER", help="Folder of tokenizer.json; default: the run's or model's."),
 ]
 
 _FORWARD_KEYS: Mapping[str, object] = {

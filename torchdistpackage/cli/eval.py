@@ -41,7 +41,7 @@ def eval(
     overrides: Changes = None,
     data: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Text, .jsonl, .parquet or token ids (.bin), all of it."),
+        typer.Option(metavar="FILE", help="Text, .jsonl, .parquet or token ids (.bin)."),
     ] = None,
     tokenizer: Tokenizer = None,
     checkpoint: Checkpoint = None,
@@ -51,8 +51,8 @@ def eval(
 ) -> None:
     """Loss and perplexity of a trained model, on any layout.
 
-    The same on every layout. On the part of the run's data that is held for validation, or on all
-    of --data. Each token is predicted once, in windows of data.seq_len.
+    The data are the validation part of the run's data, or all of --data. Each token is predicted
+    once, in windows of data.seq_len. The numbers are the same on every layout.
     """
     problems, changes = list[str](), list(overrides or ())
     if data is not None and not data.exists():

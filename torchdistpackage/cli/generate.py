@@ -24,26 +24,26 @@ def generate(
     target: Target,
     overrides: Changes = None,
     prompt: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="What to continue; several times.")
+        list[str] | None, typer.Option(metavar="TEXT", help="Text to continue; repeatable.")
     ] = None,
     prompt_file: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="A prompt in a file, without its last line break."),
+        typer.Option(metavar="FILE", help="Read a prompt from FILE; repeatable."),
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Tokens after the prompt, unless it ends.")
+        int, typer.Option(metavar="N", min=1, help="Maximum number of new tokens.")
     ] = 100,
     temperature: Annotated[
-        float, typer.Option(metavar="T", help="0: always the likeliest token (greedy).")
+        float, typer.Option(metavar="T", help="Sampling temperature; 0 is greedy decoding.")
     ] = 0.0,
     top_k: Annotated[
-        int | None, typer.Option(metavar="K", help="Sample from the K likeliest tokens.")
+        int | None, typer.Option(metavar="K", help="Sample from the K most likely tokens.")
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(metavar="P", help="Sample from the likeliest that add up to P (nucleus)."),
+        typer.Option(metavar="P", help="Nucleus sampling with cumulative probability P."),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Random seed of the sampling.")] = 0,
     tokenizer: Tokenizer = None,
     checkpoint: Checkpoint = None,
     pipe: Pipe = None,
@@ -51,7 +51,7 @@ def generate(
 ) -> None:
     """Continue prompts with a trained model, on any layout.
 
-    The same tokens on every layout. Text is printed as it comes.
+    The tokens are the same on every layout. Text is printed as it is generated.
     """
     changes = overrides or ()
     problems = list(_sampling_problems(temperature, top_k, top_p))

@@ -31,7 +31,7 @@ class ParallelSection(Section):
         default=DEFAULT_ORDER, description="Axes, outermost first; those left out have size 1."
     )
     data: k.Degree = Field(default="auto", description="Model replicas; auto: as many as fit.")
-    pipe: k.Count = Field(default=1, le=1024, description="Ranks the model is cut over.")
+    pipe: k.Count = Field(default=1, le=1024, description="Ranks that share the layers, in stages.")
     context: k.Count = Field(default=1, le=1024, description="Ranks that share one sequence.")
     tensor: k.Count = Field(default=1, le=1024, description="Ranks that share each weight matrix.")
     expert: k.Count = Field(default=1, le=1024, description="Ranks that share the experts.")
@@ -40,7 +40,7 @@ class ParallelSection(Section):
     )
     tp_comm_overlap: bool = Field(
         default=False,
-        description="Gather and scatter the sequence in chunks, under the products.",
+        description="Overlap gathers and scatters of the sequence with the products.",
     )
     zero: k.ZeroStage = Field(
         default=0,
@@ -77,7 +77,7 @@ class ParallelSection(Section):
         if self.data == "auto" and "data" in self.order:
             advice = f"ask for a multiple of {model}"
         else:
-            advice = f"ask for {data * model} ranks"
+            advice = f"ask for {data * model} rank{'s' * (data * model > 1)}"
             if world_size % model == 0:
                 advice += f" or set data to {world_size // model}"
         raise ConfigError(
@@ -88,13 +88,13 @@ class ParallelSection(Section):
 
 
 class PipelineSection(Section):
-    """Where the model is cut, and the order of work on the stages."""
+    """Where the model is split into stages, and their schedule."""
 
     schedule: k.ScheduleName = Field(
-        default="1f1b", description="Order of work; auto: found from costs; custom: from file."
+        default="1f1b", description="Pipeline schedule; auto: found from costs; custom: from file."
     )
     microbatches: k.Count = Field(
-        default=4, le=1 << 15, description="Equal pieces of a data rank's samples in one round."
+        default=4, le=1 << 15, description="Number of microbatches in a round."
     )
     chunks: k.ChunksOrNull = Field(
         default=None, description="Stages on each pipe rank; null: as the schedule has it."
@@ -112,7 +112,7 @@ class PipelineSection(Section):
 
 
 class DataSection(NamedSection):
-    """What it is trained on: one of our sources, or your own by import path."""
+    """The training data: one of our sources, or your own by import path."""
 
     name: k.DataName = Field(default="python_stdlib", description="Our source; not with target.")
     path: k.PathOrNull = Field(
@@ -124,13 +124,13 @@ class DataSection(NamedSection):
     )
     field: k.TextField = Field(
         default="text",
-        description="Of JSON lines, parquet; prompt+completion, messages: prompts are masked.",
+        description="Field or column; with prompt+completion or messages prompts are masked.",
     )
     cache: k.PathOrNull = Field(
         default=None, description="Folder of tokenized texts; null: tokens in run.dir."
     )
     document_masks: bool = Field(
-        default=False, description="Tokens see their own document alone; needs tokenizer."
+        default=False, description="No token attends to another document; needs tokenizer."
     )
     dtype: k.TokenDtype = Field(default="uint16", description="Type of the ids of tokens.")
     target: k.ImportPath = Field(
@@ -139,7 +139,7 @@ class DataSection(NamedSection):
     args: k.FreeForm = Field(default_factory=dict, description="Keyword arguments of target.")
     seq_len: k.Count = Field(default=128, le=k.MAX_LENGTH, description="Tokens in one sample.")
     global_batch: k.Count = Field(
-        default=32, le=1 << 24, description="Samples in a step, of all ranks."
+        default=32, le=1 << 24, description="Samples in a step, over all ranks."
     )
     val_fraction: k.UpToHalf = Field(default=0.05, description="Part kept for validation.")
 
@@ -176,7 +176,7 @@ class ProfileSection(Section):
     """Steps of which every rank records what it does, for one trace in the run folder."""
 
     steps: k.StepRangeOrNull = Field(
-        default=None, description="First and last of them, as 10..12; null is off."
+        default=None, description="First and last step, such as 10..12; null is off."
     )
 
     @property
@@ -190,7 +190,9 @@ class TrainSection(Section):
     """Length of the run and what happens on the way."""
 
     steps: k.Steps = Field(default=400, description="Optimizer steps.")
-    accumulate: k.Count = Field(default=1, le=1 << 16, description="Rounds of gradients in a step.")
+    accumulate: k.Count = Field(
+        default=1, le=1 << 16, description="Rounds of gradient accumulation."
+    )
     eval_every: k.StepsOrZero = Field(
         default=100, description="Steps between validations; 0: only at the end."
     )
@@ -200,7 +202,8 @@ class TrainSection(Section):
     )
     check_calls: bool = Field(default=False, description="Compare calls between ranks; slow.")
     on_nonfinite: k.OnNonfinite = Field(
-        default="stop", description="On a loss or gradient that is no finite number, on any rank."
+        default="stop",
+        description="What to do when a loss or gradient is NaN or infinite on any rank.",
     )
     check_replicas_every: k.StepsOrZero = Field(
         default=0, description="Steps between comparisons of replicas bit by bit; 0 is off."
@@ -210,7 +213,7 @@ class TrainSection(Section):
     )
     recompute: k.Recompute = Field(
         default="none",
-        description="What is computed again in the backward; auto: as memory_gb needs.",
+        description="Activations recomputed in the backward; auto: as memory_gb requires.",
     )
     memory_gb: k.GigabytesOrNull = Field(
         default=None, description="GB (1e9 bytes) a rank has for recompute=auto, weights included."
@@ -229,7 +232,7 @@ class CheckpointSection(Section):
         default=None, description="Minutes between saves; null is off."
     )
     keep_last: k.Count = Field(
-        default=2, le=1 << 20, description="Checkpoints kept; older ones go."
+        default=2, le=1 << 20, description="Checkpoints kept; older ones are deleted."
     )
     export: k.ExportFormat = Field(
         default=None,
@@ -242,24 +245,26 @@ class LocalSection(Section):
     """Processes on this machine."""
 
     procs: k.ProcsOrNull = Field(
-        default=None, description="Processes to start; null: as the degrees ask."
+        default=None, description="Processes to start; null: the product of the degrees."
     )
 
 
 class RequeueSection(Section):
-    """How a job ends before its time is up, and comes back."""
+    """How a job stops before its time limit, and is requeued."""
 
     mode: k.RequeueMode = Field(
         default="requeue",
-        description="requeue the same job, chain a new one behind it, or never come back.",
+        description="requeue: this job; chain: submit a dependent job; never: do not restart.",
     )
     max_requeues: k.CountOrZero = Field(
-        default=20, le=1 << 20, description="Times the run may come back; after that it stays down."
+        default=20, le=1 << 20, description="Maximum number of requeues; then the run stops."
     )
-    in_job_restarts: k.Restarts = Field(default=0, description="Times a job starts its ranks anew.")
+    in_job_restarts: k.Restarts = Field(
+        default=0, description="Maximum number of restarts of the ranks within a job."
+    )
     signals: k.Signals = Field(
         default=("USR1", "USR2", "TERM", "HUP"),
-        description="Signals on which all ranks save and end.",
+        description="Signals on which all ranks save and exit.",
     )
     margin_s: k.SecondsOrZero = Field(
         default=30.0, description="Seconds to keep between the last save and the job's end."
@@ -267,7 +272,7 @@ class RequeueSection(Section):
 
 
 class LaunchSection(Section):
-    """How the processes come to be."""
+    """How the processes are started."""
 
     local: LocalSection = default(LocalSection)
     slurm: k.SlurmOptions = Field(default_factory=dict, description="Options of the Slurm job.")

@@ -187,7 +187,8 @@ def _axis(timelines: list[Timeline], total: float, top: int, px: float) -> list[
         parts.append(f'<text x="{x:g}" y="{top + 15}" text-anchor="middle">{time:g}</text>')
     for i, (text, colour) in enumerate(legend(timelines).items()):
         parts.append(
-            f'<text x="{LEFT_PX + 104 * i}" y="{top + 30}" fill="{colour}">■ {text}</text>'
+            f'<text x="{LEFT_PX + 104 * i}" y="{top + 30}">'
+            f'<tspan fill="{colour}">■</tspan> {text}</text>'
         )
     return parts
 

@@ -22,7 +22,7 @@ from torchdistpackage.launch.slurm.script import directive
         ({"WORD": "", "SRUN_CODE": "143"}, 3, ""),
         ({"WORD": "", "SRUN_CODE": "143", "VERDICT": "127"}, 143, ""),
         ({"WORD": "", "SRUN_CODE": "143", "VERDICT": "0"}, 143, ""),
-        ({"WORD": ""}, EXIT_REQUEUE_DENIED, "left no word"),
+        ({"WORD": ""}, EXIT_REQUEUE_DENIED, "left no decision"),
     ],
 )
 def test_the_exit_code_is_that_of_the_ranks_word(bash, env, code, said):
@@ -79,7 +79,7 @@ def test_a_chained_job_comes_from_a_clean_environment_and_is_noted(bash):
     dirty = {"SBATCH_ACCOUNT": "x", "SLURM_CPU_BIND": "x", "CUDA_VISIBLE_DEVICES": "0"}
     conf = {"SLURM_CONF": "/etc/c", "MINE": "kept"}
     done = bash(job, "5", WORD="chain time is up", NEXT="8;cluster", **dirty, **conf)
-    assert done.returncode == 0 and "goes on as job 8" in done.stdout
+    assert done.returncode == 0 and "continues as job 8" in done.stdout
     script = str(RunDir(bash.folder).script)
     assert bash.words("sbatch") == [["--parsable", "--dependency=afterany:7", script, "5"]]
     seen = bash.env("sbatch")

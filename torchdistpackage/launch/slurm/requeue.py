@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 EXIT_TEMPFAIL = 75
 """Exit code of a run that saved and ended early; started again, it goes on (EX_TEMPFAIL)."""
 EXIT_REQUEUE_DENIED = 76
-"""Exit code of a job that should have come back and did not, or whose ranks left no word."""
+"""Exit code of a job that could not be requeued, or whose ranks left no decision."""
 _QUANTILE = 0.98
 """Of the durations seen: high, because one step too many costs all steps since the last save."""
 _UNKNOWN_SAVE_STEPS = 10

@@ -49,7 +49,7 @@ def setup_lines(job: BatchJob) -> list[str]:
 
 
 def verdict_lines(job: BatchJob) -> list[str]:
-    """What comes after an srun that others wrote: who failed, if ranks left no word."""
+    """What follows an srun that others wrote: without a decision, the report of the failure."""
     said = 'if [ ! -f "$_tdp_run/job/decision.$_tdp_start" ]; then'
     return ["_tdp_status=$?", said, *verdict(job), "fi"]
 
@@ -177,7 +177,7 @@ esac
     # ranks that trained well say so; a folder that is gone cannot keep their word
     silent = f"""
 if [ "$_tdp_status" -eq 0 ]; then
-    _tdp_say "the ranks ended with 0 and left no word in $_tdp_run/job"
+    _tdp_say "the ranks exited with 0 but left no decision in $_tdp_run/job"
     exit {EXIT_REQUEUE_DENIED}
 fi
 """
@@ -198,7 +198,7 @@ case $_tdp_now in
 RUNNING* | *TimeLimit) ;;
 *)
     if ! command scontrol show job "$_tdp_job" | grep -q 'PreemptTime=[0-9]'; then
-        _tdp_say "no job is chained behind it, it is $_tdp_now"
+        _tdp_say "no job was chained: this job is $_tdp_now"
         exit {EXIT_REQUEUE_DENIED}
     fi
     ;;
@@ -226,7 +226,7 @@ case $_tdp_next in
 esac
 _tdp_note "${{_tdp_next}}{task}" >>"$_tdp_run/job/submissions.jsonl" &&
     rm -f "{intent}"
-_tdp_say "goes on as job ${{_tdp_next}}{task}"
+_tdp_say "continues as job ${{_tdp_next}}{task}"
 exit 0
 """.strip("\n")
 
@@ -292,7 +292,7 @@ if [ -n "$_tdp_end" ]; then export TDP_JOB_END_S="$_tdp_end"; fi
 
 
 def ranks(job: BatchJob) -> list[str]:
-    """srun, and where the ranks left no word, who of them failed; ends its shell."""
+    """srun and, without a decision of the ranks, the report of the failure; ends its shell."""
     start = f"""
 # The ranks handle signals: they save and write their decision, on which this
 # script then acts. sh -c ignores them until the Python of a rank does, or a
