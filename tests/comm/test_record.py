@@ -5,6 +5,8 @@ import json
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,22 +58,36 @@ def test_a_snapshot_says_what_each_group_did(ranks):
         ]
 
 
-def waiting() -> tuple[str, float] | None:
-    """Rank 1 comes 0.3 s late; another thread looks at rank 0 meanwhile."""
+def until(condition: Callable[[], bool]) -> bool:
+    """It holds within 30 s."""
+    end = time.monotonic() + 30
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.005)
+    return condition()
+
+
+def waiting(seen: Path) -> tuple[float, float] | None:
+    """Rank 1 comes 0.3 s after another thread has seen that rank 0 waits."""
     if dist.get_rank():
+        assert until(seen.exists), "rank 0 was never seen waiting"
         time.sleep(0.3)
-    seen = []
-    look = threading.Timer(0.1, lambda: seen.append(recorder.snapshot()["calls"][-1]))
-    look.start()
-    before = recorder.waited_s
+
+    def look() -> None:
+        if until(lambda: [c["state"] for c in recorder.snapshot()["calls"]][-1:] == ["waiting"]):
+            seen.touch()
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    before, began = recorder.waited_s, time.monotonic()
     primitives.all_reduce(torch.ones(1), dist.group.WORLD)
-    look.join()
-    return (seen[0]["state"], recorder.waited_s - before) if dist.get_rank() == 0 else None
+    took_s = time.monotonic() - began
+    looking.join()
+    return (recorder.waited_s - before, took_s) if dist.get_rank() == 0 else None
 
 
-def test_who_waits_is_seen_from_outside_and_the_time_is_added_up(ranks):
-    state, waited_s = ranks(2).run(waiting)[0]
-    assert state == "waiting" and 0.2 < waited_s < 3
+def test_who_waits_is_seen_from_outside_and_the_time_is_added_up(ranks, tmp_path):
+    waited_s, took_s = ranks(2).run(waiting, tmp_path / "seen")[0]
+    assert 0.2 < waited_s <= took_s
 
 
 def ended_groups() -> int:
