@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import sys
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,10 +60,30 @@ def forks(
     """
     from torchdistpackage.launch import workers
 
+    pool(1).run("os:getpid")  # or the server would begin in what a test sets in the environment
+
     def borrow(preload: Sequence[str]) -> _Borrowed:
         return _Borrowed(pool.server, tmp_path_factory.mktemp("ranks"))
 
     monkeypatch.setattr(workers, "ForkServer", borrow)
+
+
+@pytest.fixture
+def tdp(forks: None, capfd: pytest.CaptureFixture[str]) -> Callable[[list[str]], tuple[int, str]]:
+    """`tdp words...` in this process: its exit code, and what it and its ranks said, in order."""
+    from torchdistpackage.cli.main import main
+
+    def run(words: list[str]) -> tuple[int, str]:
+        with contextlib.ExitStack() as stack:
+            own = os.dup(2)
+            stack.callback(os.close, own)
+            stack.callback(os.dup2, own, 2)
+            os.dup2(1, 2)
+            stack.enter_context(contextlib.redirect_stderr(sys.stdout))
+            code = main(words)
+        return code, capfd.readouterr().out
+
+    return run
 
 
 class _Borrowed:

@@ -5,13 +5,14 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.train.forked import Forked, places
 from torchdistpackage.cli import comm, comm_ranks
 from torchdistpackage.cli.main import main
-from torchdistpackage.comm.runtime import find_free_port
 from torchdistpackage.errors import AbsentError
 
 ROOT = Path(__file__).parents[2]
@@ -97,37 +98,20 @@ sys.exit(main(["comm", "test"]))
 """
 
 
-STUCK_UNDER_A_LAUNCHER = f"""
-import atexit, sys, time
-sys.path.insert(0, {str(ROOT)!r})
-from torchdistpackage.cli import comm
-from torchdistpackage.cli.main import main
-comm._TEST = "{HERE}:damaged_rank"
-atexit.register(time.sleep, 100)  # as an abort of communicators that waits for a stuck thread
-sys.argv[1:] = ["comm", "test"]
-sys.exit(main())
-"""
-
-
-def test_a_rank_of_a_launcher_that_failed_ends_when_it_has_said_so():
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": find_free_port()}
-    command = [sys.executable, "-c", STUCK_UNDER_A_LAUNCHER]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **place, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+def stuck_at_its_end() -> int:
+    comm._TEST = f"{HERE}:damaged_rank"
     try:
-        said = [rank.communicate(timeout=60)[1] for rank in ranks]
+        return main()
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-            rank.stderr.close()
+        time.sleep(100)  # as an abort of communicators that waits for a stuck thread
+
+
+def test_a_rank_of_a_launcher_that_failed_ends_when_it_has_said_so(pool, tmp_path):
+    ranks = [
+        Forked(pool.server, tmp_path / f"said{rank}", ["comm", "test"], place, stuck_at_its_end)
+        for rank, place in enumerate(places(2))
+    ]
+    said = [rank.communicate(60)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, 1], said
     assert sum(text.count("tdp: 2 checks failed") for text in said) == 1
 

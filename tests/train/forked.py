@@ -22,11 +22,20 @@ def until(condition: Callable[[], object], what: str, limit_s: float = 120) -> N
 class Forked:
     """`tdp words...`, with `env` besides this process's; to be asked like a Popen."""
 
-    def __init__(self, server: ForkServer, log: Path, words: Sequence[str], env: Mapping[str, str]):
+    def __init__(
+        self,
+        server: ForkServer,
+        log: Path,
+        words: Sequence[str],
+        env: Mapping[str, str],
+        run: Callable[[], int] = main,
+    ):
         self._server, self._log = server, log
         place = {**os.environ, "OMP_NUM_THREADS": "1", **env}
         with log.open("wb") as file:
-            self._child = server.spawn(_tdp, (tuple(words),), env=place, stdout=file, stderr=file)
+            self._child = server.spawn(
+                _tdp, (tuple(words), run), env=place, stdout=file, stderr=file
+            )
         self.pid = self._child.pid
 
     def poll(self) -> int | None:
@@ -45,9 +54,9 @@ class Forked:
         return self._log.read_text(), None
 
 
-def _tdp(words: Sequence[str]) -> None:
+def _tdp(words: Sequence[str], run: Callable[[], int]) -> None:
     sys.argv[:] = ["tdp", *words]
-    sys.exit(main())
+    sys.exit(run())
 
 
 def places(num_ranks: int) -> list[dict[str, str]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import survivors
-from tests.train.test_job import rows, start
+from tests.train.test_job import rows, start, words
 
 TIMEOUT_S, FIRST_TIMEOUT_S = 3, 15
 TORCHRUN = (
@@ -18,7 +18,8 @@ TORCHRUN = (
 )
 # data 2 x pipe 2: the ranks 0 and 2 are the first of their pipes
 CASES = [
-    pytest.param("sleep", 2, (), id="sleep"),
+    pytest.param("sleep", 2, None, id="sleep"),
+    pytest.param("sleep", 2, (), id="sleep-program", marks=pytest.mark.full),
     pytest.param("sleep-first", 2, (), id="sleep-first", marks=pytest.mark.full),
     pytest.param("sleep", 0, (), id="sleep-0", marks=pytest.mark.full),
     pytest.param("hold", 0, (), id="hold", marks=pytest.mark.full),
@@ -34,7 +35,9 @@ WORDS = {
 
 
 @pytest.mark.parametrize(("how", "rank", "prefix"), CASES)
-def test_a_hang_ends_with_a_report_that_names_the_culprit(tmp_path, how, rank, prefix, monkeypatch):
+def test_a_hang_ends_with_a_report_that_names_the_culprit(
+    tmp_path, how, rank, prefix, monkeypatch, tdp
+):
     """After a validation and a save, of which the first takes longer than a step may."""
     mark = f"TDP_TEST_MARK={tmp_path}"
     monkeypatch.setenv(*mark.split("="))
@@ -44,15 +47,20 @@ def test_a_hang_ends_with_a_report_that_names_the_culprit(tmp_path, how, rank, p
     step, limit_s = (1, FIRST_TIMEOUT_S) if first else (4, TIMEOUT_S)
     when = f"how: {how}, rank: {rank}, step: {step}, note: {note}"
     args = f"{{seq_len: 32, vocab: 256, {when}, val_s: 4}}"
-    process = start(
-        tmp_path, "train.steps=50", f"train.step_timeout_s={TIMEOUT_S}", "train.eval_every=2",
+    changes = (
+        "train.steps=50", f"train.step_timeout_s={TIMEOUT_S}", "train.eval_every=2",
         "checkpoint.save_every=2", "data.name=null", "data.target=tests.train.sources:Hanging",
-        f"data.args={args}", f"launch.init_timeout_s={FIRST_TIMEOUT_S}", prefix=prefix,
+        f"data.args={args}", f"launch.init_timeout_s={FIRST_TIMEOUT_S}",
     )  # fmt: skip
-    out, _ = process.communicate(timeout=180)
+    if prefix is None:
+        code, out = tdp(words(tmp_path, changes))
+    else:
+        process = start(tmp_path, *changes, prefix=prefix)
+        out, _ = process.communicate(timeout=180)
+        code = process.returncode
     took_s = time.time() - float(note.read_text())
     assert took_s < limit_s + 15, f"{took_s:.1f} s\n{out}"
-    assert process.returncode not in (0, None)
+    assert code not in (0, None)
     assert survivors(mark) == []
     assert [row["step"] for row in rows(tmp_path) if "val_loss" in row] == ([] if first else [2])
 

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -28,10 +29,8 @@ SMALL = [
 
 def start(folder: Path, *changes: str, options: tuple[str, ...] = (), prefix: tuple[str, ...] = ()):
     program = prefix or (sys.executable, "-m", "torchdistpackage")
-    kept = {c.partition("=")[0] for c in changes}
-    base = [c for c in SMALL if c.partition("=")[0] not in kept]
     return subprocess.Popen(
-        [*program, "train", str(CONFIG), f"run.dir={folder}", *base, *changes, *options],
+        [*program, *words(folder, changes), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -41,12 +40,15 @@ def start(folder: Path, *changes: str, options: tuple[str, ...] = (), prefix: tu
     )
 
 
-def forked(pool: RankPool, folder: Path, *changes: str) -> ForkedRanks:
-    """The same under a launcher's four ranks."""
+def words(folder: Path, changes: Sequence[str]) -> list[str]:
     kept = {c.partition("=")[0] for c in changes}
     base = [c for c in SMALL if c.partition("=")[0] not in kept]
-    words = ["train", str(CONFIG), f"run.dir={folder}", *base, *changes]
-    return ForkedRanks(pool.server, folder, words, 4)
+    return ["train", str(CONFIG), f"run.dir={folder}", *base, *changes]
+
+
+def forked(pool: RankPool, folder: Path, *changes: str) -> ForkedRanks:
+    """The same under a launcher's four ranks."""
+    return ForkedRanks(pool.server, folder, words(folder, changes), 4)
 
 
 def run(folder: Path, *changes: str, **more) -> str:
@@ -136,29 +138,34 @@ def test_a_finished_run_trains_nothing_more_and_a_fresh_one_steps_aside(tmp_path
 # data 2 x pipe 2: rank 0 is first in its pipe, 1 last, 2 first of another replica
 FAULTS = [("raise", 0), ("raise", 1), ("raise", 2), ("kill", 0), ("kill", 1), ("kill", 2),
           ("stop", 0), ("stop", 1), ("stop", 2)]  # fmt: skip
-SMALL_SET = [("raise", 1)]  # one that stops is in tests/harness/test_watch.py
+CASES = [
+    pytest.param("raise", 1, True),  # one that stops is in tests/harness/test_watch.py
+    *(pytest.param(*fault, False, marks=pytest.mark.full) for fault in FAULTS),
+]
 
 
-@pytest.mark.parametrize(
-    ("how", "rank"),
-    [pytest.param(*f, marks=[] if f in SMALL_SET else [pytest.mark.full]) for f in FAULTS],
-)
+@pytest.mark.parametrize(("how", "rank", "here"), CASES)
 def test_one_rank_ends_and_all_are_gone_with_the_culprit_named_last(
-    tmp_path, how, rank, monkeypatch
+    tmp_path, how, rank, here, monkeypatch, tdp
 ):
     mark = f"TDP_TEST_MARK={tmp_path}"
     monkeypatch.setenv(*mark.split("="))
     note = tmp_path / "fault"
     timeout_s = 3
-    process = start(
-        tmp_path, "train.steps=50", f"train.step_timeout_s={timeout_s}",
+    changes = (
+        "train.steps=50", f"train.step_timeout_s={timeout_s}",
         "data.name=null", "data.target=tests.train.sources:Misbehaving",
         f"data.args={{seq_len: 32, vocab: 256, how: {how}, rank: {rank}, step: 3, note: {note}}}",
     )  # fmt: skip
-    out, _ = process.communicate(timeout=180)
+    if here:
+        code, out = tdp(words(tmp_path, changes))
+    else:
+        process = start(tmp_path, *changes)
+        out, _ = process.communicate(timeout=180)
+        code = process.returncode
     took_s = time.time() - float(note.read_text())
     assert took_s < 15 + (timeout_s if how == "stop" else 0), f"{took_s:.1f} s\n{out}"
-    assert process.returncode not in (0, None)
+    assert code not in (0, None)
     assert survivors(mark) == []
     last = out[out.rindex("---", 0, out.rindex("---")) :] if how != "nothing" else out
     block = out.splitlines()[-100:]
