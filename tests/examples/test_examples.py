@@ -7,25 +7,18 @@ import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import PRELOAD
 from torchdistpackage.comm.runtime import find_free_port
 from torchdistpackage.launch.fork_server_client import ForkServer
 
+RANKS_IMPORT = ("sklearn.datasets",)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FLOAT64_NOISE = 1e-11
 """Sums of a few thousand products, added in another order."""
 LIMIT_S = 120
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer([*PRELOAD, "sklearn.datasets"]) as server:
-        yield server
 
 
 class Start:
@@ -75,7 +68,7 @@ def run(name: str, folder: str, args: tuple[str, ...]) -> None:
 @pytest.fixture
 def start(request: pytest.FixtureRequest, tmp_path: Path) -> Start:
     how, size = request.param
-    server = request.getfixturevalue("server") if how == "forked" else None
+    server = request.getfixturevalue("pool").server if how == "forked" else None
     return Start(how, size, tmp_path, server)
 
 
@@ -255,8 +248,9 @@ def test_torchshard_mini_gpt_learns_alike_under_its_flags(start: Start):
 
 
 def test_an_example_starts_its_own_ranks(tmp_path: Path):
-    """What `topology` prints was looked at above."""
-    assert "8 ranks hold 2 different" in Start("by hand", 8, tmp_path, None).printed("topology")
+    """What it prints was looked at above."""
+    text = Start("by hand", 4, tmp_path, None).printed("tensor_parallel_block")
+    assert "4 ranks: 12736 of 49792 weights" in text
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
