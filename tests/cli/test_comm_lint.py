@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.train.forked import Forked
 from torchdistpackage.cli.main import main
 from torchdistpackage.ddp import naive_ddp
 from torchdistpackage.harness.lint import linter
@@ -107,8 +108,8 @@ def test_the_page_shows_commands():
     assert len(COMMANDS) == 3
 
 
-def own(folder: Path, *changes: str) -> subprocess.CompletedProcess[str]:
-    """Lint a model, a loss and data that stand beside the file, from their folder."""
+def beside(folder: Path) -> list[str]:
+    """How to lint a model, a loss and data that stand beside the file."""
     (folder / "beside.py").write_text(OWN)
     (folder / "own.yaml").write_text(
         """
@@ -118,10 +119,13 @@ def own(folder: Path, *changes: str) -> subprocess.CompletedProcess[str]:
         data: {target: "beside:Data", global_batch: 2}
         """
     )
+    return ["comm", "lint", "own.yaml", "--run"]
+
+
+def by_script(folder: Path) -> subprocess.CompletedProcess[str]:
     # the script that pip makes: `python -m` would have the working folder on its path
-    script = Path(sys.executable).with_name("tdp")
     return subprocess.run(
-        [script, "comm", "lint", "own.yaml", "--run", *changes],
+        [Path(sys.executable).with_name("tdp"), *beside(folder)],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -131,16 +135,26 @@ def own(folder: Path, *changes: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_modules_beside_where_it_is_called_are_found(pool, tmp_path, monkeypatch):
+    """By a process that has not been there before."""
+    monkeypatch.chdir(tmp_path)
+    lint = Forked(pool.server, tmp_path / "said", beside(tmp_path), {})
+    said, _ = lint.communicate(100)
+    assert lint.returncode == 0, said
+    assert "two steps, 2 threads as ranks" in said and PROVED in said
+
+
+@pytest.mark.full
 def test_the_script_finds_modules_beside_where_it_is_called(tmp_path):
-    done = own(tmp_path)
+    done = by_script(tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "two steps, 2 threads as ranks" in done.stdout and PROVED in done.stdout
+    assert PROVED in done.stdout
 
 
 @pytest.mark.full
 def test_the_snapshot_of_a_job_wins_over_the_working_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("TDP_CODE", str(tmp_path / "empty"))
-    done = own(tmp_path)
+    done = by_script(tmp_path)
     assert done.returncode == 2 and str(tmp_path / "empty") in done.stderr
 
 

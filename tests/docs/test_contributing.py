@@ -237,28 +237,38 @@ def run(edited: Path, *words: str, code: int = 0) -> str:
 
 
 ALONE = """
-import torch
+import sys
+from torchdistpackage.cli import comm
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.slurm import OPTIONS
 assert main(["schedule", "fill-drain", "--stages", "2", "--microbatches", "3"]) == 0
 assert main(["hello"]) == 0
 assert "an-option" in OPTIONS
-
-from torchdistpackage import NaiveDDP, setup_distributed, tpc
+comm._TEST = "on_ranks:train_and_test"
+sys.exit(main(["comm", "test", "--axes", "data=2"]))
+"""
+ON_RANKS = """
+import torch
+from torchdistpackage import NaiveDDP
 from torchdistpackage.ddp.comm_hooks import float32_compress
+from torchdistpackage.harness.comm_test import run_comm_test
 from torchdistpackage.parallel.tensor.scale import Scale
-setup_distributed()
-tpc.setup_process_groups([("data", 1)])
-x = torch.randn(3, 4, dtype=torch.float64)
-model = NaiveDDP(Scale(4).double(), comm_hook=float32_compress)
-model(x).sum().backward()
-assert torch.allclose(model.module.weight.grad, x.sum(0))
+
+def train_and_test(*how):
+    x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    model = NaiveDDP(Scale(4).double(), comm_hook=float32_compress)
+    model(x).sum().backward()
+    assert torch.allclose(model.module.weight.grad, x.sum(0))
+    return run_comm_test(*how)
 """
 
 
-def test_a_schedule_a_layer_a_hook_an_option_and_a_command(edited: Path):
-    shown = run(edited, "-c", ALONE)
+def test_a_schedule_a_layer_a_hook_an_option_a_command_and_a_check(edited: Path):
+    """The check that fails comes after all others."""
+    (edited / "on_ranks.py").write_text(ON_RANKS, "utf-8")
+    shown = run(edited, "-c", ALONE, code=1)
     assert "fill-drain" in shown and "hello" in shown
+    assert "a check that fails" in shown and "rank 1 of" not in shown
 
 
 def test_a_model_a_key_a_logged_value_and_a_callback_in_a_run(edited: Path):
@@ -273,11 +283,6 @@ def test_a_model_a_key_a_logged_value_and_a_callback_in_a_run(edited: Path):
     found = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
     assert [(row["ranks"], row["greeting"]) for row in found] == [(2.0, "hello")] * 2
     assert [row["loss"] for row in found] == pytest.approx([math.log(256)] * 2), "of equal logits"
-
-
-def test_a_check_of_the_communication_test(edited: Path):
-    shown = run(edited, "-m", "torchdistpackage", "comm", "test", "--axes", "data=2", code=1)
-    assert "a check that fails" in shown
 
 
 @pytest.mark.full
