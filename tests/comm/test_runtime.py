@@ -367,12 +367,12 @@ def test_ranks_that_left_may_come_again(start, where, tmp_path: Path):
     assert start(three_times, environments[where]) == [[1.0, 3.0, 5.0]] * 2
 
 
-def test_a_shell_of_a_job_is_told_in_a_line_that_it_is_alone():
+def place_alone() -> tuple[int, int]:
+    return setup_distributed()[:2]
+
+
+def test_a_shell_of_a_job_is_told_in_a_line_that_it_is_alone(start, capfd):
     """Without any set-up of logging, and without waiting for ranks that never come."""
-    code = "from torchdistpackage import setup_distributed; print(setup_distributed()[:2])"
-    env = {**PLAIN, "SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "(0, 1)\n"
-    assert done.stderr.count("Slurm job 7 without a step: running as one process") == 1
+    assert start(place_alone, [{"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}]) == [(0, 1)]
+    said = capfd.readouterr().err
+    assert said.count("Slurm job 7 without a step: running as one process") == 1
