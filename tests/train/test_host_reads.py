@@ -1,5 +1,7 @@
 """Steady steps of `tdp train` where calls are queued, as on NCCL: no value of a device is read."""
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -134,6 +136,25 @@ def ends_its_thread(folder: str, fails: bool) -> bool:
         assert fails
     threads[0].join(10)
     return not threads[0].is_alive() and run.batches._thread is None
+
+
+def is_let_go() -> bool:
+    """Whether a run that reads ahead and was not closed goes, with its thread, once dropped."""
+    backends.register_transport(Transport("gloo", queued=True))
+    try:
+        run: Trainer = parity.trainer([*BASE, "checkpoint.save_every=0"])
+    finally:
+        backends.register_transport(GLOO)
+    run.train_step(1).wait()
+    thread, batches = run.batches._thread, weakref.ref(run.batches)
+    del run
+    gc.collect()
+    thread.join(10)
+    return batches() is None and not thread.is_alive()
+
+
+def test_a_run_that_was_dropped_is_not_kept_by_the_thread_of_its_data(ranks):
+    assert ranks(1).run(is_let_go) == [True]
 
 
 @pytest.mark.parametrize("fails", [False, True])

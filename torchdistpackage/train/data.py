@@ -15,6 +15,7 @@ from itertools import islice
 from queue import SimpleQueue
 from threading import Thread
 from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from weakref import WeakMethod, finalize
 
 import numpy as np
 import numpy.typing as npt
@@ -269,9 +270,11 @@ class Batches:
         if self._thread is None:
             # a daemon: a source that never answers must not keep a failed rank from ending
             self._thread = Thread(
-                target=_serve, args=(self._tasks, self._make), name="data", daemon=True
+                target=_serve, args=(self._tasks, WeakMethod(self._make)), name="data", daemon=True
             )
             self._thread.start()
+            # a run that nobody closed and nobody holds any more: its thread must not hold it
+            finalize(self, self._tasks.put, None).atexit = False
         future: Future[DataBatch] = Future()
         self._tasks.put((number, future))
         return future
@@ -297,16 +300,18 @@ class Batches:
         return self._prepare(*found)
 
 
-def _serve(tasks: "SimpleQueue[_Task | None]", make: Callable[[_Number], DataBatch]) -> None:
+def _serve(
+    tasks: "SimpleQueue[_Task | None]", maker: "WeakMethod[Callable[[_Number], DataBatch]]"
+) -> None:
     """Make what is asked for, one after another; what is raised goes to its taker."""
-    while (task := tasks.get()) is not None:
+    while (task := tasks.get()) is not None and (make := maker()) is not None:
         number, future = task
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(make(number))
             except BaseException as error:
                 future.set_exception(error)
-        del task, future  # the last batch is not kept while the next one is waited for
+        del make, task, future  # the last batch is not kept while the next one is waited for
 
 
 def fingerprint(x: Tensor) -> int:
