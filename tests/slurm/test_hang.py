@@ -27,7 +27,7 @@ def test_a_hang_ends_the_job_with_the_culprit_named_last(own_cluster, tmp_path, 
         f"train.step_timeout_s={TIMEOUT_S}", f"launch.slurm.prologue=['export {mark}']",
     )  # fmt: skip
     own_cluster.wait_for(note.exists, 200, "the fault")
-    own_cluster.wait_for(lambda: not survivors(mark), 60, "the end of all processes")
+    own_cluster.wait_for(lambda: not survivors(mark, 0), 60, "the end of all processes")
     gone_s = time.time() - float(note.read_text())
     assert gone_s < TIMEOUT_S + 15 + 10, f"the batch script included, gone after {gone_s:.1f} s"
     found = ending(own_cluster, run, job)

@@ -129,7 +129,7 @@ def crash(cluster: Cluster, folder: Path, name: str, how: str, rank: int) -> Liv
         f"launch.slurm.prologue=['export {mark}']",
     )  # fmt: skip
     cluster.wait_for(note.exists, 200, "the fault")
-    cluster.wait_for(lambda: not survivors(mark), 40, "the end of all processes")
+    cluster.wait_for(lambda: not survivors(mark, 0), 40, "the end of all processes")
     gone_s = time.time() - float(note.read_text())
     assert gone_s < 30, f"gone after {gone_s:.1f} s"
     return ending(cluster, run, job)

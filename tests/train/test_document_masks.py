@@ -172,7 +172,7 @@ def test_validation_is_masked_alike_on_two_layouts(ranks, where):
 
 def asked_of(overrides: list[str]) -> EvalResult:
     """What `tdp eval` says of all documents."""
-    found, _ = answer(parity.config([*RUN, *overrides]), TrainedWeights(), EvalRequest(True))
+    found, _ = answer(".", parity.config([*RUN, *overrides]), TrainedWeights(), EvalRequest(True))
     assert isinstance(found, EvalResult)
     return found
 
