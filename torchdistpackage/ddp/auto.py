@@ -69,21 +69,22 @@ def data_parallel(
     num_grad_acc_iter: int = 1,
     reduce_op: str = "avg",
 ) -> tuple[nn.Module, Optimizer]:
-    """What to train with: NaiveDDP(module) and `optimizer`, or `module` and a ZeroOptimizer.
+    """Choose by measurement: NaiveDDP(module) and `optimizer`, or `module` and a ZeroOptimizer.
 
     All ranks call it, with an optimizer over the module's parameters.
 
-    loss_of: computes the loss of a typical batch, as `lambda net: loss_fn(net(x), y)`. It runs
+    loss_of: computes the loss of a typical batch: `lambda net: loss_fn(net(x), y)`. It runs
         four times, forward and backward; gradients, buffers and torch's random numbers are left
         as they were.
-    group: ranks that hold the same parameters, among whom the choice is then made; default tpc's
-        data (and context) ranks, or everybody, and one choice for all ranks.
-    mode: "ddp" or "zero" takes that one, unmeasured.
-    wire_dtype: torch.bfloat16 or torch.float16, in which gradients travel, and parameters too.
-    layouts, bucket_cap_mb, num_grad_acc_iter, reduce_op: as both have them.
+    group: ranks that hold the same parameters and make one choice; default: tpc's data (and
+        context) ranks, or all ranks, and one choice for all ranks.
+    mode: "ddp" or "zero" selects one without a measurement.
+    wire_dtype: torch.bfloat16 or torch.float16, in which gradients, and with ZeRO parameters, are
+        sent.
+    layouts, bucket_cap_mb, num_grad_acc_iter, reduce_op: as in both classes.
 
     Raises:
-        LayoutError: mode is "zero", but the optimizer cannot work on a part of the parameters.
+        LayoutError: mode is "zero", but the optimizer cannot update a part of the parameters.
         ValueError: `mode` or `wire_dtype` is none of those above.
     """
     if mode not in ("auto", "ddp", "zero"):

@@ -64,10 +64,10 @@ class _Narrowed:
 class PowerSGD:
     """PowerSGD with error feedback. One object serves any number of buckets.
 
-    rank: columns of the two factors. Of a matrix (n, m), (n + m) * rank elements travel rather
-        than n * m; what would not become smaller goes as it is: vectors, and dtypes other than
-        fp32 and fp64.
-    num_exact_steps: so many steps at first reduce everything exactly.
+    rank: columns of the two factors. Of a matrix (n, m), (n + m) * rank elements are sent instead
+        of n * m; sent uncompressed are tensors that would not become smaller, vectors, and dtypes
+        other than fp32 and fp64.
+    num_exact_steps: number of first steps that reduce everything exactly.
     seed: of the first Q, the same on all ranks.
 
     Keeps as many bytes as the compressed gradients take, by parameter; a pickle leaves them out.

@@ -49,15 +49,15 @@ class AverageSpec:
 class ShardedEMA:
     """Exponential moving averages of `model`: each of n ranks keeps 1/n of them in float32.
 
-    Starts from the parameters and buffers as they are. All ranks of the group make it, and hold
-    equal parameters whenever they call `update`.
+    Starts from the current parameters and buffers. All ranks of the group construct it, and must
+    hold equal parameters whenever they call `update`.
 
     model: wrapped in NaiveDDP, torch's DDP or torch.compile or not, here and later; names are
         always those of the plain module.
-    group: ranks that hold the same model; default tpc's data group, or everybody.
+    group: ranks that hold the same model; default tpc's data group, or all ranks.
 
     Raises:
-        LayoutError: layers cut parameters over ranks of the group.
+        LayoutError: layers split parameters over ranks of the group.
     """
 
     def __init__(self, model: nn.Module, group: Group | None = None):
@@ -176,7 +176,7 @@ class ShardedEMA:
     def state_dict_cpu(self) -> dict[str, Tensor]:
         """All of it, which loads into the plain module, in host memory on the group's first rank.
 
-        All ranks of the group call it; the others get an empty dict. Tensors travel one by one.
+        All ranks of the group call it; the others get an empty dict. Tensors are sent one by one.
         """
         if not self._is_first:
             for x in self._averages.values():

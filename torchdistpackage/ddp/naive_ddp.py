@@ -58,41 +58,41 @@ class NaiveDDP(Wrapper):
     """Wrap `module` so that gradients are averaged over the ranks that hold the same parameters.
 
     module: on its device. It may use parameters differently on each rank, share and freeze them,
-        checkpoint (reentrant or not), and return any nest of tensors.
+        checkpoint (reentrant or not), and return tensors in any nested structure.
     sync: reduce at the end of the backward instead of during it.
-    bucket_cap_mb: MiB of gradients that travel together; None: chosen from what the first steps
-        show; until then 4, over NCCL 32.
+    bucket_cap_mb: size of a bucket in MiB; None: chosen by measurement in the first steps, and
+        until then 4, over NCCL 32.
     gradient_as_bucket_view: accepted for compatibility; `.grad` always is a view of its bucket.
     process_group: ranks that hold the same parameters; default tpc's data (and context) ranks,
-        or everybody where tpc is not set up.
-    dp_rank0: global rank whose values all start from; default the first of each group.
+        or all ranks where tpc is not set up.
+    dp_rank0: global rank whose values are broadcast at the start; default the group's first.
     reduce_op: "avg", or "sum" (then zero gradients every step).
-    num_grad_acc_iter: reduce in every so manieth backward only, the pipeline's number of
-        microbatches for example; those between accumulate.
-    layouts: name -> Layout: over what gradients are summed (partial sums, tied stages), by tpc.
-        Default: what the module's own layers say (docs/data_parallel.md). A parameter that is
-        not listed counts as replicated over the group.
+    num_grad_acc_iter: n reduces in every n-th backward only, such as a pipeline's number of
+        microbatches; the others accumulate.
+    layouts: name -> Layout: axes of tpc over which gradients are summed (partial sums, tied
+        stages). Default: the layouts of the module's layers (docs/data_parallel.md). A parameter
+        that is not listed counts as replicated over the group.
     strict: raise on all ranks, by name, when some rank leaves parameters unused.
-    broadcast_buffers: before each training forward buffers follow the group's first rank.
-    comm_hook: how buckets travel (comm_hooks.py); by default in full.
+    broadcast_buffers: broadcast buffers from the group's first rank before a training forward.
+    comm_hook: communication hook (comm_hooks.py); default: all-reduce in the gradients' dtype.
     fp32_grads: leave gradients of bf16 and fp16 parameters in fp32, in which they are summed, for
-        an optimizer that takes them so, as torch's SGD, Muon and Adafactor do and its Adam and
-        AdamW do not; else `.grad` is a copy in the parameter's dtype.
-    keep_order: buckets as registered and of one size, not as gradients are seen to come, so that
-        the calls of a step are those of a plan on paper.
-    embedding_rows: gradients of lookups in `nn.Embedding` travel as rows, where these are few.
+        an optimizer that accepts them, such as torch's SGD, Muon and Adafactor, but not its Adam
+        and AdamW; else `.grad` is a copy in the parameter's dtype.
+    keep_order: keep the buckets' order of registration and size, instead of rebuilding them in
+        the order of the gradients, so that every step makes the same calls.
+    embedding_rows: send gradients of lookups in `nn.Embedding` as rows, where these are few.
         Such a lookup cannot be differentiated twice. CPU only.
 
-    Parameters that the module gains later, or that are no longer frozen, are taken in at the next
+    Parameters that the module gains later, or that are no longer frozen, are added at the next
     forward, on all ranks. Those frozen or removed later count as unused until `refresh()`.
-    A deep copy, or one from a pickle, reduces on its own, over the same ranks.
-    Those in `module._ddp_params_and_buffers_to_ignore` are left alone. State dicts have its names.
+    A deep copy, or one from a pickle, has its own reducer over the same ranks. Names in
+    `module._ddp_params_and_buffers_to_ignore` are not touched. State dicts have the module's names.
 
     Raises:
         CommError: `dp_rank0` is not in a parameter's group, or modules differ between ranks; in
             a training forward: it returns no tensor; in a backward: this was dropped before it.
-        LayoutError: layers cut parameters over ranks of the group.
-        ValueError: an option makes no sense, names all such; `embedding_rows` on a device.
+        LayoutError: layers split parameters over ranks of the group.
+        ValueError: invalid options, all of them; `embedding_rows` on a device.
     """
 
     _of_this_process = ("_group", "_reducer", "_module_watch")
@@ -204,7 +204,7 @@ class NaiveDDP(Wrapper):
         self._extensions.sync_module_states(self._own_buffers(), self.source)
 
     def replicas(self) -> list[ReplicatedTensor]:
-        """What ranks hold alike, by the names of layouts: parameters, frozen too, and buffers."""
+        """Replicated parameters, frozen ones too, and buffers, by the names of layouts."""
         own, names = self._own_parameters(), {n: x.name for n, x in self._layouts.items()}
         found = [ReplicatedTensor(names.get(n, n), p, self._get_group(n, p)) for n, p in own]
         return found + self._own_buffers()

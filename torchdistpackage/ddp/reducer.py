@@ -58,7 +58,7 @@ _current_graph_task_id = torch._C._current_graph_task_id
 class Reducer:
     """Owns the gradients of its parameters; see the module's text.
 
-    cap_bytes: size of a bucket. num_backwards: a reduction is due in every so manieth backward.
+    cap_bytes: size of a bucket. num_backwards: reduce once every `num_backwards` backwards.
     overlap: False launches all at the end. exclusive: no wrapper may own these parameters too.
 
     next_bucket: the first that was not launched. pending_counts: of each bucket, gradients that are

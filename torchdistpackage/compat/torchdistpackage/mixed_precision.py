@@ -48,13 +48,13 @@ class Bf16ZeroOptimizer(ZeroOptimizer):
     """Shard `optim` over `dp_group`; bf16 and fp16 parameters get fp32 masters.
 
     optim: built over the parameters. dp_group: ranks that see different batches, by default
-        tpc's data (and context) ranks, or everybody.
+        tpc's data (and context) ranks, or all ranks.
     bf16_master_weights: the optimizer works on the parameters as they are, without masters.
-    overlap_comm: sums travel under the backward and parameters under what follows `step`; whoever
-        reads a parameter first waits for it.
+    overlap_comm: reduce during the backward, and gather parameters after `step`; the first read of
+        a parameter waits for it.
     stage: 1 shards the optimizer's state, 2 gradients too: then each backward sums, and keeps
         its part of the sums alone. Every rank must make as many backwards that reach parameters.
-    bucket_size: elements that may travel together. bucketize: False sends each parameter alone.
+    bucket_size: elements in a bucket at most. bucketize: False sends each parameter alone.
     replicas: ranks that hold the same shard, if `dp_group` is a part of those that see different
         batches: `replica_group(dp_group)`.
 

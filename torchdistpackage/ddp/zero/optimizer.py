@@ -78,37 +78,38 @@ class ZeroExtensions(Protocol):
 
 
 class ZeroOptimizer(ShardedOptimizerBase):
-    """Shard `optimizer` over the ranks that hold the same parameters; train as without.
+    """Shard `optimizer` over the ranks that hold the same parameters; the loop stays the same.
 
-    optimizer: any class of torch.optim, or yours, built over parameters of `module`, param groups
-        and all. Its groups become ours, holding pieces of parameters.
-    module: not wrapped; its forward is watched. None: nothing is summed before `step`.
+    optimizer: of any class of torch.optim, or your own, made with parameters of `module` in any
+        param groups. The groups then hold this rank's shards.
+    module: not wrapped, but its forward gets hooks. None: gradients are reduced in `step`.
     stage: 1 shards the optimizer's state, 2 gradients too, 3 parameters too.
-    group: ranks that share; default tpc's data (and context) ranks, or everybody where tpc is not
-        set up. replicas: ranks that hold the same shard, so that a node can be a `group` and the
-        same place on all nodes `replicas`.
-    layouts: name -> Layout, by default the layers' own, as in NaiveDDP: who shares what.
-    overlap: send under backward and forward; False waits at the end of the backward and of `step`.
-    bucket_cap_mb: MiB of gradients that travel together; default 4, over NCCL 32.
-    wire_dtype: dtype in which gradients and parameters travel, torch.bfloat16 for example; sums and
-        the optimizer's own copy of the parameters stay wide.
-    offload: keep the optimizer's copy, its state and what it steps in host memory, and step there.
-    num_grad_acc_iter: stage 1 sums in every so manieth backward only, the pipeline's number of
-        microbatches for example; stages 2 and 3, which have no room for whole gradients, in each.
+    group: ranks to shard over; default tpc's data (and context) ranks, or all ranks where tpc is
+        not set up. replicas: ranks that hold the same shard; as in HSDP `group` may be a node and
+        `replicas` the ranks of the same index on all nodes.
+    layouts: name -> Layout, as in NaiveDDP; default: those of the module's layers.
+    overlap: communicate during backward and forward; False waits at the end of the backward and
+        of `step`.
+    bucket_cap_mb: size of a bucket in MiB; default 4, over NCCL 32.
+    wire_dtype: dtype in which gradients and parameters are sent, such as torch.bfloat16; sums and
+        masters keep at least float32.
+    offload: keep masters, optimizer state and reduced gradients in host memory, and step there.
+    num_grad_acc_iter: n lets stage 1 reduce in every n-th backward only, such as a pipeline's
+        number of microbatches; stages 2 and 3, which keep no full gradients, reduce in each.
     reduce_op: "avg", or "sum".
-    reshard_after_forward: in stage 3, free parameters between forward and backward as well; all
-        ranks then run the same submodules.
-    whole: whether each parameter has one owner, for an optimizer that looks at whole ones; by
-        default so for all classes that are not known to be element-wise.
-    master_dtype: of the optimizer's copy of bf16 and fp16 parameters; torch.bfloat16: no copy.
-    embedding_rows: refused; NaiveDDP has it.
+    reshard_after_forward: in stage 3, free parameters between forward and backward too; all
+        ranks must then run the same submodules.
+    whole: give each parameter one owner, for an optimizer that needs full parameters; default:
+        True for all classes that are not known to be element-wise.
+    master_dtype: of the masters of bf16 and fp16 parameters; torch.bfloat16: no masters.
+    embedding_rows: refused; an option of NaiveDDP.
 
-    A parameter's `.grad` is None once its gradient has left. `reducer.finish()` waits for the
-    sums, then in the `.grad` of what param_groups hold; `step` does so by itself, and uses them up.
+    A parameter's `.grad` is None once its reduction has started. `reducer.finish()` waits for the
+    reduced gradients, which are the `.grad` of the shards in param_groups; `step` calls it too.
 
     Raises:
-        LayoutError: the optimizer cannot work on a part of the parameters.
-        ValueError: an option makes no sense, names all such; stage 3 has no module;
+        LayoutError: the optimizer cannot update a part of the parameters.
+        ValueError: invalid options, all of them; stage 3 without a module;
             `embedding_rows` is set.
     """
 
