@@ -140,9 +140,10 @@ def test_too_many_shards_are_refused(family, num, text):
         tensor_parallel(FAMILIES[family](), ["cpu"] * num)
 
 
-def test_the_encoder_alone():
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_encoder_alone(sharded):
     torch.manual_seed(0)
     model = randomised(FAMILIES["t5"]()).eval()
-    split = tensor_parallel(twin(model), ["cpu"] * 2)
+    split = tensor_parallel(twin(model), ["cpu"] * 2, sharded=sharded)
     expected = model.get_encoder()(**prompt()).last_hidden_state
     assert torch.allclose(split.get_encoder()(**prompt()).last_hidden_state, expected, atol=1e-12)

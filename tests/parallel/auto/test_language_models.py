@@ -33,8 +33,14 @@ def trains_and_generates(family: str) -> None:
     same_tokens(split, model)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-@pytest.mark.parametrize("num", [2, 3, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("family", "num"),
+    [("llama", 2), ("gpt2", 3)]
+    + [
+        pytest.param(family, num, marks=pytest.mark.full)
+        for family, num in (("gpt2", 2), ("llama", 3), ("gpt2", 4), ("llama", 4))
+    ],
+)
 def test_over_ranks(ranks, family, num):
     ranks(num).run(trains_and_generates, family)
 
@@ -67,6 +73,7 @@ def beside_data(folder: Path) -> None:
         split.save_pretrained(folder / str(tpc.get_dp_rank()), max_shard_size="20KB")
 
 
+@pytest.mark.late_in_full
 def test_data_parallel_replicas_are_apart_and_files_are_the_models(ranks, tmp_path):
     ranks(4).run(beside_data, tmp_path)
     first = tmp_path / "0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from copy import deepcopy
 
@@ -192,7 +193,7 @@ class SecondShardFails(nn.Module):
 
     def forward(self, x):
         x = self.second(self.first(x).relu())
-        if self.fails and len(self.first.weight) == 2:
+        if self.fails and threading.current_thread().name == "tdp-shard-1":
             raise OSError("a disk of the second shard")
         return self.third(x)
 

@@ -25,6 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torchdistpackage.comm import collectives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.random import seed_from, seeded
+from torchdistpackage.ddp.grad_hooks import map_tensors
+from torchdistpackage.parallel.auto.read_weights import whole
 
 RANDOM = frozenset(
     (
@@ -55,6 +57,8 @@ class ShardDraws(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in RANDOM or not args or not isinstance(args[0], Tensor):
             return func(*args, **kwargs)
+        # joined before the lock, under which no shard may wait for another
+        args, kwargs = map_tensors(args, whole), map_tensors(kwargs, whole)
         seed = self.next_seed()
         if self._is_split(args[0]):
             seed = seed_from(seed, self.rank)

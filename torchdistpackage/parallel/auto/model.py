@@ -42,6 +42,7 @@ from torchdistpackage.parallel.auto.gradients import (
 from torchdistpackage.parallel.auto.layerwise import get_default_config
 from torchdistpackage.parallel.auto.layouts import layout_of_cut
 from torchdistpackage.parallel.auto.places import Place, places_of, stand_in, withdraw
+from torchdistpackage.parallel.auto.read_weights import rank_calls
 from torchdistpackage.parallel.auto.reporting import LOG
 from torchdistpackage.parallel.auto.rules import Config, add_lora_rules
 from torchdistpackage.parallel.auto.shard import (
@@ -243,7 +244,7 @@ class TensorParallel(nn.Module):
     def _call_rank(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         group = self._group
         assert group is not None
-        with self._draws_of_rank(group):
+        with self._draws_of_rank(group), rank_calls():
             return self._call_on_rank(group, module, args, kwargs)
 
     def _call_on_rank(

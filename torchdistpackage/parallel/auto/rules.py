@@ -23,6 +23,7 @@ from torchdistpackage.parallel.auto.actions import (
     on_dim,
 )
 from torchdistpackage.parallel.auto.ops import TEXTS, bind
+from torchdistpackage.parallel.auto.read_weights import Join, joins
 from torchdistpackage.parallel.auto.reporting import LOG
 
 Target = int | str
@@ -42,6 +43,7 @@ class Config:
     split_modules: patterns of modules that work on split values, in which shards draw different
         random numbers: dropout layers, and attention for the dropout of scores.
     is_general: of a family, some of whose models lack what a rule speaks of; that is not reported.
+    joins: how a module that reads the weight of a layer itself gets it whole (read_weights.py).
     """
 
     state_rules: dict[Any, StateAction]
@@ -51,6 +53,7 @@ class Config:
     full_gradients: bool = False
     split_modules: tuple[Any, ...] = ()
     is_general: bool = False
+    joins: dict[Any, Join] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __init__(
         self,
@@ -66,6 +69,7 @@ class Config:
         problems: list[str] = []
         self.full_gradients = full_gradients
         self.is_general = is_general
+        self.joins = {}
         self.split_modules = tuple(map(re.compile, split_modules))
         self.state_rules = {}
         for pattern, given in state_rules.items():
@@ -116,11 +120,14 @@ class Config:
         group: ranks that hold one shard each. Without it the shards are threads of this process.
         distributed: kept for earlier programs, in which it chose between the two.
         """
-        return dataclasses.replace(
+        bound = dataclasses.replace(
             self,
             input_rules=bind(self.input_rules, len(devices), group, self.full_gradients),
             output_rules=bind(self.output_rules, len(devices), group, self.full_gradients),
         )
+        if self.full_gradients:
+            bound.joins = joins(self.state_rules, len(devices), group)
+        return bound
 
 
 def compiled(rules: Mapping[Any, Actions], problems: list[str]) -> dict[re.Pattern[str], Actions]:

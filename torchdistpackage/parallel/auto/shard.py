@@ -23,6 +23,7 @@ from torchdistpackage.parallel.auto.rules import (
     Config,
     find_matching_actions,
     match_report,
+    matching,
     plain_name,
     renamed,
     state_action,
@@ -30,6 +31,11 @@ from torchdistpackage.parallel.auto.rules import (
 from torchdistpackage.parallel.auto.wrapper import TensorParallelWrapper
 
 WHOLE = Whole()
+SIZES = (
+    *("in_features", "out_features", "num_embeddings", "embedding_dim"),
+    *("in_channels", "out_channels", "groups"),
+)
+"""What torch's layers note of their weights."""
 
 
 def make_shard(
@@ -56,9 +62,9 @@ def make_shard(
     wrappers: dict[nn.Module, nn.Module] = {}
     with torch.no_grad():
         for submodule, names in modules_by_names(shard).items():
-            apply_attributes(config, submodule, names, rank)
             if wrapped := wrapped_module(config, submodule, names, rank, world_size):
                 wrappers[submodule] = wrapped
+            apply_attributes(config, submodule, names, rank)
     for submodule, names in modules_by_names(shard).items():
         if any(pattern.search(name) for pattern in config.split_modules for name in names):
             mark_split(submodule)
@@ -217,7 +223,15 @@ def wrapped_module(
     for name in names:
         inputs |= find_matching_actions("input", name, config.input_rules)
         outputs |= find_matching_actions("output", name, config.output_rules)
-    return TensorParallelWrapper(module, inputs, outputs, rank=rank, world_size=world_size)
+    wrapper = TensorParallelWrapper(module, inputs, outputs, rank=rank, world_size=world_size)
+    held = [key for key, parameter in module._parameters.items() if parameter is not None]
+    for key in held if config.joins else ():
+        for name in dict.fromkeys(plain_name(f"{name}.{key}") for name in names):
+            if found := matching(config.joins, name):
+                wrapper.joins[key] = config.joins[found[0]]
+    if wrapper.joins and not config.is_general:
+        wrapper.sizes = {name: getattr(module, name) for name in SIZES if hasattr(module, name)}
+    return wrapper
 
 
 def apply_attributes(config: Config, module: nn.Module, names: list[str], rank: int) -> None:

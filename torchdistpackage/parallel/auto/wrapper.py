@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.auto import traffic
 from torchdistpackage.parallel.auto.nested import is_namedtuple, rebuilt
 from torchdistpackage.parallel.auto.ops import apply_action, is_copy
+from torchdistpackage.parallel.auto.read_weights import Join, split_weight
 
 
 class TensorParallelWrapper(nn.Module):
@@ -18,7 +20,8 @@ class TensorParallelWrapper(nn.Module):
 
     input_actions: {position or name: action}; an argument is found by either, however it was
     passed. output_actions: of a tensor, a sequence (by position) or a mapping (by key or
-    position). Attributes that it lacks are those of the module.
+    position). Attributes that it lacks are those of the module; in forwards, its weights by `joins`
+    and its `sizes` are the whole layer's (read_weights.py).
     """
 
     def __init__(
@@ -34,6 +37,8 @@ class TensorParallelWrapper(nn.Module):
         self.tp_wrapped_module = module
         self.input_actions, self.output_actions = input_actions, output_actions
         self.rank, self.world_size = rank, world_size
+        self.joins: dict[str, Join] = {}
+        self.sizes: dict[str, int] = {}
         self._only_copies = all(map(is_copy, input_actions.values()))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -49,7 +54,26 @@ class TensorParallelWrapper(nn.Module):
         except AttributeError:
             if attr == "tp_wrapped_module":
                 raise
-            return getattr(self.tp_wrapped_module, attr)
+            found = getattr(self.tp_wrapped_module, attr)
+        if attr not in (*self.joins, *self.sizes) or not self._is_read_whole():
+            return found
+        if attr in self.sizes:
+            return self.sizes[attr]
+        return split_weight(found, partial(self.joins[attr], rank=self.rank))
+
+    def _is_read_whole(self) -> bool:
+        return any(join.has_all() for join in self.joins.values())
+
+    def _seen_class(self) -> type:
+        """In a forward, which may ask `isinstance(layer, nn.Linear)`, that of the layer."""
+        if not self.__dict__.get("sizes") or not self._is_read_whole():
+            return type(self)
+        return type(self.tp_wrapped_module)
+
+    def _set_class(self, kind: type) -> None:
+        object.__dict__["__class__"].__set__(self, kind)
+
+    __class__ = property(_seen_class, _set_class)
 
     def _process_input(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
