@@ -50,7 +50,9 @@ def test_a_run_that_did_not_train_gives_its_folder_back(ranks, tmp_path, capsys,
     assert before.keys() == after.keys()
     assert all(torch.equal(x, after[name]) for name, x in before.items())
     settings = [json.loads((x / "config.json").read_text()) for x in (source, out)]
-    assert settings[0].items() <= settings[1].items()
+    for found in settings if name == "gpt2" else ():
+        found["n_inner"] = found["n_inner"] or 4 * found["n_embd"]  # what null says
+    assert {key: settings[1].get(key) for key in settings[0]} == settings[0]
 
 
 def test_another_type_is_written_and_no_folder_is_overwritten(ranks, tmp_path, capsys):
