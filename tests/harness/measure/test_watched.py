@@ -3,6 +3,7 @@
 import time
 
 import pytest
+import torch.distributed as dist
 
 from tests.harness.test_absent import stop_for
 from torchdistpackage.comm.tpc import tpc
@@ -27,7 +28,10 @@ def with_a_stopped_rank(stopped: int) -> tuple[str, float]:
     begin_s = time.monotonic()
     with pytest.raises(CommError) as caught:
         watched(request, stop)
-    return str(caught.value), time.monotonic() - begin_s
+    time_s = time.monotonic() - begin_s
+    tpc.destroy()
+    dist.destroy_process_group()  # a call may still wait in it
+    return str(caught.value), time_s
 
 
 @pytest.mark.full
