@@ -98,7 +98,7 @@ CASES = [(how, sequence) for how in ("ddp", "1", "2", "3") for sequence in (Fals
     [
         ((("data", 2), ("tensor", 2)), 1),
         ((("data", 1), ("tensor", 3)), 1),
-        ((("tensor", 2), ("data", 2)), 1),
+        pytest.param((("tensor", 2), ("data", 2)), 1, marks=pytest.mark.full),
         ((("data", 1), ("tensor", 4)), 2),
     ],
     ids=str,
