@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -116,15 +117,13 @@ def state_loads_again(family: str, num: int | None, sharded: bool) -> None:
         same_state(again, model, atol=0)
 
 
+SMALL = [("t5", 3, True), ("bloom", 3, False)]
+MORE = set(itertools.product(WHOLE, (2, 3, 4), (False, True))) - set(SMALL)
+
+
 @pytest.mark.parametrize(
     ("family", "num", "sharded"),
-    [("t5", 3, True), ("bloom", 3, False)]
-    + [
-        pytest.param(family, num, sharded, marks=FULL)
-        for family in WHOLE
-        for num in (2, 3, 4)
-        for sharded in (True, False)
-    ],
+    SMALL + [pytest.param(*case, marks=FULL) for case in sorted(MORE)],
 )
 def test_state_is_the_models_and_loads_into_shards_again(family, num, sharded):
     state_loads_again(family, num, sharded)
