@@ -68,21 +68,23 @@ def until(condition: Callable[[], bool]) -> bool:
 
 def waiting(seen: Path) -> tuple[float, float] | None:
     """Rank 1 comes 0.3 s after another thread has seen that rank 0 waits."""
-    if dist.get_rank():
-        assert until(seen.exists), "rank 0 was never seen waiting"
-        time.sleep(0.3)
 
     def look() -> None:
         if until(lambda: [c["state"] for c in recorder.snapshot()["calls"]][-1:] == ["waiting"]):
             seen.touch()
 
+    if dist.get_rank():
+        assert until(seen.exists), "rank 0 was never seen waiting"
+        time.sleep(0.3)
+        primitives.all_reduce(torch.ones(1), dist.group.WORLD)
+        return None
     looking = threading.Thread(target=look)
     looking.start()
     before, began = recorder.waited_s, time.monotonic()
     primitives.all_reduce(torch.ones(1), dist.group.WORLD)
     took_s = time.monotonic() - began
     looking.join()
-    return (recorder.waited_s - before, took_s) if dist.get_rank() == 0 else None
+    return recorder.waited_s - before, took_s
 
 
 def test_who_waits_is_seen_from_outside_and_the_time_is_added_up(ranks, tmp_path):
