@@ -60,7 +60,7 @@ def to_reducible(
         wire = wire.resolve_neg()
     if dtype not in PLAIN:
         wire = _nearest(wire, op)
-    elif op == dist.ReduceOp.AVG and not dtype.is_floating_point:
+    elif not dtype.is_floating_point and op == dist.ReduceOp.AVG:
         raise _refusal(dtype, "averaged", "sum them, and divide")
     if not wire.is_contiguous():
         if any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True)):
@@ -69,7 +69,7 @@ def to_reducible(
                 f"hold the result of a reduction in place; use x.clone()"
             )
         wire = wire.contiguous()
-    if wire.dtype in PLAIN and wire.data_ptr() == x.data_ptr():
+    if wire is x or (wire.dtype in PLAIN and wire.data_ptr() == x.data_ptr()):
         return wire, None
 
     def back() -> Tensor:

@@ -40,11 +40,12 @@ class GroupLog:
     as long as the back end says. left: messages that are waited for no more. expected: calls whose
     receives were posted ahead (comm/transport/sharded_flat.py). index: of this rank in the group;
     others: of the others, from the next one on, so that no rank is everybody's first.
+    swapped_bytes: as in `Transport`, -1 for other than two ranks.
     """
 
     __slots__ = (
         "axis", "direct", "done", "expected", "group", "index", "issued", "left", "limit",
-        "others", "passed", "queued", "ranks", "received", "sent",
+        "others", "passed", "queued", "ranks", "received", "sent", "swapped_bytes",
     )  # fmt: skip
 
     def __init__(self, ranks: tuple[int, ...], index: int, transport: Transport):
@@ -52,6 +53,7 @@ class GroupLog:
         self.others = tuple([(index + step) % len(ranks) for step in range(1, len(ranks))])
         self.group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self.queued, self.direct = transport.queued, transport.direct
+        self.swapped_bytes = transport.swapped_bytes if len(ranks) == 2 else -1
         self.passed = ISSUED if self.queued else DONE
         self.limit: timedelta | None = None
         self.left: list[dist.Work] = []
@@ -126,11 +128,6 @@ class FlightRecorder:
         call = [line, operation, sequence, x.shape, x.dtype, peer, action, now, ISSUED]
         self._ring.append(call)
         return call
-
-    def wait(self, call: Call) -> float:
-        """The host is about to block in `call`; what comes back is for `end`."""
-        call[STATE] = WAITING
-        return self.clock_s()
 
     def end(self, call: Call, since_s: float) -> None:
         """The host goes on after `call`, in which it was blocked since `since_s`."""

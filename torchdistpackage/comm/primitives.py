@@ -44,9 +44,6 @@ SUM, AVG, MAX, MIN = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, di
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-SWAPPED_BYTES = 2**16
-"""Up to here two ranks of gloo swap what they add up: a quarter of what its all_reduce costs."""
-
 WAITED_FOR_BYTES = 2**16
 """Up to this a gather that the host waits for is gloo's own: what it costs is waiting, and less of
 that where a thread of gloo posts the messages than where this one does, which then waits for the
@@ -147,19 +144,17 @@ def all_reduce(
     Raises:
         CommError: the dtype cannot be reduced, or the backend failed.
     """
-    if (num := group.size()) == 1:
+    if group.size() == 1:
         return Work(x) if async_op else x
     wire, finish = to_reducible(x, op)
     facts = (str(op),) if recorder.checks else NO_FACTS
-    go, ask = run_async if async_op else run_sync, ("all_reduce", group, x, facts)
-    if num == 2 and wire.nbytes <= SWAPPED_BYTES and wire.is_cpu:
-        line = recorder.line(group)
-        if line.direct and op == SUM:
-            rooms = [wire, wire]
-            rooms[1 - line.index] = room = torch.empty_like(wire)
-            summed = partial(_add_to, x, wire, room, finish)
-            return go(*ask, summed, pairwise, REDUCED, [wire, wire], rooms)
-    return go(*ask, finish, dist.all_reduce, wire, op)
+    go, line = run_async if async_op else run_sync, recorder.line(group)
+    if wire.nbytes <= line.swapped_bytes and wire.is_cpu and op == SUM:
+        rooms = [wire, wire]
+        rooms[1 - line.index] = room = torch.empty_like(wire)
+        summed = partial(_add_to, x, wire, room, finish)
+        return go("all_reduce", group, x, facts, summed, pairwise, REDUCED, [wire, wire], rooms)
+    return go("all_reduce", group, x, facts, finish, dist.all_reduce, wire, op)
 
 
 def _add_to(x: Tensor, wire: Tensor, room: Tensor, finish: Callable[[], Tensor] | None) -> Tensor:
@@ -186,13 +181,12 @@ def all_gather(
     if group.size() == 1:
         return Work(x) if async_op else x
     direct, lengths = recorder.line(group).direct, _rows(x, group, sizes, cut=False)
+    is_even = sizes is None or lengths.count(lengths[0]) == len(lengths)
     if direct:
         require_host_memory("all_gather", group, x)
-    is_even = lengths.count(lengths[0]) == len(lengths)
-    if is_even and not async_op and x.nbytes <= WAITED_FOR_BYTES:
-        direct = False
-    out = torch.empty((sum(lengths), *x.shape[1:]), dtype=x.dtype, device=x.device)
-    mine, joined = to_bytes(x), to_bytes(out)
+        direct = async_op or not is_even or x.nbytes > WAITED_FOR_BYTES
+    mine, out = to_bytes(x), x.new_empty((sum(lengths), *x.shape[1:]))
+    joined = out if mine.dtype is x.dtype else to_bytes(out)
     facts = NO_FACTS if sizes is None else ("rows of each rank", *lengths)
     go, ask = run_async if async_op else run_sync, ("all_gather", group, x, facts, lambda: out)
     if direct:
