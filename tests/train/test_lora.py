@@ -23,6 +23,7 @@ from torchdistpackage.cli._inference import source_of
 from torchdistpackage.cli.main import main
 from torchdistpackage.models.lora_layout import ADAPTER_FILES
 
+RANKS_IMPORT = ("peft",)
 FULL = (pytest.mark.full,)
 BOTH = "pipe2xtensor2"
 LAYOUTS = {**EVERY, "data2xpipe2-zero1": {"data": 2, "pipe": 2, "zero": 1}}
