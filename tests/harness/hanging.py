@@ -2,6 +2,7 @@
 
 import _thread
 import ctypes
+import itertools
 import json
 import os
 import signal
@@ -186,14 +187,19 @@ def well(case: str, folder: str, timeout_s: float) -> None:
 
 
 def paced(case: str, folder: str, timeout_s: float) -> None:
-    """A loop of short steps, for as long as its clock says, during which others may stop it."""
+    """A loop of short steps, until others have stopped it for a while."""
     _, world_size, *_ = setup_distributed(init_timeout_s=LONG_S)
     tpc.setup_process_groups([("data", world_size)])
     with watch(folder, timeout_s=timeout_s) as w:
-        for step in range(50):
+        last = None
+        for step in itertools.count():
             w.step()
             if step == 10:
                 Path(folder, "begun").touch()
+            if last is None and primitives.gather_objects(Path(folder, "suspended").exists())[0]:
+                last = step + 20
+            if step == last:
+                break
             end_s = time.thread_time() + 0.1
             while time.thread_time() < end_s:
                 pass
