@@ -40,12 +40,13 @@ class GroupLog:
     as long as the back end says. left: messages that are waited for no more. expected: calls whose
     receives were posted ahead (comm/transport/sharded_flat.py). index: of this rank in the group;
     others: of the others, from the next one on, so that no rank is everybody's first.
-    swapped_bytes: as in `Transport`, -1 for other than two ranks.
+    swapped_bytes: as in `Transport`, -1 for other than two ranks; swap: what they do so by
+    (comm/transport/swap.py), once it is there, one thread at a time by `lock`.
     """
 
     __slots__ = (
         "axis", "direct", "done", "expected", "group", "index", "issued", "left", "limit",
-        "others", "passed", "queued", "ranks", "received", "sent", "swapped_bytes",
+        "lock", "others", "passed", "queued", "ranks", "received", "sent", "swap", "swapped_bytes",
     )  # fmt: skip
 
     def __init__(self, ranks: tuple[int, ...], index: int, transport: Transport):
@@ -53,6 +54,8 @@ class GroupLog:
         self.others = tuple([(index + step) % len(ranks) for step in range(1, len(ranks))])
         self.group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self.queued, self.direct = transport.queued, transport.direct
+        self.swap: Any = None
+        self.lock = threading.Lock()
         self.swapped_bytes = transport.swapped_bytes if len(ranks) == 2 else -1
         self.passed = ISSUED if self.queued else DONE
         self.limit: timedelta | None = None
@@ -66,6 +69,11 @@ class GroupLog:
         while self.left:
             work = self.left.pop()
             work.wait() if self.limit is None else work.wait(self.limit)
+
+    def close(self) -> None:
+        """The group has ended; calls in the record keep this."""
+        if self.swap is not None:
+            self.swap.close()
 
 
 class RecorderSnapshot(TypedDict):
@@ -156,11 +164,12 @@ class FlightRecorder:
     def forget(self, *groups: dist.ProcessGroup) -> None:
         """Groups that have ended."""
         for group in groups:
-            self._lines.pop(id(group), None)
+            self._drop(id(group))
 
     def forget_all(self) -> None:
         """The world has ended, and with it what was set for it: the clock of waits, the checks."""
-        self._lines.clear()
+        for key in list(self._lines):
+            self._drop(key)
         self.clock_s, self.checks, self.ended = _monotonic_s, False, None
 
     def snapshot(self, num: int = 64) -> RecorderSnapshot:
@@ -209,13 +218,17 @@ class FlightRecorder:
             ],
         }
 
+    def _drop(self, key: int) -> None:
+        if (line := self._lines.pop(key, None)) is not None:
+            line.close()
+
     def _line(self, group: dist.ProcessGroup) -> GroupLog:
         known, lines, key = dist.distributed_c10d._world.pg_map, self._lines, id(group)
         alive = [g for line in list(lines.values()) if (g := line.group()) is not None]
         self.forget(*[g for g in alive if g not in known])
         ranks = tuple(dist.get_process_group_ranks(group))
         line = lines[key] = GroupLog(ranks, group.rank(), transport_of(group))
-        line.group = ref(group, lambda _: lines.pop(key, None))
+        line.group = ref(group, lambda _: self._drop(key))
         if line.direct:
             deprioritize()  # here, as every group comes by before its first call, whatever made it
         return line

@@ -45,9 +45,9 @@ gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 WAITED_FOR_BYTES = 2**16
-"""Up to this a gather that the host waits for is gloo's own: what it costs is waiting, and less of
-that where a thread of gloo posts the messages than where this one does, which then waits for the
-connection too."""
+"""Up to this a gather that the host waits for is gloo's own where it is no swap: what it costs is
+waiting, and less of that where a thread of gloo posts the messages than where this one does, which
+then waits for the connection too."""
 
 Sizes = Sequence[int]
 """Lengths along one dim, one for each rank of a group, in its order; some may be 0."""
@@ -133,6 +133,11 @@ def sizes_of_ranks(
     return known
 
 
+def is_swapped(x: Tensor, group: Group) -> bool:
+    """Whether calls on `x` that the host waits for are swaps between two ranks."""
+    return x.nbytes <= recorder.line(group).swapped_bytes
+
+
 # -- collectives, along dim 0 ------------------------------------------------------------
 
 
@@ -180,11 +185,13 @@ def all_gather(
     """
     if group.size() == 1:
         return Work(x) if async_op else x
-    direct, lengths = recorder.line(group).direct, _rows(x, group, sizes, cut=False)
+    line, lengths = recorder.line(group), _rows(x, group, sizes, cut=False)
+    direct = line.direct
     is_even = sizes is None or lengths.count(lengths[0]) == len(lengths)
     if direct:
         require_host_memory("all_gather", group, x)
-        direct = async_op or not is_even or x.nbytes > WAITED_FOR_BYTES
+        waits = is_even and not async_op and x.nbytes <= WAITED_FOR_BYTES
+        direct = not waits or x.nbytes <= line.swapped_bytes
     mine, out = to_bytes(x), x.new_empty((sum(lengths), *x.shape[1:]))
     joined = out if mine.dtype is x.dtype else to_bytes(out)
     facts = NO_FACTS if sizes is None else ("rows of each rank", *lengths)

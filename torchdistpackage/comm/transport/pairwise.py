@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from torchdistpackage.comm.flight_recorder import recorder
+from torchdistpackage.comm.flight_recorder import GroupLog, recorder
+from torchdistpackage.comm.transport.swap import connect
 
 Group = dist.ProcessGroup
 GATHERED, SUMMED, REDUCED, EXPECTED_GATHERED, EXPECTED_SUMMED = range(5)
@@ -35,12 +36,16 @@ def pairwise(
     """send[i] to rank i of the group, receive[i] from it; mine are copied. The caller waits.
 
     All are contiguous. Empty ones do not travel, so both sides must know which are.
+    async_op: computation goes on meanwhile, so nothing is swapped (swap.py).
     """
     line = recorder.line(group)
     if line.left:
         line.settle()
     tag = call_tag(kind, line.issued)
-    works = post_receives(receive, group, tag) + post_sends(send, group, tag)
+    if line.swapped_bytes < 0 or async_op or not _swap(line, tag, send, receive, group):
+        works = post_receives(receive, group, tag) + post_sends(send, group, tag)
+    else:
+        works = []
     if (mine := receive[line.index]) is not send[line.index]:
         mine.copy_(send[line.index])
     return works
@@ -90,6 +95,24 @@ def post_sends(
         for i in line.others
         for x in _pieces(parts[i])
     ]
+
+
+def _swap(
+    line: GroupLog, tag: int, send: Sequence[Tensor], receive: Sequence[Tensor], group: Group
+) -> bool:
+    """Whether two ranks have swapped these parts by their socket: small ones, if there is one."""
+    sent, room = send[1 - line.index], receive[1 - line.index]
+    num_sent, num_received = sent.nbytes, room.nbytes
+    if not num_sent or not num_received or num_sent + num_received > 2 * line.swapped_bytes:
+        return False
+    with line.lock:  # threads in calls on one group go one after the other
+        if line.swap is None:
+            line.swap = connect(group, line)
+            if line.swap is None:
+                line.swapped_bytes = -1
+                return False
+        line.swap.swap(tag, sent, room, line.limit)
+    return True
 
 
 def _pieces(x: Tensor) -> Sequence[Tensor]:

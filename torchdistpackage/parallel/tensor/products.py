@@ -147,10 +147,14 @@ class _ColumnProduct(torch.autograd.Function):
 
 
 def _start_sum(dx: Tensor, into: AllGather | IdentityForward) -> Work:
-    """The sum over the group of the gradients of what `into` made, begun."""
+    """The sum over the group of the gradients of what `into` made, begun; what two ranks swap is
+    summed at once, as that takes less time than a start."""
+    later = not primitives.is_swapped(dx, into.group)
     if isinstance(into, AllGather):
-        return primitives.reduce_scatter(dx, into.group, into.sizes, True)
-    return primitives.all_reduce(dx, into.group, async_op=True)
+        total = primitives.reduce_scatter(dx, into.group, into.sizes, later)
+    else:
+        total = primitives.all_reduce(dx, into.group, async_op=later)
+    return total if later else Work(total)
 
 
 class _ScatterAdd(torch.autograd.Function):
