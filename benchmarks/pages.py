@@ -49,7 +49,8 @@ class Pages:
 
     def _summary(self, results: Mapping) -> str:
         found = {each.what: each for each in self.judge(results)}
-        return "\n".join([measured(results), "", *_table(found[x] for x in self.in_summary)]) + "\n"
+        shown = [what for what in self.in_summary if what in found]
+        return "\n".join([measured(results), "", *_table(found[x] for x in shown)]) + "\n"
 
 
 def _table(found: Iterator[Judged]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from benchmarks.any_model import table as any_model
 from benchmarks.common import take_turns
 from benchmarks.data_parallel import table as data_parallel
 from benchmarks.data_parallel.limits import CAP_BYTES, Trace, bound_s, roofline_s
+from benchmarks.hugging_face import table as hugging_face
 from benchmarks.pipeline import table as pipeline
 from benchmarks.tensor_parallel import table as tensor_parallel
 from benchmarks.turns import ratio, rounds_s, spread_ms
@@ -32,7 +33,7 @@ def test_what_a_script_imports_is_there(script, monkeypatch):
 
 @pytest.mark.parametrize(
     "table",
-    [any_model, data_parallel, pipeline, tensor_parallel],
+    [any_model, data_parallel, hugging_face, pipeline, tensor_parallel],
     ids=lambda table: table.PAGES.name,
 )
 def test_the_tables_follow_the_results(table):
