@@ -1,11 +1,14 @@
 """`tdp data`: the data of a run, made ready ahead of it."""
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from torchdistpackage.cli._common import Config, Overrides
 from torchdistpackage.config.load import load
 from torchdistpackage.errors import ConfigError, DataError
 from torchdistpackage.train.job import text_source, token_cache_folder
+from torchdistpackage.train.token_cache import cut_documents, tokenized
 
 data = typer.Typer(no_args_is_help=True)
 
@@ -21,12 +24,6 @@ def tokenize(config: Config, overrides: Overrides = None) -> None:
 
     A run does this itself at its start. This command needs no GPU and shows its progress.
     """
-    # late: the help of all commands waits neither for rich nor for numpy
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from torchdistpackage.train.token_cache import cut_documents, tokenized
-
     run = load(config, list(overrides or []))
     if run.data.tokenizer is None:
         raise ConfigError(f"{config}: there is no data.tokenizer, so there is nothing to tokenize")

@@ -26,6 +26,7 @@ from torchdistpackage.errors import DataError
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.train.inference_request import EvalRequest, EvalResult
 from torchdistpackage.train.job import text_source, token_cache_folder
+from torchdistpackage.train.token_cache import tokenized
 
 _COMMAND = "tdp eval"
 _KINDS = {".jsonl": "jsonl", ".parquet": "parquet", ".bin": "tokens"}
@@ -74,8 +75,6 @@ def eval(
     if problems or config is None:
         raise refusal(_COMMAND, problems)
     if config.data.tokenizer is not None and detect(os.environ).source == "alone":
-        from torchdistpackage.train.token_cache import tokenized  # late: brings numpy
-
         try:  # a bad line is refused here, and the ranks find what was made
             tokenized(text_source(config), token_cache_folder(config))
         except DataError as error:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torchdistpackage.config.hugging_face import tokenizer_file, vocabulary_size
+from torchdistpackage.train.token_cache import load_tokenizer
 
 _BYTES = 256
 _UNFINISHED = "\ufffd"
@@ -44,8 +45,6 @@ class TokenizerCodec:
     """
 
     def __init__(self, path: str | Path, *, special: bool):
-        from torchdistpackage.train.token_cache import load_tokenizer  # late: brings numpy
-
         self._tokenizer: Any
         self._tokenizer, self.stop = load_tokenizer(Path(path))
         self._special = special
