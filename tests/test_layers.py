@@ -100,6 +100,7 @@ COMM_MAY_LAUNCH = {
     "comm/runtime.py": "turns what the launcher found out, once agreed on, into a process group",
     "comm/rendezvous_store.py": "where the launcher says that the ranks meet",
     "comm/creation.py": "leaves a rank's last words where its launcher looks for them",
+    "comm/transport/swap.py": "listens where gloo would, by addresses that the launcher reads",
 }
 
 MAY_LAUNCH = {
