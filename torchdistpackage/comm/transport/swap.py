@@ -31,6 +31,7 @@ from torchdistpackage.launch.network import GLOO, is_loopback, read_addresses, r
 
 _HEADER = struct.Struct("=QQ")
 _GREETING_BYTES = 16
+_LONGEST_PAUSE_S = 0.05
 _LONGEST_S = 2.0**20
 """A longer limit is no number for poll(2)."""
 
@@ -138,8 +139,7 @@ def connect(group: dist.ProcessGroup, line: GroupLog) -> SwapSocket | None:
     Raises:
         RuntimeError: the other rank did not come in time, or cannot be reached.
     """
-    # a connection of its own: others ask the store while this one waits
-    store, key = default_store().clone(), f"swap/{group.group_name}"
+    store, key = default_store(), f"swap/{group.group_name}"
     limit: timedelta = group._get_backend(torch.device("cpu")).options._timeout
     first, peer = line.index == 0, line.ranks[1 - line.index]
     try:
@@ -177,7 +177,12 @@ def _offer(store: dist.Store, key: str, limit_s: float) -> socket.socket | None:
 
 def _answer(store: dist.Store, key: str, limit_s: float) -> socket.socket | None:
     """Of the other one: come to where that is."""
-    store.wait([key], timedelta(seconds=limit_s))
+    until_s, pause_s = time.monotonic() + limit_s, 0.001
+    while not store.check([key]):  # a wait would keep other threads from the store
+        if time.monotonic() > until_s:
+            raise TimeoutError("it did not say where it listens")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     found = store.get(key).decode().split()
     store.delete_key(key)
     if not found:
