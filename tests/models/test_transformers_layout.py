@@ -10,6 +10,7 @@ from safetensors.numpy import save_file
 
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.check import absent_files, wrong_files
+from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.load import loads
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.models.transformers_layout import layouts, open_folder, shape_of_section
@@ -50,7 +51,7 @@ def test_all_that_a_model_cannot_do_is_said_at_once(tmp_path):
         *("parallel.tensor=4", "parallel.pipe=4", "parallel.sequence_parallel=true"),
     )
     assert text.startswith("3 problems")
-    assert "parallel.sequence_parallel: transformers' modules take whole sequences" in text
+    assert "parallel.sequence_parallel=true: transformers' modules take whole sequences" in text
     assert "llama with 6 heads of 3 key-value heads" in text
     assert "parallel.tensor=4 ranks, each of which needs whole heads" in text
     assert "set tensor to 3" in text
@@ -143,7 +144,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path):
     (tmp_path / "text.txt").write_text("w1 w2\n" * 50)
     data = f"data={{name: text, path: {tmp_path}/text.txt, tokenizer: {tmp_path}}}"
     config = loads("{}", overrides=[f"model.hf={named(tmp_path)}", data])
-    (problem,) = wrong_files(config, "run.yaml")
+    (problem,) = wrong_files(config)
     assert problem.path == "data.tokenizer"
     assert "has 301 ids, but model.vocab is 300; use the tokenizer of" in problem.text
 
@@ -242,12 +243,27 @@ def test_adapters_on_what_cannot_have_them_are_refused_with_all_else(tmp_path):
     text = refusal(hf, f"model.lora.target=[{wrong}]", "parallel.pipe=4")
     assert text.startswith("5 problems")
     assert "4 stages for the 3 blocks" in text
-    assert "model.lora.target: llama has no layer query" in text
+    assert ": llama has no layer query" in text
     for name in ("embed_tokens", "2.input_layernorm"):
         assert f"{name} of llama is no linear layer, and only linear layers are adapted" in text
     assert f"llama has no layer 3.mlp.up_proj; its linear layers are {NORMS}, lm_head" in text
     text = refusal(hf, "model.lora.target=[all-linear, q_proj]")
     assert "all-linear stands for all linear layers; leave the others out" in text
+
+
+def test_what_a_model_cannot_do_is_said_with_the_lines_of_the_file(tmp_path):
+    folder_of(tmp_path)
+    text = "model:\n  hf: {}\n  lora:\n    target: [query]\nparallel: {{tensor: 4}}\n"
+    with pytest.raises(ConfigErrors) as caught:
+        make_plan(loads(text.format(tmp_path), "run.yaml"), 4, "run.yaml")
+    found = [(p.file, p.line, p.path) for p in caught.value.problems]
+    assert found == [("run.yaml", 4, "model.lora.target"), ("run.yaml", 5, "parallel.tensor")]
+
+
+def test_a_folder_of_adapters_is_no_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    text = refusal(f"model.hf={tmp_path}", "model.lora.target=[q_proj]")
+    assert "it has peft's adapter_config.json, of adapters without their model; name the" in text
 
 
 def test_a_tied_head_has_no_adapter(tmp_path):
@@ -285,8 +301,8 @@ def test_a_plan_tells_what_is_trained_and_what_it_takes(tmp_path, capsys):
 def test_packages_that_are_missing_are_said_before_the_run(tmp_path, monkeypatch):
     folder_of(tmp_path)
     config = loads("{}", overrides=[f"model.hf={tmp_path}", "model.lora.target=[q_proj]"])
-    assert absent_files(config, "run.yaml") == []
+    assert absent_files(config) == []
     monkeypatch.setitem(sys.modules, "peft", None)
-    (problem,) = absent_files(config, "run.yaml")
+    (problem,) = absent_files(config)
     assert problem.path == "model.lora.target"
     assert problem.text.startswith("needs peft, which is not installed; install the extra hf: pip")

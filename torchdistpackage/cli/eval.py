@@ -71,7 +71,7 @@ def eval(
     with ListedIn(problems):
         config = source.config(keys, changes)
     if config is not None and (data is None or data.exists()):
-        problems += map(str, absent_files(config, str(target)))
+        problems += map(str, absent_files(config))
     if problems or config is None:
         raise refusal(_COMMAND, problems)
     if config.data.tokenizer is not None and detect(os.environ).source == "alone":

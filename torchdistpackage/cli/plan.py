@@ -119,7 +119,7 @@ def plan(
     if shape is not None and world is None:
         world, ranks_per_node = shape.world_sizes[0], ranks_per_node or shape.tasks_per_node
     planned = make_plan(run, world or local_procs(run), config)
-    if wrong := wrong_files(run, config):  # those that are not here may be where it will run
+    if wrong := wrong_files(run):  # those that are not here may be where it will run
         raise ConfigErrors(config, wrong)
     limit = planned.world_size if show_all else LIMIT
     mesh = describe(planned.topology.dense.axes)

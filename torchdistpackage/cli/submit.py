@@ -141,7 +141,7 @@ def _checked(
             run = load(path, [*overrides, *point.overrides], job=True)
             for world_size in job_shape(run).world_sizes:
                 make_plan(run, world_size, path)
-            if absent := _unknown_modules(run) + _absent_files(run, path):
+            if absent := _unknown_modules(run) + _absent_files(run):
                 raise ConfigErrors(path, absent)
         except ConfigErrors as error:
             problems |= dict.fromkeys(error.problems)
@@ -151,7 +151,7 @@ def _checked(
             name = f"{run.run.name}-{point.suffix}"
             if (size := len(name.encode())) > MAX_NAME_BYTES:
                 why = f"{size} bytes with what the sweep adds; {MAX_NAME_BYTES} are allowed"
-                problems[Problem(path, None, "run.name", why)] = None
+                problems[run.problem("run.name", why)] = None
                 continue
             own = run.run.model_copy(update={"name": name})
             run = run.model_copy(update={"run": own})
@@ -161,11 +161,11 @@ def _checked(
     return names[0], runs
 
 
-def _absent_files(run: RunConfig, path: str) -> list[Problem]:
+def _absent_files(run: RunConfig) -> list[Problem]:
     """A container sees other folders, and a prologue may fetch them."""
     slurm = run.launch.slurm
     may_come = extra_of(slurm, "container") or extra_of(slurm, "prologue")
-    return [] if may_come else absent_files(run, path) + wrong_files(run, path)
+    return [] if may_come else absent_files(run) + wrong_files(run)
 
 
 def _unknown_modules(run: RunConfig) -> list[Problem]:
@@ -176,7 +176,7 @@ def _unknown_modules(run: RunConfig) -> list[Problem]:
     paths = {"model.target": model.target, "model.loss": model.loss, "data.target": data.target}
     where = [str(Path.cwd()), *sys.path]
     return [
-        Problem("", None, name, f"{path}: there is no module {missing} here or on the import path")
+        run.problem(name, f"{path}: there is no module {missing} here or on the import path")
         for name, path in paths.items()
         if path is not None and (missing := missing_module(path, where))
     ]

@@ -50,7 +50,7 @@ def violations(
 ) -> tuple[Problem, ...]:
     """Every rule across sections that `config` breaks; arguments as in `failed_rules`."""
     found = failed_rules(config, world_size, job=job)
-    return tuple(Problem("", None, keys[0], text) for keys, text in found)
+    return tuple(config.problem(keys[0], text) for keys, text in found)
 
 
 def failed_rules(
@@ -135,14 +135,11 @@ def _some(numbers: list[int]) -> str:
     return shown if len(numbers) <= 8 else f"{shown} and {len(numbers) - 8} more"
 
 
-def absent_files(config: RunConfig, source: str) -> list[Problem]:
-    """What the data section names and is not there, and packages that the model section needs.
-
-    source: of the configuration, for the text.
-    """
+def absent_files(config: RunConfig) -> list[Problem]:
+    """What the data section names and is not there, and packages that the model section needs."""
     named = {"data.path": config.data.path, "data.tokenizer": config.data.tokenizer}
     absent = [
-        Problem(source, None, key, f"{path} is not there, seen from {Path.cwd()}")
+        config.problem(key, f"{path} is not there, seen from {Path.cwd()}")
         for key, path in named.items()
         if path is not None and not Path(path).exists()
     ]
@@ -153,15 +150,15 @@ def absent_files(config: RunConfig, source: str) -> list[Problem]:
     why = "needs {}, which is not installed; install the extra hf: "
     why += 'pip install "torchdistpackage[hf]"'
     return absent + [
-        Problem(source, None, key, why.format(package))
+        config.problem(key, why.format(package))
         for package, (key, value) in needs.items()
         if value is not None and find_spec(package) is None
     ]
 
 
-def wrong_files(config: RunConfig, source: str) -> list[Problem]:
+def wrong_files(config: RunConfig) -> list[Problem]:
     """What the data section names and is there, but is of no use to this run."""
-    return [Problem(source, None, "data.tokenizer", text) for text in _of_tokenizer(config)]
+    return [config.problem("data.tokenizer", text) for text in _of_tokenizer(config)]
 
 
 def _of_tokenizer(config: RunConfig) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """What is wrong with a configuration: problems as values, and the one error that lists them all."""
 
 import difflib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torchdistpackage.errors import ConfigError
@@ -17,6 +17,24 @@ class SourceLocation(NamedTuple):
 
     file: str
     line: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPlaces:
+    """Where the keys of a run were written; runs of equal values are equal wherever they were.
+
+    held: by path, as far as they were written at all, the rest in `source`.
+    """
+
+    source: str = field(default="", compare=False)
+    held: Mapping[tuple[str | int, ...], SourceLocation] = field(
+        default_factory=dict[tuple[str | int, ...], SourceLocation], compare=False
+    )
+
+    def of(self, path: tuple[str | int, ...]) -> SourceLocation:
+        """Of `path`, or of the nearest thing around it."""
+        around = (path[:end] for end in range(len(path), 0, -1))
+        return next((self.held[p] for p in around if p in self.held), SourceLocation(self.source))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ from torchdistpackage.bounded import parse_json, read_regular
 from torchdistpackage.errors import ConfigError, DataError
 
 FILE = "config.json"
+ADAPTER_FILE = "adapter_config.json"
+"""Of peft, beside adapters."""
 _MAX_CONFIG_BYTES = 1 << 24
 FREE_KEYS = ("norm_eps", "rope")
 """What a run may set otherwise: no weight has another shape or name for it."""
@@ -62,7 +64,9 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     try:
         found = parse_json(read_regular(path, _MAX_CONFIG_BYTES).decode())
     except FileNotFoundError as error:
-        here = "no such folder" if not Path(folder).is_dir() else f"it has no {FILE}"
+        here = f"it has no {FILE}" if Path(folder).is_dir() else "no such folder"
+        if (Path(folder) / ADAPTER_FILE).exists():
+            here = f"it has peft's {ADAPTER_FILE}, of adapters without their model"
         raise ConfigError(f"{folder}: {here}; name the folder of a transformers model") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error

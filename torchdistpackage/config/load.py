@@ -17,6 +17,7 @@ from torchdistpackage.config.check import failed_rules
 from torchdistpackage.config.errors import (
     MAX_PROBLEMS,
     ConfigErrors,
+    KeyPlaces,
     Problem,
     SourceLocation,
     nearest,
@@ -93,7 +94,7 @@ def loads(
     if problems:
         in_order = sorted(problems, key=lambda p: (p.file.startswith(_OVERRIDE), p.line or 0))
         raise ConfigErrors(source, in_order)
-    return config
+    return config.written_at(KeyPlaces(source, draft.places))
 
 
 def override_problems(overrides: Sequence[str]) -> list[Problem]:
@@ -125,11 +126,7 @@ class _PartialConfig:
         self.invalid.add(path)
 
     def _place(self, path: Keys) -> SourceLocation:
-        """Where `path` was written, or the nearest thing around it."""
-        around = (path[:end] for end in range(len(path), 0, -1))
-        return next(
-            (self.places[p] for p in around if p in self.places), SourceLocation(self.source)
-        )
+        return KeyPlaces(self.source, self.places).of(path)
 
     def override(self, text: str) -> None:
         """Set one value over those of the file."""

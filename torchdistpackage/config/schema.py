@@ -6,9 +6,10 @@ and the resolved file follow from it. Rules that join keys stand in rules.py.
 
 from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from torchdistpackage.config import types as k
+from torchdistpackage.config.errors import KeyPlaces, Problem
 from torchdistpackage.config.model_section import ModelSection
 from torchdistpackage.config.types import NamedSection, Section, default
 from torchdistpackage.config.yaml_loader import write
@@ -306,6 +307,7 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = default(CheckpointSection)
     launch: LaunchSection = default(LaunchSection)
     log: LogSection = default(LogSection)
+    _places: KeyPlaces = PrivateAttr(default_factory=KeyPlaces)
 
     def resolve(self, world_size: int) -> Self:
         """The same run with `parallel.data` filled in for `world_size` ranks.
@@ -314,6 +316,16 @@ class RunConfig(Section):
             ConfigError: the degrees do not use exactly `world_size` ranks.
         """
         return self.model_copy(update={"parallel": self.parallel.resolve(world_size)})
+
+    def written_at(self, places: KeyPlaces) -> Self:
+        """The same run, whose problems have these places."""
+        copy = self.model_copy()
+        copy._places = places
+        return copy
+
+    def problem(self, key: str, text: str) -> Problem:
+        """What is wrong with the value of a dotted key, where it was written."""
+        return Problem(*self._places.of(tuple(key.split("."))), key, text)
 
     def to_yaml(self) -> str:
         """Every key with its value, sections in order; loads back to an equal object."""

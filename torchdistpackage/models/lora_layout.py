@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchdistpackage.config.hugging_face import ADAPTER_FILE
 from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.layout.layout import Axes, Layout
 from torchdistpackage.models.family_layout import Weight
@@ -18,7 +19,7 @@ ALL_LINEAR = "all-linear"
 """As a target: every linear layer of the blocks."""
 PREFIX = "base_model.model."
 """Of names in peft's files."""
-ADAPTER_FILES = FolderFiles("adapter_config.json", "adapter_model.safetensors", is_sharded=False)
+ADAPTER_FILES = FolderFiles(ADAPTER_FILE, "adapter_model.safetensors", is_sharded=False)
 
 
 @dataclass(frozen=True, slots=True)

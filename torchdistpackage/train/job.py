@@ -19,7 +19,7 @@ from typing import cast
 
 from torchdistpackage.checkpoint.commit import latest
 from torchdistpackage.config.check import absent_files, wrong_files
-from torchdistpackage.config.errors import ConfigErrors, Problem
+from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.types import MAX_PROCS
@@ -227,9 +227,9 @@ def _start_ranks(path: str, overrides: list[str], resume: str) -> int:
     num_procs = local_procs(config)
     if num_procs > MAX_PROCS:
         text = f"{num_procs:,} processes on this machine, where {MAX_PROCS:,} are allowed; "
-        raise ConfigErrors(path, [Problem(path, None, "parallel", text + "submit a job instead")])
+        raise ConfigErrors(path, [config.problem("parallel", text + "submit a job instead")])
     make_plan(config, num_procs, path)
-    if found := absent_files(config, path) + wrong_files(config, path):
+    if found := absent_files(config) + wrong_files(config):
         raise ConfigErrors(path, found)
     files = RunDir(run_folder(config).absolute())
     with only_writer(files.run):

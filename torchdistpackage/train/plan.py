@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torchdistpackage.config.check import violations
-from torchdistpackage.config.errors import ConfigErrors, Problem
+from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.rules_pipeline import num_stages
 from torchdistpackage.config.schema import PrecisionSection, RunConfig
 from torchdistpackage.ddp.bucket_plan import bucket_sizes
@@ -191,20 +191,20 @@ def _refuse(
     """Raises ConfigError of all that this model cannot do, and of weights that are others."""
     masks = config.data.document_masks
     asked = kind.refusals(shape, config.parallel.tensor, num_stages, masks)
-    problems = [Problem("", None, *found) for found in asked]
+    problems = [config.problem(*found) for found in asked]
     folder, key = config.model.initial_folder, "model.hf" if config.model.hf else "model.weights"
     if folder is not None:
         try:
             kind.open_weights(folder, shape)
         except (CheckpointError, LayoutError) as error:
-            problems.append(Problem("", None, key, str(error)))
+            problems.append(config.problem(key, str(error)))
     if config.checkpoint.export is not None:
         try:
             kind.sources(shape)
         except LayoutError as error:
-            problems.append(Problem("", None, "checkpoint.export", str(error)))
+            problems.append(config.problem("checkpoint.export", str(error)))
     if problems:
-        raise ConfigErrors(source, problems)
+        raise ConfigErrors(source, sorted(problems, key=lambda problem: problem.line or 0))
 
 
 def activation_budget_gb(config: RunConfig, state: "MemoryEstimate", rank: str) -> float:
