@@ -41,6 +41,14 @@ ONE = Manifest(
 )
 
 
+def test_parameters_of_another_model_are_named():
+    assert ONE.differences({"w": (4, 2)}) == ""
+    assert ONE.differences({"w": (4, 3)}) == "w has shape (4, 2), where the model has (4, 3)"
+    others = {f"v{i}": (2,) for i in range(8)}
+    assert ONE.differences(others).startswith("v0 is missing; v1 is missing")
+    assert ONE.differences(others).endswith("v5 is missing; 3 more")
+
+
 @given(manifest_values)
 def test_a_manifest_reads_back_equal(manifest):
     assert Manifest.from_json(manifest.to_json()) == manifest

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from torchdistpackage.checkpoint.manifest import Manifest
 from torchdistpackage.cli.main import main
 from torchdistpackage.train import job
 
@@ -68,3 +69,16 @@ def test_data_that_is_not_there_is_refused_before_a_rank_starts(tmp_path, capsys
     assert main(["train", TINY, *changes]) == 2
     assert "data.path" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("how", ["auto", "a path"])
+def test_a_checkpoint_of_another_model_is_refused_before_a_rank_starts(tmp_path, capsys, how):
+    step = tmp_path / "gpt_tiny" / "checkpoints" / "step_000003"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text(Manifest(3, 0, (), {}, {}).to_json())
+    resume = "auto" if how == "auto" else str(step)
+    assert main(["train", TINY, f"run.dir={tmp_path}", "--resume", resume]) != 0
+    said = capsys.readouterr().err
+    assert said.startswith(f"tdp: {step} is of another model than this run: ")
+    assert "is missing; " in said and " more. Go on with the model it was written with" in said
+    assert [x.name for x in step.parents[1].iterdir() if x.name[0] != "."] == ["checkpoints"]

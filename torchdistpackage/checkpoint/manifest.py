@@ -29,6 +29,8 @@ MAX_BYTES = 1 << 28
 
 _FOLDER = re.compile(r"step_(\d{6,})(?:\.|\Z)", re.ASCII)
 _MAX_NAME_BYTES = 255
+_SHOWN = 6
+"""Parameters named, where a checkpoint is of another model."""
 
 Claim = tuple[str, str, tuple[int, ...]]
 """(key in a file, torch's dtype, shape) of a piece."""
@@ -94,6 +96,19 @@ class Manifest:
     files: Mapping[str, FileFacts]
     facts: Mapping[str, Fact] = field(default_factory=dict[str, Fact])
     format: int = FORMAT
+
+    def differences(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        """How its parameters differ from those of a model, of these names and shapes; "": not."""
+        has = {name: entry.shape for name, entry in self.tensors.items() if "#" not in name}
+        found = [f"{name} is missing" for name in shapes if name not in has]
+        found += [f"{name} is not expected" for name in has if name not in shapes]
+        found += [
+            f"{name} has shape {has[name]}, where the model has {shape}"
+            for name, shape in shapes.items()
+            if name in has and has[name] != shape
+        ]
+        more = [f"{len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+        return "; ".join([*found[:_SHOWN], *more])
 
     def to_json(self) -> str:
         """JSON text with a checksum over itself: a flipped digit would still parse."""

@@ -82,19 +82,9 @@ def export_checkpoint(
 
 
 def _check_model(manifest: Manifest, layouts: Mapping[str, Layout], path: Path) -> None:
-    wanted = {name: layout.shape for name, layout in layouts.items()}
-    has = {name: entry.shape for name, entry in manifest.tensors.items() if "#" not in name}
-    problems = [f"{name} is missing" for name in wanted if name not in has]
-    problems += [f"{name} is not expected" for name in has if name not in wanted]
-    problems += [
-        f"{name} has shape {has[name]}, where the model has {of}"
-        for name, of in wanted.items()
-        if name in has and has[name] != of
-    ]
-    if problems:
+    if problems := manifest.differences({n: layout.shape for n, layout in layouts.items()}):
         raise CheckpointError(
-            f"{path} is of another model than its run's resolved.yaml describes: "
-            f"{'; '.join(problems[:12])}"
+            f"{path} is of another model than its run's resolved.yaml describes: {problems}"
         )
 
 

@@ -17,13 +17,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
-from torchdistpackage.checkpoint.commit import latest
+from torchdistpackage.checkpoint.commit import candidates, damage, latest
+from torchdistpackage.checkpoint.manifest import NAME as MANIFEST
+from torchdistpackage.checkpoint.manifest import read_manifest
 from torchdistpackage.config.check import absent_files, wrong_files
 from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.types import MAX_PROCS
-from torchdistpackage.errors import ConfigError, LaunchError
+from torchdistpackage.errors import CheckpointError, ConfigError, LaunchError
 from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.launch.files import atomic_write
 from torchdistpackage.launch.lock import Lock, take
@@ -52,7 +54,7 @@ from torchdistpackage.launch.slurm.run_dir import (
 from torchdistpackage.launch.supervisor import WatchedRank, supervise
 from torchdistpackage.launch.workers import run_local
 from torchdistpackage.train.documents import TextSource
-from torchdistpackage.train.plan import local_procs, make_plan
+from torchdistpackage.train.plan import Plan, local_procs, make_plan
 
 WORKER = "torchdistpackage.train.worker"
 WORKER_MAIN = f"{WORKER}:worker_main"
@@ -228,12 +230,32 @@ def _start_ranks(path: str, overrides: list[str], resume: str) -> int:
     if num_procs > MAX_PROCS:
         text = f"{num_procs:,} processes on this machine, where {MAX_PROCS:,} are allowed; "
         raise ConfigErrors(path, [config.problem("parallel", text + "submit a job instead")])
-    make_plan(config, num_procs, path)
+    plan = make_plan(config, num_procs, path)
     if found := absent_files(config) + wrong_files(config):
         raise ConfigErrors(path, found)
     files = RunDir(run_folder(config).absolute())
     with only_writer(files.run):
+        _refuse_other_model(plan, resume, files.run / CHECKPOINTS)
         return _run_ranks(config, num_procs, resume, files)
+
+
+def _refuse_other_model(plan: Plan, resume: str, own: Path) -> None:
+    """Raises CheckpointError if what this run would resume from is of another model.
+
+    Ranks would say so too, each when it has made its part of this one.
+    """
+    if resume == "never" or not plan.layouts:
+        return
+    intact = (x for x in candidates(own) if damage(x) is None)
+    path = next(intact, None) if resume == "auto" else Path(resume)
+    if path is None or not (path / MANIFEST).is_file():
+        return
+    shapes = {x.name: x.shape for x in plan.layouts.values() if plan.is_trained(x.name)}
+    if differences := read_manifest(path).differences(shapes):
+        raise CheckpointError(
+            f"{path} is of another model than this run: {differences}. Go on with the model it was "
+            f"written with, begin anew with --resume never, or change run.name"
+        )
 
 
 def _run_ranks(config: RunConfig, num_procs: int, resume: str, files: RunDir) -> int:
