@@ -145,7 +145,7 @@ def test_modules_of_transformers_take_them_too(ranks, where, tmp_path, name):
 def test_what_counts_distances_across_a_sample_is_refused(where, tmp_path, name):
     run = parity.config([*RUN, *where, f"model.hf={config_json(tmp_path, name)}"])
     with pytest.raises(
-        ConfigError, match=r"data\.document_masks: .* across a whole sample; set it"
+        ConfigError, match=r"data\.document_masks=true: .* across a whole sample; set it"
     ):
         make_plan(run, 1)
 
