@@ -119,7 +119,7 @@ def loaded_by_peft(
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
     with quiet():
         model = PeftModel.from_pretrained(model, folder)
-        model.save_pretrained(f"{folder}-again")
+        model.save_pretrained(f"{folder}-again", save_embedding_layers=False)
     with everywhere_float64():
         ids = model.generate(
             input_ids=torch.tensor([prompt]),
