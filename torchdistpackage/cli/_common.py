@@ -26,6 +26,14 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="section.key=value", help="Values that override the file."),
 ]
+World = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help=f"Number of ranks; default: {PROCS}, else the product of the degrees.",
+    ),
+]
 
 
 class ListedIn(AbstractContextManager[None, bool]):

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from torchdistpackage.cli._common import PROCS, Config, Overrides, text_table, wrap_on_terminal
+from torchdistpackage.cli._common import Config, Overrides, World, text_table, wrap_on_terminal
 from torchdistpackage.cli.comm_bench import bench
 from torchdistpackage.cli.comm_ranks import Axes, Procs, Words, parse_target, run_ranks
 from torchdistpackage.config.load import load
@@ -83,14 +83,7 @@ test.__test__ = False  # type: ignore[attr-defined]  # not one of pytest's
 def lint(
     config: Config,
     overrides: Overrides = None,
-    world: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help=f"Number of ranks; default: {PROCS}, else the product of the degrees.",
-        ),
-    ] = None,
+    world: World = None,
     run: Annotated[
         bool | None,
         typer.Option(

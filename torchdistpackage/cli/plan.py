@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from torchdistpackage.cli._common import PROCS, Config, Overrides, text_table, wrap
+from torchdistpackage.cli._common import Config, Overrides, World, text_table, wrap
 from torchdistpackage.config.check import wrong_files
 from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.load import load
@@ -53,14 +53,7 @@ _SHOWN = 8
 def plan(
     config: Config,
     overrides: Overrides = None,
-    world: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help=f"Number of ranks; default: {PROCS}, else the product of the degrees.",
-        ),
-    ] = None,
+    world: World = None,
     ranks_per_node: Annotated[
         int | None,
         typer.Option(metavar="K", min=1, help="Warn about groups that span nodes of K ranks."),

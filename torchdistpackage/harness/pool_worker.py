@@ -1,5 +1,5 @@
-"""The ranks' side of `harness/pool.py`, wait for a job, run it, clean up, answer; and of
-`harness/pool.py`.
+"""The ranks' side of `harness/pool.py`: wait for a job, run it, clean up, answer. And of a call on
+ranks of their own: join, call, leave.
 
 The next job of a pool must find what the first one found. Torch is imported here, once, in the fork
 server, before the ranks exist.
