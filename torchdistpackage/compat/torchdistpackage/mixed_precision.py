@@ -35,9 +35,11 @@ class EveryBackwardReducer(Reducer):
     def grad_ready_hook(self) -> OnGradReady:
         accumulated = super().grad_ready_hook()
 
-        def arm_and_accumulate(me: "ref[Reducer]", index: int, parameter: Tensor) -> None:
+        def arm_and_accumulate(
+            me: "ref[EveryBackwardReducer]", index: int, parameter: Tensor
+        ) -> None:
             reducer = me()
-            if isinstance(reducer, EveryBackwardReducer) and reducer._task == -1:
+            if reducer is not None and reducer._task == -1:
                 reducer.watch((), wait=reducer.waits)
             accumulated(me, index, parameter)
 

@@ -35,8 +35,9 @@ def group_by_module(members: Sequence[ModuleParam], cap_bytes: int) -> list[int]
 
     The parameters of one module stay together, since their gradients come together: a bias in the
     bucket before would hold that up until its module is done. Buckets are filled from the last
-    member on, as gradients come, up to `cap_bytes`; a larger module has one of its own. Numbers
-    ascend in this order, over all keys.
+    member on, as gradients come, up to `cap_bytes`; a larger module has one of its own, but for
+    slight ones that come just before: a bias without a name, or a norm, would else cost two calls.
+    Numbers ascend in this order, over all keys.
     """
     unit_bytes: Counter[tuple[Hashable, str]] = Counter()
     for member in members:
@@ -50,7 +51,8 @@ def group_by_module(members: Sequence[ModuleParam], cap_bytes: int) -> list[int]
             continue
         size = unit_bytes[unit]
         number, used_bytes = open_bucket.get(member.key, (-1, 0))
-        if number < 0 or used_bytes + size > cap_bytes:
+        is_over = used_bytes + size > cap_bytes and used_bytes > cap_bytes * SLIGHT
+        if number < 0 or is_over:
             number, used_bytes = num_buckets, 0
             num_buckets += 1
         bucket_of[unit] = number
