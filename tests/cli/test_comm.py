@@ -52,7 +52,7 @@ def test_the_groups_of_a_configuration(capfd):
 @pytest.mark.full
 def test_one_rank_has_nothing_to_test(capfd):
     assert main(["comm", "test", "--procs", "1"]) == 0
-    assert capfd.readouterr().out.startswith("1 rank: data=1\n\none rank has nobody to talk to")
+    assert capfd.readouterr().out.startswith("1 rank: data=1\n\none rank has no group to test")
 
 
 def stopped_rank(pairs: bool, timeout_s: float) -> object:

@@ -44,7 +44,7 @@ def test_who_stands_in_a_call_that_waits_is_not_blamed_for_it():
     head = told(one(0, quiet, stack=REDUCE), one(1, quiet, stack=ITEM)).text.splitlines()[0]
     assert "and rank 1 are waiting, in calls that are not numbered" in head
     head = told(one(0, quiet), one(1, quiet, stack=INSIDE)).text.splitlines()[0]
-    assert "and rank 1 are in no call of ours" in head and "cannot be told" in head
+    assert "and rank 1 are in no call of ours" in head and "is not known" in head
 
 
 ENGINE = """\

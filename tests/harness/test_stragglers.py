@@ -202,13 +202,13 @@ def test_ranks_that_wait_for_each_other_are_judged_by_the_fastest():
 def test_what_is_said():
     mesh = Mesh((("data", 2), ("pipe", 2), ("tensor", 2)))
     hosts = [f"node{rank // 4:02}" for rank in range(8)]
-    assert Straggler(5, "data", 0.061, 0.011).told(mesh, hosts) == (
+    assert Straggler(5, "data", 0.061, 0.011).described(mesh, hosts) == (
         "rank 5 (data 1 pipe 0 tensor 1) on node01: data loading takes 61.0 ms a step, its peers "
         "11.0 ms (50.0 ms or 455% more)"
     )
     assert (
         Straggler(5, "data", 0.06, 0.001)
-        .told(mesh, hosts)
+        .described(mesh, hosts)
         .endswith("its peers 1.0 ms (59.0 ms more)")
     )
 
@@ -223,7 +223,7 @@ def test_it_is_said_once_and_again_when_it_changes_or_is_over():
         for found in ([], [slow], [slow], [], [slow], [slower], [slower, other], [other], [other])
     ]
     assert [len(lines) for lines in heard] == [0, 1, 0, 0, 0, 1, 1, 0, 1]
-    assert heard[1] == [f"straggler: {slow.told(mesh, 'ab')}"]
+    assert heard[1] == [f"straggler: {slow.described(mesh, 'ab')}"]
     assert heard[8] == [
         "straggler over: rank 1 (data 1) on b: data loading is as fast as that of its peers"
     ]

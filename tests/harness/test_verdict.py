@@ -56,7 +56,7 @@ def test_what_a_backend_says_of_the_absent_is_told():
     }
     assert judge(seen).problems == (
         "sum: ranks 1 on node0, 3 on node1 did not come within 30 s; "
-        "ranks 0 on node0, 2 on node1 waited, and were told: Connection closed",
+        "ranks 0 on node0, 2 on node1 waited, with the error: Connection closed",
     )
 
 

@@ -137,7 +137,7 @@ EXPECTED: dict[str, tuple[str, list[str]]] = {
     ),
     "all": (
         r"rank 0 \(data 0 on .*\) and ranks 1, 2 are in data loading, in a step that has taken "
-        r"\d s: which of them holds up the others cannot be told",
+        r"\d s: which of them delays the others is not known",
         [r"ranks 1, 2:", "in load_for_ever"],
     ),
     "first": (

@@ -94,7 +94,7 @@ def over(seen: dict) -> str:
 
 @pytest.mark.parametrize(
     ("scenario", "card", "reason"),
-    [("first", "eth0", "subnet"), ("second", "eth1", "subnet"), ("users", "eth0", "as told")],
+    [("first", "eth0", "subnet"), ("second", "eth1", "subnet"), ("users", "eth0", "as set")],
 )
 def test_the_card_is_that_of_the_masters_network_or_the_users(cards, scenario, card, reason):
     for seen in cards[scenario]:

@@ -73,7 +73,7 @@ def test(
     ]
     parts = [f"{target.num_ranks} {ranks}: {describe(target.axes)}"]
     parts += [text_table([_COLUMNS, *rows], num_left=1)] if rows else []
-    said = "all groups deliver what was sent" if rows else "one rank has nobody to talk to"
+    said = "all groups deliver what was sent" if rows else "one rank has no group to test"
     typer.echo("\n\n".join([*parts, f"{said} ({found.time_s:.2f} s)"]))
 
 

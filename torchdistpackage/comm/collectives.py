@@ -223,7 +223,7 @@ def as_group(group: Group | str) -> Group:
         return _named(group)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise CommError(
-            "this rank is not in the group, as torch.distributed.new_group() told it; "
+            "this rank is not in the group, by what torch.distributed.new_group() returned; "
             "let only the members call"
         )
     raise CommError(

@@ -328,7 +328,7 @@ def creation_limit(
         text = absent() or (
             f"{what}: its {len(ranks)} ranks came, but are not connected after the time limit of "
             f"{limit_s:g} s; see whether they reach each other (NCCL_SOCKET_IFNAME, a firewall; "
-            f"NCCL_DEBUG=INFO tells more)"
+            f"NCCL_DEBUG=INFO says more)"
         )
         if not ended.is_set():
             _give_up(text)

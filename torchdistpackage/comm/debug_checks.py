@@ -111,7 +111,7 @@ def agree_messages(group: dist.ProcessGroup, messages: Sequence[tuple[str, Tenso
         peers = sorted({peer for _, _, peer in messages})
         raise CommError(
             f"rank {me} and ranks {peers} could not compare their messages "
-            f"({', '.join(described)}); whoever did not come says why: {error}"
+            f"({', '.join(described)}); a rank that did not come says why: {error}"
         ) from error
     wrong = [
         f"rank {me} is about to {mine}, rank {peer} to {theirs}"

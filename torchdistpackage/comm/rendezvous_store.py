@@ -69,7 +69,7 @@ def find(
     address, rank = rendezvous.address, rendezvous.rank
     end = time.monotonic() + timeout_s
     stranger_since: float | None = None
-    seen, pause_s = "nobody listened", 0.05
+    seen, pause_s = "no process listened", 0.05
     while time.monotonic() < end:
         for port in ports:
             if time.monotonic() > end:

@@ -165,7 +165,8 @@ def _absences(
             error = next((stops[r].error for r in waiting if stops[r].error), "")
             lines.append(
                 f"{stop.what}: {named(missed, host_of)} did not come within {limit_s:g} s; "
-                f"{named(waiting, host_of)} waited" + (f", and were told: {error}" if error else "")
+                f"{named(waiting, host_of)} waited"
+                + (f", with the error: {error}" if error else "")
             )
     if left:
         lines.append(

@@ -218,7 +218,7 @@ class _PoolWorker:
         """Drop what ended jobs left in cycles, once that holds several groups.
 
         Each has a thread of gloo's that looks at its sockets a hundred times a second, also while
-        this rank waits. To be called when nobody holds what the job returned: what stays is not
+        this rank waits. To be called when what the job returned is held no more: what stays is not
         looked at again, which keeps this short.
         """
         self._num_threads = min(self._num_threads, num_threads())

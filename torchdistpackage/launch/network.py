@@ -134,11 +134,11 @@ def configure_network(
     meant = users_interfaces(env, addresses)
     shown = " and ".join(f"{name}={value}" for name, value in users.items())
     if len(users) == 2:
-        return Network((), f"network: as told by {shown}")
+        return Network((), f"network: as set by {shown}")
     if GLOO in users:
-        return Network(((NCCL, "=" + ",".join(meant[GLOO])),), f"network: as told by {shown}")
+        return Network(((NCCL, "=" + ",".join(meant[GLOO])),), f"network: as set by {shown}")
     if NCCL in users and len(meant[NCCL]) == 1:
-        return Network(((GLOO, meant[NCCL][0]),), f"network: as told by {shown}")
+        return Network(((GLOO, meant[NCCL][0]),), f"network: as set by {shown}")
     allowed = [a for a in addresses if NCCL not in users or a.interface in meant[NCCL]]
     choice = choose_interface(allowed, master, own=own)
     among = f", among those of {shown}" if users else ""

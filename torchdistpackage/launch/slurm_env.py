@@ -203,7 +203,7 @@ def is_inherited(env: Env) -> bool:
     if step_nodes != job_nodes and not hosts <= set(expand(job_nodes)):
         return True
     # srun gives its tasks a umask; from a batch script Slurm takes the variable away. Not proof
-    # enough alone, should a site's srun be told to hand on less.
+    # enough alone, should a site's srun be set to hand on less.
     is_batch = env.get("ENVIRONMENT") == "BATCH" and "SLURM_UMASK" not in env
     return is_batch and env.get("SLURM_SUBMIT_HOST", "").partition(".")[0] in hosts
 

@@ -54,7 +54,7 @@ from torchdistpackage.launch.process import (
 HOLD_S = 30.0
 """The wait for word of a lost peer, in vain where no node is gone and that peer goes on."""
 GRACE_S = 2.0
-"""For a rank to end by itself when another one has failed and this process is told to end."""
+"""For a rank to end by itself when another one has failed and this process is asked to end."""
 _POLL_S = 0.25
 _SIGNAL_S = 0.1
 _LOOK_S = 1.0

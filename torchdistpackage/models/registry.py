@@ -18,7 +18,7 @@ from torchdistpackage.models.hugging_face_layout import FolderFiles, Source
 
 
 class ModelShape(Protocol):
-    """What any shape tells: length of sequences, width of activations, number of token ids, and the
+    """What every shape has: length of sequences, width of activations, number of token ids, and the
     longest sequence that the model is made for."""
 
     @property

@@ -239,7 +239,7 @@ def _with_adapters(
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Modules made inside have their parameters there; of buffers nobody could tell the values."""
+    """Modules made inside have their parameters there; of buffers the values would be lost."""
     thread = threading.get_ident()  # the hook is called in all of them
 
     def moved(module: nn.Module, name: str, parameter: Any) -> Any:

@@ -74,8 +74,8 @@ class ChatTemplate:
                 if not (upto.startswith(before) and text.startswith(upto)):
                     raise DataError(
                         f"{where}: the chat template writes message {i + 1}, or what is before it, "
-                        f"in another way when more follows, so what the assistant says cannot be "
-                        f"told; give chats of one reply, or mark replies in the template with "
+                        f"in another way when more follows, so what the assistant says is not "
+                        f"known; give chats of one reply, or mark replies in the template with "
                         f"{{% generation %}}"
                     )
                 spans.append((len(before), len(upto)))

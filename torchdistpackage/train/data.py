@@ -273,7 +273,7 @@ class Batches:
                 target=_serve, args=(self._tasks, WeakMethod(self._make)), name="data", daemon=True
             )
             self._thread.start()
-            # a run that nobody closed and nobody holds any more: its thread must not hold it
+            # a run that was not closed and is no longer held: its thread must not hold it
             finalize(self, self._tasks.put, None).atexit = False
         future: Future[DataBatch] = Future()
         self._tasks.put((number, future))

@@ -17,7 +17,7 @@ from torchdistpackage.errors import DataError
 PAIRS = "prompt+completion"
 """The field that stands for two: the prompt does not count in the loss."""
 CHAT, TOOLS = "messages", "tools"
-"""The field that holds a chat, a list of messages, and the one beside it."""
+"""The field that holds a chat, a list of messages, and that of its tools."""
 _ROWS = 512
 """Of a parquet file that are in memory at once."""
 _SUFFIXES = {"text": "", "jsonl": ".jsonl", "parquet": ".parquet"}

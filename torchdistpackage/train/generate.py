@@ -1,7 +1,7 @@
 """Tokens of a language model, one after another, on any layout.
 
 Each token is one forward of the whole sequence through the pipeline: nothing of an earlier one is
-kept. It is chosen where the logits are, from random numbers that no layout changes, and told to all
+kept. It is chosen where the logits are, from random numbers that no layout changes, and sent to all
 ranks, so every layout writes what one process writes.
 """
 
@@ -48,7 +48,7 @@ def generate(
         timeout_s=timeout_s,
         dynamic_shapes=True,
     )
-    # the ranks of the last stage all know the token; the first of them in the model tells it
+    # the ranks of the last stage all know the token; the first of them in the model sends it
     coord, last = mesh.coord(model.rank), plan.schedule.placement[-1]
     source = mesh.rank({**coord, "pipe": last, "tensor": 0, "context": 0})
     # a sequence that is split over ranks needs a multiple of them; no token sees what comes later

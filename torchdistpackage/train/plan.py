@@ -57,7 +57,7 @@ class Plan:
     """One run on one world.
 
     config: with `parallel.data` filled in.
-    model, shape: of a named model; None for a user's own, whose pieces only its build can tell.
+    model, shape: of a named model; None for a user's own, whose pieces are known once it is built.
     pieces: names a pipeline may be cut between. pipeline: stages, their order and its prediction.
     layouts: by global parameter name.
     """
@@ -102,7 +102,7 @@ class Plan:
 
     @cached_property
     def _kinds_of_layouts(self) -> dict[int, list[Layout]]:
-        """By pipe index one layout of each kind that tells groups apart."""
+        """By pipe index one layout of each kind that groups differ in."""
         found: dict[int, dict[object, Layout]] = {}
         for x in self.layouts.values():
             for place in x.stages:

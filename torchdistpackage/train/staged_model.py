@@ -54,7 +54,7 @@ class StagedModel:
         coord, placement = self.plan.topology.dense.coord(self.rank), self.plan.schedule.placement
         self.has_first = coord["pipe"] == placement[0]
         self.has_last = coord["pipe"] == placement[-1]
-        # of the ranks that compute one loss, one tells it
+        # of the ranks that compute one loss, one reports it
         self.tells_loss = self.has_last and coord["tensor"] == 0 and coord["context"] == 0
 
     def saved(self) -> dict[str, tuple[nn.Parameter, Layout]]:
@@ -79,7 +79,7 @@ class StagedModel:
         """The forward of microbatches whose last stage gives the sum of their losses.
 
         inputs, targets: of each microbatch, where the first and the last stage are. totals: (loss
-        sum, count) of all of them are added to it where this rank tells them. position_ids: of each
+        sum, count) of all of them are added to it if this rank reports them. position_ids: of each
         microbatch, on every rank.
         """
 

@@ -97,14 +97,14 @@ def end(life: StopController, folder: Path, step: int, env: Mapping[str, str]) -
     steps = [start.step for start in starts]
     decision = decide(life.stop_reason(), steps, step, life.limits, in_job(starts))
     if decision.word is RequeueDecision.CHAIN and not env.get("TDP_BATCH"):
-        why = "nobody here chains jobs, which the script of tdp submit does"
+        why = "only the script of tdp submit chains jobs"
         decision = Decision(RequeueDecision.STOP, f"{decision.reason}; {why}")
     try:
         write_decision(files, decision, env)
     except OSError as error:
         raise LaunchError(
-            f"saved {reason}, but nobody can be told: {files.decision(attempt_id(env))}: "
-            f"{error.strerror}; started again it goes on"
+            f"saved {reason}, but the decision cannot be written: "
+            f"{files.decision(attempt_id(env))}: {error.strerror}; started again it goes on"
         ) from error
     atomic_write(files.job / _TIMES, json.dumps(life.save_s[-_KEPT:]))
     return decision

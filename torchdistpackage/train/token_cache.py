@@ -54,7 +54,7 @@ _AT_ONCE = 512
 MOST_PROBLEMS = 20
 """Lines named in one error."""
 _ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
-"""Names of the end of text, where no file beside the tokenizer says which it is."""
+"""Names of the end of text, where no file of the tokenizer says which it is."""
 
 Progress = Callable[[int, int], None]
 """Told (bytes of text read, of all) now and then."""

@@ -219,7 +219,7 @@ FINDINGS = {
     written_in_part: ["all_reduce", "shape (4,)", "written to while in flight"],
     input_changed: ["all_gather", "shape (4,)", "input was changed"],
     given_back: ["all_reduce", "memory was given back"],
-    lost: ["all_reduce", "nobody waited", "test_group.py"],
+    lost: ["all_reduce", "no call waited", "test_group.py"],
     taken_by_another_group: ["all_reduce", "in flight"],
     waited_with_limit: ["all_reduce", "blocks the host"],
     told_apart_by_tags: ["NCCL ignores tags"],

@@ -23,7 +23,7 @@ MISTAKES = {
     "no wait for a sum": (
         (Work, "wait", "wait_works(self._works, self._limit)", "pass"),
         "ddp",
-        r"all_reduce \(number \d+\).*(read before wait\(\), by|nobody waited for it)",
+        r"all_reduce \(number \d+\).*(read before wait\(\), by|no call waited for it)",
     ),
     "no wait for the parameters": (
         (
@@ -76,7 +76,7 @@ MISTAKES = {
     "a lost work": (
         (work, "run_async", "return Work(x, (works,), (call,), finish)", "return Work(x)"),
         "zero1",
-        r"(reduce_scatter|all_reduce|all_gather) \(number \d+\).*nobody waited for it",
+        r"(reduce_scatter|all_reduce|all_gather) \(number \d+\).*no call waited for it",
     ),
 }
 

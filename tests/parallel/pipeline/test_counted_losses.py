@@ -236,7 +236,7 @@ def no_loss_of_functions() -> None:
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
     x, y = masked(0, 6)
     loss = lambda given: counted(stage(given[0]), given[1])  # noqa: E731
-    with pytest.raises(CommError, match="without the optimizer nobody says"):
+    with pytest.raises(CommError, match="without the optimizer"):
         forward_backward(None, loss, None, [x, y], 2)
     mean = lambda given: F.cross_entropy(stage(given[0]), given[1])  # noqa: E731
     with pytest.raises(CommError, match="microbatch 0 is a mean over no targets"):

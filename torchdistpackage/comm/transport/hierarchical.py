@@ -5,7 +5,7 @@ chunks, and of each the ranks of a node sum up a part each, sum it over the node
 each other. Chunks follow one another: while one crosses, others are summed and handed out. (The
 2D-torus all-reduce of arXiv:1811.05233.)
 
-A step begins when the one before has ended, so a sum goes on under a backward: gloo's threads tell
+A step begins when the one before has ended, so a sum goes on under a backward: gloo's threads wake
 one of ours, which takes the next step. (On its own threads a group cannot end, so they keep none.)
 Between nodes collectives meet in the order in which they are issued, so a chunk does not cross
 before all that were begun earlier.
@@ -226,7 +226,7 @@ class _ChunkedWork:
                 if error is None or isinstance(error, RuntimeError):
                     return chunk.sent.result()
                 raise RuntimeError(f"{type(error).__name__}: {error}") from error
-        raise RuntimeError(f"no chunk went on for {limit_s:g} s, and the back end told no error")
+        raise RuntimeError(f"no chunk went on for {limit_s:g} s, and the back end raised no error")
 
 
 _Step = Callable[[_HierarchicalAllReduce, _Chunk, torch.futures.Future], None]

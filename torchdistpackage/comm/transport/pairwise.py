@@ -76,7 +76,7 @@ def post_receives(
     """
     line, reverse = recorder.line(group), reverse or group
     mine = line.index
-    # the first to be sent to me is the first of which I tell that I am ready
+    # the first to be sent to me is the first that I say I am ready for
     return [
         (reverse if i > mine else group).recv([x], i, tag)
         for i in reversed(line.others)

@@ -2,7 +2,7 @@
 
 Of such a swap gloo makes six messages and wakes its reading thread for each; here a rank sends one
 and reads one, by itself, which takes a quarter of the time. Both are in one call whenever
-something is on its way, so it can be told by its tag and its length.
+something is on its way, so its tag and its length say which it is.
 
 Ranks that know no address of their own, as gloo would choose it, have no such socket.
 """
@@ -194,7 +194,7 @@ def _answer(store: dist.Store, key: str, limit_s: float) -> socket.socket | None
 
 
 def _accept(server: socket.socket, greeting: bytes, limit_s: float) -> socket.socket:
-    """The connection of the one who knows the greeting; strangers hold nobody up.
+    """The connection of the one who knows the greeting; strangers delay no rank.
 
     Raises:
         TimeoutError: it did not come.

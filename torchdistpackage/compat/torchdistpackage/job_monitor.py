@@ -47,7 +47,7 @@ def scancel_slurm_job(jobid: str | int) -> None:
 
 
 def monitor_job(file: str | Path, query_interval: float = 10) -> Stop:
-    """Submit a batch script, watch it, and submit it again when it died of something that nobody
-    wished for: a few times, and later each time. Returns why the watching ended."""
+    """Submit a batch script, watch it, and submit it again when it failed and was not
+    cancelled: a few times, and later each time. Returns why the watching ended."""
     limits = ResubmitLimits(query_s=query_interval)
     return monitor(ScriptTarget(Path(file), os.environ), limits=limits, say=log.info)

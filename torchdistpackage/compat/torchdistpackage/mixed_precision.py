@@ -109,7 +109,7 @@ class Bf16ZeroOptimizer(ZeroOptimizer):
 
     def _step(self) -> None:
         if not self._in_backward:
-            # on every rank alike, whoever had a gradient
+            # on every rank alike, with or without a gradient
             with torch.enable_grad():
                 self.reducer.watch(())
         super()._step()

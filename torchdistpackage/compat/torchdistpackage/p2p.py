@@ -301,10 +301,10 @@ class _Exchange:
                 f"what rank {peer} sends has no shape here; give one, or ask recv_obj_meta(None)"
             )
         listed = list(shapes) if _is_list(shapes) else [shapes]
-        told = [None if shape is None else tuple(shape) for shape in listed]
-        if known is None or [m and m.shape for m in known] != told:
+        listed = [None if shape is None else tuple(shape) for shape in listed]
+        if known is None or [m and m.shape for m in known] != listed:
             dtype = self._dtype or torch.float
-            return [None if shape is None else TensorMeta(shape, dtype, False) for shape in told]
+            return [None if shape is None else TensorMeta(shape, dtype, False) for shape in listed]
         if self._dtype is None:
             return known
         return [

@@ -1,7 +1,7 @@
 """Transformer blocks under the names of the earlier package, each with its serial twin.
 
-Input is (B, N, C). Sequence parallelism cuts dim 0, which is the batch here. A layer is told
-whether its input is cut when it is made and never asks the tensor. A parallel block's parameters
+Input is (B, N, C). Sequence parallelism cuts dim 0, which is the batch here. Whether its
+input is cut is an argument of a layer, which never asks the tensor. A parallel block's parameters
 are named as its twin's, with `linear` between layer and parameter where they are cut.
 """
 

@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 __path__: list[str] = []
-"""torchshard has modules below this one, which are announced beside it."""
+"""torchshard has modules below this one, which are registered with it."""
 
 
 def __getattr__(name: str) -> object:

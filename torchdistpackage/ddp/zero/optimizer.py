@@ -229,7 +229,7 @@ class ZeroOptimizer(ShardedOptimizerBase):
     def arrive(self) -> None:
         """Wait for the parameters that are on their way; what is freed stays so.
 
-        Only then may the pieces that this rank owns be read, by whoever saves them for example.
+        Only then may the pieces that this rank owns be read, for example to save them.
         """
         for bucket in self._buckets:
             bucket.parameters.arrive()

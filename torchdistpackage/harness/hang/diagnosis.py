@@ -281,7 +281,7 @@ class Hang:
         doing = phases.pop() if len(phases) == 1 else "in different parts of the step"
         if first in waiting:
             doing = "waiting, in calls that are not numbered"
-        unknown = "which of them holds up the others cannot be told"
+        unknown = "which of them delays the others is not known"
         what = f"and {ranks_listed(more)} are {doing}, {taken}: {unknown}"
         return self._of(first, Cause.BUSY, what)
 

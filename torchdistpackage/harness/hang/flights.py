@@ -71,8 +71,8 @@ def to_json(flights: Iterable[InFlightCall]) -> list[dict[str, Any]]:
     return [{**asdict(flight), "ranks": list(flight.ranks)} for flight in flights]
 
 
-def from_json(told: Iterable[Mapping[str, Any]]) -> tuple[InFlightCall, ...]:
-    return tuple(InFlightCall(**{**fields, "ranks": tuple(fields["ranks"])}) for fields in told)
+def from_json(entries: Iterable[Mapping[str, Any]]) -> tuple[InFlightCall, ...]:
+    return tuple(InFlightCall(**{**fields, "ranks": tuple(fields["ranks"])}) for fields in entries)
 
 
 Flights = Mapping[int, Sequence[InFlightCall]]

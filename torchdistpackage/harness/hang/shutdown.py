@@ -71,10 +71,10 @@ class Shutdown:
         self.folder.write_report(found.text)
         return found
 
-    def end(self, dump: Dump, diagnosis: Diagnosis | None, told: threading.Event) -> None:
+    def end(self, dump: Dump, diagnosis: Diagnosis | None, reported: threading.Event) -> None:
         """End this process, and those of this host that cannot; first say why. Does not return.
 
-        told: set when no one needs to wait for the report any more.
+        reported: set when no one needs to wait for the report any more.
         """
         with contextlib.suppress(OSError):
             self._end_the_silent(dump)
@@ -89,7 +89,7 @@ class Shutdown:
         speaker = threading.Thread(target=_say, args=(says,), daemon=True)
         speaker.start()
         speaker.join(_SPEAK_S)
-        told.set()
+        reported.set()
         if dump.state is not State.DUMPED:
             time.sleep(_LINGER_S)
         for child in dump.process.descendants():  # workers of a loader may hang as well

@@ -124,7 +124,7 @@ class LateGroup(OwnGroup):
             before, of = self._tags.get((what, peer), (tag, work.call))
             if before != tag and not of.done:
                 raise RaceError(
-                    f"{of.name}: tags {before} and {tag} tell messages of one way apart, "
+                    f"{of.name}: tags {before} and {tag} distinguish messages from one rank, "
                     f"but NCCL ignores tags: they meet in the order of their issue{issued_at()}"
                 )
             self._tags[what, peer] = tag, work.call

@@ -88,9 +88,9 @@ class World:
         self._open = [call for call in self._open if not call.done]
         if lost := [call for call in self._open if call.is_lost]:
             self._open = []
-            more = f" (nor for {len(lost) - 1} more calls)" if len(lost) > 1 else ""
+            more = f" (nor for {len(lost) - 1} others)" if len(lost) > 1 else ""
             raise RaceError(
-                f"{lost[0].name}: nobody waited for it{more}, and its handle is gone, but what it "
+                f"{lost[0].name}: no call waited for it{more}, and its handle is gone, but what it "
                 f"writes is still in use{lost[0].where}"
             )
 

@@ -189,7 +189,7 @@ def stuck(board: Matcher, entries: Sequence[PendingOp], name: Name) -> Finding:
         for entry in entries:
             if (path := _search(board, entry, kind, seen)) is not None:
                 return _told(board, path, kind, name)
-    raise AssertionError("an entry that waits for nobody")
+    raise AssertionError("an entry that waits for no rank")
 
 
 def _makes_group(entry: PendingOp) -> bool:
@@ -285,7 +285,7 @@ def _search(board: Matcher, start: PendingOp, kind: str, seen: set[PendingOp]) -
 def _told(board: Matcher, path: Path, kind: str, name: Name) -> Finding:
     head = "ranks wait for each other in a circle:"
     if kind == "missing":
-        head = "a call is missing: somebody waits for a rank that has returned without it"
+        head = "a call is missing: a rank waits for another that has returned without it"
     lines = [head]
     for entry, needed, message in path:
         rank = needed.rank if isinstance(needed, PendingOp) else needed

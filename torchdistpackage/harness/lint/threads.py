@@ -44,7 +44,7 @@ from torchdistpackage.harness.lint.report import (
 PATIENCE_S = 5.0
 """After so long without a call of the one that runs, its turn goes to the next one."""
 GRACE_S = 2.0
-"""How long a thread that is told to end may take."""
+"""How long a thread may take to end once it is asked to."""
 
 
 class LintEnded(BaseException):
@@ -231,7 +231,7 @@ class Threads:
 
     def _late(self) -> Finding:
         running = sorted((*self._running, *self._lapsed))
-        who = ", ".join(map(self._name, running)) or "nobody"
+        who = ", ".join(map(self._name, running)) or "no rank"
         head = f"not done after {self._limit_s:g} s: {who} computes, or waits outside of calls"
         text = with_stacks(head, [(r, stack_of(self._threads[r])) for r in running], self._name)
         if others := waits(self.board, self._name):

@@ -49,7 +49,7 @@ from torchdistpackage.harness.lint.threads import Threads
 BACKEND = "threads"
 """What ranks of a lint talk over; it stands for NCCL where calls are queued."""
 HOST_BACKEND = "threads_host"
-"""The same for what is in host memory, where NCCL's groups have one of gloo beside them."""
+"""The same for what is in host memory, where NCCL's groups have one of gloo as well."""
 
 
 @dataclass

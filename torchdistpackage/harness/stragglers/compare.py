@@ -7,7 +7,7 @@ rank waited for a core (`cpu_wait_clock`).
 On CUDA the host only issues work. There an event on the current stream marks each change of phase,
 and the time between two of them counts: computation, and what kept the stream idle, such as a host
 that was late with the next kernel. What a stream waits for other ranks of a tensor or context group
-inside a forward or backward cannot be told from its own work, so there these ranks are judged by
+inside a forward or backward cannot be separated from its work, so there these ranks are judged by
 the fastest of them, and named together.
 
 All ranks are compared every few steps, and no rank waits for it: the times of the last steps leave

@@ -26,7 +26,7 @@ PHASES = tuple(SPOKEN)
 WINDOW = 10
 """Steps that are judged together."""
 MIN_STEPS = 8
-"""With fewer steps nobody is named, nor the cost of anything known."""
+"""With fewer steps no rank is named, and no cost is known."""
 STEPS_ALIKE = 0.8
 """Part of the steps that have to agree; the others may be anything."""
 MIN_EXCESS_S = 0.005
@@ -39,14 +39,14 @@ difference lies from its own median in the steps that agree."""
 Times = Mapping[str, Sequence[Sequence[float]]]
 """Busy seconds, [phase][rank][step of the window]."""
 MOST_SHARE = 10
-"""Times the peers' time up to which the excess is also told as a share of it."""
+"""Times the peers' time up to which the excess is also given as a share of it."""
 ROUGH, CLOSE = 1.0, 0.15
 """By what part of the expected time a planned cost may be wrong, and a measured one."""
 
 QUIET_WINDOWS = 2
 """After this many windows without it a straggler is over."""
 CHANGE = 2.0
-"""A straggler whose delay grew or fell by this factor is told again."""
+"""A straggler whose delay grew or fell by this factor is reported again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Straggler:
     def excess_s(self) -> float:
         return self.time_s - self.peers_s
 
-    def told(self, mesh: Mesh, hosts: Sequence[str]) -> str:
+    def described(self, mesh: Mesh, hosts: Sequence[str]) -> str:
         """`rank 5 (data 1 pipe 0) on node07: data loading takes 61.0 ms a step, its peers 11.0 ms
         (50.0 ms or 455% more)`. hosts: by rank."""
         more = f"{1000 * self.excess_s:.1f} ms"
@@ -227,7 +227,7 @@ class Alerts:
             self._quiet[key] = 0
             if (straggler.clear or key in self._before) and self._is_new(straggler):
                 self._reported[key] = straggler
-                lines.append(f"straggler: {straggler.told(self._mesh, self._hosts)}")
+                lines.append(f"straggler: {straggler.described(self._mesh, self._hosts)}")
         self._before = set(now)
         for key in [key for key in self._reported if key not in now]:
             self._quiet[key] += 1

@@ -45,7 +45,7 @@ def check(job: BatchJob, requeue: RequeueSection) -> None:
     if "time" not in dict(job.options):
         raise ConfigError(
             "launch.slurm.time is not set, and submitit states a time limit for every job, 5 "
-            "minutes if told none; set it, e.g. launch.slurm.time=24:00:00, or submit via sbatch"
+            "minutes by default; set it, e.g. launch.slurm.time=24:00:00, or submit via sbatch"
         )
 
 

@@ -26,7 +26,7 @@ _SIGNAL_S = 30
 """How long before the end Slurm's own signal comes at the latest; Slurm may be a minute early."""
 TRAIN = ("-u", "-P", "-m", "torchdistpackage", "train")
 MAX_RUNS = 1000
-"""As many tasks as Slurm takes in one array where nobody changed its limit."""
+"""As many tasks as Slurm takes in one array by default."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ def incident_of(
 ) -> NodeIncident | None:
     """What the failure that brought a start down says against its node, if anything.
 
-    others: of this start. A node that told of a rank's end after the alarm of a hang is not gone.
+    others: of this start. A node that reported a rank's end after the alarm of a hang is not gone.
     """
     reason, node = _reason(failure), failure.host.partition(".")[0]
     # a watcher ends its rank only after others have failed, whatever the clocks of two hosts say

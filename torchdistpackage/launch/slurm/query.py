@@ -79,7 +79,7 @@ def run_command(
     except subprocess.TimeoutExpired:
         raise CommandTimeout(
             f"{' '.join(args[:3])} gave no answer in {limit_s:g} s; is the controller away? "
-            f"`scontrol ping` tells"
+            f"see `scontrol ping`"
         ) from None
     return CompletedCommand(done.returncode, done.stdout, done.stderr)
 
@@ -127,7 +127,7 @@ OUTCOMES = {state: outcome for outcome, states in _STATES.items() for state in s
 """Slurm's word -> what it means. PREEMPTED is shown for a job that Slurm does not requeue."""
 
 NOT_ITS_FAULT = frozenset({"NODE_FAIL", "BOOT_FAIL", "PREEMPTED", "LAUNCH_FAILED"})
-"""Ways to die that tell nothing about the job itself."""
+"""Ways to end that say nothing about the job itself."""
 
 SQUEUE_FIELDS = (
     *("JobArrayID:40", "State:20", "RestartCnt:10", "exit_code:10", "TimeUsed:24"),

@@ -225,7 +225,7 @@ def why_not(mode: str, env: Mapping[str, str], runner: Runner = run_command) -> 
     try:
         facts = _facts(env, runner, lambda wait_s: None)
     except LaunchError as error:
-        return f"{cannot}, as far as can be told here: {error}"
+        return f"{cannot}, as far as is known here: {error}"
     if facts.get("BatchFlag") == "0":
         return f"{cannot}: it has no batch script that could be run again"
     if facts.get("Requeue") == "0":

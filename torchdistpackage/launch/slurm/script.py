@@ -367,7 +367,7 @@ _tdp_word='' _tdp_reason=''
 if [ -f "$_tdp_run/job/decision.$_tdp_own" ]; then
     read -r _tdp_word _tdp_reason <"$_tdp_run/job/decision.$_tdp_own"
     if ! wait "$!" || [ "$_tdp_told" -ne 0 ]; then
-        _tdp_say "told to end, or not every node starts a task within {_ANSWERS_S} s"
+        _tdp_say "asked to end, or not every node starts a task within {_ANSWERS_S} s"
         rm -f "$_tdp_run/job/decision.$_tdp_own"
         _tdp_word=
     fi

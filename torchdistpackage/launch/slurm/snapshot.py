@@ -35,7 +35,7 @@ MAX_FILES = 5_000
 MAX_FILE_BYTES = 1 << 20
 MAX_BYTES = 64 << 20
 MAX_SEEN = 100_000
-"""Limits without git: somebody may stand in a home folder, or beside data."""
+"""Limits without git: the folder may be a home folder, or hold data."""
 LARGE_BYTES = 512 << 20
 """A snapshot that is worth a remark."""
 _GIT_TIMEOUT_S = 60.0

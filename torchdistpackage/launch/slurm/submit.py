@@ -67,7 +67,7 @@ _ADVICE = (
     ("memory", "`sinfo -o '%N %m'` shows what nodes have; set launch.slurm.mem"),
     ("dependency", "set launch.slurm.dependency, e.g. afterok:123"),
     ("policy", "a limit of your account; ask for less, or wait for your other jobs"),
-    ("contact", "the controller is away; `scontrol ping` tells; submit again later"),
+    ("contact", "the controller is away; see `scontrol ping`; submit again later"),
 )
 """What sbatch says, in part, and what to do about it."""
 

@@ -2,7 +2,7 @@
 
 A shard computes with its part, and every shard that works on from a replicated tensor does so for
 itself. So the gradient that autograd leaves on a parameter is the derivative by the copy of this
-shard. For a part that nobody else holds that is the gradient. What several shards hold
+shard. For a part that no other shard holds that is the gradient. What several shards hold
 (`is_shared`) needs the sum over them.
 """
 
@@ -33,7 +33,7 @@ class StateAction(ABC):
         return getattr(self, "world_size", None)
 
     def local_gradient(self, grad: Tensor, rank: int) -> Tensor:
-        """What `rank` applies of the gradient of its part, where nobody else has to be asked."""
+        """What `rank` applies of the gradient of its part, where no other shard is needed."""
         return grad
 
     def spread(self, grad: Tensor, rank: int) -> Tensor:

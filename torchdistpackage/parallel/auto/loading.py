@@ -1,8 +1,8 @@
 """Weights of the whole model into the shards that were made from it, the reverse of saving.py.
 
 Files are read tensor by tensor, and of each tensor the parts that shards here hold are copied. So a
-model that was split on the meta device comes to its weights with the tensors of one file, which
-safetensors maps into memory, beside its shards.
+model that was split on the meta device comes to its weights with its shards and the tensors of
+one file, which safetensors maps into memory.
 """
 
 from collections.abc import Iterator, Sequence

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchdistpackage.errors import CommError
 
 WAIT_S = 600.0
-"""Longest wait for threads that belong to no run, whose failure nobody notices."""
+"""Longest wait for threads that belong to no run, whose failure goes unnoticed."""
 
 
 class ThreadRun:

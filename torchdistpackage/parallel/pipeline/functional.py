@@ -233,7 +233,7 @@ def _check_divisible(optimizer: torch.optim.Optimizer | None, reducer: Reducer |
     """Raises CommError: which gradients is not known, or they are not where they could be."""
     if optimizer is None:
         raise CommError(
-            "the loss is (sum, count), and without the optimizer nobody says which gradients "
+            "the loss is (sum, count), and without the optimizer it is not known which gradients "
             "are to be divided by the count; give it, or accumulate with Pipeline"
         )
     zero = isinstance(optimizer, ZeroOptimizer)

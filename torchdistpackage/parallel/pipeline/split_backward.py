@@ -26,7 +26,7 @@ from torchdistpackage.parallel.deferred_wgrad import DeferredGrad, deferred_grad
 Node = Any
 """Of autograd's graph; torch's type of it has no members."""
 Edges = tuple[tuple[Node, int], ...]
-"""What a node hands its gradients to: by argument, (node, its output), (None, 0) for nobody."""
+"""What a node hands its gradients to: by argument, (node, its output), (None, 0) for none."""
 
 _NO_LEAVES: frozenset[Node] = frozenset()
 

@@ -277,8 +277,8 @@ def materialize(module: Module, device: torch.device) -> None:
         name or "(root)" for name, one in owners if not hasattr(one, "reset_parameters")
     ]:
         raise PlacementError(
-            f"modules {unknown} are on the meta device and have no reset_parameters(), so nobody "
-            f"knows their first values; give them one, or make the module with F.build(...)"
+            f"modules {unknown} are on the meta device and have no reset_parameters(), so their "
+            f"initial values are not known; give them one, or make the module with F.build(...)"
         )
     module.to_empty(device=device)
     for _, one in owners:

@@ -10,7 +10,7 @@ heads and a copy of its key-value head, whose gradient these ranks sum.
 With rotary positions each pair of a head's channels is turned by an angle that grows with position:
 Su et al., RoFormer, arXiv:2104.09864, section 3.4.2, with the pairs taken half a head apart, as
 most published weights have them; the scalings are those of `layout/rope.py`. Angles are never
-computed below float32: a half float cannot tell position 2049 from 2048.
+computed below float32: a half float cannot represent position 2049.
 """
 
 import math

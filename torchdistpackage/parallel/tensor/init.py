@@ -135,7 +135,7 @@ def initialize(
         the caller seeded them alike before building it.
 
     Raises:
-        LayoutError: a parameter is not there, has no layout, or is not the shape it tells.
+        LayoutError: a parameter is not there, has no layout, or has another shape than its layout.
     """
     parameters = dict(module.named_parameters())
     for name, initial in (collect_initials(module) if initials is None else initials).items():

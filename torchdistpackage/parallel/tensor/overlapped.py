@@ -146,7 +146,7 @@ def _forward(x: Tensor, ends: _Ends, weights: Sequence[Tensor], biases: Sequence
             return torch.mm(as_matrix(x[rows]), matrix, out=as_matrix(into))
 
         ends.sent.finish = start_scatter(ends.chunks, like, compute)
-        return x.new_zeros(()).expand(*x.shape[:-1], width)  # of the shape; nobody reads it
+        return x.new_zeros(()).expand(*x.shape[:-1], width)  # of the shape; it is never read
     arrivals = ends.coming.take()
     assert arrivals is not None
     y = x.new_empty((*x.shape[:-1], width))

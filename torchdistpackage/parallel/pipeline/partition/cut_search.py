@@ -155,7 +155,7 @@ def wander(of: PartitionProblem, seed: int) -> list[int]:
 
 
 STAGES, HOT, COOLED = 0.02, 0.5, 1e-5
-"""Weight of a stage's square beside a rank's; the first temperature in squares of a rank's mean
+"""Weight of a stage's square if a rank's is 1; the first temperature in squares of a rank's mean
 cost, and the last as a part of it."""
 
 
