@@ -27,6 +27,10 @@ def a_group_of_the_users() -> None:
     primitives.all_reduce(torch.ones(1), group)
     after = policies()
     readers = "gloo_tcp_loop"
+    if readers not in before:  # torch 2.11
+        assert deprioritize() == 0 and policies() == after
+        dist.destroy_process_group(group)
+        return
     assert before.pop(readers) == {os.SCHED_OTHER}
     assert after.pop(readers) == {os.SCHED_BATCH}
     assert all(os.SCHED_BATCH not in found for found in after.values())

@@ -12,6 +12,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torchdistpackage.dist.utils import NVTXContext, cu_prof_start, cu_prof_stop, nvtx_decorator
 
+pytestmark = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11
+
 
 def spans(recorded: profile) -> dict[str, list[tuple[float, float]]]:
     found: dict[str, list[tuple[float, float]]] = {}

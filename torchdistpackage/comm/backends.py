@@ -99,7 +99,8 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
 # -- gloo's threads ------------------------------------------------------------------------
 
 _READERS = "gloo_tcp_loop"
-"""What gloo calls the threads in which it reads its sockets, one for each group."""
+"""What gloo calls the threads in which it reads its sockets, one for each group. torch 2.11's have no
+name."""
 _TASKS = Path("/proc/self/task")
 
 
@@ -114,7 +115,7 @@ def deprioritize(yielding: bool = True) -> int:
     (benchmarks/results/pipeline.md). A batch thread (SCHED_BATCH) waits for an idle core or the
     end of a time slice; where a core is idle nothing changes. No rights are needed.
 
-    Returns how many there are: none without Linux's list of them.
+    Returns how many there are: none without Linux's list of them, or where they have no name.
     """
     policy = getattr(os, "SCHED_BATCH" if yielding else "SCHED_OTHER", None)
     if policy is None or not _TASKS.is_dir():

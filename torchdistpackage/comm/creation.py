@@ -109,7 +109,7 @@ def create(
     if group.group_name != called:
         raise CommError(
             f"torch {torch.__version__} calls {what} {group.group_name!r}, not {called!r}, so its "
-            f"members may not meet; use torch 2.11 to 2.13, or report this"
+            f"members may not meet; use torch 2.11 to 2.14, or report this"
         )
     mark_made(group, store, called)
     return group
@@ -202,10 +202,14 @@ def ranks_of(group: Group) -> tuple[int, ...]:
         ) from error
 
 
+# public from torch 2.14 on, which warns of the other
+_set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+
+
 def set_timeout(group: Group, seconds: float) -> None:
     """How long a later operation of the group may take before it fails."""
     limit = timedelta(seconds=seconds)
-    dist.distributed_c10d._set_pg_timeout(limit, group)
+    _set_timeout(limit, group)
     if recorder.line(group).direct:  # with a limit, a wait on NCCL would block the host
         recorder.limit(group, limit)
 
@@ -238,7 +242,7 @@ def _named(name: str) -> Iterator[None]:
     if _torch_naming is None:
         raise CommError(
             f"torch {torch.__version__} names groups in a way that is not known here; use torch "
-            f"2.11 to 2.13"
+            f"2.11 to 2.14"
         )
     with _lock:
         _num_inside += 1

@@ -163,9 +163,9 @@ class SparseGrad(RowCounts):
             gathered = list(self._all_rows(ids, rows, counts))
             ids = torch.cat([ids for ids, _ in gathered])[None]
             rows = torch.cat([rows for _, rows in gathered])
-            # True and False are both an answer, without which torch warns
-            checked = {"check_invariants": False}
-            total = torch.sparse_coo_tensor(ids, rows, parameter.shape, **checked).coalesce()
+            # enabled or not: without an answer torch warns, and 2.11 asks for it in this form
+            with torch.sparse.check_sparse_tensor_invariants(enable=False):
+                total = torch.sparse_coo_tensor(ids, rows, parameter.shape).coalesce()
         parameter.grad = total.div_(divide).to(parameter.dtype)
 
 

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torchdistpackage.errors import ConfigError, RaceError, RankError
 from torchdistpackage.testing import RankPool
 
+reduce_scatter_into = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 TRANSPORTS = ["late", "late:early", "late:3"]
 
 
@@ -41,7 +43,7 @@ def collectives() -> list[torch.Tensor]:
     )
     out = ones(8)
     note(
-        dist.all_gather_single(out, ones(2) * rank, async_op=True),
+        gather_into(out, ones(2) * rank, async_op=True),
         out,
         torch.arange(4.0, dtype=torch.float64).repeat_interleave(2),
     )
@@ -51,7 +53,7 @@ def collectives() -> list[torch.Tensor]:
     note(dist.reduce_scatter(out, parts, async_op=True), out, want)
     out = ones(1)
     flat = torch.arange(4.0, dtype=torch.float64)
-    note(dist.reduce_scatter_single(out, flat, async_op=True), out, ones(1) * 4 * rank)
+    note(reduce_scatter_into(out, flat, async_op=True), out, ones(1) * 4 * rank)
     sizes = [(rank + i) % 3 for i in range(size)]
     out = ones(sum(sizes), 2)
     note(
@@ -156,7 +158,7 @@ def written_unseen() -> None:
 def input_changed_unseen() -> None:
     x, out = torch.ones(4), torch.empty(8)
     seen = x.numpy()
-    work = dist.all_gather_single(out, x, async_op=True)
+    work = gather_into(out, x, async_op=True)
     seen[0] = 2
     work.wait()
 
@@ -171,7 +173,7 @@ def written_in_part() -> None:
 
 def input_changed() -> None:
     x, out = torch.ones(4), torch.empty(8)
-    work = dist.all_gather_single(out, x, async_op=True)
+    work = gather_into(out, x, async_op=True)
     x += 1
     work.wait()
 

@@ -156,8 +156,8 @@ def test_what_another_rank_could_not_make_does_not_move(ranks):
 def test_bad_lists_of_devices():
     from torchdistpackage.parallel.placed.place import devices_by_rank
 
-    for wrong in (None, 0):
-        with pytest.raises(PlacementError, match=f"{wrong} is no device"):
+    for wrong in (None, "nowhere"):
+        with pytest.raises(PlacementError, match=f"{wrong!r} is no device"):
             devices_by_rank([wrong], 1)
     for wrong in ("cpu", [], None, 3):
         with pytest.raises(PlacementError, match="devices must be a list"):
