@@ -99,8 +99,8 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
 # -- gloo's threads ------------------------------------------------------------------------
 
 _READERS = "gloo_tcp_loop"
-"""What gloo calls the threads in which it reads its sockets, one for each group. torch 2.11's have no
-name."""
+"""What gloo calls the threads in which it reads its sockets, one for each group; no name in torch
+2.11."""
 _TASKS = Path("/proc/self/task")
 
 
