@@ -160,6 +160,14 @@ def test_three_steps_are_those_of_transformers(ranks, saved, name, layout):
     expect_same(results, truth)
 
 
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=FULL)])
+def test_a_loss_of_your_own_gets_all_logits(ranks, saved, name):
+    folder, truth = saved(name)
+    size, changes = asked(LAYOUTS[BOTH])
+    changes.append("model.loss=tests.train.sources:token_losses")
+    expect_same(ranks(size).run(three_steps, [f"model.hf={folder}", *changes]), truth)
+
+
 def expect_same(results: list[Answer], truth: Answer) -> None:
     """Of as many last steps as the results have."""
     parity.expect_close([mine.weights for mine in results], [truth.weights])

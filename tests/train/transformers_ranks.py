@@ -16,7 +16,7 @@ from torchdistpackage.train.train_state import TrainState, resume, save_state
 from torchdistpackage.train.update import warmup_cosine
 
 STEPS = 3
-VOCAB, SEQ_LEN = 64, 12
+VOCAB, SEQ_LEN = 65, 12  # an odd vocabulary, which ranks cannot share evenly
 RUN = [
     *(f"data.seq_len={SEQ_LEN}", f"data.args={{seq_len: {SEQ_LEN}, vocab: {VOCAB}}}"),
     *("data.global_batch=8", "pipeline.microbatches=2", "precision.dtype=float64"),

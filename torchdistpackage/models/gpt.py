@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchdistpackage.comm import primitives
+from torchdistpackage.comm import collectives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import DataError, LayoutError
+from torchdistpackage.layout.derive import chunk
 from torchdistpackage.models import gpt_layout
 from torchdistpackage.models.gpt_layout import ATTENTION, EMBED, HEAD, MLP, TIED, GPTShape
 from torchdistpackage.parallel.tensor.attention import (
@@ -140,14 +141,18 @@ class GPT(Grouped):
         )
         return losses.sum(), (targets != ignore_index).sum()
 
+    def whole_logits(self, logits: Tensor) -> Tensor:
+        """(..., V), equal over the group, from logits (..., V/n)."""
+        vocab, size = self.shape.vocab, self.group.size()
+        sizes = [chunk(vocab, size, index)[1] for index in range(size)]
+        return collectives.gather(logits, -1, self.group, sizes)
+
     def logits_at(self, logits: Tensor, position: int) -> Tensor:
-        """All logits (V,) of one position of the first sample, equal over the group.
+        """Those (V,) of one position of the first sample, equal over the group.
 
         logits (S, B, V/n) as `forward` gives them.
         """
-        mine, width = logits[position, 0], -(-self.shape.vocab // self.group.size())
-        padded = F.pad(mine, (0, width - mine.shape[0]))
-        return primitives.all_gather(padded, self.group)[: self.shape.vocab]
+        return self.whole_logits(logits[position, 0])
 
     def _rotary(self, x: Tensor, position_ids: Tensor | None) -> Tables | None:
         if self.shape.position != "rotary":

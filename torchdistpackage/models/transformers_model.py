@@ -32,6 +32,7 @@ from torchdistpackage.models.transformers_layout import (
     open_folder,
     weights,
 )
+from torchdistpackage.models.transformers_vocab import SplitLogits, split_logits
 from torchdistpackage.parallel.auto.actions import FirstOnly
 from torchdistpackage.parallel.auto.draws import ShardDraws, default_draw, draws_as, may_draw
 from torchdistpackage.parallel.auto.families.registry import PREDEFINED_CONFIGS
@@ -70,6 +71,8 @@ class TransformersStage(nn.Module):
         super().__init__()
         self.decoder, self.shape, self.axis = decoder, shape, axis
         self._group, self._stage_of = group, stage_of
+        is_split = group is not None and not shape.sizes.tied
+        self._split = SplitLogits(group, shape.vocab) if is_split else None
         self._draws = group is not None and may_draw(decoder, is_known=True)
         if group is not None and self._draws:
             draws_as(map(self.get_submodule, self.block_names()), group.rank())
@@ -105,8 +108,8 @@ class TransformersStage(nn.Module):
         return not self._draws or name in self.block_names()
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """ids (B, S) int64 on the first stage, else activations (B, S, D); activations, or logits
-        (B, S, V) from the last stage, alike on all ranks of the group.
+        """ids (B, S) int64 on the first stage, else activations (B, S, D); activations, or from the
+        last stage logits (B, S, V/n), of the columns of this rank.
 
         position_ids (B, S) int64: from 0 in each document of a sample; no token sees another.
         """
@@ -130,17 +133,27 @@ class TransformersStage(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(sum of the tokens' losses, number of tokens counted).
 
-        logits (B, S, V); targets (B, S) int64, the tokens that follow: transformers' labels,
-        shifted by one.
+        logits (B, S, V/n) as `forward` gives them; targets (B, S) int64, the tokens that follow:
+        transformers' labels, shifted by one.
         """
-        total = F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="sum"
-        )
+        if self._split is not None:
+            total = self._split.loss_sum(logits, targets, ignore_index)
+        else:
+            total = F.cross_entropy(
+                logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="sum"
+            )
         return total, (targets != ignore_index).sum()
 
+    def whole_logits(self, logits: Tensor) -> Tensor:
+        """(..., V), equal over the group, from logits (..., V/n)."""
+        return logits if self._split is None else self._split.joined(logits)
+
     def logits_at(self, logits: Tensor, position: int) -> Tensor:
-        """Those (V,) of one position of the first sample, from logits (B, S, V)."""
-        return logits[0, position]
+        """Those (V,) of one position of the first sample, equal over the group.
+
+        logits (B, S, V/n) as `forward` gives them.
+        """
+        return self.whole_logits(logits[0, position])
 
 
 def stage(
@@ -171,7 +184,8 @@ def stage(
     all_blocks = range(shape.sizes.layers)
     decoder: nn.Module = decoder_stage(model, all_blocks if pieces is None else pieces)
     if group is not None and num > 1:
-        plan = add_lora_rules(decoder, PREDEFINED_CONFIGS[shape.family](model.config, range(num)))
+        plan = split_logits(PREDEFINED_CONFIGS[shape.family](model.config, range(num)), shape)
+        plan = add_lora_rules(decoder, plan)
         bound = plan.create_collective_ops([device] * num, group=group)
         decoder, _ = make_shard(decoder, device, bound, rank=group.rank(), world_size=num)
         _unwrap_skipped(decoder)

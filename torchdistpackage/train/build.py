@@ -239,12 +239,13 @@ def _stage(plan: Plan, device: torch.device) -> tuple[TrainStages, dict[str, Lay
     """My stages with their initial weights, layouts by local name, and the loss of the last."""
     config, mesh = plan.config, plan.topology.dense
     dtype = getattr(torch, plan.numbers.weights.dtype)
-    loss: LossFn = token_cross_entropy
+    loss, whole_outputs = token_cross_entropy, None
     if plan.model is not None:
         stages = _named(plan, dtype, device)
         layouts = {s: module.layouts() for s, module in stages.items()}
         _tie(stages, layouts)
-        loss = next(iter(stages.values())).loss
+        mine = next(iter(stages.values()))
+        loss, whole_outputs = mine.loss, mine.whole_logits
         by_name = {f"{s}.{n}": x for s, held in layouts.items() for n, x in held.items()}
     else:
         torch.manual_seed(config.run.seed)
@@ -258,7 +259,7 @@ def _stage(plan: Plan, device: torch.device) -> tuple[TrainStages, dict[str, Lay
     named = {name for name, _ in stage.named_parameters()}
     layouts = {name: layout for name, layout in by_name.items() if name in named}
     if config.model.loss is not None:
-        loss = from_user(user_object(config.model.loss))
+        loss = from_user(user_object(config.model.loss), whole_outputs)
     if plan.model is not None and (folder := config.model.initial_folder) is not None:
         with fail_together(tpc.get_group("global"), f"reading {folder}"):
             for module in stages.values():

@@ -279,11 +279,16 @@ def token_cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
     return total, (targets != IGNORE).sum()
 
 
-def from_user(fn: Callable[[Tensor, Tensor], object]) -> LossFn:
-    """A user's loss(outputs, targets): either (sum, count) as it is, or a mean over dim 0."""
+def from_user(
+    fn: Callable[[Tensor, Tensor], object], whole: Callable[[Tensor], Tensor] | None = None
+) -> LossFn:
+    """A user's loss(outputs, targets): either (sum, count) as it is, or a mean over dim 0.
+
+    whole: what joins outputs that a model of ours leaves split over tensor ranks.
+    """
 
     def loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        value = fn(outputs, targets)
+        value = fn(outputs if whole is None else whole(outputs), targets)
         if isinstance(value, tuple) and len(value) == 2:
             total, count = value
             if isinstance(count, Tensor):

@@ -66,6 +66,37 @@ def test_loss_and_gradient_are_torchs(ranks, world, vocab):
     ranks(Mesh(world).size).run(check_loss, world, vocab)
 
 
+def check_own_sizes(sizes: tuple[int, ...]) -> None:
+    """Ranks that hold other columns than torch.chunk gives them."""
+    tpc.setup_process_groups([("tensor", len(sizes))])
+    group, vocab = tpc.get_group("tensor"), sum(sizes)
+    draw = torch.Generator().manual_seed(3)
+    x, weight = (
+        torch.randn(*n, 4, dtype=torch.float64, generator=draw) for n in ((2, 5), (vocab,))
+    )
+    target = torch.arange(10).view(2, 5) % vocab
+    leaf = weight.clone().requires_grad_()
+    expected = plain(x @ leaf.t(), target).sum()
+    expected.backward()
+    options = {"vocab": vocab, "sizes": sizes, "reduction": "sum"}
+    mine, grad = (
+        t.split(sizes)[group.rank()].clone().requires_grad_() for t in (weight, leaf.grad)
+    )
+    for loss in (
+        vocab_parallel_cross_entropy(x @ mine.t(), target, group, **options),
+        linear_cross_entropy(x, mine, target, group, **options),
+    ):
+        mine.grad = None
+        loss.backward()
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+        torch.testing.assert_close(mine.grad, grad.detach(), rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("sizes", [(1, 6), (3, 0, 4)])
+def test_ranks_may_hold_as_many_columns_as_they_say(ranks, sizes):
+    ranks(len(sizes)).run(check_own_sizes, sizes)
+
+
 def check_low_precision(dtype: torch.dtype) -> None:
     tpc.setup_process_groups([("tensor", 2)])
     group = tpc.get_group("tensor")
@@ -133,6 +164,8 @@ def refuse_options() -> None:
         ({"z_loss": -1.0}, "z_loss=-1.0"),
         ({"reduction": "max"}, "none, mean or sum"),
         ({"weight": torch.ones(4)}, r"shape \(4,\) for a vocabulary of 8"),
+        ({"sizes": (3, 4)}, r"sizes=\(3, 4\) add up to 7, but the vocabulary has 8"),
+        ({"sizes": (8,)}, r"sizes=\(8,\) for a group of 2"),
     ):
         with pytest.raises(LayoutError, match=text):
             vocab_parallel_cross_entropy(x, target, group, vocab=8, **options)

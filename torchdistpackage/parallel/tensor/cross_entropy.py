@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchdistpackage.comm.primitives import Group, all_reduce
+from torchdistpackage.comm.primitives import Group, Sizes, all_reduce
 from torchdistpackage.errors import LayoutError, NotAvailableError
 from torchdistpackage.parallel.tensor.loss_terms import (
     LossTargets,
@@ -33,6 +33,7 @@ def vocab_parallel_cross_entropy(
     group: Group,
     *,
     vocab: int,
+    sizes: Sizes | None = None,
     weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -45,6 +46,7 @@ def vocab_parallel_cross_entropy(
     0-dim for "mean" and "sum"; float32, or float64 for float64 logits. Half precisions are computed
     in float32. An ignored token's loss is 0; "mean" divides by the class weights of the others.
 
+    sizes: number of each rank's columns, the same on all ranks; None: as torch.chunk cuts.
     weight: (vocab,) a factor for each class, the same on all ranks.
     z_loss: factor of the squared log partition function, which is added to the loss of each token.
 
@@ -55,7 +57,7 @@ def vocab_parallel_cross_entropy(
             such a token's loss lacks the target's logit.
     """
     check_classes(target)
-    terms = LossTerms(group, vocab, label_smoothing, z_loss)
+    terms = LossTerms(group, vocab, label_smoothing, z_loss, sizes)
     if logits.shape[-1:] != (terms.width,) or logits.shape[:-1] != target.shape:
         raise LayoutError(
             f"cross entropy of logits {tuple(logits.shape)} and targets {tuple(target.shape)}: "
@@ -74,6 +76,7 @@ def linear_cross_entropy(
     group: Group,
     *,
     vocab: int,
+    sizes: Sizes | None = None,
     class_weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -92,7 +95,7 @@ def linear_cross_entropy(
         DataError: as there.
     """
     check_classes(target)
-    terms = LossTerms(group, vocab, label_smoothing, z_loss)
+    terms = LossTerms(group, vocab, label_smoothing, z_loss, sizes)
     if weight.shape != (terms.width, x.shape[-1]) or x.shape[:-1] != target.shape:
         raise LayoutError(
             f"cross entropy of x {tuple(x.shape)}, weight {tuple(weight.shape)} and targets "

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchdistpackage.comm import collectives
-from torchdistpackage.comm.primitives import MAX, Group, Sizes, all_reduce
+from torchdistpackage.comm.primitives import MAX, Group, Sizes, all_reduce, sizes_of_ranks
 from torchdistpackage.errors import DataError, LayoutError
 from torchdistpackage.layout.derive import chunk
 from torchdistpackage.layout.partition import feature_problems, refuse
@@ -214,6 +214,25 @@ def renormalise(
         norms = norms.pow(1 / norm_type)
     scale = torch.where(norms > max_norm, max_norm / (norms + 1e-7), 1.0)
     weight[met] *= scale.unsqueeze(1)
+
+
+def vocab_range(vocab: int, group: Group, sizes: Sizes | None = None) -> tuple[int, int]:
+    """(first, number) of the classes that this rank holds.
+
+    sizes: number of each rank's, in group order; None: as `chunk` cuts.
+
+    Raises:
+        LayoutError: `sizes` are not one number for each rank, or do not add up to `vocab`.
+    """
+    if sizes is None:
+        return chunk(vocab, group.size(), group.rank())
+    known, rank = sizes_of_ranks(sizes, group, "sizes"), group.rank()
+    if sum(known) != vocab:
+        raise LayoutError(
+            f"sizes={known} add up to {sum(known)}, but the vocabulary has {vocab} classes; pass "
+            f"the number of each rank's"
+        )
+    return sum(known[:rank]), known[rank]
 
 
 def check_ids(ids: Tensor, vocab: int, what: str) -> None:

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchdistpackage.comm.primitives import MAX, Group, all_reduce
+from torchdistpackage.comm.primitives import MAX, Group, Sizes, all_reduce
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.layout.derive import chunk
-from torchdistpackage.parallel.tensor.embedding import check_ids
+from torchdistpackage.parallel.tensor.embedding import check_ids, vocab_range
 
 CACHED_BYTES = 1 << 20
 """Of logits that a CPU looks at together: what its cache keeps from one operation to the next."""
@@ -31,12 +30,14 @@ BLOCK_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """What the loss is made of, the same for all tokens."""
+    """What the loss is made of, the same for all tokens. sizes: columns of each rank, or None for
+    those of `chunk`."""
 
     group: Group
     vocab: int
     smoothing: float
     z: float
+    sizes: Sizes | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.smoothing <= 1 or not self.z >= 0:
@@ -46,9 +47,13 @@ class LossTerms:
             )
 
     @property
+    def columns(self) -> tuple[int, int]:
+        """(first, number) of my columns."""
+        return vocab_range(self.vocab, self.group, self.sizes)
+
+    @property
     def width(self) -> int:
-        """My number of columns."""
-        return chunk(self.vocab, self.group.size(), self.group.rank())[1]
+        return self.columns[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +88,7 @@ class LossTargets:
         ignored = flat == ignore_index
         known = flat.masked_fill(ignored, 0)
         check_ids(known, terms.vocab, "targets")
-        start, width = chunk(terms.vocab, terms.group.size(), terms.group.rank())
+        start, width = terms.columns
         column = known - start
         mine = (column >= 0) & (column < width) & ~ignored
         kept = (~ignored).to(torch.promote_types(logits_dtype, torch.float32))
