@@ -20,6 +20,7 @@ from torchdistpackage.topology.mesh import Mesh
 
 BATCH = 3
 FULL = (pytest.mark.full,)
+SMALL_SET = (("llama", 4), ("gpt2", 2), ("opt", 2))
 
 
 class TensorsSeen(TorchDispatchMode):
@@ -118,15 +119,16 @@ def folder_of(ranks, tmp_path_factory):
     return of
 
 
-SPLIT = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox")
+
 
 
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        pytest.param(name, size, marks=() if (name, size) in (("llama", 4),) else FULL)
-        for name in SPLIT
+        pytest.param(name, size, marks=() if (name, size) in SMALL_SET else FULL)
+        for name in MODELS
         for size in (2, 4)
+        if (name, size) != ("falcon", 4)  # more ranks than its fused keys
     ],
 )
 def test_the_loss_is_that_of_one_process_and_no_rank_holds_all_logits(ranks, folder_of, name, size):

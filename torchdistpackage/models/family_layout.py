@@ -81,6 +81,13 @@ class Weights:
         layout = self._cut(name, (rows, columns), 1, HeadSplit(columns))
         self._add(f"{name}.weight", Weight(layout, "normal", self.std, zero_row))
 
+    def cut_rows(self, name: str) -> None:
+        """Cut a table by rows instead, as a head that shares it is."""
+        weight = self.held[f"{name}.weight"]
+        rows = weight.layout.shape[0]
+        cut = self._cut(f"{name}.weight", weight.layout.shape, 0, HeadSplit(rows))
+        self.held[f"{name}.weight"] = replace(weight, layout=cut)
+
     def column(
         self,
         name: str,

@@ -242,6 +242,8 @@ def pieces(shape: TransformersShape) -> tuple[str, ...]:
 def _embed(shape: TransformersShape, axis: str) -> dict[str, Weight]:
     w = Weights("", axis, shape.sizes.std)
     shape.kind.embed(w, shape.settings, shape.sizes)
+    if shape.sizes.tied:
+        w.cut_rows(shape.kind.table)
     return w.held
 
 

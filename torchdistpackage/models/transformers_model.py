@@ -32,7 +32,11 @@ from torchdistpackage.models.transformers_layout import (
     open_folder,
     weights,
 )
-from torchdistpackage.models.transformers_vocab import SplitLogits, split_logits
+from torchdistpackage.models.transformers_vocab import (
+    SplitVocab,
+    look_up_by_rows,
+    split_by_vocab,
+)
 from torchdistpackage.parallel.auto.actions import FirstOnly
 from torchdistpackage.parallel.auto.draws import ShardDraws, default_draw, draws_as, may_draw
 from torchdistpackage.parallel.auto.families.registry import PREDEFINED_CONFIGS
@@ -71,8 +75,7 @@ class TransformersStage(nn.Module):
         super().__init__()
         self.decoder, self.shape, self.axis = decoder, shape, axis
         self._group, self._stage_of = group, stage_of
-        is_split = group is not None and not shape.sizes.tied
-        self._split = SplitLogits(group, shape.vocab) if is_split else None
+        self._vocab = None if group is None else SplitVocab(group, shape.vocab)
         self._draws = group is not None and may_draw(decoder, is_known=True)
         if group is not None and self._draws:
             draws_as(map(self.get_submodule, self.block_names()), group.rank())
@@ -136,8 +139,8 @@ class TransformersStage(nn.Module):
         logits (B, S, V/n) as `forward` gives them; targets (B, S) int64, the tokens that follow:
         transformers' labels, shifted by one.
         """
-        if self._split is not None:
-            total = self._split.loss_sum(logits, targets, ignore_index)
+        if self._vocab is not None:
+            total = self._vocab.loss_sum(logits, targets, ignore_index)
         else:
             total = F.cross_entropy(
                 logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="sum"
@@ -146,7 +149,7 @@ class TransformersStage(nn.Module):
 
     def whole_logits(self, logits: Tensor) -> Tensor:
         """(..., V), equal over the group, from logits (..., V/n)."""
-        return logits if self._split is None else self._split.joined(logits)
+        return logits if self._vocab is None else self._vocab.join(logits)
 
     def logits_at(self, logits: Tensor, position: int) -> Tensor:
         """Those (V,) of one position of the first sample, equal over the group.
@@ -184,10 +187,11 @@ def stage(
     all_blocks = range(shape.sizes.layers)
     decoder: nn.Module = decoder_stage(model, all_blocks if pieces is None else pieces)
     if group is not None and num > 1:
-        plan = split_logits(PREDEFINED_CONFIGS[shape.family](model.config, range(num)), shape)
-        plan = add_lora_rules(decoder, plan)
+        plan = PREDEFINED_CONFIGS[shape.family](model.config, range(num))
+        plan = add_lora_rules(decoder, split_by_vocab(plan, shape, num))
         bound = plan.create_collective_ops([device] * num, group=group)
         decoder, _ = make_shard(decoder, device, bound, rank=group.rank(), world_size=num)
+        look_up_by_rows(decoder, shape, SplitVocab(group, shape.vocab))
         _unwrap_skipped(decoder)
         _add_biases_behind_sums(decoder, plan)
     made = TransformersStage(decoder, shape, group if num > 1 else None, axis, stage_of)

@@ -146,19 +146,21 @@ def vocab_embedding(
     group: Group,
     *,
     vocab: int,
+    sizes: Sizes | None = None,
     **options: Unpack[LookupOptions],
 ) -> Tensor:
     """My rows (my part of vocab, D) by id, zero for the ids of other ranks: (..., D).
 
     The sum over the group is `F.embedding` of the whole table, with its options. On a GPU those
     that look at which rows were met (max_norm, scale_grad_by_freq, sparse) stop for the host.
+    sizes: number of each rank's rows; None: as torch.chunk cuts.
 
     Raises:
         LayoutError: `weight` is not this rank's share of the vocabulary.
         DataError: an id is outside 0..vocab-1. Seen on the CPU only.
     """
     check_ids(ids, vocab, "ids")
-    start, num_rows = chunk(vocab, group.size(), group.rank())
+    start, num_rows = vocab_range(vocab, group, sizes)
     if weight.shape[0] != num_rows:
         raise LayoutError(
             f"an embedding table of {weight.shape[0]} rows, but index {group.rank()} of "
