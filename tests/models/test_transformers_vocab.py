@@ -20,7 +20,9 @@ from torchdistpackage.topology.mesh import Mesh
 
 BATCH = 3
 FULL = (pytest.mark.full,)
-SMALL_SET = (("llama", 4), ("gpt2", 2), ("opt", 2))
+SMALL_SET = (("llama", 4), ("gpt2", 2), ("gemma2", 2))
+UNTIED = {f"{x}, untied": {**MODELS[x], "tie_word_embeddings": False} for x in ("gpt2", "gemma2")}
+EVERY = {**MODELS, **UNTIED}
 
 
 class TensorsSeen(TorchDispatchMode):
@@ -113,20 +115,17 @@ def folder_of(ranks, tmp_path_factory):
     def of(name: str) -> str:
         if name not in made:
             made[name] = str(tmp_path_factory.mktemp("vocab") / "model")
-            ranks(1).run(save_model, MODELS[name], made[name])
+            ranks(1).run(save_model, EVERY[name], made[name])
         return made[name]
 
     return of
-
-
-
 
 
 @pytest.mark.parametrize(
     ("name", "size"),
     [
         pytest.param(name, size, marks=() if (name, size) in SMALL_SET else FULL)
-        for name in MODELS
+        for name in EVERY
         for size in (2, 4)
         if (name, size) != ("falcon", 4)  # more ranks than its fused keys
     ],

@@ -206,8 +206,8 @@ def find_source(
 def _yaml_of(folder: Path) -> str:
     """A configuration whose model is that of a transformers folder.
 
-    GPT-2 and Llama are the GPT of this package, which keeps logits cut; others, where they can be,
-    transformers' own modules.
+    GPT-2 and Llama are the GPT of this package; others, where they can be, transformers' own
+    modules.
     """
     found = read_config(folder)
     try:
