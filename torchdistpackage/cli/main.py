@@ -1,19 +1,18 @@
 """`tdp`: finds the command, runs it, and says in the exit code how it went.
 
-Only the module of the command that was asked for is imported, so a plan does not
-wait for what training needs. A mistake of the user ends in its text and code 2, a run that
+Only the module of the command that was asked for is imported, so a plan does not wait for what
+training needs, and the help for none. A mistake of the user ends in its text and code 2, a run that
 failed in its report and code 1; a traceback of this process is a bug in this package.
 """
 
 import os
 import sys
-from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from torchdistpackage.cli._common import wrap
 from torchdistpackage.errors import (
@@ -25,11 +24,21 @@ from torchdistpackage.errors import (
     TorchDistError,
 )
 
-COMMANDS = (
-    *("train", "submit", "jobs", "plan", "data", "generate", "eval", "export", "comm"),
-    *("schedule", "profile", "schema"),
-)
-"""Each a function, or commands of its own, in the module of its name; in the order of the help."""
+COMMANDS = {
+    "train": "Train on local processes, or as a rank of torchrun or srun.",
+    "submit": "Submit a run, or a sweep of runs, to Slurm.",
+    "jobs": "List, show, follow, cancel and resubmit submitted runs.",
+    "plan": "Show a run's layout, memory, schedule and batch script.",
+    "data": "Prepare the training data of a run.",
+    "generate": "Continue prompts with a trained model, on any layout.",
+    "eval": "Loss and perplexity of a trained model, on any layout.",
+    "export": "Export the latest checkpoint for Hugging Face transformers, adapters for peft.",
+    "comm": "Test, benchmark and check the communication between ranks.",
+    "schedule": "Show a pipeline schedule and its bubble.",
+    "profile": "Summarise the trace of a run's profiled steps.",
+    "schema": "Print the JSON schema of the YAML file.",
+}
+"""Each a function, or commands of its own, in the module of its name -> how the help lists it."""
 
 _EARLIER_OPTIONS = {
     ("comm", "bench"): {"--alone": "--isolated", "--over": "--axis"},
@@ -67,10 +76,9 @@ def _end_rank(code: int) -> None:
 
 
 def _run(args: list[str]) -> int:
-    asked = args[0] if args else ""
-    names = [asked] if asked in COMMANDS else COMMANDS
+    asked = next((word for word in args if not word.startswith("-")), "")
     try:
-        _command(names)(_of_today(args), prog_name="tdp")
+        _command(asked)(_of_today(args), prog_name="tdp")
     except SystemExit as end:  # how typer ends, always with a number
         if isinstance(end.code, int):
             return end.code
@@ -98,7 +106,8 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-def _command(names: Sequence[str]) -> TyperGroup:
+def _command(asked: str) -> TyperGroup:
+    """`tdp` with the command `asked`; of the others it knows what the help lists."""
     # Plain help and plain tracebacks: rich takes longer to import than a plan to make.
     app = typer.Typer(
         add_completion=False,
@@ -116,14 +125,15 @@ def _command(names: Sequence[str]) -> TyperGroup:
     ) -> None:
         """Train with mixed parallelism from one YAML file, locally or under Slurm."""
 
-    for name in names:
-        command = getattr(import_module(f"torchdistpackage.cli.{name}"), name)
+    if asked in COMMANDS:
+        command = getattr(import_module(f"torchdistpackage.cli.{asked}"), asked)
         if isinstance(command, typer.Typer):
-            app.add_typer(command, name=name)
+            app.add_typer(command, name=asked, help=COMMANDS[asked])
         else:
-            app.command(name)(command)
+            app.command(asked)(command)
     group = typer.main.get_group(app)
-    group.commands = {name: group.commands[name] for name in names}  # typer puts groups first
+    listed = {name: TyperCommand(name, help=text) for name, text in COMMANDS.items()}
+    group.commands = listed | group.commands
     return group
 
 
