@@ -44,8 +44,13 @@ SERVED_BY = {
 """Core class -> "module:attribute"."""
 
 
+def resolve(path: str) -> Any:
+    """What "module:attribute" names; the module is imported first."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 @cache  # a look-up takes 5 us, and a step of a pipeline makes one
 def extensions_of(core: str) -> Any:
     """What `SERVED_BY` names for the class `core`."""
-    module, _, name = SERVED_BY[core].partition(":")
-    return getattr(importlib.import_module(module), name)
+    return resolve(SERVED_BY[core])

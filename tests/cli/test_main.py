@@ -77,6 +77,7 @@ def test_every_command_explains_itself_in_80_columns(command, capsys, monkeypatc
         assert main([*words, "--help"]) == 0
         shown = capsys.readouterr().out
         assert shown.startswith(f"Usage: tdp {' '.join(words)}")
+        assert words != [command] or COMMANDS[command] in " ".join(shown.split())
         assert max(map(len, shown.splitlines())) <= 80
         listed = shown.partition("Commands:\n")[2].splitlines()
         assert not [line for line in listed if line.endswith("...")], "cut off"
@@ -150,6 +151,7 @@ def test_schedule_and_schema_import_less():
     schedule = packages("schedule", "1f1b", "--stages", "2", "--microbatches", "2")
     assert not schedule & {"numpy", "rich"}
     assert not packages("schema") & {"numpy", "rich"}
+    assert not packages("--help") & {"numpy", "rich", "pydantic", "yaml"}
 
 
 def test_a_refusal_of_the_module_is_a_text_without_traceback():

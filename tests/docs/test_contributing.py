@@ -144,7 +144,7 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "a command of `tdp`": [
         ("cli/hello.py", "", "def hello() -> None:\n    'Greet.'\n    print('hello')\n"),
-        ("cli/main.py", r"COMMANDS = \(", "'hello', "),
+        ("cli/main.py", r"COMMANDS = \{", "'hello': 'Greet.', "),
     ],
     "an option of sbatch": [
         ("config/slurm.py", r"OPTIONS: dict\[str, OptionType\] = \{\n", "'an-option': _TEXT,\n")

@@ -26,9 +26,9 @@ from torchdistpackage.config.load import load, loads, override_problems
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.yaml_loader import write
 from torchdistpackage.errors import CheckpointError, ConfigError, DataError
-from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.launch.rendezvous import detect
 from torchdistpackage.launch.workers import run_local
+from torchdistpackage.lazy import resolve
 from torchdistpackage.models.families_layout import FAMILIES
 from torchdistpackage.models.registry import model_of
 from torchdistpackage.topology.mesh import DEFAULT_ORDER
@@ -241,7 +241,7 @@ def on_ranks(source: ModelSource, config: RunConfig, request: GenerateRequest | 
     if here.source == "alone":
         answer = run_local(RANK_MAIN, args, num_procs=local_procs(config), preload=PRELOAD)[0]
     else:
-        answer = EntryPoint.of(RANK_MAIN).resolve()(*args)
+        answer = resolve(RANK_MAIN)(*args)
     if isinstance(answer, RankRefusal):
         raise CheckpointError(answer.text)
     return answer

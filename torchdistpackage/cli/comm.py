@@ -15,8 +15,8 @@ from torchdistpackage.cli.comm_ranks import Axes, Procs, Words, parse_target, ru
 from torchdistpackage.config.load import load
 from torchdistpackage.errors import AbsentError, ConfigError, LaunchError
 from torchdistpackage.harness.lint.report import LintReport
-from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.launch.rendezvous import detect
+from torchdistpackage.lazy import resolve
 from torchdistpackage.topology.mesh import describe
 from torchdistpackage.train.plan import Plan, local_procs, make_plan
 from torchdistpackage.train.shrink import MOST_PARAMETERS, is_small, shrunk
@@ -109,7 +109,7 @@ def lint(
     typer.echo(_axes(planned))
     if small.world_size != planned.world_size:
         typer.echo(f"shrunk to {_axes(small)}")
-    trial = EntryPoint.of(TRIAL).resolve()
+    trial = resolve(TRIAL)
     if run or (run is None and is_small(small)):
         typer.echo(f"two steps, {small.world_size} threads as ranks")
         _show(trial(small))
@@ -130,9 +130,7 @@ def _show(report: LintReport) -> None:
         raise typer.Exit(1)
 
 
-comm = typer.Typer(
-    help="Test, benchmark and check the communication between ranks.", no_args_is_help=True
-)
+comm = typer.Typer(no_args_is_help=True)
 comm.command("test")(test)
 comm.command("bench")(bench)
 comm.command("lint")(lint)

@@ -11,7 +11,7 @@ from torchdistpackage.cli._common import ListedIn, refusal
 from torchdistpackage.config.hugging_face import config_file, read_config, taken
 from torchdistpackage.config.load import load
 from torchdistpackage.config.yaml_loader import read
-from torchdistpackage.launch.entrypoint import EntryPoint
+from torchdistpackage.lazy import resolve
 from torchdistpackage.models.registry import model_of
 from torchdistpackage.train.job import CHECKPOINTS, RESOLVED
 from torchdistpackage.train.plan import model_shape
@@ -75,7 +75,7 @@ def export(
         problems.append(f"{run}: model.target built its model, whose names only it knows")
     if problems or size is None or config is None or model is None or path is None:
         raise refusal("tdp export", problems)
-    written: Any = EntryPoint.of(EXPORT).resolve()(
+    written: Any = resolve(EXPORT)(
         path,
         model,
         model_shape(model, config),

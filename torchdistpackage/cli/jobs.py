@@ -45,11 +45,7 @@ Dir = Annotated[
 RUNS = Path("runs")
 DEFAULTS = ResubmitLimits()
 
-jobs = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="List, show, follow, cancel and resubmit submitted runs.",
-)
+jobs = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 
 @jobs.command()

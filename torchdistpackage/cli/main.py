@@ -7,7 +7,6 @@ failed in its report and code 1; a traceback of this process is a bug in this pa
 
 import os
 import sys
-from importlib import import_module
 from importlib.metadata import version
 from typing import Annotated
 
@@ -23,6 +22,7 @@ from torchdistpackage.errors import (
     TopologyError,
     TorchDistError,
 )
+from torchdistpackage.lazy import resolve
 
 COMMANDS = {
     "train": "Train on local processes, or as a rank of torchrun or srun.",
@@ -126,7 +126,7 @@ def _command(asked: str) -> TyperGroup:
         """Train with mixed parallelism from one YAML file, locally or under Slurm."""
 
     if asked in COMMANDS:
-        command = getattr(import_module(f"torchdistpackage.cli.{asked}"), asked)
+        command = resolve(f"torchdistpackage.cli.{asked}:{asked}")
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=asked, help=COMMANDS[asked])
         else:

@@ -15,9 +15,9 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm import JobGeometry
 from torchdistpackage.harness.bench.profile import Profile
 from torchdistpackage.harness.bench.profile import read as read_profile
-from torchdistpackage.launch.entrypoint import EntryPoint
-from torchdistpackage.launch.slurm.job import job_shape
-from torchdistpackage.launch.slurm.submit import preview
+from torchdistpackage.launch.slurm.job import job_shape, preview
+from torchdistpackage.launch.slurm.script import render
+from torchdistpackage.lazy import resolve
 from torchdistpackage.schedule.actions import ActionKind, flatten
 from torchdistpackage.topology.mesh import Mesh, advice, describe
 from torchdistpackage.train.estimate import estimates, timeline_with_messages
@@ -101,7 +101,7 @@ def plan(
             raise typer.BadParameter(
                 "a model alone takes --seq-len and --all only", param_hint="--tensor"
             )
-        typer.echo(EntryPoint.of(SPLIT).resolve()(Path(config), tensor, seq_len, show_all))
+        typer.echo(resolve(SPLIT)(Path(config), tensor, seq_len, show_all))
         return
     if Path(config).is_dir() or config.endswith(".json"):
         raise typer.BadParameter("a model needs the number of shards", param_hint="--tensor")
@@ -269,6 +269,6 @@ def _placement(plan: Plan, ranks_per_node: int) -> str:
 def _script(run: RunConfig, shape: JobGeometry) -> str:
     many = [f"{n} ({w} ranks)" for n, w in zip(shape.nodes, shape.world_sizes, strict=True)]
     granted = f"; Slurm may grant {', '.join(many[:_SHOWN])} nodes" if len(many) > 1 else ""
-    text = preview(run, Path.cwd())
+    text = render(preview(run, Path.cwd()))
     head = f"batch script, as tdp submit writes it but for the folder of the code{granted}"
     return f"{wrap(head)}\n\n{text}"

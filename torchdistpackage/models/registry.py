@@ -6,12 +6,12 @@ A plan needs the numbers of a model and not its modules, so these are named by i
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from torchdistpackage.config.model_section import ModelSection
 from torchdistpackage.errors import ConfigError, LayoutError
-from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.layout.layout import Layout
+from torchdistpackage.lazy import resolve
 from torchdistpackage.models import gpt_layout, hugging_face_layout, transformers_layout
 from torchdistpackage.models.hugging_face_config import config_json
 from torchdistpackage.models.hugging_face_layout import FolderFiles, Source
@@ -75,11 +75,11 @@ class Model:
 
     def load(self) -> Callable[..., object]:
         """The module's class; imports torch."""
-        return EntryPoint.of(self.module).resolve()
+        return resolve(self.module)
 
     def weights_loader(self) -> Callable[[object, str], None]:
         """What fills a module from a folder; imports torch."""
-        return cast(Callable[[object, str], None], EntryPoint.of(self.load_weights).resolve())
+        return resolve(self.load_weights)
 
 
 MODELS: dict[str, Model] = {

@@ -15,7 +15,6 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
 
 from torchdistpackage.checkpoint.commit import candidates, damage, latest
 from torchdistpackage.checkpoint.manifest import NAME as MANIFEST
@@ -26,7 +25,6 @@ from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.types import MAX_PROCS
 from torchdistpackage.errors import CheckpointError, ConfigError, LaunchError
-from torchdistpackage.launch.entrypoint import EntryPoint
 from torchdistpackage.launch.files import atomic_write
 from torchdistpackage.launch.lock import Lock, take
 from torchdistpackage.launch.process import SignalFlag
@@ -53,6 +51,7 @@ from torchdistpackage.launch.slurm.run_dir import (
 )
 from torchdistpackage.launch.supervisor import WatchedRank, supervise
 from torchdistpackage.launch.workers import run_local
+from torchdistpackage.lazy import resolve
 from torchdistpackage.train.documents import TextSource
 from torchdistpackage.train.plan import Plan, local_procs, make_plan
 
@@ -187,7 +186,7 @@ def _wait_for_room(files: RunDir, noted: SignalFlag, limit_s: float) -> None:
 
 def _worker_main(config: RunConfig, resume: str, noted: SignalFlag | None = None) -> int:
     # only a rank pays for torch; the parent of local ones and the watcher do without
-    return cast(int, EntryPoint.of(WORKER_MAIN).resolve()(config, resume, noted))
+    return resolve(WORKER_MAIN)(config, resume, noted)
 
 
 def _be_rank(config: RunConfig, resume: str, noted: SignalFlag | None = None) -> int:

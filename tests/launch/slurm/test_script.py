@@ -11,10 +11,9 @@ import pytest
 
 from tests.launch.slurm.batch import job_of, lines
 from torchdistpackage.config.load import loads
-from torchdistpackage.launch.slurm.job import Sweep
+from torchdistpackage.launch.slurm.job import Sweep, preview
 from torchdistpackage.launch.slurm.requeue import EXIT_TEMPFAIL
 from torchdistpackage.launch.slurm.script import directive, render, setup_lines, verdict_lines
-from torchdistpackage.launch.slurm.submit import preview
 
 
 @pytest.mark.parametrize(
@@ -207,7 +206,7 @@ def test_outside_of_a_job_it_says_so(tmp_path: Path):
 
 def test_the_preview_is_the_script_but_for_the_code(tmp_path: Path):
     config = loads("run: {name: one, dir: x/../runs}", job=True)
-    shown = preview(config, tmp_path)
+    shown = render(preview(config, tmp_path))
     assert f"run={tmp_path}/runs/one\n" in shown
     assert f"export TDP_CODE={tmp_path}/runs/one/code/SNAPSHOT/tree" in shown
     assert sys.executable in shown

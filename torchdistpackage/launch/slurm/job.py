@@ -8,6 +8,7 @@ folder and a configuration of its own.
 import itertools
 import os
 import re
+import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -159,6 +160,15 @@ def batch_job(
         sweep=sweep,
         trains=command is None,
     )
+
+
+def preview(config: RunConfig, here: Path) -> BatchJob:
+    """The job as it would be, without a look at the code: its folder has no name yet."""
+    run = absolute(config, here)
+    folder = Path(run.run.dir) / run.run.name
+    code = folder / "code" / "SNAPSHOT"
+    paths = CodePaths(str(code), (str(code / "tree"),), str(code / "tree"))
+    return batch_job(run, [folder], here, paths, sys.executable, socket.gethostname())
 
 
 def interpreter_of(config: RunConfig, python: str) -> str:

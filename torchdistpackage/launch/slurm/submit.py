@@ -24,7 +24,6 @@ from torchdistpackage.launch.files import atomic_write_all, make_folder, remove_
 from torchdistpackage.launch.slurm import node_blocklist
 from torchdistpackage.launch.slurm.job import (
     BatchJob,
-    CodePaths,
     Sweep,
     absolute,
     batch_job,
@@ -145,15 +144,6 @@ def prepare(
         said = f"not passed on to sbatch: {shown}; write such options into launch.slurm"
         notes = (*notes, said)
     return Prepared(job, render(job), runs, snapshot, notes)
-
-
-def preview(config: RunConfig, here: Path) -> str:
-    """The script as it would be, without a look at the code: its folder has no name yet."""
-    run = absolute(config, here)
-    folder = Path(run.run.dir) / run.run.name
-    code = folder / "code" / "SNAPSHOT"
-    paths = CodePaths(str(code), (str(code / "tree"),), str(code / "tree"))
-    return render(batch_job(run, [folder], here, paths, sys.executable, socket.gethostname()))
 
 
 def ensure_not_running(prepared: Prepared, runner: Runner = run_command) -> None:
