@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,14 +13,9 @@ from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm import JobGeometry
-from torchdistpackage.harness.bench.profile import Profile
-from torchdistpackage.harness.bench.profile import read as read_profile
-from torchdistpackage.launch.slurm.job import job_shape, preview
-from torchdistpackage.launch.slurm.script import render
 from torchdistpackage.lazy import resolve
 from torchdistpackage.schedule.actions import ActionKind, flatten
 from torchdistpackage.topology.mesh import Mesh, advice, describe
-from torchdistpackage.train.estimate import estimates, timeline_with_messages
 from torchdistpackage.train.plan import (
     Plan,
     activation_budget_gb,
@@ -32,6 +27,12 @@ from torchdistpackage.train.plan import (
 )
 
 SPLIT = "torchdistpackage.parallel.auto.plan_text:split_table"
+JOB_SHAPE, PREVIEW = (f"torchdistpackage.launch.slurm.job:{x}" for x in ("job_shape", "preview"))
+RENDER = "torchdistpackage.launch.slurm.script:render"
+READ_PROFILE = "torchdistpackage.harness.bench.profile:read"
+ESTIMATES = "torchdistpackage.train.estimate:estimates"
+TIMELINE = "torchdistpackage.train.estimate:timeline_with_messages"
+"""What few plans show is loaded for these alone."""
 AXES = ("pipe", "data", "context", "expert", "tensor")
 """Columns of the coordinates."""
 GROUPS = ("data", "pipe", "context", "tensor", "model", "expert", "expert_data")
@@ -105,10 +106,10 @@ def plan(
         return
     if Path(config).is_dir() or config.endswith(".json"):
         raise typer.BadParameter("a model needs the number of shards", param_hint="--tensor")
-    cluster = None if profile is None else read_profile(profile)
+    cluster = None if profile is None else resolve(READ_PROFILE)(profile)
     run = load(config, overrides or [], world, job=sbatch or None)
     is_job = sbatch or bool(run.launch.slurm)
-    shape = job_shape(run) if is_job and (world is None or sbatch) else None
+    shape = resolve(JOB_SHAPE)(run) if is_job and (world is None or sbatch) else None
     if shape is not None and world is None:
         world, ranks_per_node = shape.world_sizes[0], ranks_per_node or shape.tasks_per_node
     planned = make_plan(run, world or local_procs(run), config)
@@ -244,16 +245,16 @@ def _recompute(plan: Plan) -> str:
 
 
 def _communication(
-    plan: Plan, profile: Profile, ranks_per_node: int | None, forward_s: float | None
+    plan: Plan, profile: Any, ranks_per_node: int | None, forward_s: float | None
 ) -> str:
     lines = [f"messages in a step, by the profile of {profile.date} ({profile.by})"]
-    for found in estimates(plan, profile, ranks_per_node):
+    for found in resolve(ESTIMATES)(plan, profile, ranks_per_node):
         time = "not estimated" if found.time_s is None else f"{found.time_s * 1e3:.3g} ms"
         lines.append(wrap(f"  {found.axis:<8} {time:>13}   {found.what}", indent=" " * 27))
     if len(lines) == 1:
         lines.append("  none: every rank is alone")
     if forward_s is not None:
-        timeline = timeline_with_messages(plan, profile, ranks_per_node, forward_s)
+        timeline = resolve(TIMELINE)(plan, profile, ranks_per_node, forward_s)
         shown = "not estimated" if timeline is None else f"{timeline.bubble:.1%}"
         lines.append(f"bubble with messages, a forward taking {forward_s:g} s   {shown}")
     return "\n".join(lines)
@@ -269,6 +270,6 @@ def _placement(plan: Plan, ranks_per_node: int) -> str:
 def _script(run: RunConfig, shape: JobGeometry) -> str:
     many = [f"{n} ({w} ranks)" for n, w in zip(shape.nodes, shape.world_sizes, strict=True)]
     granted = f"; Slurm may grant {', '.join(many[:_SHOWN])} nodes" if len(many) > 1 else ""
-    text = render(preview(run, Path.cwd()))
+    text = resolve(RENDER)(resolve(PREVIEW)(run, Path.cwd()))
     head = f"batch script, as tdp submit writes it but for the folder of the code{granted}"
     return f"{wrap(head)}\n\n{text}"
