@@ -73,6 +73,7 @@ PURE_FILES = (
     "parallel/tensor/layouts.py",
     "models/registry.py",
     "models/*_layout.py",
+    "models/transformers_entry.py",
     "models/hugging_face_config.py",
     "checkpoint/manifest.py",
     "checkpoint/commit.py",

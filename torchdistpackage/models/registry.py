@@ -12,7 +12,7 @@ from torchdistpackage.config.model_section import ModelSection
 from torchdistpackage.errors import ConfigError, LayoutError
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.lazy import resolve
-from torchdistpackage.models import gpt_layout, hugging_face_layout, transformers_layout
+from torchdistpackage.models import gpt_layout, hugging_face_layout
 from torchdistpackage.models.hugging_face_config import config_json
 from torchdistpackage.models.hugging_face_layout import FolderFiles, Source
 
@@ -97,29 +97,16 @@ MODELS: dict[str, Model] = {
         sources=hugging_face_layout.sources,
         config_json=config_json,
     ),
-    "transformers": Model(
-        transformers_layout.shape_of_section,
-        transformers_layout.pieces,
-        transformers_layout.layouts,
-        transformers_layout.piece_costs,
-        transformers_layout.piece_parameters,
-        transformers_layout.flops_per_token,
-        "torchdistpackage.models.transformers_model:stage",
-        transformers_layout.open_folder,
-        "torchdistpackage.models.transformers_model:load_weights",
-        transformers_layout.refusals,
-        transformers_layout.goes_with,
-        sources=transformers_layout.sources,
-        config_json=transformers_layout.config_json,
-        files=transformers_layout.files,
-    ),
 }
+
+TRANSFORMERS = "torchdistpackage.models.transformers_entry:TRANSFORMERS"
+"""The model of a folder of transformers, loaded only for one."""
 
 
 def model_of(section: ModelSection) -> Model | None:
     """The model that a model section describes; None: the user's own."""
     if section.hf is not None:
-        return MODELS["transformers"]
+        return resolve(TRANSFORMERS)
     return None if section.name is None else model(section.name)
 
 
