@@ -90,17 +90,11 @@ class _Begun:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(_Begun):
     """The input of a column product, begun in chunks."""
 
-    plain: LinearMap
-    sent: Handoff
     chunks: Chunks
     coming: Coming
-
-    @property
-    def group(self) -> Group:
-        return self.plain.group
 
     def __call__(self, x: Tensor) -> Tensor:
         self.coming.arrivals = start_gather(x, self.chunks)
@@ -111,20 +105,11 @@ class _Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class _Exit:
+class _Exit(_Begun):
     """The result of a row product, of which the product sends a chunk once it has computed it."""
 
-    plain: LinearMap
-    sent: Handoff
     chunks: Chunks
     coming: Coming
-
-    @property
-    def group(self) -> Group:
-        return self.plain.group
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return _Begun(self.plain, self.sent)(x)
 
     def transposed(self) -> LinearMap:
         return _Entry(self.plain.transposed(), Handoff(), self.chunks, self.coming)
