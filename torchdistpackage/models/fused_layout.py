@@ -1,7 +1,36 @@
 """GPT-2 and other families whose q, k, v are one product. No torch."""
 
+from dataclasses import replace
+
 from torchdistpackage.layout.layout import HeadSplit
 from torchdistpackage.models.family_layout import Family, Part, Settings, Sizes, Weights
+
+_SHORT = {"layers": "n_layer", "heads": "n_head"}
+
+
+def _sizes(
+    s: Settings,
+    hidden: int,
+    *,
+    dim: str = "hidden_size",
+    layers: str = "num_hidden_layers",
+    heads: str = "num_attention_heads",
+) -> Sizes:
+    """Of a family that calls its sizes so. hidden: width of the MLP."""
+    return Sizes(
+        vocab=s["vocab_size"],
+        dim=s[dim],
+        layers=s[layers],
+        heads=s[heads],
+        kv_heads=s[heads],
+        head_dim=s[dim] // s[heads],
+        hidden=hidden,
+        tied=s["tie_word_embeddings"],
+        std=s["initializer_range"],
+    )
+
+
+# -- GPT-2 -----------------------------------------------------------------------------------
 
 _GPT2 = {
     "vocab_size": 50257,
@@ -17,18 +46,8 @@ _GPT2 = {
 
 
 def _gpt2_sizes(s: Settings) -> Sizes:
-    return Sizes(
-        vocab=s["vocab_size"],
-        dim=s["n_embd"],
-        layers=s["n_layer"],
-        heads=s["n_head"],
-        kv_heads=s["n_head"],
-        head_dim=s["n_embd"] // s["n_head"],
-        hidden=s["n_inner"] or 4 * s["n_embd"],
-        tied=s["tie_word_embeddings"],
-        std=s["initializer_range"],
-        positions=s["n_positions"],
-    )
+    hidden = s["n_inner"] or 4 * s["n_embd"]
+    return replace(_sizes(s, hidden, dim="n_embd", **_SHORT), positions=s["n_positions"])
 
 
 def _gpt2_embed(w: Weights, s: Settings, n: Sizes) -> None:
@@ -68,18 +87,7 @@ _NEOX = {
 
 
 def _neox_sizes(s: Settings) -> Sizes:
-    heads = s["num_attention_heads"]
-    return Sizes(
-        vocab=s["vocab_size"],
-        dim=s["hidden_size"],
-        layers=s["num_hidden_layers"],
-        heads=heads,
-        kv_heads=heads,
-        head_dim=s["hidden_size"] // heads,
-        hidden=s["intermediate_size"],
-        tied=s["tie_word_embeddings"],
-        std=s["initializer_range"],
-    )
+    return _sizes(s, s["intermediate_size"])
 
 
 def _neox_block(w: Weights, s: Settings, n: Sizes) -> None:
@@ -116,17 +124,7 @@ _BLOOM = {
 
 
 def _bloom_sizes(s: Settings) -> Sizes:
-    return Sizes(
-        vocab=s["vocab_size"],
-        dim=s["hidden_size"],
-        layers=s["n_layer"],
-        heads=s["n_head"],
-        kv_heads=s["n_head"],
-        head_dim=s["hidden_size"] // s["n_head"],
-        hidden=4 * s["hidden_size"],
-        tied=s["tie_word_embeddings"],
-        std=s["initializer_range"],
-    )
+    return _sizes(s, 4 * s["hidden_size"], **_SHORT)
 
 
 def _bloom_embed(w: Weights, s: Settings, n: Sizes) -> None:
@@ -167,19 +165,10 @@ _FALCON = {
 
 
 def _falcon_sizes(s: Settings) -> Sizes:
-    heads, is_new = s["num_attention_heads"], s["new_decoder_architecture"]
+    heads = s["num_attention_heads"]
     one = 1 if s["multi_query"] else heads
-    return Sizes(
-        vocab=s["vocab_size"],
-        dim=s["hidden_size"],
-        layers=s["num_hidden_layers"],
-        heads=heads,
-        kv_heads=(s["num_kv_heads"] or heads) if is_new else one,
-        head_dim=s["hidden_size"] // heads,
-        hidden=s["ffn_hidden_size"] or 4 * s["hidden_size"],
-        tied=s["tie_word_embeddings"],
-        std=s["initializer_range"],
-    )
+    keys = (s["num_kv_heads"] or heads) if s["new_decoder_architecture"] else one
+    return replace(_sizes(s, s["ffn_hidden_size"] or 4 * s["hidden_size"]), kv_heads=keys)
 
 
 def _falcon_embed(w: Weights, s: Settings, n: Sizes) -> None:
