@@ -4,9 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from torchdistpackage.checkpoint.manifest import Manifest
+from torchdistpackage.checkpoint.manifest import Manifest, TensorEntry
 from torchdistpackage.cli.main import main
-from torchdistpackage.train import job
+from torchdistpackage.config.load import load
+from torchdistpackage.errors import CheckpointError
+from torchdistpackage.train import job, resume_check
+from torchdistpackage.train.plan import make_plan
+from torchdistpackage.train.resume_check import changed_keys, refuse_other_model
 
 TINY = str(Path(__file__).parents[2] / "configs" / "gpt_tiny.yaml")
 
@@ -71,14 +75,74 @@ def test_data_that_is_not_there_is_refused_before_a_rank_starts(tmp_path, capsys
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("how", ["auto", "a path"])
-def test_a_checkpoint_of_another_model_is_refused_before_a_rank_starts(tmp_path, capsys, how):
-    step = tmp_path / "gpt_tiny" / "checkpoints" / "step_000003"
+def checkpoint(folder: Path) -> Path:
+    """A complete one, of no tensor."""
+    step = folder / "step_000003"
     step.mkdir(parents=True)
     (step / "manifest.json").write_text(Manifest(3, 0, (), {}, {}).to_json())
+    return step
+
+
+@pytest.mark.parametrize("how", ["auto", "a path"])
+def test_a_checkpoint_of_another_model_is_refused_before_a_rank_starts(tmp_path, capsys, how):
+    step = checkpoint(tmp_path / "gpt_tiny" / "checkpoints")
     resume = "auto" if how == "auto" else str(step)
     assert main(["train", TINY, f"run.dir={tmp_path}", "--resume", resume]) != 0
     said = capsys.readouterr().err
     assert said.startswith(f"tdp: {step} is of another model than this run: ")
     assert "is missing; " in said and " more. Go on with the model it was written with" in said
     assert [x.name for x in step.parents[1].iterdir() if x.name[0] != "."] == ["checkpoints"]
+
+
+def test_under_torchrun_too_and_by_rank_0_alone(tmp_path, capsys, monkeypatch):
+    step = checkpoint(tmp_path / "gpt_tiny" / "checkpoints")
+    monkeypatch.setattr(job, "_be_rank", lambda *_: 7)
+    for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(key, "4")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    for rank, code in (("0", 1), ("1", 7)):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert main(["train", TINY, f"run.dir={tmp_path}"]) == code
+    assert capsys.readouterr().err.startswith(f"tdp: {step} is of another model than this run: ")
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused_before_a_rank_starts(tmp_path, capsys):
+    run = tmp_path / "gpt_tiny"
+    step = checkpoint(run / "checkpoints")
+    expected = {
+        str(tmp_path): "has no manifest.json, so it is no complete checkpoint",
+        str(run): f"it is no checkpoint, but has some; name one, such as {step}",
+        str(step.parent): f"it is no checkpoint, but has some; name one, such as {step}",
+        "": "--resume '': there is no such folder",
+    }
+    for resume, text in expected.items():
+        assert main(["train", TINY, f"run.dir={tmp_path}", "--resume", resume]) != 0
+        said = capsys.readouterr().err
+        assert said.startswith("tdp: ") and text in said and said.count("\n") == 1, said
+    (step / "manifest.json").unlink()
+    assert main(["train", TINY, f"run.dir={tmp_path}"]) == 1
+    assert "1 checkpoints and none is whole" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_precision_is_refused_before_a_rank_starts(tmp_path, monkeypatch):
+    plan = make_plan(load(TINY), 4)
+    tensors = {x.name: TensorEntry(x.shape, "float32", ()) for x in plan.layouts.values()}
+    monkeypatch.setattr(resume_check, "read_manifest", lambda _: Manifest(3, 0, (), tensors, {}))
+    refuse_other_model(tmp_path, plan)
+    with pytest.raises(CheckpointError, match="has weights of float32, which"):
+        refuse_other_model(tmp_path, make_plan(load(TINY, ["precision.dtype=float64"]), 4))
+
+
+def test_what_a_start_changes_is_said_as_far_as_numbers_follow_from_it(tmp_path):
+    resolved = tmp_path / "resolved.yaml"
+    assert changed_keys(resolved, load(TINY)) == ""
+    resolved.write_text(load(TINY).to_yaml())
+    layout = ["parallel.pipe=4", "parallel.data=1", "train.accumulate=2", "log.every=3"]
+    assert changed_keys(resolved, load(TINY, layout)) == ""
+    others = ["model.heads=2", "run.seed=3", "model.rope.theta=5", "train.steps=500"]
+    said = "run.seed=3 (was 1234), model.heads=2 (was 4), model.rope.theta=5.0 (was 10000.0), "
+    assert changed_keys(resolved, load(TINY, others)) == f"{said}train.steps=500 (was 400)"
+    resolved.write_text("model: {no_such: 1}")
+    assert changed_keys(resolved, load(TINY)) == ""

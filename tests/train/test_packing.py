@@ -32,8 +32,8 @@ def samples(data: PackedDataset, split: str, number: int, first: int = 0, seed: 
     """Samples one by one, as step and place in it."""
     for n in range(first, first + number):
         step, place = divmod(n, 8)
-        step, first_in = (step + 1, place) if split == "train" else (n, 0)
-        yield tuple(x[0] for x in data.batch(split, seed, step, 0, 1, 1, first=first_in))
+        step += split == "train"
+        yield tuple(x[0] for x in data.batch(split, seed, step, 0, 1, 1, first=place))
 
 
 def test_ids_are_those_of_the_tokenizer_with_an_end_of_text(tmp_path):

@@ -99,6 +99,18 @@ def test_evaluation_is_that_of_one_process_and_leaves_training_bitwise_alone(ran
     assert losses == pytest.approx(truth, abs=1e-12)
 
 
+def validation(extra: list[str]) -> float | None:
+    return parity.trainer([*TINY, *extra]).evaluate()
+
+
+def test_a_validation_reads_the_same_samples_however_a_step_accumulates(ranks):
+    layouts = ["train.accumulate=1"], ["train.accumulate=3", "parallel.data=2"]
+    (one, *_), (other, *_) = (
+        ranks(n).run(validation, [*x, "pipeline.microbatches=2"]) for n, x in enumerate(layouts, 1)
+    )
+    assert one == pytest.approx(other, abs=1e-12)
+
+
 def tied_copies(num_steps: int) -> list[torch.Tensor]:
     run = parity.trainer([*TINY, "parallel.pipe=2", "model.tied=true", "optim.clip=0.1",
                           "optim.weight_decay=0.3", f"train.steps={num_steps}",

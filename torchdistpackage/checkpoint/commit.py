@@ -157,6 +157,14 @@ def warn_skipped(path: Path, problem: str) -> None:
     log.warning("checkpoint %s is damaged and skipped: %s", path, problem)
 
 
+def none_complete(folder: Path, number: int, problem: str) -> CheckpointError:
+    """What to say of a folder with damaged checkpoints alone; problem: of the oldest."""
+    return CheckpointError(
+        f"{folder} has {number} checkpoints and none is whole ({problem}); mend or move them, "
+        f"nothing is begun anew over them"
+    )
+
+
 def damage(path: Path, *, checksums: bool = False, share: tuple[int, int] = (0, 1)) -> str | None:
     """What is wrong with a checkpoint folder, or None.
 

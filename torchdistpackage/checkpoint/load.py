@@ -18,7 +18,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from torchdistpackage.checkpoint.commit import candidates, check_file, damage, warn_skipped
+from torchdistpackage.checkpoint.commit import (
+    candidates,
+    check_file,
+    damage,
+    none_complete,
+    warn_skipped,
+)
 from torchdistpackage.checkpoint.manifest import Fact, Manifest, TensorEntry, claims, read_manifest
 from torchdistpackage.checkpoint.parts import (
     MASTER,
@@ -86,10 +92,7 @@ def latest_together(folder: str | Path, *, rank: int, group: Group | None = None
             warn_skipped(path, str(problems[0]))
         last = str(problems[0])
     if names:
-        raise CheckpointError(
-            f"{folder} has {len(names)} checkpoints and none is whole ({last}); mend or move them, "
-            f"nothing is begun anew over them"
-        )
+        raise none_complete(Path(folder), len(names), last)
     return None
 
 

@@ -197,7 +197,9 @@ class TrainSection(Section):
     eval_every: k.StepsOrZero = Field(
         default=100, description="Steps between validations; 0: only at the end."
     )
-    eval_batches: k.Count = Field(default=8, le=1 << 20, description="Batches in one validation.")
+    eval_batches: k.Count = Field(
+        default=8, le=1 << 20, description="Global batches in one validation."
+    )
     step_timeout_s: k.Seconds = Field(
         default=120.0, description="Seconds after which a step counts as hung."
     )

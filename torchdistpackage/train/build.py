@@ -216,6 +216,7 @@ def build_data(plan: Plan) -> DataSource:
         plan.config.model.vocab,
         section.seq_len,
         num_val=plan.config.train.eval_batches * section.global_batch,
+        global_batch=section.global_batch,
     )
 
 

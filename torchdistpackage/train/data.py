@@ -54,7 +54,7 @@ class DataSource(Protocol):
         They are the samples `first + data_index * per_rank` and up of step `step`. Sample i of a
         step must depend on nothing but (split, seed, step, i): never on `num_data`, the global
         rank, or what was asked before. Accumulation round r has first = r * num_data * per_rank.
-        For "val", `step` counts the batches of one validation, which is the same each time.
+        For "val", `step` counts the batches of one validation, from 0, which is the same each time.
 
         On a device it is called from a thread, a step ahead, for one batch at a time.
         """
@@ -66,16 +66,27 @@ class TokenDataset:
 
     train, val: 1-D token ids, see `corpus`. Training windows begin anywhere, drawn anew in each
     step; validation has `num_val` windows, evenly spaced, and begins again after these.
+    global_batch: samples in a batch of a validation; None: no round is left for another call.
 
     Raises:
         DataError: training data is shorter than one window, or has ids outside the vocabulary
             (of large data the beginning is checked here and the rest when it is used).
     """
 
-    def __init__(self, train: Ids, val: Ids, vocab: int, seq_len: int, *, num_val: int = 256):
+    def __init__(
+        self,
+        train: Ids,
+        val: Ids,
+        vocab: int,
+        seq_len: int,
+        *,
+        num_val: int = 256,
+        global_batch: int | None = None,
+    ):
         self.vocab = vocab
         self.seq_len = seq_len
         self.num_val = num_val
+        self._global_batch = global_batch
         self._ids: dict[str, Ids] = {"train": train, "val": val}
         self._check_length("train")
         for split, ids in self._ids.items():
@@ -111,7 +122,7 @@ class TokenDataset:
         if split == "train":
             starts = self._drawn(seed, step, sample)
         else:
-            starts = self._spaced(step * num_data * per_rank + sample)
+            starts = self._spaced(step * (self._global_batch or num_data * per_rank) + sample)
         tokens, length = self._ids[split], self.seq_len + 1
         window = np.empty((per_rank, length), tokens.dtype)
         for row, start in zip(window, starts.tolist(), strict=True):
@@ -239,9 +250,9 @@ class Batches:
         self._ask_for_next(number)
         return batch.result()
 
-    def of_validation(self, index: int) -> DataBatch:
-        """DataBatch `index` of a validation; raises as `of_training`."""
-        number: _Number = ("val", index, 0)
+    def of_validation(self, batch: int, index: int) -> DataBatch:
+        """Round `index` of batch `batch` of a validation; raises as `of_training`."""
+        number: _Number = ("val", batch, index)
         return self._in_thread(number).result() if self._ahead else self._make(number)
 
     def close(self, *, wait: bool = True) -> None:

@@ -16,15 +16,13 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchdistpackage.checkpoint.commit import candidates, damage, latest
-from torchdistpackage.checkpoint.manifest import NAME as MANIFEST
-from torchdistpackage.checkpoint.manifest import read_manifest
+from torchdistpackage.checkpoint.commit import latest
 from torchdistpackage.config.check import absent_files, wrong_files
 from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.types import MAX_PROCS
-from torchdistpackage.errors import CheckpointError, ConfigError, LaunchError
+from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.files import atomic_write
 from torchdistpackage.launch.lock import Lock, take
 from torchdistpackage.launch.process import SignalFlag
@@ -53,7 +51,8 @@ from torchdistpackage.launch.supervisor import WatchedRank, supervise
 from torchdistpackage.launch.workers import run_local
 from torchdistpackage.lazy import resolve
 from torchdistpackage.train.documents import TextSource
-from torchdistpackage.train.plan import Plan, local_procs, make_plan
+from torchdistpackage.train.plan import local_procs, make_plan
+from torchdistpackage.train.resume_check import named_folder, refuse_other_model, resumed_from
 
 WORKER = "torchdistpackage.train.worker"
 WORKER_MAIN = f"{WORKER}:worker_main"
@@ -72,12 +71,13 @@ def launch(path: str, overrides: list[str], resume: str = "auto") -> int:
 
     Raises:
         ConfigError: it is wrong, for any rank, or `resume` is no folder; nothing has been started.
+        CheckpointError: what it would resume from is damaged or of another model; the same.
         RankError: a rank failed; names the first culprit.
         LaunchError: this start may not be, or its requeue failed.
     """
     rendezvous = detect(os.environ)
-    if resume not in ("auto", "never") and not Path(resume).is_dir():
-        raise ConfigError(f"--resume {resume}: there is no such folder; name a step_NNNNNN")
+    if resume not in ("auto", "never"):
+        named_folder(resume)
     if rendezvous.source == "alone":
         return _start_ranks(path, overrides, resume)
     config = load(path, overrides, rendezvous.world_size)
@@ -86,6 +86,8 @@ def launch(path: str, overrides: list[str], resume: str = "auto") -> int:
     # torchrun starts the ranks anew by itself, and these go on
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     resume = "auto" if again else resume
+    if rendezvous.rank == 0:
+        _check_checkpoint(config, resume, rendezvous.world_size)
     if attempt_id(os.environ) != "local":
         return _be_rank_in_job(config, rendezvous.rank, resume)
     return _be_rank(config, resume)
@@ -126,6 +128,7 @@ def _lead(
             f"there, and a job cannot move them away under itself; use tdp submit --fresh, or name "
             f"another run with run.name=..."
         )
+    _check_checkpoint(config, resume, num_ranks)
     prepare_folder(config, resume)
     start = _this_start(files, 0)
     decision = files.decision(start.start)
@@ -223,6 +226,13 @@ def _be_rank_in_job(config: RunConfig, rank: int, resume: str) -> int:
     return requeue_self(files, os.environ) if rank == 0 else 0
 
 
+def _check_checkpoint(config: RunConfig, resume: str, num_ranks: int) -> None:
+    """Raises CheckpointError if what a launcher's ranks would resume from is none for this run."""
+    checkpoint = resumed_from(resume, run_folder(config) / CHECKPOINTS)
+    if checkpoint is not None:
+        refuse_other_model(checkpoint, make_plan(config, num_ranks))
+
+
 def _start_ranks(path: str, overrides: list[str], resume: str) -> int:
     config = load(path, overrides)
     num_procs = local_procs(config)
@@ -234,27 +244,9 @@ def _start_ranks(path: str, overrides: list[str], resume: str) -> int:
         raise ConfigErrors(path, found)
     files = RunDir(run_folder(config).absolute())
     with only_writer(files.run):
-        _refuse_other_model(plan, resume, files.run / CHECKPOINTS)
+        if (checkpoint := resumed_from(resume, files.run / CHECKPOINTS)) is not None:
+            refuse_other_model(checkpoint, plan)
         return _run_ranks(config, num_procs, resume, files)
-
-
-def _refuse_other_model(plan: Plan, resume: str, own: Path) -> None:
-    """Raises CheckpointError if what this run would resume from is of another model.
-
-    Ranks would say so too, each when it has made its part of this one.
-    """
-    if resume == "never" or not plan.layouts:
-        return
-    intact = (x for x in candidates(own) if damage(x) is None)
-    path = next(intact, None) if resume == "auto" else Path(resume)
-    if path is None or not (path / MANIFEST).is_file():
-        return
-    shapes = {x.name: x.shape for x in plan.layouts.values() if plan.is_trained(x.name)}
-    if differences := read_manifest(path).differences(shapes):
-        raise CheckpointError(
-            f"{path} is of another model than this run: {differences}. Go on with the model it was "
-            f"written with, begin anew with --resume never, or change run.name"
-        )
 
 
 def _run_ranks(config: RunConfig, num_procs: int, resume: str, files: RunDir) -> int:

@@ -34,8 +34,9 @@ class DocumentOrder(NamedTuple):
 class PackedDataset:
     """Samples of `seq_len` tokens from whole documents; see `DataSource`.
 
-    global_batch: samples in a step. val_fraction: part of the documents that only validation sees,
-    by a hash of their text; it begins again after its last sample. 1: all, with no training.
+    global_batch: samples in a step, or in a batch of a validation. val_fraction: part of the
+    documents that only validation sees, by a hash of their text; it begins again after its last
+    sample. 1: all, with no training.
     document_masks: batches come with position_ids, from 0 in each piece of a document, see
     `DataBatch`.
 
@@ -91,7 +92,7 @@ class PackedDataset:
         """
         check_place(split, data_index, num_data)
         # training steps are counted from 1, batches of a validation from 0
-        before = (step - 1) * self._global_batch if split == "train" else step * num_data * per_rank
+        before = (step - 1 if split == "train" else step) * self._global_batch
         number, per_epoch = before + first + data_index * per_rank, self.num_samples[split]
         ids = np.zeros((per_rank, self.seq_len), np.int64)
         targets = np.full((per_rank, self.seq_len), IGNORE, np.int64)

@@ -169,7 +169,7 @@ class Trainer(StagedModel):
         """A microbatch of validation: inputs on the first stage's ranks, targets on the last's, and
         position_ids on all, if it has such.
         """
-        size, batch = self.plan.samples_per_microbatch, self.batches.of_validation(0)
+        size, batch = self.plan.samples_per_microbatch, self.batches.of_validation(0, 0)
         inputs, targets = (self.to_device(x[:size]) for x in batch[:2])
         positions = (
             None if batch.position_ids is None else self.to_device(batch.position_ids[:size])
@@ -196,10 +196,11 @@ class Trainer(StagedModel):
         self.stage.eval()
         devices = cuda_indices(self.device)
         with self.phases("validate"), torch.random.fork_rng(devices=devices):
-            for index in range(self.eval_batches):
-                with self.phases("data"):
-                    batch = self.batches.of_validation(index)
-                totals += self._pass(self.evaluator, batch, None)
+            for number in range(self.eval_batches):
+                for index in range(self.rounds):
+                    with self.phases("data"):
+                        batch = self.batches.of_validation(number, index)
+                    totals += self._pass(self.evaluator, batch, None)
                 if stop is not never_save:
                     wish = torch.tensor([float(stop())], dtype=torch.float64)
                     if primitives.all_reduce(wish, self._host_world).item() > 0:

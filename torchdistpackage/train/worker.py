@@ -39,6 +39,7 @@ from torchdistpackage.train.job import (
 from torchdistpackage.train.log import print_line
 from torchdistpackage.train.packing import PackedDataset
 from torchdistpackage.train.plan import Plan, make_plan
+from torchdistpackage.train.resume_check import changed_keys
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.stop import begin, end, write_decision
 from torchdistpackage.train.token_cache import cut_documents
@@ -82,10 +83,11 @@ def _train(
     plan: Plan, rendezvous: Rendezvous, joined: JoinResult, resume: str, noted: SignalFlag
 ) -> int:
     config, folder = plan.config, run_folder(plan.config)
-    files = RunDir(folder)
+    files, changed = RunDir(folder), ""
     if rendezvous.rank == 0:
         if _leads(rendezvous):
             prepare_folder(config, resume)
+        changed = changed_keys(folder / RESOLVED, config)
         (folder / RESOLVED).write_text(config.to_yaml())
         remove_traces(folder)
     primitives.barrier()
@@ -106,6 +108,8 @@ def _train(
         print_line(f"recomputed in the backward on rank 0: {names}")
     state = resume_state(trainer, folder, resume)
     if rendezvous.rank == 0:
+        if state.step and changed:
+            print_line(f"note: changed since the last start: {changed}")
         if _leads(rendezvous) and attempt_id(os.environ) != "local":
             append_start(files, this_start(files, os.environ, state.step))
         amend_start(files, os.environ, state.step)

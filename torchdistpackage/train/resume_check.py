@@ -1,0 +1,105 @@
+"""What a run would resume from, looked at before any rank starts. No torch.
+
+Only manifests and sizes are read here. Ranks check the rest, each when it has made its part of the
+model, and what they refuse is a failure of theirs.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torchdistpackage.checkpoint.commit import candidates, damage, none_complete
+from torchdistpackage.checkpoint.manifest import read_manifest
+from torchdistpackage.config.load import load
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.errors import CheckpointError, ConfigError
+from torchdistpackage.train.plan import Plan
+
+_DECIDES = ("run.seed", "model.", "data.", "optim.", "precision.", "train.steps")
+"""Keys that numbers follow from; results do not depend on the others."""
+_PLACES = ("data.cache",)
+_SHOWN = 6
+
+
+def named_folder(resume: str) -> Path:
+    """The folder that `--resume` names; raises ConfigError if there is none."""
+    if not resume or not Path(resume).is_dir():
+        raise ConfigError(
+            f"--resume {resume or repr('')}: there is no such folder; name a step_NNNNNN"
+        )
+    return Path(resume)
+
+
+def resumed_from(resume: str, own: Path) -> Path | None:
+    """The checkpoint that `--resume` names, of those in `own` if it is auto; None: a new run.
+
+    Raises:
+        ConfigError: `resume` is no folder.
+        CheckpointError: it is no complete checkpoint, or `own` has some and none is complete.
+    """
+    if resume == "never":
+        return None
+    if resume == "auto":
+        found, problem = candidates(own), None
+        for path in found:
+            if (problem := damage(path)) is None:
+                return path
+        if problem is not None:
+            raise none_complete(own, len(found), problem)
+        return None
+    path = named_folder(resume)
+    if inside := candidates(path) or candidates(path / own.name):
+        raise CheckpointError(
+            f"--resume {resume}: it is no checkpoint, but has some; name one, such as {inside[0]}"
+        )
+    if problem := damage(path):
+        raise CheckpointError(f"--resume {resume}: {problem}")
+    return path
+
+
+def refuse_other_model(path: Path, plan: Plan) -> None:
+    """Raises CheckpointError if the checkpoint is of another model or precision than the plan.
+
+    Nothing is known here of a model of your own.
+    """
+    shapes = {x.name: x.shape for x in plan.layouts.values() if plan.is_trained(x.name)}
+    if not shapes:
+        return
+    manifest, precision = read_manifest(path), plan.config.precision
+    if differences := manifest.differences(shapes):
+        raise CheckpointError(
+            f"{path} is of another model than this run: {differences}. Go on with the model it was "
+            f"written with, begin anew with --resume never, or change run.name"
+        )
+    dtypes = {manifest.tensors[name].dtype for name in shapes}
+    if ("float64" in dtypes) != (precision.dtype == "float64"):
+        raise CheckpointError(
+            f"{path} has weights of {' and '.join(sorted(dtypes))}, which a run of precision.dtype="
+            f"{precision.dtype} does not read. Go on with the precision it was written with, "
+            f"begin anew with --resume never, or change run.name"
+        )
+
+
+def changed_keys(resolved: Path, config: RunConfig) -> str:
+    """What `config` changes of what an earlier start wrote, as far as numbers follow from it.
+
+    Such as "model.heads=2 (was 4)"; "" if nothing, or if the earlier file no longer loads.
+    """
+    try:
+        before = _flat(load(resolved).model_dump())
+    except (ConfigError, OSError):
+        return ""
+    now = _flat(config.model_dump())
+    keys = [key for key in now if key.startswith(_DECIDES) and not key.startswith(_PLACES)]
+    found = [f"{k}={now[k]} (was {before.get(k)})" for k in keys if now[k] != before.get(k)]
+    more = [f"{len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    return ", ".join([*found[:_SHOWN], *more])
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by their dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        inner = _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else None
+        flat.update(inner if inner is not None else {f"{prefix}{key}": value})
+    return flat
