@@ -68,3 +68,8 @@ def test_a_folder_without_a_model_is_refused(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({**known, "num_attention_heads": 4}))
     assert main(["plan", str(tmp_path), "--tensor", "2"]) == 2
     assert "describes no model of transformers" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_model_is_not_taken_for_one(tmp_path, capsys):
+    assert main(["plan", str(tmp_path)]) == 2
+    assert f"{tmp_path}: is a folder, not a file" in capsys.readouterr().err

@@ -242,7 +242,7 @@ def test_files_that_cannot_be_read_are_problems_too(tmp_path: Path) -> None:
         load(tmp_path / "gtp.yaml")
     with pytest.raises(ConfigErrors, match=r"no such file$"):
         load(tmp_path / "no" / "gpt.yaml")
-    with pytest.raises(ConfigErrors, match="cannot be read: Is a directory"):
+    with pytest.raises(ConfigErrors, match="is a folder, not a file"):
         load(tmp_path)
     (tmp_path / "latin.yaml").write_bytes(b"log:\n  every: 1 # \xe9\n")
     with pytest.raises(ConfigErrors, match=r"latin\.yaml:2: byte 0xe9 is not UTF-8"):
@@ -284,3 +284,32 @@ def test_an_override_that_yaml_would_shorten_is_refused(value, read_as):
     assert f'would be read as the text "{read_as}"; put the value in YAML\'s quotes' in line
     quoted = f'model.args.a="{value}"'.replace("\n", "\\n")
     assert loads(own, overrides=[quoted]).model.args == {"a": value}
+
+
+def test_a_folder_in_place_of_the_file_is_said_to_be_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigErrors, match=f"{tmp_path}: is a folder, not a file$"):
+        load(tmp_path)
+    (tmp_path / "resolved.yaml").touch()
+    with pytest.raises(ConfigErrors, match=r"did you mean .*/resolved\.yaml\?$"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["~/runs", "~", "$HOME/runs", "a/${NAME}", "/scratch/$USER"])
+def test_what_a_shell_would_expand_in_a_path_is_refused(path: str) -> None:
+    """A folder of the name ~ would be made, and somebody would remove it by that name."""
+    for key in ("run.dir", "data.path", "pipeline.costs"):
+        with pytest.raises(ConfigErrors, match="wants a path written out, without ~ or "):
+            loads("", overrides=[f"{key}='{path}'"])
+    assert loads("run: {dir: 'a~b/c$/$1'}").run.dir == "a~b/c$/$1"
+
+
+def test_adapters_without_a_layer_are_refused_and_none_are_none() -> None:
+    """Read as none, all weights would train."""
+    with pytest.raises(ConfigErrors, match=r"<string>:2: model\.lora: names no layers; set") as e:
+        loads("model:\n  lora: {}")
+    assert len(e.value.problems) == 1
+    for text in ("{lora: }", "{lora: {target: null}}", "{}"):
+        assert loads(f"model: {text}").model.lora.target is None
+    assert loads(loads("").to_yaml()) == loads("")
+    with pytest.raises(ConfigErrors, match="names no layers"):
+        loads("", overrides=["model.lora={}"])

@@ -10,6 +10,7 @@ import typer
 from torchdistpackage.cli._common import Config, Overrides, World, text_table, wrap
 from torchdistpackage.config.check import wrong_files
 from torchdistpackage.config.errors import ConfigErrors
+from torchdistpackage.config.hugging_face import FILE as CONFIG
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm import JobGeometry
@@ -104,7 +105,7 @@ def plan(
             )
         typer.echo(resolve(SPLIT)(Path(config), tensor, seq_len, show_all))
         return
-    if Path(config).is_dir() or config.endswith(".json"):
+    if (Path(config) / CONFIG).is_file() or config.endswith(".json"):
         raise typer.BadParameter("a model needs the number of shards", param_hint="--tensor")
     cluster = None if profile is None else resolve(READ_PROFILE)(profile)
     run = load(config, overrides or [], world, job=sbatch or None)

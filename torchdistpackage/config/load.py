@@ -24,6 +24,7 @@ from torchdistpackage.config.errors import (
 )
 from torchdistpackage.config.hugging_face import FILE as CONFIG
 from torchdistpackage.config.hugging_face import FREE_KEYS, model_keys, read_config
+from torchdistpackage.config.model_section import NO_LAYERS
 from torchdistpackage.config.schema import RunConfig, Section
 from torchdistpackage.config.types import expected_of
 from torchdistpackage.config.yaml_loader import MAX_BYTES, MAX_KEY, Keys, YamlDocument, dotted, read
@@ -59,6 +60,9 @@ def load(
         files = [file.name for file in folder.iterdir()] if folder.is_dir() else []
         close = nearest(Path(path).name, files)
         why = "no such file" + (f"; did you mean {folder / close}?" if close else "")
+    except IsADirectoryError:
+        run = Path(path) / "resolved.yaml"
+        why = "is a folder, not a file" + (f"; did you mean {run}?" if run.is_file() else "")
     except OSError as error:
         why = f"cannot be read: {error.strerror}"
     except UnicodeDecodeError as error:
@@ -263,6 +267,8 @@ def _key_of(loc: Keys) -> Keys:
 
 
 def _unfit_section(path: str, value: object) -> str:
+    if path == "model.lora" and value == {}:
+        return NO_LAYERS
     what = "a mapping of keys" if path else "a mapping of sections"
     return f"wants {what} ({', '.join(SECTIONS[path].model_fields)}), got {_shown(value)}"
 

@@ -1,6 +1,6 @@
 """The model section of the YAML file: one of our models, or the user's own by import path."""
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from torchdistpackage.config import types as k
 from torchdistpackage.config.types import NamedSection, Section, default
@@ -48,6 +48,9 @@ class RopeSection(Section):
 def is_adapter(parameter: str) -> bool:
     """Whether the parameter of this global name is part of a low-rank adapter."""
     return ".lora_" in parameter
+
+
+NO_LAYERS = "names no layers; set target, e.g. [q_proj, v_proj] or [all-linear], or remove it"
 
 
 class LoraSection(Section):
@@ -113,6 +116,14 @@ class ModelSection(NamedSection):
     loss: k.ImportPath = Field(
         default=None, description="Your loss, pkg.module:fn; null: token cross entropy."
     )
+
+    @field_validator("lora", mode="before")
+    @classmethod
+    def _lora_has_keys(cls, value: object) -> object:
+        """Nothing under `lora:` is none; of `lora: {}` somebody expects adapters."""
+        if value == {}:
+            raise ValueError(NO_LAYERS)
+        return value
 
     @property
     def initial_folder(self) -> str | None:

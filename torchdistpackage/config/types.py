@@ -101,6 +101,7 @@ def _schedule(value: str) -> str:
 
 
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_SHELL = re.compile(r"^~|\$[A-Za-z_{]")
 """What ends a line, or the text itself, on its way into a script or a call of the system."""
 MAX_NAME_BYTES = 200
 """Of a folder's name, which file systems end at 255: what a sweep adds has to fit as well."""
@@ -113,6 +114,8 @@ def _path(value: str) -> str:
         raise ValueError("no path")
     if max(map(len, parts)) > _MAX_PART_BYTES:
         raise ValueError("no file has such a name")
+    if _SHELL.search(value):
+        raise ValueError("a shell would have expanded it")
     return value
 
 
@@ -167,7 +170,7 @@ Betas = Annotated[
     Expected("a list of two numbers from 0 to below 1, e.g. [0.9, 0.95]"),
 ]
 
-_A_PATH = "a path: a text without control characters, in names of up to 255 bytes"
+_A_PATH = "a path written out, without ~ or $NAME or control characters, names up to 255 bytes"
 Path = Annotated[str, Field(min_length=1), AfterValidator(_path), Expected(_A_PATH)]
 PathOrNull = Path | None
 FolderName = Annotated[
